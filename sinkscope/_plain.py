@@ -1,4 +1,4 @@
-"""Between dataclasses and what JSON knows, in both directions; and paths that name nobody's folders."""
+"""Convert between dataclasses and JSON types, and remove private folders from paths."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def visible(text: str) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON says.
+    """Parse JSON.
 
     Raises:
-        ValueError: it is none, it is nested too deeply, or it has a whole number that no field of ours can take.
+        ValueError: It is not JSON, is nested too deeply, or has an integer too large for any field.
     """
     try:
         return json.loads(text, parse_int=_whole)
@@ -67,11 +67,11 @@ def plain(value: Any, *, scrub: bool = False) -> Any:
     """`value` in the types of JSON: tuples, sets, arrays and tensors as lists, dataclasses as dicts, NaN and inf None.
 
     Args:
-        value: what a result may hold.
-        scrub: also take the folders of this machine out of strings (see `pathless`).
+        value: Anything that a result may hold.
+        scrub: Also remove this machine's folders from strings (see `pathless`).
 
     Raises:
-        SinkscopeError: something in it has no such form.
+        SinkscopeError: Something in it cannot be converted.
     """
     if isinstance(value, Enum):
         value = value.value
@@ -99,10 +99,10 @@ def plain(value: Any, *, scrub: bool = False) -> Any:
 
 
 def build(cls: type[T], data: Any, where: str) -> T:
-    """The dataclass `cls` from what `plain` made of one; unknown keys are ignored, missing ones take their default.
+    """Rebuild the dataclass `cls` from the output of `plain`; unknown keys are ignored, missing ones take defaults.
 
     Raises:
-        SinkscopeError: a field is missing or has another type; `where` begins the message.
+        SinkscopeError: A field is missing or has another type; `where` begins the message.
     """
     if not isinstance(data, dict):
         raise SinkscopeError(f"{where} is {_short(data)}, expected an object with the fields of {cls.__name__}")

@@ -19,15 +19,15 @@ def add_at(
 ) -> Float[Tensor, "row place"]:
     """Add each value at its place, in place, so that every run gives the same bits.
 
-    A CPU adds in order. A GPU adds in whichever order its threads arrive, and sums of floating-point numbers depend on
-    it; sums of integers do not, so there the values are added as multiples of a small unit.
+    A CPU adds in order. A GPU adds in the order in which its threads arrive, and floating-point sums depend on that
+    order. Integer sums do not, so on a GPU the values are added as multiples of a small unit.
 
     Args:
-        into: what is added to.
-        index: places.
-        values: finite numbers.
-        most: no sum of values at a place is larger than this; the unit is 2**-61 of it (of the next power of two).
-        in_order: whether the device adds in order; None: as described.
+        into: Tensor to which values are added.
+        index: Place of each value.
+        values: Finite numbers.
+        most: Upper bound of the sum of values at any place; the unit is 2**-61 of its next power of two.
+        in_order: Whether the device adds in order. None means only a CPU does.
 
     Returns:
         `into`.

@@ -34,11 +34,11 @@ def check_outputs(outputs: Mapping[str, str | None], values: Mapping[Parameter, 
     """Refuse, before anything is imported, outputs that cannot be written or would replace an input.
 
     Args:
-        outputs: files that are written from the result, by option.
-        values: what was given for parameters; some name files or folders that are written, too.
+        outputs: Files that are written from the result, by option.
+        values: Values of the parameters; some also name files or folders that are written.
 
     Raises:
-        SinkscopeError: one of them is refused.
+        SinkscopeError: One of them is refused.
     """
     streams = [flag for flag, path in outputs.items() if path == "-"]
     if streams not in ([], ["--json"], ["--csv"]):
@@ -70,17 +70,17 @@ def deliver(
     wide: bool = False,
     assets: bool = False,
 ) -> None:
-    """Standard output first: what cannot be written to a file is at least seen.
+    """Print and write a result; standard output comes first, so that it is seen even if a file cannot be written.
 
     Args:
-        result: what the command found.
-        json: file for it.
-        html: file for it.
-        png: file for its figure.
-        csv: file for all rows and columns of its table.
-        also: further results, printed below; in the JSON each is a key beside the envelope's own.
-        wide: whether tables show every column, however wide.
-        assets: whether plotly.js lies beside the HTML file instead of inside of it.
+        result: The command's result.
+        json: File for it.
+        html: File for it.
+        png: File for its figure.
+        csv: File for all rows and columns of its table.
+        also: Further results, printed below; in the JSON each is a key beside the envelope's own.
+        wide: Whether tables show every column, however wide.
+        assets: Whether plotly.js lies beside the HTML file instead of inside of it.
     """
     more = also or {}
     if "-" not in (json, csv):
@@ -330,10 +330,10 @@ class Command:
         return self.series
 
     def _refuse_unused(self, running: list[Entry], given: dict[str, Any]) -> None:
-        """Refuse an option of a function that does not run: it would do nothing.
+        """Refuse an option of a function that does not run, because it would have no effect.
 
         Raises:
-            SinkscopeError: one was given.
+            SinkscopeError: One was given.
         """
         used = {p.name for part in running for p in part.parameters} | {p.name for p in shared_parameters("open")}
         for other in self.parts:
@@ -455,7 +455,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: the words after `sinkscope`; by default those of this process.
+        argv: Arguments after `sinkscope`. By default those of this process.
 
     Returns:
         0 done, 1 a patch that was not made because it does not repair or would harm, 2 bad input (each with one line on

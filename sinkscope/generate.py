@@ -35,14 +35,14 @@ class Generated:
     """What a model wrote after one prompt.
 
     Attributes:
-        prompt: as given; where ids were given, their text.
-        text: the new text alone.
-        tokens: ids of the new tokens, up to and with the end of sequence if it came.
-        prompt_tokens: length of the prompt, BOS included.
-        events: what the interventions did in this row (`row` is the number of the prompt).
-        held: tokens in the cache after a call, mean over calls, layers and kv heads; None: without a cache policy.
-        read: cached tokens that a decoding step attends to; None: all that are held.
-        summary: what they did in all rows that ran together, in one line.
+        prompt: The prompt as given, or its text if ids were given.
+        text: The new text, without the prompt.
+        tokens: Ids of the new tokens, including the end-of-sequence token if the model produced it.
+        prompt_tokens: Length of the prompt, BOS included.
+        events: What the interventions did in this row (`row` is the index of the prompt).
+        held: Tokens in the cache after a call, averaged over calls, layers and kv heads. None without a cache policy.
+        read: Cached tokens that a decoding step attends to. None if it attends to all that are held.
+        summary: One line on what the interventions did in all rows of the batch.
     """
 
     prompt: str
@@ -74,34 +74,34 @@ def generate(
 ) -> list[Generated]:
     """Generate after each prompt, greedily or at a temperature.
 
-    Of the checkpoint's generation settings only its special tokens are used (see `sinkscope.interventions.decode`).
+    Only the special tokens of the checkpoint's generation settings are used (see `sinkscope.interventions.decode`).
 
     Args:
         model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`.
-        prompts: a text or a list of them; token ids as a list, lists or a tensor; or what a tokenizer returned. Ids are
-            read as they are given.
-        patch: a `SinkPatch` or the path of a patch.json.
-        interventions: any others: an intervention, several joined by |, the name of a policy, the path of a patch, or
-            a list of these; they act after the patch.
-        policy: what the KV cache keeps: a policy, or its name as `policy_named` takes it: "h2o:512".
-        guard: watch for repetition loops and cut the cache of rows that loop; True is `LoopGuard()`. With
-            `LoopGuard(rewind=True)` loops are also taken back from the text; it needs batch_size 1.
-        tokenizer: needed where the model carries none.
-        max_new_tokens: stops there at the latest.
-        temperature: 0 is greedy.
-        seed: of the sampling. The caller's random numbers are left as they were.
-        bos: begin with the BOS token; by default as the tokenizer does.
-        batch_size: prompts run together, padded on the left.
-        on_text: called with (number of the prompt, piece of text) while a prompt is generated; needs batch_size 1.
-            Under `LoopGuard(rewind=True)` it is called once with the whole text, because pieces may be taken back.
-        inputs: `input_ids` and `attention_mask` in place of prompts, as in `generate(model, **tokenizer(texts))`.
+        prompts: A text or a list of texts; token ids as a list, a list of lists or a tensor; or a tokenizer's output.
+            Ids are used unchanged.
+        patch: A `SinkPatch`, or the path of a patch.json.
+        interventions: Further edits: an intervention, several joined by |, the name of a policy, the path of a patch,
+            or a list of these. They act after the patch.
+        policy: What the KV cache keeps: a policy, or a name that `policy_named` accepts, such as "h2o:512".
+        guard: Watch for repetition loops and cut the cache of rows that loop. True means `LoopGuard()`.
+            `LoopGuard(rewind=True)` also removes loops from the text and needs batch_size 1.
+        tokenizer: Needed if the model carries no tokenizer.
+        max_new_tokens: Maximum number of new tokens per prompt.
+        temperature: Sampling temperature; 0 decodes greedily.
+        seed: Seed for sampling. The caller's random state is restored afterwards.
+        bos: Whether prompts begin with the BOS token. By default the tokenizer decides.
+        batch_size: Number of prompts that run together, padded on the left.
+        on_text: Called with (index of the prompt, piece of text) during generation; needs batch_size 1. Under
+            `LoopGuard(rewind=True)` it is called once with the whole text, because pieces may be removed again.
+        inputs: `input_ids` and `attention_mask` instead of prompts, as in `generate(model, **tokenizer(texts))`.
 
     Returns:
         One `Generated` per prompt, in order.
 
     Raises:
-        SinkscopeError: empty prompt, prompt and new tokens longer than the context, no tokenizer, bad numbers, no such
-            policy, a budget that is too small for a prompt.
+        SinkscopeError: A prompt is empty, prompt and new tokens exceed the context, there is no tokenizer, a number is
+            invalid, the policy does not exist, or its budget is too small for a prompt.
     """
     target = Target.of(model, tokenizer)
     tok = target.need_tokenizer()
@@ -147,7 +147,7 @@ def _continued(target: Target, rows: list[list[int]], options: dict[str, Any], r
 def _own(run: Run | None, row: int, last: int | None, start: int) -> list[Event]:
     """Events of one row of a batch whose first prompt is number `start`, up to the position `last`; None: all of them.
 
-    A row that has ended goes on as padding until the last one ends: what happened there is not its own.
+    A row that has ended continues as padding until the last row ends; events in that padding are dropped.
     """
     events = [] if run is None else run.events
     return [replace(e, row=start + row) for e in events if e.row == row and (last is None or e.position <= last)]

@@ -56,7 +56,7 @@ def read_neuron(text: str, option: str = "--neuron") -> tuple[int, ...]:
     """(layer, neuron) or (layer, expert, neuron) of a name; 1.338 and 1:338 are read as well.
 
     Raises:
-        SinkscopeError: it is no such name.
+        SinkscopeError: It is no such name.
     """
     return _read(_NEURON, text, option, "a neuron such as L1.N338, or L3.E2.N7 in a mixture")
 
@@ -65,7 +65,7 @@ def read_head(text: str, option: str = "--head") -> tuple[int, int]:
     """(layer, head) of a name; 0.4 and 0:4 are read as well.
 
     Raises:
-        SinkscopeError: it is no such name.
+        SinkscopeError: It is no such name.
     """
     layer, head = _read(_HEAD, text, option, "a head such as L5.H3")
     return layer, head

@@ -1,4 +1,4 @@
-"""Files of commands: written whole or not at all, refused before the work begins, and read with one-line errors."""
+"""Files of commands: written atomically, refused before any work begins, and read with one-line errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HEAD = 33  # bytes of a PNG before its second chunk
 
 
 def _mark(data: bytes) -> str | None:
-    """Which output of sinkscope a file is, from its content or from its beginning and end; None: none of them."""
+    """Which kind of sinkscope output a file is, judged by its content or by its beginning and end; None if none."""
     if found := _RESULT.match(data):
         return f"json {found[1].decode(errors='replace')}"
     if data.startswith(_PNG):
@@ -36,7 +36,7 @@ def _mark(data: bytes) -> str | None:
 
 
 def _marked(data: bytes) -> bytes:
-    """A zip archive with our mark in it; all else says itself what it is."""
+    """Whether this is a zip archive with sinkscope's mark; other formats identify themselves."""
     if data.startswith(b"PK"):  # it ends with the length of a comment
         return data[:-2] + struct.pack("<H", len(_COMMENT)) + _COMMENT
     return data
@@ -51,15 +51,15 @@ def _mark_of(file: Path) -> str | None:
 
 
 def check_output(path: str | os.PathLike[str], *kinds: str) -> Path:
-    """The path that `write_output` will write, if it can and nothing foreign is lost.
+    """Return the path that `write_output` will write, after checking that it can and that no foreign file is lost.
 
     Args:
-        path: a file that is new, empty, or an earlier output.
-        kinds: marks that an earlier output may have: "json find-sinks", "json" for any result, `PAGE`, `FIGURE`,
-            `ARRAYS`; none: any of them.
+        path: A file that is new, empty, or an earlier output.
+        kinds: Marks that an earlier output may have: "json find-sinks", "json" for any result, `PAGE`, `FIGURE`,
+            `ARRAYS`. Without any, all are allowed.
 
     Raises:
-        SinkscopeError: as `check_writable`, and if the file holds anything else.
+        SinkscopeError: As for `check_writable`; also if the file holds anything else.
     """
     target = check_writable(path)
     if not target.exists() or _is_device(target) or not target.stat().st_size:
@@ -76,10 +76,10 @@ def check_output(path: str | os.PathLike[str], *kinds: str) -> Path:
 
 
 def write_output(path: str | os.PathLike[str], data: bytes | str) -> Path:
-    """`write_atomic` for what a user asked for: it replaces nothing but an earlier output in the same format.
+    """Like `write_atomic`, for outputs that a user requested: only an earlier output in the same format is replaced.
 
     Raises:
-        SinkscopeError: as `write_atomic` and `check_output`.
+        SinkscopeError: As for `write_atomic` and `check_output`.
     """
     content = _marked(data.encode() if isinstance(data, str) else data)
     check_output(path, (_mark(content) or "unmarked output").split()[0])
@@ -91,15 +91,15 @@ def check_losses(
     inputs: Mapping[str, Iterable[object]],
     folders: Mapping[str, str | os.PathLike[str]],
 ) -> None:
-    """Refuse outputs that would replace one another or an input, or lie in a folder that belongs together.
+    """Refuse outputs that would replace one another or an input, or lie in a folder whose files belong together.
 
     Args:
-        outputs: files that will be written, by option.
-        inputs: words that may name files which are read, by option.
-        folders: folders that will be filled, by option.
+        outputs: Files that will be written, by option.
+        inputs: Arguments that may name files to read, by option.
+        folders: Folders that will be filled, by option.
 
     Raises:
-        SinkscopeError: one of them would.
+        SinkscopeError: One of them would.
     """
     written: dict[str, str] = {}
     for flag, path in {**outputs, **folders}.items():
@@ -127,14 +127,14 @@ def _same(target: Path, file: str) -> bool:
 
 
 def _foreign(file: Path) -> bool:
-    """Whether a file in the folder of a run is none of the run's; parts of a long work are runs inside."""
+    """Whether a file in a run's folder does not belong to the run; parts of a long job are runs inside it."""
     if file.is_dir():
         return "run" not in _belongs(file)
     return not (file.name in _RUN or file.name.startswith(".sinkscope-") or _mark_of(file))
 
 
 def _belongs(folder: Path) -> str:
-    """What a folder is whose files belong together, so that no other is put among them; "" for any other folder."""
+    """What a folder is, if its files belong together and no other may be added; "" for any other folder."""
     with suppress(OSError):
         if (folder / _RUN[0]).is_file() and any((folder / name).is_file() for name in _RUN[1:]):
             return "the folder of a run"
@@ -145,15 +145,15 @@ def _belongs(folder: Path) -> str:
 
 
 def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Path:
-    """The path that `write_atomic` will write, if it can; nothing is left there.
+    """Return the path that `write_atomic` will write, after checking that it can. The check leaves no file behind.
 
     Args:
-        path: a file.
-        folder: it may also be a folder.
+        path: Path of a file.
+        folder: Whether it may also be a folder.
 
     Raises:
-        SinkscopeError: it is empty, not UTF-8 or a folder, it or its folder may not be written, or a part of it is no
-            folder.
+        SinkscopeError: The path is empty, not UTF-8 or a folder, it or its folder is not writable, or a part of it is
+            not a folder.
     """
     name = os.fspath(path)
     if not name or "\0" in name or not _is_text(name):
@@ -188,20 +188,20 @@ def _is_text(name: str) -> bool:
 
 
 def _is_device(target: Path) -> bool:
-    """/dev/null, a pipe: written in place, never replaced."""
+    """Whether it is a device or pipe such as /dev/null, which is written in place and never replaced."""
     return target.exists() and not target.is_file()
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> Path:
-    """Write `data` beside `path` and move it there: whoever looks sees the old file or the whole new one.
+    """Write `data` to a temporary file and move it to `path`, so that readers see the old file or the whole new one.
 
     Missing folders are made. Text is written as UTF-8. Devices and pipes are written in place.
 
     Returns:
-        The path written, links resolved.
+        The path written, with links resolved.
 
     Raises:
-        SinkscopeError: as `check_writable`, and when the disk is full; the old file is then untouched.
+        SinkscopeError: As for `check_writable`; also if the disk is full. The old file is then unchanged.
     """
     target = check_writable(path)
     content = data.encode() if isinstance(data, str) else data
@@ -229,7 +229,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> Path:
 
 
 def _cannot(name: str, error: OSError) -> SinkscopeError:
-    """One line for what the file system said, with what to do about it."""
+    """One line on what the file system reported and what to do about it."""
     remedy = {
         errno.ENOSPC: "the disk is full; make room or choose another place",
         errno.EDQUOT: "your quota is used up; make room or choose another place",
@@ -244,7 +244,7 @@ def _cannot(name: str, error: OSError) -> SinkscopeError:
 
 
 def read_text(name: str) -> str:
-    """Text of a file, or of standard input for "-"; or one line that says why not."""
+    """Text of a file, or of standard input for "-"; a failure raises a one-line error."""
     path = Path(name)
     try:
         if name != "-":

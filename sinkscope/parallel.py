@@ -1,4 +1,4 @@
-"""Jobs in this process or over Ray workers on one or several machines, kept in a folder as they come, and resumed."""
+"""Run jobs in this process or on Ray workers of one or several machines; results are stored as they arrive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REACH = 10.0  # seconds in which a Ray cluster must answer
 
 @runtime_checkable
 class Job(Protocol):
-    """Some records that are made together, whole or not at all. Jobs are pickled for other processes."""
+    """Records that are made together, all or none. Jobs are pickled for other processes."""
 
     @property
     def keys(self) -> Sequence[Hashable]:
@@ -46,10 +46,10 @@ class Tally:
     """How much of the work is done.
 
     Attributes:
-        what: name of the work.
-        total: all of it.
-        progress: called as `progress(what, done, total)`.
-        done: how much is finished.
+        what: Name of the work.
+        total: Total amount of work.
+        progress: Called as `progress(what, done, total)`.
+        done: Amount of work finished.
     """
 
     what: str
@@ -69,10 +69,10 @@ class Tally:
 
 
 def check_workers(workers: int, address: str | None = None) -> None:
-    """Refuse a number of workers that cannot be, before the work.
+    """Refuse an impossible number of workers before work begins.
 
     Raises:
-        SinkscopeError: less than one worker, or Ray is not installed.
+        SinkscopeError: There is less than one worker, or Ray is not installed.
     """
     if workers < 1:
         raise SinkscopeError(f"--workers {workers}: at least one process is needed; give 1 or more")
@@ -81,19 +81,19 @@ def check_workers(workers: int, address: str | None = None) -> None:
 
 
 class Pool(Generic[J_, R_]):
-    """Does jobs in this process, or over Ray. Use it in a `with`; Ray workers start with the first jobs.
+    """Runs jobs in this process, or on Ray. Use it in a `with`; Ray workers start with the first jobs.
 
-    The user's own Ray (`ray.init`, or the cluster that `RAY_ADDRESS` names) is used where there is one.
+    The user's own Ray (`ray.init`, or the cluster named by `RAY_ADDRESS`) is used if there is one.
 
     Args:
-        here: does a job in this process.
-        elsewhere: called once in each Ray worker, makes what does a job there (it opens the model, say); it is
-            pickled. None: all jobs run in this process.
-        workers: Ray workers.
-        address: of a Ray cluster, as `ray.init` takes it; None: `RAY_ADDRESS`, or a cluster on this machine.
-        gpu: each worker needs a GPU, or a share of one.
-        progress: called as `progress("starting 4 Ray workers", ready, 4)` while they start.
-        patience: seconds after which all of them must have started.
+        here: Runs a job in this process.
+        elsewhere: Called once in each Ray worker (to open the model, say); returns the function that runs jobs
+            there. It is pickled. None runs all jobs in this process.
+        workers: Number of Ray workers.
+        address: Address of a Ray cluster, as for `ray.init`. None: `RAY_ADDRESS`, or a cluster on this machine.
+        gpu: Each worker needs a GPU, or a share of one.
+        progress: Called as `progress("starting 4 Ray workers", ready, 4)` while they start.
+        patience: Seconds within which all of them must have started.
 
     Raises:
         SinkscopeError: Ray is not installed, the cluster does not answer, or workers do not start in time.
@@ -127,10 +127,10 @@ class Pool(Generic[J_, R_]):
         self._actors, self._ours = [], False
 
     def map(self, jobs: Sequence[J_]) -> Iterator[tuple[int, R_]]:
-        """The index of each job with its result, as jobs are finished; in this process in their order.
+        """Yield the index and result of each job as jobs finish; in this process, in their order.
 
         Raises:
-            SinkscopeError: workers do not start, or one ends.
+            SinkscopeError: Workers do not start, or one ends.
         """
         if self._elsewhere is None:
             yield from ((i, self._here(job)) for i, job in enumerate(jobs))
@@ -203,13 +203,13 @@ class Pool(Generic[J_, R_]):
 
 
 def finish(pool: Pool[J, Sequence[Any]], jobs: Sequence[J], kept: Folder[Any], tally: Tally) -> None:
-    """Do the jobs that have a record missing, and keep what they make as it comes.
+    """Run the jobs that have missing records, and store their records as they arrive.
 
     Args:
-        pool: does a job, and gives its records.
-        jobs: all of them; those that are finished are not done again.
-        kept: where records are found and kept.
-        tally: how much is done.
+        pool: Runs a job and returns its records.
+        jobs: All jobs; finished ones are not run again.
+        kept: Where records are found and stored.
+        tally: How much is done.
     """
     left = [job for job in jobs if any(key not in kept.records for key in job.keys)]
     if len(left) < len(jobs):
@@ -227,7 +227,7 @@ class _Worker:
         self._run: Callable[[Any], Any] | None = None
 
     def open(self, make: Callable[[], Callable[[Any], Any]]) -> None:
-        """Make ready what the jobs work on. What goes wrong here reaches the caller, unlike in `__init__`."""
+        """Prepare what the jobs work on. Errors here reach the caller, unlike errors in `__init__`."""
         self._run = make()
         if torch := sys.modules.get("torch"):
             torch.set_num_threads(self._threads)
@@ -254,10 +254,10 @@ def _threads(ray: Any, count: int, ours: bool) -> int:
 
 
 def _reach(address: str | None) -> None:
-    """Ask whether somebody listens there: Ray itself goes on asking for many minutes.
+    """Check that something listens there, because Ray itself would retry for many minutes.
 
     Raises:
-        OSError: nobody answers.
+        OSError: Nothing answers.
     """
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if port.isdecimal():

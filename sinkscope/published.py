@@ -28,11 +28,11 @@ class Asked:
     """A question.
 
     Attributes:
-        input: what is asked.
-        answers: right ones; none if the file has none.
-        options: what a multiple-choice question offers.
-        measure: which of a set's measures scores it, where there are several.
-        cue: text at the end of the prompt, which the answer continues, where the file has it.
+        input: Text of the question.
+        answers: Correct answers; empty if the file has none.
+        options: Options of a multiple-choice question.
+        measure: Which of the set's measures scores it, if there are several.
+        cue: Text at the end of the prompt that the answer continues, if the file has one.
     """
 
     input: str
@@ -47,11 +47,11 @@ class Record:
     """A row of a file: a text, and one or more questions about it in order.
 
     Attributes:
-        id: its own; empty if it has none.
-        context: the text; empty where the questions stand by themselves.
-        asked: the questions.
-        dataset: the set, if the row names it.
-        group: rows of one group share the answers that a question may have.
+        id: Id of the row; empty if it has none.
+        context: The text; empty if the questions need none.
+        asked: The questions.
+        dataset: Name of the set, if the row gives it.
+        group: Rows of one group share the possible answers of a question.
     """
 
     id: str
@@ -154,13 +154,13 @@ class Form(NamedTuple):
     """A form of file.
 
     Attributes:
-        whose: the benchmark.
-        row: type of a row.
-        record: what is made of a row.
-        keys: fields that tell its rows from those of the other forms; the first form that fits is taken.
-        files: names in a folder, around the name of the set.
-        hub: dataset on the hub; empty: none that is read from there.
-        hub_file: the file in it.
+        whose: The benchmark.
+        row: Type of a row.
+        record: What is made of a row.
+        keys: Fields that tell its rows from those of the other forms; the first form that fits is taken.
+        files: Names in a folder, around the name of the set.
+        hub: Dataset on the hub; empty: none that is read from there.
+        hub_file: The file in it.
     """
 
     whose: str
@@ -241,15 +241,15 @@ class Published:
     """A set.
 
     Attributes:
-        form: of its file, a name in `FORMS`.
-        new_tokens: longest answer, the benchmark's own number.
-        metric: how answers are scored, a name in `sinkscope.bench.scorers.METRICS`.
-        head: text before the context.
-        asks: the question, around `{}`.
-        cue: text at the end of a prompt, which the answer continues.
-        gap: text between the question and the cue.
-        between: text between the parts of a prompt.
-        measures: for sets of two measures, the metric of each.
+        form: Of its file, a name in `FORMS`.
+        new_tokens: Longest answer, the benchmark's own number.
+        metric: How answers are scored, a name in `sinkscope.bench.scorers.METRICS`.
+        head: Text before the context.
+        asks: The question, around `{}`.
+        cue: Text at the end of a prompt, which the answer continues.
+        gap: Text between the question and the cue.
+        between: Text between the parts of a prompt.
+        measures: For sets of two measures, the metric of each.
     """
 
     form: str
@@ -358,7 +358,7 @@ def set_of(name: str) -> Published:
     """The set of that name.
 
     Raises:
-        SinkscopeError: there is none; the message lists those that begin like it, or all.
+        SinkscopeError: There is none; the message lists similar names, or all.
     """
     if name not in SETS:
         family = name.split("_")[0]
@@ -372,15 +372,15 @@ def set_of(name: str) -> Published:
 
 
 def read_published(path: str | os.PathLike[str], form: str = "", expected: str = ANY) -> list[tuple[str, Record]]:
-    """The rows of a file, and where each stands.
+    """The rows of a file, and the location of each.
 
     Args:
         path: JSON lines, one JSON array, or `.parquet`.
-        form: a name in `FORMS`; empty: each row's own.
-        expected: what the caller should give.
+        form: A name in `FORMS`. If empty, each row's form is detected.
+        expected: What the caller should give.
 
     Raises:
-        SinkscopeError: the file cannot be read or has no rows, or a row has another form (with its line).
+        SinkscopeError: The file cannot be read or has no rows, or a row has another form (with its line).
     """
     found: list[tuple[str, Record]] = []
     for where, row in read_rows(path, expected):
@@ -417,10 +417,10 @@ def _with_references(path: Path, found: list[tuple[str, Record]]) -> list[tuple[
 
 
 def spoken(name: str, asked: Asked) -> tuple[str, str, str, Texts]:
-    """A question of a set as its benchmark asks it: question, cue, both of them together, and right answers.
+    """A question as its benchmark asks it: question, cue, both of them together, and correct answers.
 
     Raises:
-        SinkscopeError: it is not asked as those of this set are.
+        SinkscopeError: The question does not have the form of this set.
     """
     known, answers = SETS.get(name, Published("", 0, "")), asked.answers
     if known.metric == "all" and answers:
@@ -446,10 +446,10 @@ class TextPrompt:
     """A prompt, divided into context and question if its file says how.
 
     Attributes:
-        id: id of the record, or its line if it has none.
-        context: what the question is about; before the last question of several, the others with their answers.
-        question: what is asked; empty if the file does not separate it from the context.
-        answers: right ones, as far as the file has them.
+        id: Id of the record, or its line if it has none.
+        context: What the question is about; if there are several, also the earlier questions with their answers.
+        question: The question; empty if the file does not separate it from the context.
+        answers: Correct answers, if the file has them.
     """
 
     id: str
@@ -464,12 +464,12 @@ class TextPrompt:
 
 
 def read_prompts(path: str | os.PathLike[str]) -> tuple[TextPrompt, ...]:
-    """The prompts of a benchmark's file, whose form is told by its fields, or of JSON lines with a "prompt".
+    """The prompts of a benchmark's file, recognised by its fields, or of JSON lines with a "prompt".
 
-    SCBench's and RULER's rows do not name their set: it is told by the name of the file or of its folder.
+    SCBench's and RULER's rows do not name their set, so the name of the file or its folder decides.
 
     Raises:
-        SinkscopeError: the file cannot be read or has no records, or a row has none of the forms (with its line).
+        SinkscopeError: The file cannot be read or has no records, or a row has none of the forms (with its line).
     """
     file = Path(path)
     stem = next((name for name in (file.stem, f"ruler_{file.parent.name}") if name in SETS), "")

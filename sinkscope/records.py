@@ -25,16 +25,16 @@ _type_adapter: Callable[[Any], Any] = cache(TypeAdapter)
 
 
 def conform(kind: Any, value: Any, name: str, *, page: str | None = None) -> Any:
-    """`value`, if it is of the type `kind`.
+    """Return `value` if it is of the type `kind`.
 
     Args:
-        kind: a type, such as `Whole` or `list[Share]`.
-        value: any object.
-        name: what the error calls it.
-        page: of the documentation.
+        kind: A type, such as `Whole` or `list[Share]`.
+        value: Any object.
+        name: Name of the value, for the error.
+        page: Documentation page to name in the error.
 
     Raises:
-        SinkscopeError: it is not, with what was expected.
+        SinkscopeError: It is not; the message says what was expected.
     """
     try:
         return _type_adapter(kind).validate_python(value)
@@ -97,12 +97,12 @@ _WORDS = {
 def check_fields(made: Any) -> None:
     """Refuse fields of a dataclass whose values do not fit the numbers, switches and words that are annotated there.
 
-    A bool is no number here, a whole number is a number, and fields of any other type are left alone. So are those of
-    a class whose annotations name what is imported for type checkers only. `Natural`, `Whole` and `Share` are
+    A bool is not a number here, an int is, and fields of any other type are not checked. Neither are those of a class
+    whose annotations use names that are imported for type checkers only. `Natural`, `Whole` and `Share` are
     numbers with a range.
 
     Raises:
-        SinkscopeError: the first such field, with its value and what was expected.
+        SinkscopeError: A field does not fit; the message names the first, its value and what was expected.
     """
     try:
         hints = get_type_hints(type(made), include_extras=True)
@@ -135,13 +135,13 @@ def read_records(path: str | os.PathLike[str], type_: type[T], expected: str, *,
 
     Args:
         path: JSON lines, one JSON array, or `.parquet`.
-        type_: a dataclass or pydantic model. Nothing is converted: "7" is no number. Further checks belong into its
+        type_: A dataclass or pydantic model. Nothing is converted: "7" is not a number. Further checks belong in its
             `__post_init__`, as a ValueError whose message says what was found and what was expected.
-        expected: what the caller should give; errors end with ": give {expected}".
-        key: field by which no two records may be equal.
+        expected: What the caller should give; errors end with ": give {expected}".
+        key: Field whose value must differ between records.
 
     Raises:
-        SinkscopeError: the file cannot be read or has no records, or a record has another form; the message names
+        SinkscopeError: The file cannot be read or has no records, or a record has another form; the message names
             the file, the line, the field, what was found and what was expected.
     """
     found = [(where, check(row, type_, where, expected)) for where, row in read_rows(path, expected)]
@@ -151,10 +151,10 @@ def read_records(path: str | os.PathLike[str], type_: type[T], expected: str, *,
 
 
 def check(value: Any, type_: type[T], where: str, expected: str) -> T:
-    """One record, made from a value that JSON knows.
+    """Make one record from a JSON value.
 
     Raises:
-        SinkscopeError: the value has another form; the message begins with `where`.
+        SinkscopeError: The value has another form; the message begins with `where`.
     """
     try:  # from JSON, because pydantic takes an array for a tuple there alone
         return _type_adapter(type_).validate_json(json.dumps(value), strict=True)
@@ -174,15 +174,15 @@ def check(value: Any, type_: type[T], where: str, expected: str) -> T:
 
 
 def refuse_twins(keys: list[tuple[str, Any]], name: str, expected: str) -> None:
-    """Refuse records of one name.
+    """Refuse records with the same name.
 
     Args:
-        keys: where each record stands, and its name.
-        name: name of the field.
-        expected: what the caller should give.
+        keys: Where each record stands, and its name.
+        name: Name of the field.
+        expected: What the caller should give.
 
     Raises:
-        SinkscopeError: two records have one name.
+        SinkscopeError: Two records have the same name.
     """
     first: dict[Any, str] = {}
     for where, key in keys:
@@ -192,15 +192,15 @@ def refuse_twins(keys: list[tuple[str, Any]], name: str, expected: str) -> None:
 
 
 def read_rows(path: str | os.PathLike[str], expected: str) -> Iterator[tuple[str, Any]]:
-    """Each row of a file and where it stands, such as "chat.jsonl line 3".
+    """Each row of a file and its location, such as "chat.jsonl line 3".
 
     Args:
-        path: `.parquet`, one JSON array, or a JSON value a line.
-        expected: what the caller should give.
+        path: `.parquet`, one JSON array, or one JSON value per line.
+        expected: What the caller should give.
 
     Raises:
-        SinkscopeError: no such file, nothing in it, not UTF-8, a line that is not JSON (with its number), or parquet
-            without a library for it.
+        SinkscopeError: The file does not exist, is empty or not UTF-8, a line is not JSON (its number is given), or it
+            is parquet and no library for it is installed.
     """
     file = Path(path).expanduser()
     return (
@@ -211,10 +211,10 @@ def read_rows(path: str | os.PathLike[str], expected: str) -> Iterator[tuple[str
 
 
 def rows_of(text: str, name: str, expected: str) -> Iterator[tuple[str, Any]]:
-    """Each row of a text: one JSON array or object, or a JSON value a line.
+    """Each row of a text: one JSON array or object, or one JSON value per line.
 
     Raises:
-        SinkscopeError: a line is not JSON.
+        SinkscopeError: A line is not JSON.
     """
     try:
         whole = _loads(text)
@@ -236,10 +236,10 @@ def rows_of(text: str, name: str, expected: str) -> Iterator[tuple[str, Any]]:
 
 
 def json_line(line: str | bytes, problem: str, expected: str) -> Any:
-    """What a line holds.
+    """The value on a line.
 
     Raises:
-        SinkscopeError: it is not JSON, not UTF-8, or nested too deeply; the message is `problem`, and what to give.
+        SinkscopeError: It is not JSON, not UTF-8, or nested too deeply; the message is `problem`, and what to give.
     """
     try:
         return _loads(line if isinstance(line, str) else line.decode("utf-8-sig"))
@@ -248,7 +248,7 @@ def json_line(line: str | bytes, problem: str, expected: str) -> Any:
 
 
 def _loads(text: str) -> Any:
-    """Half a surrogate pair, which JSON can spell, becomes "?": a tokenizer or a file could not take it."""
+    """Parse JSON. Half a surrogate pair, which JSON allows, becomes "?", because tokenizers and files reject it."""
     value = parse_json(text)
     if "\\ud" in text or "\\uD" in text:
         value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
@@ -259,7 +259,7 @@ def read_text(path: str | os.PathLike[str], expected: str) -> str:
     """The text of a file.
 
     Raises:
-        SinkscopeError: no such file, nothing in it, or not UTF-8.
+        SinkscopeError: The file does not exist, is empty, or is not UTF-8.
     """
     file = Path(path).expanduser()
     try:

@@ -1,4 +1,4 @@
-"""All results of a folder as one HTML file; measurements that have no class of their own, as tables of their data."""
+"""Show all results of a folder as one HTML file; records without a result class appear as tables of their data."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Skipped:
     """A file that is not in the report.
 
     Attributes:
-        file: its path below the folder.
-        reason: why not, in one line.
+        file: Path of the file, relative to the folder.
+        reason: Why the file was left out, in one line.
     """
 
     file: str
@@ -50,9 +50,9 @@ class Report:
     """What `report` wrote.
 
     Attributes:
-        path: the HTML file.
-        files: names of the results in it, in the order of the report: their paths below the folder.
-        skipped: the other files.
+        path: Path of the HTML file.
+        files: Paths of the results, relative to the folder, in the order of the report.
+        skipped: Files that are not in the report.
     """
 
     path: Path
@@ -71,10 +71,10 @@ def write_report(
     """Write all results of a folder as one HTML file that needs nothing else, with figures, tables and provenance.
 
     Args:
-        folder: Folder of results and runs; those below it are read too.
+        folder: Folder of results and runs; its subfolders are read too.
         out: File to write. By default report.html in the folder.
-        assets: Put plotly.js beside the report, once for all pages of that folder, instead of inside of it.
-        progress: Called with a stage, what is done and how much there is.
+        assets: Save plotly.js beside the report, shared by all pages of that folder, instead of inside the page.
+        progress: Called as `progress(stage, done, total)`.
 
     Example:
         sinkscope report results --out everything.html
@@ -95,25 +95,25 @@ def report(
     assets: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Report:
-    """Write all results found in a folder, and in the folders below it, as one HTML file that needs nothing else.
+    """Write all results found in a folder and its subfolders as one self-contained HTML file.
 
     Results are the files that `--json` and `.save()` write, and the folders that `loopbench run`, `dialogues run` and
-    `dialogues fidelity` write, which are shown as their tables. An envelope of a kind without a class, such as those
-    of `experiments/` or your own, is shown as tables of its data. Other files are left out and named; hidden files, and
-    the HTML and PNG that commands write beside their JSON, are left out silently.
+    `dialogues fidelity` write, which are shown as their tables. An envelope whose kind has no result class, such as
+    those of `experiments/` or your own, is shown as tables of its data. Other files are left out and listed; hidden
+    files, and the HTML and PNG that commands write beside their JSON, are left out silently.
 
     Args:
-        folder: folder of the results.
-        out: the file to write; by default `report.html` in the folder. An old page of sinkscope is replaced.
-        assets: whether plotly.js lies beside the report instead of inside of it.
-        progress: called with a stage, what is done and how much there is.
+        folder: Folder with the results.
+        out: File to write. By default `report.html` in the folder. An earlier page written by sinkscope is replaced.
+        assets: Whether to save plotly.js beside the report instead of inside it.
+        progress: Called as `progress(stage, done, total)`.
 
     Returns:
         The file that was written, the results in it, and the files left out with the reasons.
 
     Raises:
-        SinkscopeError: there is no such folder, it holds no result, or the file cannot be written or would replace
-            a result.
+        SinkscopeError: The folder does not exist or holds no result, or the file cannot be written or would replace a
+            result.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -214,7 +214,7 @@ def _section(data: Any, name: str, path: Path) -> Section:
 
 
 def _line(error: Exception, path: Path) -> str:
-    """The message without the file name that it begins with, which is shown before it."""
+    """The message without its leading file name, which is shown separately."""
     name, message = (" ".join(text.split()) for text in (path.name, str(error)))
     return visible(message.removeprefix(name).lstrip(": "))
 
@@ -236,13 +236,13 @@ _WIDTH = 80  # characters of a list in a cell
 
 
 def record_section(data: dict[str, Any], file: str, path: Path, figure: Any = None) -> Section | None:
-    """An envelope whose kind no class belongs to, with its figure; None if `data` is no envelope.
+    """An envelope whose kind has no result class, with its figure; None if `data` is no envelope.
 
     Args:
-        data: what the file holds.
-        file: name of the file as it is shown.
-        path: the file itself.
-        figure: of plotly; None: the PNG beside the file, if there is one.
+        data: Content of the file.
+        file: Name of the file as shown to the reader.
+        path: Path of the file.
+        figure: A plotly figure. None uses the PNG beside the file, if there is one.
     """
     lists = {name: data[name] for name in ENVELOPE if isinstance(data.get(name), dict)}
     result = data.get("result")
@@ -254,7 +254,7 @@ def record_section(data: dict[str, Any], file: str, path: Path, figure: Any = No
 
 
 def _picture(path: Path) -> str:
-    """The PNG beside a record, which has no other drawing."""
+    """The PNG beside a record that has no other figure."""
     if not path.is_file() or path.stat().st_size > PICTURE:
         return ""
     content = path.read_bytes()
@@ -262,7 +262,7 @@ def _picture(path: Path) -> str:
 
 
 def tables(value: Any, title: str = "") -> Iterator[Grid]:
-    """All of the data: single values first, then a table per list of records."""
+    """All data as tables: single values first, then one table per list of records."""
     if isinstance(value, list):
         if _records(value):
             yield _table(title, [flat for row in value for flat in _flat(row)])

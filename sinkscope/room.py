@@ -1,4 +1,4 @@
-"""Tensors that grow by a token at a time, with room for tokens to come: a long one is not copied for every token."""
+"""Tensors that grow by one token at a time, with spare room, so that a long one is not copied for every token."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SPARE = 64
 class Room:
     """A tensor with empty places at the end of one dimension.
 
-    Holders have views of its first places. No place is written twice: several holders may share the room, or a shorter
-    part of it, and what one of them appends the others never see.
+    Holders have views of its first places. No place is written twice, so several holders may share the room or a
+    shorter part of it, and none sees what another appends.
     """
 
     def __init__(self, held: Tensor, dim: int, spare: int = SPARE) -> None:
@@ -46,8 +46,8 @@ class Growing:
     """How one holder appends to a tensor: in a room if the tensor is long and only grows, and by copying otherwise.
 
     Args:
-        dim: the dimension that grows.
-        latest: the tensor as it was when it was last appended to, if a room may be made for it at once.
+        dim: The dimension that grows.
+        latest: The tensor as it was when it was last appended to, if a room may be made for it at once.
     """
 
     def __init__(self, dim: int, latest: Tensor | None = None, room: Room | None = None) -> None:
@@ -59,16 +59,17 @@ class Growing:
 
     @property
     def allocated(self) -> int | None:
-        """Places in memory; None: those of the tensor alone."""
+        """Places in memory; None if there are only those of the tensor."""
         return None if self._room is None else int(self._room.held.shape[self.dim])
 
     def append(self, held: Shaped[Tensor, ...], new: Shaped[Tensor, ...], spare: int = 0) -> Shaped[Tensor, ...]:
         """`held` with `new` at its end.
 
         Args:
-            held: a tensor, which stays as it is.
-            new: what is appended.
-            spare: places for more, if it is certain that more will come; 0: a room is made where single tokens come.
+            held: A tensor, which is not changed.
+            new: Tensor to append.
+            spare: Number of further places, if more tokens are certain to follow. With 0, room is made only when
+                single tokens arrive.
         """
         more = int(new.shape[self.dim])
         if torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""A folder that keeps records as they come. What is in it survives any kill, and one process writes it at a time."""
+"""A folder that stores records as they arrive. Its content survives a killed process; one process writes at a time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SETTINGS, RECORDS, LOCK = "settings.json", "runs.jsonl", "lock"
 
 
 class Keyed:
-    """A dataclass that a folder holds once for each key; its fields are what JSON knows."""
+    """A dataclass that a folder holds once per key; its fields are JSON types."""
 
     identity: ClassVar[tuple[str, ...]] = ("name",)
     """Fields that tell it from other records."""
 
     @property
     def key(self) -> Hashable:
-        """What tells it from other records: the values of these fields, or the value of the only one."""
+        """Identifies the record: the values of its key fields, or the value of the only one."""
         found = tuple(getattr(self, name) for name in self.identity)
         return found if len(self.identity) > 1 else found[0]
 
@@ -33,20 +33,20 @@ F = TypeVar("F", bound="Folder[Any]")  # typing.Self is refused by the shape che
 
 
 class Folder(Generic[R]):
-    """A folder of records that is being written. Use it in a `with`: it is locked from there on.
+    """A folder of records that is being written. Use it in a `with`, which locks it.
 
     Args:
-        folder: new, empty, or of an earlier run with the same settings; None: records are kept in memory alone.
-        settings: everything that decides the records.
-        kind: class of the records, a dataclass.
-        also: other files of the folder, by name, written once.
-        option: of the command that names the folder, for errors.
+        folder: New, empty, or from an earlier run with the same settings. None keeps records in memory only.
+        settings: Everything that determines the records.
+        kind: Dataclass of the records.
+        also: Other files of the folder, by name, written once.
+        option: Command option that names the folder, for errors.
 
     Attributes:
-        records: all there are, by key.
+        records: All records, by key.
 
     Raises:
-        SinkscopeError: another process writes there, the folder is of something else, or its settings differ.
+        SinkscopeError: Another process writes there, the folder holds something else, or its settings differ.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Folder(Generic[R]):
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Release the folder; one that was made for a work that failed before its first record is removed."""
+        """Release the folder; if the work failed before its first record, remove a folder made for it."""
         if self._lock is None or self.folder is None:
             return
         try:
@@ -137,10 +137,10 @@ class Folder(Generic[R]):
             )
 
     def append(self, records: Iterable[R]) -> None:
-        """Keep finished records. When this returns, they are on the disk.
+        """Store finished records. They are on disk when this returns.
 
         Raises:
-            SinkscopeError: they cannot be written.
+            SinkscopeError: They cannot be written.
         """
         new = {record.key: record for record in records if record.key not in self.records}
         if self.folder is not None:
@@ -168,10 +168,10 @@ def lines(items: Iterable[Any]) -> str:
 
 
 def read_lines(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
-    """Whole records of a file, and the length in bytes of their lines. An unfinished last line is not counted.
+    """Complete records of a file, and the length of their lines in bytes. An unfinished last line is ignored.
 
     Raises:
-        SinkscopeError: another line is damaged.
+        SinkscopeError: Any other line is damaged.
     """
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
@@ -187,10 +187,10 @@ def read_lines(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
 
 
 def read_json(path: Path, name: str) -> Any:
-    """What a JSON file of a folder holds.
+    """Content of a JSON file in a folder.
 
     Raises:
-        SinkscopeError: it cannot be read.
+        SinkscopeError: It cannot be read.
     """
     try:
         return parse_json(path.read_text("utf-8"))
@@ -203,7 +203,7 @@ def _reason(error: OSError) -> str:
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, with those inside a setting (such as the model's) beside the others."""
+    """Settings, flattened: those inside a setting (such as the model's) stand beside the others."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         flat |= {f"{name} {key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}

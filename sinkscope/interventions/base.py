@@ -1,4 +1,4 @@
-"""The base of every intervention: an object that is entered on a model, acts while entered, and leaves no trace."""
+"""Base of all interventions: objects that are entered on a model, act while entered, and leave no trace."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Event:
     """Something that an intervention did.
 
     Attributes:
-        row: row of the batch.
-        step: forward call of the run, from 0.
-        position: true position in the row: 0 is the first token that is not padding.
-        layer: decoder layer, if it happened in one.
-        head: query head, if it happened in one.
+        row: Row of the batch.
+        step: Forward call of the run, from 0.
+        position: True position in the row: 0 is the first token that is not padding.
+        layer: Decoder layer; None if it does not belong to one.
+        head: Query head; None if it does not belong to one.
         kind: "patched", "fallback", "sink-like", "ablated", "written", "added", "alarm", "guard", "prefill".
-        data: what belongs to the kind, e.g. the neuron with its old and new value.
+        data: Details that depend on the kind, e.g. the neuron with its old and new value.
     """
 
     row: int
@@ -46,11 +46,11 @@ class Event:
 
 
 class Run:
-    """Interventions at work on one model, from entry to exit. All state is here, none on the intervention objects.
+    """Interventions active on one model, from entry to exit. All state lives here, none on the intervention objects.
 
-    A run acts on the forward calls of the thread that entered it, and on those of threads that have not themselves
-    entered a run on the same model (so generating in a worker thread, as for streaming, works unchanged, and two
-    threads with a run each do not disturb each other).
+    A run acts on forward calls of the thread that entered it, and of threads that have not entered a run on the same
+    model themselves. Generating in a worker thread, as for streaming, therefore works unchanged, and two threads
+    with one run each do not disturb each other.
     """
 
     _DRAIN = 64  # pending logs hold tensors of their calls; more are turned into events at once
@@ -69,19 +69,19 @@ class Run:
         self.session: Any = None  # of the cache, once a policy or an observer of attention is entered (kv.session)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy of the model would be edited by this run and never leave it, and a file of it could not be read."""
+        """Refuse copying and pickling: a copied model would stay edited by this run, a pickled one be unreadable."""
         raise SinkscopeError(
             "a model cannot be copied or pickled while interventions act on it: leave the `with` first, or copy before"
         )
 
     @property
     def usage(self) -> list[Any]:
-        """What each cache of the run held (`kv.usage.Usage`: tokens and bytes); empty without a cache policy."""
+        """What each cache of the run held (`kv.usage.Usage`, in tokens and bytes); empty without a cache policy."""
         return [] if self.session is None else self.session.usage
 
     @property
     def call(self) -> Call | None:
-        """The forward call that this thread is in; None outside of one, and where the run does not act."""
+        """The forward call that this thread is in; None outside a call, or if the run does not act on it."""
         return getattr(self._local, "call", None)
 
     @call.setter
@@ -90,10 +90,10 @@ class Run:
 
     @property
     def events(self) -> list[Event]:
-        """What happened so far, in order. Reading it waits for the device once.
+        """Events so far, in order. Reading them waits for the device once.
 
-        An edit is an event where it moves a neuron by more than a tenth of that neuron's value at the row's first
-        token. Rows that have ended in a batch go on as padding, which `generate` counts as real: they have events too.
+        An edit is logged if it moves a neuron by more than a tenth of that neuron's value at the row's first token.
+        Rows of a batch that have ended continue as padding, which `generate` treats as real, so they have events too.
         """
         with self._lock:
             self._drain()
@@ -105,7 +105,7 @@ class Run:
         return Counter(event.kind for event in self.events)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The events as a table: a dict each, with the entries of its data beside the others."""
+        """The events as a table: one dict per event, with the entries of its data as further keys."""
         return [
             {field.name: getattr(event, field.name) for field in fields(event) if field.name != "data"} | {**event.data}
             for event in self.events
@@ -137,14 +137,14 @@ class Run:
         return f'<div class="sinkscope"><p>{told}</p>{table}</div>'
 
     def log(self, make: Callable[[], list[Event]]) -> None:
-        """Note events. `make` is called later, so that nothing waits for the device inside a forward call."""
+        """Record events. `make` is called later, so that nothing waits for the device inside a forward call."""
         with self._lock:
             self._pending.append(make)
             if len(self._pending) >= self._DRAIN:
                 self._drain()
 
     def hook(self, module: nn.Module, when: str, fn: Callable[..., Any], *, always: bool = False) -> None:
-        """A torch hook with kwargs ("pre" or "post") until the run ends."""
+        """Register a torch hook with kwargs ("pre" or "post") until the run ends."""
         if when == "pre":
             handle = module.register_forward_pre_hook(fn, with_kwargs=True)
         else:
@@ -180,7 +180,7 @@ _ACTIVE_LOCK = threading.Lock()
 
 
 def is_edited(target: Target) -> bool:
-    """Whether interventions act on the model."""
+    """Whether any interventions act on the model."""
     with _ACTIVE_LOCK:
         return bool(_ACTIVE.get(target.hf))
 
@@ -193,7 +193,7 @@ def _acts(run: Run) -> bool:
 
 @contextmanager
 def _registered(run: Run) -> Iterator[None]:
-    """The run counts among those of its model; the first one keeps `generate` from compiling, the last one lets it."""
+    """Register the run with its model. The first run stops `generate` from compiling; the last one allows it again."""
     model = run.target.hf
     with _ACTIVE_LOCK:
         runs = _ACTIVE.setdefault(model, [])
@@ -221,12 +221,12 @@ def _check_model(target: Target) -> None:
 
 
 class Intervention(ABC):
-    """An edit of a model's activations (or, later, of its cache) that can be entered on any kind of model.
+    """An edit of a model's activations or cache that can be entered on any kind of model.
 
-    Objects are immutable descriptions: the same one may be entered many times and on several models. Edits of
+    Interventions are immutable descriptions: one object may be entered many times and on several models. Edits of
     activations may also be nested on one model, and entered from several threads, each of which sees its own. Cache
     policies and guards own the model's cache, so a second one on the same model is refused while the first acts.
-    `a | b` enters both, and `a` acts first where they meet.
+    `a | b` enters both; `a` acts first where they overlap.
     """
 
     KIND: ClassVar[str] = ""
@@ -234,7 +234,7 @@ class Intervention(ABC):
 
     @abstractmethod
     def enter(self, run: Run, key: int) -> None:
-        """Put hooks on `run.target` through `run.hook` or `run.stack`; `key` tells the parts of a composition apart."""
+        """Register hooks on `run.target` with `run.hook` or `run.stack`; `key` identifies a part of a composition."""
 
     def bridge_hooks(self, run: Run, key: int) -> list[tuple[str, Callable[..., Any]]]:
         """The same as TransformerLens hooks, if that is possible."""
@@ -244,26 +244,26 @@ class Intervention(ABC):
         )
 
     def prepared(self, target: Target) -> Intervention:
-        """What is entered on this model: itself, or itself completed by what it measures on the unedited model."""
+        """What is entered on this model: itself, or a copy completed by measurements on the unedited model."""
         return self
 
     def told(self, run: Run) -> str:
-        """What it did in a run, in one sentence; "" if there is nothing to say."""
+        """What the intervention did in a run, in one sentence; "" if there is nothing to say."""
         if not self.KIND:
             return ""
         count = run.counts[self.KIND]
         return f"{type(self).__name__} {self.KIND} {count:,} value{'' if count == 1 else 's'}."
 
     def check_prompt(self, tokens: int) -> None:  # noqa: B027 - nothing to refuse by default
-        """Refuse a prompt of so many tokens before it is read; most interventions take any.
+        """Refuse a prompt of this length before it is read; most interventions accept any length.
 
         Raises:
-            SinkscopeError: a budget that is a fraction of this prompt is less than what is always kept.
+            SinkscopeError: The budget, a fraction of this prompt, is less than what is always kept.
         """
 
     @property
     def parts(self) -> tuple[Intervention, ...]:
-        """What is entered, in order."""
+        """The interventions to enter, in order."""
         return (self,)
 
     def __or__(self, other: Intervention) -> Composed:
@@ -275,12 +275,12 @@ class Intervention(ABC):
         """Act on `model` (Hugging Face, TransformerBridge or nnsight) inside the `with`.
 
         Everything that calls the model there is edited: forward, `generate` and its variants, nnsight's `trace` and
-        `generate`. On exit, also by an exception, the model is as it was. Which threads are concerned is said at
-        `Run`. Weights are never changed.
+        `generate`. On exit, even by an exception, the model is restored. `Run` explains which threads are
+        affected. Weights are never changed.
 
         Raises:
-            SinkscopeError: a layer or neuron that the model does not have.
-            UnsupportedError: the model cannot be edited this way (compiled; no such site); the message says what can.
+            SinkscopeError: The model has no such layer or neuron.
+            UnsupportedError: The model cannot be edited this way (compiled; no such site); the message says what can.
         """
         return self._entered(Target.of(model))
 
@@ -297,13 +297,13 @@ class Intervention(ABC):
             yield run
 
     def fwd_hooks(self, bridge: object) -> list[tuple[str, Callable[..., Any]]]:
-        """The intervention as TransformerLens writes it: `bridge.run_with_hooks(tokens, fwd_hooks=...)`.
+        """The intervention as hooks for TransformerLens: `bridge.run_with_hooks(tokens, fwd_hooks=...)`.
 
-        Works with padded batches and, inside `bridge.hooks(fwd_hooks=...)`, with generation. Take a new list for a
+        Works with padded batches and, inside `bridge.hooks(fwd_hooks=...)`, with generation. Make a new list for each
         new prompt.
 
         Raises:
-            UnsupportedError: not a bridge, or no hook point for this edit (experts); `.on(bridge)` works.
+            UnsupportedError: This is no bridge, or has no hook point for this edit (experts); `.on(bridge)` works.
         """
         target = Target.of(bridge)
         if target.kind != "bridge":
@@ -352,5 +352,5 @@ class Composed(Intervention):
         return self.members
 
     def enter(self, run: Run, key: int) -> None:
-        """Not called: `parts` are entered one by one."""
+        """Never called: `parts` are entered one by one."""
         raise NotImplementedError

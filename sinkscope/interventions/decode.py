@@ -1,4 +1,4 @@
-"""What a model says next: greedy continuation, and the probability of going on with a repetition."""
+"""What a model generates next: greedy continuation, and the probability of continuing a repetition."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _USED: ContextVar[dict[str, Any] | None] = ContextVar("used", default=None)
 
 
 def decoding(target: Target, **ours: Any) -> dict[str, Any]:
-    """Options of `generate` that settle how tokens are chosen, whatever the checkpoint's generation_config.json says.
+    """Options of `generate` that fix how tokens are chosen, whatever the checkpoint's generation_config.json says.
 
-    Of the checkpoint's settings only its special tokens count; a `SinkscopeWarning` names the others.
+    Only the special tokens of the checkpoint's settings are used; a `SinkscopeWarning` lists the ignored settings.
 
     Args:
-        target: the model.
-        ours: what is wanted, such as `do_sample=False`; all else is transformers' neutral default.
+        target: The model.
+        ours: Settings to use, such as `do_sample=False`; all others take transformers' neutral defaults.
 
     Returns:
-        `ours`, and the neutral default of every other setting of the checkpoint.
+        `ours`, plus the neutral default of every other setting of the checkpoint.
     """
     config = target.hf.generation_config
     neutral = config._get_default_generation_params()
@@ -66,7 +66,7 @@ def decoding(target: Target, **ours: Any) -> dict[str, Any]:
 
 @contextmanager
 def noted_decoding() -> Iterator[dict[str, Any]]:
-    """A `with` after which the dictionary says how tokens were chosen inside; it stays empty if none were."""
+    """Context manager whose dictionary records how tokens were chosen inside; it stays empty if none were."""
     used: dict[str, Any] = {}
     token = _USED.set(used)
     try:
@@ -76,19 +76,19 @@ def noted_decoding() -> Iterator[dict[str, Any]]:
 
 
 class Told(LogitsProcessor):
-    """Forbids every token but the next one of an answer, so that `generate` returns this answer.
+    """Forbids every token except the next one of a given answer, so that `generate` returns this answer.
 
     Args:
-        answers: token ids of each row's answer.
-        start: number of tokens before the answers, padding included.
-        pad: token of rows whose answer has ended.
+        answers: Token ids of each row's answer.
+        start: Number of tokens before the answers, padding included.
+        pad: Token for rows whose answer has ended.
     """
 
     def __init__(self, answers: list[list[int]], start: int, pad: int = 0) -> None:
         self._answers, self._start, self._pad = answers, start, pad
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Scores `[row vocab]`; one of each row is above minus infinity."""
+        """Scores `[row vocab]`; in each row all but one are minus infinity."""
         step = input_ids.shape[1] - self._start
         told = [answer[step] if step < len(answer) else self._pad for answer in self._answers]
         index = torch.tensor(told, device=scores.device)[:, None]
@@ -99,7 +99,7 @@ class Told(LogitsProcessor):
 def _likeliest(
     target: Target, rows: Int[Tensor, "row pos"], new: int, edit: Intervention | None, **options: Any
 ) -> tuple[list[list[int]], list[Event]]:
-    """Up to `new` ids for each row, with padding behind rows that have ended; and what interventions did."""
+    """Up to `new` ids for each row, with padding after rows that have ended; and what interventions did."""
     ids = rows.to(target.device)
     with edit.on(target) if edit is not None else nullcontext() as run:
         out = target.hf.generate(
@@ -112,16 +112,16 @@ def _likeliest(
 
 
 def greedy(target: Target, rows: Int[Tensor, "row pos"], new: int, edit: Intervention | None = None) -> list[list[int]]:
-    """The likeliest token again and again.
+    """Decode greedily: always take the likeliest token.
 
     Args:
-        target: the model, whole.
-        rows: prompts of one length.
-        new: how many tokens at most.
-        edit: what to act under.
+        target: The model, with all its layers.
+        rows: Prompts of equal length.
+        new: Maximum number of new tokens.
+        edit: Intervention to apply.
 
     Returns:
-        Per row the new ids, up to and with the end of sequence.
+        The new ids of each row, up to and including the end-of-sequence token.
     """
     answers, _ = _likeliest(target, rows, new, edit)
     ends = target.end_ids
@@ -134,14 +134,14 @@ def decode(
     """Continue a prompt by the likeliest tokens, or by given ones.
 
     Args:
-        target: the model, whole.
-        prompt: ids.
-        new: tokens at most; fewer where the sequence ends.
-        edit: what acts and watches.
-        forced: the tokens that follow instead of the likeliest ones, at least `new`.
+        target: The model, with all its layers.
+        prompt: Token ids.
+        new: Maximum number of new tokens; fewer if the sequence ends.
+        edit: Interventions and observers to apply.
+        forced: Tokens to use instead of the likeliest ones, at least `new` of them.
 
     Returns:
-        The new ids, and what interventions did; an event's step is the call's, 0 for the prompt.
+        The new ids, and what interventions did; an event's step is that of the call, 0 for the prompt.
     """
     extra: dict[str, Any] = {}
     if forced is not None:
@@ -156,14 +156,14 @@ def repeat_probabilities(
 ) -> tuple[Float[Tensor, " n"], Int[Tensor, " n"]]:
     """p(next = word) and the likeliest next token after 1 to `most` repetitions, from one causal pass.
 
-    The pass is read in chunks with a cache, so that the logits of a chunk are all that is there of them.
+    The pass runs in chunks with a cache, so that only one chunk's logits are in memory at a time.
 
     Args:
-        target: the model.
-        head: ids before the repetition.
-        word: the id that is repeated.
-        most: largest number of repetitions.
-        edit: what to act under.
+        target: The model.
+        head: Token ids before the repetition.
+        word: The repeated token id.
+        most: Largest number of repetitions.
+        edit: Intervention to apply.
     """
     from transformers import DynamicCache
 
@@ -184,5 +184,5 @@ def repeat_probabilities(
 
 
 def watched(edit: Intervention | None, observer: Intervention) -> Intervention:
-    """The interventions, and an observer that sees what they leave."""
+    """The interventions, followed by an observer that sees the result."""
     return observer if edit is None else edit | observer

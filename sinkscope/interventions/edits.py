@@ -1,10 +1,10 @@
-"""Edits of neurons and heads: which ones, the one mechanism by which all of them act, ablation, and written values.
+"""Edits of neurons and heads: how they are named, the mechanism shared by all edits, ablation, and written values.
 
 The experts of a mixture are one fused call, so an edit corrects its output instead: the output is a weighted sum over
 each token's experts, and if neuron j of expert e has value `a` and should have `b`, it changes by
-`weight[e] * (b - a) * W_out[e][:, j]` for the tokens routed to e, exactly. `a` is computed again from that neuron's own
-rows, for all tokens: for one that is routed elsewhere it is what the neuron would do, which the neutral value of a
-patch needs.
+`weight[e] * (b - a) * W_out[e][:, j]` for the tokens routed to e, exactly. `a` is recomputed from that neuron's own
+weight rows for all tokens. For a token that is routed elsewhere it is the value the neuron would have, which is needed
+for the neutral value of a patch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PAGE = "neuron-sites"
 
 
 class NeuronSite(NamedTuple):
-    """One neuron: of a layer's MLP (in a mixture: of its shared expert), or of one routed expert of a mixture."""
+    """One neuron of a layer's MLP (in a mixture, of its shared expert) or of one routed expert of a mixture."""
 
     layer: int
     neuron: int
@@ -49,12 +49,12 @@ class NeuronSite(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """(layer, neuron), of a routed expert (layer, expert, neuron): as results name it."""
+        """(layer, neuron), or (layer, expert, neuron) for a routed expert, as in results."""
         return (self.layer, self.neuron) if self.expert is None else (self.layer, self.expert, self.neuron)
 
 
 class NeuronGroup(NamedTuple):
-    """The edited neurons of one MLP or expert, or the columns of one head in `hook_z`: what one hook handles."""
+    """The neurons of one MLP or expert, or the columns of one head in `hook_z`, that one hook edits."""
 
     layer: int
     expert: int | None
@@ -62,7 +62,7 @@ class NeuronGroup(NamedTuple):
     head: int | None = None
 
     def size(self, values: Float[Tensor, "*n neuron"]) -> Float[Tensor, "*n size"]:
-        """How large the values are: of neurons each one, of a head its norm."""
+        """Size of the values: the absolute value of each neuron, or the norm of a head."""
         return values.abs() if self.head is None else torch.linalg.vector_norm(values, dim=-1, keepdim=True)
 
     @property
@@ -75,7 +75,7 @@ def site_of(given: Any) -> NeuronSite:
     """A `NeuronSite` from (layer, neuron), (layer, expert, neuron) or a name such as "L1.N338".
 
     Raises:
-        SinkscopeError: not two or three whole numbers from 0, and no such name.
+        SinkscopeError: The site is neither two or three whole numbers from 0 nor such a name.
     """
     if isinstance(given, NeuronSite):
         return given
@@ -95,7 +95,7 @@ def head_of(given: Any, layer: int | None = None) -> tuple[int, int]:
     """Layer and query head from (layer, head), from its name "L0.H4", or from its number if the layer is known.
 
     Raises:
-        SinkscopeError: it is something else.
+        SinkscopeError: The head is given in any other form.
     """
     if isinstance(given, str):
         return read_head(given, "head")
@@ -114,12 +114,12 @@ def _whole(number: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class NeuronEdit(Intervention):
-    """Gives chosen neurons other values at chosen positions.
+    """Gives chosen neurons new values at chosen positions.
 
     Attributes:
-        sites: the neurons: (layer, neuron), or (layer, expert, neuron) in a mixture of experts, or their names:
-            "L1.N338", "L3.E2.N7". A neuron of a shared expert is named (layer, neuron). `layer` and `neurons` are a
-            shorter way to give one or several of one layer, of which -1 is the last.
+        sites: The neurons, as (layer, neuron), as (layer, expert, neuron) in a mixture of experts, or by name:
+            "L1.N338", "L3.E2.N7". A neuron of a shared expert is (layer, neuron). `layer` and `neurons` are a shorter
+            way to give one or several neurons of one layer, where layer -1 is the last.
         site: "post" edits the input of the down projection, which is gate times up in a gated MLP (`hook_post`);
             "up" edits the linear factor (`hook_pre_linear`), as the paper's Listing 1 does.
     """
@@ -160,20 +160,20 @@ class NeuronEdit(Intervention):
 
     @property
     def checked_sites(self) -> tuple[NeuronSite, ...]:
-        """`sites` with their type: whatever was given, they are `NeuronSite`s afterwards."""
+        """`sites`, typed: in whatever form they were given, they are stored as `NeuronSite`s."""
         return cast("tuple[NeuronSite, ...]", self.sites)
 
     @abstractmethod
     def new_values(
         self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
     ) -> Float[Tensor, "batch pos neuron"] | None:
-        """What the neurons of `group` get instead of `old`; None: they stay as they are.
+        """The values that replace `old` in the neurons of `group`; None leaves them unchanged.
 
         `memory["first"]` has their values at the first token.
         """
 
     def groups(self) -> list[NeuronGroup]:
-        """The sites by MLP."""
+        """The sites, grouped by MLP."""
         by: dict[tuple[int, int | None], list[int]] = {}
         for s in self.checked_sites:
             by.setdefault((s.layer, s.expert), []).append(s.neuron)
@@ -185,7 +185,7 @@ class NeuronEdit(Intervention):
         return [NeuronGroup(layer, None, list(range(h * width, (h + 1) * width)), h) for layer, h in self._heads]
 
     def prepared(self, target: Target) -> NeuronEdit:
-        """The edit with its layers counted from the first one."""
+        """The edit with layer numbers counted from the first layer."""
         if all(site.layer >= 0 for site in self.checked_sites):
             return self
         return replace(self, sites=[s._replace(layer=target.layer_number(s.layer)) for s in self.checked_sites])
@@ -228,7 +228,7 @@ class NeuronEdit(Intervention):
         return hooks
 
     def _editor(self, run: Run, key: int, group: NeuronGroup) -> Edit:
-        """From values in any shape (..., neuron) to new ones; None if the run does not act on this call."""
+        """Function from values `[... neuron]` to new ones; it returns None if the run does not act on this call."""
 
         def edit(flat: Tensor) -> Tensor | None:
             call = run.call
@@ -281,13 +281,13 @@ class Ablate(NeuronEdit):
     """Switch neurons or attention heads off.
 
     Args:
-        heads: query heads, whose output (`hook_z`) is switched off: (layer, head), names such as "L0.H4", or numbers
-            beside `layer`.
+        heads: Query heads whose output (`hook_z`) is switched off: (layer, head), names such as "L0.H4", or head
+            numbers together with `layer`.
         value: "zero", a number, or "mean": the row's mean over its real positions after the first, in the first call
-            that has any (the first token is left out, because a sink there is what one wants to see against the rest).
-            Until such a call came, "mean" leaves the values as they are.
-        positions: where, counted from the first real token of each row: None for everywhere, "first", a number,
-            several, or a slice.
+            that has any. The first token is excluded because a sink there would distort the mean. Before such a call,
+            "mean" leaves the values unchanged.
+        positions: Positions to edit, counted from each row's first real token: None for all, "first", a number, several
+            numbers, or a slice.
 
     Example:
         >>> Ablate(layer=1, neurons=[3, 4], positions="first").sites[0]
@@ -314,7 +314,7 @@ class Ablate(NeuronEdit):
         return cast("tuple[tuple[int, int], ...]", self.heads)
 
     def prepared(self, target: Target) -> NeuronEdit:
-        """The edit with its layers counted from the first one."""
+        """The edit with layer numbers counted from the first layer."""
         if any(layer < 0 for layer, _ in self._heads):
             return replace(self, heads=[(target.layer_number(i), head) for i, head in self._heads]).prepared(target)
         return super().prepared(target)
@@ -337,11 +337,11 @@ class Ablate(NeuronEdit):
 
 @dataclass(frozen=True, kw_only=True)
 class Write(NeuronEdit):
-    """Give neurons a value at chosen positions: does that alone make a sink there?
+    """Write a value into neurons at chosen positions, for instance to test whether that alone creates a sink there.
 
     Args:
-        value: the number to write.
-        position: where, counted from the first real token of each row: a number, several, "first" or a slice.
+        value: The number to write.
+        position: Positions to edit, counted from each row's first real token: a number, several, "first" or a slice.
 
     Example:
         >>> Write(sites=[(1, 3)], value=40.0, position=[5, 9]).position
@@ -366,10 +366,10 @@ class Write(NeuronEdit):
 
 
 def checked_positions(given: Any) -> Positions:
-    """Positions as an edit keeps them.
+    """Positions in the form in which an edit stores them.
 
     Raises:
-        SinkscopeError: they are none.
+        SinkscopeError: These are not positions.
     """
     numbers = (given.start or 0, given.stop or 0, given.step or 0) if isinstance(given, slice) else given
     try:
@@ -384,7 +384,7 @@ def checked_positions(given: Any) -> Positions:
 
 
 def chosen_positions(index: Int[Tensor, "batch pos"], positions: Positions) -> Bool[Tensor, "batch pos"]:
-    """Which of the tokens of a call are at these positions; padding (-1) is never."""
+    """Which tokens of a call are at these positions; padding (-1) never is."""
     if positions is None:
         return index >= 0
     if isinstance(positions, slice):
@@ -406,7 +406,7 @@ def log_values(
     where: Bool[Tensor, "batch pos neuron"],
     data: dict[str, Tensor],
 ) -> None:
-    """One event for each True of `where`, with the entries of `data` at that place."""
+    """Log one event for each True in `where`, with the entries of `data` at that place."""
     index = call.on(where.device)
     kept = {name: value.detach() for name, value in data.items()}
 
@@ -432,7 +432,7 @@ def log_values(
 
 
 def _columns(neurons: list[int], edit: Edit) -> Edit:
-    """An edit of whole tensors that gives the columns of these neurons other values."""
+    """An edit of whole tensors that gives new values to the columns of these neurons."""
     index = torch.tensor(neurons)
 
     def edited(tensor: Tensor) -> Tensor | None:
@@ -447,13 +447,13 @@ def _columns(neurons: list[int], edit: Edit) -> Edit:
 
 
 def _beside(z: Float[Tensor, "batch pos head d_head"], edited: Edit) -> Tensor | None:
-    """The same with the heads side by side, as the output projection reads them."""
+    """The same edit with heads concatenated, as the output projection reads them."""
     new = edited(z.flatten(2))
     return None if new is None else new.view_as(z)
 
 
 def _up_module(target: Target, layer: int) -> tuple[nn.Module, int]:
-    """The module that computes the linear factor, and the column where it begins."""
+    """The module that computes the linear factor, and the column at which that factor begins."""
     if target.adapter.fused_gate_up and target.kind == "bridge":  # a bridge splits the fused projection into two
         return target.sub(layer, f"{target.adapter.mlp}.in"), 0
     return target.mlp_part(layer, "up"), target.width(layer) if target.adapter.fused_gate_up else 0
@@ -471,10 +471,10 @@ _last = threading.local()  # values already edited in this call of an experts mo
 
 
 def check_experts(target: Target, layer: int) -> tuple[int, int]:
-    """Number of experts of a layer and neurons of each.
+    """Number of experts in a layer, and of neurons in each.
 
     Raises:
-        UnsupportedError: their weights are not plain tensors.
+        UnsupportedError: Their weights are not plain tensors.
     """
     experts: Any = target.sub(layer, target.adapter.experts or "")
     weight = getattr(experts, "down_proj", None)
@@ -515,7 +515,7 @@ def expert_hook(expert: int, neurons: list[int], site: str, edit: Edit) -> Calla
 
 
 def _edited(hidden: Tensor) -> dict[Any, Tensor]:
-    """Shared by all hooks of one call, which is known by its input; a new call begins with nothing."""
+    """State shared by all hooks of one call, which is identified by its input; a new call starts empty."""
     if getattr(_last, "hidden", None) is None or _last.hidden() is not hidden:
         _last.hidden, _last.values = weakref.ref(hidden), {}
     return _last.values

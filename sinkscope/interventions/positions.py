@@ -1,7 +1,7 @@
-"""Where the tokens of a forward call really are: true position among the real tokens of each row, whatever the call.
+"""True positions of the tokens of a forward call: their positions among the real tokens of each row.
 
 A call may be a whole prompt, a chunk of one, one generated token, a later turn, or (without a cache) the whole prefix
-again; rows may be padded on either side. What has to survive from call to call lives in a `Sequence`, found again by
+again; rows may be padded on either side. What has to survive between calls is kept in a `Sequence`, which is found by
 the cache object that the calls share, so interleaved generations do not mix.
 """
 
@@ -22,12 +22,12 @@ from sinkscope.room import Growing
 
 
 class Memory(dict[str, Tensor]):
-    """Per-row values that an edit keeps; NaN where a row has none yet."""
+    """Per-row values that an edit stores; NaN if a row has none yet."""
 
     def keep(
         self, name: str, values: Float[Tensor, "batch pos neuron"], at: Bool[Tensor, "batch pos"]
     ) -> Float[Tensor, "batch neuron"]:
-        """Take the value where `at` holds (at most once per row), keep the former one in the other rows."""
+        """Store the value where `at` holds (at most once per row); other rows keep their former value."""
         # No synchronisation with the device: rows without a hit are chosen by `where`, not by indexing.
         picked = torch.where(at[..., None], values.detach(), 0).sum(1)
         before = self[name] if name in self else torch.full_like(picked, torch.nan)
@@ -40,12 +40,12 @@ class Sequence:
     """A batch of token sequences that grows over several calls.
 
     Attributes:
-        columns: true position of every token read so far; -1 at padding.
-        length: real tokens of each row among them.
-        bos: whether the row begins with the model's BOS token; True where ids were not given (embeddings).
-        partial: the first tokens were read before the run was entered.
-        settled: every row has had its first two real tokens in earlier calls.
-        memory: what each edit keeps, by its own key.
+        columns: True position of every token read so far; -1 at padding.
+        length: Number of real tokens in each row.
+        bos: Whether the row begins with the model's BOS token; True if embeddings were given instead of ids.
+        partial: Whether the first tokens were read before the run was entered.
+        settled: Whether earlier calls have read the first two real tokens of every row.
+        memory: What each edit stores, by the edit's key.
     """
 
     columns: Int[Tensor, "batch seen"]
@@ -81,13 +81,13 @@ class Sequence:
             self.length = (self.columns >= 0).sum(1)
 
     def read(self, real: Bool[Tensor, "batch pos"]) -> None:
-        """Go on with more tokens; costs what is new, however long the history is."""
+        """Append tokens; the cost depends on the new tokens only, however long the history is."""
         count = self.length[:, None] + real.cumsum(1)
         self.columns = self._growing.append(self.columns, torch.where(real, count - 1, -1))
         self.length = count[:, -1]
 
     def expand(self, times: int) -> None:
-        """Each row becomes `times` rows, as generation does for beams and several return sequences."""
+        """Repeat each row `times` times, as generation does for beams and several return sequences."""
         for name in ("columns", "length", "bos"):
             setattr(self, name, getattr(self, name).repeat_interleave(times, 0))
         for memory in self.memory.values():
@@ -99,12 +99,12 @@ class Call:
     """One forward call of the model.
 
     Attributes:
-        step: number of the call within the run, from 0.
-        past: tokens (with padding) that were in the cache before.
-        index: true position of each new token among the real tokens of its row; -1 at padding.
-        columns: the same for every token so far, the new ones last.
-        before: real tokens of each row before the call.
-        sequence: what is known of these rows from earlier calls.
+        step: Number of the call within the run, from 0.
+        past: Number of tokens (with padding) in the cache before the call.
+        index: True position of each new token among the real tokens of its row; -1 at padding.
+        columns: The same for every token so far, the new ones last.
+        before: Number of real tokens in each row before the call.
+        sequence: What is known about these rows from earlier calls.
     """
 
     step: int
@@ -141,15 +141,15 @@ class Tracker:
         cache: Any = None,
         past: int | None = None,
     ) -> Call:
-        """A forward call begins.
+        """Begin a forward call.
 
         Args:
-            ids: token ids, or None with `embeds`.
-            embeds: input embeddings.
-            mask: attention mask as transformers passes it: 2-D (1 = real), 4-D (bool or additive), a dict of these by
-                layer type, or None. Of tokens that were read in an earlier call, the mask of that call counts.
-            cache: the cache that the call continues, if any.
-            past: tokens in the cache before the call; asked from `cache` by default.
+            ids: Token ids, or None with `embeds`.
+            embeds: Input embeddings.
+            mask: Attention mask as transformers passes it: 2-D (1 = real), 4-D (bool or additive), a dict of these by
+                layer type, or None. Tokens read in an earlier call keep the mask of that call.
+            cache: The cache that the call continues, if any.
+            past: Number of tokens in the cache before the call. By default `cache` is asked.
         """
         tokens = ids if ids is not None else embeds
         assert tokens is not None, "transformers refuses a call with neither ids nor embeddings"
@@ -184,7 +184,7 @@ class Tracker:
         return Call(self._steps - 1, past, columns[:, past:], columns, before, sequence)
 
     def bind(self, call: Call, cache: Any) -> None:
-        """The cache that came out of a call: how a later call finds the same sequence."""
+        """Associate a call's resulting cache with its sequence, so that a later call finds it."""
         if cache is not None and cache not in self._sequences:
             self._sequences[cache] = call.sequence
 
@@ -205,7 +205,7 @@ class Tracker:
 
 
 def _real(mask: Any, batch: int, known: int, past: int, new: int, device: torch.device) -> Bool[Tensor, "batch more"]:
-    """Which tokens from number `known` on are real; those before were read already, and are not looked at again."""
+    """Which tokens from index `known` on are real; earlier ones were already read and are not checked again."""
     if isinstance(mask, dict):  # per layer type, as generation builds it for caches of fixed size
         mask = mask.get("full_attention", next(iter(mask.values()), None))
     total = past + new

@@ -1,4 +1,4 @@
-"""Watch for sinks where none should be: sink neurons that fire at later positions, as the tokens come."""
+"""Watch for sinks where none should be: sink neurons that fire at later positions, as tokens arrive."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from sinkscope.interventions.positions import Call, Memory
 
 @dataclass(frozen=True, kw_only=True)
 class SinkDetector(NeuronEdit):
-    """An alarm for repeated tokens and cluster attacks; it changes nothing.
+    """Raises an alarm at repeated tokens and cluster attacks; it changes nothing in the model.
 
-    The score of a position is the mean over the sink neurons of their value over `levels`: 1 at a sink, near 0 at
-    ordinary tokens. The rule, at every position but 0: at least `hits` of the last `window` positions have a score of
-    `threshold` or more. Each time that begins to hold, `run.events` has an event of kind "alarm" with the position and
-    the score. What is kept of a row is its last `window` answers, however long it grows.
+    A position's score is the value of each sink neuron divided by its level, averaged over the neurons: 1 at a sink,
+    near 0 at ordinary tokens. The rule holds at a position other than 0 if at least `hits` of the last `window`
+    positions score `threshold` or more. Each time it begins to hold, `run.events` gets an event of kind "alarm" with
+    the position and the score. Only the last `window` answers of a row are stored, however long it grows.
 
     Attributes:
-        sites: sink neurons of one MLP (or of one expert).
-        levels: value of each of them at a sink, e.g. at BOS; `detect_attack` measures them.
-        threshold: score that counts.
-        hits: how many positions must count.
-        window: of how many.
+        sites: Sink neurons of one MLP (or of one expert).
+        levels: Value of each neuron at a sink, e.g. at BOS; `detect_attack` measures these.
+        threshold: Lowest score that counts as a hit.
+        hits: Number of hits within the window that raise an alarm.
+        window: Number of latest positions considered.
 
     Example:
         >>> SinkDetector(layer=1, neurons=[7890], levels=[42.0]).hits
@@ -70,13 +70,13 @@ class SinkDetector(NeuronEdit):
         return f"SinkDetector gave {count or 'no'} alarm{'' if count == 1 else 's'}."
 
     def scores(self, values: Float[Tensor, "batch pos neuron"]) -> Float[Tensor, "batch pos"]:
-        """How much of a sink each position is: 1 as much as the first token."""
+        """How sink-like each position is; 1 means as much as the first token."""
         return (values.float() / torch.tensor(self.levels, device=values.device)).mean(-1)
 
     def new_values(
         self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
     ) -> None:
-        """Nothing changes; the rule runs on the new positions, and padding takes no place in its window."""
+        """Change nothing; apply the rule to the new positions. Padding takes no place in its window."""
         scores = self.scores(old.detach())
         index = call.on(scores.device)
         real = index >= 0
@@ -104,17 +104,17 @@ class SinkDetector(NeuronEdit):
 def running_rule(
     hit: Shaped[Tensor, "batch pos"], lengths: Int[Tensor, " batch"], hits: int, window: int, memory: dict[str, Tensor]
 ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
-    """`hits` of the last `window` positions, continued from `memory` ("tail": last answers, "on": the rule held).
+    """Apply the rule to new positions, continuing from `memory` ("tail": last answers; "on": the rule held).
 
     Args:
-        hit: whether each new position counts; a row's positions come first, what is behind them does not count.
-        lengths: how many positions of each row are new.
-        hits: how many must count.
-        window: of how many.
-        memory: of the calls before, empty in the first; it is brought up to date.
+        hit: Whether each new position is a hit. A row's positions come first; entries after them are ignored.
+        lengths: Number of new positions in each row.
+        hits: Number of hits needed within the window.
+        window: Number of latest positions considered.
+        memory: State from earlier calls, empty in the first; it is updated in place.
 
     Returns:
-        How many of the last positions count, and where the rule begins to hold.
+        Number of hits among the last positions, and where the rule begins to hold.
     """
     batch, new = hit.shape
     tail = memory.get("tail", hit.new_zeros(batch, window - 1)).to(hit.device)

@@ -41,7 +41,7 @@ class _FileSite(BaseModel):
 
 
 class _File(BaseModel):
-    """What patch.json holds beside schema and kind."""
+    """Content of patch.json besides schema and kind."""
 
     model: dict[str, Any] | None = None
     site: Where
@@ -51,36 +51,36 @@ class _File(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class SinkPatch(NeuronEdit):
-    """No position after the first may set off the sink neurons (Yona et al. 2025, section 5.3, Listing 1).
+    """Keep sink neurons from firing at any position after the first (Yona et al. 2025, section 5.3, Listing 1).
 
-    The first real token of each row is never touched, so its sink stays; at every later one the neurons get their
-    neutral value, in the prompt and in everything that is generated. Weights are not changed.
+    The first real token of each row is never edited, so its sink stays. At every later token, in the prompt and in
+    everything generated, the neurons are set to their neutral value. Weights are not changed.
 
     Args:
-        sites: the sink neurons, or `layer` and `neurons` for those of one layer.
-        site: "post" (default) edits the neuron's whole value; "up" only the linear factor, as the paper's listing
-            does, which does not help where the sink is carried by the gate.
-        value: the neutral value. "second" is the listing's: what the neuron has at the second real token of the row,
+        sites: The sink neurons. `layer` and `neurons` are a shorter form for neurons of one layer.
+        site: "post" (default) edits the neuron's whole value. "up" edits only the linear factor, as in the paper's
+            listing, which does not help if the gate carries the sink.
+        value: The neutral value. "second", as in the listing, is the neuron's value at the row's second real token,
             taken from the call that reads it and kept for all later chunks, turns and generated tokens. "listing" is
-            the same without any calibrated value, which is the listing bit for bit.
-            "calibrated": the number in `calibrated`. A number: that number.
-        calibrated: neutral value of each site, as `find_sinks` measures it (the median over ordinary text).
-        model: what the patch was made for, kept in the file.
+            the same without any calibrated value, which reproduces the listing bit for bit. "calibrated" is the number
+            in `calibrated`. A number is used directly.
+        calibrated: Neutral value of each site, as `find_sinks` measures it (the median over ordinary text).
+        model: The model for which the patch was made; stored in the file.
 
-    With value="second", `calibrated` takes over (and an event of kind "fallback" says so, with its reason) where the
-    second value says nothing: the row does not begin with BOS; the second token came alone in its call, that is, it
-    was generated after a one-token prompt (a prompt read in chunks of one token cannot be told from that); the second
+    With value="second", `calibrated` is used instead (and an event of kind "fallback" gives the reason) if the second
+    value is not informative: the row does not begin with BOS; the second token came alone in its call, that is, it
+    was generated after a one-token prompt (a prompt read in chunks of one token looks the same); the second
     value is at least half as far from the calibrated one as the first token's is; or the prompt was read before
     the run was entered. A patch without calibrated values measures them when it is entered, on 4 times 64 tokens of
-    neutral text, if the model carries a tokenizer that knows this text and nothing else edits the model. Where nothing
-    is calibrated the second value is used all the same, as in the listing. This spreads the sink where the second token
+    neutral text, if the model carries a tokenizer that knows this text and nothing else edits the model. Without
+    calibrated values, the second value is used anyway, as in the listing. This spreads the sink if the second token
     belongs to the first one's cluster, so a warning is given once, and an event of kind "sink-like" wherever the value
     is at least half the first token's. Rows given as embeddings count as beginning with BOS.
     In beam search after a one-token prompt without calibrated values, beams that change places keep the second value
     of the row, not of the beam.
 
     Raises:
-        SinkscopeError: no neurons, not numbers, or no calibrated value where one is needed.
+        SinkscopeError: There are no neurons, a value is not a number, or a needed calibrated value is missing.
 
     Example:
         >>> patch = SinkPatch(layer=1, neurons=[7890, 10411])
@@ -122,7 +122,7 @@ class SinkPatch(NeuronEdit):
         """The patch for the smallest causal set of a `find_sinks` result, with calibrated values.
 
         Raises:
-            SinkscopeError: the model has no sink, or no neuron was causal.
+            SinkscopeError: The model has no sink, or no neuron was causal.
         """
         sets = [s for s in getattr(found, "causal_sets", ()) if _get(s, "kind") == "minimal"]
         members = [tuple(_get(m, f) for f in ("layer", "expert", "neuron")) for s in sets for m in _get(s, "sites")]
@@ -142,10 +142,10 @@ class SinkPatch(NeuronEdit):
         return cls(sites=tuple(sites), site=site, value=value, calibrated=calibrated, model=info)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write patch.json, at once or not at all. It may replace an earlier patch or result, but no other file.
+        """Write patch.json atomically. It may replace an earlier patch or result, but no other file.
 
         Raises:
-            SinkscopeError: the path cannot be written, or holds something else.
+            SinkscopeError: The path cannot be written, or holds another kind of file.
         """
         sites = [{**s._asdict(), "calibrated": self.calibrated.get(s)} for s in self.checked_sites]
         content = {"model": self.model, "site": self.site, "value": self.value, "sites": sites}
@@ -156,7 +156,8 @@ class SinkPatch(NeuronEdit):
         """Read patch.json.
 
         Raises:
-            SinkscopeError: not there, not JSON, not a patch, of another schema, or a field is missing or wrong.
+            SinkscopeError: The file does not exist, is not JSON, not a patch or of another schema, or a field is
+                missing or invalid.
         """
         content = read_patch(path)
         values = {NeuronSite(s["layer"], s["neuron"], s["expert"]): s["calibrated"] for s in content.pop("sites")}
@@ -164,7 +165,7 @@ class SinkPatch(NeuronEdit):
         return cls(sites=tuple(values), calibrated=calibrated, **content)
 
     def prepared(self, target: Target) -> SinkPatch:
-        """The patch with a calibrated value for each site, where they can be measured."""
+        """The patch with a calibrated value for each site, if these can be measured."""
         self.check_made_for(target)
         missing = [site for site in self.checked_sites if site not in self.calibrated]
         if self.value != "second" or not missing or is_edited(target):
@@ -174,12 +175,12 @@ class SinkPatch(NeuronEdit):
         return replace(self, calibrated={**measured, **self.calibrated})
 
     def check_made_for(self, target: Target) -> None:
-        """Compare the model with the one that the patch was made for, as far as the patch names it.
+        """Compare the model with the one for which the patch was made, as far as the patch describes it.
 
-        A fine-tune of that model is fine, but its calibrated values may be others, so a `SinkscopeWarning` says so.
+        A fine-tuned version is accepted, but its calibrated values may differ, so a `SinkscopeWarning` says so.
 
         Raises:
-            SinkscopeError: a model of another shape.
+            SinkscopeError: The model has another shape.
         """
         there, t = self.model or {}, target
         here = {"family": t.config.model_type, "n_layers": t.n_layers, "d_model": t.d_model, "d_mlp": t.d_mlp}
@@ -268,7 +269,7 @@ class SinkPatch(NeuronEdit):
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen(NeuronEdit):
-    """Keeps the neurons' values at positions after the first; it changes nothing."""
+    """Records the neurons' values at positions after the first; it changes nothing."""
 
     EDITS: ClassVar[bool] = False
 
@@ -284,15 +285,15 @@ class _Seen(NeuronEdit):
 
 @torch.no_grad()
 def neutral_values(target: Target, sites: Sequence[NeuronSite], where: Where) -> dict[NeuronSite, float]:
-    """Median of neurons over neutral text, first tokens left out, as `find_sinks` measures it.
+    """Median value of each neuron over neutral text without first tokens, as measured by `find_sinks`.
 
     Args:
-        target: the model; nothing edits it.
-        sites: the neurons.
+        target: The model, without any edits.
+        sites: The neurons.
         where: "post" or "up".
 
     Returns:
-        Nothing where the model carries no tokenizer, or one that does not know the text.
+        The medians; empty if the model carries no tokenizer, or one that does not know the text.
     """
     if target.tokenizer is None:
         return {}
@@ -317,7 +318,7 @@ def read_patch(path: str | PathLike[str]) -> dict[str, Any]:
     """The checked content of a patch file: model, site, value, sites.
 
     Raises:
-        SinkscopeError: the file is not there, not JSON, or a field of it is wrong.
+        SinkscopeError: The file does not exist, is not JSON, or has an invalid field.
     """
     name = Path(path).name
     try:

@@ -1,4 +1,4 @@
-"""Steering: a vector that is added to the residual stream, or to what attention or an MLP writes into it."""
+"""Steering: add a vector to the residual stream, or to what attention or an MLP writes into it."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Add(Intervention):
 
     Attributes:
         vector: `[d_model]`, a tensor or numbers.
-        site: where, in TransformerLens' names: `hook_embed`, or `hook_resid_pre`, `hook_attn_out`, `hook_resid_mid`,
+        site: Site by its TransformerLens name: `hook_embed`, or `hook_resid_pre`, `hook_attn_out`, `hook_resid_mid`,
             `hook_mlp_out` or `hook_resid_post` of a layer, as in "blocks.3.hook_resid_post". A pattern such as
             "blocks.*.hook_resid_post" adds the vector at every site that it matches.
-        scale: factor of the vector.
-        positions: where, counted from the first real token of each row: None for everywhere, "first", a number,
-            several, or a slice.
+        scale: Factor on the vector.
+        positions: Positions to edit, counted from each row's first real token: None for all, "first", a number, several
+            numbers, or a slice.
 
-    An event of kind "added" says for each row and call how many positions it was.
+    For each row and call, an event of kind "added" gives the number of edited positions.
 
     Raises:
-        SinkscopeError: the vector is no list of finite numbers or has another length than the residual stream, or the
-            site is none of these.
+        SinkscopeError: The vector does not consist of finite numbers, its length differs from the residual stream's, or
+            the site is none of these.
 
     Example:
         >>> Add([0.5, -0.5], "blocks.3.hook_resid_post", scale=2.0)
@@ -79,14 +79,14 @@ class Add(Intervention):
         return f"Add changed the residual stream {count:,} times."
 
     def enter(self, run: Run, key: int) -> None:
-        """Hooks on the modules that the sites are the input or output of."""
+        """Register hooks on the modules whose input or output the sites are."""
         for site in self._sites(run.target):
             assert site.module is not None  # only attention rows have none
             around = on_input if site.when == "pre" else on_hidden
             run.hook(site.module, site.when, around(self._editor(run, site)))
 
     def bridge_hooks(self, run: Run, key: int) -> list[tuple[str, Callable[..., Any]]]:
-        """The same at the hook points of these names."""
+        """The same edit at the bridge's hook points of these names."""
         edits = [(site.name, self._editor(run, site)) for site in self._sites(run.target)]
         return [(name, lambda tensor, hook, fn=fn: fn(tensor)) for name, fn in edits]
 
@@ -109,7 +109,7 @@ class Add(Intervention):
         return found
 
     def _editor(self, run: Run, site: Site) -> Callable[[Tensor], Tensor | None]:
-        """From hidden states in any shape (..., d_model) to new ones; None if the run does not act on this call."""
+        """Function from hidden states to new ones; it returns None if the run does not act on this call."""
         added = self.scale * self.vector
 
         def edit(hidden: Tensor) -> Tensor | None:

@@ -1,8 +1,8 @@
-"""A layer of a KV cache that knows the true position of every token it holds, so that any token may be removed.
+"""A KV cache layer that records the true position of every token it holds, so that any token can be removed.
 
-Stock layers assume that the number of a slot is its position. After an eviction this is wrong: masks leak or hide
-tokens on padded batches and on models with a window, and rows cannot keep different tokens at all. Here every slot
-carries its position, and attention asks for it.
+Stock layers assume that a slot's index is its position. After an eviction this is wrong: masks leak or hide tokens in
+padded batches and in models with a sliding window, and rows cannot keep different tokens. Here every slot stores its
+position, and attention masks are computed from these positions.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _FIXED = ("default", "linear", "llama3", "yarn")  # frequencies that do not depe
 
 
 class Rotary:
-    """Rotates the keys of a model to other positions.
+    """Rotates a model's keys to other positions.
 
     Raises:
-        UnsupportedError: the model has no rotary positions, has frequencies that change with the length or layers with
-            a window, or is a TransformerBridge.
+        UnsupportedError: The model has no rotary positions, its rotary frequencies change with the length, it has
+            layers with a sliding window, or it is a TransformerBridge.
     """
 
     def __init__(self, target: Target) -> None:
@@ -56,7 +56,7 @@ class Rotary:
         self._frequencies = frequencies.float()
 
     def rebase(self, layer: int, kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> None:
-        """Rotate the keys of kept tokens to contiguous positions. It is called before `evict`."""
+        """Rotate the keys of kept tokens to contiguous positions. Call it before `evict`."""
         held = kv.pos >= 0
         kept = keep & held
         # The earlier positions were contiguous too, because this rule made them.
@@ -82,13 +82,13 @@ class CacheLayer(DynamicLayer):
     Attributes:
         keys: `[batch kv_head slot d_head]`.
         values: `[batch kv_head slot d_head]`.
-        seen: number of tokens (columns of the batch, padding included) that were appended, evicted or not.
-        edited: whether a token was evicted or hidden, so that slot and position differ.
-        ragged: whether rows or heads hold different numbers of tokens, so that there may be holes.
-        reorders: how often rows have changed places (beam search).
-        rebased: whether keys were rotated to contiguous positions; new tokens then have to follow them.
-        aside: the whole layer, while this one works on a copy of some of its slots; None: this one is whole.
-        whole: whether there are certainly no holes; if this is unknown, `holes` counts them.
+        seen: Number of tokens appended so far (batch columns, including padding), whether or not they were evicted.
+        edited: Whether any token was evicted or hidden, so that slot and position may differ.
+        ragged: Whether rows or heads hold different numbers of tokens, so that there may be holes.
+        reorders: How often rows were reordered (by beam search).
+        rebased: Whether keys were rotated to contiguous positions, which new tokens then have to continue.
+        aside: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
+        whole: True if there are certainly no holes. If False, `holes` counts them.
     """
 
     # Both are None while the layer is empty, so `slots` has to be checked first.
@@ -122,7 +122,7 @@ class CacheLayer(DynamicLayer):
 
     @property
     def pos(self) -> Int[Tensor, "batch kv_head slot"]:
-        """True position of each slot among the real tokens of its row; -1: a hole or padding, which no query sees."""
+        """True position of each slot among its row's real tokens; -1 for a hole or padding, which no query sees."""
         assert self._columns is not None
         rows, heads = self.keys.shape[:2]
         held = 0 if self._pos is None else self._pos.shape[-1]
@@ -136,11 +136,11 @@ class CacheLayer(DynamicLayer):
 
     @property
     def allocated(self) -> int:
-        """Number of slots in memory: those in use, and room for new tokens."""
+        """Number of slots in memory: those in use plus room for new tokens."""
         return self._grow["keys"].allocated or self.slots
 
     def holes(self) -> Float[Tensor, " batch"]:
-        """Number of slots of each row that hold no token, mean over kv heads; the same tensor until the next edit."""
+        """Number of empty slots of each row, averaged over kv heads; returns the same tensor until the next edit."""
         if self._holes is None:
             # New slots of single-token calls are never holes, so this is valid until the next edit.
             if self.whole:
@@ -151,7 +151,7 @@ class CacheLayer(DynamicLayer):
 
     @property
     def hidden(self) -> Bool[Tensor, "batch _ slot"] | None:
-        """Slots that are kept but not attended to (mode "select"), by kv head or by query head; None: none."""
+        """Slots that are kept but not attended to (mode "select"), by kv head or by query head; None if none are."""
         if "hidden" not in self._side:
             return None
         held = self._grown("hidden")
@@ -162,12 +162,12 @@ class CacheLayer(DynamicLayer):
 
     @property
     def readable(self) -> Bool[Tensor, "batch _ slot"]:
-        """Slots that hold a token that is not hidden, by kv head, or by query head if each hides its own."""
+        """Slots whose token is not hidden, by kv head, or by query head if each query head hides its own."""
         held = self.pos >= 0
         return held if self.hidden is None else widened(held, self.hidden.shape[1]) & ~self.hidden
 
     def extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
-        """Numbers for each slot, such as the attention that it received. They move with the slots and begin at zero."""
+        """Numbers for each slot, such as the attention it received. They start at zero and move with the slots."""
         if f"extra.{name}" not in self._side:
             self.set_extra(name, torch.zeros(*self.keys.shape[:2], 0, device=self.keys.device))
         return self._grown(f"extra.{name}")
@@ -184,11 +184,11 @@ class CacheLayer(DynamicLayer):
         return held
 
     def evict(self, keep: Bool[Tensor, "batch kv_head slot"], exact: int | None = None) -> None:
-        """Free every slot that is not kept. Rows and heads may keep different numbers: shorter ones get holes.
+        """Free every slot that is not kept. Rows and heads may keep different numbers; shorter ones get holes.
 
         Args:
-            keep: the slots that stay; holes and padding never stay.
-            exact: number of slots that every row and head keeps, if it is known; then nothing waits for the device.
+            keep: The slots that stay; holes and padding never stay.
+            exact: Number of slots that every row and head keeps, if known. The call then does not wait for the device.
         """
         pos = self.pos
         keep = keep & (pos >= 0)
@@ -219,10 +219,10 @@ class CacheLayer(DynamicLayer):
         self.edited, self.ragged, self.whole = True, most != least, most == least
 
     def select(self, show: Bool[Tensor, "batch _ slot"] | None) -> None:
-        """Attend only to the slots in `show` and to new ones until the next call; None: to all. No slot is freed.
+        """Attend only to the slots in `show` and to new ones, until the next call; None shows all. Frees no slot.
 
         Args:
-            show: one choice for each kv head, or one for each query head.
+            show: One choice for each kv head, or one for each query head.
         """
         self._side.pop("hidden", None)
         self._groups = 0
@@ -268,7 +268,7 @@ class CacheLayer(DynamicLayer):
             COLUMNS.reset(token)
 
     def state(self) -> tuple[dict[str, int], dict[str, Shaped[Tensor, ...]]]:
-        """Give everything that `load_state` needs: flags, and the tensors of the layer, which are not copied.
+        """Return everything that `load_state` needs: flags and the layer's tensors, which are not copied.
 
         Tensors are "keys" and "values", "columns" `[batch seen]` (true position of every token that was appended), and,
         where they differ from the default, "pos", "hidden" and "extra.NAME" `[batch kv_head slot]`.
@@ -279,10 +279,10 @@ class CacheLayer(DynamicLayer):
         return {name: getattr(self, name) for name in FLAGS}, tensors | {name: self._grown(name) for name in self._side}
 
     def load_state(self, flags: Mapping[str, int], tensors: Mapping[str, Shaped[Tensor, ...]]) -> None:
-        """Become a copy of the layer whose `state` this is.
+        """Turn this layer into a copy of the one that returned this `state`.
 
         Raises:
-            ValueError: the tensors do not fit each other.
+            ValueError: The tensors do not fit each other.
         """
         keys, values, columns = (tensors[name] for name in ("keys", "values", "columns"))
         per_slot = {name: held for name, held in tensors.items() if name not in ("keys", "values", "columns")}
@@ -295,7 +295,7 @@ class CacheLayer(DynamicLayer):
         vars(self).update({name: flags[name] for name in FLAGS}, _pos=per_slot.pop("pos", None), _side=per_slot)
 
     def copy(self) -> CacheLayer:
-        """Copy the layer as it is now. Both share their tensors, because a change always makes new ones."""
+        """Copy the layer as it is now. Both share their tensors, because every change creates new ones."""
         new = CacheLayer()
         vars(new).update(vars(self), _side=dict(self._side))
         new._grow = {name: growing.copy() for name, growing in self._grow.items()}
@@ -304,11 +304,11 @@ class CacheLayer(DynamicLayer):
     __copy__ = copy
 
     def work_on(self, keep: Bool[Tensor, "batch kv_head slot"]) -> None:
-        """Hold only a copy of the kept slots until `settle` is called. Single tokens may be appended meanwhile.
+        """Hold only a copy of the kept slots until `settle` is called. Single tokens may be appended in the meantime.
 
-        To hide the other slots would save no time: every step would still copy all keys to append one, and read all of
-        them to mask most. With a copy, the cost of a step grows with the length of the copy, and only putting the whole
-        layer back costs as much as the whole layer is long.
+        Hiding the other slots would save no time: every step would still copy all keys to append one, and read them all
+        in order to mask most. With a copy, the cost of a step grows with the length of the copy; only restoring the
+        whole layer costs time in proportion to its full length.
         """
         self.settle()
         whole = self.copy()
@@ -316,7 +316,7 @@ class CacheLayer(DynamicLayer):
         self.aside = whole
 
     def put_back(self, whole: CacheLayer) -> None:
-        """Hold the slots of `whole` again, which is an earlier `copy`, followed by the tokens appended since."""
+        """Restore the slots of `whole`, an earlier `copy`, followed by the tokens appended since."""
         new, slots = self.seen - whole.seen, self.slots
         held = self.keys[..., slots - new :, :], self.values[..., slots - new :, :]
         side = {name: self._grown(name)[..., slots - new :] for name in self._side}
@@ -339,7 +339,7 @@ class CacheLayer(DynamicLayer):
         return torch.cat([old, old.amax(1, keepdim=True) + 1 + step], 1)
 
     def get_seq_length(self) -> int:
-        """Number of tokens seen, including evicted ones: the positions of new tokens follow from it."""
+        """Number of tokens seen, including evicted ones; it determines the positions of new tokens."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -347,7 +347,7 @@ class CacheLayer(DynamicLayer):
         return self.slots + int(query_length), self.seen - self.slots
 
     def settle(self) -> None:
-        """Hold the whole layer again if this one works on a part. Every operation but appending does so first."""
+        """Restore the whole layer if this one works on a part. Every operation except appending does this first."""
         if self.aside is not None:
             self.put_back(self.aside)
 
@@ -382,12 +382,12 @@ class CacheLayer(DynamicLayer):
         self._clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put rows into the order that beam search wants."""
+        """Reorder the rows as beam search requests."""
         self._rows(lambda t: t.index_select(0, beam_idx.to(t.device)))
         self.reorders += 1
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Make `repeats` rows of each row."""
+        """Repeat each row `repeats` times."""
         self._rows(lambda t: t.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -404,17 +404,17 @@ class CacheLayer(DynamicLayer):
 
 
 def adopt(cache: Any, n_layers: int, n_kv_heads: int, name: str, columns: Int[Tensor, "batch seen"]) -> None:
-    """Replace the layers of a stock cache by ours in place, so that the caller's own object works over several turns.
+    """Replace the layers of a stock cache by ours in place, so that the caller's object works over several turns.
 
     Args:
-        cache: an empty or filled `DynamicCache`.
-        n_layers: number of layers of the model.
-        n_kv_heads: number of kv heads of the model.
-        name: name of the model, for errors.
-        columns: true positions of the tokens that the cache has seen; -1 at padding.
+        cache: An empty or filled `DynamicCache`.
+        n_layers: Number of layers of the model.
+        n_kv_heads: Number of kv heads of the model.
+        name: Name of the model, for errors.
+        columns: True positions of the tokens already in the cache; -1 at padding.
 
     Raises:
-        UnsupportedError: it is another kind of cache, or the cache of another model.
+        UnsupportedError: The cache is of another kind, or belongs to another model.
     """
     layers = getattr(cache, "layers", None)
     if layers is not None and layers and all(type(layer) is CacheLayer for layer in layers):
@@ -448,7 +448,7 @@ def adopt(cache: Any, n_layers: int, n_kv_heads: int, name: str, columns: Int[Te
 
 
 def _check(layers: Any, n_layers: int, n_kv_heads: int, name: str) -> None:
-    """Check that a filled cache has the shape of the model."""
+    """Check that a filled cache has the model's shape."""
     heads = next((int(layer.keys.shape[1]) for layer in layers if layer.get_seq_length() > 0), n_kv_heads)
     if len(layers) != n_layers or heads != n_kv_heads:
         raise SinkscopeError(

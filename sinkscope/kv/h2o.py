@@ -1,4 +1,4 @@
-"""H2O (Zhang et al. 2023, section 4 and algorithm 1): the tokens that received most attention, and recent tokens."""
+"""H2O (Zhang et al. 2023, section 4 and algorithm 1): the tokens with the most attention, plus recent tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from sinkscope.records import Share
 @register_policy("h2o")
 @dataclass(frozen=True, kw_only=True)
 class H2O(Policy):
-    """Keep heavy hitters: tokens that received most attention, summed over all queries of prefill and decoding.
+    """Keep heavy hitters: the tokens that received the most attention, summed over all queries of prefill and decoding.
 
-    The sum of a token begins with its own query and ends when the token is evicted. `reduce` combines the query heads
-    of a kv head for each query, before the sum; the paper's models have one query head per kv head. Padding gives no
-    attention and has no score.
+    A token's sum starts with its own query and ends when the token is evicted. For each query, `reduce` combines the
+    query heads of a kv head before summing; the paper's models have one query head per kv head. Padding contributes
+    no attention and has no score.
 
     Attributes:
-        recent: share of the budget for the latest tokens, which are kept whatever they received; half in the paper.
+        recent: Share of the budget for the latest tokens, which are kept whatever attention they received; half in the
+            paper.
 
     Example:
         >>> H2O(budget=512).recent
@@ -48,7 +49,7 @@ class H2O(Policy):
         rows.kv.set_extra("h2o", rows.kv.extra("h2o") + received)
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
-        """Score by the sums; the recent share comes before all others."""
+        """Score by the sums; recent tokens rank above all others."""
         recent = (torch.as_tensor(at.memory["budget"], device=at.length.device) * self.recent).long()
         late = at.kv.pos >= (at.length - recent)[:, None, None]
         return at.kv.extra("h2o").masked_fill(late, torch.finfo(torch.float32).max)

@@ -1,7 +1,7 @@
-"""What every cache policy is, and its name: a score per slot, and a choice of slots by score under a budget.
+"""Base class and registry of cache policies. A policy scores each slot; slots are then chosen by score under a budget.
 
-The score and the choice are separate, so a new score needs no code for choosing and a new choice none for scoring.
-Policies are found by name: those of sinkscope, those of installed packages, and any class by its module.
+Scoring and choosing are separate, so a new score needs no code for choosing, and a new choice no code for scoring.
+Policies are found by name: those of sinkscope, those of installed packages, and any class by its module path.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ Class = TypeVar("Class", bound=type[Intervention])
 
 
 def register_policy(name: str) -> Callable[[Class], Class]:
-    """Decorate a policy, so that commands and `make_policy` find it under `name`.
+    """Class decorator: register a policy under `name`, for commands and `make_policy`.
 
-    The policy of an installed package is found without this if the package names it in the entry point group
-    `sinkscope.policies`.
+    An installed package can instead list its policies in the entry point group `sinkscope.policies`.
 
     Raises:
-        SinkscopeError: another policy has this name.
+        SinkscopeError: Another policy already has this name.
     """
 
     def register(policy: Class) -> Class:
@@ -55,11 +54,11 @@ class At:
     """One layer at the moment when a policy acts.
 
     Attributes:
-        layer: number of the decoder layer.
-        kv: cache of the layer.
-        moment: the call that is about to run, and what is known about the cache.
-        session: session of the run.
-        memory: what this policy keeps for this cache from call to call.
+        layer: Index of the decoder layer.
+        kv: The layer's cache.
+        moment: The forward call that is about to run, and what is known about the cache.
+        session: The run's session.
+        memory: What this policy remembers for this cache between calls.
     """
 
     layer: int
@@ -76,23 +75,23 @@ class At:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Intervention):
-    """Base of the cache policies. A subclass writes `scores`, and `watch` if it has to see attention.
+    """Base class of cache policies. A subclass implements `scores`, and `watch` if it needs to see attention.
 
-    A policy acts before the first token after a prompt is processed, in however many calls the prompt was read, and
-    then before every `every`-th token. The step that follows attends to the budget and to its own token. Positions are
-    true positions in each row, so padded batches give the same results as single prompts.
+    A policy acts when the whole prompt has been read (in any number of calls), before the first generated token is
+    processed, and then before every `every`-th token. The next step attends to the budget and to its own token.
+    Positions are true positions in each row, so padded batches give the same results as single prompts.
 
     Attributes:
-        budget: tokens kept per row, layer and kv head: a number, or a fraction of the row's prompt, which is fixed
-            when its prefill ends.
-        first: number of positions at the beginning that are always kept.
-        last: number of latest positions that are always kept.
-        every: number of generated tokens between two choices; "prefill": choose only when a prompt has been read.
+        budget: Tokens kept per row, layer and kv head: a number, or a fraction of the row's prompt, fixed at the end
+            of prefill.
+        first: Number of first positions that are always kept.
+        last: Number of latest positions that are always kept.
+        every: Number of generated tokens between two choices. "prefill" chooses only once, after a prompt is read.
         mode: "evict" frees the tokens that are not chosen; "select" keeps the cache whole and attends to the chosen
             tokens.
-        positions: "original": keys keep the rotation of the positions at which they were read. "rebased": keys are
-            rotated again to contiguous positions, and new tokens continue from there.
-        reduce: how the attention of query heads that share a kv head becomes one number.
+        positions: "original" leaves keys rotated to the positions at which they were read. "rebased" re-rotates keys
+            to contiguous positions, and new tokens continue from there.
+        reduce: How the attention of query heads that share a kv head is combined into one number.
     """
 
     budget: int | float = field(default=1024, kw_only=False)
@@ -148,7 +147,7 @@ class Policy(Intervention):
     # Done here ----------------------------------------------------------------------------------------------------
 
     def told(self, run: Run) -> str:
-        """How many tokens the caches of the run held, of how many that were read."""
+        """How many tokens the run's caches held, out of how many were read."""
         name, usage = f"{type(self).__name__}({self.budget})", run.usage
         if not usage:
             return f"{name} has read nothing yet."
@@ -158,7 +157,7 @@ class Policy(Intervention):
         return f"{name} held at most {held:,.0f} of {most.read_tokens:,} tokens ({size:,.3g} MB of keys and values)."
 
     def check_prompt(self, tokens: int) -> None:
-        """Refuse a fraction of the prompt that is less than the tokens that are always kept."""
+        """Refuse a budget, given as a fraction, that is smaller than the tokens that are always kept."""
         self.tokens(torch.tensor([tokens]))
 
     def enter(self, run: Run, key: int) -> None:
@@ -195,7 +194,7 @@ class Policy(Intervention):
     def protected(self, at: At, budget: int | Int[Tensor, " batch"]) -> Bool[Tensor, "batch kv_head slot"]:
         """Slots that are always kept: the first and the last ones.
 
-        The anchors of a guard beside the policy are kept as well, in up to half of what the last ones leave.
+        The anchors of a guard in the same run are kept too; they take up to half of what the last ones leave.
         """
         pos, first = at.kv.pos, self.first
         if at.session.anchors > first:
@@ -209,7 +208,7 @@ class Policy(Intervention):
     ) -> Bool[Tensor, "batch kv_head slot"]:
         """Choose the protected slots and those with the highest scores, up to the budget, in every row and kv head.
 
-        Among slots of equal score the later one stays, so that padding and the batch make no difference.
+        Among slots of equal score the later one is kept, so that padding and batching make no difference.
         """
         pos, protected = at.kv.pos, self.protected(at, budget)
         ranked = scores.float().masked_fill(protected, torch.inf).masked_fill(pos < 0, -torch.inf)
@@ -251,7 +250,7 @@ class Policy(Intervention):
             kv.evict(keep, None if memory["padded"] or kv.ragged else exact)
 
     def _begin(self, moment: Moment, memory: dict[Any, Any], rotary: Rotary | None) -> None:
-        """Settle what follows from a prompt that has been read."""
+        """Set everything that depends on the length of the prompt just read."""
         assert moment.state.prompt is not None
         memory["budget"] = self.tokens(moment.state.prompt)
         memory["padded"] = bool((moment.call.columns < 0).any())
@@ -268,13 +267,13 @@ class Policy(Intervention):
             )
 
     def checked_scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
-        """Give the scores, after checking that there is a number for each slot.
+        """Return the scores after checking that there is a number for each slot.
 
         On an accelerator only the first scores of a cache are checked for NaN, because every later check would have to
         wait for the device.
 
         Raises:
-            SinkscopeError: the scores have another shape, or some are NaN.
+            SinkscopeError: The scores have the wrong shape, or some are NaN.
         """
         name, pos, scores = type(self).__name__, at.kv.pos, self.scores(at)
         if not isinstance(scores, Tensor) or scores.shape != pos.shape:
@@ -297,7 +296,7 @@ class Policy(Intervention):
 @register_policy("full")
 @dataclass(frozen=True, kw_only=True)
 class Full(Policy):
-    """Keep everything; `run.usage` tells what this costs.
+    """Keep everything; `run.usage` reports what this costs.
 
     Example:
         >>> Full().budget
@@ -321,10 +320,10 @@ class Full(Policy):
 
 
 def policies() -> dict[str, type[Intervention]]:
-    """Every policy that has a name.
+    """Every registered policy, by name.
 
     Raises:
-        SinkscopeError: an installed package names a policy that cannot be imported, or whose name is taken.
+        SinkscopeError: An installed package lists a policy that cannot be imported, or whose name is taken.
     """
     found = dict(_REGISTERED)
     for entry in entry_points(group=ENTRY_POINTS):
@@ -335,10 +334,10 @@ def policies() -> dict[str, type[Intervention]]:
 
 
 def make_policy(name: str, **options: Any) -> Any:
-    """Make the policy that commands call `name`; its fields are the options.
+    """Make the policy registered as `name`; the options are its fields.
 
     Raises:
-        SinkscopeError: there is no such policy or field, or a value makes no sense.
+        SinkscopeError: The policy or field does not exist, or a value is invalid.
 
     Example:
         >>> make_policy("streaming", budget=512)
@@ -351,13 +350,13 @@ def make_policy(name: str, **options: Any) -> Any:
 
 
 def policy_named(text: str) -> Intervention:
-    """Make a cache policy from its name on the command line: `NAME` or `package.module:Class`, and `:BUDGET` after it.
+    """Make a cache policy from its command-line name: `NAME` or `package.module:Class`, optionally with `:BUDGET`.
 
-    The budget is a number of tokens or a fraction of the prompt. Modules are also looked for in the current folder.
+    The budget is a number of tokens or a fraction of the prompt. The current folder is also searched for modules.
     `loopguard` and `loopguard:paper` are the two guards.
 
     Raises:
-        SinkscopeError: there is no such policy or class, or the budget is not one.
+        SinkscopeError: The policy or class does not exist, or the budget is invalid.
 
     Example:
         >>> policy_named("streaming:512").budget, policy_named("sinkscope.kv.h2o:H2O:0.25").budget

@@ -1,7 +1,7 @@
-"""What all cache policies and observers of one run share: the cache, the attention, and the moments to act.
+"""State shared by all cache policies and observers of one run: the cache, the attention, and the moments to act.
 
-A session does only what somebody asks for. Without a policy, the cache of the caller stays as it is; without an
-observer, no attention row is built.
+A session does only what is requested. Without a policy, the caller's cache is left unchanged; without an observer, no
+attention rows are built.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from sinkscope.trace.internals import following_generate
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Attention rows of one layer in one call, some queries at a time.
+    """Attention rows of one layer in one call, for a chunk of queries.
 
     Attributes:
-        layer: decoder layer.
-        first: number of the first query among the new tokens of the call.
+        layer: Decoder layer.
+        first: Index of the first query among the call's new tokens.
         probs: `[batch head query slot]`, float32, after softmax.
-        pos: `[batch kv_head slot]`: true position of each slot, -1 where there is none.
+        pos: `[batch kv_head slot]`: true position of each slot, -1 if it holds no token.
         query_pos: `[batch query]`: true position of each query, -1 at padding.
-        query: `[batch head query d_head]`, after rotary; None if the model does not show it.
-        kv: the cache of the layer; None if it is not one of ours.
-        call: the forward call.
+        query: `[batch head query d_head]`, after rotary; None if the model does not expose it.
+        kv: The layer's cache; None if it is not a sinkscope cache.
+        call: The forward call.
     """
 
     layer: int
@@ -53,16 +53,17 @@ class Rows:
 
 @dataclass(eq=False)
 class State:
-    """What is known about one cache over the calls of a run.
+    """What is known about one cache across the calls of a run.
 
     Attributes:
-        prefilling: whether the last call read a prompt or a part of one.
-        prompt: number of real tokens of each row when the last prefill ended.
-        decoded: number of single-token calls since then.
-        dropped: number of positions by which later tokens of each row move forward (`positions="rebased"`).
-        memory: what each policy keeps, by the key of the policy.
-        queries: the latest queries of each layer and their positions, if somebody asked for them.
-        meter: counts tokens and bytes.
+        prefilling: Whether the last call read a prompt or part of one.
+        prompt: Number of real tokens in each row at the end of the last prefill.
+        decoded: Number of single-token calls since then.
+        dropped: Number of positions by which later tokens of each row are shifted towards the start
+            (`positions="rebased"`).
+        memory: What each policy remembers, by the policy's key.
+        queries: The latest queries of each layer and their positions, if requested.
+        meter: Counter of tokens and bytes.
     """
 
     prefilling: bool = False
@@ -79,10 +80,10 @@ class Moment:
     """The moment before or after a forward call.
 
     Attributes:
-        layers: the cache, layer by layer.
-        call: the forward call.
-        state: what is known about this cache.
-        prefill_ended: whether this is the first single-token call after a prompt.
+        layers: The cache, layer by layer.
+        call: The forward call.
+        state: What is known about this cache.
+        prefill_ended: Whether this is the first single-token call after a prompt.
     """
 
     layers: list[CacheLayer]
@@ -92,14 +93,14 @@ class Moment:
 
 
 def rebased_by(kv: CacheLayer, call: Call) -> Int[Tensor, " batch"] | None:
-    """Number of positions by which new tokens of each row move forward; None: they keep their true positions."""
+    """Number of positions by which new tokens of each row are shifted towards the start; None if they are not."""
     if not kv.rebased:
         return None
     return call.before - (kv.pos[:, 0] >= 0).sum(-1).to(call.before.device)
 
 
 def layer_window(target: Target, layer: int) -> int | None:
-    """Sliding window of a layer, in tokens; None: the layer sees everything."""
+    """Sliding window of a layer, in tokens; None if the layer sees everything."""
     config = target.config
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -116,11 +117,11 @@ class _Now(threading.local):
     """What the current thread is doing.
 
     Attributes:
-        call: the current forward call.
-        cache: the cache of that call.
-        own_masks: whether our masks replace the stock mask, because some layer does not hold all tokens so far.
-        attended: layers whose attention went through the tap; on a TransformerBridge some architectures do so.
-        prompting: whether `generate` is reading a prompt, so that even a single-token call is a part of it.
+        call: The current forward call.
+        cache: The cache of that call.
+        own_masks: Whether our masks replace the stock mask, because some layer does not hold all tokens so far.
+        attended: Layers whose attention went through the tap; on a TransformerBridge some architectures do so.
+        prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
     """
 
     call: Call | None = None
@@ -135,15 +136,15 @@ _OWNERS: WeakValueDictionary[int, Session] = WeakValueDictionary()
 
 
 class Session:
-    """Shared by all policies and observers of a run; the first that asks for it makes it (`Session.of(run)`).
+    """Shared by all policies and observers of a run; created by the first that asks for it (`Session.of(run)`).
 
     Attributes:
-        now: what the current thread is doing.
-        owns_cache: whether the layers of the caches in use are replaced by ours.
-        one_by_one: whether a guard acts on generated tokens, which then have to come one by one.
-        anchors: number of first positions that policies and guards beside each other keep.
-        rewinder: passes on what a guard takes back from the output; None: nothing is taken back.
-        resuming: whether `generate` was called to go on where tokens were taken back, so that it reads no prompt.
+        now: What the current thread is doing.
+        owns_cache: Whether the layers of the caches in use were replaced by `CacheLayer`.
+        one_by_one: Whether a guard acts on generated tokens, which must then arrive one by one.
+        anchors: Number of first positions that policies and guards in the same run keep.
+        rewinder: Passes on what a guard removes from the output. None if nothing can be removed.
+        resuming: Whether `generate` was called to continue after tokens were removed, so that it reads no prompt.
     """
 
     def __init__(self, run: Run) -> None:
@@ -188,10 +189,10 @@ class Session:
     # What policies and observers ask for ------------------------------------------------------------------------
 
     def claim(self, policy: object) -> None:
-        """Make `policy` the one that decides what the cache keeps.
+        """Let `policy` decide what the cache keeps.
 
         Raises:
-            UnsupportedError: another policy was entered before.
+            UnsupportedError: Another policy was entered before.
         """
         name = type(policy).__name__
         if self._policy is not None:
@@ -205,7 +206,7 @@ class Session:
         """Replace the layers of the caches in use by ours, which can evict, hide and count slots.
 
         Raises:
-            UnsupportedError: another run on this model does so already.
+            UnsupportedError: Another run on this model already does this.
         """
         if not self.owns_cache:
             self._own()
@@ -224,41 +225,41 @@ class Session:
         self.run.stack.callback(_OWNERS.pop, model, None)
 
     def watch(self, fn: Callable[[Rows], None], layers: list[int] | None = None, last: int | None = None) -> None:
-        """Show attention rows of `layers` (None: all) and of the `last` queries (None: all) to `fn` in every call."""
+        """Show `fn` the attention rows of `layers` and of the `last` queries in every call; None means all."""
         self._watches.append((fn, None if layers is None else frozenset(layers), last))
 
     def window_queries(self, last: int, decoding: bool = False) -> None:
-        """Keep the `last` queries of prompts for `window_rows`; with `decoding`, those of generated tokens too."""
+        """Keep the `last` queries of prompts for `window_rows`; with `decoding`, also those of generated tokens."""
         self._keep_queries = max(self._keep_queries, last)
         self._keep_decoding |= decoding
 
     def before_decode(self, fn: Callable[[Moment], None]) -> None:
-        """Call `fn` before every single-token call that continues a prompt, which reads a generated token."""
+        """Call `fn` before every call that reads a single generated token."""
         self._before.append(fn)
 
     def before_prompt(self, fn: Callable[[Moment], None]) -> None:
-        """Call `fn` before every call that reads a prompt or a part of one."""
+        """Call `fn` before every call that reads a prompt or part of one."""
         self._prompts.append(fn)
 
     def replace_prefill(self, fn: Callable[[Attention, CacheLayer | None], Tensor | None]) -> None:
-        """Let `fn` compute attention `[batch query head d_value]` of several tokens.
+        """Let `fn` compute attention `[batch query head d_value]` in calls with several tokens.
 
-        It is called with the attention, whose `view` is known, and with the cache of the layer if it is one of ours.
-        Where it returns None, the model's own attention is used.
+        It is called with the attention, whose `view` is known, and with the layer's cache if that is a `CacheLayer`.
+        If it returns None, the model's own attention is used.
         """
         self._own()
         self._prefill = fn
 
     def follow(self, fn: Callable[[Call, list[Any]], None]) -> None:
-        """Call `fn` with the layers of the cache, of whatever kind, after every call that has one."""
+        """Call `fn` with the cache layers, of any kind, after every call that has a cache."""
         self._followers.append(fn)
 
     def after_call(self, fn: Callable[[Moment], None]) -> None:
-        """Call `fn` after every call that has a cache, if the cache is ours."""
+        """Call `fn` after every call whose cache consists of `CacheLayer`s."""
         self._after.append(fn)
 
     def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
-        """Recompute the attention of the last queries to everything in the cache, in float32."""
+        """Recompute, in float32, the attention of the last queries to everything in the cache."""
         if layer not in moment.state.queries:
             why = (
                 f"a TransformerBridge of {self.target.adapter.model_type} does not show its queries as they attend: "
@@ -284,7 +285,7 @@ class Session:
     # At the tap -------------------------------------------------------------------------------------------------
 
     def _see(self, call: Attention) -> None:
-        """Handle the attention of one layer in one call: say what computes it, and who sees its rows."""
+        """Handle the attention of one layer in one call: decide what computes it and who sees its rows."""
         layer = call.layer
         self.now.attended.add(layer)
         if call.key.dtype != call.query.dtype:  # rebased keys are float32
@@ -317,7 +318,7 @@ class Session:
         return show
 
     def _compute(self, call: Attention) -> tuple[Tensor, Tensor | None] | None:
-        """Compute attention of a prompt by a replacement, or attention to what is left of a cache; None: stock."""
+        """Compute a prompt's attention by a replacement, or attention to the rest of a cache; None for stock."""
         layer, view = call.layer, call.view
         assert view is not None
         kv = self.layer(layer)
@@ -333,7 +334,7 @@ class Session:
         return call.under_view(), None
 
     def layer(self, layer: int) -> CacheLayer | None:
-        """The cache of a layer in this call; None if it is not one of ours."""
+        """The layer's cache in this call; None if it is not a `CacheLayer`."""
         layers = getattr(self.now.cache, "layers", None)
         found = layers[layer] if layers and layer < len(layers) else None
         return found if type(found) is CacheLayer else None
@@ -353,7 +354,7 @@ class Session:
         return [watch for watch in self._watches if watch[1] is None or layer in watch[1]]
 
     def _remember(self, layer: int, query: Tensor) -> None:
-        """Keep the latest queries of a layer, after rotary, if somebody asked for them."""
+        """Keep the latest queries of a layer, after rotary, if requested."""
         call = self.now.call
         if not self._keep_queries or call is None or self.now.cache is None:
             return
@@ -368,8 +369,9 @@ class Session:
     def _bridge_hooks(self) -> list[tuple[Any, str, Any]]:
         """Do the same on a TransformerBridge, which computes attention itself: hook points mask scores and show rows.
 
-        Some architectures (OPT) leave attention to the model below. The tap has then seen it, and nothing is done here.
-        A bridge builds the whole query x key matrix in every layer, so long contexts belong on the plain model.
+        For some architectures (OPT) the bridge calls the wrapped model's attention. The tap has then seen it, and
+        nothing is done here. A bridge builds the whole query x key matrix in every layer, so use the plain model for
+        long contexts.
         """
         points, pairs = self.target.model.hook_dict, list[tuple[Any, str, Any]]()
         for layer in range(self.target.n_layers):
@@ -425,10 +427,10 @@ class Session:
         self.now.prompting = reads and not self.resuming
 
     def _check(self, method: str, given: dict[str, Any]) -> None:
-        """Refuse generation under which nobody could act on generated tokens.
+        """Refuse kinds of generation in which nothing could act on generated tokens.
 
         Raises:
-            UnsupportedError: generation is assisted, or has no cache.
+            UnsupportedError: Generation is assisted, or runs without a cache.
         """
         if not self._before and not self.one_by_one:
             return
@@ -518,15 +520,15 @@ class Session:
 
 @dataclass(frozen=True)
 class Observe(Intervention):
-    """Show attention rows to a function; nothing of size query x key is kept.
+    """Show attention rows to a function; no full query x key matrix is stored.
 
     In a single-token call, the output of a watched layer is computed from the rows that are shown, and equals the stock
     output up to rounding. In other calls, the model's own attention computes the output.
 
     Attributes:
-        fn: is called with `Rows`, some queries at a time.
-        layers: layers to watch; None: all.
-        last: how many of the last queries of each call to watch; None: all.
+        fn: Called with `Rows`, one chunk of queries at a time.
+        layers: Layers to watch. None watches all.
+        last: How many of the last queries of each call to watch. None watches all.
 
     Example:
         >>> seen = []

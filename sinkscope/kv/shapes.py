@@ -1,17 +1,18 @@
 """Fixed shapes of attention for prompts, as baselines: A-shape, Tri-shape, and MInference's vertical-slash pattern.
 
-They change only how prompts are read. Decoding reads the whole cache, as in the papers. The pattern is followed even if
-plain attention would be faster. Layers that need the model's own attention keep it, and an event of kind "prefill" says
-so, as under `LoopServe`.
+They change only how prompts are read; decoding reads the whole cache, as in the papers. The pattern is applied even if
+plain attention would be faster. Layers that need the model's own attention keep it, and an event of kind "prefill"
+reports this, as under `LoopServe`.
 
-`ShapeShare` makes a shape at a share of the context, so that it can stand beside policies at the same share. A policy's
-share is that of the tokens which a decoding step reads. Of a shape that concerns prompts alone it is:
+`ShapeShare` makes a shape for a given share of the context, so that it can be compared with policies at the same share.
+For a policy, the share is the fraction of tokens that a decoding step reads. For a shape, which only concerns prompts,
+it is defined as follows:
 
 - A-shape, Tri-shape: first and local tokens together are that share of the context, in the proportion of LoopServe's
-  table 7 (128 to 4,096; at least 4 first tokens, as StreamingLLM has). Tri-shape's dense rows are as many as its first
-  tokens, as there. A query then sees that share at most, and the share of causal cells is about twice as large.
-- MInference: the most lines, vertical to slash in its usual proportion (1,000 to 6,096), whose cells are at most that
-  share of the causal cells, head by head; one line of each kind at least.
+  table 7 (128 to 4,096; at least 4 first tokens, as in StreamingLLM). As in that table, Tri-shape has as many dense
+  rows as first tokens. A query then sees at most that share, and the share of causal cells is about twice as large.
+- MInference: for each head, as many lines as fit into that share of the causal cells, with vertical and slash lines in
+  the usual proportion (1,000 to 6,096), and at least one line of each kind.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from sinkscope.records import Natural, Whole, check_fields
 
 
 class Shape(Intervention):
-    """A fixed shape of attention for prompts: a frozen dataclass of its sizes."""
+    """Base of the fixed attention shapes for prompts: a frozen dataclass of sizes."""
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     def sparse(self) -> SparsePrompts:
-        """What computes prompts along it."""
+        """The sparse attention that reads prompts in this shape."""
         raise NotImplementedError
 
     def enter(self, run: Run, key: int) -> None:
-        """Replace attention of prompts."""
+        """Replace the attention of prompts."""
         self.sparse().enter(Session.of(run))
 
     def told(self, run: Run) -> str:
-        """The share of attention that prompts computed."""
+        """The share of attention that was computed for prompts."""
         return said_of_prompts(type(self).__name__, run)
 
 
@@ -56,12 +57,12 @@ class AShape(Shape):
     """Every query of a prompt sees the first tokens and the latest ones (Xiao et al. 2024; Li et al. 2025, table 7).
 
     Attributes:
-        first: number of tokens at the beginning that all queries see.
-        local: number of latest tokens that a query sees, including itself.
+        first: Number of first tokens that all queries see.
+        local: Number of latest tokens that a query sees, including itself.
 
     Raises:
         SinkscopeError: `first` is negative, or `local` is below 1.
-        UnsupportedError: the model is a TransformerBridge.
+        UnsupportedError: The model is a TransformerBridge.
 
     Example:
         >>> AShape().first, AShape().local
@@ -72,7 +73,7 @@ class AShape(Shape):
     local: Natural = 4096
 
     def sparse(self) -> SparsePrompts:
-        """What computes prompts along it."""
+        """The sparse attention that reads prompts in this shape."""
         return SparsePrompts("AShape", self._lines)
 
     def _lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
@@ -82,10 +83,10 @@ class AShape(Shape):
 
 @dataclass(frozen=True, kw_only=True)
 class TriShape(AShape):
-    """`AShape`, and the last queries of a prompt see everything (SCBench, Li et al. 2025; LoopServe's table 7).
+    """`AShape`, except that the last queries of a prompt see everything (SCBench, Li et al. 2025; LoopServe's table 7).
 
     Attributes:
-        dense_rows: number of these queries.
+        dense_rows: Number of last queries that see everything.
 
     Example:
         >>> TriShape().dense_rows
@@ -95,26 +96,26 @@ class TriShape(AShape):
     dense_rows: Whole = 128
 
     def sparse(self) -> SparsePrompts:
-        """What computes prompts along it."""
+        """The sparse attention that reads prompts in this shape."""
         return SparsePrompts("TriShape", self._lines, dense_rows=self.dense_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MInference(Shape):
-    """Fixed numbers of vertical and slash lines, which the last queries choose for each head (Jiang et al. 2024).
+    """Fixed numbers of vertical and slash lines, chosen for each head by the last queries (Jiang et al. 2024).
 
-    The authors search a pattern for every head of a model; here every head has the vertical-slash pattern. Their kernel
-    computes whole blocks around slash lines; here only the lines are computed, so that numbers of cells can be
+    The authors search for the best pattern of each head; here every head has the vertical-slash pattern. Their kernel
+    computes whole blocks around slash lines; here only the lines themselves are computed, so that cell counts can be
     compared.
 
     Attributes:
-        vertical: number of vertical lines.
-        slash: number of slash lines.
-        last: number of queries that vote.
+        vertical: Number of vertical lines.
+        slash: Number of slash lines.
+        last: Number of last queries that vote.
 
     Raises:
-        SinkscopeError: a number is below 1.
-        UnsupportedError: the model is a TransformerBridge.
+        SinkscopeError: A number is below 1.
+        UnsupportedError: The model is a TransformerBridge.
 
     Example:
         >>> MInference().vertical
@@ -126,7 +127,7 @@ class MInference(Shape):
     last: Natural = 64
 
     def sparse(self) -> SparsePrompts:
-        """What computes prompts along it."""
+        """The sparse attention that reads prompts in this shape."""
         return SparsePrompts("MInference", self._lines)
 
     def _lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
@@ -140,14 +141,14 @@ _LINES = MInference()
 
 @dataclass(frozen=True)
 class ShapeShare(Intervention):
-    """A shape of prompts whose sizes follow from the length of each.
+    """A shape whose sizes are computed from the length of each prompt.
 
     Attributes:
         name: "AShape", "TriShape" or "MInference".
-        budget: share of the context.
+        budget: Share of the context, as defined in the module's docstring.
 
     Raises:
-        SinkscopeError: a share outside (0, 1].
+        SinkscopeError: The share is outside (0, 1].
     """
 
     name: str
@@ -158,7 +159,7 @@ class ShapeShare(Intervention):
             raise SinkscopeError(f"{self.name}: budget={self.budget!r}: expected a share of the context up to 1.0")
 
     def enter(self, run: Run, key: int) -> None:
-        """Replace attention of prompts."""
+        """Replace the attention of prompts."""
         _ByLength(self.name, _nothing, sized=lambda keys: _SHAPES[self.name](self.budget, keys)).enter(Session.of(run))
 
 
@@ -175,7 +176,7 @@ def _nothing(query: Tensor, key: Tensor, scaling: float | None, layer: int) -> H
 
 
 def shape_at(share: float, keys: int) -> AShape:
-    """First and local tokens at a share of a context."""
+    """Numbers of first and local tokens for a share of a context."""
     tokens = max(1, int(share * keys))
     first = max(min(_FIRST, tokens - 1), tokens * _PAPER.first // (_PAPER.first + _PAPER.local))
     return AShape(first=first, local=tokens - first)
@@ -206,16 +207,16 @@ def share_lines(
     local: int = 100,
     scaling: float | None = None,
 ) -> HeadLines:
-    """As `minference_lines`, with the numbers of lines scaled together until their cells are the share of all.
+    """Like `minference_lines`, with both numbers of lines scaled so that their cells take up the given share.
 
     Args:
-        query: as for `select_lines`.
-        key: as for `select_lines`.
-        share: of the causal cells; the largest number of lines of each head that does not exceed it.
-        last: queries at the end that vote.
-        first: of 1,000 vertical lines those that are the first positions in any case.
-        local: of 6,096 slash lines those that are the nearest offsets in any case; at least the main diagonal.
-        scaling: factor on the scores; None: one over the root of `d_head`.
+        query: As for `select_lines`.
+        key: As for `select_lines`.
+        share: Share of the causal cells; each head gets the largest number of lines that does not exceed it.
+        last: Number of last queries that vote.
+        first: How many of 1,000 vertical lines are always the first positions.
+        local: How many of 6,096 slash lines are always the nearest offsets; at least the main diagonal.
+        scaling: Factor on the scores. None means 1 / sqrt(d_head).
     """
     columns, offsets = last_votes(query, key, last, scaling)
 

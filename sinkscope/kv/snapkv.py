@@ -23,17 +23,17 @@ from sinkscope.records import Natural, Share, check_fields
 @register_policy("snapkv")
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Policy):
-    """Compress the prompt once: the last queries vote for earlier tokens, and votes spread to neighbours.
+    """Compress the prompt once: the last queries vote for earlier tokens, and pooling spreads votes to neighbours.
 
     Votes are summed per query head, pooled, and then combined by `reduce` over the query heads of a kv head; the
-    paper's code keeps one cache per query head. The window itself always stays. Generated tokens stay too, unless
-    `every` is a number; then the latest queries vote, including those of generated tokens. Padding has to be on the
+    paper's code keeps one cache per query head. The window itself is always kept. Generated tokens are kept too, unless
+    `every` is a number; the latest queries then vote, including those of generated tokens. Padding must be on the
     left.
 
     Attributes:
-        window: length of the observation window in tokens: 64 in the paper's text, 32 in its LongBench runs.
-        kernel: width of the pooling: 5 in the paper's text, 7 in its LongBench runs.
-        pooling: "avg", with zeros beyond the ends, or "max", as in its LongBench runs.
+        window: Length of the observation window in tokens; 64 in the paper's text, 32 in its LongBench runs.
+        kernel: Width of the pooling; 5 in the paper's text, 7 in its LongBench runs.
+        pooling: "avg", with zeros beyond the ends, or "max", as in the paper's LongBench runs.
 
     Example:
         >>> SnapKV(budget=1024, window=32, kernel=7, pooling="max").last
@@ -57,7 +57,7 @@ class SnapKV(Policy):
         session.window_queries(self.window, decoding=self.every != "prefill")
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
-        """Score by pooled votes; the window gets none."""
+        """Score by pooled votes; tokens of the window get none."""
         # Padding votes only in rows that are shorter than the window, and such rows lose no token.
         votes = at.session.window_rows(at.moment, at.layer, self.window).sum(2)
         kv_heads = at.kv.pos.shape[1]
@@ -71,16 +71,16 @@ class SnapKV(Policy):
 @register_policy("adakv")
 @dataclass(frozen=True, kw_only=True)
 class AdaKV(SnapKV):
-    """Score as SnapKV; the heads of a layer share one budget, so a head whose votes are spread wide keeps more.
+    """Score like SnapKV; the heads of a layer share one budget, so a head with widely spread votes keeps more.
 
-    The highest scores of all kv heads of a layer are taken together, as many as the budgets of the heads add up to.
-    A head then keeps `1 - floor` times the number of its own among them, and `floor` times its even share, rounded
-    down. Window and `first` are kept in every head, out of the budget. `budget` is the mean over the heads of a layer;
-    heads are ragged, so `run.usage` has fewer logical than physical bytes.
+    The highest scores of all kv heads of a layer are pooled, up to the sum of the heads' budgets. Each head then keeps
+    `1 - floor` times its number of slots in that pool plus `floor` times its even share, rounded down. Window and
+    `first` are kept in every head and count towards the budget. `budget` is the mean over the heads of a layer. Heads
+    are ragged, so `run.usage` reports fewer logical than physical bytes.
 
     Attributes:
-        floor: part of the budget that is shared evenly: 0.2, as the authors advise for models whose query heads share
-            kv heads (their first scripts have 0.5).
+        floor: Part of the budget that is shared evenly. The default of 0.2 is what the authors advise for models whose
+            query heads share kv heads (their first scripts have 0.5).
 
     Example:
         >>> AdaKV(budget=1024).floor
@@ -92,7 +92,7 @@ class AdaKV(SnapKV):
     def select(
         self, scores: Float[Tensor, "batch kv_head slot"], at: At, budget: int | Int[Tensor, " batch"]
     ) -> Bool[Tensor, "batch kv_head slot"]:
-        """Choose the window, the first tokens, and in every head as many of the highest scores as its share allows."""
+        """Choose the window, the first tokens and, in every head, as many of the highest scores as its share allows."""
         pos = at.kv.pos
         protected = (pos >= 0) & self.protected(at, budget)
         free = (pos >= 0) & ~protected

@@ -17,7 +17,7 @@ class StreamingLLM(Policy):
     """Keep the first tokens, which serve as attention sinks, and the latest tokens.
 
     Attributes:
-        first: number of attention sinks; four in the paper.
+        first: Number of attention sinks; four in the paper.
 
     Example:
         >>> StreamingLLM(budget=1024).first

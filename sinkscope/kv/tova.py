@@ -1,4 +1,4 @@
-"""TOVA (Oren et al. 2024, section 4) keeps the tokens that the newest query attends to most."""
+"""TOVA (Oren et al. 2024, section 4) keeps the tokens to which the newest query attends most."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sinkscope.kv.session import Rows, Session
 @register_policy("tova")
 @dataclass(frozen=True, kw_only=True)
 class TOVA(Policy):
-    """Keep the tokens that the newest query attends to most. Neither first nor recent tokens are protected.
+    """Keep the tokens to which the newest query attends most. Neither first nor recent tokens are protected.
 
-    The query heads of a layer are combined, by their mean as in the paper or by `reduce`, so every kv head of a layer
-    keeps the same tokens. The newest token has a score like any other; `last=1` keeps it in any case. Padding has to be
-    on the left.
+    The query heads of a layer are combined by `reduce`, which is the mean by default as in the paper, so every kv head
+    of a layer keeps the same tokens. The newest token is scored like any other; `last=1` always keeps it. Padding must
+    be on the left.
 
     Example:
         >>> TOVA(budget=512).last

@@ -13,16 +13,16 @@ from sinkscope.kv.cache import CacheLayer
 
 @dataclass(frozen=True)
 class Usage:
-    """What one cache held over all calls that were counted.
+    """What one cache held, over all counted calls.
 
     Attributes:
-        calls: number of forward calls.
-        mean_tokens: for each row, number of cached tokens after a call, mean over calls, layers and kv heads.
-        peak_tokens: for each row, largest number of cached tokens after a call, mean over layers and kv heads.
-        logical_bytes: largest number of bytes of keys and values of cached tokens, over all rows and layers.
-        physical_bytes: largest number of bytes that were allocated for them, including holes, padding, room for the
-            next tokens, and copies that are read instead.
-        read_tokens: number of tokens that the longest row has read, held or not.
+        calls: Number of forward calls.
+        mean_tokens: For each row, number of cached tokens after a call, averaged over calls, layers and kv heads.
+        peak_tokens: For each row, largest number of cached tokens after a call, averaged over layers and kv heads.
+        logical_bytes: Peak number of bytes in keys and values of cached tokens, summed over rows and layers.
+        physical_bytes: Peak number of bytes allocated for them, including holes, padding, room for the next tokens, and
+            working copies.
+        read_tokens: Number of tokens that the longest row has read, whether still held or not.
     """
 
     calls: int
@@ -38,12 +38,12 @@ class _Span:
     """Successive calls between which the number of holes did not change in any layer.
 
     Attributes:
-        counts: number of slots without a token, as the layers count them; empty: there are no holes.
-        lost: number of such slots of each row, summed over the layers.
-        widths: bytes per slot of each layer, all kv heads together.
-        calls: number of calls.
-        slots: number of slots of all layers, summed over the calls.
-        most: largest number of slots in one call.
+        counts: Number of slots without a token, as counted by the layers; empty if there are no holes.
+        lost: Number of empty slots of each row, summed over the layers.
+        widths: Bytes per slot of each layer, all kv heads together.
+        calls: Number of calls.
+        slots: Number of slots of all layers, summed over the calls.
+        most: Largest number of slots in one call.
     """
 
     counts: list[Tensor]
@@ -61,10 +61,10 @@ class _Span:
 
 @dataclass(eq=False)
 class Meter:
-    """Counts tokens and bytes. Nothing waits for the device before `usage` is called.
+    """Counts tokens and bytes. It does not wait for the device until `usage` is called.
 
-    As long as the number of holes does not change, which is so in most calls, calls are summed as plain numbers. A
-    tensor operation per call would cost more than the count is worth.
+    While the number of holes stays the same, as in most calls, calls are summed as plain numbers. A tensor operation
+    per call would cost more than the count is worth.
     """
 
     calls: int = 0

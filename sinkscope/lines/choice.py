@@ -2,20 +2,20 @@
 
 Algorithm 5 leaves some points open. They are settled here as follows:
 
-- *Sample*: query rows are drawn uniformly without replacement, from a seed. If there are fewer queries than the sample,
-  all are taken. `recent` puts the last queries into the sample: without them, keys to which only the last queries
+- *Sample*: query rows are drawn uniformly without replacement, from a seed. If there are fewer queries than the sample
+  size, all are taken. `recent` puts the last queries into the sample: without them, keys to which only the last queries
   attend may lie on no chosen line.
 - *Lengths* are those of the matrix that is to be computed, as in the paper's equation 1; weights are those of the
   sample. The sample is a fixed share of all rows, so the ratio of the two orders lines in the same way.
 - *Always kept*: the main diagonal and position 0, so that every query sees something; more with `begin` and `local`.
 - *alpha = 1* is dense by definition, because a sample says nothing certain about rows outside it.
 - `variant="exact"`: the marginal weight of a line is its weight in the sample outside all chosen lines, divided by the
-  number of cells it adds to the matrix. Every line is weighed again whenever others have been chosen.
+  number of cells it adds to the matrix. Lines are weighed again whenever others have been chosen.
 - `variant="faithful"`: one overlap for all lines of a kind, as printed. `w^max` is read as the largest sampled cell of
-  a line, because two lines share at most one cell; `sum` then never exceeds what is recovered. Chosen lines leave
-  their list. A gain below 0 counts as 0, a denominator below 1 as 1. If the lists end before `sum` reaches its target,
-  the head is dense. This happens often, because overlaps are subtracted from every line, whether it meets the chosen
-  lines or not.
+  a line, because two lines share at most one cell; `sum` then never exceeds what is recovered. Chosen lines are removed
+  from their list. A gain below 0 counts as 0, a denominator below 1 as 1. If the lists are exhausted before `sum`
+  reaches its target, the head is dense. This happens often, because overlaps are subtracted from every line, whether or
+  not it crosses the chosen lines.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class HeadLines:
     """Vertical and slash lines chosen for every head of a layer in one sequence, or several such choices.
 
     Queries are the last `queries` of the positions. A vertical line is a key position, a slash line an offset (query
-    position less key position). Both are cut to the cells that exist, that is, to causal cells of these queries.
+    position less key position). Both are restricted to causal cells of these queries.
 
     Attributes:
-        vertical: which key positions.
-        slash: which offsets.
-        queries: number of rows of the matrix.
+        vertical: Whether each key position is chosen.
+        slash: Whether each offset is chosen.
+        queries: Number of rows of the matrix.
     """
 
     vertical: Bool[Tensor, "*choice head key"]
@@ -101,7 +101,7 @@ class HeadLines:
         return (self.vertical[..., None, :] | self.slash[..., offset.clamp(min=0)]) & (offset >= 0)
 
     def random(self, generator: torch.Generator, *, cells: bool) -> HeadLines:
-        """Draw random lines in place of these, kind by kind: as many of them, or with `cells` of the same length."""
+        """Draw random lines in place of these, per kind: the same number, or with `cells` the same lengths."""
         return HeadLines(_drawn(self.vertical, generator, cells), _drawn(self.slash, generator, cells), self.queries)
 
 
@@ -121,13 +121,13 @@ def top_lines(
     etas: Sequence[float],
     length: int | None = None,
 ) -> HeadLines:
-    """Choose the heaviest `eta * 2 * length` lines of both kinds together, at least one; never a line without weight.
+    """Choose the heaviest `eta * 2 * length` lines of both kinds together, at least one, but none without weight.
 
     Args:
-        vertical: weights of all queries.
-        slash: weights of all queries.
-        etas: one choice is made for each.
-        length: None: the number of key positions.
+        vertical: Weights of vertical lines over all queries.
+        slash: Weights of slash lines over all queries.
+        etas: Shares of lines; one choice is made for each.
+        length: Length in the formula. None means the number of key positions.
     """
     both = torch.cat([vertical, slash], 1)
     order = torch.argsort(both, dim=1, descending=True, stable=True)
@@ -145,7 +145,7 @@ def attention_of(
     at: Int[Tensor, " row"],
     scaling: float | None = None,
 ) -> Float[Tensor, "head row key"]:
-    """Causal attention of the queries at positions `at`, in float32; `scaling` None: one over the root of `d_head`."""
+    """Causal attention of the queries at positions `at`, in float32; `scaling` None means 1 / sqrt(d_head)."""
     kv_heads, keys, width = key.shape
     scaling = float(width**-0.5) if scaling is None else scaling
     grouped = query.float().reshape(kv_heads, -1, width) * scaling
@@ -164,11 +164,11 @@ def recovered(
     """Share of the attention matrix's weight that lies on the lines; every cell is counted once.
 
     Args:
-        query: as for `select_lines`.
-        key: as for `select_lines`.
-        lines: those of every head.
-        scaling: factor on the scores; None: one over the root of `d_head`.
-        rows: numbers of the queries to look at; None: all.
+        query: As for `select_lines`.
+        key: As for `select_lines`.
+        lines: Lines of every head.
+        scaling: Factor on the scores. None means 1 / sqrt(d_head).
+        rows: Indices of the queries to use. None uses all.
     """
     rows = torch.arange(query.shape[1], device=query.device) if rows is None else rows.to(query.device)
     found = torch.zeros(query.shape[0], dtype=torch.float64, device=query.device)
@@ -229,17 +229,17 @@ def minference_lines(
     The authors' kernel computes whole blocks around the slash lines; here only the lines themselves are kept.
 
     Args:
-        query: as for `select_lines`.
-        key: as for `select_lines`.
-        vertical: number of vertical lines to keep.
-        slash: number of slash lines to keep.
-        last: number of queries at the end that vote.
-        first: positions at the beginning that are always kept, among the `vertical`.
-        local: offsets from 0 that are always kept, among the `slash`.
-        scaling: factor on the scores; None: one over the root of `d_head`.
+        query: As for `select_lines`.
+        key: As for `select_lines`.
+        vertical: Number of vertical lines to keep.
+        slash: Number of slash lines to keep.
+        last: Number of last queries that vote.
+        first: Number of first positions that are always kept; they count towards `vertical`.
+        local: Number of offsets from 0 that are always kept; they count towards `slash`.
+        scaling: Factor on the scores. None means 1 / sqrt(d_head).
 
     Raises:
-        SinkscopeError: a number below 1.
+        SinkscopeError: A number is below 1.
     """
     if min(vertical, slash, last) < 1:
         raise SinkscopeError(f"vertical={vertical}, slash={slash}, last={last}: expected numbers from 1")
@@ -254,10 +254,10 @@ def minference_lines(
 
 
 def check_selection(alpha: float, sample: int, variant: str, recent: int = 0) -> None:
-    """Refuse settings that make no sense.
+    """Refuse invalid settings.
 
     Raises:
-        SinkscopeError: alpha outside (0, 1], a sample below 1 or below `recent`, an unknown variant.
+        SinkscopeError: alpha is outside (0, 1], the sample is below 1 or `recent`, or the variant is unknown.
     """
     for wrong, message in (
         (not 0 < alpha <= 1, f"alpha={alpha!r}: expected a share of the attention weight above 0 and up to 1"),
@@ -270,7 +270,7 @@ def check_selection(alpha: float, sample: int, variant: str, recent: int = 0) ->
 
 
 def sample_queries(queries: int, sample: int, seed: int = 0, recent: int = 0) -> Int[Tensor, " row"]:
-    """Numbers of the sampled queries in rising order; the last `recent` are always among them."""
+    """Indices of the sampled queries, ascending; the last `recent` queries are always included."""
     generator = torch.Generator().manual_seed(seed)
     before = max(0, queries - recent)
     drawn = torch.randperm(before, generator=generator)[: sample - recent].sort().values
@@ -283,7 +283,7 @@ def draw_of(seed: int, layer: int, queries: int, keys: int) -> int:
 
 
 def held_out(queries: int, sample: int, seed: int = 0, recent: int = 0, count: int = 16) -> Int[Tensor, " row"]:
-    """Numbers of some queries outside of a sample; if the sample has all queries, its own."""
+    """Indices of some queries outside a sample; if the sample has all queries, indices from the sample."""
     sampled = sample_queries(queries, sample, seed, recent)
     outside = torch.ones(queries, dtype=torch.bool).index_fill_(0, sampled, False).nonzero().flatten()
     return outside[sample_queries(len(outside), count, seed)] if len(outside) else sampled
@@ -306,29 +306,29 @@ def select_lines(
     sharp: float | None = None,
     checked: int = 0,
 ) -> HeadLines:
-    """Algorithm 5 for all heads of a layer: few cells on vertical and slash lines that hold alpha of the attention.
+    """Run algorithm 5 for all heads of a layer: choose few vertical and slash lines that hold alpha of the attention.
 
     Args:
-        query: queries of the new tokens, after rotary; these tokens are the last of the positions.
-        key: keys of all positions, after rotary; query heads share them in groups.
-        alpha: share of the sampled attention weight that the lines hold at least.
-        sample: number of queries in the sample.
-        recent: how many of these are the last queries; the others are drawn from those before.
-        variant: "exact" or "faithful", see the module.
-        scaling: factor on the scores; None: one over the root of `d_head`.
-        seed: seed of the sample.
-        dense_above: share of cells above which the exact variant makes a head dense: it gets all lines.
-        begin: number of positions at the beginning that are always kept.
-        local: number of offsets from 0 that are always kept.
-        sharp: the exact variant also takes lines whose cells hold on average at least this share of their rows'
+        query: Queries of the new tokens, after rotary; they are at the last positions.
+        key: Keys of all positions, after rotary; query heads share them in groups.
+        alpha: Minimum share of the sampled attention weight that the lines hold.
+        sample: Number of queries in the sample.
+        recent: How many sampled queries are the last ones; the others are drawn from those before.
+        variant: "exact" or "faithful"; see the module's docstring.
+        scaling: Factor on the scores. None means 1 / sqrt(d_head).
+        seed: Seed of the sample.
+        dense_above: Share of cells above which the exact variant makes a head dense: it gets all lines.
+        begin: Number of first positions that are always kept.
+        local: Number of offsets from 0 that are always kept.
+        sharp: The exact variant also takes lines whose cells hold on average at least this share of their rows'
             attention, even if alpha is reached. They take few cells, and without them rows may lose everything, because
-            alpha is a share of the sum over rows. None: no others.
-        checked: number of queries beside the sample in which single keys are looked for. They are those that attend
-            least to the first positions in raw scores, so that they have something to seek. A key that holds half of
-            such a query's attention is kept as a vertical line.
+            alpha is a share of the sum over rows. None adds no such lines.
+        checked: Number of queries outside the sample that are checked for a single sought key. These are the queries
+            with the lowest raw scores for the first positions, because they probably seek something else. A key that
+            holds half of such a query's attention is kept as a vertical line.
 
     Raises:
-        SinkscopeError: alpha outside (0, 1], a sample below 1 or below `recent`, an unknown variant.
+        SinkscopeError: alpha is outside (0, 1], the sample is below 1 or `recent`, or the variant is unknown.
     """
     check_selection(alpha, sample, variant, recent)
     heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
@@ -363,9 +363,10 @@ def select_lines(
 def _sought(
     query: Tensor, key: Tensor, some: Tensor, begin: int, checked: int, scaling: float | None
 ) -> Bool[Tensor, "some key"]:
-    """Keys that single queries of some heads search for, one each.
+    """Keys sought by single queries of some heads, one per query.
 
-    Queries that seek nothing attend to the first tokens (attention sinks), so those are checked that score them lowest.
+    Queries that seek nothing attend to the first tokens (attention sinks), so the queries that score these lowest are
+    checked.
     """
     heads, queries, width = query.shape
     groups, factor = heads // len(key), width**-0.5 if scaling is None else scaling
@@ -388,7 +389,7 @@ def _sought(
 def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above: float, sharp: float) -> HeadLines:
     """Choose greedily by the weight that a line adds to the sample per cell that it adds to the matrix.
 
-    `left` is the attention that lies on no chosen line yet.
+    `left` is the attention that is not yet on any chosen line.
     """
     heads, rows, keys = left.shape
     past, sharp = lines.past, sharp * rows / lines.queries  # weights are those of the sample, lengths of the matrix
@@ -460,7 +461,7 @@ def _least_share(probs: Tensor, at: Tensor, alpha: float) -> Tensor:
     """Lower bound on the share of a sample's cells that hold alpha of its weight, for every head.
 
     A set that holds m of a row has at least m / (largest cell) cells and, by Cauchy and Schwarz, at least m^2 / (sum of
-    squares of the row). The fewest cells in all are needed if a further cell brings as little in every row.
+    squares of the row). The total is smallest if one more cell gains equally little in every row.
     """
     flat = torch.linalg.vector_norm(probs, dim=2).double().square().reciprocal()
     sharp = probs.amax(2).double().reciprocal()
@@ -512,6 +513,6 @@ def _faithful(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) -> Head
 
 
 def _falling(weights: Float[Tensor, " key"], without: Sequence[int]) -> list[int]:
-    """Lines by falling weight without those that are always chosen."""
+    """Lines by descending weight, without those that are always chosen."""
     order = torch.argsort(weights, descending=True, stable=True)
     return order[~torch.isin(order, torch.tensor(without, device=order.device))].tolist()

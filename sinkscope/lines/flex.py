@@ -1,10 +1,9 @@
-"""The lines of all heads in one call of FlexAttention, compiled: what a GPU does where Triton's kernel fails.
+"""Compute the lines of all heads in one compiled FlexAttention call: the fallback on a GPU if Triton's kernel fails.
 
 The columns of each head's vertical lines are gathered in front of the keys, and one softmax runs over both. Query heads
-that share keys have their columns one behind the other, so keys and values are not copied for each of them. Only blocks
-that a line touches are computed; in them the mask lets each cell through once: at the gathered column if it is on a
-vertical line, else at its own place. FlexAttention that is not compiled builds the whole matrix, so it is never called
-that way.
+that share keys have their columns in sequence, so keys and values are not copied for each head. Only blocks that a line
+touches are computed. In them, the mask admits each cell once: at the gathered column if it is on a vertical line,
+otherwise at its own place. Uncompiled FlexAttention builds the whole matrix, so it is never called that way.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _failed: dict[tuple[object, ...], str] = {}
 
 
 def why_not(query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]) -> str | None:
-    """Why FlexAttention cannot be used for these; None: it can, as far as is known before it is compiled."""
+    """Why FlexAttention cannot be used for these inputs; None if it can, as far as is known before compiling it."""
     if query.shape[1] < BLOCK:
         return f"fewer than {BLOCK} queries"
     return _unavailable(query.device.type) or _failed.get(_kind(query, value))
@@ -41,9 +40,9 @@ class Blocks:
     """Which blocks of the matrix the lines touch, with the gathered columns in front of the keys.
 
     Attributes:
-        columns: vertical lines in rising order, then the number of keys as padding.
-        some: blocks with visible cells.
-        full: those in which every cell is visible.
+        columns: Vertical lines in ascending order, padded with the number of keys.
+        some: Blocks with visible cells.
+        full: Blocks in which every cell is visible.
     """
 
     columns: Int[Tensor, "head column"]
@@ -51,12 +50,12 @@ class Blocks:
     full: Bool[Tensor, "head query_block key_block"]
 
     def only(self, heads: Int[Tensor, " some"]) -> Blocks:
-        """No blocks in other heads than these."""
+        """The blocks of these heads only."""
         there = torch.zeros(len(self.columns), 1, 1, dtype=torch.bool, device=heads.device).index_fill_(0, heads, True)
         return Blocks(self.columns, self.some & there, self.full & there)
 
     def placed(self, blocks: Bool[Tensor, "head query_block key_block"], group: int) -> Tensor:
-        """The same where `group` heads have their columns one behind the other in front of the keys they share."""
+        """The same blocks if `group` heads have their columns in sequence in front of the keys they share."""
         own, rest = blocks.split([self.columns.shape[1] // BLOCK, blocks.shape[2] - self.columns.shape[1] // BLOCK], 2)
         turn = torch.eye(group, dtype=torch.bool, device=blocks.device).repeat(len(blocks) // group, 1)
         return torch.cat([(own[:, :, None] & turn[:, None, :, None]).flatten(2), rest], 2)
@@ -67,7 +66,7 @@ class Blocks:
 
 
 def numbers_of(chosen: Bool[Tensor, "head number"], multiple: int = 1) -> Int[Tensor, "head some"]:
-    """Which are chosen, rising, at least one and a multiple of so many, and the number of all as padding."""
+    """Indices of the chosen entries, ascending, padded with the number of entries to a multiple of the given size."""
     size = -(-max(1, int(chosen.sum(1).max())) // multiple) * multiple
     head, number = chosen.nonzero(as_tuple=True)
     numbers = torch.full((len(chosen), size), chosen.shape[1], device=chosen.device)
@@ -104,7 +103,7 @@ def flex_heads(
     blocks: Blocks,
     scaling: float,
 ) -> Float[Tensor, "head query d_value"] | None:
-    """Attention on the lines, zeros in heads without blocks. None: it could not be compiled, which is said once."""
+    """Attention on the lines, and zeros in heads without blocks; None if compiling failed, with one warning."""
     from torch.nn.attention.flex_attention import BlockMask
 
     keys, columns, device, group = key.shape[1], blocks.columns, key.device, len(query) // len(key)
@@ -175,7 +174,7 @@ def _unavailable(device: str) -> str | None:
 
 @cache
 def _compiled(dynamic: bool) -> Callable[..., Any]:
-    """`dynamic`: one compilation for all lengths, else one for each."""
+    """The compiled function; `dynamic` compiles once for all lengths, otherwise once per length."""
     return torch.compile(_flex(), dynamic=dynamic, fullgraph=True)  # not a full graph: it would run uncompiled
 
 

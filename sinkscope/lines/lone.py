@@ -1,8 +1,8 @@
-"""Lone slash lines: a query meets one key on each, so no matrix product computes them.
+"""Lone slash lines: each query meets one key on each, so a matrix product cannot compute them.
 
 numba compiles the two loops when they are first needed (about a second, once per process). A cell then costs about as
-much as a cell of dense attention. Without numba, PyTorch computes them line by line, which costs two dozen times as
-much.
+much as a cell of dense attention. Without numba, PyTorch computes them line by line, which is about 24 times as
+expensive.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Lone:
     """The two loops over lone lines, for float32 tensors.
 
     Attributes:
-        compiled: by numba; otherwise PyTorch computes them.
-        cost: number of columns of a matrix product that take as long as one line.
+        compiled: Whether numba compiled them; otherwise PyTorch computes them.
+        cost: Number of columns of a matrix product that take as long as one line.
         scores: `(query [row d_head], key [key d_head], open [key], offsets, start, out [row line])` writes the scores
             of queries at positions from `start`, minus infinity where a line has no key that is `open`.
         sums: `(probs [row line], value [key d_value], offsets, start, out [row d_value])` adds weighted values.

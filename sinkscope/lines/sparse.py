@@ -1,12 +1,12 @@
-"""Attention that computes chosen lines only (after MInference, Jiang et al. 2024).
+"""Attention that computes only chosen lines (after MInference, Jiang et al. 2024).
 
-On a GPU, one kernel in Triton computes all heads (`triton.py`), or FlexAttention where that fails (`flex.py`).
-Elsewhere each head is computed by itself, block by block of queries. A block of queries needs three kinds of keys: the
+On a GPU, one Triton kernel computes all heads (`triton.py`), or FlexAttention if that fails (`flex.py`).
+Elsewhere each head is computed separately, block by block of queries. A block of queries needs three kinds of keys: the
 columns of the vertical lines, gathered once per head; for every group of neighbouring offsets a band, which for these
 queries is a range of keys; and for each lone offset one key per row. Columns inside a band's range are computed with
 the band and left out of the gathered ones, so no cell is counted twice; one softmax runs over all parts.
 
-The cost of all this is known beforehand. A head for which it exceeds `dense_above` of dense attention is dense.
+The cost of all this is known beforehand. If it exceeds `dense_above` of dense attention, the head is computed densely.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def dense_limit(width: int, kernel: Kernel, device: torch.device) -> float:
     """Share of computed cells above which plain attention is about as fast, measured on a CPU in float32.
 
     The limit is lower for heads narrower than 48, whose dense attention is cheaper, and for FlexAttention, whose masks
-    cost time in every block. The same is taken for Triton, for which it was not measured.
+    cost time in every block. The same limit is used for Triton, for which it was not measured.
     """
     return _GPU_LIMIT if _fast(kernel, device) else _BLOCKS_LIMIT * min(1.0, width / _NARROW)
 
 
 def _fast(kernel: Kernel, device: torch.device) -> tuple[Kernel, ...]:
-    """What computes lines rather than the loop over blocks, in this order: the one place that decides it."""
+    """Kernels to try before the loop over blocks, in this order; the only place that decides it."""
     if kernel in ("blocks", "flex"):
         return ("flex",) if kernel == "flex" else ()
     if device.type == "cuda":
@@ -60,7 +60,7 @@ def _fast(kernel: Kernel, device: torch.device) -> tuple[Kernel, ...]:
 def missing(
     kernel: Kernel, query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]
 ) -> str | None:
-    """Why nothing but the loop over blocks can compute lines of these; None: something can."""
+    """Why only the loop over blocks can compute lines of these inputs; None if another kernel can."""
     why: str | None = "not asked for"
     for name in _fast(kernel, query.device) or (("flex",) if kernel == "auto" else ()):
         why = _why_not(name, query, value)
@@ -78,7 +78,7 @@ def _why_not(name: Kernel, query: Tensor, value: Tensor) -> str | None:
 
 @cache
 def _triton() -> Any:
-    """The module with the kernel; None, which is said once: it cannot be imported."""
+    """The module with the kernel; None if it cannot be imported, with one warning."""
     try:
         return importlib.import_module("sinkscope.lines.triton")
     except ImportError as error:
@@ -91,10 +91,10 @@ class Sparsity:
     """What sparse attention did in every head of a layer.
 
     Attributes:
-        cells: share of the causal cells that lie on the lines.
-        computed: share of the causal cells that was computed, or takes as long; 1.0 where attention was dense.
-        dense: whether the head was computed by plain attention, because that is faster.
-        kernel: what computed the others: "blocks", "blocks, lone lines not compiled", "flex" or "triton".
+        cells: Share of the causal cells that lie on the lines.
+        computed: Cost as a share of the causal cells: cells that were computed, or take as long; 1.0 if dense.
+        dense: Whether the head was computed by plain attention, because that is faster.
+        kernel: What computed the other heads: "blocks", "blocks, lone lines not compiled", "flex" or "triton".
     """
 
     cells: tuple[float, ...]
@@ -107,7 +107,7 @@ def check_kernel(kernel: str) -> None:
     """Refuse an unknown kernel.
 
     Raises:
-        SinkscopeError: it is none of `Kernel`.
+        SinkscopeError: It is not one of `Kernel`.
     """
     if kernel not in get_args(Kernel):
         raise SinkscopeError(f'kernel={kernel!r}: expected "auto", "blocks", "flex" or "triton"')
@@ -123,15 +123,15 @@ def sparse_attention(
     dense_above: float | None = None,
     kernel: Kernel = "auto",
 ) -> tuple[Float[Tensor, "head query d_value"], Sparsity]:
-    """Causal attention on the lines of every head; the queries are the last of the positions.
+    """Causal attention on the lines of every head; the queries are at the last positions.
 
     Args:
-        query: queries of the new tokens, after rotary.
-        key: keys of all positions, after rotary; query heads share them in groups.
-        value: values of all positions.
-        lines: chosen lines of every query head. The main diagonal must be among them.
-        scaling: factor on the scores; None: one over the root of `d_head`.
-        dense_above: share of computed cells above which a head is computed densely, with all its cells. None:
+        query: Queries of the new tokens, after rotary.
+        key: Keys of all positions, after rotary; query heads share them in groups.
+        value: Values of all positions.
+        lines: Chosen lines of every query head. The main diagonal must be among them.
+        scaling: Factor on the scores; None: one over the root of `d_head`.
+        dense_above: Share of computed cells above which a head is computed densely, with all its cells. None:
             `dense_limit`, which is 0.65 in blocks, less for narrow heads, and 0.5 with Triton and FlexAttention.
         kernel: "blocks": a loop over blocks of queries; "triton": a kernel for CUDA that computes columns, blocks and
             single offsets; "flex": FlexAttention in blocks of 128 by 128, compiled in the first call (10 to 20 s);
@@ -139,12 +139,12 @@ def sparse_attention(
             that is not available "blocks"; a warning says so once.
 
     Returns:
-        The output, in the type of `value`, computed in float32 (by Triton and FlexAttention: in the type of the inputs,
-        added up in float32); and what was computed.
+        The output, in the dtype of `value`, computed in float32 (Triton and FlexAttention compute in the inputs' dtype
+        and accumulate in float32); and what was computed.
 
     Raises:
-        SinkscopeError: lines of another shape, a head without the main diagonal, an unknown kernel.
-        UnsupportedError: inputs that require gradients.
+        SinkscopeError: Lines have the wrong shape, a head lacks the main diagonal, or the kernel is unknown.
+        UnsupportedError: An input requires gradients.
     """
     tensors = (query, key, value)
     _check(tensors, lines)
@@ -165,14 +165,14 @@ def sparse_attention(
 
 
 def dense_in_all(query: Tensor, value: Tensor, lines: HeadLines, limit: float, kernel: Kernel) -> Sparsity | None:
-    """What `sparse_attention` says of these lines if they are all that there are, so that no head is sparse, else None.
+    """What `sparse_attention` would report if all lines are chosen, so that every head is dense; otherwise None.
 
     Args:
-        query: as for `sparse_attention`.
-        value: as for `sparse_attention`.
-        lines: of every head.
-        limit: share of computed cells above which a head is dense.
-        kernel: as for `sparse_attention`.
+        query: As for `sparse_attention`.
+        value: As for `sparse_attention`.
+        lines: Lines of every head.
+        limit: Share of computed cells above which a head is dense.
+        kernel: As for `sparse_attention`.
     """
     if limit >= 1 or not bool(lines.vertical.all()):
         return None
@@ -262,7 +262,7 @@ _PLANNERS = {"triton": _triton_planner, "flex": _flex_planner, "blocks": _blocks
 
 
 def _side_by_side(compute: Callable[[int], None], heads: list[int], device: torch.device) -> None:
-    """Compute heads in threads of their own, because the products of one head are too small to be divided."""
+    """Compute each head in its own thread, because the matrix products of one head are too small to split."""
     threads = torch.get_num_threads()
     if device.type != "cpu" or min(threads, len(heads)) < 2:
         for head in heads:
@@ -282,7 +282,7 @@ def _side_by_side(compute: Callable[[int], None], heads: list[int], device: torc
 
 
 def _dense(tensors: _Three, heads: list[int], scaling: float, out: Tensor) -> None:
-    """Plain causal attention of some heads, in four dimensions: PyTorch builds the whole matrix for any others."""
+    """Plain causal attention of some heads, on 4-D tensors: for other shapes PyTorch builds the whole matrix."""
     if not heads:
         return
     query, key, value = tensors
@@ -310,10 +310,10 @@ class Plan:
     """How one head is computed.
 
     Attributes:
-        block: queries at a time.
-        bands: (lowest, highest) offset of each, highest offsets first.
-        lone: offsets that are computed row by row, in rising order.
-        cost: cells that are computed, or take as long; the fixed cost of each block is left out.
+        block: Number of queries at a time.
+        bands: (lowest, highest) offset of each band, highest offsets first.
+        lone: Offsets that are computed row by row, ascending.
+        cost: Number of cells that are computed, or take as long, without the fixed cost of each block.
     """
 
     block: int
@@ -346,10 +346,10 @@ def plan_of(lines: HeadLines, head: int, lone_cost: float) -> Plan:
 
 
 def bands_of(offsets: list[int], block: int, lone_cost: float) -> tuple[list[tuple[int, int]], list[int]]:
-    """Divide offsets at the least cost into bands, highest offsets first, and lone offsets.
+    """Divide offsets into bands (highest offsets first) and lone offsets at the lowest cost.
 
-    A band takes as many columns as it spans, and a block more. Two bands are more than a block apart, because otherwise
-    one band would be cheaper, so no key lies in the ranges of both.
+    A band takes as many columns as it spans, plus one block. Two bands are more than a block apart, because otherwise
+    one band would be cheaper; so no key lies in the ranges of both.
     """
     opening = block + PART / block
     runs: list[tuple[int, int]] = []
@@ -440,7 +440,7 @@ def _head_in_blocks(
 
 
 def _band(slash: Tensor, low: int, high: int, block: int) -> tuple[Tensor, Tensor]:
-    """Cells on no slash line of the band, and in the future: `[row column]`, for keys from `high` before the block."""
+    """Cells on no slash line of the band, or in the future: `[row column]`, for keys from `high` before the block."""
     index = torch.arange(block, device=slash.device)[:, None] + high
     index = index - torch.arange(high - low + block, device=slash.device)
     inside = (index >= low) & (index <= high)

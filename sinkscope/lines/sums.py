@@ -29,12 +29,12 @@ class Scores:
     """The parts from which the attention scores of one layer and one sequence are computed.
 
     Attributes:
-        query: queries after rotary; the last one sees every key.
-        key: keys after rotary; query heads share them in groups.
-        scaling: factor on the scores.
-        window: keys this far back and further are not seen; None: all are.
+        query: Queries after rotary; the last one sees every key.
+        key: Keys after rotary; query heads share them in groups.
+        scaling: Factor on the scores.
+        window: Keys this far back and further are not seen. None means all are seen.
         softcap: `cap * tanh(score / cap)` (Gemma 2).
-        sinks: a learned logit per head that joins the softmax and is dropped (gpt-oss).
+        sinks: A learned logit per head that takes part in the softmax and is then dropped (gpt-oss).
     """
 
     query: Float[Tensor, "head query d_head"]
@@ -52,17 +52,17 @@ class Scores:
 
 @contextmanager
 def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: list[int]) -> Iterator[None]:
-    """For the length of a `with`, every forward pass of one sequence shows the parts of its scores to `observer`.
+    """Context manager: every forward pass of one sequence shows the parts of its scores to `observer`.
 
     Args:
-        target: the model; plain or nnsight.
-        observer: called as `observer(layer, scores)`.
-        layers: the layers to watch.
+        target: The model; plain or nnsight.
+        observer: Called as `observer(layer, scores)`.
+        layers: The layers to watch.
 
     Raises:
-        UnsupportedError: a TransformerBridge, whose attention is its own, or an architecture outside transformers'
-            attention interface (Falcon); attention that is neither causal nor a window; a cache from which tokens were
-            evicted.
+        UnsupportedError: The model is a TransformerBridge, which has its own attention, or outside transformers'
+            attention interface (Falcon); attention is neither causal nor a sliding window; or tokens were evicted from
+            the cache.
     """
     refuse_opaque(target)
 
@@ -107,8 +107,8 @@ class _Chunk:
 
     Attributes:
         probs: `pad` columns of zeros, then keys `begin` to `stop`.
-        begin: first key in `probs`.
-        stop: the last of these queries sees the keys below it.
+        begin: First key in `probs`.
+        stop: One past the last key that the last of these queries sees.
     """
 
     probs: Float[Tensor, "head query column"]
@@ -128,12 +128,12 @@ def line_sums(
     """Sum the attention weight of every vertical and every slash line over the queries.
 
     Args:
-        scores: the scores of one layer.
-        since: keys before this one are left out of the sums but take part in the softmax.
-        chunk: queries at a time; None: as many as fit `CHUNK_BYTES`.
+        scores: The scores of one layer.
+        since: Keys before this one are left out of the sums but take part in the softmax.
+        chunk: Number of queries at a time. None takes as many as fit into `CHUNK_BYTES`.
 
     Returns:
-        `vertical[head, key]` and `slash[head, offset]`, float32; each sums to the number of queries, less the weight of
+        `vertical[head, key]` and `slash[head, offset]`, float32. Each sums to the number of queries minus the weight of
         learned sinks and of keys before `since`.
     """
     heads, keys = scores.query.shape[0], scores.key.shape[1]
@@ -157,7 +157,7 @@ def crossings(
 ) -> Float[Tensor, "choice head"]:
     """Attention weight of the cells where a chosen vertical and a chosen slash line cross, one number per choice.
 
-    The chosen lines together carry the sum of their weights less this weight, because cells at crossings lie on two.
+    The chosen lines together carry the sum of their weights minus this weight, because crossings count twice.
     """
     choices, heads, keys = vertical.shape
     found = torch.zeros(choices, heads, device=scores.query.device)

@@ -1,11 +1,11 @@
-"""The lines of all heads in one Triton kernel, for CUDA; what is computed is exactly the cells on the lines.
+"""The lines of all heads in one Triton kernel for CUDA, which computes exactly the cells on the lines.
 
 The index has the format of MInference's packaged kernel (Jiang et al. 2024): for every head and block of queries,
 `block_count` and `block_offset` name blocks of consecutive keys, and `column_count` and `column_index` single keys. Two
-things are added, because that kernel computes whole blocks wherever a slash line passes, and here no other cell may be
-seen and none twice. Slash lines that have few neighbours are lone: `lone_count` and `lone_offset` name them, and the
-kernel multiplies each query by its one key. In blocks a mask lets through the offsets that are not lone. Columns are
-always gathered, so blocks and lone lines leave out their keys. One softmax runs over the three parts.
+things are added, because that kernel computes whole blocks wherever a slash line passes, while here no cell off the
+lines may count, and none twice. Slash lines with few neighbours are lone: `lone_count` and `lone_offset` list them, and
+the kernel multiplies each query by its one key. In blocks, a mask admits the offsets that are not lone. Columns are
+always gathered, so blocks and lone lines omit their keys. One softmax runs over the three parts.
 
 This module needs triton, so it is imported when it is used. `TRITON_INTERPRET=1`, set before, runs it on a CPU.
 """
@@ -37,7 +37,7 @@ _failed: dict[tuple[object, ...], str] = {}
 
 
 def why_not(query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]) -> str | None:
-    """Why the kernel cannot be used for these; None: it can, as far as is known before it is compiled."""
+    """Why the kernel cannot be used for these inputs; None if it can, as far as is known before compiling it."""
     if query.device.type != "cuda" and not (INTERPRETED and query.device.type == "cpu"):
         return f"it is not used on {query.device.type}"
     if value.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -54,16 +54,16 @@ class Index:
     """What each block of queries computes; lists are padded behind their counts.
 
     Attributes:
-        size: queries of a block.
-        starts: position of the first query of each block.
-        blocks: blocks of keys, from the nearest on: number of keys from the first of a block to the first query.
-        whole: whether all offsets in such a block are chosen, so that it needs no mask but for columns.
-        block_count: how many of `blocks` a block of queries meets.
-        column_index: keys of vertical lines, rising.
-        column_count: how many of these are not in the future of the whole block.
-        lone_offset: lone offsets, rising.
-        lone_count: how many of these reach a key.
-        banded: offsets that blocks compute.
+        size: Number of queries in a block.
+        starts: Position of the first query of each block.
+        blocks: Blocks of keys, nearest first, as the number of keys from a block's first key to the first query.
+        whole: Whether all offsets in such a block are chosen, so that only columns need a mask.
+        block_count: How many of `blocks` a block of queries meets.
+        column_index: Keys of vertical lines, ascending.
+        column_count: How many of these are not in the future of the whole block.
+        lone_offset: Lone offsets, ascending.
+        lone_count: How many of these reach a key.
+        banded: Offsets computed in blocks.
     """
 
     size: int
@@ -140,7 +140,7 @@ def triton_heads(
     scaling: float,
     out: Float[Tensor, "head query d_value"],
 ) -> bool:
-    """Write the attention of some heads into `out`; False: it could not be compiled, which is said once."""
+    """Write the attention of some heads into `out`; False if compiling failed, with one warning."""
     query, key, value = (
         tensor.to(value.dtype) if tensor.stride(-1) == 1 else tensor.to(value.dtype).contiguous()
         for tensor in (query, key, value)
@@ -178,8 +178,8 @@ def triton_heads(
 def _stages(width: int, values: int, size: int, like: Tensor) -> int:
     """How many steps of the loop over keys are in flight: at most three, and fewer where shared memory is short.
 
-    A step holds a block of keys and one of values, and the queries are held throughout (in float32 twice, as what is
-    rounded and what rounding leaves). This agrees with what the compiler takes to within 8 KB.
+    A step holds a block of keys and one of values, and the queries are held throughout (in float32 twice, as rounded
+    values and remainders). This agrees with the compiler's use of memory to within 8 KB.
     """
     room, step = _LARGEST, KEYS * (_power(width) + _power(values))
     if like.is_cuda:

@@ -13,7 +13,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 
 @dataclass(frozen=True)
 class Adapter:
-    """Paths of one architecture; those marked (layer) are relative to a decoder layer, "" is the layer itself."""
+    """Module paths of one architecture; those marked (layer) are relative to a decoder layer ("": the layer)."""
 
     model_type: str
     base: str = "model"  # the module that maps ids to the last hidden state
@@ -163,12 +163,12 @@ ADAPTERS: dict[str, Adapter] = {
 
 
 def register(adapter: Adapter) -> Adapter:
-    """Add the adapter of one more architecture; everything that takes a model then takes this one.
+    """Register the adapter of another architecture; everything that accepts a model then accepts this one.
 
-    `sinkscope.load` proves a row on a few tokens before it hands the model out, and so does `models.probe.probe`.
+    `sinkscope.load` checks a row on a few tokens before it returns the model; `models.probe.probe` runs the same check.
 
     Raises:
-        SinkscopeError: there is an adapter for this `model_type` already, or the row names no projections.
+        SinkscopeError: This `model_type` already has an adapter, or the row names no projections.
     """
     if adapter.model_type in ADAPTERS:
         raise SinkscopeError(
@@ -187,7 +187,7 @@ def adapter_for(model_type: str) -> Adapter:
     """The adapter of an architecture, by `config.model_type`.
 
     Raises:
-        UnsupportedError: no adapter for it; the message lists those there are.
+        UnsupportedError: There is no adapter for it; the message lists the existing ones.
     """
     try:
         return ADAPTERS[model_type]

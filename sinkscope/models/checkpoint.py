@@ -1,4 +1,4 @@
-"""Checkpoints: what the name of a model means, which files belong to it, whether they are whole, and their tensors."""
+"""Checkpoints: resolve a model's name, find and check its files, and read their tensors."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in order of preference;
 
 
 def check_folder(folder: Path, *, whole: bool = True) -> None:
-    """Check that `folder` is a whole checkpoint. This reads JSON files and the headers of weights, but no weights.
+    """Check that `folder` is a complete checkpoint. Reads JSON files and headers of weight files, but no weights.
 
     Args:
-        folder: of a checkpoint.
-        whole: False: it may lack tensors of the last layers.
+        folder: Folder of the checkpoint.
+        whole: Whether all tensors must be present. If False, tensors of the last layers may be missing.
 
     Raises:
-        SinkscopeError: something is missing or broken; the message says what it is and what to do.
+        SinkscopeError: Something is missing or damaged; the message says what, and what to do.
     """
     if not folder.is_dir():
         raise SinkscopeError(f"{folder} is not a folder; give a folder that holds config.json and weights")
@@ -78,15 +78,15 @@ def check_folder(folder: Path, *, whole: bool = True) -> None:
 
 
 def check_depth(name: str, config: Any, tensors: Iterable[str]) -> None:
-    """Check that there are tensors of as many layers as the configuration says, before a module is made for each.
+    """Check that tensors exist for as many layers as the configuration states, before modules are made for them.
 
     Args:
-        name: of the model, for errors.
-        config: content of config.json.
-        tensors: names of the tensors.
+        name: Name of the model, for errors.
+        config: Content of config.json.
+        tensors: Names of the tensors.
 
     Raises:
-        SinkscopeError: there are fewer.
+        SinkscopeError: There are fewer layers.
     """
     inner = config.get("text_config") if isinstance(config, dict) else {}
     text: dict[str, Any] = inner if isinstance(inner, dict) else config if isinstance(config, dict) else {}
@@ -123,7 +123,7 @@ def read_header(file: Path) -> dict[str, Any]:
     """Read the header of a safetensors file: tensor name -> {"dtype", "shape", "data_offsets"}.
 
     Raises:
-        SinkscopeError: the header is not JSON, or the file is shorter or longer than its header says.
+        SinkscopeError: The header is not JSON, or the file is shorter or longer than its header says.
     """
     size = file.stat().st_size
     with file.open("rb") as f:
@@ -168,10 +168,10 @@ def _index_map(folder: Path, name: str = _INDEX) -> dict[str, str]:
 
 
 def _checked_names(weight_map: dict[str, str], index: str) -> dict[str, str]:
-    """The same, if every file lies in the folder of the checkpoint.
+    """The same map, after checking that every file lies in the checkpoint's folder.
 
     Raises:
-        SinkscopeError: the index leads out of it.
+        SinkscopeError: The index points outside the folder.
     """
     for shard in set(map(str, weight_map.values())):
         if Path(shard).is_absolute() or not {"..", ""}.isdisjoint(re.split(r"[\\/]", shard)):
@@ -183,7 +183,7 @@ def _checked_names(weight_map: dict[str, str], index: str) -> dict[str, str]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would load, in its order of preference; every one of them exists."""
+    """The existing weight files that transformers would load, in its order of preference."""
     for name in (_SINGLE, _INDEX, *_PICKLED):
         if not (folder / name).is_file():
             continue
@@ -218,18 +218,18 @@ def hub_file(
     kind: Literal["model", "dataset"] = "model",
     absent: Exception | None = None,
 ) -> Path:
-    """Download one file of a hub repo, which holds a model or data, or find it in the cache.
+    """Download one file of a hub repo (of a model or a dataset), or find it in the cache.
 
     Args:
-        repo: hub id, org/name.
-        name: of the file.
-        revision: branch, tag or commit.
-        kind: what the repo holds.
-        absent: the error for a repo without such a file; None: a FileNotFoundError.
+        repo: Hub id, org/name.
+        name: Name of the file.
+        revision: Branch, tag or commit.
+        kind: What kind of repo it is.
+        absent: Error to raise if the repo has no such file. None raises a FileNotFoundError.
 
     Raises:
-        FileNotFoundError: the repo has no such file.
-        SinkscopeError: there is no such repo or revision, no access or no connection, or the transfer broke off.
+        FileNotFoundError: The repo has no such file.
+        SinkscopeError: The repo or revision does not exist, access or connection is missing, or the transfer failed.
     """
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub import errors as hub
@@ -287,15 +287,15 @@ def hub_file(
 
 
 def hub_folder(repo: str, revision: str | None, optional: Iterable[str] = ()) -> Path:
-    """Download the config.json of a hub repo, and other files if it has them.
+    """Download the config.json of a hub repo, plus other files if they exist.
 
     Args:
-        repo: hub id, org/name.
-        revision: branch, tag or commit.
-        optional: names of the other files.
+        repo: Hub id, org/name.
+        revision: Branch, tag or commit.
+        optional: Names of the other files.
 
     Returns:
-        Their folder in the cache, which is named after the commit, so all its files belong to one revision.
+        Their folder in the cache. It is named after the commit, so all its files belong to one revision.
     """
     said = f"{repo} has no config.json, so it is no transformers model; give one that has"
     folder = hub_file(repo, "config.json", revision, absent=SinkscopeError(said, page="no-config")).parent
@@ -315,10 +315,10 @@ class ModelSource:
 
     Attributes:
         kind: "folder", "gguf" (one file) or "hub".
-        where: path of the folder or file, or hub id.
-        name: what reports call it: a short name, hub id, or base name.
-        revision: branch, tag or commit of a hub id.
-        planted: file in the folder with numbers that are put over its weights after they were read; "" for none.
+        where: Path of the folder or file, or hub id.
+        name: Name used in reports: a short name, hub id, or base name.
+        revision: Branch, tag or commit of a hub id.
+        planted: File in the folder whose numbers replace weights after loading; "" for none.
     """
 
     kind: Literal["folder", "gguf", "hub"]
@@ -329,12 +329,12 @@ class ModelSource:
 
 
 def locate(x: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource:
-    """Find out what `x` means: None is the bundled model, else a short name, hub id, folder or `.gguf` file.
+    """Resolve `x`: None is the bundled model; otherwise it is a short name, hub id, folder or `.gguf` file.
 
-    No weights are read. If a folder or file exists, it comes before a hub id or short name of the same spelling.
+    No weights are read. An existing folder or file takes precedence over a hub id or short name of the same spelling.
 
     Raises:
-        SinkscopeError: `x` means nothing, or `revision` is given for something that has no revisions.
+        SinkscopeError: `x` cannot be resolved, or `revision` is given for something that has no revisions.
     """
     try:
         source = _locate(x, revision)
@@ -412,14 +412,14 @@ class Local:
 
 @contextmanager
 def local_files(source: ModelSource, layers: int | None = None, *, code: bool = False) -> Generator[Local]:
-    """Provide a whole checkpoint on this machine for the length of a `with`.
+    """Context manager that provides a whole checkpoint on this machine.
 
-    Only the files that are needed are downloaded from a hub repo. Safetensors are preferred to pickles. With `layers`,
+    Only the needed files are downloaded from a hub repo. Safetensors are preferred to pickles. With `layers`,
     only shards with tensors of the first `layers` decoder layers are downloaded. With `code`, the Python files that
     config.json names are downloaded too.
 
     Raises:
-        SinkscopeError: the folder is not a whole checkpoint, or the repo cannot be downloaded.
+        SinkscopeError: The folder is not a complete checkpoint, or the repo cannot be downloaded.
     """
     if source.kind == "gguf":
         yield Local(Path(source.where).parent, gguf=Path(source.where).name)
@@ -445,7 +445,7 @@ def optional_file(repo: str, name: str, commit: str) -> Path | None:
     """Download a file of a hub repo; None if the repo has no file of that name.
 
     Raises:
-        SinkscopeError: the file cannot be downloaded.
+        SinkscopeError: The file cannot be downloaded.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -470,7 +470,7 @@ def _code_files(folder: Path) -> list[str]:
 
 
 def _download_weights(repo: str, commit: str, layers: int | None) -> tuple[str, set[str]]:
-    """Download weights; give the name of the index (empty for a single file), and its shards that were left out."""
+    """Download weights; return the name of the index (empty for a single file) and the shards that were left out."""
     for single in _WEIGHTS:
         if (index := optional_file(repo, f"{single}.index.json", commit)) is not None:
             weight_map = _checked_names(read_json(index)["weight_map"], index.name)
@@ -504,20 +504,20 @@ def _without(folder: Path, view: Path, index: str, left_out: set[str]) -> Path:
 
 
 class SafetensorsSource:
-    """The tensors of a checkpoint in a folder (a Path) or on a hub (a str, org/name), which are read one by one.
+    """The tensors of a checkpoint in a folder (a Path) or on the hub (a str, org/name), read one by one.
 
     From a hub repo, config.json and the index are downloaded at once. Each shard is downloaded when one of its tensors
     is first needed.
 
     Attributes:
-        name: hub id, or base name of the folder.
-        folder: the folder with config.json; for a hub repo, its snapshot in the cache.
-        commit: the hub's commit; None for a folder.
-        read: names of the tensors that have been read so far.
+        name: Hub id, or base name of the folder.
+        folder: The folder with config.json; for a hub repo, its snapshot in the cache.
+        commit: The hub's commit; None for a folder.
+        read: Names of the tensors that have been read so far.
 
     Raises:
-        SinkscopeError: the folder is not a whole checkpoint, or the repo cannot be downloaded.
-        UnsupportedError: the weights are not stored as safetensors, or the repo has another kind of model.
+        SinkscopeError: The folder is not a whole checkpoint, or the repo cannot be downloaded.
+        UnsupportedError: The weights are not safetensors, or the repo holds another kind of model.
     """
 
     def __init__(self, where: str | Path, *, revision: str | None = None) -> None:
@@ -556,7 +556,7 @@ class SafetensorsSource:
         raise self._not_safetensors()
 
     def _shard(self, name: str) -> Path:
-        """A file of weights. It is downloaded and checked for a hub repo; a folder was checked when it was opened."""
+        """Path of a weight file. For a hub repo it is downloaded and checked; a folder was checked when opened."""
         if self._repo is None:
             return self.folder / name
         file = _hub_shard(self._repo, name, self.commit, _INDEX)
@@ -566,7 +566,7 @@ class SafetensorsSource:
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors by name, in the dtype in which they are stored.
 
-        The files are closed again, so that their pages leave memory together with the last tensor.
+        The files are closed afterwards, so that their pages leave memory together with the last tensor.
         """
         from safetensors import safe_open
 
@@ -582,9 +582,10 @@ def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
     """Identify a checkpoint by its configuration, its tensors and a sample of their bytes.
 
     The fingerprint is the hub's commit, if there is one. Otherwise it is a hash of the configuration, of the names,
-    dtypes and shapes of the tensors, and of a few bytes from the middle of each tensor (of files that are no
-    safetensors: from places all over the file). About a megabyte is read of a model of any size. Of a live model 16
-    megabytes are read in the same way, so its fingerprint changes with its weights; it is not that of its files.
+    dtypes and shapes of the tensors, and of a few bytes from the middle of each tensor (or, if the files are not
+    safetensors, from places all over each file). About one megabyte is read, whatever the model's size. For a live
+    model, 16 megabytes are read in the same way, so its fingerprint changes with its weights; it differs from that of
+    its files.
     """
     if isinstance(source, SafetensorsSource):
         if source.commit:
@@ -608,13 +609,13 @@ def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
 
 
 def _share(places: int, whole: int = _SAMPLE) -> int:
-    """Bytes that each of so many places gives to a fingerprint that reads `whole` of them."""
+    """Bytes to read at each of this many places, for a fingerprint that reads `whole` bytes."""
     return max(64, whole // max(1, places))
 
 
 @torch.no_grad()
 def _sampled(parameter: Tensor, share: int) -> str:
-    """Digest of the middle of a parameter; of one whose weights are elsewhere, nothing."""
+    """Digest of the middle of a parameter; empty if its weights are elsewhere."""
     if parameter.is_meta:
         return ""
     flat = parameter.detach()
@@ -629,7 +630,7 @@ def _sampled(parameter: Tensor, share: int) -> str:
 
 
 def _sampled_file(file: Path, header: dict[str, Any], share: int) -> str:
-    """Digest of the middle of each tensor of a file, or of places all over it."""
+    """Digest of the middle of each tensor in a file, or of places all over the file."""
     digest, size = hashlib.sha256(), file.stat().st_size
     with file.open("rb") as opened:
         begin = 8 + int.from_bytes(opened.read(8), "little")

@@ -60,7 +60,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """A torch dtype from its name ("float32", "torch.bfloat16", "fp16", ...); None and "auto" give None.
 
     Raises:
-        SinkscopeError: it is not a floating type that models compute in.
+        SinkscopeError: This is not a floating-point type in which models compute.
     """
     if dtype is None or dtype == "auto":
         return None
@@ -75,10 +75,10 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def parse_device(device: torch.device | str | None) -> torch.device:
-    """A device of this machine; None: the first cuda device if there is one, else the CPU.
+    """A device of this machine; None means the first cuda device if there is one, else the CPU.
 
     Raises:
-        SinkscopeError: this machine has no such device; the message lists those that it has.
+        SinkscopeError: This machine has no such device; the message lists the available ones.
     """
     here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))]
     if torch.backends.mps.is_available():
@@ -97,8 +97,8 @@ def check_kind(name: str, raw: Any) -> None:
     """Check that `raw`, the content of config.json, belongs to a causal language model that has an adapter.
 
     Raises:
-        SinkscopeError: it is no configuration of a model.
-        UnsupportedError: it is another kind of model, or there is no adapter for it.
+        SinkscopeError: It is not the configuration of a model.
+        UnsupportedError: It is another kind of model, or there is no adapter for it.
     """
     from transformers.models.auto import modeling_auto as auto
 
@@ -141,18 +141,18 @@ def check_kind(name: str, raw: Any) -> None:
 def read_config(
     name: str, folder: Path, *, gguf: str | None = None, layers: int | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """The configuration of a causal language model that has an adapter and at least one layer.
+    """Read the configuration of a causal language model that has an adapter and at least one layer.
 
     Args:
-        name: of the model, for errors.
-        folder: where config.json is, or the GGUF file.
-        gguf: name of that file.
-        layers: cut it to so many decoder layers.
-        trust_remote_code: run code that comes with the checkpoint.
+        name: Name of the model, for errors.
+        folder: Folder that holds config.json or the GGUF file.
+        gguf: Name of the GGUF file.
+        layers: Number of decoder layers to which to cut it.
+        trust_remote_code: Run code that comes with the checkpoint.
 
     Raises:
-        SinkscopeError: it is no configuration, or has no layers, or fewer than asked for.
-        UnsupportedError: another kind of model, or no adapter.
+        SinkscopeError: It is not a configuration, or has no layers or fewer than requested.
+        UnsupportedError: It is another kind of model, or has no adapter.
     """
     from transformers import AutoConfig
 
@@ -188,7 +188,7 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None, trust_re
     """The tokenizer beside the weights, or in the GGUF file; None if there is none.
 
     Raises:
-        SinkscopeError: its files cannot be read.
+        SinkscopeError: Its files cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -216,10 +216,10 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None, trust_re
 
 
 def without_cache(tokenizer: Any) -> Any:
-    """The same tokenizer, remembering no words: what it remembers outlives it, 0.6 MB for each model that is opened.
+    """Disable the tokenizer's word cache, which would outlive it and take 0.6 MB per opened model; return it.
 
     Args:
-        tokenizer: of transformers, of any kind.
+        tokenizer: Any kind of transformers tokenizer.
     """
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     getattr(model, "_resize_cache", int)(0)  # there is no public way; where there is none at all, nothing is done
@@ -227,12 +227,12 @@ def without_cache(tokenizer: Any) -> Any:
 
 
 def check_vocabulary(tokenizer: Any, hf: Any) -> None:
-    """Every token of the tokenizer has a row in the embedding (special tokens other than BOS and EOS excepted).
+    """Check that every token has a row in the embedding, except special tokens other than BOS and EOS.
 
-    Some models ship a tokenizer with special tokens for images that a text model never gets to see (Gemma 3 1B).
+    Some models ship a tokenizer with special tokens for images that a text model never sees (Gemma 3 1B).
 
     Raises:
-        SinkscopeError: the tokenizer belongs to another model.
+        SinkscopeError: The tokenizer belongs to another model.
     """
     if tokenizer is None:
         return
@@ -251,15 +251,15 @@ def check_vocabulary(tokenizer: Any, hf: Any) -> None:
 
 @torch.no_grad()
 def check_finite(hf: torch.nn.Module, source: str = "", rename: Any = str) -> None:
-    """Check that no parameter holds NaN or infinity. Parameters on meta and quantised ones are passed over.
+    """Check that no parameter holds NaN or infinity. Quantised parameters and those on meta are skipped.
 
     Args:
-        hf: holds the parameters.
-        source: the checkpoint that they were read from, for the error.
-        rename: gives the name of a parameter in that checkpoint; "" leaves the parameter out.
+        hf: Module with the parameters.
+        source: Checkpoint from which they were read, for the error.
+        rename: Maps a parameter's name to its name in that checkpoint; "" skips the parameter.
 
     Raises:
-        SinkscopeError: names the first that does.
+        SinkscopeError: A parameter does; the message names the first.
     """
     for name, tensor in hf.named_parameters():
         # One number per tensor: NaN and infinity survive a sum. Cheaper than a boolean tensor of the same shape.

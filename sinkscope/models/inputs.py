@@ -1,4 +1,4 @@
-"""What a model is given to read: texts, token ids, or what a tokenizer made of texts."""
+"""Input for a model: texts, token ids, or a tokenizer's output."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Inputs:
     """Rows of token ids.
 
     Attributes:
-        ids: as they were given; rows of several lengths are filled up on the right.
-        mask: 1 for real tokens, 0 for padding; None: there is no padding.
-        texts: the texts they were made of; None: ids were given.
+        ids: Token ids as given; rows of different lengths are padded on the right.
+        mask: 1 for real tokens, 0 for padding. None if there is no padding.
+        texts: Texts from which the ids were made. None if ids were given.
     """
 
     ids: Int[Tensor, "batch pos"]
@@ -48,17 +48,17 @@ def read_inputs(
     bos: bool | None = None,
     page: str | None = None,
 ) -> Inputs:
-    """Read what a user gave a model.
+    """Read a user's input for a model.
 
     Args:
-        target: the model; its tokenizer reads texts.
-        given: a text or several; ids as a list, lists, an array or a tensor; or a mapping such as a `BatchEncoding`.
-        more: the entries of such a mapping, where they were given by name: `input_ids`, `attention_mask`.
-        bos: for texts: begin with the BOS token, or not; by default as the tokenizer does.
-        page: of the documentation, for errors.
+        target: The model, whose tokenizer encodes texts.
+        given: One or several texts; ids as a list, lists, an array or a tensor; or a mapping such as a `BatchEncoding`.
+        more: Entries of such a mapping given as keyword arguments: `input_ids`, `attention_mask`.
+        bos: Whether texts begin with the BOS token. By default the tokenizer decides.
+        page: Documentation page to name in errors.
 
     Raises:
-        SinkscopeError: it is none of these, it is empty, an id or a mask makes no sense, or there is no tokenizer.
+        SinkscopeError: The input is none of these or empty, an id or mask is invalid, or there is no tokenizer.
     """
     parts = {key: value for key, value in (more or {}).items() if value is not None}
     if isinstance(given, Mapping):
@@ -124,7 +124,7 @@ def _of_texts(target: Target, texts: list[str], bos: bool | None, mask: Any, pag
 
 
 def _ids(given: Any, page: str | None) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"] | None]:
-    """Ids, and a mask where rows had to be filled up."""
+    """Ids, and a mask if rows had to be padded."""
     if isinstance(given, list | tuple) and given and all(isinstance(row, list | tuple) for row in given):
         if not all(row and all(_is_id(i) for i in row) for row in given):
             raise SinkscopeError(f"token ids: every row needs one, and whole numbers from 0; {_EXPECTED}", page=page)

@@ -1,4 +1,4 @@
-"""`load`: a model from its name, folder or file, or a live one, as the kind of object asked for."""
+"""`load`: turn a name, folder, file or live model into the requested kind of model object."""
 
 from __future__ import annotations
 
@@ -59,21 +59,21 @@ def load(
     """Load a model.
 
     Args:
-        x: short name (`sinkscope.models()` lists them), hub id `org/name`, folder, `.gguf` file, or a live model;
-            None: the model inside this package. A live Hugging Face model, TransformerBridge or nnsight model comes
-            back as it is.
-        backend: "bridge" (TransformerBridge, the default), "hf" (plain Hugging Face), or "nnsight". Asked for
+        x: Short name (`sinkscope.models()` lists them), hub id `org/name`, folder, `.gguf` file, or a live model.
+            None loads the model inside this package. A live Hugging Face model, TransformerBridge or nnsight model is
+            returned unchanged.
+        backend: "bridge" (TransformerBridge, the default), "hf" (plain Hugging Face), or "nnsight". If given
             explicitly, a live Hugging Face model is copied and the copy wrapped, since wrapping changes it in place.
-        revision: branch, tag or commit of a hub id.
-        layers: load only the first `layers` decoder layers; tensors of the others are not read, and shards that hold
+        revision: Branch, tag or commit of a hub id.
+        layers: Load only the first `layers` decoder layers; tensors of the others are not read, and shards that hold
             nothing else are not downloaded.
-        dtype: torch dtype or its name ("float32", "bf16", ...); None: that of the checkpoint.
-        device: "cpu", "cuda", "cuda:1", "mps"; None: the first cuda device if there is one, else the CPU.
-        device_map: passed through to transformers, instead of `device`.
-        quantization_config: passed through to transformers.
-        tokenizer: instead of the one beside the weights.
-        trust_remote_code: run Python code that comes with the checkpoint.
-        probe: check on a few tokens that edits reach the logits and that attention is recomputed rightly
+        dtype: torch dtype or its name ("float32", "bf16", ...). None uses the checkpoint's.
+        device: "cpu", "cuda", "cuda:1" or "mps". None uses the first cuda device if there is one, else the CPU.
+        device_map: Passed on to transformers instead of `device`.
+        quantization_config: Passed on to transformers.
+        tokenizer: Tokenizer to use instead of the one stored with the weights.
+        trust_remote_code: Run Python code that comes with the checkpoint.
+        probe: Check on a few tokens that edits reach the logits and that attention is recomputed correctly
             (`sinkscope.models.probe`). Live models are not probed.
 
     Returns:
@@ -81,8 +81,8 @@ def load(
         Face module as `tokenizer`, its name as `sinkscope_name`.
 
     Raises:
-        SinkscopeError: one line that says what was wrong and what to do.
-        UnsupportedError: no adapter for the architecture, or `backend` cannot wrap it.
+        SinkscopeError: The model cannot be loaded; one line says what is wrong and what to do.
+        UnsupportedError: The architecture has no adapter, or `backend` cannot wrap it.
     """
     if backend is not None and backend not in BACKENDS:
         raise SinkscopeError(f"backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}")
@@ -129,7 +129,7 @@ def load(
 
 @torch.no_grad()
 def _plant(hf: Any, file: Path) -> None:
-    """Put the numbers of a file over those of a model that has just been loaded, wherever they are no NaN."""
+    """Overwrite weights of a freshly loaded model with the numbers in a file, except where these are NaN."""
     there = hf.state_dict()  # of a model that was cut to its first layers only their tensors
     with np.load(file) as changed:
         for name in there.keys() & changed.keys():
@@ -142,15 +142,15 @@ def open_tokenizer(
     folder: str | os.PathLike[str] | None = None,
     revision: str | None = None,
 ) -> tuple[Any, str]:
-    """The tokenizer of a model, or the one in a folder, and its name; no weights are read.
+    """Open the tokenizer of a model, or the one in a folder; returns it and its name, and reads no weights.
 
     Args:
-        model: short name, hub id, folder, `.gguf` file, or "bundled".
-        folder: that of a tokenizer alone; instead of `model`.
-        revision: branch, tag or commit of a hub id.
+        model: Short name, hub id, folder, `.gguf` file, or "bundled".
+        folder: Folder that holds only a tokenizer; instead of `model`.
+        revision: Branch, tag or commit of a hub id.
 
     Raises:
-        SinkscopeError: neither or both given, or no tokenizer there.
+        SinkscopeError: Neither or both are given, or there is no tokenizer.
     """
     if (model is None) == (folder is None):
         given = "both were given" if model is not None else "neither was given"
@@ -248,14 +248,14 @@ def _weights(
 
 
 def wrap(hf: Any, tokenizer: Any, backend: Backend) -> Any:
-    """`hf` as the kind of object asked for. Bridge and nnsight change `hf` in place: give it to nobody else.
+    """Wrap `hf` as the requested kind of object. Bridge and nnsight change `hf` in place, so do not use it elsewhere.
 
     The tokenizer is copied first, because both set padding and special tokens on theirs. TransformerLens and nnsight
     are imported here.
 
     Raises:
         UnsupportedError: TransformerLens or nnsight is not installed, or cannot wrap this architecture.
-        SinkscopeError: there is no tokenizer.
+        SinkscopeError: There is no tokenizer.
     """
     if backend == "hf":
         return hf
@@ -313,10 +313,10 @@ def _bridge(cls: Any, hf: Any, tokenizer: Any) -> Any:
 
 @contextlib.contextmanager
 def quiet(*, bars: bool | None = None) -> Generator[None]:
-    """Nothing on stdout, and no reports of other libraries on unused tensors.
+    """Context manager that silences stdout and other libraries' reports on unused tensors.
 
     Args:
-        bars: whether they may draw progress bars; None: on a terminal.
+        bars: Whether these libraries may draw progress bars. None means only on a terminal.
     """
     from huggingface_hub import utils as hub
     from transformers.utils import logging
@@ -338,7 +338,7 @@ def quiet(*, bars: bool | None = None) -> Generator[None]:
 
 @contextlib.contextmanager
 def explained(source: ModelSource) -> Generator[None]:
-    """Whatever goes wrong below, as a SinkscopeError."""
+    """Context manager that turns any error inside into a SinkscopeError."""
     try:
         yield
     except SinkscopeError:
@@ -379,6 +379,6 @@ def explained(source: ModelSource) -> Generator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    """What it says first; a line that ends in a colon says nothing without the next."""
+    """The first line of an error's message; if it ends in a colon, the next line too."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

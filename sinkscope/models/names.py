@@ -23,14 +23,14 @@ class PublishedSink:
     """What papers report about a model's sink; layers are 0-based.
 
     Attributes:
-        source: where it was published.
-        layers: layers whose MLP builds the sink.
+        source: Where it was published.
+        layers: Layers whose MLP builds the sink.
         neurons: (layer, neuron) pairs at the input of the down projection.
-        residual_dims: residual dimensions that carry the spike.
-        massive_layers: first and last layer after which the spike is in the residual stream.
-        repeats: repetitions of one token that bring about a sink (Yona et al. 2025, Table 1).
-        secondary: taken from other papers' accounts, not checked in the original.
-        note: what disagrees.
+        residual_dims: Residual dimensions that carry the spike.
+        massive_layers: First and last layer after which the spike is in the residual stream.
+        repeats: Number of repetitions of a token that create a sink (Yona et al. 2025, Table 1).
+        secondary: Whether this comes from another paper's account and was not checked in the original.
+        note: Where sources disagree.
     """
 
     source: str
@@ -43,7 +43,7 @@ class PublishedSink:
     note: str = ""
 
     def shown(self) -> tuple[str, str]:
-        """Where the sink is, in words, and who says so."""
+        """Where the sink is, in words, with the source."""
         parts = [f"layer {', '.join(map(str, self.layers))}"] if self.layers and not self.neurons else []
         if self.neurons:
             parts.append(neuron_names(self.neurons))
@@ -246,7 +246,7 @@ def resolve(name: str) -> str:
     """Hub id of a short name (`llama-2-7b`), or of the last part of a hub id (`Llama-2-7b-hf`).
 
     Raises:
-        SinkscopeError: unknown; the message has the nearest short names.
+        SinkscopeError: The name is unknown; the message lists the closest short names.
     """
     if "/" not in name and (entry := find(name)) is not None:
         return entry.hub_id
@@ -260,6 +260,6 @@ def resolve(name: str) -> str:
 
 
 def published_for(name_or_id: str) -> PublishedSink | None:
-    """What papers report about the sink of a model, by short name, hub id or base name of a folder; None if nothing."""
+    """What papers report about a model's sink, by short name, hub id or base name of a folder; None if nothing."""
     entry = find(name_or_id)
     return entry.published if entry is not None else None

@@ -1,6 +1,6 @@
 """Open a model as a `Target` and read as little of a checkpoint as possible.
 
-The decoder layers of a named model are read from disk as they are called, so that memory does not grow with depth.
+Decoder layers of a named model are read from disk when they are called, so that memory does not grow with depth.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _HELD_BYTES = 1 << 30  # layers of a streamed model stay in memory up to this si
 class StreamTarget(Target):
     """A Target that holds the weights of only a few layers at a time.
 
-    `forward` and calls of `layers[k]` read layer k when they reach it. Outside of such calls, code that reads the
-    weights of layer k or calls one of its parts has to be inside `with target.loaded(k):`. There are no logits:
-    `forward` ends at the last hidden state.
+    `forward` and calls of `layers[k]` read layer k when they reach it. Outside such calls, code that reads the weights
+    of layer k or calls one of its parts must be inside `with target.loaded(k):`. There are no logits: `forward` ends
+    at the last hidden state.
 
     Attributes:
-        store: reads and frees the layers; `store.source.read` names the tensors read so far.
+        store: Reads and frees the layers; `store.source.read` lists the tensors read so far.
     """
 
     store: Any = None
@@ -224,21 +224,21 @@ def open_stream(
     tokenizer: Any = None,
     name: str | None = None,
 ) -> StreamTarget:
-    """View a checkpoint as a model whose layers are read as they are called and freed afterwards.
+    """Open a checkpoint as a model whose layers are read when they are called and freed afterwards.
 
     Args:
-        source: a folder (a Path), a hub id (a str), or an opened source, as in
+        source: A folder (a Path), a hub id (a str), or an opened source, as in
             ``SafetensorsSource("org/name", revision="v2")``.
-        dtype: dtype of the weights in memory, whatever it is on disk.
-        device: device on which layers are computed.
-        resident: number of layers in memory at a time.
-        tokenizer: goes into the Target as it is.
-        name: name of the Target; by default the name of the source.
+        dtype: Dtype of the weights in memory, whatever it is on disk.
+        device: Device on which layers are computed.
+        resident: Number of layers in memory at a time.
+        tokenizer: Tokenizer of the Target.
+        name: Name of the Target; by default the name of the source.
 
     Raises:
-        SinkscopeError: the checkpoint is incomplete.
-        UnsupportedError: the checkpoint is quantised or has no safetensors, or its architecture has no adapter; such
-            models have to be loaded whole.
+        SinkscopeError: The checkpoint is incomplete.
+        UnsupportedError: The checkpoint is quantised or has no safetensors, or its architecture has no adapter; such
+            models must be loaded whole.
     """
     if resident < 1:
         raise SinkscopeError(f"resident={resident}: at least 1 layer has to be in memory")
@@ -273,11 +273,11 @@ def _no_logits(_module: nn.Module, _args: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class PartTarget(Target):
-    """The first layers of a model that is deeper.
+    """The first layers of a deeper model.
 
     Attributes:
-        depth: decoder layers of the whole model.
-        reopen: opens the model again with this many layers.
+        depth: Number of decoder layers of the whole model.
+        reopen: Function that opens the model again with a given number of layers.
     """
 
     depth: int = 0
@@ -289,7 +289,7 @@ class PartTarget(Target):
         return self.depth
 
     def more(self) -> Target:
-        """The same model with twice the layers, or whole if it has no more."""
+        """The same model with twice as many layers, up to the whole model."""
         assert self.reopen is not None
         return self.reopen(2 * len(self.layers))
 
@@ -303,7 +303,7 @@ def open_target(
     trust_remote_code: bool,
     needed: bool = True,
 ) -> Target:
-    """Open a live model, the bundled model (in memory), or a named model (streamed from disk where this is possible).
+    """Open a live model, the bundled model (in memory), or a named model (streamed from disk if possible).
 
     Raises:
         SinkscopeError: `model` is not a model, cannot be read, or has no tokenizer although it is `needed`.
@@ -355,7 +355,7 @@ def _first_layers(opened: Callable[[int | None], Target], depth: int, layers: in
 
 
 def _gguf_depth(file: Path) -> int:
-    """Number of layers of the whole model; 0 if the file does not say it, which `load` then explains."""
+    """Number of layers of the whole model; 0 if the file does not state it, which `load` then explains."""
     from transformers import AutoConfig
 
     try:
@@ -397,9 +397,9 @@ def _with_tokenizer(target: Target, needed: bool = True) -> Target:
 
 
 def fingerprint_of(target: Target) -> str:
-    """Fingerprint of the checkpoint: the one that is read, or that `load` has read; or of the live model.
+    """Fingerprint of the checkpoint being read or loaded by `load`, or of the live model.
 
-    A model whose weights were changed since it was loaded has a fingerprint of its own.
+    A model whose weights have changed since it was loaded gets a fingerprint of its own.
     """
     if isinstance(target, StreamTarget):
         return fingerprint(target.store.source)
@@ -409,7 +409,7 @@ def fingerprint_of(target: Target) -> str:
 
 
 def is_checkpoint(target: Target, wanted: str) -> bool:
-    """Whether a model has this fingerprint, or transformers says that it was loaded from a checkpoint that has it."""
+    """Whether the model, or the checkpoint from which transformers says it was loaded, has this fingerprint."""
     where = Path(getattr(target.hf.config, "_name_or_path", "") or "/dev/null")
     if wanted in (fingerprint_of(target), getattr(target.hf.config, "_commit_hash", None)):
         return True

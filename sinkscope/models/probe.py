@@ -1,7 +1,7 @@
-"""Proof that the adapter of a model names the right modules, and that its attention is recomputed as it is computed.
+"""Check that a model's adapter names the right modules, and that recomputed attention equals the model's own.
 
-Eight tokens: one pass through the whole model with a batch of four rows, of which three are edited, and two passes cut
-short after the first layers, for the model's own attention weights and the recomputed ones.
+The check runs eight tokens: one pass through the whole model with a batch of four rows, three of them edited, and two
+passes that stop after the first layers, for the model's own attention weights and the recomputed ones.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ _ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """What the probe measured; every number is relative, 0 is perfect unless said otherwise.
+    """What the probe measured. Every number is relative, and 0 is perfect unless stated otherwise.
 
     Attributes:
-        layers: layers whose MLP was edited; none where every column of every down projection is zero, or what it
-            writes is multiplied by a gain of zero.
-        edit_error: distance between what an edited neuron changed and what the adapter says it must change: its own
-            input of the down projection, its column in the MLP's output and in the residual stream, at its position.
-        logits_change: largest change of a later logit (must not be 0).
-        row_sum_error: distance of the recomputed attention rows' sums from one (0 where learned sinks take a share).
-        attention_error: largest distance between recomputed attention and the model's own.
-        silent: fields of the adapter whose module does not run in this kind of model, so hooks on it see nothing (a
-            bridge splits fused projections and calls the parts).
-        tolerance: what numbers in the model's dtype may differ by.
-        problem: what is wrong, None if nothing is.
+        layers: Layers whose MLP was edited; none if every column of every down projection is zero, or its output is
+            multiplied by a gain of zero.
+        edit_error: Distance between what an edited neuron changed and what it must change according to the adapter: its
+            own input to the down projection, and its column in the MLP's output and the residual stream at its
+            position.
+        logits_change: Largest change of a later logit; must not be 0.
+        row_sum_error: Distance of the recomputed attention rows' sums from 1 (0 if learned sinks take a share).
+        attention_error: Largest distance between recomputed attention and the model's own.
+        silent: Adapter fields whose module never runs in this kind of model, so that hooks on it see nothing (a bridge
+            splits fused projections and calls the parts).
+        tolerance: Allowed difference between numbers in the model's dtype.
+        problem: What is wrong. None if nothing is.
     """
 
     layers: tuple[int, ...]
@@ -55,10 +56,10 @@ class _WrongError(Exception):
 
 
 def prove(model: object) -> None:
-    """Raise unless `probe` finds the model sound; a model with weights elsewhere (meta, disk) is passed over.
+    """Raise if `probe` finds a problem. Models with weights elsewhere (meta, disk) are skipped.
 
     Raises:
-        UnsupportedError: what does not fit, and what to try.
+        UnsupportedError: There is a problem; the message says what, and what to try.
     """
     target = Target.of(model)
     if not target.resident or any(p.is_meta for p in target.hf.parameters()):
@@ -74,13 +75,13 @@ def prove(model: object) -> None:
 
 @torch.no_grad()
 def probe(model: object) -> ProbeReport:
-    """Check on a few tokens that edits at the adapter's sites do what they should and attention is recomputed rightly.
+    """Check on a few tokens that edits at the adapter's sites work as intended and attention is recomputed correctly.
 
     Args:
-        model: any kind of model, or a Target. It is left as it was.
+        model: Any kind of model, or a Target. It is left unchanged.
 
     Returns:
-        What was measured; `problem` says what is wrong. It does not raise for a wrong adapter.
+        What was measured; `problem` says what is wrong. A wrong adapter does not raise an error.
     """
     target = Target.of(model)
     layers: list[int] = []
@@ -117,7 +118,7 @@ def _verdict(numbers: dict[str, float], tolerance: float, edited: bool) -> str |
 
 
 def _typical_neuron(target: Target, layer: int) -> int | None:
-    """A neuron whose column is neither zero nor large; None: all are zero, or the path of the adapter is wrong."""
+    """A neuron whose column is neither zero nor large; None if all are zero or the adapter's path is wrong."""
     try:
         norms = target.w_out_norms(layer)
     except (AttributeError, IndexError):
@@ -138,7 +139,7 @@ def _ids(target: Target) -> Tensor:
 def _edits(target: Target) -> tuple[list[int], float, float, set[str]]:
     """(layers, error of the edits, change of the logits, fields of the adapter whose module never ran).
 
-    Edited is the first layer of each kind of MLP that writes anything; an error in a path is the same in every layer.
+    The first layer of each kind of MLP that writes anything is edited; a wrong path is wrong in every layer.
     """
     ids = _ids(target).repeat(_ROWS, 1)
     layers, error, change, silent = dict[bool, int](), 0.0, float("inf"), set[str]()
@@ -160,12 +161,12 @@ def _edits(target: Target) -> tuple[list[int], float, float, set[str]]:
 
 
 class _Watch:
-    """Edits in one layer, one per row of a batch, and the hooks that see what they lead to.
+    """Edits in one layer, one per row of a batch, and the hooks that record their effects.
 
-    Row 0 is not edited. Row 1: a neuron at the input of the down projection is moved; of a mixture, the output of the
-    fused experts is halved. Row 2 of a mixture with a shared expert: a neuron of that expert is moved. Rows 2 and 3 of
-    a dense MLP: every second neuron is moved up and down at the output of `up`; in post only these may change, and
-    where `up` is the linear factor by opposite amounts (those of the gate would not be).
+    Row 0 is not edited. In row 1, a neuron at the input of the down projection is moved; in a mixture, the output of
+    the fused experts is halved instead. In row 2 of a mixture with a shared expert, a neuron of that expert is moved.
+    In rows 2 and 3 of a dense MLP, every second neuron is moved up and down at the output of `up`. Only these may then
+    change in post, and if `up` is the linear factor, by opposite amounts (those of the gate would not be).
     """
 
     def __init__(self, target: Target, layer: int) -> None:
@@ -179,12 +180,12 @@ class _Watch:
         self.paths: dict[str, str] = {n: path for n in names if (path := getattr(self.adapter, n)) is not None}
 
     def silent(self) -> set[str]:
-        """Fields whose module is there but did not run."""
+        """Fields whose module exists but did not run."""
         return self.paths.keys() - self.ran
 
     @contextmanager
     def installed(self) -> Generator[None]:
-        """The hooks, for the length of a `with`."""
+        """Context manager with the hooks installed."""
         a = self.adapter
         pairs: list[tuple[Any, str, Any]] = [(self.target.layers[self.layer], "post", partial(self._see, "layer"))]
         pairs += [(self._sub(path), "post", partial(self._see, name)) for name, path in self.paths.items()]
@@ -256,7 +257,7 @@ class _Watch:
         return edited
 
     def error(self) -> float:
-        """Largest relative distance between what changed and what had to."""
+        """Largest relative distance between the actual and the expected change."""
         if missing := {"layer", "mlp", "post"} - self.seen.keys():
             raise _WrongError(f"the adapter's {' and '.join(sorted(missing))} did not run in layer {self.layer}")
         change = {name: rows - rows[:1] for name, rows in self.seen.items()}
@@ -303,12 +304,12 @@ class _Watch:
 
 
 def _step(rows: Tensor) -> Tensor:
-    """How far a neuron is moved: as far as the whole vector is long, so that rounding does not hide it."""
+    """How far a neuron is moved: by the norm of the whole vector, so that rounding does not hide the move."""
     return rows[0, _POSITION].float().norm().clamp(min=1).to(rows.dtype)
 
 
 def _relative(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
-    """Largest distance, in units of the expected change or, if larger, of the numbers it is the difference of."""
+    """Largest distance, relative to the expected change or, if larger, to the numbers that were subtracted."""
     size = expected.abs().max()
     if not size > 0:
         return float("inf")

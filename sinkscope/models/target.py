@@ -1,4 +1,4 @@
-"""One view of a model, whatever kind of object the user holds: plain Hugging Face, TransformerBridge, nnsight."""
+"""A uniform view of a model, whether the user holds a plain Hugging Face, TransformerBridge or nnsight object."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Stop(Exception):  # noqa: N818 - no error: it ends a pass
 
 
 def unwrap(model: object) -> tuple[nn.Module, Kind]:
-    """The plain Hugging Face module inside `model`, and which kind of object `model` is.
+    """The plain Hugging Face module inside `model`, and the kind of object that `model` is.
 
     Raises:
         SinkscopeError: `model` is none of the three kinds.
@@ -57,16 +57,16 @@ def unwrap(model: object) -> tuple[nn.Module, Kind]:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A model as every measurement and intervention of sinkscope sees it. Nothing is changed on the model.
+    """A model as every measurement and intervention of sinkscope sees it. The model is not changed.
 
     Attributes:
-        model: the object the user gave.
-        hf: the plain Hugging Face module inside; hooks are put here, they fire through all three kinds.
-        kind: which of the three `model` is.
-        adapter: where the parts are.
-        tokenizer: None if the caller gave none and the model carries none.
-        name: short name, hub id or base name of the folder; for reports.
-        resident: False when layers are read from disk as they are called (see `models.open`).
+        model: The object the user gave.
+        hf: The plain Hugging Face module inside. Hooks go here and fire for all three kinds of object.
+        kind: Which of the three kinds `model` is.
+        adapter: Where the model's parts are.
+        tokenizer: The tokenizer; None if the caller gave none and the model carries none.
+        name: Short name, hub id or base name of the folder, for reports.
+        resident: False if layers are read from disk as they are called (see `models.open`).
     """
 
     model: Any
@@ -79,7 +79,7 @@ class Target:
 
     @classmethod
     def of(cls, model: object, tokenizer: Any = None, name: str | None = None) -> Target:
-        """View `model` (a Target comes back as it is).
+        """View `model` as a Target (a Target is returned unchanged).
 
         Warns if the model runs with an attention that drops its soft cap, as transformers 5.17 chooses for Gemma 2.
         """
@@ -104,7 +104,7 @@ class Target:
 
     @cached_property
     def found_tokenizer(self) -> Any:
-        """The tokenizer, else that of the checkpoint which a live model says it came from; None: there is none."""
+        """The tokenizer, or else that of the checkpoint from which a live model says it was loaded; None if neither."""
         where = getattr(self.config, "_name_or_path", "") or getattr(self.hf.config, "_name_or_path", "")
         if self.tokenizer is not None or not where:
             return self.tokenizer
@@ -119,7 +119,7 @@ class Target:
         """The tokenizer.
 
         Raises:
-            SinkscopeError: there is none.
+            SinkscopeError: There is none.
         """
         if self.found_tokenizer is None:
             raise SinkscopeError(
@@ -145,7 +145,7 @@ class Target:
         return list(self.hf.get_submodule(self.adapter.layers).children())
 
     def sub(self, layer: int, path: str) -> nn.Module:
-        """A part of a layer by a path of the adapter; "" is the layer itself."""
+        """A part of a layer, by an adapter path; "" is the layer itself."""
         module = self.layers[layer]
         return module.get_submodule(path) if path else module
 
@@ -174,11 +174,11 @@ class Target:
 
     @property
     def head_width(self) -> int:
-        """Numbers that one head gives to the output projection."""
+        """Width of one head at the input of the output projection."""
         return int(getattr(self.config, "head_dim", None) or self.d_model // self.n_heads)
 
     def layer_number(self, layer: int) -> int:
-        """The layer counted from the first one, where -1 is the last; unchanged if there is none so far back."""
+        """Convert a layer number, where -1 is the last, to one counted from 0; unchanged if out of range."""
         return layer + self.n_layers if -self.n_layers <= layer < 0 else layer
 
     @property
@@ -191,7 +191,7 @@ class Target:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest context the configuration states."""
+        """Longest context according to the configuration."""
         value = getattr(self.config, "max_position_embeddings", None) or getattr(self.config, "n_positions", None)
         return int(value) if value else None
 
@@ -208,7 +208,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where ids go in."""
+        """Device on which token ids are expected."""
         return next(self.embedding.parameters()).device
 
     @property
@@ -227,27 +227,27 @@ class Target:
         return True
 
     def n_experts(self, layer: int) -> int:
-        """Routed experts of a layer; 0 where it is no mixture."""
+        """Number of routed experts in a layer; 0 if it is not a mixture."""
         experts: Any = self.sub(layer, self.adapter.experts or "") if self.is_mixture(layer) else None
         return 0 if experts is None else int(experts.num_experts)
 
     def has_shared(self, layer: int) -> bool:
-        """Whether the layer is a mixture with an expert beside the routed ones that every token goes through."""
+        """Whether the layer is a mixture with a shared expert, which processes every token beside the routed ones."""
         return self.adapter.shared is not None and self.is_mixture(layer)
 
     def has_mlp(self, layer: int, expert: int | None) -> bool:
-        """Whether neurons of the layer are named with an expert or, None, without one: dense, or of a shared expert."""
+        """Whether the layer has neurons of this expert; None: neurons of a dense MLP or a shared expert."""
         return self.is_mixture(layer) != (expert is None) or (expert is None and self.has_shared(layer))
 
     def mlp_part(self, layer: int, name: Literal["gate", "up", "down"]) -> nn.Module:
-        """A projection of the layer's MLP, or of its shared expert where the layer is a mixture."""
+        """A projection of the layer's MLP, or of its shared expert if the layer is a mixture."""
         path = getattr(self.adapter, name) or ""
         if self.has_shared(layer):
             path = f"{self.adapter.shared}{path.removeprefix(self.adapter.mlp)}"
         return self.sub(layer, path)
 
     def width(self, layer: int, expert: int | None = None) -> int:
-        """Neurons of an expert; without one, of the layer's dense MLP or of its shared expert."""
+        """Number of neurons of an expert; for None, of the layer's dense MLP or shared expert."""
         if expert is not None:
             return self.d_mlp
         down = self.mlp_part(layer, "down")
@@ -256,9 +256,9 @@ class Target:
         return int(weight.shape[0 if self.adapter.transposed_down else 1])
 
     def loaded(self, layer: int) -> AbstractContextManager[None]:
-        """A `with` in which the weights of a layer may be read, and its parts called, outside a call of the layer.
+        """Context manager in which a layer's weights may be read and its parts called, outside a call of the layer.
 
-        Only streamed models (see `models.open`) do anything here.
+        It only has an effect on streamed models (see `models.open`).
         """
         return nullcontext()
 
@@ -266,7 +266,7 @@ class Target:
     def w_out(self, layer: int, neurons: list[int], expert: int | None = None) -> Float[Tensor, "neuron d_model"]:
         """Columns of the down projection: what each neuron writes when its `hook_post` is 1.
 
-        In a mixture, None is the shared expert; routing weight and sigmoid gate are not part of it.
+        In a mixture, None means the shared expert. Routing weight and sigmoid gate are not included.
         """
         with self.loaded(layer):
             if expert is not None:
@@ -282,7 +282,7 @@ class Target:
 
     @torch.no_grad()
     def rows_of(self, module: Any, width: int) -> Float[Tensor, "out d"]:
-        """What each output of a linear module of the model reads of its `width` inputs, without the bias."""
+        """Weight rows of a linear module: what each output reads from its `width` inputs, without the bias."""
         if (weight := plain_weight(module)) is not None:
             return weight.T if self.adapter.transposed_down else weight  # such an architecture stores all of them so
         # Quantised or adapted weights: ask the module itself, but without its hooks; the last row gives its bias.
@@ -305,7 +305,7 @@ class Target:
         """Refuse a model whose weights are on the meta device, unless they are read from elsewhere when needed.
 
         Raises:
-            UnsupportedError: it holds no weights.
+            UnsupportedError: The model holds no weights.
         """
         if next(self.embedding.parameters()).is_meta and not hasattr(self.embedding, "_hf_hook"):
             raise UnsupportedError(
@@ -322,7 +322,7 @@ class Target:
         unembed: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """One pass without the unembedding, unless asked for, and without a cache; None if a hook called `stop`."""
+        """Run one pass without a cache, and without the unembedding unless requested; None if a hook called `stop`."""
         self.check_loaded()
         kwargs.setdefault("use_cache", False)
         try:
@@ -334,12 +334,12 @@ class Target:
 
     @staticmethod
     def stop() -> None:
-        """Called in a hook: ends the running `forward`."""
+        """End the running `forward`; to be called in a hook."""
         raise _Stop
 
     @contextmanager
     def hooks(self, *pairs: tuple[nn.Module, str, Any]) -> Iterator[None]:
-        """Hooks for the length of a `with`: (module, "pre" | "post", fn), with torch's signatures with kwargs."""
+        """Context manager with hooks (module, "pre" | "post", fn), which have torch's signatures with kwargs."""
         with ExitStack() as stack:
             for module, when, fn in pairs:
                 add = module.register_forward_pre_hook if when == "pre" else module.register_forward_hook
@@ -384,12 +384,12 @@ def plain_weight(module: Any) -> Tensor | None:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The hidden states in what a layer or an attention module returns (a tensor, or a tuple that begins with it)."""
+    """The hidden states in a layer's or attention module's output (a tensor, or a tuple that begins with one)."""
     return output[0] if isinstance(output, tuple | list) else output
 
 
 def norm_of(resid: Float[Tensor, "... d_model"], without: Sequence[int] = ()) -> Float[Tensor, ...]:
-    """L2 of a residual stream, float32, without some of its dimensions."""
+    """L2 norm of a residual stream, in float32, without some of its dimensions."""
     kept = torch.ones(resid.shape[-1], dtype=torch.bool, device=resid.device)
     kept[list(without)] = False
     resid = resid[..., kept] if without else resid.contiguous()  # equal values in one layout have equal norms

@@ -1,4 +1,4 @@
-"""Run once, stream what is asked: sites, reducers, observers, attention rows in query chunks."""
+"""Run a model once and stream what is requested: sites, reducers, observers, attention rows in query chunks."""
 
 from sinkscope.trace.attention import attention_rows, queries_and_keys
 from sinkscope.trace.run import Observer, site_names, trace

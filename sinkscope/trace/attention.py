@@ -1,12 +1,12 @@
-"""The attention tap: the one attention function and the one mask function that models are switched to.
+"""The attention tap: the single attention function and mask function that tapped models use.
 
-Handlers are injected. They see the attention of every layer as the model computes it, may replace it, and may ask for
-its rows. Where no handler does anything, the model's own attention runs with the model's own mask, so the result is the
-stock one bit for bit. The tap does not know who listens, so measurements work under cache policies and guards.
+Handlers are injected. They see the attention of every layer as the model computes it, may replace it, and may request
+its rows. If no handler acts, the model's own attention runs with the model's own mask, so the result equals the stock
+one bit for bit. The tap does not know who listens, so measurements work under cache policies and guards.
 
-Measurements listen through `attention_rows` and `queries_and_keys`. Nothing of size query x key is kept: an observer
-sees `rows_per_chunk` rows at a time. The rows include whatever the architecture does to its scores: soft cap, window,
-padding, learned sink logits. Under a cache policy they are those over what the cache keeps.
+Measurements listen through `attention_rows` and `queries_and_keys`. No full query x key matrix is stored: an observer
+sees `rows_per_chunk` rows at a time. The rows include everything the architecture does to its scores: soft cap, window,
+padding, learned sink logits. Under a cache policy they cover the keys that the cache keeps.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class View:
     """Which keys the queries of a call see, by true positions.
 
     Attributes:
-        pos: position of each key; -1 where there is none.
-        query_pos: position of each query; -1 at padding.
-        window: keys this far back and further are not seen; None: all are.
-        hidden: keys that are there but not attended to, by kv head or by query head; None: none.
+        pos: Position of each key; -1 where there is none.
+        query_pos: Position of each query; -1 at padding.
+        window: Keys this far back and further are not seen. None means all are seen.
+        hidden: Cached keys that are not attended to, by kv head or by query head. None means none.
     """
 
     pos: Int[Tensor, "batch kv_head key"]
@@ -57,9 +57,9 @@ class View:
         return View(self.pos[..., keys], self.query_pos[:, queries], self.window, hidden)
 
     def sees(self) -> Bool[Tensor, "batch _ query key"]:
-        """Keys that hold a token, not later than the query, inside the window.
+        """Keys that hold a token, are not later than the query, and are inside the window.
 
-        Padding queries see everything that is held, so that nothing is divided by zero; nobody reads them.
+        Padding queries see all held keys, so that nothing is divided by zero; their output is never read.
         """
         pos = self.pos[:, :1] if self.hidden is None and self.pos.stride(1) == 0 else self.pos  # the same in every head
         key, query = pos[:, :, None, :], self.query_pos[:, None, :, None]
@@ -72,13 +72,13 @@ class View:
 
 @dataclass(frozen=True, eq=False)
 class Handler:
-    """Who listens at the tap.
+    """A listener at the tap.
 
     Attributes:
-        see: called with the attention of every layer.
-        configs: ids of the configurations of the model that is listened to.
-        by_mask: it wants rows under the model's mask, so the mask must be one that says everything (SDPA's).
-        masks: whether it says what is seen in the running call, so that no mask has to be made; None: never.
+        see: Called with the attention of every layer.
+        configs: Ids of the configurations of the model it listens to.
+        by_mask: Whether it needs rows under the model's mask, so that the mask must be complete (SDPA's).
+        masks: Tells whether it determines what is seen in the running call, so that no mask is needed. None: never.
     """
 
     see: Callable[[Attention], None]
@@ -92,16 +92,16 @@ class Attention:
     """The attention of one layer in one forward call.
 
     Attributes:
-        module: of the layer.
-        query: after rotary.
-        key: after rotary; of everything that the cache of the layer holds.
-        value: likewise.
-        mask: as the model made it; None: causal, or a handler says what is seen.
-        settings: everything else that the model passes: "scaling", "softcap", "s_aux" and so on.
-        by_mask: some handler wants rows under the mask.
-        view: what is seen by true positions, if a handler knows it.
-        evicted: `view` differs from the mask, because something is missing in the cache.
-        compute: replaces the model's own attention where it does not return None.
+        module: The layer's attention module.
+        query: Queries after rotary.
+        key: Keys after rotary, of everything in the layer's cache.
+        value: Values of everything in the layer's cache.
+        mask: The model's mask. None means causal, or that a handler determines what is seen.
+        settings: Everything else that the model passes: "scaling", "softcap", "s_aux" and so on.
+        by_mask: Whether some handler needs rows under the mask.
+        view: What is seen, by true positions, if a handler knows it.
+        evicted: Whether `view` differs from the mask because tokens are missing in the cache.
+        compute: Replaces the model's own attention unless it returns None.
     """
 
     module: Any
@@ -128,22 +128,22 @@ class Attention:
 
     @property
     def softcap(self) -> float | None:
-        """The soft cap that the model's own attention applies; SDPA, if it was chosen, drops it (or refuses to run)."""
+        """The soft cap of the model's own attention; SDPA, if selected, drops it (or refuses to run)."""
         return None if stock_name(self.module.config) == "sdpa" else self.settings.get("softcap")
 
     @property
     def sinks(self) -> Tensor | None:
-        """The learned sink logits that the model's own attention applies; SDPA, where it was chosen, drops them."""
+        """The learned sink logits of the model's own attention; SDPA, if selected, drops them."""
         return None if stock_name(self.module.config) == "sdpa" else self.settings.get("s_aux")
 
     def show(self, fn: RowsFunction, *, by_mask: bool = False, first: int = 0, chunk: int = CHUNK) -> None:
-        """Show rows, some queries at a time, to `fn`.
+        """Show rows to `fn`, one chunk of queries at a time.
 
         Args:
-            fn: called with the number of the first query, and rows.
-            by_mask: under the mask; else by `view`. Where something was evicted, always by `view`.
-            first: the first query of interest.
-            chunk: queries at a time.
+            fn: Called with the index of the first query, and rows.
+            by_mask: Compute rows under the mask; otherwise by `view`. If tokens were evicted, always by `view`.
+            first: Index of the first query to show.
+            chunk: Number of queries at a time.
         """
         self._shown.setdefault((first, chunk, by_mask and not self.evicted), []).append(fn)
 
@@ -156,7 +156,7 @@ class Attention:
         return own(self.module, self.query, self.key, self.value, mask, **self.settings)
 
     def under_view(self) -> Float[Tensor, "batch query head d_value"]:
-        """The model's own attention, of what is seen by `view`."""
+        """The model's own attention over what `view` shows."""
         assert self.view is not None
         parts = list[Tensor]()
         # Eager is the one that knows soft caps and learned sink logits; where SDPA was chosen, the model goes without.
@@ -174,7 +174,7 @@ class Attention:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
-        """The output `[batch query head d_value]`, and weights if there are any; shows rows to those who asked."""
+        """The output `[batch query head d_value]`, and weights if there are any; shows rows to handlers."""
         by_view = [fn for (_, _, by_mask), fns in self._shown.items() for fn in fns if not by_mask]
         if by_view and self.query.shape[2] == 1:  # the rows are built anyway: the output comes from them
             rows = self._rows(slice(0, 1), False)
@@ -246,14 +246,14 @@ def rows_by_view(
     view: View,
     scaling: float | None,
 ) -> Float[Tensor, "batch head query key"]:
-    """Rows of an attention module, of what is seen by `view`, float32.
+    """Attention rows of a module over what `view` shows, in float32.
 
     Args:
-        module: has the soft cap and the learned sink logits.
-        query: after rotary.
-        key: after rotary.
-        view: of these queries and keys.
-        scaling: factor on the scores that the model passed to its attention, if it is known; None: the module's.
+        module: Provides the soft cap and the learned sink logits.
+        query: Queries after rotary.
+        key: Keys after rotary.
+        view: View of these queries and keys.
+        scaling: Factor on the scores that the model passed to its attention, if known. None uses the module's.
     """
     capped = stock_name(module.config) != "sdpa"
     return attention_probs(
@@ -268,13 +268,13 @@ def rows_by_view(
 
 
 def _scaling(module: Any, query: Tensor, passed: float | None) -> float:
-    """What the model passes comes first: some models scale their queries themselves (OPT)."""
+    """The value that the model passes takes precedence: some models scale their queries themselves (OPT)."""
     known = getattr(module, "scaling", None) if passed is None else passed
     return float(query.shape[-1] ** -0.5 if known is None else known)
 
 
 def widened(mask: Bool[Tensor, "batch _ *query key"], heads: int) -> Bool[Tensor, "batch _ *query key"]:
-    """From kv heads to query heads; a mask that is the same for all has one head, and keeps it."""
+    """Expand from kv heads to query heads; a mask with a single head for all is left as it is."""
     groups = heads // mask.shape[1] if mask.shape[1] > 1 else 1
     return mask.repeat_interleave(groups, 1) if groups > 1 else mask
 
@@ -289,16 +289,16 @@ def attention_probs(
     softcap: float | None = None,
     sinks: Float[Tensor, " head"] | None = None,
 ) -> Float[Tensor, "batch head query key"]:
-    """Softmax of scaled scores for some rows, float32.
+    """Softmax of scaled scores for some rows, in float32.
 
     Args:
-        query: after rotary.
-        key: after rotary, one per key/value head; query heads share them in groups.
-        mask: True where a key may be seen; None: causal, the last query sees every key.
-        scaling: factor on the scores.
-        first_query: number of keys that the first query may see, less one (only used when `mask` is None).
+        query: Queries after rotary.
+        key: Keys after rotary, one per kv head; query heads share them in groups.
+        mask: True where a key may be seen. None means causal, with the last query seeing every key.
+        scaling: Factor on the scores.
+        first_query: Number of keys that the first query may see, minus one (only used if `mask` is None).
         softcap: `cap * tanh(score / cap)` (Gemma 2).
-        sinks: a learned logit per head that joins the softmax and is dropped (gpt-oss).
+        sinks: A learned logit per head that takes part in the softmax and is then dropped (gpt-oss).
     """
     groups = query.shape[1] // key.shape[1]
     grouped = query.unflatten(1, (key.shape[1], groups)).float()
@@ -323,18 +323,18 @@ _LOCK = threading.Lock()
 
 
 def listen(handler: Handler) -> None:
-    """Let a handler see attention in this context, before those that listen already."""
+    """Let a handler see attention in this context, before those that are already listening."""
     _HANDLERS.set((handler, *(other for other in _HANDLERS.get() if other is not handler)))
 
 
 def leave(handler: Handler) -> None:
-    """The handler does not listen any more in this context."""
+    """Stop a handler from listening in this context."""
     _HANDLERS.set(tuple(other for other in _HANDLERS.get() if other is not handler))
 
 
 @contextmanager
 def listening(target: Target, see: Callable[[Attention], None]) -> Iterator[None]:
-    """For the length of a `with`, `see` is called with the attention of every layer, whose rows it may want by mask."""
+    """Context manager: `see` is called with every layer's attention; `by_mask` if it needs rows under the mask."""
     with tapped(target) as configs:
         listen(handler := Handler(see, configs, by_mask=True))
         try:
@@ -345,7 +345,7 @@ def listening(target: Target, see: Callable[[Attention], None]) -> Iterator[None
 
 @contextmanager
 def alone(see: Callable[[Attention], None]) -> Iterator[None]:
-    """For the length of a `with`, of those that listen only the handler with this function does."""
+    """Context manager: of all handlers, only the one with this function listens."""
     token = _HANDLERS.set(tuple(handler for handler in _HANDLERS.get() if handler.see == see))
     try:
         yield
@@ -355,9 +355,9 @@ def alone(see: Callable[[Attention], None]) -> Iterator[None]:
 
 @contextmanager
 def tapped(target: Target) -> Iterator[frozenset[int]]:
-    """For the length of a `with`, every configuration of the model asks for our attention; gives their ids.
+    """Context manager: every configuration of the model selects the tap's attention; yields their ids.
 
-    The names become known to transformers once; this changes no other model. Several may tap a model at once.
+    The names are registered with transformers once; this changes no other model. A model may be tapped several times.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -383,14 +383,14 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
 
 
 def stock_name(config: Any) -> str:
-    """The attention that a model has when it is not tapped."""
+    """Name of the attention that the model uses when it is not tapped."""
     known = _STOCK.get(id(config))
     name = attention_name(config) if known is None else known[0]
     return "eager" if name == NAME else name
 
 
 def configs_of(target: Target) -> list[Any]:
-    """Every distinct configuration object below the model that its attention may read."""
+    """Every distinct configuration object in the model that its attention may read."""
     found = {id(m.config): m.config for m in target.hf.modules() if hasattr(getattr(m, "config", None), "model_type")}
     return list(found.values())
 
@@ -402,7 +402,7 @@ def _listening(config: Any) -> list[Handler]:
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls in every layer."""
+    """The attention function that transformers calls in every layer."""
     handlers = _listening(module.config)
     by_mask = any(handler.by_mask for handler in handlers)
     call = Attention(module, query, key, value, attention_mask, kwargs, by_mask)
@@ -412,7 +412,7 @@ def _attend(
 
 
 def _mask(*, config: Any, **kwargs: Any) -> Any:
-    """What transformers calls once a forward call: a mask, or nothing where a handler says what is seen."""
+    """The mask function that transformers calls once per forward call; no mask if a handler determines what is seen."""
     from transformers import AttentionMaskInterface
 
     handlers = _listening(config)
@@ -434,18 +434,18 @@ QKObserver = Callable[[int, bool, Tensor, Tensor], None]
 def attention_rows(
     target: Target, observer: RowObserver, *, layers: list[int] | None = None, rows_per_chunk: int = 256
 ) -> Iterator[None]:
-    """For the length of a `with`, every forward pass in this context shows its attention rows to `observer`.
+    """Context manager: every forward pass in this context shows its attention rows to `observer`.
 
     Args:
-        target: the model.
-        observer: called as `observer(layer, first_query, rows)`; rows `[batch head query key]`, float32, after
-            softmax. Where the model has learned sink logits they take part and rows sum to less than one. Keys are
-            those in the cache: under a cache policy the ones that it keeps, so a key's number is not its position.
-        layers: only these layers; None: all.
-        rows_per_chunk: queries shown at a time, so memory is `batch x head x rows_per_chunk x key`.
+        target: The model.
+        observer: Called as `observer(layer, first_query, rows)`; rows `[batch head query key]`, float32, after
+            softmax. Learned sink logits take part, so that rows then sum to less than one. Keys are those in the
+            cache: under a cache policy only the ones it keeps, so a key's index is not its position.
+        layers: Layers to show. None shows all.
+        rows_per_chunk: Number of queries shown at a time; memory is `batch x head x rows_per_chunk x key`.
 
     On a TransformerBridge, and for architectures outside transformers' attention interface (Falcon), the model
-    itself builds whole query x key matrices; they are handed on in one piece.
+    itself builds whole query x key matrices, which are passed on in one piece.
     """
     wanted = range(target.n_layers) if layers is None else layers
 
@@ -471,28 +471,28 @@ def attention_rows(
 
 @contextmanager
 def queries_and_keys(target: Target, observer: QKObserver, layers: list[int]) -> Iterator[None]:
-    """For the length of a `with`, every forward pass shows its queries and keys to `observer`.
+    """Context manager: every forward pass shows its queries and keys to `observer`.
 
-    They are taken where transformers hands them to its attention function, so norms on queries and keys, fused
-    projections and partial rotary need no code of their own. Before rotary they are the ones that the same module makes
-    when it is told that every position is the same: it is called once more with a rotation by zero.
+    They are taken where transformers passes them to its attention function, so norms on queries and keys, fused
+    projections and partial rotary need no special code. Queries and keys before rotary are obtained by calling the same
+    module once more with a rotation by zero.
 
     Args:
-        target: the model; plain or nnsight.
-        observer: called as `observer(layer, rotated, query, key)`: with `rotated` False, before rotary (after norms on
-            queries and keys), and with True as they meet. On models without rotary it is called twice with the same.
-        layers: the layers to watch.
+        target: The model; plain or nnsight.
+        observer: Called as `observer(layer, rotated, query, key)`: first before rotary (after norms on queries and
+            keys) with `rotated` False, then after rotary with True. Models without rotary give the same both times.
+        layers: Layers to watch.
 
     Raises:
-        UnsupportedError: a TransformerBridge, whose attention is its own, or an architecture outside transformers'
-            attention interface (Falcon); a forward pass with a cache, into which the extra call would write.
+        UnsupportedError: The model is a TransformerBridge, which has its own attention, or outside transformers'
+            attention interface (Falcon); or a forward pass has a cache, into which the extra call would write.
     """
     refuse_opaque(target)
     rotary: set[int] = set()
     nested = False
 
     def unrotated(layer: int) -> Any:
-        """Calls the attention module once more, with a rotation by zero."""
+        """Call the attention module once more, with a rotation by zero."""
 
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             nonlocal nested
@@ -527,7 +527,7 @@ def queries_and_keys(target: Target, observer: QKObserver, layers: list[int]) ->
 
 
 def refuse_opaque(target: Target) -> None:
-    """A model whose attention is not called through transformers shows no queries and keys."""
+    """Refuse a model whose attention does not go through transformers, because its queries and keys are not visible."""
     if target.kind == "bridge" or not target.adapter.attention_interface:
         bridge = target.kind == "bridge"
         what = "a TransformerBridge" if bridge else target.adapter.model_type
@@ -537,7 +537,7 @@ def refuse_opaque(target: Target) -> None:
 
 @contextmanager
 def eager(target: Target) -> Iterator[None]:
-    """For the length of a `with`, the model's own slow attention, which returns its weights."""
+    """Context manager with the model's own eager attention, which returns its weights."""
     before = [(config, attention_name(config)) for config in configs_of(target)]
     try:
         for config, _ in before:

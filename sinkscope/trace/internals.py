@@ -1,4 +1,4 @@
-"""What sinkscope uses of transformers that is not public there: one file, and a test that fails when a name moves."""
+"""Everything non-public in transformers that sinkscope uses, in one file; a test fails when a name moves."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ FOLLOWED = ("_prefill", "_get_candidate_generator")
 
 
 def attention_name(config: Any) -> str:
-    """The attention that modules with this configuration ask for."""
+    """Name of the attention that modules with this configuration use."""
     return str(config._attn_implementation)
 
 
 def set_attention(config: Any, name: str) -> None:
-    """Modules with this configuration ask for this attention from now on."""
+    """Make modules with this configuration use this attention from now on."""
     config._attn_implementation = name
 
 
 def eager_attention(module: Any) -> Callable[..., Any]:
-    """The attention that the model's own file defines."""
+    """The attention defined in the model's own file."""
     return sys.modules[type(module).__module__].eager_attention_forward
 
 
@@ -37,14 +37,14 @@ def sdpa_attention() -> Callable[..., Any]:
 def following_generate(
     model: Any, prompting: Callable[[bool], None], check: Callable[[str, dict[str, Any]], None]
 ) -> Iterator[None]:
-    """For the length of a `with`, `generate` tells what only it knows: which calls read a prompt.
+    """Context manager in which `generate` reports which calls read a prompt, which only it knows.
 
-    A prompt that comes in chunks may end with a chunk of one token, which looks like a generated one from below.
+    A chunked prompt may end with a chunk of one token, which looks like a generated token to the model.
 
     Args:
-        model: the causal language model.
-        prompting: called with True before a prompt is read, and with False after it.
-        check: called with the name of the method in `FOLLOWED` and the arguments of the forward call; may raise.
+        model: The causal language model.
+        prompting: Called with True before a prompt is read, and with False afterwards.
+        check: Called with the name of the method in `FOLLOWED` and the arguments of the forward call; may raise.
     """
 
     def prefill(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`trace`: run a model once and stream what is asked for; raw tensors are kept only where they are asked for."""
+"""`trace`: run a model once and stream what is requested; raw tensors are kept only if requested."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sinkscope.trace.attention import attention_rows
 
 @dataclass(frozen=True)
 class Site:
-    """One place: `cut` takes the module's input or output to `[batch pos ...]`.
+    """One place in the model: `cut` maps the module's input or output to `[batch pos ...]`.
 
-    Behind the last layer, `layer` is the number of layers.
+    After the last layer, `layer` is the number of layers.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Site:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a site of a layer is: a path of the adapter, and what of it is meant."""
+    """Where a site of a layer is: an adapter path, and which part of its input or output."""
 
     path: Callable[[Adapter], str | None]
     when: str = "post"
@@ -43,7 +43,7 @@ class _Place:
 
 
 def _half(which: int) -> Callable[[Target, Tensor], Tensor]:
-    """Gate or up, where one projection makes both."""
+    """Gate or up, if one projection computes both."""
     return lambda target, tensor: tensor.chunk(2, -1)[which] if target.adapter.fused_gate_up else tensor
 
 
@@ -66,7 +66,7 @@ _LAST = ("ln_final", "logits")  # what the unembedding reads, and what it gives
 
 
 def site_names(n_layers: int) -> list[str]:
-    """Every name that `trace` knows, for a model of `n_layers` layers, in the order of the forward pass."""
+    """All site names that `trace` accepts, for a model of `n_layers` layers, in the order of the forward pass."""
     return ["hook_embed", *(f"blocks.{i}.{name}" for i in range(n_layers) for name in _PLACES), *_LAST]
 
 
@@ -74,8 +74,8 @@ def resolve(target: Target, patterns: list[str]) -> list[Site]:
     """Sites matched by names or `fnmatch` patterns ("blocks.*.hook_resid_post"), in the order of the forward pass.
 
     Raises:
-        SinkscopeError: a pattern matches nothing; the message shows names that exist.
-        UnsupportedError: this architecture has no such place.
+        SinkscopeError: A pattern matches nothing; the message shows names that exist.
+        UnsupportedError: This architecture has no such site.
     """
     known = site_names(target.n_layers)
     chosen: set[str] = set()
@@ -123,7 +123,7 @@ def _site(target: Target, name: str) -> Site:
 
 
 def _projected(target: Target, which: str, tensor: Tensor) -> Tensor:
-    """q, k or v before rotary, `[batch pos head d_head]`, of what a projection of its own or a common one returns."""
+    """q, k or v before rotary, `[batch pos head d_head]`, from the output of its own or a shared projection."""
     a, index = target.adapter, "qkv".index(which)
     counts = [target.n_heads, target.n_kv_heads, target.n_kv_heads]
     if getattr(a, which) is not None:
@@ -139,12 +139,12 @@ Reducer = Callable[[Tensor], Tensor]
 
 @runtime_checkable
 class Observer(Protocol):
-    """Sees tensors as they pass and keeps what it likes."""
+    """Sees tensors as they pass and keeps whatever it needs."""
 
     sites: Sequence[str]
 
     def observe(self, site: str, tensor: Tensor, first_row: int) -> None:
-        """Called once per site and batch; `first_row` is the row of `tokens` that the first batch row is."""
+        """Called once per site and batch; `first_row` is the row of `tokens` at which the batch starts."""
 
 
 REDUCERS: dict[str, Reducer] = {
@@ -157,7 +157,7 @@ REDUCERS: dict[str, Reducer] = {
 
 
 def _of_real(reduce: str | Reducer, mask: Int[Tensor, "batch pos"] | None) -> Reducer | None:
-    """The reducers over positions where some are padding; None: the others, which do not mind."""
+    """The reducer over positions if some are padding; None for reducers that padding does not affect."""
     if mask is None or not isinstance(reduce, str):
         return None
     real, rows = mask.bool(), torch.arange(len(mask))
@@ -189,34 +189,31 @@ def trace(
     """Run the model once and return each site's reduced tensor, on the CPU.
 
     Args:
-        model: plain Hugging Face, TransformerBridge, nnsight, or a Target.
-        tokens: ids `[batch pos]`, also as a list or lists; a text or several; or what a tokenizer returned. Rows of
-            several lengths are filled up on the right.
-        sites: names in TransformerLens' vocabulary, or patterns such as `"blocks.*.hook_resid_post"`;
-            `attn.hook_pattern` is recomputed in query chunks while fast attention runs. `ln_final` is what the
-            unembedding reads, `logits` what it gives.
+        model: Plain Hugging Face, TransformerBridge, nnsight, or a Target.
+        tokens: Ids `[batch pos]`, also as a list or lists; one or several texts; or a tokenizer's output. Rows of
+            different lengths are padded on the right.
+        sites: TransformerLens names, or patterns such as `"blocks.*.hook_resid_post"`;
+            `attn.hook_pattern` is recomputed in query chunks while fast attention runs. `ln_final` is the
+            input of the unembedding, `logits` its output.
         reduce: "raw", "norm" (L2 over the last dimension), "mean" over positions, "first" or "last" position, or a
             function of one tensor. It runs inside the hook, so only its result is kept. Chunks of attention rows are
-            reduced one by one and joined along the query dimension. At other sites padding counts for nothing in
-            "mean", "first" and "last"; a function gets it with the rest.
-        observers: objects with `sites` and `observe(site, tensor, first_row)`.
+            reduced one by one and joined along the query dimension. At other sites "mean", "first" and "last"
+            ignore padding; a function receives it with the rest.
+        observers: Objects with `sites` and `observe(site, tensor, first_row)`.
         attention_mask: 1 for real tokens, 0 for padding, `[batch pos]`.
-        batch_size: rows per forward pass; None: all at once.
-        tokenizer: for texts, where the model carries none.
-        bos: whether texts begin with BOS; by default as the tokenizer does.
-        inputs: `input_ids` in place of tokens, as in `trace(model, sites=[...], **tokenizer(texts))`.
+        batch_size: Rows per forward pass. None runs all at once.
+        tokenizer: Tokenizer for texts, if the model carries none.
+        bos: Whether texts begin with BOS. By default the tokenizer decides.
+        inputs: `input_ids` instead of tokens, as in `trace(model, sites=[...], **tokenizer(texts))`.
 
     Returns:
-        Site name to tensor; the first dimension is the batch.
+        A mapping from site name to tensor; the first dimension is the batch.
+
+    The pass ends after the deepest site. The model is left unchanged.
 
     Raises:
-        SinkscopeError: tokens that are none of the model, or an unknown site or reduction.
-
-    The pass ends after the deepest site. The model is left as it was.
-
-    Raises:
-        SinkscopeError: there are no such sites, tokens or reducers.
-        UnsupportedError: this architecture has no such place.
+        SinkscopeError: Tokens are invalid for this model, or a site or reduction is unknown.
+        UnsupportedError: This architecture has no such site.
     """
     target = Target.of(model, tokenizer)
     sites = [sites] if isinstance(sites, str) else sites

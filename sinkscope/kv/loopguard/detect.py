@@ -1,6 +1,6 @@
 """Detection without intervention, for a plain `model.generate`: report loops, or stop the rows that loop.
 
-Neither needs a session or a cache of ours, and neither changes sampling or streamers.
+Neither needs a session or a sinkscope cache, and neither changes sampling or streamers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Found:
     """A trigger of one row.
 
     Attributes:
-        row: number of the row in the batch.
-        step: what the monitor said; `step.step` is the number of the generated token, from 1.
+        row: Number of the row in the batch.
+        step: What the monitor reported; `step.step` is the number of the generated token, from 1.
     """
 
     row: int
@@ -38,13 +38,13 @@ class Found:
 class RowMonitors:
     """One monitor for each row. Rows that have ended are ignored.
 
-    With `poll` > 1, tokens stay on the device until there are `poll` of them. Their copy to the host is then started,
-    and it is read when the next token comes, so that nothing waits. Monitors see the same tokens in the same order as
-    with `poll=1`, so their signals and triggers are the same. Only the consequence of a trigger comes up to `poll`
-    tokens later.
+    With `poll` > 1, tokens stay on the device until `poll` of them have been collected. A copy to the host then starts
+    and is read when the next token arrives, so that nothing waits. Monitors see the same tokens in the same order as
+    with `poll=1`, so their signals and triggers are identical; only the response to a trigger is delayed by up to
+    `poll` tokens.
 
     Attributes:
-        tokens: generated tokens of each row that its monitor has seen.
+        tokens: Generated tokens of each row that its monitor has seen.
     """
 
     def __init__(self, settings: MonitorSettings, rows: int, ends: Collection[int], poll: int) -> None:
@@ -58,10 +58,10 @@ class RowMonitors:
         return len(self._monitors)
 
     def push(self, tokens: Int[Tensor, " row"], p_max: Float[Tensor, " row"] | None = None) -> list[Found]:
-        """Take the next token of every row, and the largest probability of what may follow it.
+        """Add the next token of every row, and the largest probability of the token after it.
 
         Returns:
-            Triggers of the tokens that were decided in this call; there are none while tokens are only collected.
+            Triggers found among the tokens checked in this call; none while tokens are only being collected.
         """
         if self._poll == 1 and tokens.device.type == "cpu":
             return self._decide([[tokens.tolist(), *([] if p_max is None else [p_max.tolist()])]])
@@ -78,7 +78,7 @@ class RowMonitors:
         return found
 
     def flush(self) -> list[Found]:
-        """Decide all tokens that were collected; this waits for the device."""
+        """Check all collected tokens; this waits for the device."""
         found = self._read()
         self._copy()
         return found + self._read()
@@ -88,7 +88,7 @@ class RowMonitors:
         self._monitors[row].end()
 
     def take_back(self, count: int) -> None:
-        """Forget all but the first `count` tokens of a single row, as if the others had never come."""
+        """Forget all but the first `count` tokens of a single row, as if the others had never arrived."""
         settings, self.tokens = self._monitors[0].settings, [self.tokens[0][:count]]
         self._monitors, self._waiting, self._copied = [Monitor(settings)], [], None
         for token in self.tokens[0]:
@@ -143,7 +143,7 @@ def largest_probability(logits: Float[Tensor, "row vocab"]) -> Float[Tensor, " r
 
 
 def poll_of(poll: int | None, device: torch.device) -> int:
-    """Number of tokens that are decided at once: 1 on a CPU, where reading them costs nothing, and 8 elsewhere."""
+    """Number of tokens checked at once: 1 on a CPU, where reading them costs nothing, and 8 elsewhere."""
     return poll if poll is not None else 1 if device.type == "cpu" else POLL
 
 
@@ -156,17 +156,17 @@ def signals(step: Step) -> dict[str, float | int | bool | None]:
 class LoopReporter(LogitsProcessor):
     """Report loops and change nothing: `model.generate(..., logits_processor=[reporter])`.
 
-    It sees what is sampled from: put after processors that change the logits, it takes the largest probability from
-    theirs. Use one for each call of `generate`, or one after the other: a sequence that does not continue the last one
-    by a token begins anew. It refuses beam search and cannot follow assisted generation.
+    Place it after processors that change the logits, so that it sees the distribution from which tokens are sampled.
+    Use one reporter per call of `generate`, or reuse one for successive calls: it starts again when a sequence does not
+    continue the last one by one token. It refuses beam search and cannot follow assisted generation.
 
     Args:
-        settings: of the monitor; by default it finds three copies of anything.
-        eos_token_id: what ends a row; needed for more than one row. Padding that differs from it may be added.
-        poll: tokens decided at once; 1 on a CPU and 8 elsewhere by default.
+        settings: Settings of the monitor. By default it finds three copies of anything.
+        eos_token_id: Id or ids that end a row; needed for more than one row. A different padding id may be included.
+        poll: Number of tokens checked at once. By default 1 on a CPU and 8 elsewhere.
 
     Attributes:
-        rows: the monitors of the last generation; None before the first.
+        rows: Monitors of the last generation; None before the first.
 
     Example:
         >>> reporter = LoopReporter(eos_token_id=2)
@@ -203,21 +203,21 @@ class LoopReporter(LogitsProcessor):
         return list(self._events)
 
     def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Float[Tensor, "row vocab"]) -> Any:
-        """Take the last token and the distribution of the next one; `scores` come back as they are."""
+        """Record the last token and the next token's distribution; return `scores` unchanged."""
         self.follow(input_ids, input_ids.shape[1], largest_probability(scores))
         return scores
 
     def rows_looping(self) -> frozenset[int]:
-        """Rows that have had a trigger among the tokens decided so far."""
+        """Rows with a trigger among the tokens checked so far."""
         return frozenset(event.row for event in self._events)
 
     def follow(self, ids: Int[Tensor, "row pos"], prompt: int, p_max: Float[Tensor, " row"] | None) -> None:
-        """Take the last token of every row.
+        """Record the last token of every row.
 
         Args:
-            ids: prompt and generated tokens, as generation passes them at every step.
-            prompt: length of the prompt, used if this is the first step of a generation.
-            p_max: largest probability of what may follow.
+            ids: Prompt and generated tokens, as generation passes them at every step.
+            prompt: Length of the prompt, used if this is the first step of a generation.
+            p_max: Largest probability of the next token.
         """
         batch, length = ids.shape
         rows = self.rows
@@ -239,7 +239,7 @@ class LoopReporter(LogitsProcessor):
             self._note(found)
 
     def _check(self) -> None:
-        """Check that the rows have stayed in place."""
+        """Check that the rows have not been reordered."""
         if self._moved is not None and bool(self._moved):
             raise UnsupportedError(
                 "the tokens before the newest are not those of the step before: rows changed places, as in beam search "
@@ -257,15 +257,15 @@ class LoopReporter(LogitsProcessor):
 class LoopStopper(StoppingCriteria):
     """Stop the rows that loop: `model.generate(..., stopping_criteria=[LoopStopper(eos_token_id=...)])`.
 
-    Stopping criteria see tokens only. Alone, this one therefore has no top-1 streak, and the type-token ratio and the
-    compression ratio must both vote. With a `LoopReporter` in the same call (`reporter=`) it stops what that one
-    reports, with all three votes, one token later.
+    Stopping criteria see only tokens, not probabilities. Without a reporter there is therefore no top-1 streak, and the
+    type-token ratio and the compression ratio must both vote. With a `LoopReporter` in the same call (`reporter=`) it
+    stops the rows that the reporter flags, using all three votes, one token later.
 
     Args:
-        settings: of the monitor; by default it finds three copies of anything.
-        eos_token_id: what ends a row; needed for more than one row.
-        reporter: whose reports to act on, instead of an own monitor.
-        poll: tokens decided at once; 1 on a CPU and 8 elsewhere by default.
+        settings: Settings of the monitor. By default it finds three copies of anything.
+        eos_token_id: Id or ids that end a row; needed for more than one row.
+        reporter: `LoopReporter` whose reports to act on, instead of a monitor of its own.
+        poll: Number of tokens checked at once. By default 1 on a CPU and 8 elsewhere.
 
     Example:
         >>> reporter = LoopReporter(eos_token_id=2)

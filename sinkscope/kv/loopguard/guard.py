@@ -29,63 +29,63 @@ Escalation = Literal["none", "repeats", "ban", "sample", "both"]
 
 
 class LoopGuardWindow(StreamingLLM):
-    """What `between="window"` holds the cache to; its own class, so that errors name it."""
+    """The window policy behind `between="window"`; a class of its own, so that errors name it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopGuard(Intervention):
     """Break repetition loops: when a row's monitor fires, its cache is cut to anchors, sparse history and clean tail.
 
-    The defaults are what a user wants: any repetition is found after three copies, and if a loop comes back, the guard
-    bans its n-grams as well. `LoopGuard.paper()` is the guard as it is printed.
+    The defaults are meant for everyday use: any repetition is found after three copies, and if a loop comes back, the
+    guard also bans its n-grams. `LoopGuard.paper()` is the guard as published.
 
-    Only generated tokens are watched, which come one by one after a prompt. A call with several tokens is a new turn,
-    in which monitors start anew. Each row is watched and cut by itself, and a row that has ended is ignored. All layers
-    and heads lose the same positions, right after the call whose token set off the alarm. Kept tokens keep their
-    positions. Without an alarm the model does exactly what it does without a guard. Policies beside the guard keep its
-    anchors, and it keeps their first tokens.
+    Only generated tokens are watched, which arrive one by one after a prompt. A call with several tokens is a new turn,
+    for which monitors start again. Each row is watched and cut independently, and a row that has ended is ignored. All
+    layers and heads lose the same positions, right after the call whose token set off the alarm. Kept tokens keep
+    their positions. Without an alarm the model's output is exactly that without a guard. Policies in the same run keep
+    the guard's anchors, and the guard keeps their first tokens.
 
     Attributes:
-        budget: largest number of tokens right after an intervention (B), or a fraction of the row's prompt.
-        anchors: number of first positions, which are never removed (N_anchor).
-        window: number of tokens that the monitor looks at (W).
-        between: "full": nothing is removed between interventions, as "event-driven" says, so the cache grows beyond the
-            budget. "window": the cache also stays within the budget at all times, by keeping anchors and latest tokens.
-        variant: "repeats", any repetition; "full", the paper's votes; or a variant of Table 3 and others: "none" never
-            intervenes, "always" intervenes every 200 tokens, and "p1", "ttr", "cr", "stall" and "tail" go by that
-            signal alone (`MonitorSettings.variant`).
-        monitor: further settings of the monitor, by name (`MonitorSettings`).
-        recent: length of the recent window (R); "window": that of the monitor, as in the paper; None: there is no such
-            window. For this and the next four see `Retention`.
-        recent_budget: number of recent tokens kept at level 0.
-        recent_pick: which recent tokens these are.
-        clean: which tokens are bad; "tail" is the paper's rule.
-        max_level: cap of the aggressiveness level, at which fewer recent tokens are kept; 3 in the paper.
-        copies: number of copies at the end of the recent window that make a bad block, whatever their period. With 2
-            it also finds the long periods that stall the output, which the monitor's short-period test does not cover.
-        escalate: what is done beside the cut when a row has an alarm again within W tokens. "ban": n-grams of the loop
-            are not written for W tokens. "sample": the next `draws` tokens are drawn by their probabilities, with a
-            fixed seed, also if decoding is greedy. "both": the two together. "repeats": older copies are
-            removed as well, by the rule of that name in `clean`. "none": nothing, as in the paper.
-        draws: number of tokens that "sample" draws.
-        ban_length: length of the banned n-grams; every further alarm in a row bans n-grams that are one token shorter,
-            down to pairs.
-        rewind: also take the loop back from the output: the text is cut after the first copy and goes on, with a ban.
-            `sinkscope.generate` and `Conversation` can do this, and a plain `model.generate` cannot.
-        ends: ids after which a row has ended; by default the end-of-sequence and padding ids of the model's generation
-            configuration. They are needed if `generate` gets other ids.
-        poll: number of tokens decided at once; by default 1 on a CPU and 8 elsewhere, so that not every token waits for
-            the device. Signals are the same, but an intervention comes up to 8 tokens after the token that caused it.
+        budget: Largest number of tokens right after an intervention (B), or a fraction of the row's prompt.
+        anchors: Number of first positions, which are never removed (N_anchor).
+        window: Number of tokens that the monitor looks at (W).
+        between: What happens between interventions. "full" removes nothing ("event-driven" in the paper), so the cache
+            grows beyond the budget. "window" keeps anchors and latest tokens, so the cache always fits the budget.
+        variant: When to intervene: "repeats" for any repetition, "full" for the paper's votes, or a variant of Table 3
+            and others: "none" never intervenes, "always" intervenes every 200 tokens, and "p1", "ttr", "cr",
+            "stall" and "tail" each use that signal alone (`MonitorSettings.variant`).
+        monitor: Further monitor settings, by name (`MonitorSettings`).
+        recent: Length of the recent window (R). "window" uses the monitor's, as in the paper; None means no recent
+            window. `Retention` explains this field and the next four.
+        recent_budget: Number of recent tokens kept at level 0.
+        recent_pick: Which recent tokens are kept.
+        clean: Which tokens count as bad; "tail" is the paper's rule.
+        max_level: Cap on the aggressiveness level; higher levels keep fewer recent tokens. 3 in the paper.
+        copies: Number of copies at the end of the recent window that make a bad block, whatever their period. 2 also
+            finds long-period loops that stall the output, which the monitor's short-period test does not cover.
+        escalate: What else is done when a row triggers again within W tokens. "ban" bans the loop's n-grams for W
+            tokens. "sample" draws the next `draws` tokens by their probabilities, with a fixed seed, even if decoding
+            is greedy. "both" does both. "repeats" also removes older copies, by the rule of that name in `clean`.
+            "none" does nothing more, as in the paper.
+        draws: Number of tokens drawn by "sample".
+        ban_length: Length of the banned n-grams. Each further consecutive alarm bans n-grams one token shorter, down to
+            pairs.
+        rewind: Also remove the loop from the output: the text is cut after the first copy and continues under a ban.
+            `sinkscope.generate` and `Conversation` support this; a plain `model.generate` does not.
+        ends: Ids that end a row. By default the end-of-sequence and padding ids of the model's generation
+            configuration; set them if `generate` is given other ids.
+        poll: Number of tokens checked at once. By default 1 on a CPU and 8 elsewhere, so that not every token waits for
+            the device. Signals are the same, but an intervention may come up to `poll` tokens after its cause.
 
-    An intervention is an event of kind "guard": `step` and `position` of the token that set it off, and in `data`
+    An intervention is an event of kind "guard", with `step` and `position` of the token that set it off. Its `data` has
     "signals", "period" (of the repetition at the end, or None), "bad" (ranges to remove), "level", "kept" (ranges
     [start, stop)), "kept_count", "cached_before", "generated" (number of the token), "since" (tokens since the last
-    trigger), "escalated" (what was done beside the cut, or None) and "taken_back" (tokens taken from the output).
+    trigger), "escalated" (what was done beside the cut, or None) and "taken_back" (tokens removed from the output).
 
     Raises:
-        SinkscopeError: the budget leaves nothing beside the anchors, or another setting makes no sense.
-        UnsupportedError: beam search exchanges rows, assisted generation takes tokens back, a policy beside the guard
-            rebases positions, or nobody can take tokens back for `rewind`.
+        SinkscopeError: The budget leaves nothing beside the anchors, or another setting is invalid.
+        UnsupportedError: Beam search reorders rows, assisted generation takes tokens back, a policy in the same run
+            rebases positions, or the caller cannot take tokens back for `rewind`.
 
     Example:
         >>> guard = LoopGuard(budget=1024, monitor={"warmup": 128})
@@ -130,11 +130,11 @@ class LoopGuard(Intervention):
 
     @classmethod
     def paper(cls, budget: int | float = 1024, **changed: Any) -> LoopGuard:
-        """The guard as it is printed: votes and gates, recent tokens from the monitor's window, nothing but the cut.
+        """The guard as published: votes and gates, recent tokens from the monitor's window, and nothing but the cut.
 
         Args:
-            budget: as for the guard.
-            changed: fields to set besides.
+            budget: As for the plain constructor.
+            changed: Other fields to set.
         """
         printed: dict[str, Any] = {"variant": "full", "recent": "window", "max_level": 3, "escalate": "none"}
         return cls(budget, **printed | changed)
@@ -148,7 +148,7 @@ class LoopGuard(Intervention):
         return MonitorSettings.variant(self.variant, window=self.window, **usual | dict(self.monitor))
 
     def told(self, run: Run) -> str:
-        """The first loop and what was done, and how many more there were."""
+        """The first loop and the response to it, and how many more followed."""
         cuts = [event for event in run.events if event.kind == self.KIND]
         if not cuts:
             return "LoopGuard found no loop and changed nothing."
@@ -156,11 +156,11 @@ class LoopGuard(Intervention):
         return in_words(cuts[0]) + more
 
     def check_prompt(self, tokens: int) -> None:
-        """Refuse a fraction of the prompt that leaves nothing beside the anchors."""
+        """Refuse a budget, given as a fraction, that leaves nothing beside the anchors."""
         self.retention(tokens)
 
     def retention(self, prompt: int, first: int = 0) -> Retention:
-        """What is kept of a row whose prompt has `prompt` tokens, beside a policy that keeps the `first` ones."""
+        """What is kept of a row with `prompt` prompt tokens, if a policy in the same run keeps the `first` ones."""
         budget = self.budget if isinstance(self.budget, int) else int(self.budget * prompt)
         if isinstance(self.budget, float) and budget <= self.anchors:
             raise SinkscopeError(
@@ -206,7 +206,7 @@ NAMED.update({"loopguard": LoopGuard, "loopguard:paper": LoopGuard.paper})
 
 
 def in_words(event: Event) -> str:
-    """What the guard found at one of its events, and what it did."""
+    """What the guard found and did in one of its events."""
     data = event.data
     found = "an alarm" if data["period"] is None else f"a repetition every {data['period']} tokens"
     done = [f"kept {data['kept_count']} of {data['cached_before']} cached tokens"]
@@ -220,19 +220,19 @@ def in_words(event: Event) -> str:
 
 @dataclass(eq=False)
 class _Followed:
-    """Rows that share a cache, since their last prompt.
+    """State of the rows that share a cache, since their last prompt.
 
     Attributes:
-        monitors: monitors of the rows.
-        prompt: number of real tokens of each row before its first generated token.
+        monitors: Monitors of the rows.
+        prompt: Number of real tokens of each row before its first generated token.
         reorders: `CacheLayer.reorders` when the prompt ended.
-        seen: number of tokens in the cache after the last call.
-        several: whether the last call had several tokens and was not the first one.
-        calls: number of the call of each generated token.
-        ids: the latest columns of ids, of the prompt and generated.
-        bans: what each row may not write.
-        drawn: per row, the step up to which its tokens are drawn.
-        rewound: number of the generated token at which each loop was taken back.
+        seen: Number of tokens in the cache after the last call.
+        several: Whether the last call had several tokens and was not the first one.
+        calls: Number of the call of each generated token.
+        ids: The latest columns of ids, of the prompt and generated.
+        bans: N-grams that each row may not write.
+        drawn: For each row, the step up to which its tokens are drawn.
+        rewound: Number of the generated token at which each loop was taken back.
     """
 
     monitors: RowMonitors
@@ -287,7 +287,7 @@ class _Guarding:
         self._local.moment = moment
 
     def decide(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Monitor the token of a call that has ended, and cut the rows that loop."""
+        """Pass the token of a finished call to the monitors, and cut the rows that loop."""
         moment: Moment | None = getattr(self._local, "moment", None)
         self._local.moment = None
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -315,7 +315,7 @@ class _Guarding:
             self._steer(followed, logits, drawn)
 
     def _steer(self, followed: _Followed, logits: Float[Tensor, "row vocab"], drawn: list[int]) -> None:
-        """Take banned tokens out of the logits, in place, and leave a single one where a token is to be drawn."""
+        """Remove banned tokens from the logits in place; where a token is to be drawn, leave only the drawn one."""
         for row in drawn:
             token = torch.multinomial(logits[row].float().softmax(-1), 1, generator=self._random)
             logits[row] = torch.full_like(logits[row], -torch.inf).scatter(0, token, 0.0)
@@ -325,7 +325,7 @@ class _Guarding:
             logits[row, ban.banned(latest.tolist())] = -torch.inf
 
     def _turn(self, moment: Moment, followed: _Followed | None, ids: Int[Tensor, "batch pos"]) -> _Followed:
-        """Follow rows anew from a prompt or a new turn on, whose earlier ids stay known."""
+        """Start following rows at a prompt or a new turn; ids of earlier turns stay known."""
         if (rewinder := self._session.rewinder) is not None and rewinder.allowance is None:
             raise UnsupportedError(
                 "rewind=True takes tokens back from the output, which model.generate cannot do: use "
@@ -371,12 +371,12 @@ class _Guarding:
     ) -> tuple[list[tuple[int, int]], int | None]:
         """Find the positions in bad blocks, and the period of the repetition at the end.
 
-        The recent tokens may reach into the prompt, so a loop that the prompt began is bad there too.
+        Recent tokens may reach into the prompt, so a loop that began in the prompt is bad there too.
 
         Args:
-            known: position and id of the latest tokens.
-            begin: position at which the repetition begins that the monitor found; copies that differ a little are bad.
-            retention: what is kept.
+            known: Position and id of the latest tokens.
+            begin: Position where the repetition found by the monitor begins; slightly different copies are bad too.
+            retention: What is kept.
         """
         recent = known if retention.recent is None else known[-retention.recent :]
         tail = tail_period([i for _, i in recent], repeats=self._guard.copies)
@@ -429,7 +429,7 @@ class _Guarding:
         self._run.log(lambda: events)
 
     def _taken(self, followed: _Followed, prompt: int, length: int, one: Found) -> int:
-        """Number of tokens that are taken back: all copies of the loop but the first."""
+        """Number of tokens to remove from the output: all copies of the loop but the first."""
         rewinder, tail = self._session.rewinder, one.step.tail
         if rewinder is None or tail is None:
             return 0
@@ -441,7 +441,7 @@ class _Guarding:
         return taken
 
     def _escalate(self, followed: _Followed, one: Found, how: str | None, loop: list[int], taken: int) -> None:
-        """Do what the settings say for an alarm that is not the first one."""
+        """Escalate, as set, on an alarm that is not the first one."""
         step, level, longest = len(followed.calls) - taken, one.step.level, self._guard.ban_length
         if taken:  # the monitor forgets what was taken back
             level = 1 + sum(abs(step - at) <= self._guard.window for at in followed.rewound)

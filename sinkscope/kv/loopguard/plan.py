@@ -1,6 +1,6 @@
-"""What a cache keeps when LoopGuard intervenes: anchors, a sparse history, recent tokens without the repeating tail.
+"""What a cache keeps when LoopGuard intervenes: anchors, a sparse history, and recent tokens but no repeating tail.
 
-LoopGuard, section 5.3, Eqs. 10 and 11. Plain numbers in and out: positions are true positions in a row, 0 the first.
+LoopGuard, section 5.3, Eqs. 10 and 11. Works on plain numbers: positions are true positions in a row, from 0.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ Clean = Literal["tail", "repeats"]
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """How many tokens of which kind are kept. The paper names `budget` and `anchors` and leaves the other fields open.
+    """How many tokens of each kind are kept. The paper specifies `budget` and `anchors` and leaves the rest open.
 
     Attributes:
-        budget: largest number of tokens right after an intervention (B).
-        anchors: number of first positions, which are always kept (N_anchor).
-        recent: length of the recent window (R), as in the paper: recent tokens come from the last R tokens, and a loop
-            that fills them leaves no clean one. None: the latest clean tokens are the recent ones, wherever they are,
-            and the history is what is clean before them.
-        recent_budget: number of recent tokens kept at level 0. By default seven eighths of what the anchors leave:
-            models copy badly from tokens whose neighbours are missing. With a recent window, half the window, "a small
-            amount of local context", and never more than half of what the anchors leave.
+        budget: Largest number of tokens right after an intervention (B).
+        anchors: Number of first positions, which are always kept (N_anchor).
+        recent: Length of the recent window (R), as in the paper: recent tokens come from the last R tokens, so a loop
+            that fills the window leaves no clean ones. None takes the latest clean tokens, wherever they are, and the
+            clean tokens before them are the history.
+        recent_budget: Number of recent tokens kept at level 0. By default seven eighths of what the anchors leave,
+            because models copy badly from tokens whose neighbours are missing. With a recent window, half the window
+            ("a small amount of local context"), but at most half of what the anchors leave.
         recent_pick: "latest" takes the clean tokens nearest to the end, for a smooth continuation; "uniform" spreads
             the choice over the recent window, and needs one.
-        clean: which tokens are bad. "tail" is the paper's rule: blocks that repeat at the end are removed from the
-            recent window, and with a window earlier parts of the loop stay in the history. "repeats" is ours: besides
-            these blocks, it removes from recent window and history every token of prompt and output that ends an
-            n-gram which the row had before. It also finds copies further back, copies in the prompt, and copies that
-            differ a little.
-        max_level: cap of the aggressiveness level. Every level halves the recent budget, so the default ends at an
+        clean: Which tokens count as bad. "tail" is the paper's rule: blocks that repeat at the end are removed from the
+            recent window, and with a window, earlier parts of the loop stay in the history. "repeats" is an addition:
+            it also removes, from recent window and history, every token of prompt and output that ends an n-gram seen
+            earlier in the row. It thus also finds copies further back, copies in the prompt, and copies that differ
+            slightly.
+        max_level: Cap on the aggressiveness level. Each level halves the recent budget, so the default goes down to an
             eighth.
     """
 
@@ -52,7 +52,7 @@ class Retention:
         """Refuse settings that cannot work.
 
         Raises:
-            SinkscopeError: a field is wrong; the message names the first one and what was expected.
+            SinkscopeError: A field is invalid; the message names the first one and what was expected.
         """
         check_fields(self)
         if self.budget <= self.anchors:
@@ -89,13 +89,13 @@ class Retention:
 
 @dataclass(frozen=True)
 class Plan:
-    """The tokens that are kept of one row.
+    """The tokens kept in one row.
 
     Attributes:
-        keep: positions in rising order.
-        anchors: how many of them are anchors.
-        sparse: how many of them are a sample of the history.
-        recent: how many of them are recent.
+        keep: Kept positions, ascending.
+        anchors: How many of them are anchors.
+        sparse: How many of them are sampled from the history.
+        recent: How many of them are recent.
     """
 
     keep: tuple[int, ...]
@@ -114,16 +114,16 @@ def plan(
 ) -> Plan:
     """Choose the positions to keep.
 
-    The history is sampled among the positions that the cache still holds. At the second intervention, a sample of all
+    The history is sampled from the positions that the cache still holds. At a second intervention, a sample of all
     positions would contain few of those that the first one left.
 
     Args:
-        held: positions in the cache, ascending.
-        length: tokens of the row so far; the recent window ends there.
-        bad: ranges [start, stop) of positions to remove; with `clean="tail"` and a recent window only from
-            this one.
-        retention: budgets.
-        level: aggressiveness, from 0; a level above `max_level` counts as `max_level`.
+        held: Positions in the cache, ascending.
+        length: Number of tokens in the row so far; the recent window ends there.
+        bad: Ranges [start, stop) of positions to remove; with `clean="tail"` and a recent window, only within the
+            window.
+        retention: Budgets.
+        level: Aggressiveness, from 0; a level above `max_level` counts as `max_level`.
 
     Returns:
         At most `retention.budget` positions; every anchor that the cache holds is among them, even if it is bad.
@@ -157,7 +157,7 @@ def repeated(tokens: Sequence[int], n: int) -> list[int]:
 
 
 def uniform(positions: Sequence[int], count: int) -> list[int]:
-    """Choose `count` of the positions, evenly spaced by rank: the middle one of each of `count` equal parts."""
+    """Choose `count` positions, evenly spaced by rank: the middle one of each of `count` equal parts."""
     total = len(positions)
     if count >= total:
         return list(positions)
@@ -165,7 +165,7 @@ def uniform(positions: Sequence[int], count: int) -> list[int]:
 
 
 def spans(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Join rising positions to ranges [start, stop)."""
+    """Join ascending positions into ranges [start, stop)."""
     ranges: list[tuple[int, int]] = []
     for position in positions:
         if ranges and ranges[-1][1] == position:

@@ -1,4 +1,4 @@
-"""What LoopGuard does beside cutting the cache: it bans n-grams, and takes a loop back from the output."""
+"""What LoopGuard does besides cutting the cache: it bans n-grams and removes a loop from the output."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Ban:
     """N-grams that a row may not write for some time.
 
     Attributes:
-        until: number of the generated token up to which the ban holds.
-        following: the tokens that complete an n-gram, by the tokens before them.
+        until: Number of the generated token up to which the ban holds.
+        following: Tokens that complete a banned n-gram, keyed by the tokens before them.
     """
 
     until: int = 0
     following: dict[tuple[int, ...], set[int]] = field(default_factory=dict)
 
     def add(self, tokens: Sequence[int], length: int, until: int) -> None:
-        """Also ban every n-gram of `tokens` of this length, and prolong the ban."""
+        """Also ban every n-gram of `tokens` of this length, and extend the ban."""
         self.until = until
         for end in range(length - 1, len(tokens)):
             self.following.setdefault(tuple(tokens[end - length + 1 : end]), set()).add(tokens[end])
@@ -41,11 +41,11 @@ class Ban:
 
 @dataclass(eq=False)
 class Rewinder(StoppingCriteria):
-    """Passes what a guard takes back to whoever generates: `generate` runs in pieces, and ends where a loop was found.
+    """Tells the generating code what a guard removes: `generate` runs in pieces, each ending where a loop was found.
 
     Attributes:
-        allowance: number of tokens that may still be taken back; None: nobody generates in pieces.
-        keep: number of tokens, prompt included, that stay; None: nothing has to be taken back.
+        allowance: Number of tokens that may still be removed. None if generation does not run in pieces.
+        keep: Number of tokens to keep, including the prompt. None if nothing has to be removed.
     """
 
     allowance: int | None = None
@@ -65,25 +65,25 @@ def generate_in_pieces(
     fixed: bool = False,
     **options: Any,
 ) -> Any:
-    """Call `model.generate`; under `LoopGuard(rewind=True)` as often as loops are taken back.
+    """Call `model.generate`; under `LoopGuard(rewind=True)`, again each time a loop is removed from the output.
 
-    At a loop the piece ends, ids and cache are cut back to where the second copy began, and the next piece goes on from
-    there, up to the same total of new tokens. At most `max_new_tokens` tokens are taken back in all, so the cost is at
-    most twice that of the answer; later loops are only cut from the cache.
+    At a loop the piece ends, ids and cache are cut back to where the second copy began, and the next piece continues
+    from there, up to the same total of new tokens. At most `max_new_tokens` tokens are removed in all, so the cost is
+    at most twice that of the answer; later loops are only cut from the cache.
 
     Args:
-        run: what acts on the model, if anything does.
-        model: the Hugging Face model.
-        ids: the prompt, one row under such a guard.
-        max_new_tokens: largest number of new tokens.
-        fixed: the answer is given, so nothing is taken back.
-        options: passed on to `model.generate`.
+        run: The run that acts on the model, if any.
+        model: The Hugging Face model.
+        ids: Token ids of the prompt; a single row under such a guard.
+        max_new_tokens: Maximum number of new tokens.
+        fixed: Whether the answer is given in advance, so that nothing may be removed.
+        options: Further arguments of `model.generate`.
 
     Returns:
-        What the last call of `model.generate` returned; its ids are those of the whole answer.
+        The output of the last call of `model.generate`, with the ids of the whole answer.
 
     Raises:
-        SinkscopeError: there are several rows, or a streamer, which has shown tokens that are taken back.
+        SinkscopeError: There are several rows, or a streamer is given, which would show tokens that are later removed.
     """
     session: Any = getattr(run, "session", None)
     rewinder: Rewinder | None = getattr(session, "rewinder", None)

@@ -1,8 +1,8 @@
 """A conversation over turns on one cache (Li et al. 2025, LoopServe, algorithm 4), which can be saved and continued.
 
-The paper feeds the previous answer again, together with the new input, along the lines of all these queries:
-`answers="recompute"`. The keys and values that decoding put into the cache are cut off first. `answers="keep"` leaves
-them there.
+In the paper, the model reads the previous answer again together with the new input, along lines chosen for all these
+queries: `answers="recompute"`. The keys and values that decoding put into the cache are cut off first.
+`answers="keep"` leaves them there.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ _MARK = "ANSWER-0f3b71"
 
 @dataclass(eq=False)
 class Noting(Intervention):
-    """Owns the cache of a turn and notes what happens; it is entered before the conversation's edit.
+    """Owns the cache of a turn and records what happens; it is entered before the conversation's edit.
 
     Attributes:
-        before: the cache before the turn.
-        cache: the cache on which the turn runs.
-        gaps: close the gaps of padding before the new tokens, because a policy looks at neighbouring slots.
-        lines: chosen lines by layer and row.
-        reads: tokens that each decoding step attended to, row by row.
-        steps: number of the latest forward call.
-        read: layers of a cache of transformers when the prompt had been read.
-        prompted: what edits knew when the prompt had been read.
-        answered: what they knew at the end of the turn.
-        over: rows of a batch whose answers have ended: their cache, what edits knew of them, and the latest call.
+        before: The cache before the turn.
+        cache: The cache on which the turn runs.
+        gaps: Close the gaps of padding before the new tokens, because a policy looks at neighbouring slots.
+        lines: Chosen lines by layer and row.
+        reads: Tokens that each decoding step attended to, row by row.
+        steps: Number of the latest forward call.
+        read: Layers of a transformers cache right after the prompt was read.
+        prompted: State of the edits right after the prompt was read.
+        answered: State of the edits at the end of the turn.
+        over: Rows of a batch whose answers have ended: their cache, state of the edits, and latest call.
     """
 
     before: Held
@@ -110,7 +110,7 @@ class Noting(Intervention):
             self.reads.append([sum(each) / len(each) for each in shown])
 
     def take(self, row: int) -> None:
-        """Keep a row of a batch as it is now; it goes on as padding."""
+        """Save a row of a batch as it is now; the row continues as padding."""
         assert self.answered is not None
         self.over[row] = (*rows.row_of(self.cache.layers, self.answered, row), self.steps)
 
@@ -127,7 +127,7 @@ class Noting(Intervention):
         return Held(tuple(layer.copy() for layer in layers), self.answered if keep else self.prompted)
 
     def held_by(self, row: int, prompt: int, keep: bool) -> Held:
-        """The same for a row of a batch."""
+        """Like `held`, for one row of a batch."""
         assert self.prompted is not None
         if row not in self.over:
             self.take(row)
@@ -141,7 +141,7 @@ class Noting(Intervention):
 
 
 def _shown(kv: Any) -> list[float]:
-    """Tokens to which the last query of each row attends, mean over kv heads."""
+    """Tokens to which the last query of each row attends, averaged over kv heads."""
     if not isinstance(kv, CacheLayer):
         return [float(kv.get_seq_length())]
     if kv.hidden is None and not kv.ragged and len(kv.keys) == 1:
@@ -150,36 +150,36 @@ def _shown(kv: Any) -> list[float]:
 
 
 class Conversation:
-    """Turns on one cache: each reads the new tokens along its own lines, and decodes from parts of the whole cache.
+    """A conversation on one cache: each turn reads new tokens along its own lines and decodes from parts of the cache.
 
     Under "recompute" a turn's queries are the previous answer and the new prompt. Under "keep" they are the last token
-    of the previous answer, which has not been through the model yet, and the new prompt. Without an edit, and with
-    every edit that hides and evicts nothing, both equal reading the whole text at once, up to rounding. Tokens that a
+    of the previous answer, which has not been through the model yet, and the new prompt. Without an edit, or with an
+    edit that hides and evicts nothing, both equal reading the whole text at once, up to rounding. Tokens that a
     policy or a guard evicts stay evicted. Under "recompute" the answer's tokens are restored, because the answer is
     read again; this includes a repetition that a guard had cut, unless `LoopGuard(rewind=True)` took it back from the
     answer, and H2O counts the attention of the answer's queries twice.
 
-    A turn that fails or is interrupted leaves the conversation as it was. Every turn enters the edit anew: the model is
-    free between turns, a budget given as a fraction is a fraction of the conversation so far, and a guard's monitor
-    begins with the turn.
+    A turn that fails or is interrupted leaves the conversation as it was. The edit is entered again for every turn, so
+    the model is unedited between turns, a budget given as a fraction is a fraction of the conversation so far, and a
+    guard's monitor starts with the turn.
 
     Args:
         model: Hugging Face, nnsight (dispatched), TransformerBridge (with `LoopServe(prefill=False)`), or `Target`.
-        edit: `LoopServe`, any policy, patch or guard, or several with `|`; None: the model as it is.
-        answers: whether the next turn reads the previous answer again ("recompute") or it stays in the cache ("keep").
-        tokenizer: for models that carry none; it is only needed for texts.
-        chat: put texts into the tokenizer's chat template, turn by turn. Earlier turns stay as the model read them,
-            even if the template would now write them differently.
-        cache: one of transformers' own caches, for contexts whose keys and values do not fit: "offloaded" keeps them in
-            the memory of the CPU, "quantized" in 4 bits (optimum-quanto or hqq), "fp8" in 8 bits. None of them can hide
-            or evict tokens.
+        edit: `LoopServe`, any policy, patch or guard, or several joined by `|`. None leaves the model unedited.
+        answers: "recompute" reads the previous answer again in the next turn; "keep" leaves it in the cache.
+        tokenizer: For models that carry none; only needed for texts.
+        chat: Format texts with the tokenizer's chat template, turn by turn. Earlier turns stay as the model read them,
+            even if the template would now format them differently.
+        cache: A transformers cache, for contexts whose keys and values do not fit in memory: "offloaded" keeps them in
+            CPU memory, "quantized" in 4 bits (optimum-quanto or hqq), "fp8" in 8 bits. None of them can hide or evict
+            tokens.
 
     Attributes:
-        turns: so far.
+        turns: The turns so far.
 
     Raises:
-        SinkscopeError: no such `answers` or `cache`, an edit that is none, no chat template, or a policy or guard
-            together with `cache`.
+        SinkscopeError: `answers`, `cache` or `edit` is invalid, there is no chat template, or a policy or guard is
+            combined with `cache`.
 
     Example:
         >>> import sinkscope as ss
@@ -216,17 +216,18 @@ class Conversation:
         return [token for turn in self.turns for token in (*turn.prompt, *turn.ids)]
 
     def ask(self, prompt: str | Sequence[int], *, max_new_tokens: int = 64, **generation: Any) -> Turn:
-        """One turn, greedy unless told otherwise; of the checkpoint's generation settings only special tokens count.
+        """Take one turn, greedily by default; only special tokens of the checkpoint's generation settings are used.
 
         Args:
-            prompt: a text, or token ids, which are taken as they are. Without `chat`, texts of later turns get no
-                special tokens (BOS), and nothing is put between turns.
-            max_new_tokens: the answer stops there at the latest.
-            generation: passed on to `model.generate`: `do_sample=True`, `streamer=...`, `eos_token_id=...`.
+            prompt: A text, or token ids, which are used unchanged. Without `chat`, texts of later turns get no special
+                tokens (BOS), and nothing is inserted between turns.
+            max_new_tokens: Maximum length of the answer in tokens.
+            generation: Further arguments of `model.generate`: `do_sample=True`, `streamer=...`, `eos_token_id=...`.
 
         Raises:
-            SinkscopeError: an empty prompt, no tokenizer, invalid token ids, a turn that exceeds the context, settings
-                of generation that the conversation sets itself or that need several rows; and whatever the edit raises.
+            SinkscopeError: The prompt is empty, there is no tokenizer, token ids are invalid, the turn exceeds the
+                context, or `generation` has settings that the conversation sets itself or that need several rows;
+                also whatever the edit raises.
         """
         return self.ask_all([self], [prompt], max_new_tokens=max_new_tokens, **generation)[0]
 
@@ -238,23 +239,23 @@ class Conversation:
         max_new_tokens: int = 64,
         **generation: Any,
     ) -> list[Turn]:
-        """One turn of each of several conversations, at once, as the rows of one batch.
+        """Take one turn of each of several conversations at once, as the rows of one batch.
 
-        Every conversation is then as if it had been asked alone, up to rounding; drawn tokens (`do_sample=True`) are
-        others. They stay conversations of their own: each can branch, be saved, and go on in another batch or alone.
+        The results equal those of asking each conversation alone, up to rounding; sampled tokens (`do_sample=True`)
+        differ. The conversations stay separate: each can branch, be saved, and continue in another batch or alone.
 
         Args:
-            chats: conversations with one model and equal edits, of any lengths.
-            prompts: one for each, as for `ask`.
-            max_new_tokens: every answer stops there at the latest.
-            generation: as for `ask`.
+            chats: Conversations of any lengths, with the same model and equal edits.
+            prompts: One prompt per conversation, as for `ask`.
+            max_new_tokens: Maximum length of each answer in tokens.
+            generation: As for `ask`.
 
         Returns:
-            A turn of each. `output` is that of the batch, whose prompts are padded on the left.
+            One turn per conversation. `output` is that of the batch, whose prompts are padded on the left.
 
         Raises:
-            SinkscopeError: as for `ask`; conversations that differ in more than their turns, one that is given twice,
-                caches of transformers, or settings that need one row. No conversation has changed then.
+            SinkscopeError: As for `ask`; also if conversations differ in more than their turns, one is given twice, one
+                uses a transformers cache, or a setting needs a single row. The conversations are then unchanged.
         """
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise SinkscopeError(f"max_new_tokens={max_new_tokens!r}: expected a whole number from 1")
@@ -263,21 +264,21 @@ class Conversation:
         return Conversation._turns(chats, new, max_new_tokens, generation)
 
     def say(self, prompt: str | Sequence[int], answer: str | Sequence[int]) -> Turn:
-        """A turn with a given answer, so that histories are the same for every model and edit.
+        """Take a turn with a given answer, so that histories are the same for every model and edit.
 
-        The conversation is then as if the model had given this answer: it is decoded token by token, and the edit acts.
+        The given answer is decoded token by token while the edit acts, as if the model had written it.
 
         Raises:
-            SinkscopeError: as for `ask`, and for an empty answer.
+            SinkscopeError: As for `ask`, or the answer is empty.
         """
         new, gold = self._prompt(prompt), self._encode(answer, "answer", special=False)
         force = LogitsProcessorList([Told([gold], len(self.ids) + len(new))])
         return Conversation._turns([self], [new], len(gold), {"logits_processor": force}, gold)[0]
 
     def branch(self) -> Conversation:
-        """Another conversation that goes on from here, such as one more question about a document that was read once.
+        """Start another conversation from here, for instance to ask several questions about one document.
 
-        Both share the keys and values so far, which no later turn changes; each adds its own.
+        Both share the keys and values so far, which later turns never change; each adds its own.
         """
         other = copy(self)
         other.turns = [*self.turns]
@@ -286,10 +287,10 @@ class Conversation:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the conversation to a folder: conversation.json, and a safetensors file that it names.
 
-        The JSON is replaced last, in one step; until then an earlier save in that folder stays valid.
+        The JSON is replaced last, in one step; until then, an earlier save in that folder stays valid.
 
         Raises:
-            SinkscopeError: nothing was said yet, or the folder cannot be written.
+            SinkscopeError: The conversation has no turns yet, or the folder cannot be written.
         """
         saved.write(path, self.target, self._edit, self.answers, self.chat, self.turns, self._held)
 
@@ -303,19 +304,19 @@ class Conversation:
         tokenizer: Any = None,
         cache: Stock | str | None = None,
     ) -> Conversation:
-        """Continue what `save` wrote, as if it had never been interrupted.
+        """Load a conversation that `save` wrote, and continue it as if it had never been interrupted.
 
         Args:
-            path: the folder.
-            model: the one it was held with.
-            edit: the edit that acts from now on. The file holds no code, so the edit it was saved with has to be given
-                again. Another one works as well (`Full()` for none); it knows nothing of earlier tokens.
-            tokenizer: as for a new conversation.
-            cache: as for a new conversation.
+            path: The folder.
+            model: The model it was held with.
+            edit: The edit that acts from now on. The file holds no code, so the edit it was saved with must be given
+                again. Another one also works (`Full()` for none), but it knows nothing of earlier tokens.
+            tokenizer: As for a new conversation.
+            cache: As for a new conversation.
 
         Raises:
-            SinkscopeError: the model is another one, the conversation was held under an edit and none is given, or the
-                files are damaged, foreign, or of another version.
+            SinkscopeError: The model is a different one, the conversation was held under an edit and none is given, or
+                the files are damaged, not a conversation, or of another version.
         """
         answers, in_template, turns, held = saved.read(path, Target.of(model, tokenizer), edit)
         chat = cls(model, edit, answers=answers, tokenizer=tokenizer, chat=in_template, cache=cache)
@@ -393,7 +394,7 @@ class Conversation:
         return ids
 
     def _pad(self) -> int:
-        """A padding token; nothing is padded, but `generate` warns if it has to choose one itself."""
+        """A padding token. Nothing is padded with it, but `generate` warns if it has to choose one itself."""
         known = [getattr(self.tokenizer, "pad_token_id", None), *self.target.end_ids]
         return next((int(token) for token in known if token is not None), 0)
 
@@ -402,7 +403,7 @@ class Conversation:
         """Refuse conversations that cannot be rows of one batch.
 
         Raises:
-            SinkscopeError: they cannot; the message says why.
+            SinkscopeError: They cannot; the message says why.
         """
         if not chats or isinstance(prompts, str) or len(chats) != len(prompts):
             raise SinkscopeError(f"{len(chats)} conversations and {len(prompts)} prompts: give one prompt for each")
@@ -425,7 +426,7 @@ class Conversation:
                 )
 
     def _said(self, new: list[int], answer: list[int], seen: int, row: int | None, noting: Noting, run: Run) -> Turn:
-        """The turn of this conversation, from what was noted of a row; None: it was alone."""
+        """The turn of this conversation, from what was recorded of a row; None if it ran alone."""
         i = row or 0
         last = math.inf if row is None else noting.over[i][2]
         reads = [each[i] for each in noting.reads[: None if row is None else len(answer) - 1]]
@@ -449,7 +450,7 @@ class Conversation:
         generation: dict[str, Any],
         gold: list[int] | None = None,
     ) -> list[Turn]:
-        """A turn of each conversation, in one batch."""
+        """Take a turn of each conversation, in one batch."""
         first, count = chats[0], len(chats)
         target, edit, keep = first.target, first._edit, first.answers == "keep"
         for chat, prompt in zip(chats, new, strict=True):
@@ -510,16 +511,16 @@ def _padded(
 
 
 def _gaps(seen: list[int], asked: list[int], edit: Intervention | None) -> tuple[bool, bool]:
-    """Whether padding stands between past and new tokens of a row, and whether it has to be closed.
+    """Whether padding lies between past and new tokens of a row, and whether that gap has to be closed.
 
-    It is closed for a policy. There is then one more place of padding, so that every row has a gap, and all are closed.
+    Gaps are closed for a policy. One more padding token is then added, so that every row has a gap and all are closed.
     """
     gaps = any(seen) and (len(set(seen)) > 1 or len(set(asked)) > 1)
     return gaps, gaps and edit is not None and any(isinstance(part, Policy) for part in edit.parts)
 
 
 def _ends(ids: Any) -> list[int]:
-    """Ids that end an answer, of the one, the several or None that a generation configuration has."""
+    """Ids that end an answer, from a generation configuration's single id, list of ids or None."""
     return list(ids) if isinstance(ids, list | tuple) else [] if ids is None else [int(ids)]
 
 
@@ -532,7 +533,7 @@ def _kind(cache: Stock | str | None, edit: Intervention | None) -> Any:
     """The kind of cache, checked.
 
     Raises:
-        SinkscopeError: there is no such cache, or the edit has a cache of its own.
+        SinkscopeError: There is no such cache, or the edit has a cache of its own.
     """
     if cache is not None and cache not in get_args(Stock):
         raise SinkscopeError(f'cache={cache!r}: expected "offloaded", "quantized", "fp8", or None')

@@ -1,4 +1,4 @@
-"""Several conversations as the rows of one cache, and back: only padding on the left comes and goes."""
+"""Join several conversations as the rows of one cache and split them again; only left padding is added or removed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ State = tuple[dict[str, int], dict[str, Tensor]]
 
 
 def joined(held: Sequence[Held], windowed: bool, spare: int = 0) -> Held:
-    """The caches of several conversations of one row as one cache, padded on the left to the longest.
+    """Join the caches of several single-row conversations into one, padded on the left to the longest.
 
     Args:
-        held: of the conversations; some may be empty.
-        windowed: whether layers have a sliding window, which stock masks measure in columns, with the padding.
-        spare: places of padding in front of all rows.
+        held: What each conversation holds; some may be empty.
+        windowed: Whether layers have a sliding window, which stock masks measure in columns, including padding.
+        spare: Number of padding columns in front of all rows.
     """
     known = [each for each in held if each.sequence is not None]
     if len(held) == 1 or not known:
@@ -51,7 +51,7 @@ def joined(held: Sequence[Held], windowed: bool, spare: int = 0) -> Held:
 
 
 def _memory(sequences: Sequence[positions.Sequence]) -> dict[Any, Memory]:
-    """What edits keep of each row, by the key of the edit."""
+    """What edits remember of each row, by the edit's key."""
     keys = dict.fromkeys(key for each in sequences for key in each.memory)
     return {key: Memory(_stacked([each.memory.get(key, {}) for each in sequences])) for key in keys}
 
@@ -66,7 +66,7 @@ def _left(held: Tensor, width: int, fill: int = 0, dim: int = -1) -> Tensor:
 
 
 def _stacked(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Values of all rows, by name; NaN or False where a row has none yet."""
+    """Values of all rows, by name; NaN or False if a row has none yet."""
     like = {name: tensor for row in rows for name, tensor in row.items()}
     blank = {name: torch.full_like(t, math.nan if t.is_floating_point() else 0) for name, t in like.items()}
     return {name: torch.cat([row.get(name, blank[name]) for row in rows]) for name in like}
@@ -93,7 +93,7 @@ def _layer(rows: Sequence[CacheLayer], windowed: bool, spare: int) -> CacheLayer
 
 
 def row_of(layers: Sequence[CacheLayer], sequence: positions.Sequence, row: int) -> tuple[list[State], Held]:
-    """One row of a cache, copied, without padding: the states of its layers, and the rest of what is held."""
+    """A copy of one row of a cache, without padding: the states of its layers, and the rest of what is held."""
     states: list[State] = []
     for whole in layers:
         layer = whole.copy()
@@ -129,11 +129,11 @@ def alone(states: Sequence[State], hidden: bool) -> tuple[CacheLayer, ...]:
 
 
 class Ends(StoppingCriteria):
-    """Takes every row out of the cache when its answer ends, before it goes on as padding; stops nothing.
+    """Takes each row out of the cache when its answer ends, before it continues as padding; never stops generation.
 
     Args:
-        ends: token ids that end an answer.
-        take: called with the numbers of rows whose answers end here.
+        ends: Token ids that end an answer.
+        take: Called with the indices of rows whose answers end at this token.
     """
 
     def __init__(self, ends: Sequence[int], take: Any) -> None:

@@ -1,7 +1,7 @@
-"""What a conversation holds between turns, and its folder: conversation.json beside a safetensors file that it names.
+"""What a conversation holds between turns, and its folder: conversation.json and a safetensors file that it names.
 
-The tensor file's name is the sha256 of its content. A new one never takes the place of the old one, and the JSON is
-replaced last, in one step. The folder therefore holds one whole conversation whenever the power fails.
+The tensor file's name is the sha256 of its content. A new file never overwrites the old one, and the JSON is replaced
+last, in one step. The folder therefore holds one complete conversation even if the power fails in between.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class TurnRecord:
     """One turn of a conversation, without tensors.
 
     Attributes:
-        prompt: token ids of the prompt.
-        ids: token ids of the answer, with the end of sequence if it was generated.
-        text: the answer as text, without special tokens; None: there is no tokenizer.
-        prompt_tokens: length of the whole conversation when the answer begins.
-        queries: tokens read before the answer, all in one pass: the part of the previous answer that has to be read,
-            and `prompt`.
-        events: what the edit did; `step` counts the forward calls of the turn.
-        read: tokens that a decoding step attended to, its own included: mean over steps, layers and kv heads; None:
-            the answer is a single token, which the prompt gives.
+        prompt: Token ids of the prompt.
+        ids: Token ids of the answer, including the end-of-sequence token if it was generated.
+        text: The answer as text, without special tokens. None without a tokenizer.
+        prompt_tokens: Length of the whole conversation, in tokens, when the answer begins.
+        queries: Number of tokens read in one pass before the answer: the part of the previous answer that has to be
+            read, and `prompt`.
+        events: What the edit did; `step` counts the turn's forward calls.
+        read: Tokens that a decoding step attended to, including its own, averaged over steps, layers and kv heads.
+            None if the answer is a single token, which follows from the prompt without a decoding step.
     """
 
     prompt: tuple[int, ...]
@@ -67,9 +67,9 @@ class Turn(TurnRecord):
     """One turn of a conversation.
 
     Attributes:
-        lines: for each layer the lines along which these queries attended, without the last ones if these attend to
-            everything (`dense_rows`); None where attention was dense.
-        output: what `model.generate` returned; None in a conversation that was loaded.
+        lines: For each layer, the lines along which the queries attended, except last queries that attend to
+            everything (`dense_rows`). None where attention was dense.
+        output: What `model.generate` returned. None in a conversation that was loaded.
     """
 
     lines: tuple[HeadLines | None, ...] = field(repr=False)
@@ -78,12 +78,12 @@ class Turn(TurnRecord):
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """The cache after a turn, and what edits know of its tokens. It never changes, so a turn can be abandoned.
+    """The cache after a turn, and what edits know about its tokens. It is immutable, so a turn can be abandoned.
 
     Attributes:
-        layers: layers of the cache, `CacheLayer` or those of transformers; none before the first turn.
-        sequence: its tokens.
-        kind: of transformers' own caches; None: `CacheLayer`, in which tokens can be hidden and evicted.
+        layers: Layers of the cache, either `CacheLayer` or those of transformers; empty before the first turn.
+        sequence: Its tokens.
+        kind: Kind of transformers cache. None means `CacheLayer`, whose tokens can be hidden and evicted.
     """
 
     layers: tuple[Any, ...] = ()
@@ -96,7 +96,7 @@ class Held:
         return int(self.layers[0].get_seq_length()) if self.layers else 0
 
     def cache(self, target: Target) -> Any:
-        """A cache to continue with. Tensors are shared: whatever happens to a layer, new ones take their place."""
+        """A cache to continue with. Tensors are shared, because changes to a layer always create new ones."""
         from transformers import DynamicCache
 
         cache: Any = DynamicCache() if self.kind is None else stock_cache(self.kind, target)
@@ -106,7 +106,7 @@ class Held:
         return cache
 
     def to(self, kind: Stock | None, target: Target) -> Held:
-        """The same keys and values in another kind of cache; only whole layers that are not quantised can be moved."""
+        """The same keys and values in another kind of cache; only whole, unquantised layers can be moved."""
         if kind == self.kind or self.sequence is None:
             return replace(self, kind=kind)
         cache: Any = Held(kind=kind).cache(target)
@@ -131,15 +131,15 @@ class Held:
 
 
 def offloads(target: Target) -> bool:
-    """Whether anything has to be moved; beside a model on the CPU the cache lies there already."""
+    """Whether anything has to be moved; with a model on the CPU, the cache is already there."""
     return target.device.type != "cpu"
 
 
 def stock_cache(kind: Stock, target: Target) -> Any:
-    """An empty cache of transformers.
+    """Make an empty transformers cache.
 
     Raises:
-        SinkscopeError: no package that quantises is installed, or the model has layers that cannot be quantised.
+        SinkscopeError: No quantisation package is installed, or the model has layers that cannot be quantised.
     """
     from transformers import DynamicCache, QuantizedCache
 
@@ -190,7 +190,7 @@ def check_ids(ids: Iterable[Any], target: Target, where: str) -> None:
     """Refuse token ids for which the model has no embedding.
 
     Raises:
-        SinkscopeError: an id that is no whole number, or out of range; `where` begins the message.
+        SinkscopeError: An id is not a whole number, or is out of range; the message begins with `where`.
     """
     size = int(target.config.vocab_size)
     for token in ids:
@@ -212,7 +212,7 @@ def write(
     """Write the folder.
 
     Raises:
-        SinkscopeError: there is nothing to save, or the folder cannot be written.
+        SinkscopeError: There is nothing to save, or the folder cannot be written.
     """
     if (sequence := held.sequence) is None:
         raise SinkscopeError("nothing was said yet, so there is nothing to save: ask something first")
@@ -260,10 +260,10 @@ def write(
 def read(
     path: str | os.PathLike[str], target: Target, edit: Intervention | None
 ) -> tuple[Answers, bool, list[Turn], Held]:
-    """Read the folder: how answers are kept, whether texts go into the chat template, the turns, and the cache.
+    """Read the folder: how answers are kept, whether a chat template is used, the turns, and the cache.
 
     Raises:
-        SinkscopeError: the folder holds no conversation, one of another model or version, or damaged files; or `edit`
+        SinkscopeError: The folder holds no conversation, one of another model or version, or damaged files; or `edit`
             is missing.
     """
     folder = Path(path)
@@ -360,7 +360,7 @@ def _held(content: _Content, tensors: dict[str, Tensor], target: Target, edit: s
 
 
 def _under(start: str, tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The tensors whose names begin so, under the rest of their names."""
+    """The tensors whose names have this prefix, keyed by the rest of the name."""
     return {name.removeprefix(start): held.to(device) for name, held in tensors.items() if name.startswith(start)}
 
 

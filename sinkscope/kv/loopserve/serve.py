@@ -36,26 +36,26 @@ _FOLLOWERS: WeakKeyDictionary[Run, Callable[[int, int, HeadLines], None]] = Weak
 
 
 def follow_lines(run: Run, fn: Callable[[int, int, HeadLines], None]) -> None:
-    """Call `fn(layer, row, lines)` for every row of a prompt that is read along lines; a run has one such `fn`."""
+    """Call `fn(layer, row, lines)` for every prompt row that is read along lines; a run has one such `fn`."""
     _FOLLOWERS[run] = fn
 
 
 @dataclass(frozen=True, eq=False)
 class SparsePrompts:
-    """Attention of prompts along lines, row by row, with an event of kind "prefill" for every row and layer.
+    """Reads prompts along lines, row by row, and logs an event of kind "prefill" for every row and layer.
 
     Attributes:
-        name: name of the intervention, for errors.
-        choose: returns lines for `query [head query d_head]`, `key [kv_head key d_head]`, the factor on the scores and
-            the layer.
-        dense_above: share of computed cells above which a head is dense; None: that of the kernel.
-        shortest: prompts with fewer keys are read by the model's own attention.
-        dense_rows: number of queries at the end that attend to everything.
-        kernel: as for `sparse_attention`.
-        in_blocks: whether other devices than a CPU use the loop over blocks. If not, prompts on devices without
+        name: Name of the intervention, for errors.
+        choose: Function that returns lines for `query [head query d_head]`, `key [kv_head key d_head]`, the factor on
+            the scores and the layer.
+        dense_above: Share of computed cells above which a head is dense. None uses the kernel's default.
+        shortest: Prompts with fewer keys are read by the model's own attention.
+        dense_rows: Number of queries at the end that attend to everything.
+        kernel: As for `sparse_attention`.
+        in_blocks: Whether devices other than a CPU may use the loop over blocks. If not, prompts on devices without
             Triton and FlexAttention are read by the model's own attention.
-        held_out: numbers of the queries on which to look what the lines hold, for numbers of queries and keys and a
-            layer; None: nobody looks.
+        held_out: Function of the numbers of queries and keys and the layer; it returns the indices of queries on which
+            to measure how much attention the lines hold. None skips the measurement.
     """
 
     name: str
@@ -71,7 +71,7 @@ class SparsePrompts:
         """Replace the attention of prompts.
 
         Raises:
-            UnsupportedError: on a TransformerBridge.
+            UnsupportedError: The model is a TransformerBridge.
         """
         if session.target.kind == "bridge":
             more = "use prefill=False, or " if self.name == "LoopServe" else ""
@@ -119,7 +119,7 @@ class SparsePrompts:
         return whole
 
     def _row(self, row: _Row) -> tuple[list[Tensor], _Read, HeadLines]:
-        """Attention of one row, in parts that follow each other, none if every head is dense; what was read; lines."""
+        """Attention of one row in consecutive parts (none if every head is dense), what was read, and the lines."""
         query, key, value = row.query, row.key, row.value
         heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
         # A row is read as it would be alone, also if it shares a batch with longer prompts.
@@ -163,11 +163,11 @@ class SparsePrompts:
         return out, _Read(what, held), lines
 
     def _held(self, what: Sparsity, heads: int) -> _Read:
-        """Of dense heads, which lose nothing."""
+        """Shares held by dense heads, which lose nothing."""
         return _Read(what, None if self.held_out is None else torch.ones(heads))
 
     def _why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None) -> str | None:
-        """Why the model's own attention has to be used, or is better; None: lines are used."""
+        """Why the model's own attention must be used or is better; None if lines are used."""
         keys, device = prompt.key.shape[2], prompt.query.device.type
         why = None
         if device != "cpu" and not self.in_blocks:
@@ -185,7 +185,7 @@ class SparsePrompts:
 
 
 def _plain(prompt: Attention, session: Session) -> bool:
-    """Whether the model's own attention reads a prompt as fast as any: neither with a mask nor as a whole matrix."""
+    """Whether the model's own attention is as fast as any for a prompt: it needs neither a mask nor a whole matrix."""
     view = prompt.view
     assert view is not None
     same = prompt.query.shape[2] == prompt.key.shape[2] and bool((view.query_pos >= 0).all())
@@ -197,7 +197,7 @@ class _Row:
     """Queries, keys and values of one row of a prompt, without padding and holes.
 
     Attributes:
-        real: which of the padded queries these are; None: all.
+        real: Which of the padded queries these are. None means all.
     """
 
     query: Float[Tensor, "head query d_head"]
@@ -209,7 +209,7 @@ class _Row:
 
     @classmethod
     def of(cls, prompt: Attention, row: int) -> _Row | None:
-        """A row of a prompt; None: it is padding alone."""
+        """A row of a prompt; None if it is all padding."""
         view = prompt.view
         assert view is not None
         real, held = view.query_pos[row] >= 0, view.pos[row, 0] >= 0
@@ -253,7 +253,7 @@ class _Read:
 
 @dataclass(eq=False)
 class _Reads:
-    """Tokens of one cache that decoding steps attended to, per row, mean over layers and kv heads."""
+    """Tokens of one cache that decoding steps attended to, per row, averaged over layers and kv heads."""
 
     steps: int = 0
     total: Float[Tensor, " batch"] | None = None
@@ -274,9 +274,9 @@ _RECORDS: WeakKeyDictionary[Run, _Record] = WeakKeyDictionary()
 
 
 def tokens_read(run: Run) -> list[list[float]]:
-    """Tokens that a decoding step attends to, its own included, for each cache of the run and each of its rows.
+    """Tokens that a decoding step attends to, including its own, for each cache of the run and each of its rows.
 
-    They are means over steps, layers and kv heads. The list is empty if the run has no `Progressive` or `LoopServe`.
+    They are averaged over steps, layers and kv heads. The list is empty if the run has no `Progressive` or `LoopServe`.
     """
     record = _RECORDS.get(run)
     found = [] if record is None else record.reads
@@ -284,13 +284,13 @@ def tokens_read(run: Run) -> list[list[float]]:
 
 
 def said_of_prompts(name: str, run: Run) -> str:
-    """One sentence on what was computed of the attention of prompts."""
+    """One sentence on how much of the prompts' attention was computed."""
     shares = [event.data.get("attended", 1.0) for event in run.events if event.kind == "prefill"]
     return f"{name} computed {fmean(shares):.0%} of the attention of prompts." if shares else ""
 
 
 def said_of_steps(name: str, run: Run) -> str:
-    """One sentence on what decoding steps read."""
+    """One sentence on how much decoding steps read."""
     read = [tokens for rows in tokens_read(run) for tokens in rows]
     held = max((one.read_tokens for one in run.usage), default=0)
     return f"{name} read {fmean(read):,.0f} of up to {held:,} tokens in a decoding step." if read else ""
@@ -299,22 +299,22 @@ def said_of_steps(name: str, run: Run) -> str:
 @register_policy("progressive")
 @dataclass(frozen=True, kw_only=True)
 class Progressive(Policy):
-    """Read only the part of the cache that the latest queries attend to, chosen again after every `every` tokens.
+    """Read only the part of the cache that the latest queries attend to; choose it again every `every` tokens.
 
     Attributes:
-        every: tokens between selections, and number of queries that vote in each (n_d).
-        after: decoding steps before the first selection. 16: these steps read everything, as in the paper's text. 0:
-            the last queries of the prompt select when it has been read.
+        every: Tokens between selections, and number of queries that vote in each (n_d).
+        after: Decoding steps before the first selection. With 16, these steps read everything, as in the paper's
+            text. With 0, the last queries of the prompt select as soon as it has been read.
         mode: "select" keeps the whole cache. "evict" frees tokens that are not chosen; they cannot come back.
-        gather: copy the selected keys and values once per selection, so that the steps between read and append to the
-            copy only. `run.usage` counts the tokens of the whole cache, and the bytes of both. The cache is whole again
-            at the next turn and when the run ends. Without `gather` a mask hides the other tokens, which takes longer.
-        per_head: every query head reads the tokens that it attends to most itself. By default the query heads that
-            share a kv head read the same ones, those to which they attend most in the mean. It gathers no copy.
+        gather: Copy the selected keys and values once per selection, so that the steps in between read and extend only
+            the copy. `run.usage` counts the tokens of the whole cache, and the bytes of both. The cache is restored at
+            the next turn and when the run ends. Without `gather` a mask hides the other tokens, which is slower.
+        per_head: Every query head reads the tokens that it attends to most. By default, query heads that share a kv
+            head read the same tokens: those with the highest mean attention. No copy is made with `per_head`.
 
     Raises:
-        SinkscopeError: an interval below 1, a negative `after`, and as for every policy.
-        UnsupportedError: beam search, as soon as it exchanges rows.
+        SinkscopeError: The interval is below 1, `after` is negative, or a setting of the base policy is invalid.
+        UnsupportedError: Beam search reorders rows.
 
     Example:
         >>> Progressive(budget=1024).every
@@ -344,14 +344,14 @@ class Progressive(Policy):
         return int(self.every)
 
     def enter(self, run: Run, key: int) -> None:
-        """Enter as every policy does; besides, a new prompt sees the whole cache."""
+        """Enter like any policy; in addition, a new prompt sees the whole cache."""
         super().enter(run, key)
         record = _RECORDS.setdefault(run, _Record())
         Session.of(run).before_prompt(lambda moment: self._open(moment.layers))
         run.stack.callback(lambda: self._open(list(record.layers)))
 
     def told(self, run: Run) -> str:
-        """The tokens that a decoding step read, and those that were held."""
+        """The tokens that a decoding step read, and those held in the cache."""
         return f"{said_of_steps(type(self).__name__, run)} {super().told(run)}".strip()
 
     def watch(self, session: Session, key: int) -> None:
@@ -424,7 +424,7 @@ class Progressive(Policy):
                 kv.select(None)
 
     def _count(self, memory: dict[Any, Any], layers: list[CacheLayer], at: int) -> None:
-        """Note how many tokens are read from here on, before new ones come."""
+        """Record how many tokens are read from here on, before new ones arrive."""
         shown: list[Tensor] = []
         for kv in layers:
             shown.append(kv.readable.sum(-1).float().mean(1).to(layers[0].pos.device))
@@ -432,7 +432,7 @@ class Progressive(Policy):
 
 
 class LoopServeDecoding(Progressive):
-    """The decoding half; its own class, so that errors name what the user wrote."""
+    """The decoding half of LoopServe; a class of its own, so that errors name what the user wrote."""
 
 
 LoopServeDecoding.__name__ = "LoopServe"
@@ -440,56 +440,57 @@ LoopServeDecoding.__name__ = "LoopServe"
 
 @dataclass(frozen=True, kw_only=True)
 class LoopServe(Intervention):
-    """Choose lines of attention for every prompt and head, compute only those, and decode from a part of the cache.
+    """Choose lines of attention for every prompt and head, compute only those, and decode from part of the cache.
 
-    A prompt is every call with several tokens. In a dialogue over one cache these are the new turn's tokens, which
+    A prompt is any call with several tokens. In a dialogue on one cache it consists of the new turn's tokens, which
     attend to the whole context along their own lines. With `alpha=1` and a budget that covers everything, the model's
     output does not change.
 
-    The defaults are those with which the right answer is kept at the fewest cells (docs/papers/loopserve.md); what the
-    paper prints is `LoopServe.paper()`.
+    The defaults are the settings that preserve the right answer with the fewest cells (docs/papers/loopserve.md).
+    `LoopServe.paper()` uses the paper's settings.
 
     Every prompt logs an event of kind "prefill" per row and layer. Its `data` has "keys", "queries" and either "dense"
     (the reason why the model's own attention read it) or "cells" and "computed" (shares of the causal cells, mean over
-    heads), "attended" (as "cells", with dense heads counted as 1), "dense_heads" (number of heads for which computing
+    heads), "attended" (like "cells", but counting dense heads as 1), "dense_heads" (number of heads for which computing
     everything is faster) and "kernel" (what computed the others). It also has what was lost: "recovered", the share of
     the attention weight that each head's lines hold for 16 queries that were not sampled (1 for dense heads), and
     "last_error", the error of the layer's attention output at the last query, as a share of its norm (0 with
-    `dense_rows`). If the mean of "recovered" over a run is below alpha, a warning says so at its end.
-    `tokens_read` says of decoding what "cells" says of prompts.
+    `dense_rows`). If the mean of "recovered" over a run is below alpha, a warning says so at the end.
+    `tokens_read` is the counterpart of "cells" for decoding.
 
     Attributes:
-        alpha: share of the sampled attention weight that the lines hold (0.955 in the paper's main results, which finds
+        alpha: Share of the sampled attention weight that the lines hold (0.955 in the paper's main results, which finds
             0.99 to 1 best in its own sweep).
-        budget: tokens that each layer and kv head reads while decoding, besides those since the last selection.
-        interval: tokens between selections, and number of queries that vote (n_d).
-        sample: number of queries whose attention decides which lines are chosen.
-        recent: how many of these are the last of those that are read along lines; the others are drawn.
-        dense_rows: number of queries at the end of the prompt that attend to everything. They are not sampled. With 0,
+        budget: Tokens that each layer and kv head reads while decoding, besides those since the last selection.
+        interval: Tokens between selections, and number of queries that vote (n_d).
+        sample: Number of queries whose attention decides which lines are chosen.
+        recent: How many sampled queries are the last ones read along lines; the others are drawn at random.
+        dense_rows: Number of queries at the end of the prompt that attend to everything. They are not sampled. With 0,
             as in the paper, keys to which only the end of the prompt attends may lie on no line, for instance the facts
-            that a question asks for.
-        first: decoding steps that read everything; 0 selects as soon as the prompt has been read.
-        per_head: whether every query head reads tokens of its own while decoding (`Progressive`).
-        prefill: make prompts sparse. With `decode=False` this is the paper's "-P".
-        decode: select progressively. With `prefill=False` this is the paper's "-D".
-        variant: variant of the choice of lines, "exact" or "faithful" (`select_lines`).
-        shortest: prompts that attend to fewer keys are read by the model's own attention, which is faster there.
-        dense_above: share of computed cells above which a head is computed densely. None: 0.65, less for heads
-            narrower than 48, 0.5 on CUDA, and everything on other devices, where a loop over blocks does not pay.
-        kernel: what computes the lines, "blocks", "flex", "triton" or "auto" (`sparse_attention`).
-        seed: seed of the drawn queries. Draws also differ by layer and by the lengths of prompt and context, so every
-            turn of a conversation has its own.
-        begin: number of first tokens that all queries see. 1 in the paper.
-        local: number of latest tokens that a query sees, including itself. 1 in the paper. With fewer, a head that
+            that a question is about.
+        first: Number of initial decoding steps that read everything; 0 selects as soon as the prompt has been read.
+        per_head: Whether every query head chooses its own tokens while decoding (`Progressive`).
+        prefill: Read prompts sparsely. With `decode=False` this is the paper's "-P".
+        decode: Select tokens progressively while decoding. With `prefill=False` this is the paper's "-D".
+        variant: Variant of the choice of lines, "exact" or "faithful" (`select_lines`).
+        shortest: Prompts that attend to fewer keys are read by the model's own attention, which is faster there.
+        dense_above: Share of computed cells above which a head is computed densely. None means 0.65, less for heads
+            narrower than 48, and 0.5 on CUDA. Other devices then read densely, because a loop over blocks does not pay
+            there.
+        kernel: What computes the lines: "blocks", "flex", "triton" or "auto" (`sparse_attention`).
+        seed: Seed for drawing queries. Draws also depend on the layer and on the lengths of prompt and context, so they
+            differ between the turns of a conversation.
+        begin: Number of first tokens that all queries see. 1 in the paper.
+        local: Number of latest tokens that a query sees, including itself. 1 in the paper. With fewer, a head that
             mostly attends to the first token may lose its neighbours, because the first token alone holds alpha.
-        sharp: lines on which the attention is at least this dense are taken even if alpha is reached (`select_lines`).
+        sharp: Lines on which the attention is at least this dense are taken even if alpha is reached (`select_lines`).
             None in the paper: a row may then lose a key that holds all its attention.
-        checked: number of queries, beside the sample, whose keys are kept if a query searches for a single one
-            (`select_lines`). 0 in the paper: what one query in the middle of a prompt searches for is then lost.
+        checked: Number of queries outside the sample that are checked for a single sought key, which is then kept
+            (`select_lines`). 0 in the paper: the key that one mid-prompt query searches for is then lost.
 
     Raises:
-        SinkscopeError: alpha outside (0, 1], an interval or sample below 1, and as for every policy.
-        UnsupportedError: sparse prompts on a TransformerBridge, which computes attention itself.
+        SinkscopeError: alpha is outside (0, 1], an interval or sample is below 1, or a policy setting is wrong.
+        UnsupportedError: Prompts are sparse and the model is a TransformerBridge, which computes attention itself.
 
     Example:
         >>> LoopServe(alpha=0.99, budget=512).interval
@@ -536,11 +537,11 @@ class LoopServe(Intervention):
 
     @classmethod
     def paper(cls, budget: int | float = 1024, **given: Any) -> LoopServe:
-        """The printed algorithm 5 with the printed settings; what is given counts more.
+        """The paper's algorithm 5 with the paper's settings; values given here override them.
 
         Args:
-            budget: as for the plain constructor.
-            given: fields to set besides.
+            budget: As for the plain constructor.
+            given: Other fields to set.
 
         Example:
             >>> LoopServe.paper(budget=512).variant
@@ -590,7 +591,7 @@ class LoopServe(Intervention):
         return " ".join(filter(None, [said_of_prompts("LoopServe", run), said_of_steps("LoopServe", run)]))
 
     def _warn(self, run: Run) -> None:
-        """Say if the lines of a run's prompts hold less than they should, on queries that did not choose them."""
+        """Warn if the lines of a run's prompts hold less than they should for queries that did not choose them."""
         held = [share for event in run.events for share in event.data.get("recovered", ())]
         if held and fmean(held) < self.alpha - 0.001:
             warnings.warn(
