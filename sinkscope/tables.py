@@ -221,7 +221,8 @@ def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> di
     for name in dict.fromkeys(names):
         said = next((known[name] for known in (own, *found) if name in known), "")
         if said and (name in own or name not in PLAIN):
-            told[name] = re.split(r"; |\. (?=[A-Z])", said)[0].rstrip(".") + "."
+            short = re.split(r"; |\. (?=[A-Z])", said)[0].rstrip(".")
+            told[name] = f"{short[:1].upper()}{short[1:]}."
     return told
 
 

@@ -92,9 +92,9 @@ def test_a_result_explains_its_columns_from_its_docstrings() -> None:
         ["L1.N338", "50.0%", "1"],
         ["L1.E2.N7", "25.0%", "2"],
     ]
-    assert lines[-3:] == ["", "drop   share that is lost.", "share  a better word."]
+    assert lines[-3:] == ["", "drop   Share that is lost.", "share  A better word."]
     page = result.to_html()
-    assert "<b>Conclusion: All is well.</b>" in page and "<dt>drop</dt><dd>share that is lost.</dd>" in page
+    assert "<b>Conclusion: All is well.</b>" in page and "<dt>drop</dt><dd>Share that is lost.</dd>" in page
     assert list(pd.read_csv(io.StringIO(result.to_csv())).columns) == ["layer", "expert", "neuron", "drop", "share"]
 
 
