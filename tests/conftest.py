@@ -30,9 +30,13 @@ settings.load_profile("sinkscope")
 
 
 # A bare GPU machine has none of these: there, tests that come to need one are skipped, and all others have to pass.
-MISSING = {name for name in ("transformer_lens", "nnsight", "dill", "ray", "gguf", "numba") if find_spec(name) is None}
-OF_PARAMETER = {"bridge": "transformer_lens", "nnsight": "nnsight"}
-"""The library that a test needs which has this word among its parameters."""
+MISSING = {
+    name
+    for name in ("transformer_lens", "nnsight", "dill", "ray", "gguf", "numba", "pyarrow")
+    if find_spec(name) is None
+}
+OF_PARAMETER = {"bridge": "transformer_lens", "nnsight": "nnsight", "parquet": "pyarrow"}
+"""The library that a test needs which has this word in a parameter."""
 
 
 def needed(error: BaseException | None) -> str | None:
@@ -58,7 +62,8 @@ def skipping_what_is_missing() -> Generator[None, None, None]:
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     """Skip a test whose parameter or fixture needs what is missing."""
     words = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
-    for library in {OF_PARAMETER[word] for word in words if isinstance(word, str) and word in OF_PARAMETER} & MISSING:
+    said = {word for text in words if isinstance(text, str) for word in text.split()}
+    for library in {OF_PARAMETER[word] for word in said & OF_PARAMETER.keys()} & MISSING:
         pytest.skip(f"{library} is not installed")
     return (yield from skipping_what_is_missing())
 

@@ -154,6 +154,7 @@ def counts(found: Positions) -> tuple[int, ...]:
 def test_every_log_gives_the_same_counts(tmp_path: Path, kind: str) -> None:
     files = [put(tmp_path / "a.jsonl", rows(kind)), put(tmp_path / "b.log", [row[kind] for row in rows(kind)])]
     (tmp_path / "c.json").write_text(json.dumps(rows(kind), indent=2))
+    pytest.importorskip("pyarrow")
     pd.DataFrame(rows(kind)).to_parquet(tmp_path / "d.parquet")
     for file in (*files, tmp_path / "c.json", tmp_path / "d.parquet"):
         found = question_positions(file)

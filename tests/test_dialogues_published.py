@@ -217,6 +217,7 @@ def test_the_same_however_it_is_packed(tmp_path: Path) -> None:
     (tmp_path / "array").mkdir()
     (tmp_path / "array" / f"{task}.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     (tmp_path / "columns").mkdir()
+    pytest.importorskip("pyarrow")
     pd.DataFrame(rows).to_parquet(tmp_path / "columns" / f"{task}.parquet")
     for where in (tmp_path, file.parent, tmp_path / "array", tmp_path / "columns"):
         assert build_published(task, where).made == want

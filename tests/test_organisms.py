@@ -236,7 +236,9 @@ def test_choices_and_errors() -> None:
 def test_saved_folder_loads_unchanged(family: str, tmp_path: Any) -> None:
     o = organism(family, 4)
     o.save(tmp_path)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    as_made = o.model.config._attn_implementation
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=as_made)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokens = o.natural(2, 20)
     with torch.no_grad():
         assert torch.allclose(model(tokens).logits, o.model(tokens).logits, atol=1e-4)
@@ -256,7 +258,7 @@ def test_tiny_models(model_type: str, tmp_path: Any) -> None:
         assert torch.equal(tiny_model(model_type, 1)[0](tokens).logits, logits)
         model.save_pretrained(tmp_path)
         tokenizer.save_pretrained(tmp_path)
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
         assert torch.allclose(loaded(tokens).logits, logits, atol=1e-5)
     assert model.config.architectures == [type(model).__name__] == loaded.config.architectures
     assert AutoTokenizer.from_pretrained(tmp_path)("poem dog")["input_ids"] == tokenizer("poem dog")["input_ids"]

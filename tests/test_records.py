@@ -42,6 +42,7 @@ def put(path: Path, *rows: Any) -> Path:
 def test_the_same_records_however_they_are_packed(tmp_path: Path) -> None:
     rows = [GOOD, {**GOOD, "id": "b"}]
     files = [put(tmp_path / "a.jsonl", rows[0], "", rows[1], ""), put(tmp_path / "a.json", json.dumps(rows, indent=1))]
+    pytest.importorskip("pyarrow")
     pd.DataFrame(rows).to_parquet(tmp_path / "a.parquet")
     for file in (*files, tmp_path / "a.parquet"):
         found = read_records(file, Sample, "samples", key="id")

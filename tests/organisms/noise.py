@@ -92,7 +92,9 @@ def make_body(plan: Plan, **more: Any) -> PreTrainedModel:
         settings["rope_parameters"]["partial_rotary_factor"] = share
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
         torch.manual_seed(0)  # nothing is planted in gpt-oss's router biases: they keep their first values
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **settings))
+        # Some versions of transformers choose SDPA for Gemma 2, which drops the soft cap.
+        capped = {"attn_implementation": "eager"} if family.model_type == "gemma2" else {}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **settings), **capped)
     model.config.architectures = [type(model).__name__]
     return model.float().eval()
 
