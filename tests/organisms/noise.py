@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .plan import Plan
+from .tiny import as_trained
 from .tokens import BOS, EOS, PAD
 from .views import Layer, Views, set_norm
 
@@ -92,9 +93,8 @@ def make_body(plan: Plan, **more: Any) -> PreTrainedModel:
         settings["rope_parameters"]["partial_rotary_factor"] = share
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
         torch.manual_seed(0)  # nothing is planted in gpt-oss's router biases: they keep their first values
-        # Some versions of transformers choose SDPA for Gemma 2, which drops the soft cap.
-        capped = {"attn_implementation": "eager"} if family.model_type == "gemma2" else {}
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **settings), **capped)
+        config = AutoConfig.for_model(family.model_type, **settings)
+        model = AutoModelForCausalLM.from_config(config, **as_trained(family.model_type))
     model.config.architectures = [type(model).__name__]
     return model.float().eval()
 

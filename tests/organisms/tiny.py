@@ -67,6 +67,11 @@ MODEL_TYPES = tuple(name for name in ADAPTERS if name not in _WITH_IMAGES)
 """Every architecture that has an adapter: a new one joins all tests of families by being registered."""
 
 
+def as_trained(model_type: str) -> dict[str, str]:
+    """Options of the attention: some versions of transformers choose SDPA for Gemma 2, which drops the soft cap."""
+    return {"attn_implementation": "eager"} if model_type == "gemma2" else {}
+
+
 def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Random causal LM of `model_type` (3 layers, d_model 32, 4 heads, float32, eval) and its tokenizer."""
     if model_type not in ADAPTERS:
@@ -76,9 +81,7 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> tuple[PreTra
     config = AutoConfig.for_model(model_type, **settings)
     generator_state = torch.get_rng_state()  # the caller's random numbers stay as they were
     torch.manual_seed(seed)
-    # Some versions of transformers choose SDPA for Gemma 2, which drops the soft cap.
-    capped = {"attn_implementation": "eager"} if model_type == "gemma2" else {}
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **capped).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **as_trained(model_type)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # biases start at 0 and norms at 1: moved, so that forgetting one shows
