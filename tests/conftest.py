@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Generator
@@ -24,6 +25,7 @@ os.environ.update(  # before anything that reads them is imported
 )
 os.environ.pop("FORCE_COLOR", None)
 install("sinkscope")
+gc.disable()  # what is imported makes no garbage; see pytest_collection_finish
 torch.set_num_threads(1)  # the models are tiny: threads cost more than they bring
 settings.register_profile("sinkscope", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("sinkscope")
@@ -86,6 +88,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slow") or not isinstance(item, pytest.Function):
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(3600))
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is looked for among what the tests make, and not again and again among a million imported objects."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
