@@ -40,45 +40,50 @@ def _checked(thing: Any = None, *, typechecker: Any = None) -> Any:
 
 
 def _function(real: FunctionType) -> Callable[..., Any]:
-    code = real.__code__
-    if inner := "<locals>" in real.__qualname__:  # made anew on each call of the outer one, and beartype takes long
-        if _INNER.get(code) is False:
-            return real
-    hints = {name: _resolved(hint, real.__globals__) for name, hint in real.__annotations__.items()}
-    if all(hint is Any for hint in hints.values()):
+    if "<locals>" in real.__qualname__ and not _inner(real):
         return real
-    shaped = any(map(_names_a_shape, hints.values()))
-    if inner:
-        _INNER[code] = shaped
+    checks: list[tuple[Callable[..., Any], bool]] = []
+
+    @functools.wraps(real)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if jaxtyping.config.jaxtyping_disable:
+            return real(*args, **kwargs)
+        if not checks:  # made by the first call: beartype takes long, and most files call few functions
+            checks.append(_typed(real))
+        typed, shaped = checks[0]
         if not shaped:
-            return real
-    copy = FunctionType(code, real.__globals__, real.__name__, real.__defaults__, real.__closure__)
-    copy.__kwdefaults__, copy.__annotations__ = real.__kwdefaults__, hints
-    copy.__qualname__, copy.__module__ = real.__qualname__, real.__module__
-    typed = beartype(copy)
-
-    if shaped:
-
-        @functools.wraps(real)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True
-            if jaxtyping.config.jaxtyping_disable:
-                return real(*args, **kwargs)
-            with _context():
-                return typed(*args, **kwargs)
-
-    else:
-
-        @functools.wraps(real)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True
-            return (real if jaxtyping.config.jaxtyping_disable else typed)(*args, **kwargs)
+            return typed(*args, **kwargs)
+        with _context():
+            return typed(*args, **kwargs)
 
     return checked
 
 
+def _inner(real: FunctionType) -> bool:
+    """Whether a function inside of another one names shapes; it is made anew on each call of the outer one."""
+    if real.__code__ not in _INNER:
+        _INNER[real.__code__] = any(map(_names_a_shape, _hints(real).values()))
+    return _INNER[real.__code__]
+
+
+def _typed(real: FunctionType) -> tuple[Callable[..., Any], bool]:
+    """The function with its types checked, and whether it names shapes."""
+    hints = _hints(real)
+    if all(hint is Any for hint in hints.values()):
+        return real, False
+    copy = FunctionType(real.__code__, real.__globals__, real.__name__, real.__defaults__, real.__closure__)
+    copy.__kwdefaults__, copy.__annotations__ = real.__kwdefaults__, hints
+    copy.__qualname__, copy.__module__ = real.__qualname__, real.__module__
+    return beartype(copy), any(map(_names_a_shape, hints.values()))
+
+
+def _hints(real: FunctionType) -> dict[str, Any]:
+    return {name: _resolved(hint, real.__globals__) for name, hint in real.__annotations__.items()}
+
+
 def _resolved(hint: Any, names: dict[str, Any]) -> Any:
-    """The hint itself; Any where it names what does not exist yet, as jaxtyping takes it."""
+    """The hint itself; Any where it names what is imported for type checkers alone, as jaxtyping takes it."""
 
     def taker(value: Any) -> None: ...
 

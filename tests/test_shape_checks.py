@@ -69,7 +69,7 @@ def test_what_fits_passes(made: ModuleType) -> None:
     one = torch.ones
     assert made.product(one(2, 3), one(3, 4)).shape == (2, 4)
     assert made.product(one(3, 2), one(2, 1)).shape == (3, 1)  # letters are those of one call
-    assert made.first([one(3, 2)]) == 3 and made.twice(2) == 4 and made.later(5)
+    assert made.first([one(3, 2)]) == 3 and made.twice(2) == 4 and made.later(made.Later())
     assert made.outer(one(2), one(2))[1] == "of checks"
     assert made.Pair(one(2), one(2)).x.shape == (2,)
     assert isinstance(made.Later.made(one(2, 5)), made.Later)
@@ -85,6 +85,7 @@ def test_what_fits_passes(made: ModuleType) -> None:
         lambda m: m.first([torch.ones(3)]),
         lambda m: m.twice("2"),
         lambda m: m.twice(7),
+        lambda m: m.later(5),
         lambda m: m.outer(torch.ones(2), torch.ones(3)),
         lambda m: m.Later().size,
         lambda m: m.Later.made(torch.ones(3, 5)),
