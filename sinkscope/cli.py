@@ -83,23 +83,25 @@ def deliver(
         assets: Whether plotly.js lies beside the HTML file instead of inside of it.
     """
     more = also or {}
-    if "-" not in (json, csv):
-        print_result(result, wide=wide)
-        for other in more.values():
-            print()
-            print_result(other, wide=wide)
-    if json is not None:
-        emit(json, result.to_json(**more))
-    if csv is not None:
-        emit(csv, result.to_csv())
-    if html is not None:
-        from sinkscope.html import save_html
+    try:
+        if "-" not in (json, csv):
+            print_result(result, wide=wide)
+            for other in more.values():
+                print()
+                print_result(other, wide=wide)
+    finally:  # the files are wanted also if the reader of the output, `head` say, has gone
+        if json is not None:
+            emit(json, result.to_json(**more))
+        if csv is not None:
+            emit(csv, result.to_csv())
+        if html is not None:
+            from sinkscope.html import save_html
 
-        save_html(result, html, *more.values(), assets=assets)
-    if png is not None:
-        from sinkscope.html import save_png
+            save_html(result, html, *more.values(), assets=assets)
+        if png is not None:
+            from sinkscope.html import save_png
 
-        save_png(result, png)
+            save_png(result, png)
 
 
 def read_prompt(name: str) -> str:
@@ -266,11 +268,13 @@ class Command:
         for name, words in given.items():
             given[name] = _read(self.parameters[name], words)
         result, more = self._run(main, also, given, backend)
-        if self.files and result is not None:
-            deliver(result, **files, also=more, wide=wide, assets=assets)
-        for name, path in written.items():
-            if path is not None and isinstance(said := makes[name].save(result, path), str):
-                note(said)
+        try:
+            if self.files and result is not None:
+                deliver(result, **files, also=more, wide=wide, assets=assets)
+        finally:
+            for name, path in written.items():
+                if path is not None and isinstance(said := makes[name].save(result, path), str):
+                    note(said)
 
     def _settled(self, values: dict[str, Any]) -> tuple[Entry, list[Entry], dict[str, Any], Any]:
         """The function that runs, those that run after it, the values that were given, and the kind of model object."""

@@ -234,17 +234,18 @@ def test_full_standard_output() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_reader_that_stops_early_is_no_error() -> None:
+def test_a_reader_that_stops_early_is_no_error_and_the_files_are_written(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two " * 40)
     done = subprocess.run(
-        f"{sys.executable} -m sinkscope models | head -n 1; echo ${{PIPESTATUS[0]}}",
+        f"{sys.executable} -m sinkscope loops {tmp_path / 'a.txt'} --json {tmp_path / 'a.json'} | true; echo ${{PIPESTATUS[0]}}",
         shell=True,
         executable="/bin/bash",
-        env=_environment(),
+        env={**_environment(), "PYTHONUNBUFFERED": "1"},  # the first line already has no reader
         capture_output=True,
         text=True,
     )
-    assert done.stderr == ""
-    assert done.stdout.splitlines()[-1] == "0"
+    assert (done.stdout, done.stderr) == ("0\n", "")
+    assert json.loads((tmp_path / "a.json").read_text())["kind"] == "loops"
 
 
 def test_models_agree_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
