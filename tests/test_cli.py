@@ -236,8 +236,9 @@ def test_full_standard_output() -> None:
 
 def test_a_reader_that_stops_early_is_no_error_and_the_files_are_written(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two " * 40)
+    words = f"{sys.executable} -m sinkscope loops {tmp_path / 'a.txt'} --json {tmp_path / 'a.json'}"
     done = subprocess.run(
-        f"{sys.executable} -m sinkscope loops {tmp_path / 'a.txt'} --json {tmp_path / 'a.json'} | true; echo ${{PIPESTATUS[0]}}",
+        f"{words} | true; echo ${{PIPESTATUS[0]}}",
         shell=True,
         executable="/bin/bash",
         env={**_environment(), "PYTHONUNBUFFERED": "1"},  # the first line already has no reader
