@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from experiments.repeated_token import table1
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
+from sinkscope.notation import neuron_names
 from sinkscope.results import Result
 from sinkscope.sinks.first_token.walk import columns, norm_without, view_layer
 from sinkscope.sinks.repetition import repeat as module
@@ -147,12 +149,18 @@ def test_ablation_takes_the_planted_neurons_and_equals_taking_columns_away(two: 
     assert one.first_drop is not None and 0.1 < one.first_drop < every.first_drop
     assert every.first_drop > 0.8 and every.last_drop > 0.8 and abs(control.last_drop) < 0.05
     assert every.last_drop == pytest.approx(1 - every.norms[-1] / intact.norms[-1], abs=1e-4)
+    lost = [median(s.curves[i].last_drop or 0.0 for s in result.sequences if s.repeats is not None) for i in (2, 3)]
+    proof = (
+        f"Zeroing {neuron_names(every.sites)} takes away {lost[0]:.1%} of the norm at the last repetition; zeroing as"
+    )
+    assert result.conclusion().endswith(f"{proof} many random neurons takes away {abs(lost[1]):.1%}.")
 
 
 def test_one_causal_neuron_is_the_whole_set(llama: Organism) -> None:
     result = repeat_norms(llama.model, tokenizer=llama.tokenizer, tokens=[_word(llama, 0)], max_repeats=9, ablate=True)
     (sequence,) = result.sequences  # no cycle of one word
     assert [c.condition for c in sequence.curves] == ["intact", "one", "control"]
+    assert "Zeroing" not in result.conclusion(), "no repetition reached the norm, so there is nothing to take away"
     assert sequence.curves[1].sites == llama.truth.neurons
 
 

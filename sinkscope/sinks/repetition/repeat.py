@@ -132,7 +132,7 @@ class RepeatNorms(Result):
         return (
             f"A repeated token reaches half of the first token's norm after {median(got):.0f} repetitions (median of "
             f"{len(got)} of {len(single)} tokens); in typical text the median is {self._of_first(self.typical_norm)} "
-            "of that norm."
+            f"of that norm.{self._proof()}"
         )
 
     def details(self) -> list[str]:
@@ -157,20 +157,31 @@ class RepeatNorms(Result):
     def _of_first(self, norm: float | None) -> str:
         return cell((norm or 0.0) / (self.first_norm or 1.0), percent=True)
 
+    def _lost(self, number: int) -> str:
+        """Median share of the norm at the last repetition that is missing in one of the curves."""
+        reached = [s.curves[number].last_drop or 0.0 for s in self.sequences if s.repeats is not None]
+        return cell(median(reached), percent=True)
+
+    def _proof(self) -> str:
+        """What zeroing all causal neurons takes away, beside its control; nothing without `ablate`."""
+        numbers = {curve.condition: i for i, curve in enumerate(self.sequences[0].curves)}
+        if "control" not in numbers:
+            return ""
+        causal = numbers.get("set", 1)
+        return (
+            f" Zeroing {neuron_names(self.sequences[0].curves[causal].sites)} takes away {self._lost(causal)} of the "
+            f"norm at the last repetition; zeroing as many random neurons takes away {self._lost(numbers['control'])}."
+        )
+
     def _losses(self) -> list[str]:
         if not self.settings.get("ablate"):
             return []
         if not self.neurons:
             return ["No single neuron of the layer is causal, so none was zeroed."]
         lines: list[str] = []
-        there = [s for s in self.sequences if s.repeats is not None]
+        reached = any(s.repeats is not None for s in self.sequences)
         for i, curve in enumerate(self.sequences[0].curves[1:], 1):
-            drops = [s.curves[i].last_drop or 0.0 for s in there]
-            last = (
-                f", and {cell(median(drops), percent=True)} of the norm at the last repetition (median)"
-                if there
-                else ""
-            )
+            last = f", and {self._lost(i)} of the norm at the last repetition (median)" if reached else ""
             what = "the random neurons " * (curve.condition == "control") + neuron_names(curve.sites)
             lines.append(
                 f"Zeroing {what} takes away {cell(curve.first_drop, percent=True)} of the first token's norm{last}."
