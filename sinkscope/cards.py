@@ -743,7 +743,7 @@ def demo(
 
     scan(out=out, quick=True, told=told, progress=progress)
     page = out / PAGE
-    print(f"All of it, with figures: {page}\nThe same for another model: sinkscope scan MODEL")
+    print(f"All results, with figures: {page}\nThe same for another model: sinkscope scan MODEL")
     if show and sys.stdout.isatty() and (os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"} or sys.platform != "linux"):
         import webbrowser
 

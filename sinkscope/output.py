@@ -117,7 +117,7 @@ def check_losses(
                 raise SinkscopeError(f"{flag} {path} would replace what {name} reads: give another name")
         for home in target.parents:
             if what := _belongs(home):
-                raise SinkscopeError(f"{flag} {path} lies in {home.name}, {what}: give a place outside of it")
+                raise SinkscopeError(f"{flag} {path} lies in {home.name}, {what}: give a place outside")
 
 
 def _same(target: Path, file: str) -> bool:

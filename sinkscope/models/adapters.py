@@ -172,7 +172,7 @@ def register(adapter: Adapter) -> Adapter:
     """
     if adapter.model_type in ADAPTERS:
         raise SinkscopeError(
-            f"model type {adapter.model_type!r} has an adapter already: change a copy of it with "
+            f"model type {adapter.model_type!r} has an adapter already: change a copy with "
             "dataclasses.replace, and give it to a Target, if it is wrong for your model"
         )
     if adapter.fused_qkv is None and not (adapter.q and adapter.k and adapter.v):

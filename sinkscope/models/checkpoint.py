@@ -261,7 +261,7 @@ def hub_file(
             (
                 hub.RevisionNotFoundError,
                 "unknown-revision",
-                f"{repo} has no revision {revision!r}; give a branch, tag or commit of it",
+                f"{repo} has no revision {revision!r}; give a branch, tag or commit of this repository",
             ),
             (
                 hub.LocalEntryNotFoundError,

@@ -118,7 +118,7 @@ def _of_texts(target: Target, texts: list[str], bos: bool | None, mask: Any, pag
             rest = row[1:] if row[:1] == [tok.bos_token_id] else row
             row = [tok.bos_token_id, *rest] if bos else rest
         if not row:
-            raise SinkscopeError(f"prompt {i + 1}: the tokenizer of {target.name} makes no token of it", page=page)
+            raise SinkscopeError(f"prompt {i + 1}: the tokenizer of {target.name} produces no token for it", page=page)
         rows.append(row)
     return Inputs(*_filled(rows), tuple(texts))
 
