@@ -127,7 +127,8 @@ class RepeatNorms(Result):
         if not got:
             return (
                 f"No repeated token reaches half of the first token's norm within {self.max_repeats} repetitions "
-                f"({len(single)} tokens); in typical text the median is {self._of_first(self.typical_norm)} of that norm."
+                f"({len(single)} tokens); in typical text the median is {self._of_first(self.typical_norm)} of that "
+                "norm."
             )
         return (
             f"A repeated token reaches half of the first token's norm after {median(got):.0f} repetitions (median of "
