@@ -1,4 +1,4 @@
-"""A conversation's turns, head by head: what prompts computed and kept, what that held, and what decoding read."""
+"""Draw the turns of a conversation by head: computed cells, kept positions, held weight, and tokens read."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _BINS = 160  # of positions
 
 
 def draw_turns(chat: Conversation) -> go.Figure:
-    """Four panels: cells and weight by head and turn, kept positions by head, and tokens read by turn.
+    """Draw four panels: cells and weight by head and turn, kept positions by head, and tokens read by turn.
 
-    Cells are the share of the causal cells of a turn's queries that lie on a head's lines, and weight is the share of
-    the attention of 16 queries, which had no part in the choice, that the lines hold (`LoopServe`). Positions are those
-    of vertical lines: the share of the turns after a position in which the head kept it. Where a turn's prompt was read
-    densely, everything was kept.
+    Cells are the share of the causal cells of a turn's queries that lie on a head's lines. Weight is the share of the
+    attention of 16 held-out queries that the lines keep (`LoopServe`). For each position, the third panel shows in what
+    share of the later turns the head kept the position as a vertical line. A turn whose prompt was read densely keeps
+    everything.
 
     Args:
-        chat: a conversation of at least one turn; the turns that were held under `LoopServe` show the most.
+        chat: A conversation of at least one turn; turns under `LoopServe` show the most.
 
     Raises:
-        SinkscopeError: there is no turn.
+        SinkscopeError: The conversation has no turn.
     """
     cells, weight, share, wide = _numbers(chat)
     layers, heads = cells.shape[:2]

@@ -1,6 +1,6 @@
-"""Results as one HTML file that needs nothing else, and as a PNG.
+"""Write results as a self-contained HTML file or as a PNG.
 
-Text is escaped, data stands in blocks of JSON, only the scripts of the page may run, and nothing is fetched.
+All text is escaped, data is in blocks of JSON, only the page's own scripts may run, and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from sinkscope.output import write_atomic, write_output
 from sinkscope.results import Result
 
 ENVELOPE = ("model", "settings", "provenance")
-# plotly renders a few tags; any other comes from a file and is shown as text
+# Plotly renders a few tags; any other tag comes from a file and is shown as text.
 _TAG = re.compile(r"<(?!/?(?:b|i|u|s|br|em|strong|sub|sup|extra)\s*/?>)", re.I)
 _BESIDE = '<template id="plotly" data-src='
-_SCRIPTS = re.compile(r"<script>(.*?)</script>", re.S)  # scripts that run; blocks of data have a type
+_SCRIPTS = re.compile(r"<script>(.*?)</script>", re.S)  # scripts that run; blocks of data have a type attribute
 
 
 @dataclass(frozen=True)
 class Section:
-    """A result as it stands on a page.
+    """A result on a page.
 
     Attributes:
-        kind: kind of the result.
-        model: name of the model, "" if there is none.
-        file: name of its file as it is shown, "" if it was not read from one.
-        html: the section without its heading, everything escaped.
+        kind: Kind of the result.
+        model: Name of the model, or "" if there is none.
+        file: Displayed name of the result's file, or "" if it was not read from one.
+        html: The section without its heading; everything in it is escaped.
     """
 
     kind: str
@@ -56,9 +56,9 @@ class Section:
 
 
 def page(result: Result, *more: Result, assets: bool = False) -> str:
-    """One HTML document with summary, table, figures, settings and provenance; plotly.js is inside it.
+    """Make one HTML document with summary, table, figures, settings and provenance; it contains plotly.js.
 
-    All text is escaped: names, tokens and settings come from files. `more` results follow the first.
+    All text is escaped because names, tokens and settings come from files. `more` results follow the first.
     """
     beside = result.beside()
     about = f"{len(beside)} results" if beside else ""
@@ -67,29 +67,29 @@ def page(result: Result, *more: Result, assets: bool = False) -> str:
 
 
 def save_html(result: Result, path: str | os.PathLike[str], *more: Result, assets: bool = False) -> Path:
-    """Write `page(result, *more)` to `path`, whole or not at all.
+    """Write `page(result, *more)` to `path`, completely or not at all.
 
     Args:
-        result: what the page shows.
-        path: the file.
-        more: results that follow the first.
-        assets: whether plotly.js lies beside the page, once for all pages of its folder, instead of inside of it.
+        result: The result to show.
+        path: The file.
+        more: Results that follow the first.
+        assets: Whether to store plotly.js beside the page, once for all pages of the folder, and not inside it.
 
     Raises:
-        SinkscopeError: the file cannot be written.
+        SinkscopeError: The file cannot be written.
     """
     return save_document(path, page(result, *more, assets=assets))
 
 
 def save_document(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a page, whole or not at all, and plotly.js beside it if the page asks for it there.
+    """Write a page, completely or not at all, and plotly.js beside it if the page refers to it there.
 
-    It may replace an earlier page.
+    An earlier page may be replaced.
 
     Raises:
-        SinkscopeError: the file cannot be written, or holds something else.
+        SinkscopeError: The file cannot be written, or it exists and is not a page.
     """
-    # a lone surrogate, which a token may hold, has no UTF-8
+    # A token may contain a lone surrogate, which UTF-8 cannot encode.
     written = write_output(path, text.encode(errors="backslashreplace"))
     if _BESIDE in text and not (library := written.with_name(_library_name())).is_file():
         write_atomic(library, importlib.import_module("plotly.offline").get_plotlyjs())
@@ -97,30 +97,30 @@ def save_document(path: str | os.PathLike[str], text: str) -> Path:
 
 
 def _library_name() -> str:
-    """The file that pages share where plotly.js is not inside of them."""
+    """Name of the plotly.js file that pages of a folder share."""
     return f"plotly-{importlib.import_module('plotly').__version__}.min.js"
 
 
 def result_section(result: Result, file: str = "") -> Section:
-    """A result: how it was made, what it says, its table, its figure, and model, settings and provenance."""
+    """The section of a result: its text, table and figure, how it was made, and its settings and provenance."""
     data = result.to_dict()
     return section(result.kind, file, {name: data[name] for name in ENVELOPE}, result.to_html() + _figure(result))
 
 
 def section(kind: str, file: str, lists: Mapping[str, Mapping[str, Any]], shown: str) -> Section:
-    """Part of a page.
+    """Make a section of a page.
 
     Args:
-        kind: kind of the result.
-        file: name of its file as it is shown.
-        lists: model, settings and provenance, as far as they exist.
-        shown: HTML, everything escaped.
+        kind: Kind of the result.
+        file: Displayed name of its file.
+        lists: Model, settings and provenance, as far as they exist.
+        shown: HTML in which everything is escaped.
     """
     details = (
         f"<details><summary>{name}</summary><dl>{_entries(values)}</dl></details>" for name, values in lists.items()
     )
     html = "\n".join([shown, _made(file, lists["provenance"]), *details])
-    # Control characters, which HTML does not know, are written out.
+    # HTML does not allow control characters, so they are shown as escapes.
     clean = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", html)
     return Section(kind, str(lists.get("model", {}).get("name", "")), file, clean)
 
@@ -133,19 +133,19 @@ def document(
     *,
     assets: bool = False,
 ) -> str:
-    """The whole file: contents, sections, what was left out, and plotly.js once.
+    """Make the whole page: contents, sections, files that were left out, and plotly.js once.
 
     Args:
-        heading: subject of the page.
-        sections: the sections, in order.
-        about: a few words beside the heading.
-        skipped: names of files that were left out, and why.
-        assets: whether plotly.js lies beside the page (`save_document` writes it there).
+        heading: Subject of the page.
+        sections: The sections, in order.
+        about: A few words beside the heading.
+        skipped: Names of files that were left out, each with the reason.
+        assets: Whether plotly.js is beside the page, where `save_document` writes it.
     """
     from plotly.io import templates
 
     themes = {mode: templates[f"plotly_{mode}"].to_plotly_json() for mode in ("white", "dark")}
-    # A page of one result has its name as heading.
+    # A page with one result has the result's name as its heading.
     heads = [f"<h2>{text(one.kind)} <small>{text(one.model)}</small></h2>\n" for one in sections]
     if not about and len(sections) == 1:
         heads = [""]
@@ -161,7 +161,7 @@ def document(
     links = (f'<li><a href="#{to}">{text(kind)} <small>{text(file)}</small></a></li>' for to, kind, file in places)
     library, hashes = _plotly(assets) if '<div class="plot"' in body else ("", [])
     script = _asset("page.js")
-    # A script that is known by its hash may load what is not: plotly.js beside the page.
+    # A script that is allowed by its hash may load plotly.js from beside the page.
     allowed = [*hashes, *map(_hash, [script, *_SCRIPTS.findall(body)]), *(["'strict-dynamic'"] if assets else [])]
     return Template(_asset("page.html")).substitute(
         allowed=" ".join(dict.fromkeys(allowed)),
@@ -179,7 +179,7 @@ def document(
 
 
 def _plotly(beside: bool) -> tuple[str, list[str]]:
-    """Where the page finds plotly.js, and the hashes of what may run for it: packed it is a third as large."""
+    """The part of the page that provides plotly.js, compressed to a third, and the hashes of its scripts."""
     if beside:
         return f'{_BESIDE}"{_library_name()}"></template>\n', []
     library: str = importlib.import_module("plotly.offline").get_plotlyjs()
@@ -188,7 +188,7 @@ def _plotly(beside: bool) -> tuple[str, list[str]]:
 
 
 def text(words: str) -> str:
-    """Words as HTML, control characters written out."""
+    """Words as HTML; control characters become visible escapes."""
     return escape(visible(words))
 
 
