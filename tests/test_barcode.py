@@ -117,7 +117,7 @@ def test_an_evicting_policy_is_seen_at_true_positions() -> None:
 
 
 def test_every_kind_of_model_gives_the_same() -> None:
-    options: dict[str, Any] = {"heads": [(2, 2), (5, 7)], "raw": True, "max_new_tokens": 6, "control": False}
+    options: dict[str, Any] = {"heads": [(2, 2), (5, 7)], "raw": True, "max_new_tokens": 4, "control": False}
     plain = barcode(None, "The import system", **options)
     for backend in ("bridge", "nnsight"):
         other = barcode(ss.load(None, backend=backend), "The import system", **options)
@@ -163,7 +163,7 @@ def test_pictures_and_the_control_show_the_rows() -> None:
 def test_heads_of_a_loop_are_shown() -> None:
     """The planted heads put their attention on the same offsets as a period before, and in ordinary text do not."""
     o = loop_organism(3)
-    found = barcode(o.model, o.looping_prompt(5).ids[0].tolist(), max_new_tokens=60, tokenizer=o.tokenizer)
+    found = barcode(o.model, o.looping_prompt(5).ids[0].tolist(), max_new_tokens=45, tokenizer=o.tokenizer)
     assert (found.period, found.onset) == (5, 41)
     by_name = {(h.layer, h.head): h for h in found.heads}
     for head in o.truth.locking_heads:
