@@ -28,7 +28,7 @@ from sinkscope.text import typical_text
 HEADS = [(0, 1), (1, 0), (2, 3)]
 PROMPT = [1, *range(10, 30)]
 LONG = [1, *range(4, 94)]
-NEW = 12
+NEW = 8
 
 
 def _stock(model: Any, prompt: list[int], new: int) -> tuple[list[int], dict[tuple[int, int], Tensor]]:

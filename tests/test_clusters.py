@@ -82,7 +82,7 @@ def test_one_batch_of_heads_equals_a_forward_pass_for_each(family: str) -> None:
     assert layer is not None
     neuron, mean = o.truth.neurons[0][-1], later_mean(target, o.natural(2, 12))
     work = HeadWork(layer, neuron, 2.0, 0.5, mean, torch.zeros(target.d_model), 0.0)
-    tokens = [1, 5, 17, 40]
+    tokens = [1, 17]
     shares, _ = work.shares(target, tokens)
     for row, token in zip(shares, tokens, strict=True):
         alone = [_one_forward(o, layer, neuron, token, h, mean) for h in range(target.n_heads)]

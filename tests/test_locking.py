@@ -42,7 +42,7 @@ def test_planted_heads_rank_first() -> None:
     for i, (period, delay) in enumerate(((5, 0), (3, 12), (9, 4), (1, 0))):
         o = loop_organism(seed + i)
         prompt = o.looping_prompt(period, delay=delay)
-        found = _found(o, prompt.ids, 70)
+        found = _found(o, prompt.ids, max(48, 8 * period - 2))
         planted = set(o.truth.locking_heads)
         top = [(h.layer, h.head) for h in found.heads[: len(planted)]]
         assert set(top) == planted, f"seed {seed + i}, period {period}: {top}, planted {planted}"

@@ -45,7 +45,7 @@ def test_make_then_eval(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     o.save("model")
     _text(o, here)
     few = "--model model --text text.txt --pieces 4 --length 24"
-    assert main(f"patch make {few} --out out/patch.json --max-repeats 250 --json made.json".split()) == 0
+    assert main(f"patch make {few} --out out/patch.json --words 3 --max-repeats 250 --json made.json".split()) == 0
     out, err = _said(capsys)
     assert (err, "Conclusion: A patch of" in out) == ("", True)
     made = Result.load("made.json")
@@ -182,7 +182,7 @@ def test_drawings_show_the_numbers(here: Path, made: PatchMade) -> None:
     assert _traces(scored)["patch"]["y"] == pytest.approx([100 * row.difference / row.original])
     Path("corpus").mkdir()
     Path("corpus/a.txt").write_text("the cat dog")
-    found = _measure(corpus="corpus", repeats=[5, 280])
+    found = _measure(corpus="corpus", repeats=[5, 280], new_tokens=4, controls=2)
     boxes = [t for t in json.loads(found.figure().to_json())["data"] if t["type"] == "box"]
     groups = found.groups()
     assert [b["y"] for b in boxes] == [[c.leak.length for c in part if c.leak] for part in groups.values()]
