@@ -55,9 +55,10 @@ def mutants() -> list[Mutant]:
 
 def place_of(fragment: str, tree: Path) -> tuple[Path, re.Match[str]] | None:
     """The only place of a fragment in the package; None if there is none, or more than one."""
-    pattern = re.compile(r"\s+".join(map(re.escape, fragment.split())))
-    files = sorted((tree / "sinkscope").rglob("*.py"))
-    found = [(file, match) for file in files for match in pattern.finditer(file.read_text())]
+    words = fragment.split()
+    pattern, longest = re.compile(r"\s+".join(map(re.escape, words))), max(words, key=len)
+    texts = {file: file.read_text() for file in sorted((tree / "sinkscope").rglob("*.py"))}
+    found = [(file, match) for file, text in texts.items() if longest in text for match in pattern.finditer(text)]
     return found[0] if len(found) == 1 else None
 
 

@@ -113,8 +113,14 @@ SPOILED: list[tuple[Callable[[Path], None], dict[str, Any], tuple[str, ...]]] = 
 ]
 
 
-@pytest.mark.parametrize("command", ["find-sinks", "generate"])
-@pytest.mark.parametrize(("spoil", "config", "says"), SPOILED)
+@pytest.mark.parametrize(
+    ("spoil", "config", "says", "command"),
+    [
+        pytest.param(*spoiling, command, marks=[] if (i + j) % 2 else [pytest.mark.slow])
+        for i, spoiling in enumerate(SPOILED)
+        for j, command in enumerate(["find-sinks", "generate"])
+    ],
+)
 def test_spoiled_folder(
     error: Callable[..., str], tmp_path: Path, spoil: Any, config: dict[str, Any], says: tuple[str, ...], command: str
 ) -> None:
@@ -135,8 +141,17 @@ def test_weights_without_a_tokenizer(error: Callable[..., str], tmp_path: Path, 
     assert "m carries no tokenizer" in message and "put the tokenizer's files beside the weights" in message
 
 
-@pytest.mark.parametrize("command", ["find-sinks", "generate"])
-@pytest.mark.parametrize("own", ["model", "tokenizer", "both"])
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [
+        ("find-sinks", "tokenizer"),
+        ("generate", "model"),
+        ("generate", "both"),
+        pytest.param("find-sinks", "model", marks=pytest.mark.slow),
+        pytest.param("find-sinks", "both", marks=pytest.mark.slow),
+        pytest.param("generate", "tokenizer", marks=pytest.mark.slow),
+    ],
+)
 def test_code_in_a_checkpoint_is_not_run(error: Callable[..., str], tmp_path: Path, command: str, own: str) -> None:
     """Where transformers has the architecture, its class is used; what would need code of the folder is refused."""
     folder = spoiled(tmp_path / "m", auto_map={"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"})
@@ -189,7 +204,7 @@ def test_gguf_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     found = []
     for model in ("o.gguf", "o"):
         asked = ["find-sinks", "--model", str(tmp_path / model), "--text", str(tmp_path / "text.txt"), "--json", "-"]
-        assert main(asked) == 0
+        assert main([*asked, "--max-repeats", "8"]) == 0
         found.append(json.loads(capsys.readouterr().out)["result"])
     assert [r["sink_layer"] for r in found] == [o.truth.sink_layer] * 2
     causal = [[(n["layer"], n["neuron"]) for n in r["neurons"] if n["causal"]] for r in found]

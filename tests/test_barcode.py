@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from sinkscope.text import typical_text
 
 HEADS = [(0, 1), (1, 0), (2, 3)]
 PROMPT = [1, *range(10, 30)]
-LONG = [1, *range(4, 94)]
-NEW = 12
+LONG = [1, *range(4, 27)]
+NEW = 8
 
 
 def _stock(model: Any, prompt: list[int], new: int) -> tuple[list[int], dict[tuple[int, int], Tensor]]:
@@ -117,7 +118,7 @@ def test_an_evicting_policy_is_seen_at_true_positions() -> None:
 
 
 def test_every_kind_of_model_gives_the_same() -> None:
-    options: dict[str, Any] = {"heads": [(2, 2), (5, 7)], "raw": True, "max_new_tokens": 6, "control": False}
+    options: dict[str, Any] = {"heads": [(2, 2), (5, 7)], "raw": True, "max_new_tokens": 4, "control": False}
     plain = barcode(None, "The import system", **options)
     for backend in ("bridge", "nnsight"):
         other = barcode(ss.load(None, backend=backend), "The import system", **options)
@@ -126,16 +127,21 @@ def test_every_kind_of_model_gives_the_same() -> None:
 
 
 @torch.no_grad()
-def test_pictures_and_the_control_show_the_rows() -> None:
+def test_pictures_and_the_control_show_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a quarter of the usual sizes, for which few tokens are enough."""
+    module, near_steps, near, new = import_module(Barcode.__module__), NEAR_STEPS // 4, NEAR // 4, 28
+    sizes = {"NEAR_STEPS": near_steps, "NEAR": near, "STEPS": STEPS // 4, "COLUMNS": COLUMNS // 4}
+    for name, size in sizes.items():
+        monkeypatch.setattr(module, name, size)
     model, tokenizer = tiny_model("llama")
     model.generation_config.eos_token_id = None
-    found = barcode(model, LONG, heads=HEADS, raw=True, max_new_tokens=110, tokenizer=tokenizer)
-    length = len(LONG) + 110
+    found = barcode(model, LONG, heads=HEADS, raw=True, max_new_tokens=new, tokenizer=tokenizer)
+    length = len(LONG) + new
     model.set_attn_implementation("eager")
     for h in found.heads:
         assert h.whole and h.late and h.healthy_whole and h.healthy_late
         rows = found.arrays[h.layer, h.head]
-        steps, columns = -(-110 // STEPS), -(-length // COLUMNS)
+        steps, columns = -(-new // sizes["STEPS"]), -(-length // sizes["COLUMNS"])
         assert (h.whole.steps, h.whole.positions) == (steps, columns)
         values = np.array(h.whole.values())
         for line in (0, 7, len(values) - 1):
@@ -144,11 +150,14 @@ def test_pictures_and_the_control_show_the_rows() -> None:
                 want = float(part[column * columns : (column + 1) * columns].sum())
                 assert values[line, column] == pytest.approx(want, abs=6e-4)
         late = np.array(h.late.values())
-        assert late.shape == (NEAR_STEPS, NEAR) and h.late.first_position == length - NEAR
-        want = rows[-NEAR_STEPS:, length - NEAR : length]
+        assert late.shape == (near_steps, near) and h.late.first_position == length - near
+        want = rows[-near_steps:, length - near : length]
         assert np.abs(late - want.numpy()).max() < 6e-4
         assert h.near == pytest.approx(
-            float(np.mean([float(rows[s, max(0, len(LONG) + s - NEAR) :].sum()) for s in range(14, 110)])), abs=1e-3
+            float(
+                np.mean([float(rows[s, max(0, len(LONG) + s - near) :].sum()) for s in range(new - near_steps, new)])
+            ),
+            abs=1e-3,
         )
     # The control is the text that ships, read token by token: one causal pass over it has the same rows.
     words = tokenizer(typical_text()[:4000], add_special_tokens=False)["input_ids"]
@@ -156,14 +165,14 @@ def test_pictures_and_the_control_show_the_rows() -> None:
     dense = model(torch.tensor([ids]), output_attentions=True).attentions
     h = found.heads[0]
     assert h.healthy_late is not None
-    want = dense[h.layer][0, h.head, length - 1 - NEAR_STEPS : length - 1, length - NEAR :]
+    want = dense[h.layer][0, h.head, length - 1 - near_steps : length - 1, length - near :]
     assert np.abs(np.array(h.healthy_late.values()) - want.numpy()).max() < 6e-4
 
 
 def test_heads_of_a_loop_are_shown() -> None:
     """The planted heads put their attention on the same offsets as a period before, and in ordinary text do not."""
     o = loop_organism(3)
-    found = barcode(o.model, o.looping_prompt(5).ids[0].tolist(), max_new_tokens=60, tokenizer=o.tokenizer)
+    found = barcode(o.model, o.looping_prompt(5).ids[0].tolist(), max_new_tokens=45, tokenizer=o.tokenizer)
     assert (found.period, found.onset) == (5, 41)
     by_name = {(h.layer, h.head): h for h in found.heads}
     for head in o.truth.locking_heads:

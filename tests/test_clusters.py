@@ -82,7 +82,7 @@ def test_one_batch_of_heads_equals_a_forward_pass_for_each(family: str) -> None:
     assert layer is not None
     neuron, mean = o.truth.neurons[0][-1], later_mean(target, o.natural(2, 12))
     work = HeadWork(layer, neuron, 2.0, 0.5, mean, torch.zeros(target.d_model), 0.0)
-    tokens = [1, 5, 17, 40]
+    tokens = [1, 17]
     shares, _ = work.shares(target, tokens)
     for row, token in zip(shares, tokens, strict=True):
         alone = [_one_forward(o, layer, neuron, token, h, mean) for h in range(target.n_heads)]
@@ -142,7 +142,7 @@ def test_tokens_of_a_head_are_sorted_and_whole() -> None:
 
 def test_batches_change_nothing_and_the_result_survives_a_file(tmp_path: Path) -> None:
     o = organism("mixtral", 1)
-    one, other = _clusters(o, batch_size=7, sample=4), _clusters(o, sample=4)
+    one, other = _clusters(o, batch_size=31, sample=4), _clusters(o, sample=4)
     assert (one.head, one.sufficing, one.pairs) == (other.head, other.sufficing, other.pairs)
     torch.testing.assert_close(torch.tensor(one.best), torch.tensor(other.best), atol=2e-4, rtol=1e-4)
     one.save(tmp_path / "c.json")

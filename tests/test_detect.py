@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attack_kit import mixed_clusters, planted_clusters, text_file, trials_of, words
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from intervention_kit import bridge_of, count_hooks, logits, nnsight_of
 from organisms import Organism, organism
@@ -76,10 +76,8 @@ def test_other_neurons_detect_nothing(tmp_path: Path) -> None:
     width = Target.of(o.model).d_mlp
     others = [(layer, n) for n in range(width) if (layer, n) not in o.truth.neurons][:12]
     natural = torch.stack([row for row in o.natural(40, 16)])
-    areas = []
-    for site in others:
-        loud, quiet = (neuron_values(trials.setup.target, [site], ids, 16)[:, 1:, 0] for ids in (rows, natural))
-        areas.append(area(peak(loud, 4, 8), peak(quiet, 4, 8)))
+    loud, quiet = (neuron_values(trials.setup.target, others, ids, 16)[:, 1:] for ids in (rows, natural))
+    areas = [area(peak(loud[..., i], 4, 8), peak(quiet[..., i], 4, 8)) for i in range(len(others))]
     assert 0.1 < sum(areas) / len(areas) < 0.9  # some neurons lie on the far side of the sink, some on the near one
     ours = [neuron_values(trials.setup.target, [o.truth.neurons[0]], ids, 16)[:, 1:, 0] for ids in (rows, natural)]
     sign = ours[0].mean().sign()
@@ -103,8 +101,17 @@ def _alarms(run: Any, rows: int) -> list[list[int]]:
     return [[e.position for e in run.events if e.row == row and e.kind == "alarm"] for row in range(rows)]
 
 
-@pytest.mark.parametrize("rule", [(1, 1), (2, 4), (3, 5)])
-@pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("mixtral", 1)])
+@pytest.mark.parametrize(
+    ("family", "seed", "rule"),
+    [
+        ("llama", 0, (1, 1)),
+        ("llama", 0, (2, 4)),
+        ("mixtral", 1, (3, 5)),
+        pytest.param("llama", 0, (3, 5), marks=pytest.mark.slow),
+        pytest.param("mixtral", 1, (1, 1), marks=pytest.mark.slow),
+        pytest.param("mixtral", 1, (2, 4), marks=pytest.mark.slow),
+    ],
+)
 def test_online_in_pieces_and_padded_as_by_hand(family: str, seed: int, rule: tuple[int, int]) -> None:
     o = organism(family, seed, bos=False)
     hits, window = rule
@@ -153,6 +160,7 @@ def test_the_peak_is_the_largest_threshold_that_alarms(scores: list[int], hits: 
     assert bool(alarms) == (peak(torch.tensor([scores]).float(), hits, hits + more).item() >= threshold)
 
 
+@settings(max_examples=30)
 @given(
     loud=st.lists(st.integers(0, 9), min_size=1, max_size=20),
     quiet=st.lists(st.integers(0, 9), min_size=1),

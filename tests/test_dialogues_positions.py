@@ -81,8 +81,8 @@ def test_nothing_is_asked_in_material(material: str) -> None:
 def test_long_messages_take_no_longer_than_many_short_ones(piece: str) -> None:
     """Patterns that look back and forth over a whole message would take minutes for this."""
     started = time.process_time()
-    locate("Tell me why. " + piece * (30_000 // len(piece)) + "z")
-    assert time.process_time() - started < 10
+    locate("Tell me why. " + piece * (10_000 // len(piece)) + "z")
+    assert time.process_time() - started < 1.1  # what takes a ninth of the time of 30,000 characters, or more
 
 
 def test_what_follows_a_request_with_a_colon_is_what_it_is_about() -> None:

@@ -57,11 +57,11 @@ def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(True, 0, 6, killed, kill)
+        train(True, 0, 4, killed, kill)
     assert len(list(killed.iterdir())) == 1
-    rest = train(True, 0, 6, killed, lambda *_: None)
-    assert rest == train(True, 0, 6, whole, lambda *_: None)
-    assert [row["step"] for row in rest] == [0, 2, 4, 6]
+    rest = train(True, 0, 4, killed, lambda *_: None)
+    assert rest == train(True, 0, 4, whole, lambda *_: None)
+    assert [row["step"] for row in rest] == [0, 2, 4]
     assert train(True, 1, 2, whole, lambda *_: None)[-1] != rest[1]  # another seed is another run
 
 
@@ -73,13 +73,13 @@ def test_the_command_writes_data_and_figure(
         raise SinkscopeError("no browser")
 
     monkeypatch.setattr(drawn, "write_png", refuse)
-    main(["--steps", "4", "--seeds", "2", "--out", str(tmp_path)])
+    main(["--steps", "2", "--seeds", "2", "--out", str(tmp_path)])
     data = json.loads((tmp_path / "emergence.json").read_text())
     assert [(run["bos"], run["seed"], len(run["rows"])) for run in data["result"]["runs"]] == [
-        (True, 0, 3),
-        (False, 0, 3),
-        (True, 1, 3),
-        (False, 1, 3),
+        (True, 0, 2),
+        (False, 0, 2),
+        (True, 1, 2),
+        (False, 1, 2),
     ]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["emergence.html", "emergence.json"]
     out, err = capsys.readouterr()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ metric_list:
 
 
 def _words(o: Organism, rng: random.Random, count: int) -> str:
-    return " ".join(o.tokenizer.decode([rng.randrange(4, o.model.config.vocab_size)]) for _ in range(count))
+    word = cache(lambda i: o.tokenizer.decode([i]))
+    return " ".join(word(rng.randrange(4, o.model.config.vocab_size)) for _ in range(count))
 
 
 def _text(o: Organism, folder: Path) -> Path:

@@ -28,31 +28,41 @@ def rows_of(tokenizer: Any) -> list[list[int]]:
     return [tokenizer(text)["input_ids"] for text in TEXTS]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_form_gives_the_same(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "step"),  # of other kinds than hf every third form, all if asked for slow tests
+    [(k, 1 if k == "hf" else 3) for k in KINDS]
+    + [pytest.param(k, 1, marks=pytest.mark.slow) for k in KINDS if k != "hf"],
+)
+def test_every_form_gives_the_same(kind: str, step: int) -> None:
     model, tokenizer = tiny_model("llama")
     one = rows_of(tokenizer)[0]
     plain = trace(model, torch.tensor([one]), [SITE])[SITE]
-    continued = [r.tokens for r in generate(model, TEXTS, tokenizer=tokenizer, max_new_tokens=6)]
+    continued = [r.tokens for r in generate(model, TEXTS, tokenizer=tokenizer, max_new_tokens=3)]
     other = KINDS[kind](model, tokenizer)
     forms: list[Any] = [TEXTS[0], TEXTS[:1], (TEXTS[0],), one, tuple(one), [one], torch.tensor(one), np.array([one])]
     forms += [tokenizer(TEXTS[0]), tokenizer(TEXTS[:1], return_tensors="pt"), dict(tokenizer(TEXTS[0]))]
-    for form in forms:
+    for form in forms[::step]:
         got = trace(other, form, [SITE], tokenizer=tokenizer)[SITE]
         torch.testing.assert_close(got, plain, atol=1e-5, rtol=1e-4)
-        assert generate(other, form, tokenizer=tokenizer, max_new_tokens=6)[0].tokens == continued[0]
+        assert generate(other, form, tokenizer=tokenizer, max_new_tokens=3)[0].tokens == continued[0]
     got = trace(other, sites=[SITE], **tokenizer(TEXTS[0], return_tensors="pt"))[SITE]
     torch.testing.assert_close(got, plain, atol=1e-5, rtol=1e-4)
     tokenizer.padding_side = "left"
     inputs = tokenizer(TEXTS, return_tensors="pt", padding=True)
-    made = generate(other, tokenizer=tokenizer, max_new_tokens=6, **inputs)
+    made = generate(other, tokenizer=tokenizer, max_new_tokens=3, **inputs)
     assert [r.tokens for r in made] == continued
     assert [r.prompt_tokens for r in made] == [len(row) for row in rows_of(tokenizer)]
     assert [r.prompt for r in made] == [tokenizer.decode(row) for row in rows_of(tokenizer)]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])  # rotary and absolute positions
-@pytest.mark.parametrize("reduce", ["raw", "norm", "mean", "first", "last"])
+@pytest.mark.parametrize(
+    ("model_type", "reduce"),  # rotary and absolute positions
+    [
+        pytest.param(m, reduce, marks=[] if reduce == "raw" or (i + j) % 2 else [pytest.mark.slow])
+        for i, m in enumerate(["llama", "gpt2"])
+        for j, reduce in enumerate(["raw", "norm", "mean", "first", "last"])
+    ],
+)
 def test_rows_of_several_lengths_are_what_they_are_alone(model_type: str, reduce: str) -> None:
     model, tokenizer = tiny_model(model_type)
     rows = rows_of(tokenizer)
@@ -95,7 +105,7 @@ def test_one_look_up_of_the_tokenizer(tmp_path: Any) -> None:
 def test_interventions_may_be_anything(tmp_path: Any) -> None:
     model, tokenizer = tiny_model("llama")
     patch = ss.SinkPatch(layer=1, neurons=[3], value=0.5)
-    settings: dict[str, Any] = {"tokenizer": tokenizer, "max_new_tokens": 12}
+    settings: dict[str, Any] = {"tokenizer": tokenizer, "max_new_tokens": 6}
     patch.save(tmp_path / "patch.json")
     guard = LoopGuard(64, anchors=2, window=16)
     want = generate(model, TEXTS, interventions=patch | H2O(8) | guard, **settings)

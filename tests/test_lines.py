@@ -27,8 +27,15 @@ from sinkscope.results import Result
 COLUMNS = (20, 33, 90)
 
 
-@pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("seed", "window"),
+    [
+        (0, None),
+        (1, 30),
+        (2, None),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in [(0, 30), (1, None), (2, 30)]),
+    ],
+)
 def test_planted_lines_come_out_on_top(seed: int, window: int | None) -> None:
     o = line_organism(seed, window)
     found = line_weights(o.model, [o.text(160, COLUMNS)], etas=[0.02], tokenizer=o.tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,19 @@ def _found(o: LoopOrganism, prompt: Tensor, new: int, **options: Any) -> Locking
     )
 
 
+@cache
+def _ordinary() -> tuple[LoopOrganism, Locking]:
+    """An organism in a loop of 5, and the result with its control. No test alters them."""
+    o = loop_organism(0)
+    return o, _found(o, o.looping_prompt(5).ids, 40)
+
+
 def test_planted_heads_rank_first() -> None:
     seed = secrets.randbits(32)
     for i, (period, delay) in enumerate(((5, 0), (3, 12), (9, 4), (1, 0))):
         o = loop_organism(seed + i)
         prompt = o.looping_prompt(period, delay=delay)
-        found = _found(o, prompt.ids, 70)
+        found = _found(o, prompt.ids, max(48, 8 * period - 2))
         planted = set(o.truth.locking_heads)
         top = [(h.layer, h.head) for h in found.heads[: len(planted)]]
         assert set(top) == planted, f"seed {seed + i}, period {period}: {top}, planted {planted}"
@@ -139,8 +147,7 @@ def test_onsets_are_those_of_the_text() -> None:
 
 
 def test_round_trip_and_figure(tmp_path: Path) -> None:
-    o = loop_organism(0)
-    found = _found(o, o.looping_prompt(5).ids, 40)
+    o, found = _ordinary()
     assert Result.load(found.save(tmp_path / "x.json")) == found
     drawn = found.figure()
     heat = next(t for t in drawn.data if t.type == "heatmap")
@@ -155,8 +162,8 @@ def test_round_trip_and_figure(tmp_path: Path) -> None:
 
 def test_a_given_period_is_the_one_that_is_measured() -> None:
     """Also where the text ends in a loop of another; and without a loop nothing is said of one."""
-    o = loop_organism(0)
-    said = {p: _found(o, o.looping_prompt(5).ids, 40, period=p) for p in (None, 10, 7)}
+    o, plain = _ordinary()
+    said = {None: plain} | {p: _found(o, o.looping_prompt(5).ids, 40, period=p, control=False) for p in (10, 7)}
     assert [found.period for found in said.values()] == [5, 10, 7]
     assert "repetition of period 5:" in str(said[None]) and "The loop begins at" in str(said[10])
     assert said[7].loop_onset is None and "in no loop of period 7" in str(said[7])
@@ -172,7 +179,7 @@ def test_the_command_gives_what_the_function_gives(tmp_path: Path, capsys: pytes
     prompt.write_text("def f(x):")
     options = [
         "--max-new-tokens",
-        "30",
+        "12",
         "--no-control",
         "--layer",
         "5",
@@ -189,7 +196,7 @@ def test_the_command_gives_what_the_function_gives(tmp_path: Path, capsys: pytes
     found = locking(
         None,
         "def f(x):",
-        max_new_tokens=30,
+        max_new_tokens=12,
         layers=[5],
         suffix=40,
         window=30,

@@ -17,7 +17,7 @@ from sinkscope.loops import LoopCalibration, Monitor, MonitorSettings
 from sinkscope.loops.follow import monitor_settings
 from sinkscope.results import Result
 
-RATE = 400.0
+RATE = 500.0
 BUNDLED = Path(loops.__file__).parents[1] / "models/bundled"
 
 
@@ -39,9 +39,9 @@ def _alarms(ids: list[int], settings: MonitorSettings) -> int:
 
 @pytest.fixture(scope="module")
 def made() -> tuple[LoopCalibration, list[int]]:
-    fit, held = _ruled(1, 20), _ruled(2, 20)
+    fit, held = _ruled(1, 12), _ruled(2, 12)
     found = loops.calibrate([fit[0], held[0]], vocabulary=320, rate=RATE, name="rulers")
-    assert (found.fitted, found.held_out) == (12_000, 12_000)
+    assert (found.fitted, found.held_out) == (7200, 7200)
     return found, held[1]
 
 
@@ -57,15 +57,15 @@ def test_rates_are_those_of_the_planted_rulers(made: tuple[LoopCalibration, list
         assert tail <= least < tail + rule["min_count"]
         assert rates[f"{server}, recommended"].alarms == sum(n >= least for n in lengths)
     for one in found.rates:
-        assert one.per_million == pytest.approx(one.alarms / 0.012) and one.per_million < one.at_most
+        assert one.per_million == pytest.approx(one.alarms / 0.0072) and one.per_million < one.at_most
 
 
 def test_a_third_text_stays_within_what_was_promised(made: tuple[LoopCalibration, list[int]]) -> None:
     found, _ = made
     assert found.promised == RATE
-    third, lengths = _ruled(3, 20)
+    third, lengths = _ruled(3, 12)
     for base in (MonitorSettings(), MonitorSettings.paper()):
-        assert _alarms(third, base.with_(**found.monitor)) / 0.012 <= RATE
+        assert _alarms(third, base.with_(**found.monitor)) / 0.0072 <= RATE
     assert _alarms(third, MonitorSettings()) == sum(n >= 48 for n in lengths)
 
 
@@ -82,16 +82,16 @@ def test_a_planted_loop_is_still_found(made: tuple[LoopCalibration, list[int]]) 
 def test_thresholds_follow_the_vocabulary() -> None:
     """Of fewer different tokens ordinary text has fewer types in a window, so its threshold is lower."""
     rng = random.Random(0)
-    small, large = ([[rng.randrange(size) for _ in range(4200)] for _ in range(2)] for size in (60, 3000))
+    small, large = ([[rng.randrange(size) for _ in range(4100)] for _ in range(2)] for size in (60, 3000))
     low, high = (loops.calibrate(ids, vocabulary=1).monitor["theta_ttr"] for ids in (small, large))
     assert low <= 60 / 256 < 0.8 < high
 
 
 def test_a_short_text_promises_only_what_it_can_show() -> None:
     """Without an alarm in n tokens, the 95 % limit is 3.0 / n."""
-    ids = [random.Random(1).randrange(500) for _ in range(9000)]
+    ids = [random.Random(1).randrange(500) for _ in range(8400)]
     found = loops.calibrate([ids], vocabulary=500, rate=1.0)
-    assert found.promised == pytest.approx(2.9957e6 / found.fitted, rel=1e-3) and found.fitted + found.held_out == 9000
+    assert found.promised == pytest.approx(2.9957e6 / found.fitted, rel=1e-3) and found.fitted + found.held_out == 8400
     with pytest.raises(SinkscopeError, match="has 5000 tokens: expected at least 8192"):
         loops.calibrate([ids[:5000]], vocabulary=500)
     with pytest.raises(SinkscopeError, match=r"rate is 0\.0: expected false alarms"):
@@ -100,7 +100,7 @@ def test_a_short_text_promises_only_what_it_can_show() -> None:
 
 def test_settings_are_written_and_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, out, odd = tmp_path / "ordinary.txt", tmp_path / "c.json", tmp_path / "odd.json"
-    text.write_text(prose(6000))
+    text.write_text(prose(4500))
     words = ["loops", str(text), "--calibrate", "--tokenizer", "bundled", "--rate", "1000"]
     assert main([*words, "--json", str(out)]) == 0
     found = Result.load(out)

@@ -186,19 +186,22 @@ def test_the_figure_shows_onset_and_detection() -> None:
 
 
 def test_no_torch_is_loaded(tmp_path: Path) -> None:
+    """By the command, also as it follows a stream, and by the function."""
     (tmp_path / "x.txt").write_text("the " * 400)
     code = (
         "import sys\nfrom sinkscope.cli import main\n"
         "code = main(['loops', sys.argv[1]])\n"
         "import sinkscope as ss\nss.loops.check('a b')\n"
-        "print(sorted({'torch', 'transformers', 'numpy', 'plotly', 'pandas'} & set(sys.modules)), code)"
+        "follow = main(['loops', '--follow', sys.argv[1]])\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'plotly', 'pandas'} & set(sys.modules)), code, follow)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "x.txt")], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0].startswith("Conclusion: 1 of 1 outputs in x.txt loop; median period 1")
-    assert done.stdout.splitlines()[-1] == "[] 0"
+    assert done.stdout.splitlines()[-2].startswith("loop in ")
+    assert done.stdout.splitlines()[-1] == "[] 0 3"
 
 
 def test_it_is_reached_from_the_package() -> None:

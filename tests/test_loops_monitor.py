@@ -81,6 +81,7 @@ def _same(a: Step, b: Step) -> bool:
     return all(x == y or (x != x and y != y) or x == pytest.approx(y, abs=1e-12) for x, y in zip(a, b, strict=True))
 
 
+@settings(max_examples=40)
 @given(RUN, st.randoms(use_true_random=False), st.sampled_from(sorted(set(VARIANTS) - {"repeats"})))
 def test_a_step_costs_little_and_says_what_a_look_at_everything_says(
     ids: list[int], rng: random.Random, variant: str
@@ -92,6 +93,7 @@ def test_a_step_costs_little_and_says_what_a_look_at_everything_says(
         assert _same(monitor.update(token, p_max), expected)
 
 
+@settings(max_examples=50)
 @given(RUN, st.sampled_from(sorted(set(VARIANTS) - {"repeats"})), st.integers(0, 40), st.integers(0, 20))
 def test_no_trigger_in_warm_up_or_cooldown(ids: list[int], variant: str, warmup: int, cooldown: int) -> None:
     monitor = Monitor(MonitorSettings.variant(variant, **{**SMALL, "warmup": warmup, "cooldown": cooldown}))
@@ -170,9 +172,14 @@ def test_a_new_turn_is_like_a_new_row(first: list[int], second: list[int]) -> No
 
 
 @pytest.mark.parametrize("kind", ["one", "loop", "random"])
-@pytest.mark.parametrize(("settings_", "early", "held"), [(PAPER, 1000, 5 * 256), (MonitorSettings(), 8000, 24 * 2048)])
-def test_work_and_memory_per_token_do_not_grow(kind: str, settings_: MonitorSettings, early: int, held: int) -> None:
-    """Lines of Python run in `update`, counted over 512 steps, and what is held, soon and after 32,000 steps."""
+@pytest.mark.parametrize(
+    ("settings_", "early", "late", "held"),
+    [(PAPER, 1000, 8000, 5 * 256), (MonitorSettings(), 8000, 20_000, 24 * 2048)],
+)
+def test_work_and_memory_per_token_do_not_grow(
+    kind: str, settings_: MonitorSettings, early: int, late: int, held: int
+) -> None:
+    """Lines of Python run in `update`, counted over 256 steps, and what is held, soon and many steps later."""
     rng = random.Random(0)
     monitor = Monitor(settings_)
     counted: dict[int, int] = {}
@@ -184,10 +191,10 @@ def test_work_and_memory_per_token_do_not_grow(kind: str, settings_: MonitorSett
         return count
 
     sizes: dict[int, int] = {}
-    for i in range(32_512):
+    for i in range(late + 256):
         token = {"one": 5, "loop": i % 7, "random": rng.randrange(5000)}[kind]
         start = i // 1000 * 1000
-        if start in (early, 32_000) and i - start < 512:
+        if start in (early, late) and i - start < 256:
             lines = 0
             before = sys.gettrace()
             sys.settrace(count)
@@ -198,20 +205,28 @@ def test_work_and_memory_per_token_do_not_grow(kind: str, settings_: MonitorSett
             sizes[start] = sum(len(v) for part in parts for v in vars(part).values() if hasattr(v, "__len__"))
         else:
             monitor.update(token, 0.95)
-    assert counted[early] > 512
-    assert counted[32_000] == pytest.approx(counted[early], rel=0.05)
+    assert counted[early] > 256
+    assert counted[late] == pytest.approx(counted[early], rel=0.05)
     assert max(sizes.values()) < held
 
 
 @pytest.mark.parametrize("name", sorted(HONEST))
-@pytest.mark.parametrize(("settings_", "p_max"), [(PAPER, None), (PAPER, 1.0), (MonitorSettings(), None)])
-def test_honest_repetition_triggers_nothing(name: str, settings_: MonitorSettings, p_max: float | None) -> None:
+@pytest.mark.parametrize(
+    ("settings_", "p_max", "seed"),
+    [
+        pytest.param(settings_, p_max, seed, marks=[] if seed == i else [pytest.mark.slow])
+        for i, (settings_, p_max) in enumerate([(PAPER, None), (PAPER, 1.0), (MonitorSettings(), None)])
+        for seed in range(3)
+    ],
+)
+def test_honest_repetition_triggers_nothing(
+    name: str, settings_: MonitorSettings, p_max: float | None, seed: int
+) -> None:
     """Also where the model is sure of every token, so that one vote is always given."""
-    for seed in range(3):
-        monitor = Monitor(settings_)
-        steps = [monitor.update(token, p_max) for token in number(split(HONEST[name](random.Random(seed))))]
-        assert len(steps) >= 256, "too short to fill a window"
-        assert not any(s.trigger for s in steps)
+    monitor = Monitor(settings_)
+    steps = [monitor.update(token, p_max) for token in number(split(HONEST[name](random.Random(seed))))]
+    assert len(steps) >= 256, "too short to fill a window"
+    assert not any(s.trigger for s in steps)
 
 
 @pytest.mark.parametrize("name", sorted(LOOPED))

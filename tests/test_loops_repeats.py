@@ -33,7 +33,7 @@ def every_period(ids: list[int], longest: int, shortest: int) -> tuple[int, int]
     return (min(found)[1], len(ids) + min(found)[0]) if found else None
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(RUNS, st.sampled_from([5, 20, 64]), st.sampled_from([12, 20, 30]))
 def test_three_exact_copies_are_found_at_their_last_token(ids: list[int], longest: int, shortest: int) -> None:
     repeats = Repeats(longest, 3, shortest, 0.0)
@@ -41,7 +41,7 @@ def test_three_exact_copies_are_found_at_their_last_token(ids: list[int], longes
         assert repeats.add(token, i) == every_period(ids[: i + 1], longest, shortest)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(RUNS)
 def test_tolerance_hides_no_exact_repetition(ids: list[int]) -> None:
     """With noise there may be more, from an earlier start, and nothing less."""

@@ -190,7 +190,7 @@ def test_a_file_of_questions_the_command_and_the_figure(tmp_path: Path, capsys: 
     assert none.tokens is None and len([t for t in none.figure().data if t.type == "bar"]) == 0
     file.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
     capsys.readouterr()
-    assert line_overlap(None, data=file, length=80, layers=[1]).tokens is None
+    assert line_overlap(None, data=file, length=80, layers=[1], max_new_tokens=2).tokens is None
     assert "5_topics.jsonl does not separate questions from their context" in capsys.readouterr().err
 
 

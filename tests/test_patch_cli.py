@@ -29,6 +29,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> PatchMade:
+    """A patch of an organism. No test alters it."""
+    return _make(organism("llama", 2), tmp_path_factory.mktemp("made"))
+
+
 def _said(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     out, err = capsys.readouterr()
     return out, err
@@ -39,7 +45,7 @@ def test_make_then_eval(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     o.save("model")
     _text(o, here)
     few = "--model model --text text.txt --pieces 4 --length 24"
-    assert main(f"patch make {few} --out out/patch.json --max-repeats 250 --json made.json".split()) == 0
+    assert main(f"patch make {few} --out out/patch.json --words 3 --max-repeats 250 --json made.json".split()) == 0
     out, err = _said(capsys)
     assert (err, "Conclusion: A patch of" in out) == ("", True)
     made = Result.load("made.json")
@@ -163,9 +169,8 @@ def _traces(result: Result) -> dict[str, Any]:
     return {t["name"]: t for t in json.loads(result.figure().to_json())["data"] if t.get("name")}
 
 
-def test_drawings_show_the_numbers(here: Path) -> None:
+def test_drawings_show_the_numbers(here: Path, made: PatchMade) -> None:
     o = organism("llama", 2)
-    made = _make(o, here)
     traces = _traces(made)
     assert traces["intact"]["y"] == [t.intact for t in made.held_out]
     assert traces["patched"]["y"] == [t.patched for t in made.held_out]
@@ -177,7 +182,7 @@ def test_drawings_show_the_numbers(here: Path) -> None:
     assert _traces(scored)["patch"]["y"] == pytest.approx([100 * row.difference / row.original])
     Path("corpus").mkdir()
     Path("corpus/a.txt").write_text("the cat dog")
-    found = _measure(corpus="corpus", repeats=[5, 280])
+    found = _measure(corpus="corpus", repeats=[5, 280], new_tokens=4, controls=2)
     boxes = [t for t in json.loads(found.figure().to_json())["data"] if t["type"] == "box"]
     groups = found.groups()
     assert [b["y"] for b in boxes] == [[c.leak.length for c in part if c.leak] for part in groups.values()]
@@ -186,6 +191,6 @@ def test_drawings_show_the_numbers(here: Path) -> None:
     assert (tuple(bold["x"]), tuple(bold["y"])) == (curve.repeats, curve.p)
 
 
-def test_summary_of_a_refused_patch_has_its_evidence(here: Path) -> None:
-    made = replace(_make(organism("llama", 2), here), verdict="refused", perplexity=Change(10.0, 10.5, 0.5, 0.01))
-    assert "from 10 to 10.5 (+5.000% +- 0.100%, where up to +1.0% is accepted)" in made.summary()
+def test_summary_of_a_refused_patch_has_its_evidence(made: PatchMade) -> None:
+    refused = replace(made, verdict="refused", perplexity=Change(10.0, 10.5, 0.5, 0.01))
+    assert "from 10 to 10.5 (+5.000% +- 0.100%, where up to +1.0% is accepted)" in refused.summary()

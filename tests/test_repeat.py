@@ -214,7 +214,7 @@ def _dense(o: Organism, ids: list[int]) -> torch.Tensor:
         o.model.config._attn_implementation = before
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_attention_is_that_of_whole_matrices(llama: Organism, batch_size: int, tmp_path: Path) -> None:
     from sinkscope.text import text_rows
 
@@ -358,18 +358,24 @@ def test_the_largest_number_of_repetitions_runs(llama: Organism) -> None:
         repeat_attention(llama.model, tokenizer=llama.tokenizer, layers=[99], max_repeats=4)
 
 
-def test_commands_give_what_the_functions_give_also_streamed(two: Organism, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def measured(two: Organism) -> tuple[RepeatNorms, RepeatAttention]:
+    """Of 40 repetitions of one word. No test alters them."""
+    options: dict[str, Any] = {"tokenizer": two.tokenizer, "tokens": [_word(two, 0)], "max_repeats": 40}
+    return repeat_norms(two.model, ablate=True, **options), repeat_attention(two.model, **options)
+
+
+def test_commands_give_what_the_functions_give_also_streamed(
+    two: Organism, measured: tuple[RepeatNorms, RepeatAttention], tmp_path: Path
+) -> None:
     folder, word = two.save(tmp_path / "model"), _word(two, 0)
-    for options, measure, kind in (
-        (["--ablate"], lambda **k: repeat_norms(ablate=True, **k), RepeatNorms),
-        (["--attention"], repeat_attention, RepeatAttention),
-    ):
+    for option, live in zip(("--ablate", "--attention"), measured, strict=True):
+        kind = type(live)
         out, html = tmp_path / f"{kind.kind}.json", tmp_path / f"{kind.kind}.html"
-        arguments = ["repeat", *options, "--model", str(folder), "--token", word, "--max-repeats", "90"]
+        arguments = ["repeat", option, "--model", str(folder), "--token", word, "--max-repeats", "40"]
         assert main([*arguments, "--json", str(out), "--html", str(html)]) == 0
         got = Result.load(out)
         assert isinstance(got, kind) and type(got).from_dict(got.to_dict()) == got
-        live: Any = measure(model=two.model, tokenizer=two.tokenizer, tokens=[word], max_repeats=90)
         assert _close(json.loads(out.read_text())["result"], live.to_dict()["result"])
         page = html.read_text()
         assert 'class="plot"' in page and word in page
@@ -390,17 +396,14 @@ def test_commands_refuse_what_does_not_go_together(capsys: pytest.CaptureFixture
     assert "--layer 2: this run has no use for it; give --attention, too" in capsys.readouterr().err
 
 
-def test_figures_show_the_numbers(two: Organism) -> None:
-    word = _word(two, 0)
-    options: dict[str, Any] = {"tokenizer": two.tokenizer, "tokens": [word], "max_repeats": 100}
-    norms = repeat_norms(two.model, ablate=True, **options)
+def test_figures_show_the_numbers(two: Organism, measured: tuple[RepeatNorms, RepeatAttention]) -> None:
+    word, (norms, attention) = _word(two, 0), measured
     drawn = norms.figure()
     lines = [t for t in drawn.data if t.name == word]
     assert [list(t.y) for t in lines] == [list(c.norms) for c in norms.sequences[0].curves]
     assert len({t.xaxis for t in lines}) == len(lines)  # a panel per condition
-    attention = repeat_attention(two.model, **options)
     traces = {(t.name, t.xaxis): t for t in attention.figure().data if t.name}
-    assert list(traces[f"100 x {word}: position 0", "x"].y) == list(attention.sequences[1].first)
+    assert list(traces[f"40 x {word}: position 0", "x"].y) == list(attention.sequences[1].first)
     assert list(traces["natural text: high-norm positions", "x"].y) == list(attention.sequences[0].mass or ())
     assert list(traces["natural text: ratio", "x2"].y) == list(attention.sequences[0].tail_ratio or ())
     maps = [t for t in attention.figure().data if t.type == "heatmap"]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinkscope._plain import pathless, plain
@@ -104,6 +104,7 @@ def example(**changes: Any) -> Sample:
     return replace(sample, **changes)
 
 
+@settings(max_examples=25)
 @given(samples)
 def test_what_is_written_comes_back_equal(sample: Sample) -> None:
     again = Result.from_dict(json.loads(sample.to_json()))

@@ -310,12 +310,12 @@ def test_bad_input_is_one_line() -> None:
 
 def test_the_command_on_the_model_of_the_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its loop is real: what the paper says of it, with the contrasts."""
-    options = ["--max-new-tokens", "100", "--layer", "1", "--layer", "5", "--json", "-"]
+    options = ["--max-new-tokens", "64", "--layer", "1", "--layer", "5", "--json", "-"]
     assert main(["rotary", *options]) == 0
     found = Result.from_dict(json.loads(capsys.readouterr().out))
     assert isinstance(found, RotaryInvariance) and found.period is not None and found.onset is not None
     assert {h.layer for h in found.heads} == {1, 5}
-    same = rotary_invariance(max_new_tokens=100, layers=[1, 5])
+    same = rotary_invariance(max_new_tokens=64, layers=[1, 5])
     assert (same.heads, same.decays, same.drift) == (found.heads, found.decays, found.drift)
     assert Result.load(same.save(tmp_path / "x.json")).to_dict()["result"] == same.to_dict()["result"]
     for h in found.heads:

@@ -102,7 +102,7 @@ def check(server: Any, rng: Random, actions: list[str], **how: Any) -> list[kit.
     return asked
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, actions=ACTIONS, late=st.booleans(), accepted=st.sampled_from([0, 0, 3]))
 def test_in_vllms_batch_each_request_is_watched_as_if_alone(
     seed: int, actions: list[str], late: bool, accepted: int
@@ -114,7 +114,7 @@ def test_in_vllms_batch_each_request_is_watched_as_if_alone(
         check(server, Random(seed), actions, preempt=not accepted)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, actions=ACTIONS, drafts=st.sampled_from([0, 0, 1, 3]))
 def test_in_vllms_slots_each_request_is_watched_as_if_alone(seed: int, actions: list[str], drafts: int) -> None:
     """Recycled slots, rows in any order, requests that pause, rejected drafts, chunked prompts, preemption."""
@@ -123,7 +123,7 @@ def test_in_vllms_slots_each_request_is_watched_as_if_alone(seed: int, actions: 
         check(server, Random(seed), actions, drafts=True, preempt=not drafts)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     seed=SEEDS,
     actions=ACTIONS,

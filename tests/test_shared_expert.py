@@ -179,7 +179,7 @@ def test_a_neuron_that_the_shared_expert_lacks_is_refused() -> None:
         pass  # its first layer is dense
 
 
-@pytest.mark.parametrize("kind", ["moe_shared", "moe_both"])
+@pytest.mark.parametrize("kind", ["moe_shared", pytest.param("moe_both", marks=pytest.mark.slow)])
 def test_streamed_equals_in_memory(kind: str, tmp_path: Path) -> None:
     h = hard(kind, "qwen2_moe", 1)
     h.model.save_pretrained(tmp_path / "m")
