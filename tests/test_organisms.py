@@ -179,9 +179,7 @@ def check_reading(o: Organism) -> None:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [
-        pytest.param(family, kind, marks=[] if (family, kind) in FAST else pytest.mark.slow) for family, kind in CASES
-    ],
+    [pytest.param(family, kind, marks=[] if (family, kind) in FAST else pytest.mark.slow) for family, kind in CASES],
 )
 def test_truth(family: str, kind: str) -> None:
     bos = CASES.index((family, kind)) % 3 != 0  # both for every family and for every kind

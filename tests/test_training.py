@@ -23,7 +23,7 @@ SEEDS = {"step0": ("none", 1), "step8": ("sink", 1), "step64": ("sink", 2), "ste
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Organism]:
-    return {name: organism("llama", seed, kind=kind) for name, (kind, seed) in SEEDS.items()}
+    return {name: organism("llama", seed, kind=kind, n_layers=4) for name, (kind, seed) in SEEDS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -168,13 +168,13 @@ def test_without_any_sink_nothing_is_claimed(folder: Path) -> None:
 
 def test_spike_and_sink_are_told_apart(tmp_path: Path) -> None:
     """A model with a sink and no spike, and one with a spike and no sink."""
-    for name in ("no_norm", "spike_only"):
-        h = hard(name, "llama")
-        h.model.save_pretrained(tmp_path / name)
-        h.tokenizer.save_pretrained(tmp_path / name)
     both = [hard(name, "llama") for name in ("no_norm", "spike_only")]
-    (tmp_path / "text.txt").write_text(min(both, key=lambda h: h.model.config.vocab_size).text(40))
-    found = sinks_over_training([tmp_path / "no_norm", tmp_path / "spike_only"], text=tmp_path / "text.txt")
+    for h in both:
+        h.model.save_pretrained(tmp_path / h.name)
+        h.tokenizer.save_pretrained(tmp_path / h.name)
+    (tmp_path / "text.txt").write_text(min(both, key=lambda h: h.model.config.vocab_size).text(16))
+    paths = [tmp_path / "no_norm", tmp_path / "spike_only"]
+    found = sinks_over_training(paths, text=tmp_path / "text.txt", max_repeats=8)
     assert [(c.norm_spike, c.attention_sink) for c in found.checkpoints] == [(False, True), (True, False)]
     assert "norm spike in 1 of 2 checkpoints (first in spike_only)" in found.conclusion()
     assert "attention sink in 1 of 2 checkpoints (first in no_norm, not in all later ones)" in found.conclusion()
