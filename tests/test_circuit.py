@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,6 @@ from sinkscope.trace.run import trace
 
 PLACES = torch.tensor([[row, pos] for row in range(2) for pos in (0, 4, 11)])
 ROWS, POSITIONS = PLACES.T
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _short_texts() -> Iterator[None]:
-    """What these models show on pieces of 64 tokens they show on 48."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sinkscope.measure.PIECE", 48)
-        yield
 
 
 def _ids() -> torch.Tensor:
