@@ -77,7 +77,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 
 # Files whose few tests take long: they are handed out first, so that no worker is left with one of them at the end.
-FIRST = ("test_parallel.py", "01_find_sinks.ipynb", "test_measurements.py", "test_hard_models.py", "test_cards.py")
+FIRST = ("test_parallel.py", "test_measurements.py", "test_hard_models.py", "test_cards.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

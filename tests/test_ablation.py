@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from organisms import organism, shared_sink
+from organisms import SharedSink, organism
+from organisms import shared_sink as make_shared_sink
 
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.ablation import prove
@@ -19,6 +21,12 @@ def _few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sinkscope.sinks.first_token.find.RATE_TEXTS", 8)  # the sink rate has tests of its own
 
 
+@cache
+def shared_sink(family: str) -> SharedSink:
+    """No test changes it."""
+    return make_shared_sink(family)
+
+
 def _generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -29,8 +37,8 @@ def test_a_cause_takes_more_than_the_strongest_of_twenty_random_neurons(family: 
     shared = shared_sink(family)
     o = shared.organism
     text = tmp_path / "text.txt"
-    text.write_text(" ".join(o.tokenizer.decode(row[1:]) for row in o.natural(16, 64)))
-    result = find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=64, top_k=6, text=text)
+    text.write_text(" ".join(o.tokenizer.decode(row[1:]) for row in o.natural(8, 64)))
+    result = find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=8, top_k=6, text=text)
     by_site = {n.site: n for n in result.neurons}
     bystander, sink = by_site[shared.bystander], by_site[shared.sink]
     assert 0.1 < shared.bystander_drop < shared.helper_drop < shared.sink_drop
@@ -79,7 +87,7 @@ def test_neutral_values_are_those_of_later_positions(family: str) -> None:
 
 def test_a_cause_takes_a_tenth_of_the_norm() -> None:
     """Random neurons write nothing here, so the bystander takes more than they do, and yet too little."""
-    shared = shared_sink("llama", aside=0.3, support=0.0)
+    shared = make_shared_sink("llama", aside=0.3, support=0.0)
     proof = prove(Target.of(shared.organism.model), shared.organism.natural(), shared.sink[0], 2, _generator(), None)
     sink, bystander = proof.neurons
     assert bystander.site == shared.bystander

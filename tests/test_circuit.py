@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def _ids() -> torch.Tensor:
     return torch.randint(4, 90, (2, 14), generator=torch.Generator().manual_seed(1))
 
 
+@cache
 def _split(family: str) -> tuple[Target, Attribution, list[tuple[int, ...]]]:
     model, _ = tiny_model(family)
     target = Target.of(model)
@@ -131,7 +133,7 @@ def test_a_norm_that_is_none_is_refused() -> None:
 
 def _circuit(o: Organism | HardModel, folder: Path, **kwargs: Any) -> Circuit:
     text = folder / "text.txt"
-    text.write_text(o.tokenizer.decode(o.natural(16, 64, seed=9)[:, 1:].flatten().tolist()))
+    text.write_text(o.tokenizer.decode(o.natural(6, 64, seed=9)[:, 1:].flatten().tolist()))
     return circuit(o.model, tokenizer=o.tokenizer, text=text, **{"max_repeats": 64, **kwargs})
 
 

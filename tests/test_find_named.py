@@ -9,27 +9,24 @@ from typing import Any
 import pytest
 from gguf_file import write_gguf
 from organisms import Organism, organism
+from organisms.plan import make_plan
 
 import sinkscope.models.open as opening
 from sinkscope.measure import Setup
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
-LAYERS = 18
+LAYERS = 12
 
 
 @pytest.fixture(scope="module")
 def deep() -> Organism:
-    """A Llama of 18 layers whose sink is in the first four, so that reading may stop before the end."""
-    for seed in range(200):
-        o = organism("llama", seed, n_layers=LAYERS)
-        assert o.truth.sink_layer is not None
-        if o.truth.sink_layer < 4 and o.model.config.head_dim:
-            return o
-    raise AssertionError("no such organism in 200")
+    """A Llama of 12 layers whose sink is in the first four, so that reading may stop before the end."""
+    seed = next(s for s in range(200) if make_plan("llama", s, "sink", LAYERS, None, True).sink_layer < 4)
+    return organism("llama", seed, n_layers=LAYERS)
 
 
 def _text(o: Organism, folder: Path) -> Path:
-    rows = o.natural(16, 64)
+    rows = o.natural(8, 64)
     file = folder / "typical.txt"
     file.write_text(" ".join(o.tokenizer.decode(row[o.bos :]) for row in rows), encoding="utf-8")
     return file
@@ -48,14 +45,14 @@ def test_folder_is_read_upward_and_no_further_than_needed(deep: Organism, tmp_pa
     deep.save(tmp_path / "m")
     target: Any = opening.open_target(tmp_path / "m", None, None, None, None, False)
     text = _text(deep, tmp_path)
-    result = find_sinks(target, max_repeats=64, text=text)
+    result = find_sinks(target, max_repeats=16, text=text)
     _agrees(result, deep)
     read = {int(name.split("layers.")[1].split(".")[0]) for name in target.store.source.read if "layers." in name}
     assert read == set(range(result.layers_read))
-    whole = find_sinks(tmp_path / "m", max_repeats=64, text=text, all_layers=True)
+    whole = find_sinks(tmp_path / "m", max_repeats=16, text=text, all_layers=True)
     assert whole.layers_read == LAYERS and whole.sink_rate is not None
     assert whole.sink_layer == result.sink_layer and whole.neurons == result.neurons
-    memory = find_sinks(deep.model, tokenizer=deep.tokenizer, max_repeats=64, text=text)
+    memory = find_sinks(deep.model, tokenizer=deep.tokenizer, max_repeats=16, text=text)
     assert memory.first_token_norm == pytest.approx(whole.first_token_norm, rel=1e-4)
 
 
@@ -71,9 +68,9 @@ def test_gguf_is_opened_with_as_many_layers_as_it_takes(
         return load(*args, layers=layers, **kwargs)
 
     monkeypatch.setattr(opening, "load", counted)
-    monkeypatch.setattr(opening, "_FIRST_LAYERS", 3)
-    _agrees(find_sinks(tmp_path / "m.gguf", tokenizer=deep.tokenizer, max_repeats=64, text=_text(deep, tmp_path)), deep)
-    assert asked == [3, 6, 12]
+    monkeypatch.setattr(opening, "_FIRST_LAYERS", 2)
+    _agrees(find_sinks(tmp_path / "m.gguf", tokenizer=deep.tokenizer, max_repeats=16, text=_text(deep, tmp_path)), deep)
+    assert asked == [2, 4, 8]
     # Other measurements begin with every layer, so that a late sink is not taken for none.
     made = Setup.open(tmp_path / "m.gguf", tokenizer=deep.tokenizer, text=_text(deep, tmp_path))
     assert len(made.target.layers) == made.target.n_layers == LAYERS
@@ -84,8 +81,8 @@ def test_streamed_equals_in_memory(family: str, tmp_path: Path) -> None:
     o = organism(family, 7, kind="two_stage")
     o.save(tmp_path / "m")
     text = _text(o, tmp_path)
-    streamed = find_sinks(tmp_path / "m", max_repeats=32, text=text, all_layers=True)
-    memory = find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=32, text=text)
+    streamed = find_sinks(tmp_path / "m", max_repeats=8, text=text, all_layers=True)
+    memory = find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=8, text=text)
     assert [n.site for n in streamed.neurons] == [n.site for n in memory.neurons]
     assert [s.layer for s in streamed.stages] == list(o.truth.stages)
     for a, b in zip(streamed.neurons, memory.neurons, strict=True):

@@ -90,11 +90,11 @@ def _recover(kinds: tuple[str, ...], count: int) -> None:
 
 def test_recovers_random_organisms_of_every_kind() -> None:
     kinds = tuple(k for k in KINDS if k not in SINKLESS)
-    _recover(kinds, 3 * len(kinds))
+    _recover(kinds, 2 * len(kinds))
 
 
-def test_finds_no_sink_in_twenty_sinkless_ones() -> None:
-    _recover(SINKLESS, 20)
+def test_finds_no_sink_in_ten_sinkless_ones() -> None:
+    _recover(SINKLESS, 10)
 
 
 @pytest.mark.slow
@@ -153,11 +153,11 @@ def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median() -> 
         o.model.get_input_embeddings().weight[twin] = o.model.get_input_embeddings().weight[o.tokenizer.bos_token_id]
     words = [o.tokenizer.decode([t]) for t in (twin, grouped, free)]
     options: dict[str, Any] = {"tokenizer": o.tokenizer, "max_repeats": 2 * expected}
-    found = find_sinks(o.model, tokens=words, **options).repeats
+    every = find_sinks(o.model, tokens=words, **options)
+    found, said = every.repeats, every.text()
     assert [t.repeats == 1 for t in found.tokens] == [True, False, False]
     assert found.median == found.tokens[1].repeats and 0.6 * expected <= (found.median or 0) <= 1.5 * expected
     assert (found.at_once, found.unreached) == (found.tokens[:1], 1)
-    said = find_sinks(o.model, tokens=words, **options).text()
     assert f"(median over 1 tokens; 1 of 2 never do within {2 * expected})" in said
     assert f"first occurrence is already a sink, without repetition: {words[0]!r}." in said
     alone = find_sinks(o.model, tokens=words[:1], **options)

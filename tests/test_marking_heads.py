@@ -30,7 +30,7 @@ BY_HEADS = [family for family in FAMILIES if family != "gpt2"]
 def _text(o: Organism, folder: Path) -> Path:
     """Prose of the organism's own words: of English it knows few."""
     path = folder / "text.txt"
-    path.write_text(o.tokenizer.decode(o.natural(16, 64, seed=9)[:, 1:].flatten().tolist()))
+    path.write_text(o.tokenizer.decode(o.natural(8, 64, seed=9)[:, 1:].flatten().tolist()))
     return path
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CASES = [(family, kind) for family in FAMILIES for kind in FAMILIES[family].kinds]
+FAST = CASES[::5]  # every family, and every kind
 BY_HEADS = [(family, kind) for family, kind in CASES if kind in ("sink", "spread", "late_mark") and family != "gpt2"]
 
 
@@ -71,7 +72,7 @@ def check_neurons(o: Organism, tokens: Tensor, profile: Tensor, seed: int) -> No
     rng = random.Random(seed)
     width = getattr(o.model.config, "moe_intermediate_size", None) or getattr(o.model.config, "intermediate_size", None)
     others = set(range(width or o.model.config.n_inner)) - {site[-1] for site in sites}
-    for _ in range(20):
+    for _ in range(10):
         draw = tuple((*sites[0][:-1], neuron) for neuron in rng.sample(sorted(others), len(sites)))
         assert first_drop(o, draw, intact, tokens) < 0.1
     if o.truth.early_neurons:  # the early stage adds about 2 %, and the deep one hardly depends on it
@@ -178,11 +179,7 @@ def check_reading(o: Organism) -> None:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [
-        pytest.param(family, kind, marks=pytest.mark.slow if later else [])
-        for at, (family, kind) in enumerate(CASES)
-        for later in [at % 2 and family != "llama"]
-    ],
+    [pytest.param(family, kind, marks=[] if (family, kind) in FAST else pytest.mark.slow) for family, kind in CASES],
 )
 def test_truth(family: str, kind: str) -> None:
     bos = CASES.index((family, kind)) % 3 != 0  # both for every family and for every kind
@@ -191,7 +188,10 @@ def test_truth(family: str, kind: str) -> None:
     assert (o.tokenizer.bos_token_id == 1) == bos
 
 
-@pytest.mark.parametrize(("family", "kind"), BY_HEADS)
+@pytest.mark.parametrize(
+    ("family", "kind"),  # by default each family once, and each kind three times
+    [pytest.param(*case, marks=pytest.mark.slow if (at + at // 3) % 3 else []) for at, case in enumerate(BY_HEADS)],
+)
 def test_mechanism(family: str, kind: str) -> None:
     o = organism(family, 2, kind=kind)
     check_mechanism(o, 2)
@@ -288,4 +288,5 @@ def test_many_seeds(family: str) -> None:
 
 
 def test_every_kind_is_planted_somewhere() -> None:
-    assert {kind for _, kind in CASES} == set(KINDS)
+    assert {kind for _, kind in CASES} == {kind for _, kind in FAST} == set(KINDS)
+    assert {family for family, _ in FAST} == set(FAMILIES)

@@ -63,9 +63,9 @@ def test_reach_is_the_most_that_any_input_makes_the_neuron_write(kind: str) -> N
     (found,) = reaches(target, 1)
     reach = found.reach
     neuron = 3
-    x = torch.randn(64, target.d_model, requires_grad=True)
-    optimizer = torch.optim.Adam([x], lr=0.05)
-    for _ in range(300):
+    x = torch.randn(32, target.d_model, requires_grad=True)
+    optimizer = torch.optim.Adam([x], lr=0.1)
+    for _ in range(120):
         optimizer.zero_grad()
         (-_written(target, 1, neuron, x).sum()).backward()
         optimizer.step()
@@ -108,15 +108,14 @@ def test_experts_are_told_apart() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_planted_neurons_are_the_first(family: str, tmp_path: Path) -> None:
-    for seed in (0, 1):
-        o = organism(family, seed)
-        found = _screen(o, tmp_path)
-        assert set(o.truth.neurons) <= set(_sites(found)[: len(o.truth.neurons)])
-        assert found.candidates[0].z > 3 or family == "gemma2"  # whose norm behind the MLP lifts every neuron there
+    o = organism(family, 0)
+    found = _screen(o, tmp_path)
+    assert set(o.truth.neurons) <= set(_sites(found)[: len(o.truth.neurons)])
+    assert found.candidates[0].z > 3 or family == "gemma2"  # whose norm behind the MLP lifts every neuron there
 
 
 def test_the_model_of_the_package(tmp_path: Path) -> None:
-    proven = find_sinks(max_repeats=64)
+    proven = find_sinks(max_repeats=4)
     found = neuron_screen()
     assert {n.site for n in proven.causal} == set(_sites(found)[: len(proven.causal)])
     for n in proven.neurons[:3]:  # a bound is a bound

@@ -23,7 +23,7 @@ SEEDS = {"step0": ("none", 1), "step8": ("sink", 1), "step64": ("sink", 2), "ste
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Organism]:
-    return {name: organism("llama", seed, kind=kind) for name, (kind, seed) in SEEDS.items()}
+    return {name: organism("llama", seed, kind=kind, n_layers=4) for name, (kind, seed) in SEEDS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def folder(made: dict[str, Organism], tmp_path_factory: pytest.TempPathFactory) 
     for name, o in made.items():
         o.save(root / name)
     small = min(made.values(), key=lambda o: o.model.config.vocab_size)
-    (root / "text.txt").write_text(small.tokenizer.decode(small.natural(110, 64)[:, 1:].flatten().tolist()))
+    (root / "text.txt").write_text(small.tokenizer.decode(small.natural(16, 64)[:, 1:].flatten().tolist()))
     return root
 
 
@@ -52,9 +52,9 @@ def _check(found: SinksOverTraining, made: dict[str, Organism]) -> None:
 
 
 def test_folders_in_order(made: dict[str, Organism], folder: Path) -> None:
-    found = sinks_over_training([folder / name for name in made], text=folder / "text.txt", max_repeats=64)
+    found = sinks_over_training([folder / name for name in made], text=folder / "text.txt", max_repeats=8)
     _check(found, made)
-    alone = find_sinks(folder / "step64", all_layers=True, text=folder / "text.txt", max_repeats=64)
+    alone = find_sinks(folder / "step64", all_layers=True, text=folder / "text.txt", max_repeats=8)
     third = found.checkpoints[2]
     assert alone.sink_rate is not None and third.rate == alone.sink_rate.value
     ratios = zip(alone.first_token_norm, alone.typical_norm, strict=True)
@@ -76,7 +76,7 @@ def test_revisions_of_a_hub_and_one_that_is_not_there(
         server.add("org/name", folder / "step512")
         for name in made:
             server.add("org/name", folder / name, revision=name)
-        words = ["find-sinks", "--model", "org/name", "--text", str(folder / "text.txt"), "--max-repeats", "64"]
+        words = ["find-sinks", "--model", "org/name", "--text", str(folder / "text.txt"), "--max-repeats", "8"]
         words += ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
         revisions = [*list(made)[:2], "step9", *list(made)[2:]]
         assert main([*words, *(w for r in revisions for w in ("--revision", r))]) == 0
@@ -98,7 +98,7 @@ def test_it_goes_on_where_it_stopped(
     made: dict[str, Organism], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    given: dict[str, Any] = {"text": folder / "text.txt", "max_repeats": 64, "resume": tmp_path / "kept"}
+    given: dict[str, Any] = {"text": folder / "text.txt", "max_repeats": 8, "resume": tmp_path / "kept"}
     true = training.find_sinks
 
     def interrupted(model: Any, **options: Any) -> Any:
@@ -116,13 +116,13 @@ def test_it_goes_on_where_it_stopped(
     _check(found, made)
     assert sinks_over_training(paths, **given).checkpoints == found.checkpoints and len(seen) == 5
     with pytest.raises(SinkscopeError, match="was begun with other settings"):
-        sinks_over_training(paths, **{**given, "max_repeats": 32})
+        sinks_over_training(paths, **{**given, "max_repeats": 4})
 
 
 def test_a_failed_checkpoint_is_tried_again(folder: Path, tmp_path: Path) -> None:
     later = tmp_path / "later"
     later.mkdir()
-    given: dict[str, Any] = {"text": folder / "text.txt", "max_repeats": 64, "resume": tmp_path / "kept"}
+    given: dict[str, Any] = {"text": folder / "text.txt", "max_repeats": 8, "resume": tmp_path / "kept"}
     found = sinks_over_training([folder / "step8", later], **given)
     assert [c.failed is None for c in found.checkpoints] == [True, False]
     assert str(tmp_path) not in json.dumps(found.to_dict()) and "later" in str(found.checkpoints[1].failed)
@@ -138,7 +138,7 @@ def test_folders_of_one_name_are_told_apart(folder: Path, tmp_path: Path) -> Non
         (tmp_path / run).mkdir()
         (tmp_path / run / "last").symlink_to(folder / "step8")
     paths = [tmp_path / run / "last" for run in ("a", "b", "a")]
-    found = sinks_over_training(paths, text=folder / "text.txt", max_repeats=64)
+    found = sinks_over_training(paths, text=folder / "text.txt", max_repeats=8)
     assert [c.name for c in found.checkpoints] == ["a/last", "b/last"]
 
 
@@ -161,20 +161,20 @@ def test_bad_input_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_without_any_sink_nothing_is_claimed(folder: Path) -> None:
-    found = sinks_over_training([folder / "step0"], text=folder / "text.txt", max_repeats=64)
+    found = sinks_over_training([folder / "step0"], text=folder / "text.txt", max_repeats=8)
     assert found.conclusion().startswith("There is a norm spike in none of 1 checkpoints, and an")
     assert found.conclusion().count("step0") == 1
 
 
 def test_spike_and_sink_are_told_apart(tmp_path: Path) -> None:
     """A model with a sink and no spike, and one with a spike and no sink."""
-    for name in ("no_norm", "spike_only"):
-        h = hard(name, "llama")
-        h.model.save_pretrained(tmp_path / name)
-        h.tokenizer.save_pretrained(tmp_path / name)
     both = [hard(name, "llama") for name in ("no_norm", "spike_only")]
-    (tmp_path / "text.txt").write_text(min(both, key=lambda h: h.model.config.vocab_size).text(40))
-    found = sinks_over_training([tmp_path / "no_norm", tmp_path / "spike_only"], text=tmp_path / "text.txt")
+    for h in both:
+        h.model.save_pretrained(tmp_path / h.name)
+        h.tokenizer.save_pretrained(tmp_path / h.name)
+    (tmp_path / "text.txt").write_text(min(both, key=lambda h: h.model.config.vocab_size).text(16))
+    paths = [tmp_path / "no_norm", tmp_path / "spike_only"]
+    found = sinks_over_training(paths, text=tmp_path / "text.txt", max_repeats=8)
     assert [(c.norm_spike, c.attention_sink) for c in found.checkpoints] == [(False, True), (True, False)]
     assert "norm spike in 1 of 2 checkpoints (first in spike_only)" in found.conclusion()
     assert "attention sink in 1 of 2 checkpoints (first in no_norm, not in all later ones)" in found.conclusion()

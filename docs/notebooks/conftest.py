@@ -1,4 +1,4 @@
-"""One notebook runs by default, the others with `-m slow`."""
+"""Notebooks run in a kernel with `-m slow`; `tests/test_notebooks.py` runs the first one by default, without."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-DEFAULT = ("01_find_sinks.ipynb",)
 
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Also sees the items of other folders, which are left as they are."""
     for item in items:
-        if item.path.parent == HERE and item.path.name not in DEFAULT:
+        if item.path.parent == HERE:
             item.add_marker("slow")

@@ -189,6 +189,7 @@ class _Build:
         self.tokens = _rows(self.plan.vocab_size, groups, (self.delimiter,), 8, 24, number)
         with torch.no_grad():
             self.views = views(self.model)
+            self.probe = Probe(self.model, self.views.layers, self.tokens)
             generator = torch.Generator().manual_seed(zlib.crc32(f"hard {name} {family} {seed}".encode()))
             fill(self.plan, self.space, self.views, generator)
         if shared:
@@ -211,7 +212,7 @@ class _Build:
 
     def surgeon(self, *, mark: Tensor | None = None, **changes: Any) -> Surgeon:
         space = self.space if mark is None else replace(self.space, mark=mark)
-        return Surgeon(replace(self.plan, **changes), space, self.model, self.views, self.tokens)
+        return Surgeon(replace(self.plan, **changes), space, self.views, self.probe)
 
     def site(self, layer: int, neuron: int, expert: int | None = None) -> Site:
         if self.plan.family.experts == 1 or layer in self.dense:
@@ -225,12 +226,12 @@ class _Build:
 
     def seen(self, module: torch.nn.Module, where: Tensor | None = None) -> Tensor:
         """Mean of what leaves a module at these positions, [d_model]."""
-        out = Probe(self.model, x=module)(self.tokens)["x"].reshape(*self.tokens.shape, -1)
+        out = self.probe(module).reshape(*self.tokens.shape, -1)
         return out[self.first if where is None else where].mean(0)
 
     def size(self, layer: int) -> float:
         """Norm of the spike that is to be planted."""
-        norms = Probe(self.model, x=self.views.layers[layer].block)(self.tokens)["x"].norm(dim=-1)
+        norms = self.probe(self.views.layers[layer].block).norm(dim=-1)
         return self.plan.spike * float(norms[:, 1:].median())
 
     def mark(self, layer: int | None = None, way: Tensor | None = None) -> Marking:
@@ -301,7 +302,7 @@ class _Build:
         ratio = plan.n_heads // plan.n_kv
         for index in layers:
             layer = self.views.layers[index]
-            inputs = Probe(self.model, x=layer.attn_norm)(self.tokens)["x"]
+            inputs = self.probe(layer.attn_norm)
             full = float((inputs[self.first if where is None else where] @ way).mean())
             const = float((inputs[:, 1:] @ self.space.const).median())
             order = random.Random(f"reading {plan.seed} {index}").sample(range(plan.n_kv), plan.n_kv)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from .plan import Plan
 from .tiny import as_trained
@@ -94,9 +96,11 @@ def make_body(plan: Plan, **more: Any) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
         torch.manual_seed(0)  # nothing is planted in gpt-oss's router biases: they keep their first values
         config = AutoConfig.for_model(family.model_type, **settings)
-        model = AutoModelForCausalLM.from_config(config, **as_trained(family.model_type))
+        with nullcontext() if family.model_type == "gpt_oss" else no_init_weights():  # `fill` writes every other weight
+            model = AutoModelForCausalLM.from_config(config, **as_trained(family.model_type))
+    model.tie_weights()
     model.config.architectures = [type(model).__name__]
-    return model.float().eval()
+    return model.eval()
 
 
 def fill(plan: Plan, space: Space, all_views: Views, generator: torch.Generator) -> None:
@@ -120,7 +124,7 @@ def fill(plan: Plan, space: Space, all_views: Views, generator: torch.Generator)
     last[space.sinks.any(0)] *= 0.1
     if plan.family.model_type == "gemma2":
         last *= math.sqrt(plan.d_model)  # its embedding is that much smaller, and the head is tied to it
-    set_norm(all_views.final_norm, last)
+    set_norm(all_views.final_norm, last, torch.zeros(()))
     if all_views.head is not None:
         all_views.head.copy_(noise.reading(0.5, plan.vocab_size))
 

@@ -15,7 +15,7 @@ from .noise import fill, make_body, make_space
 from .plan import Plan, make_plan
 from .plant import Surgeon
 from .tokens import BOS, N_SPECIAL, tokenizer_for
-from .views import views
+from .views import Probe, views
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def organism(
     with torch.no_grad():
         all_views = views(model)
         fill(plan, space, all_views, generator)
-        surgeon = Surgeon(plan, space, model, all_views, tokens)
+        surgeon = Surgeon(plan, space, all_views, Probe(model, all_views.layers, tokens))
         if plan.kind == "massive_dim":
             surgeon.make_massive()
             spike = space.massive

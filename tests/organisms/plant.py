@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from .noise import CONST, GROUP, MASSIVE, NORM, Space
 from .plan import THRESHOLD, Plan
@@ -35,9 +34,8 @@ class _Scale:
 class Surgeon:
     plan: Plan
     space: Space
-    model: PreTrainedModel
     views: Views
-    tokens: Tensor  # natural rows, to measure on
+    probe: Probe  # of natural rows, to measure on
 
     # --- marking -----------------------------------------------------------------------------------------------
 
@@ -47,7 +45,7 @@ class Surgeon:
             self.views.positions[0] += MARK * self.space.mark
             return
         plan, layer = self.plan, self.views.layers[self.plan.marking_layer]
-        const = float((Probe(self.model, x=layer.attn_norm)(self.tokens)["x"] @ self.space.const).mean())
+        const = float((self.probe(layer.attn_norm) @ self.space.const).mean())
         # A key says "not of my group", so a token sees its own group only where there is nothing else.
         is_other = self.space.const / const
         is_own = self.space.groups / (const * GROUP / CONST)
@@ -83,7 +81,7 @@ class Surgeon:
         plan = self.plan
         if plan.factor == "up":
             self._clean_mark()
-        norms = Probe(self.model, x=self.views.layers[plan.sink_layer].block)(self.tokens)["x"].norm(dim=-1)
+        norms = self.probe(self.views.layers[plan.sink_layer].block).norm(dim=-1)
         spike = plan.spike * float(norms[:, 1:].median())
         directions, shares = self._directions()
         total = sum(share * way for share, way in zip(shares, directions, strict=True))
@@ -100,7 +98,7 @@ class Surgeon:
         """The early stage shrinks the rest of the first token in the deep layer's norm, so without it the deep one
         would grow: its neurons read just so much of the early spike that they do not care."""
         norm = self.views.layers[self.plan.sink_layer].mlp_norm
-        seen = float((Probe(self.model, x=norm)(self.tokens)["x"][:, 0] @ way).mean())
+        seen = float((self.probe(norm)[:, 0] @ way).mean())
         shrunk = self.scale(self.plan.sink_layer).const / const_before
         return way / seen, shrunk
 
@@ -135,7 +133,7 @@ class Surgeon:
         layer.down[expert, list(neurons)] = torch.stack(columns)
         if layer.post_mlp_norm is not None:  # the spike comes through this norm's weight
             total = sum(share * way for share, way in zip(shares, directions, strict=True))
-            out = Probe(self.model, x=layer.post_mlp_norm)(self.tokens)["x"][:, 0] @ total
+            out = self.probe(layer.post_mlp_norm)[:, 0] @ total
             scale_norm(layer.post_mlp_norm, torch.where(total != 0, size / float(out.mean()), 1.0))
 
     def _write_neuron(
@@ -183,11 +181,11 @@ class Surgeon:
             layer.router[self.plan.expert] += 12.0 * self.space.mark / self.scale(index).mark
 
     def scale(self, index: int) -> _Scale:
-        first = Probe(self.model, x=self.views.layers[index].mlp_norm)(self.tokens)["x"][:, 0].mean(0)
+        first = self.probe(self.views.layers[index].mlp_norm)[:, 0].mean(0)
         return _Scale(*(float(first @ way) for way in (self.space.const, self.space.mark, self.space.clean)))
 
     def mlp_writes(self, layer: Layer, way: Tensor) -> float:
-        return float((Probe(self.model, x=layer.mlp)(self.tokens)["x"][:, 0] @ way).mean())
+        return float((self.probe(layer.mlp)[:, 0] @ way).mean())
 
     # --- later heads -------------------------------------------------------------------------------------------
 
@@ -198,7 +196,7 @@ class Surgeon:
         planted = []
         for index in range(plan.sink_layer + 1, plan.n_layers):
             layer = self.views.layers[index]
-            seen = Probe(self.model, x=layer.attn_norm)(self.tokens)["x"]
+            seen = self.probe(layer.attn_norm)
             sink, const = float((seen[:, 0] @ spike).mean()), float((seen[:, 1:] @ self.space.const).mean())
             score = rng.uniform(6.0, 7.0)
             for kv in rng.sample(range(plan.n_kv), max(1, plan.n_kv // 2)):
