@@ -175,7 +175,7 @@ def test_loopbench_counts_loops_and_ends(token: int, loop: float, eos: float) ->
             layer.mlp.down_proj.weight.zero_()
         model.lm_head.weight.zero_()
         model.lm_head.weight[token] = 1.0
-    found = entry.loopbench(model, tokenizer, cap=300)
+    found = entry.loopbench(model, tokenizer, cap=260)
     assert set(found) == {"dc", "ri"}
     for row in found.values():
         assert (row["runs"], row["loop"], row["eos"]) == (12, loop, eos)

@@ -175,7 +175,7 @@ def test_full_is_itself_and_batches_change_nothing(tmp_path: Path) -> None:
 def test_of_the_recall_model_what_is_lost_is_seen(tmp_path: Path) -> None:
     """A budget that holds the end of the prompt only: the full cache's answers, of 3 and 6 tokens, are not its own."""
     model = ss.load("recall", backend="hf")
-    some = [recall_dialogue(hops, turns=1, tokens=120, hops=hops) for hops in (1, 2)]
+    some = [recall_dialogue(hops, turns=1, tokens=70, hops=hops) for hops in (1, 2)]
     given: dict[str, Any] = {"out": tmp_path / "r", "budget": 12, "positions": ["begin", "end"], "batch_size": 2}
     run_fidelity(model, some, ["full", "streaming", "loopserve-d"], **given)
     made = tabulate_fidelity([tmp_path / "r"])
