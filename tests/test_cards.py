@@ -85,16 +85,16 @@ def test_every_part_and_the_card_are_in_the_folder(made: Path) -> None:
     assert card.provenance.seconds == pytest.approx(sum(p.seconds or 0 for p in card.parts), abs=0.01)
 
 
-def test_a_finished_scan_measures_nothing_again(made: Path, model: Path, few: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_scan_measures_nothing_again(
+    made: Path, model: Path, few: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = json.loads((made / "card.json").read_text())["result"]
     monkeypatch.setattr(Measurement, "on", lambda *_, **__: pytest.fail("measured again"))
     scan(model, out=made, quick=True)
     assert json.loads((made / "card.json").read_text())["result"] == before
 
 
-def test_an_interrupted_scan_goes_on(
-    light: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_scan_goes_on(light: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
     real = Measurement.on
 
@@ -247,7 +247,9 @@ def test_names_of_a_model_are_text_on_the_card(made: Path) -> None:
 
 def test_a_scan_under_a_patch(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The patched neuron no longer makes a sink of repeated tokens; the card says whose it is."""
-    monkeypatch.setattr(run, "scanned", lambda quick: [entries()["repeat_norms"]])
+    entry = entries()["repeat_norms"]
+    short = replace(entry, marks={**entry.marks, "scan": {**entry.marks["scan"], "quick": {"max_repeats": 160}}})
+    monkeypatch.setattr(run, "scanned", lambda quick: [short])
     SinkPatch(sites=list(planted().truth.neurons)).save(patch := tmp_path / "patch.json")
     before = scan(model, out=tmp_path / "before", quick=True)
     after = scan(model, out=tmp_path / "after", quick=True, patch=patch, against=tmp_path / "before")
