@@ -199,7 +199,7 @@ def test_result_is_read_back_and_drawn(tmp_path: Path) -> None:
 
 def test_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a kill finished prompts stay; further methods may be added to the folder."""
-    short = SMALL | {"lengths": [160], "budget": 0.5}
+    short: dict[str, Any] = SMALL | {"lengths": [160], "budget": 0.5}
     whole = needle(model(), methods=["full", "streaming", "tova", "a-shape"], **short)
     asked: list[tuple[str, str]] = []
     answer = runs.answer_anew
