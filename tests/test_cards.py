@@ -115,8 +115,9 @@ def test_an_interrupted_scan_goes_on(light: None, model: Path, tmp_path: Path, m
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"quick": False}, {"models": "recall"}, {"bos": False}])
 def test_other_settings_are_kept_apart(made: Path, model: Path, few: None, other: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"models": model, "out": made, "quick": True, **other}
     with pytest.raises(SinkscopeError, match="begun with other settings"):
-        scan(**{"models": model, "out": made, "quick": True, **other})
+        scan(**given)
 
 
 def test_a_folder_of_something_else_is_refused(few: None, tmp_path: Path) -> None:
