@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ LIMIT = 160
 
 def _atlas(o: Organism, **kwargs: Any) -> SinkAtlas:
     return sink_atlas(o.model, tokenizer=o.tokenizer, **{"max_repeats": LIMIT, **kwargs})
+
+
+@cache
+def whole() -> SinkAtlas:
+    """Every token of a small organism; for those who only read."""
+    return _atlas(organism("qwen2", 1))
 
 
 def _by_hand(o: Organism, layer: int, first: int, token: int, limit: int) -> int | None:
@@ -54,7 +61,7 @@ def test_repeats_are_those_of_one_whole_pass_per_token(family: str, seed: int) -
 
 def test_every_grouped_token_gets_there_and_no_other() -> None:
     o = organism("qwen2", 1)
-    found, expected = _atlas(o), o.truth.repeats_expected
+    found, expected = whole(), o.truth.repeats_expected
     assert expected is not None and expected < 100 and len(found.ids) == o.model.config.vocab_size
     for i, n in zip(found.ids, found.repeats, strict=True):
         if o.truth.groups[i] < 0:
@@ -134,7 +141,7 @@ def test_html_holds_every_token_and_none_can_escape() -> None:
 
 
 def test_result_survives_a_file_and_its_figure_counts_every_token(tmp_path: Path) -> None:
-    found = _atlas(organism("qwen2", 1), max_repeats=120)
+    found = whole()
     found.save(tmp_path / "a.json")
     assert Result.load(tmp_path / "a.json") == found
     drawn = found.figure()
@@ -147,8 +154,8 @@ def test_result_survives_a_file_and_its_figure_counts_every_token(tmp_path: Path
 def test_a_killed_run_goes_on_with_the_same_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     o = organism("qwen2", 1)
     words = [w for w in map(o.tokenizer.decode, range(4, 196)) if len(o.tokenizer.tokenize(w)) == 1]
-    some: dict[str, Any] = {"tokens": words[:100], "max_repeats": 80, "batch_size": 64 * 32}
-    whole = _atlas(o, **some)
+    some: dict[str, Any] = {"tokens": words[:70], "max_repeats": 80, "batch_size": 64 * 32}
+    expected = _atlas(o, **some)
     real, calls = AtlasWork.__call__, [0]
 
     def dying(self: AtlasWork, target: Target, items: list[int]) -> Any:
@@ -163,9 +170,9 @@ def test_a_killed_run_goes_on_with_the_same_table(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "r" / "atlas" / "runs.jsonl").read_bytes().count(b"\n") == 2
     calls[0] = 100
     resumed = _atlas(o, **some, resume=tmp_path / "r")
-    assert calls[0] - 100 == 1 + -(-len(whole.ids) // 32) - 2
+    assert calls[0] - 100 == 1 + -(-len(expected.ids) // 32) - 2
     for name in ("ids", "tokens", "repeats", "norm", "frequency", "embedding_norm", "head", "by_head", "shared"):
-        assert getattr(resumed, name) == getattr(whole, name), name
+        assert getattr(resumed, name) == getattr(expected, name), name
     with pytest.raises(SinkscopeError, match=r"max_repeats was 80, now 40"):
         _atlas(o, **{**some, "max_repeats": 40}, resume=tmp_path / "r")
 

@@ -151,7 +151,7 @@ def test_the_score_of_an_answer_is_the_sum_of_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(("token", "loop", "eos"), [(50, 1.0, 0.0), (1, 0.0, 1.0)])
-def test_loopbench_counts_loops_and_ends(token: int, loop: float, eos: float) -> None:
+def test_loopbench_counts_loops_and_ends(token: int, loop: float, eos: float, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -175,10 +175,12 @@ def test_loopbench_counts_loops_and_ends(token: int, loop: float, eos: float) ->
             layer.mlp.down_proj.weight.zero_()
         model.lm_head.weight.zero_()
         model.lm_head.weight[token] = 1.0
-    found = entry.loopbench(model, tokenizer, cap=300)
+    some = entry.load_prompts("small")[::4]
+    monkeypatch.setattr(entry, "load_prompts", lambda _: some)
+    found = entry.loopbench(model, tokenizer, cap=260)
     assert set(found) == {"dc", "ri"}
     for row in found.values():
-        assert (row["runs"], row["loop"], row["eos"]) == (12, loop, eos)
+        assert (row["runs"], row["loop"], row["eos"]) == (3, loop, eos)
 
 
 def test_passages_ask_for_what_they_said() -> None:

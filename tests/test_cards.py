@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from organisms import organism
+from organisms import Organism, organism
 
-import sinkscope as ss
 from sinkscope import cards as run
 from sinkscope.cards import CardNumber, Clock, SinkCard, at_path, numbers_of, read_card, scan, scanned
 from sinkscope.cli import main
@@ -22,6 +22,7 @@ from sinkscope.registry import entries, read_entries
 from sinkscope.results import Result
 
 FEW = ("find_sinks", "marking_heads", "neuron_screen")
+LIGHT = ("neuron_screen", "marking_heads")
 
 
 @pytest.fixture
@@ -30,13 +31,36 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "scanned", lambda quick: [entries()[name] for name in FEW])
 
 
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two quickest parts, for tests of what a scan does between parts."""
+    monkeypatch.setattr(run, "scanned", lambda quick: [entries()[name] for name in LIGHT])
+
+
+@cache
+def planted() -> Organism:
+    return organism("llama", 2)
+
+
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a scan of the model in the package; for those who only read."""
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with a known sink, in a folder named model."""
+    return Path(planted().save(tmp_path_factory.mktemp("organism") / "model"))
+
+
+def neuron() -> str:
+    """The neuron that makes the sink of the small model."""
+    ((layer, at),) = planted().truth.neurons[:1]
+    return f"L{layer}.N{at}"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """The folder of a scan of the small model; for those who only read."""
     folder = tmp_path_factory.mktemp("made") / "scan"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "scanned", lambda quick: [entries()[name] for name in FEW])
-        scan(out=folder, quick=True)
+        scan(model, out=folder, quick=True)
     return folder
 
 
@@ -44,14 +68,14 @@ def test_every_part_and_the_card_are_in_the_folder(made: Path) -> None:
     card = read_card(made)
     assert isinstance(card, SinkCard) and [p.name for p in card.parts] == list(FEW)
     found = Result.load(made / "find-sinks.json")
-    assert isinstance(found, ss.find_sinks().__class__)
+    assert type(found).__name__ == "FindSinks"
     assert card.conclusion() == found.conclusion()
     minimal = found.minimal
     assert minimal is not None
     lost = next(n for n in card.numbers if n.label == "norm lost without the neurons")
     assert (lost.value, lost.control) == (minimal.drop_sink_layer, minimal.control)
     assert all(n.control is not None for n in card.numbers) and len(card.numbers) >= 5
-    assert {f.label: f.value for f in card.facts}["neurons that make the spike"] == "L1.N338"
+    assert {f.label: f.value for f in card.facts}["neurons that make the spike"] == neuron()
     assert card.to_dict() == SinkCard.load(made / "card.json").to_dict()
     told = (made / "card.md").read_text()
     page = (made / "card.html").read_text()
@@ -61,36 +85,39 @@ def test_every_part_and_the_card_are_in_the_folder(made: Path) -> None:
     assert card.provenance.seconds == pytest.approx(sum(p.seconds or 0 for p in card.parts), abs=0.01)
 
 
-def test_a_finished_scan_measures_nothing_again(made: Path, few: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_scan_measures_nothing_again(
+    made: Path, model: Path, few: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = json.loads((made / "card.json").read_text())["result"]
     monkeypatch.setattr(Measurement, "on", lambda *_, **__: pytest.fail("measured again"))
-    scan(out=made, quick=True)
+    scan(model, out=made, quick=True)
     assert json.loads((made / "card.json").read_text())["result"] == before
 
 
-def test_an_interrupted_scan_goes_on(few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_scan_goes_on(light: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
     real = Measurement.on
 
     def on(self: Any, setup: Setup, **given: Any) -> Any:
-        if self.__name__ == FEW[1] and len(measured) == 1:
+        if self.__name__ == LIGHT[1] and len(measured) == 1:
             raise KeyboardInterrupt
         measured.append(self.__name__)
         return real(self, setup, **given)
 
     monkeypatch.setattr(Measurement, "on", on)
     with pytest.raises(KeyboardInterrupt):
-        scan(out=tmp_path / "s", quick=True)
-    assert (tmp_path / "s/find-sinks.json").is_file() and not (tmp_path / "s/card.json").exists()
+        scan(model, out=tmp_path / "s", quick=True)
+    assert (tmp_path / "s/neuron-screen.json").is_file() and not (tmp_path / "s/card.json").exists()
     measured.append("the second run")
-    scan(out=tmp_path / "s", quick=True)
-    assert measured == [FEW[0], "the second run", *FEW[1:]]
+    scan(model, out=tmp_path / "s", quick=True)
+    assert measured == [LIGHT[0], "the second run", *LIGHT[1:]]
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"quick": False}, {"models": "recall"}, {"bos": False}])
-def test_other_settings_are_kept_apart(made: Path, few: None, other: dict[str, Any]) -> None:
+def test_other_settings_are_kept_apart(made: Path, model: Path, few: None, other: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"models": model, "out": made, "quick": True, **other}
     with pytest.raises(SinkscopeError, match="begun with other settings"):
-        scan(**{"out": made, "quick": True, **other})
+        scan(**given)
 
 
 def test_a_folder_of_something_else_is_refused(few: None, tmp_path: Path) -> None:
@@ -100,33 +127,34 @@ def test_a_folder_of_something_else_is_refused(few: None, tmp_path: Path) -> Non
 
 
 def test_a_part_that_fails_says_why_and_the_next_begins(
-    few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    light: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Measurement.on
 
     def on(self: Any, setup: Setup, **given: Any) -> Any:
-        if self.__name__ == "find_sinks":
+        if self.__name__ == "neuron_screen":
             raise ZeroDivisionError("<b>by zero</b>\nand more")
         return real(self, setup, **given)
 
     monkeypatch.setattr(Measurement, "on", on)
-    card = scan(out=tmp_path / "s", quick=True)
+    card = scan(model, out=tmp_path / "s", quick=True)
     assert isinstance(card, SinkCard)
-    assert [p.problem is None for p in card.parts] == [False, True, True]
+    assert [p.problem is None for p in card.parts] == [False, True]
     assert card.parts[0].problem == "it failed (ZeroDivisionError: <b>by zero</b>)."
     assert card.conclusion() == card.parts[1].conclusion
     page = (tmp_path / "s/card.html").read_text()
     assert "is missing: it failed (ZeroDivisionError: &lt;b&gt;by zero" in page and "<b>by zero" not in page
-    assert "find-sinks` is missing: it failed" in (tmp_path / "s/card.md").read_text()
+    assert f"{card.parts[0].command}` is missing: it failed" in (tmp_path / "s/card.md").read_text()
     monkeypatch.setattr(Measurement, "on", real)
-    again = scan(out=tmp_path / "s", quick=True)  # and it is tried again
+    again = scan(model, out=tmp_path / "s", quick=True)  # and it is tried again
     assert isinstance(again, SinkCard) and all(p.problem is None for p in again.parts)
 
 
-def test_a_model_that_does_not_fit_is_streamed_and_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_streamed_and_opened_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ("neuron_screen", "loop_rate", "circuit")
     monkeypatch.setattr(run, "scanned", lambda quick: [entries()[name] for name in names])
-    folder = organism("llama", 2).save(tmp_path / "model")
     opened: list[str] = []
     real = Setup.open
     monkeypatch.setattr(
@@ -135,14 +163,14 @@ def test_a_model_that_does_not_fit_is_streamed_and_opened_once(tmp_path: Path, m
         lambda *args, **options: opened.append(options.get("loading", "stream")) or real(*args, **options),
     )
     monkeypatch.setattr(run, "_room", lambda *_: 1.0)
-    card = scan(folder, out=tmp_path / "small", quick=True)
+    card = scan(model, out=tmp_path / "small", quick=True)
     assert isinstance(card, SinkCard) and opened == ["stream"]
     assert card.parts[0].problem is None and "whole model in memory" in str(card.parts[1].problem)
     assert "many times" in str(card.parts[2].problem) and all("--memory" in str(p.problem) for p in card.parts[1:])
     opened.clear()
     monkeypatch.undo()
     monkeypatch.setattr(run, "scanned", lambda quick: [entries()[name] for name in names[:1]])
-    card = scan(folder, out=tmp_path / "large", quick=True)
+    card = scan(model, out=tmp_path / "large", quick=True)
     assert isinstance(card, SinkCard) and card.parts[0].problem is None
 
 
@@ -198,8 +226,8 @@ def test_a_fact_that_changed_is_named(made: Path) -> None:
     card = read_card(made)
     other = replace(card, facts=tuple(replace(f, value="L9.N9") if "neurons" in f.label else f for f in card.facts))
     found = card.compared(other)
-    assert found.changes[0].changed and (found.changes[0].before, found.changes[0].after) == ("L9.N9", "L1.N338")
-    assert "neurons that make the spike: L9.N9 before, L1.N338 now" in found.conclusion()
+    assert found.changes[0].changed and (found.changes[0].before, found.changes[0].after) == ("L9.N9", neuron())
+    assert f"neurons that make the spike: L9.N9 before, {neuron()} now" in found.conclusion()
     assert "L9.N9" in found.markdown() and "L9.N9" in found.to_html()
 
 
@@ -218,24 +246,25 @@ def test_names_of_a_model_are_text_on_the_card(made: Path) -> None:
     assert "<img" not in bad.compared(bad).to_html()
 
 
-def test_a_scan_under_a_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scan_under_a_patch(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The patched neuron no longer makes a sink of repeated tokens; the card says whose it is."""
-    monkeypatch.setattr(run, "scanned", lambda quick: [entries()["repeat_norms"]])
-    SinkPatch(layer=1, neurons=[338]).save(patch := tmp_path / "patch.json")
-    before = scan(out=tmp_path / "before", quick=True)
-    after = scan(out=tmp_path / "after", quick=True, patch=patch, against=tmp_path / "before")
+    entry = entries()["repeat_norms"]
+    short = replace(entry, marks={**entry.marks, "scan": {**entry.marks["scan"], "quick": {"max_repeats": 160}}})
+    monkeypatch.setattr(run, "scanned", lambda quick: [short])
+    SinkPatch(sites=list(planted().truth.neurons)).save(patch := tmp_path / "patch.json")
+    before = scan(model, out=tmp_path / "before", quick=True)
+    after = scan(model, out=tmp_path / "after", quick=True, patch=patch, against=tmp_path / "before")
     assert isinstance(before, SinkCard) and isinstance(after, SinkCard)
-    assert after.model.name == "bundled patched"
+    assert after.model.name == "model patched"
     norm = next(c for c in after.changes if c.label == "norm after the last repetition")
     assert norm.changed and float(norm.after) < 0.1 * float(norm.before)
     with pytest.raises(SinkscopeError, match="begun with other settings"):
-        scan(out=tmp_path / "before", quick=True, patch=patch)
+        scan(model, out=tmp_path / "before", quick=True, patch=patch)
 
 
 def test_several_models(few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, kind in (("a", None), ("b", "none")):
-        made = organism("llama", 2) if kind is None else organism("llama", 2, kind=kind)
-        made.save(tmp_path / name)
+    planted().save(tmp_path / "a")
+    organism("llama", 2, kind="none").save(tmp_path / "b")
     (tmp_path / "c").mkdir()
     (tmp_path / "c/config.json").write_text("{")
     cards = scan([tmp_path / name for name in "abc"], out=tmp_path / "s", quick=True)

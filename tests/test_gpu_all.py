@@ -43,7 +43,7 @@ def alive(pid: int) -> bool:
 
 def test_a_part_that_takes_too_long_is_ended_with_its_children_and_keeps_what_it_wrote(tmp_path: Path) -> None:
     began = time.monotonic()
-    state = run([part("long", CHILD), part("next", WRITES)], tmp_path, minutes=0.1)
+    state = run([part("long", CHILD), part("next", WRITES)], tmp_path, minutes=0.05)
     assert time.monotonic() - began < 50
     assert state["long"]["state"] == "ended" and "0.1 minutes" in state["long"]["why"]
     assert not alive(int((tmp_path / "pids").read_text()))
@@ -72,7 +72,7 @@ def test_what_is_done_is_not_done_again_and_what_failed_is(tmp_path: Path) -> No
 
 
 def test_nothing_begins_after_the_whole_time_is_over(tmp_path: Path) -> None:
-    state = run([part("first", "import time; time.sleep(30)"), part("second", WRITES)], tmp_path, total=0.05)
+    state = run([part("first", "import time; time.sleep(30)"), part("second", WRITES)], tmp_path, total=0.03)
     assert state["first"]["state"] == "ended" and "second" not in state
 
 

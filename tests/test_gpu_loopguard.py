@@ -14,11 +14,11 @@ from organisms.tiny import tiny_model
 from experiments.gpu import loopguard as script
 from sinkscope.models.target import Target
 
-PROMPT, NEW, BUDGET = 80, 90, 64
+PROMPT, NEW, BUDGET = 80, 70, 64
 
 
 def _target() -> tuple[Target, torch.Tensor]:
-    model, tokenizer = tiny_model("llama")
+    model, tokenizer = tiny_model("llama", num_hidden_layers=2)
     vocab = model.config.vocab_size
     return Target.of(model, tokenizer), torch.arange(PROMPT + NEW)[None] % (vocab - 4) + 4
 

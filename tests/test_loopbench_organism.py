@@ -68,7 +68,7 @@ def test_the_prompts_are_what_the_generator_makes() -> None:
 
 def test_the_full_cache_loops_the_guard_ends_the_loop_and_honest_repetition_stays(tmp_path: Path) -> None:
     names = ("loop-p002-o000-near", "loop-p012-o030-near-older", "honest-refrain-52")
-    some, new = [by_id()[name] for name in names], 700
+    some, new = [by_id()[name] for name in names], 300
     model = ss.load("organism", backend="hf")
     run_loopbench(model, some, ["full", "loopguard"], out=tmp_path / "r", max_new_tokens=new, batch_size=3)
     records = {(r.method, r.prompt): r for r in read_run(tmp_path / "r").records}

@@ -31,8 +31,8 @@ PROMPTS = [{"id": f"dc-{i}", "bench": "dc", "prompt": "a"} for i in range(4)]
 
 def _run(folder: Path, **changes: Any) -> None:
     model, tokenizer = tiny()
-    given = {"max_new_tokens": 32, "window": 16, "batch_size": 2, "tokenizer": tokenizer, **changes}
-    run_loopbench(model, prompts(), ["full", "presence-penalty"], out=folder, temperatures=(0.0, 0.7), **given)
+    given = {"max_new_tokens": 20, "window": 16, "batch_size": 2, "tokenizer": tokenizer, **changes}
+    run_loopbench(model, prompts(4), ["full", "presence-penalty"], out=folder, temperatures=(0.0, 0.7), **given)
 
 
 def _in_child(work: Callable[[], None]) -> multiprocessing.Process:
@@ -53,7 +53,7 @@ def test_killed_again_and_again_it_ends_the_same(tmp_path: Path) -> None:
     _run(whole)
     tiny()  # not in the child
 
-    for lines in (1, 5, 10):  # in the middle of the first method, of the second, of another temperature
+    for lines in (1, 5, 9):  # in the middle of the first method, of the second, of another temperature
 
         def enough(lines: int = lines) -> bool:
             runs = cut / "runs.jsonl"
@@ -65,7 +65,7 @@ def test_killed_again_and_again_it_ends_the_same(tmp_path: Path) -> None:
         child.join()
         assert child.exitcode == -signal.SIGKILL
     before = len(read_run(cut).records)
-    assert before < len(read_run(whole).records) == 20
+    assert before < len(read_run(whole).records) == 16
     _run(cut)  # the lock of the dead is no obstacle
     assert untimed(read_run(cut).records) == untimed(read_run(whole).records)
     one, other = tabulate([whole]), tabulate([cut])
@@ -73,7 +73,7 @@ def test_killed_again_and_again_it_ends_the_same(tmp_path: Path) -> None:
     assert one.to_dict()["result"] == other.to_dict()["result"]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(cut=st.floats(0, 1), done=st.integers(0, 4))
 def test_cut_off_at_any_byte(tmp_path_factory: pytest.TempPathFactory, cut: float, done: int) -> None:
     folder = tmp_path_factory.mktemp("cut") / "run"

@@ -20,7 +20,7 @@ from sinkscope.bench.methods import METHODS, parse_budget
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.loops import Monitor, MonitorSettings
 
-CAP, WINDOW, BUDGET = 70, 32, 24
+CAP, WINDOW, BUDGET = 52, 16, 24
 SOME = [prompts()[i] for i in (3, 1, 2)]
 
 
@@ -96,7 +96,7 @@ def test_signals_are_the_monitors(one_by_one: Any) -> None:
 
 
 def test_the_guard_is_full_until_it_fires_where_the_monitor_says(tmp_path: Path) -> None:
-    found = _run(tmp_path / "r", ["full", "loopguard:paper"], max_new_tokens=80, budget=40, prompts=SOME[:1])
+    found = _run(tmp_path / "r", ["full", "loopguard:paper"], max_new_tokens=80, window=32, budget=40, prompts=SOME[:1])
     full, guarded = found["full", "dc-3"], found["loopguard:paper", "dc-3"]
     at = full.detected["full"]
     assert at is not None and 64 <= at < 80
@@ -124,10 +124,10 @@ def test_two_wiki_ends_before_any_window_and_the_guard_is_full(tmp_path: Path) -
 def test_a_grid_of_temperatures_and_seeds_is_sampled_resumed_and_widened(tmp_path: Path) -> None:
     """Against decoding token by token without a cache, with the random numbers that the seed and the prompt say."""
     model, tokenizer = tiny()
-    grid: dict[str, Any] = {"prompts": SOME, "max_new_tokens": 40, "budget": 68, "seeds": 2, "seed": 5}
+    grid: dict[str, Any] = {"prompts": SOME, "max_new_tokens": 20, "window": 16, "budget": 68, "seeds": 2, "seed": 5}
     _run(tmp_path / "r", ["full"], temperatures=(0.7,), **grid)
     there = (tmp_path / "r" / "runs.jsonl").read_bytes()
-    _run(tmp_path / "r", ["full", "streaming", "stop-monitor"], temperatures=(0.0, 0.7, 1.5), batch_size=2, **grid)
+    _run(tmp_path / "r", ["full", "streaming", "stop-monitor"], temperatures=(0.0, 0.7, 1.5), batch_size=3, **grid)
     assert (tmp_path / "r" / "runs.jsonl").read_bytes().startswith(there)
     records = read_run(tmp_path / "r").records
     full = {(r.temperature, r.seed, r.prompt): r for r in records if r.method == "full"}
@@ -136,9 +136,9 @@ def test_a_grid_of_temperatures_and_seeds_is_sampled_resumed_and_widened(tmp_pat
     for (temperature, seed, name), found in full.items():
         ids = tokenizer(next(p.prompt for p in SOME if p.id == name))["input_ids"]
         draw = sampled(temperature, seed, name) if temperature else (lambda _ids, scores, _n: scores)
-        for token in found.tokens[:12]:
-            with torch.no_grad():
-                scores = model(torch.tensor([ids])).logits[0, -1]
+        with torch.no_grad():  # one pass without a cache: each token hangs on those before it
+            logits = model(torch.tensor([[*ids, *found.tokens]])).logits[0, len(ids) - 1 :]
+        for token, scores in zip(found.tokens[:12], logits, strict=False):
             assert int(draw(torch.tensor(ids), scores, 0).argmax()) == token
             ids = [*ids, token]
     assert full[0.7, 5, "dc-1"].tokens != full[0.7, 6, "dc-1"].tokens
@@ -150,17 +150,15 @@ def test_a_grid_of_temperatures_and_seeds_is_sampled_resumed_and_widened(tmp_pat
 
 def test_text_after_the_cut_is_scored_by_a_clean_pass_over_prompt_and_text(tmp_path: Path) -> None:
     model, tokenizer = tiny()
-    found = _run(tmp_path / "r", ["full", "loopguard"], max_new_tokens=160, budget=40, prompts=SOME[:1])
+    found = _run(tmp_path / "r", ["full", "loopguard"], max_new_tokens=120, window=32, budget=40, prompts=SOME[:1])
     for method in ("full", "loopguard"):
         record = found[method, "dc-3"]
         cut = record.events[0]["step"] if method == "loopguard" else record.detected["repeats"]
         assert record.cut == cut and cut is not None
         ids, after = tokenizer(SOME[0].prompt)["input_ids"], record.tokens[cut + 1 :]
-        said: list[float] = []
-        for token in after:  # each from the prompt and what came after the cut alone
-            with torch.no_grad():
-                said.append(-float(model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)[token]))
-            ids = [*ids, token]
+        with torch.no_grad():  # each token from the prompt and what came after the cut alone
+            logits = model(torch.tensor([[*ids, *after]])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+        said = [-float(row[token]) for row, token in zip(logits, after, strict=True)]
         assert record.nll == pytest.approx(sum(said) / len(said), abs=1e-3)
     assert found["full", "dc-3"].nll != found["loopguard", "dc-3"].nll
     groups = {g.method: g for g in tabulate([tmp_path / "r"]).groups}
@@ -192,7 +190,7 @@ def test_honest_texts_are_read_not_written(tmp_path: Path) -> None:
         ids = tokenizer(text.prompt)["input_ids"][: CAP + 1]
         record = found["text", text.id]
         assert list(record.tokens) == ids[1:]
-        for at in (1, 40, CAP):  # each from its own prefix
+        for at in (1, 20, CAP):  # each from its own prefix
             with torch.no_grad():
                 p = model(torch.tensor([ids[:at]])).logits[0, -1].softmax(-1).max()
             assert record.top1[at - 1] == pytest.approx(float(p), abs=1e-4)
@@ -242,7 +240,7 @@ def test_progress_counts_new_tokens_to_the_end(tmp_path: Path) -> None:
 def test_refused_before_anything_is_written(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     options = dict(changes)
     with pytest.raises(SinkscopeError) as refused:
-        _run(tmp_path / "r", options.pop("methods", ["full"]), **options)
+        _run(tmp_path / "r", options.pop("methods", ["full"]), **{"max_new_tokens": 70, "window": 32, **options})
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "r").exists()
@@ -287,7 +285,7 @@ def test_settings_and_policies_of_others(tmp_path: Path, monkeypatch: pytest.Mon
     )
     monkeypatch.chdir(tmp_path)
     methods = ["mine:Newest", "mine:Newest:decay=2.0", "streaming:first=1", "streaming:first=4"]
-    found = _run(tmp_path / "r", methods, 2)
+    found = _run(tmp_path / "r", methods, 2, max_new_tokens=32, batch_size=2)
     assert {method for method, _ in found} == set(methods)
     for (method, prompt), record in found.items():
         if method.startswith("mine:"):

@@ -62,7 +62,7 @@ def test_loads_by_name_as_a_small_float32_model_of_the_package() -> None:
 def test_full_cache_accuracy_on_fresh_dialogues(position: Position) -> None:
     """Seeds from the system, so that nothing can have been tuned to them; unequal turns, chains of 1 to 3 hops."""
     seed = int(torch.empty((), dtype=torch.int64).random_(10**9).item())
-    dialogues = [recall_dialogue(seed + i, tokens=uneven(450, 3, seed + i), hops=1 + i) for i in range(3)]
+    dialogues = [recall_dialogue(seed + i, tokens=uneven(300, 3, seed + i), hops=1 + i) for i in range(3)]
     assert accuracy(model(), dialogues, position) >= 0.95, seed
 
 

@@ -17,6 +17,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -182,9 +183,15 @@ def _plotly(beside: bool) -> tuple[str, list[str]]:
     """The part of the page that provides plotly.js, compressed to a third, and the hashes of its scripts."""
     if beside:
         return f'{_BESIDE}"{_library_name()}"></template>\n', []
+    packed, hashed = _packed()
+    return f'<script type="application/gzip" id="plotly">{packed}</script>\n', [hashed]
+
+
+@cache
+def _packed() -> tuple[str, str]:
+    """plotly.js packed, and its hash; made once for all pages of a process."""
     library: str = importlib.import_module("plotly.offline").get_plotlyjs()
-    packed = base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()
-    return f'<script type="application/gzip" id="plotly">{packed}</script>\n', [_hash(library)]
+    return base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode(), _hash(library)
 
 
 def text(words: str) -> str:
