@@ -211,7 +211,10 @@ LINES = [
 
 @pytest.mark.parametrize(
     ("command", "words", "says"),
-    [(command, *case) for command, some in (("lines", LINES), ("overlap", LINES[::3])) for case in some],
+    [
+        *(("lines", *case) for case in LINES),
+        *(pytest.param("overlap", *case, marks=() if i % 3 else pytest.mark.slow) for i, case in enumerate(LINES[::3])),
+    ],
 )
 def test_lines_and_overlap(refused: Callable[[str], str], command: str, words: str, says: str) -> None:
     assert says in refused(f"{command} {words}")
@@ -337,9 +340,10 @@ def test_table_and_report(refused: Callable[[str], str], words: str, says: str) 
     assert says in refused(words)
 
 
-def test_a_run_folder_that_was_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_folder_that_was_damaged(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Table and run both name the file and the line, and touch nothing."""
-    words = "dialogues run --count 1 --methods full --positions end --max-new-tokens 2 --out".split()
+    words = "dialogues run --count 1 --methods full --positions end --max-new-tokens 2 --dialogues".split()
+    words += [str(files / "good.jsonl"), "--out"]
     assert main([*words, str(tmp_path / "good")]) == 0
     for file, content, says in (
         ("settings.json", b"{", "settings.json cannot be read"),
