@@ -21,7 +21,7 @@ from organisms.tiny import tiny_model
 import sinkscope as ss
 from sinkscope.bench.dialogues.form import write_dialogues
 from sinkscope.bench.dialogues.recall import recall_dialogues
-from sinkscope.cli import main
+from sinkscope.cli import command_line, main
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import H2O, TOVA, AdaKV, AShape, MInference, Progressive, SnapKV, StreamingLLM, TriShape, make_policy
 
@@ -148,7 +148,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-_command = functools.cache(typer.main.get_command)  # made anew in every call it takes longer than what is tested
+# Made anew in every call, a command takes longer than what is tested.
+_command, _line = functools.cache(typer.main.get_command), functools.cache(command_line)
+NAMES = ("lines", "overlap", "dialogues", "build", "run", "table", "report")  # of the commands that are typed here
 
 
 @pytest.fixture
@@ -158,6 +160,7 @@ def refused(
     """Type a command that has to be refused beside these files, where "OUT" is a path; what it says."""
     monkeypatch.chdir(files)
     monkeypatch.setattr("typer.main.get_command", _command)
+    monkeypatch.setattr("sinkscope.cli.command_line", lambda words: _line(tuple(w for w in words if w in NAMES)))
     out = tmp_path / "out"
     there = sorted(os.listdir(files))
 
