@@ -120,6 +120,7 @@ def _error(status: int, code: str, head: dict[str, str] | None = None) -> tuple[
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a body waits 40 ms for the answer to its headers
     hub: Hub
 
     def do_HEAD(self) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from attack_kit import mixed_clusters, planted_clusters, text_file, trials_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from organisms import Organism, organism
+from organisms import Organism
+from organisms import organism as new_organism
 from scipy.stats import binomtest
 
 from sinkscope.cli import main
@@ -19,6 +22,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.results import Result
 from sinkscope.sinks.attack.attack import AttackRow, ClusterAttack, cluster_attack, wilson
 from sinkscope.sinks.attack.vocabulary import coordinate, drawn_sequences, greedy, make_pools, repeat, round_trip
+
+organism = functools.cache(new_organism)  # only read here
 
 
 def _attack(o: Organism, folder: Path, **options: Any) -> ClusterAttack:
@@ -33,15 +38,20 @@ def _attack(o: Organism, folder: Path, **options: Any) -> ClusterAttack:
     return cluster_attack(o.model, tokenizer=o.tokenizer, text=text_file(o, folder), **options)
 
 
+@functools.cache
+def _attack_once(family: str, seed: int, bos: bool = True) -> ClusterAttack:
+    with TemporaryDirectory() as folder:
+        return _attack(organism(family, seed, bos=bos), Path(folder))
+
+
 def _only(result: ClusterAttack, context: str, source: str) -> AttackRow:
     (row,) = [a for a in result.attacks if (a.context, a.source) == (context, source)]
     return row
 
 
 @pytest.mark.parametrize(("family", "seed", "bos"), [("llama", 1, False), ("qwen3_moe", 1, True), ("neox", 2, True)])
-def test_two_tokens_of_a_group_suffice_without_bos(family: str, seed: int, bos: bool, tmp_path: Path) -> None:
-    o = organism(family, seed, bos=bos)
-    found = _attack(o, tmp_path)
+def test_two_tokens_of_a_group_suffice_without_bos(family: str, seed: int, bos: bool) -> None:
+    o, found = organism(family, seed, bos=bos), _attack_once(family, seed, bos)
     cluster, random = _only(found, "no BOS", "cluster"), _only(found, "no BOS", "random")
     assert cluster.first == 2 and cluster.positions == cluster.most.share == 1 and cluster.most.low > 0.8
     assert _only(found, "no BOS", "repeated").positions == 1
@@ -110,6 +120,7 @@ def _pools(sizes: list[int]) -> dict[int, torch.Tensor]:
     return make_pools({h: ids[s : s + n] for h, (s, n) in enumerate(zip(starts, sizes, strict=True))}, len(ids), set())
 
 
+@settings(max_examples=30)
 @given(
     sizes=st.lists(st.integers(2, 30), min_size=1, max_size=4),
     length=st.integers(2, 20),
@@ -157,6 +168,7 @@ def test_round_trip_sees_tokens_that_join() -> None:
     assert round_trip(organism("llama", 0).tokenizer, torch.tensor([[7, 9], [12, 8]])) == 1
 
 
+@settings(max_examples=30)
 @given(trials=st.integers(1, 2000), share=st.floats(0, 1))
 def test_the_interval_is_wilsons(trials: int, share: float) -> None:
     successes = round(trials * share)
@@ -168,16 +180,16 @@ def test_the_interval_is_wilsons(trials: int, share: float) -> None:
 
 def test_saved_results_come_back_and_batches_do_not_matter(tmp_path: Path) -> None:
     o = organism("llama", 1, bos=False)
-    found = _attack(o, tmp_path, searched=4)
+    found = _attack(o, tmp_path, searched=2, sequences=9)
     assert Result.from_dict(found.to_dict()) == found
     assert {a.source for a in found.attacks} == {"cluster", "random", "repeated", "greedy", "coordinate"}
-    other = _attack(o, tmp_path, searched=4, batch=7)
+    other = _attack(o, tmp_path, searched=2, sequences=9, batch=7)
     assert [(a.example, a.any, a.most) for a in other.attacks] == [(a.example, a.any, a.most) for a in found.attacks]
 
 
 def test_resumed_after_a_kill(tmp_path: Path) -> None:
     o = organism("llama", 1, bos=False)
-    whole = _attack(o, tmp_path, batch=8)
+    whole = _attack_once("llama", 1, False)
     folder = tmp_path / "kept"
 
     class Killed(Exception):  # noqa: N818
@@ -198,7 +210,7 @@ def test_resumed_after_a_kill(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_workers_give_the_same_table(tmp_path: Path) -> None:
     o = organism("llama", 1, bos=False)
-    assert _attack(o, tmp_path, batch=8, workers=2).attacks == _attack(o, tmp_path, batch=8).attacks
+    assert _attack(o, tmp_path, batch=8, workers=2).attacks == _attack_once("llama", 1, False).attacks
 
 
 def test_no_sink_is_an_answer(tmp_path: Path) -> None:
@@ -258,7 +270,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_picture_shows_the_numbers(tmp_path: Path) -> None:
-    found = _attack(organism("llama", 0), tmp_path, lengths=[4, 8], searched=2)
+    found = _attack(organism("llama", 0), tmp_path, lengths=[4, 8], searched=2, sequences=8)
     traces = found.figure().data
     for row in found.attacks:
         if row.length == 8:
@@ -268,7 +280,7 @@ def test_the_picture_shows_the_numbers(tmp_path: Path) -> None:
 
 def test_no_bos_changes_what_stands_before_an_attack_and_not_what_counts_as_success(tmp_path: Path) -> None:
     o = organism("llama", 1)
-    both, without = _attack(o, tmp_path), _attack(o, tmp_path, bos=False)
+    both, without = _attack_once("llama", 1), _attack(o, tmp_path, bos=False)
     assert without.reference == both.reference and without.settings["bos"] is False
     assert {a.context for a in both.attacks} == {"BOS", "no BOS"} and {a.context for a in without.attacks} == {"no BOS"}
     assert without.attacks == tuple(a for a in both.attacks if a.context == "no BOS")

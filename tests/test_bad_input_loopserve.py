@@ -21,7 +21,7 @@ from organisms.tiny import tiny_model
 import sinkscope as ss
 from sinkscope.bench.dialogues.form import write_dialogues
 from sinkscope.bench.dialogues.recall import recall_dialogues
-from sinkscope.cli import main
+from sinkscope.cli import command_line, main
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import H2O, TOVA, AdaKV, AShape, MInference, Progressive, SnapKV, StreamingLLM, TriShape, make_policy
 
@@ -148,7 +148,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-_command = functools.cache(typer.main.get_command)  # made anew in every call it takes longer than what is tested
+# Made anew in every call, a command takes longer than what is tested.
+_command, _line = functools.cache(typer.main.get_command), functools.cache(command_line)
+NAMES = ("lines", "overlap", "dialogues", "build", "run", "table", "report")  # of the commands that are typed here
 
 
 @pytest.fixture
@@ -158,6 +160,7 @@ def refused(
     """Type a command that has to be refused beside these files, where "OUT" is a path; what it says."""
     monkeypatch.chdir(files)
     monkeypatch.setattr("typer.main.get_command", _command)
+    monkeypatch.setattr("sinkscope.cli.command_line", lambda words: _line(tuple(w for w in words if w in NAMES)))
     out = tmp_path / "out"
     there = sorted(os.listdir(files))
 
@@ -211,7 +214,10 @@ LINES = [
 
 @pytest.mark.parametrize(
     ("command", "words", "says"),
-    [(command, *case) for command, some in (("lines", LINES), ("overlap", LINES[::3])) for case in some],
+    [
+        *(("lines", *case) for case in LINES),
+        *(pytest.param("overlap", *case, marks=() if i % 3 else pytest.mark.slow) for i, case in enumerate(LINES[::3])),
+    ],
 )
 def test_lines_and_overlap(refused: Callable[[str], str], command: str, words: str, says: str) -> None:
     assert says in refused(f"{command} {words}")
@@ -337,9 +343,10 @@ def test_table_and_report(refused: Callable[[str], str], words: str, says: str) 
     assert says in refused(words)
 
 
-def test_a_run_folder_that_was_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_folder_that_was_damaged(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Table and run both name the file and the line, and touch nothing."""
-    words = "dialogues run --count 1 --methods full --positions end --max-new-tokens 2 --out".split()
+    words = "dialogues run --count 1 --methods full --positions end --max-new-tokens 2 --dialogues".split()
+    words += [str(files / "good.jsonl"), "--out"]
     assert main([*words, str(tmp_path / "good")]) == 0
     for file, content, says in (
         ("settings.json", b"{", "settings.json cannot be read"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from organisms import Organism, organism, tiny_model
+from organisms import Organism, tiny_model
+from organisms import organism as new_organism
 from torch import nn
 
 from sinkscope.cli import main
@@ -22,6 +24,7 @@ from sinkscope.results import Result
 from sinkscope.sinks.repetition.converge import Convergence, _same_from, _same_later, convergence, head_outputs, slope
 from sinkscope.trace import trace
 
+organism = functools.cache(new_organism)  # only read here
 IN_THEOREM = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "neox", "mixtral", "qwen3_moe")
 
 
@@ -41,7 +44,7 @@ def _head(result: Convergence, head: int | None, layer: int = 0, number: int = 0
 )
 def test_no_head_ever_exceeds_the_bound(family: str, seed: int, prefix: str) -> None:
     o = organism(family, seed)
-    result = _measured(o, 100, prefix=prefix)
+    result = _measured(o, 40, prefix=prefix, tokens=["cat", "dog"])
     assert result.outside is None
     for curve in result.curves:
         if curve.layer:
@@ -161,14 +164,16 @@ def test_learned_sinks_are_outside() -> None:
 
 def test_exponent_of_the_theorem_is_minus_one_and_deeper_layers_have_no_bound() -> None:
     o = organism("llama", 3)
-    result = _measured(o, 1900, prefix="")  # BOS alone: a marking head gives it odds / (odds + n), odds at most 80
+    # BOS alone: a marking head gives it odds / (odds + n), odds at most 80
+    result = _measured(o, 1900, prefix="", tokens=["dog", "bla"])
     marking = [c for c in result.curves if c.layer == 0 and c.head in o.truth.group_heads.get(o.truth.groups[c.id], ())]
     assert marking and all(-1.02 < c.exponent < -0.7 for c in marking)
     assert all(a > b for c in marking for a, b in itertools.pairwise(c.distance))
     assert result.layers_read == o.model.config.num_hidden_layers
     assert all(c.bound is None and c.delta is None for c in result.curves if c.layer)
-    assert [c.token for c in result.wholes()] == ["cat", "dog", "the", "bla"]  # figure 5's words and prefix
-    assert _measured(o, 5).settings["prefix"] == ["some prefix:"]
+    short = _measured(o, 5)
+    assert [c.token for c in short.wholes()] == ["cat", "dog", "the", "bla"]  # figure 5's words and prefix
+    assert short.settings["prefix"] == ["some prefix:"]
     n = torch.arange(1.0, 501)
     assert slope(3 * n**-1.5, 0.0) == pytest.approx(-1.5, abs=1e-4)
     assert slope(3 * n**-1.5, 1e-3) is None
@@ -194,15 +199,14 @@ def test_same_numbers() -> None:
 def test_read_from_disk_in_batches_it_is_the_same(family: str, tmp_path: Path) -> None:
     o = organism(family, 4)
     folder = o.save(tmp_path / "model")
-    live = _measured(o, 50, prefix=["some prefix:", "poem"])
-    streamed = convergence(
-        str(folder), max_repeats=50, prefix=["some prefix:", "poem"], all_layers=True, batch_size=3, dtype="float32"
-    )
+    options: dict[str, Any] = {"prefix": ["some prefix:", "poem"], "tokens": ["cat", "dog"], "all_layers": True}
+    live = _measured(o, 30, **options)
+    streamed = convergence(str(folder), max_repeats=30, batch_size=3, dtype="float32", **options)
     assert len(live.prefixes) == 2 and len(live.curves) == len(streamed.curves)
     for a, b in zip(live.curves, sorted(streamed.curves, key=lambda c: c.prefix), strict=True):
         assert (a.token, a.layer, a.head, a.prefix) == (b.token, b.layer, b.head, b.prefix)
         assert a.distance == pytest.approx(b.distance, rel=1e-3, abs=1e-4)
-    first = convergence(str(folder), max_repeats=50)
+    first = convergence(str(folder), max_repeats=30, tokens=["cat"])
     assert first.layers_read == 1 and {c.layer for c in first.curves} == {0} and first.holds
 
 

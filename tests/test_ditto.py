@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
 
-QUICK: dict[str, Any] = {"periods": (5, 12), "units": 2, "draws": 5}
+QUICK: dict[str, Any] = {"periods": (5, 12), "units": 2, "draws": 3}
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def measured(organism: LoopOrganism, text: Path, **options: Any) -> Ditto:
     return ditto(organism.model, tokenizer=organism.tokenizer, text=text, **{**QUICK, **options})
+
+
+@functools.cache
+def of_the_bundled_model() -> Ditto:
+    return ditto(None, periods=[4, 5], units=2, heads=1, draws=1)
 
 
 @pytest.mark.parametrize("seed", [0, 3])
@@ -63,13 +69,14 @@ def test_the_planted_heads_are_found_and_without_them_nothing_is_copied(seed: in
 def test_as_few_heads_as_take_away_half_are_ablated(text: Path) -> None:
     organism = loop_organism(0, vocab_size=1028)
     planted = set(organism.truth.locking_heads)
-    found = measured(organism, text)
+    small = {"periods": (5,), "units": 1, "draws": 1}
+    found = measured(organism, text, **small)
     ablated = [(h.layer, h.head) for h in found.heads if h.ablated]
     assert 1 <= len(ablated) <= len(planted) and set(ablated) <= planted
     middle = (found.first + found.copied) / 2
     assert found.ablated is not None and found.ablated <= middle
     if len(ablated) > 1:  # one less leaves more than half
-        fewer = measured(organism, text, heads=len(ablated) - 1)
+        fewer = measured(organism, text, heads=len(ablated) - 1, **small)
         assert fewer.ablated is not None and fewer.ablated > middle
 
 
@@ -162,16 +169,18 @@ def test_sentences_of_the_text_are_repeated_where_the_tokenizer_knows_them(tmp_p
     text = tmp_path / "text.txt"
     text.write_text(" ".join(" ".join(words[i : i + 9]) + (" nowhere." if i < 891 else "") for i in range(0, 900, 9)))
     assert [c.name for c in measured(organism, text, periods=[4], draws=1).curves] == ["period 4", "sentences"]
-    found = ditto(None, periods=[4], units=3, draws=1)
-    assert [(c.name, c.units, c.copies) for c in found.curves] == [("period 4", 3, COPIES), ("sentences", 3, COPIES)]
-    assert found.curves[1].probability[-1] > found.curves[1].probability[0]
+    found = of_the_bundled_model()
+    assert [(c.name, c.units, c.copies) for c in found.curves] == [
+        (name, 2, COPIES) for name in ("period 4", "period 5", "sentences")
+    ]
+    assert found.curves[2].probability[-1] > found.curves[2].probability[0]
 
 
 def test_the_command_gives_what_the_function_gives(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ditto", "--period", "4", "--period", "9", "--units", "2", "--draws", "1", "--json", "-"]) == 0
+    words = "ditto --period 4 --period 5 --units 2 --heads 1 --draws 1 --json -"
+    assert main(words.split()) == 0
     told = Result.from_dict(json.loads(capsys.readouterr().out))
-    found = ditto(None, periods=[4, 9], units=2, draws=1)
-    assert told.to_dict()["result"] == found.to_dict()["result"]
+    assert told.to_dict()["result"] == of_the_bundled_model().to_dict()["result"]
 
 
 def test_bad_input() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from intervention_kit import bridge_of, count_hooks, greedy, logits, nnsight_of, residual_norms, set_values
 from organisms import MODEL_TYPES, organism, tiny_model
@@ -83,8 +83,14 @@ def test_every_family_through_a_bridge(model_type: str) -> None:
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "opt", "phi3", "mixtral", "gpt_oss"])
-@pytest.mark.parametrize("kind", ["bridge", "nnsight"])
+@pytest.mark.parametrize(
+    ("kind", "model_type"),
+    [
+        pytest.param(kind, name, marks=() if name in some else pytest.mark.slow)
+        for kind, some in {"bridge": ("opt", "phi3", "mixtral"), "nnsight": ("llama", "mixtral", "gpt_oss")}.items()
+        for name in ("llama", "opt", "phi3", "mixtral", "gpt_oss")
+    ],
+)
 def test_other_kinds_give_the_same_numbers(model_type: str, kind: str) -> None:
     model, tokenizer = tiny_model(model_type)
     edit = Ablate(sites=sites_for(model_type)) | Ablate(sites=sites_for(model_type), value=0.7, positions=2)
@@ -247,6 +253,7 @@ def test_positions_count_real_tokens() -> None:
 # --- positions: every way of calling, against counting by hand -----------------------------------------------------
 
 
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     cuts=st.lists(st.integers(1, 4), max_size=4),
@@ -370,12 +377,12 @@ def test_no_trace_after_exit_and_exception(kind: str) -> None:
     assert torch.equal(logits(model, IDS), want)
 
 
-def test_200_runs_leak_nothing() -> None:
+def test_many_runs_leak_nothing() -> None:
     model, _ = tiny_model("llama")
     edit = SinkPatch(layer=1, neurons=[3], calibrated={(1, 3): 0.0})
     runs = []
     before = count_hooks(model)
-    for _ in range(200):
+    for _ in range(30):
         with edit.on(model) as run:
             model(IDS[:1, :3], use_cache=True)
         runs.append(weakref.ref(run))
@@ -597,8 +604,14 @@ def test_quantised_modules() -> None:
         pass
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("model_type", "cache"),
+    [
+        pytest.param(name, cache, marks=() if cache == usual else pytest.mark.slow)
+        for name, usual in {"mistral": "dynamic", "gemma2": "static", "gpt_oss": "dynamic"}.items()
+        for cache in ("dynamic", "static")
+    ],
+)
 def test_positions_beyond_a_sliding_window(model_type: str, cache: str) -> None:
     model, _ = tiny_model(model_type)
     ids = torch.cat([torch.full((2, 3), 3), torch.randint(4, 90, (2, 20))], 1)
@@ -629,7 +642,7 @@ def test_generation_does_not_compile_while_entered() -> None:
     """With a cache of fixed size transformers would compile the decoding step, and that would skip the edit."""
     from transformers import CompileConfig
 
-    model, _ = tiny_model("llama")
+    model, _ = tiny_model("llama", num_hidden_layers=2)
     config = CompileConfig(backend="eager", mode=None)
     config._compile_all_devices = True  # as on a GPU
     settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from organisms import Organism, organism
+from organisms import Organism
+from organisms import organism as new_organism
 from organisms.hard import HardModel, hard
 
 import sinkscope.sinks.patch.make as patching
@@ -20,6 +23,8 @@ from sinkscope.results import Result
 from sinkscope.sinks.patch.evaluate import losses, perplexity_change
 from sinkscope.sinks.patch.make import PatchMade, make_patch
 from sinkscope.trace.run import trace
+
+organism = functools.cache(new_organism)  # only read where nothing else is said
 
 
 def _sites(made: PatchMade) -> set[tuple[int, ...]]:
@@ -40,6 +45,13 @@ def _make(o: Organism, folder: Path, **changes: Any) -> PatchMade:
     return make_patch(o.model, tokenizer=o.tokenizer, **(options | changes))
 
 
+@functools.cache
+def _made_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, PatchMade]:
+    o = organism(family, seed, kind=kind)
+    with TemporaryDirectory() as folder:
+        return o, _make(o, Path(folder))
+
+
 @pytest.mark.parametrize(
     ("family", "kind", "seed"),
     [
@@ -50,9 +62,8 @@ def _make(o: Organism, folder: Path, **changes: Any) -> PatchMade:
         ("neox", "two_stage", 5),
     ],
 )
-def test_patch_is_the_planted_neurons(family: str, kind: str, seed: int, tmp_path: Path) -> None:
-    o = organism(family, seed, kind=kind)
-    made = _make(o, tmp_path)
+def test_patch_is_the_planted_neurons(family: str, kind: str, seed: int) -> None:
+    o, made = _made_once(family, seed, kind)
     # The early stage is two percent of the spike: no norm shows it, and half of the attention stays with it.
     wanted = {*o.truth.neurons, *o.truth.early_neurons}
     assert (made.verdict, _sites(made), made.sink_layer) == ("made", wanted, o.truth.sink_layer)
@@ -63,8 +74,7 @@ def test_patch_is_the_planted_neurons(family: str, kind: str, seed: int, tmp_pat
 
 def test_saved_patch_repairs_what_it_says(tmp_path: Path) -> None:
     """Norms of a held-out token by `trace` under the loaded patch: the second way to the numbers of the table."""
-    o = organism("llama", 2)
-    made = _make(o, tmp_path)
+    o, made = _made_once("llama", 2)
     made.patch.save(tmp_path / "patch.json")
     patch = SinkPatch.load(tmp_path / "patch.json")
     site = f"blocks.{made.layer}.hook_resid_post"
@@ -81,9 +91,8 @@ def test_saved_patch_repairs_what_it_says(tmp_path: Path) -> None:
     assert abs(made.perplexity.difference) < 1e-3 * made.perplexity.before
 
 
-def test_smallest_set_comes_first_and_every_smaller_one_failed(tmp_path: Path) -> None:
-    o = organism("llama", 5)
-    made = _make(o, tmp_path)
+def test_smallest_set_comes_first_and_every_smaller_one_failed() -> None:
+    o, made = _made_once("llama", 5)
     assert len(made.neurons) == len(o.truth.neurons) == 3
     assert made.tried[0].neurons == ()
     assert [len(t.neurons) for t in made.tried] == sorted(len(t.neurons) for t in made.tried)
@@ -94,7 +103,7 @@ def test_smallest_set_comes_first_and_every_smaller_one_failed(tmp_path: Path) -
 
 def test_harmful_patch_is_refused(tmp_path: Path) -> None:
     """The sink neuron also carries what the model says about ordinary text: its own samples become less likely."""
-    o = organism("llama", 10, kind="up")
+    o = new_organism("llama", 10, kind="up")  # to be changed
     [(layer, neuron)] = o.truth.neurons
     mlp = o.model.model.layers[layer].mlp
     generator = torch.Generator().manual_seed(0)
@@ -110,7 +119,7 @@ def test_harmful_patch_is_refused(tmp_path: Path) -> None:
         other = torch.randn(row.shape, generator=generator)
         column.add_(torch.where(spikes, 0, 0.5 * column.norm() * other / other.norm()))
     text = tmp_path / "samples.txt"
-    text.write_text(_samples(o, 40, 48))
+    text.write_text(_samples(o, 24, 48))
     made = _make(o, tmp_path, text=text, pieces=20)
     assert made.verdict == "refused"
     assert "would harm" in made.reason
@@ -159,10 +168,13 @@ def test_neurons_that_do_not_suffice_are_refused(tmp_path: Path, monkeypatch: py
 BACKUPS = [("backup_next", "llama"), ("backup_later", "neox")]
 
 
+_planted = functools.cache(hard)
+
+
 def _hard(name: str, family: str, folder: Path) -> tuple[HardModel, dict[str, Any]]:
-    h = hard(name, family)
+    h = _planted(name, family)
     (folder / "text.txt").write_text(h.text(120))
-    options = {"tokenizer": h.tokenizer, "text": folder / "text.txt", "max_repeats": 600, "words": 3}
+    options = {"tokenizer": h.tokenizer, "text": folder / "text.txt", "max_repeats": 600, "words": 2}
     return h, options | {"pieces": 4, "length": 32}
 
 
@@ -200,10 +212,9 @@ def test_a_sink_that_returns_is_not_repaired(
 
 def test_attention_that_does_not_come_back_is_not_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads that read the mark, not the spike, stay with the repeated tokens, whose norm is typical again."""
-    o = organism("llama", 2)
+    o, made = _made_once("llama", 2)
     layer = o.truth.sink_layer
     assert layer is not None
-    made = _make(o, tmp_path)
     ids = o.repeated(made.held_out[0].repeats, made.held_out[0].id)
     at = made.later[1]
     for edit, wanted in ((None, at.intact_attention), (made.patch, at.patched_attention)):
@@ -226,8 +237,7 @@ def test_attention_that_does_not_come_back_is_not_repaired(tmp_path: Path, monke
 def test_of_a_large_causal_set_neurons_are_left_out_one_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    o = organism("llama", 5)
-    whole = _make(o, tmp_path)
+    o, whole = _made_once("llama", 5)
     monkeypatch.setattr(patching, "MOST", 4)  # nothing, and one neuron alone
     made = _make(o, tmp_path)
     assert (made.verdict, _sites(made)) == (whole.verdict, _sites(whole)) == ("made", set(o.truth.neurons))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from organisms import Organism, organism
+from organisms import Organism
+from organisms import organism as new_organism
 from organisms.noise import make_space
 from organisms.plan import make_plan
 from torch import Tensor
@@ -35,6 +38,8 @@ from sinkscope.sinks.first_token.separate import (
 )
 from sinkscope.trace.run import trace
 
+organism = functools.cache(new_organism)  # only read here
+
 
 def _text(o: Organism, folder: Path) -> Path:
     path = folder / "text.txt"
@@ -46,6 +51,14 @@ def _found(o: Organism, folder: Path, **kwargs: Any) -> Separability:
     return separability(o.model, tokenizer=o.tokenizer, text=_text(o, folder), **kwargs)
 
 
+@functools.cache
+def _found_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, Separability]:
+    """Of an organism without BOS, with nothing but the defaults."""
+    o = organism(family, seed, kind=kind, bos=False)
+    with TemporaryDirectory() as folder:
+        return o, _found(o, Path(folder))
+
+
 def _mark(o: Organism) -> tuple[Tensor, int]:
     """The planted direction of the mark, and the neuron of the marking layer that is planted to read it."""
     plan = make_plan(o.family, o.seed, o.kind, None, None, o.bos)
@@ -53,11 +66,10 @@ def _mark(o: Organism) -> tuple[Tensor, int]:
 
 
 @pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("qwen3", 1)])
-def test_the_planted_mark_separates_perfectly_and_is_what_is_found(family: str, seed: int, tmp_path: Path) -> None:
+def test_the_planted_mark_separates_perfectly_and_is_what_is_found(family: str, seed: int) -> None:
     """Truth in one dimension: along the mark alone nothing overlaps; the plane found weighs that dimension most."""
-    o = organism(family, seed, kind="up", bos=False)
+    o, found = _found_once(family, seed, "up")
     direction, cleaner = _mark(o)
-    found = _found(o, tmp_path)
     ids = o.natural(20, 40)
     site = "blocks.0.hook_resid_mid"
     firsts = torch.arange(4, o.model.config.vocab_size)[:, None]
@@ -76,9 +88,8 @@ def test_the_planted_mark_separates_perfectly_and_is_what_is_found(family: str, 
 
 
 @pytest.mark.parametrize("family", ["neox", "gemma2", "mixtral"])
-def test_other_architectures(family: str, tmp_path: Path) -> None:
-    o = organism(family, 1, bos=False)
-    found = _found(o, tmp_path)
+def test_other_architectures(family: str) -> None:
+    o, found = _found_once(family, 1)
     direction, _ = _mark(o)
     assert found.separators[0].auroc > 0.999 and direction[found.dims[0]] != 0
     assert len(found.separators) == (3 if family == "neox" else 4)
@@ -131,7 +142,7 @@ def test_the_control_shows_a_leak(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert abs(before.shuffled_auroc - 0.5) < 0.12 and after.shuffled_auroc > 0.65
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.integers(0, 10**6), st.booleans())
 def test_no_token_and_no_text_is_on_both_sides(seed: int, bos: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -150,7 +161,7 @@ def test_no_token_and_no_text_is_on_both_sides(seed: int, bos: bool) -> None:
     assert len({tuple(p) for p in s.later.tolist()}) == len(s.later)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.integers(0, 10**6), st.integers(2, 12), st.integers(2, 12), st.integers(2, 6))
 def test_auroc_is_scikit_learns_with_ties(seed: int, ones: int, others: int, levels: int) -> None:
     from sklearn.metrics import roc_auc_score
@@ -224,12 +235,13 @@ def test_streamed_round_trip_and_figure(tmp_path: Path) -> None:
     assert Result.load(live.save(tmp_path / "x.json")) == live
     bad = replace(live, points=tuple(replace(p, token="<img src=x>") for p in live.points))
     drawn = bad.figure().to_json().replace("\\u003c", "<").replace("\\u0026", "&")
+    figure = live.figure()
     assert "<img" not in drawn and "&lt;img" in drawn
-    shown = [t for t in live.figure().data if t.xaxis == "x"]
+    shown = [t for t in figure.data if t.xaxis == "x"]
     assert sum(len(t.x) for t in shown) == len(live.points)
     blue = [x for t in shown if t.name.startswith("first") for x in t.x]
     assert sorted(blue) == sorted(p.plane for p in live.points if p.first)
-    titles = [a.text for a in live.figure().layout.annotations]
+    titles = [a.text for a in figure.layout.annotations]
     controls = [f"{s.shuffled_auroc:.4f}" for s in live.separators]
     assert titles[0].endswith(f"with random labels: {controls[0]}")
     assert titles[1].endswith(f"with random labels: {', '.join(controls[2:])}")
@@ -263,8 +275,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "neox", "mixtral"])
 def test_one_neuron_is_looked_at_by_both_of_its_factors(family: str, tmp_path: Path) -> None:
     """Its numbers are those of scikit-learn on its own pre-activations; the search is held against them."""
-    o = organism(family, 1, kind="up" if family == "llama" else "sink", bos=False)
-    searched = _found(o, tmp_path)
+    o, searched = _found_once("llama", 0, "up") if family == "llama" else _found_once(family, 1)
     best = searched.separators[2]
     expert = best.expert
     assert best.neuron is not None

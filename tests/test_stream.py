@@ -61,9 +61,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return model, folder
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["one-file", "half-sharded"])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_equals_the_resident_model(model_type: str, half: bool, tmp_path: Path) -> None:
+# Every architecture once, every second one in half precision and in shards; the other way round is slow.
+SAVED = [
+    pytest.param(name, half, id=f"{name}-{way}", marks=() if half == i % 2 else pytest.mark.slow)
+    for i, name in enumerate(MODEL_TYPES)
+    for half, way in enumerate(("one-file", "half-sharded"))
+]
+
+
+@pytest.mark.parametrize(("model_type", "half"), SAVED)
+def test_equals_the_resident_model(model_type: str, half: int, tmp_path: Path) -> None:
     model, _ = tiny_model(model_type)
     (model.half() if half else model).save_pretrained(tmp_path, max_shard_size="20KB" if half else "1GB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 or not half
@@ -238,7 +245,7 @@ def test_refuses_what_it_cannot_stream(llama: tuple[Any, Path], tmp_path: Path) 
         open_stream(tmp_path)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_shape_checkpoint_has_the_sink_it_says(seed: int, tmp_path: Path) -> None:
     write(make_plan("tiny", 2, seed, None), tmp_path, "float16", "tiny")
     truth = json.loads((tmp_path / "truth.json").read_text())

@@ -90,6 +90,7 @@ def test_resumed_training_ends_with_the_same_weights(
     assert_same(weights(straight), weights(second))
 
 
+@pytest.mark.slow
 def test_killed_process_resumes_to_the_same_weights(tmp_path: Path) -> None:
     """A real kill: no handler runs, only the last checkpoint is there, and another process goes on from it."""
     program = f"""
