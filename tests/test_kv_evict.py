@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from kv_kit import FAMILIES, Drawn, Everywhere, Ragged, close, decode, dense, masks_of, model_of, prompts
+from kv_kit import FAMILIES, Drawn, Everywhere, Ragged, close, decode, dense, masks_of, prompts
+from kv_kit import shallow_of as model_of
 from transformers import DynamicCache
 
 from sinkscope.kv import Moment, Observe, Rows, Session, StreamingLLM
@@ -29,8 +30,10 @@ SOME = ["llama", "gemma2", "gpt_oss", *SLOW]
 def test_evicted_is_the_whole_cache_under_a_mask(family: str, lengths: list[int]) -> None:
     """Other tokens, and other numbers of them, in every layer, row and head; longer than the windows."""
     model = model_of(family)
-    ids, mask = prompts(lengths, 5)
-    for policy in (Drawn(budget=9), Ragged(budget=9)):
+    ids, mask = prompts(lengths, 4)
+    # Both where it is quick with either number of rows; of the other families every second one has ragged heads.
+    both = (Drawn(budget=9), Ragged(budget=9))
+    for policy in both if family in SOME else both[FAMILIES.index(family) % 2 :][:1]:
         with policy.on(model):
             got = decode(model, ids, mask, 26)
         close(got, dense(model, ids, mask, masks_of(model, policy, mask, 26))[:, 25:])
