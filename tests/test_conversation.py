@@ -114,12 +114,20 @@ def test_equals_one_long_prompt_where_nothing_is_hidden(family: str, edit: Any, 
     assert chat.ids == [token for turn in chat.turns for token in (*turn.prompt, *turn.ids)]
 
 
-@BOTH
-def test_branches_share_what_was_read_and_go_on_as_if_alone(answers: Any) -> None:
+@pytest.mark.parametrize(
+    ("edit", "answers"),
+    [
+        (SMALL, "keep"),
+        (H2O(budget=20), "recompute"),
+        pytest.param(SMALL, "recompute", marks=pytest.mark.slow),
+        pytest.param(H2O(budget=20), "keep", marks=pytest.mark.slow),
+    ],
+)
+def test_branches_share_what_was_read_and_go_on_as_if_alone(edit: Any, answers: Any) -> None:
     model = model_of("llama")
 
     def talk(*turns: int) -> tuple[Conversation, list[tuple[int, ...]]]:
-        chat = Conversation(model, SMALL, answers=answers)
+        chat = Conversation(model, edit, answers=answers)
         return chat, [ask(chat, turn).ids for turn in turns]
 
     trunk, (first,) = talk(0)

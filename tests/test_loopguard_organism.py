@@ -67,7 +67,7 @@ def test_the_control_never_sets_it_off() -> None:
 
 def test_copies_further_back_keep_a_loop_alive_and_the_named_variant_takes_them_too() -> None:
     o = made(None)
-    prompt = o.looping_prompt(8, delay=8)  # copies in the prompt, then 8 other tokens, then the loop
+    prompt = o.looping_prompt(12, delay=10)  # copies in the prompt, then 10 other tokens, then the loop
     tokens, events = guarded(o, [prompt.ids], LoopGuard.paper())
     assert len(events) > 1 and tokens[0] == o.expected(prompt, STEPS), "the paper's: history holds the copies"
     tokens, events = guarded(o, [prompt.ids], LoopGuard.paper(clean="repeats"))
