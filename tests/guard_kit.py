@@ -19,7 +19,7 @@ EAGER = {"warmup": 0, "tail_shortest": 6, "cooldown": 8}  # a monitor that fires
 
 
 def tiny(kind: str = "hf", model_type: str = "llama", **overrides: Any) -> Any:
-    model, tokenizer = tiny_model(model_type, **overrides)
+    model, tokenizer = tiny_model(model_type, **{"num_hidden_layers": 2, **overrides})
     return KINDS[kind](model, tokenizer)
 
 

@@ -63,6 +63,13 @@ def model_of(family: str, **overrides: Any) -> Any:
     return model
 
 
+def shallow_of(family: str, **overrides: Any) -> Any:
+    """`model_of` with two layers: each kind of attention once, and a cache that depends on what another one lacks."""
+    if family == "gemma3_text":
+        overrides = {"layer_types": ["sliding_attention", "full_attention"], **overrides}
+    return model_of(family, **{"num_hidden_layers": 2, **overrides})
+
+
 def prompts(lengths: list[int], total: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Random ids, left-padded to the longest, and their mask; with `total`, so many more columns of real tokens."""
     generator = torch.Generator().manual_seed(seed)

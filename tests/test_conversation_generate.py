@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_kit import model_of
+from kv_kit import shallow_of as model_of
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.interventions.base import Intervention

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_kit import model_of
+from kv_kit import shallow_of as model_of
 from test_conversation import ALARM, SMALL, ask, said, tensors
 from transformers.cache_utils import DynamicLayer, QuantizedLayer
 
@@ -21,7 +21,7 @@ from sinkscope.kv.loopserve import LoopServe, saved
 from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.kv.loopserve.saved import Turn
 
-NEW = 9
+NEW = 6
 TEXTS = ((40, 9, 5), (17, 30, 12), (26, 4, 21))  # lengths of the prompts of three conversations, turn by turn
 MORE: Any = {"max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
 GUARD = LoopGuard.paper(budget=30, anchors=2, window=8, variant="always", monitor={"warmup": 0, "every": 3})
@@ -67,7 +67,7 @@ EDITS: list[tuple[str, Any]] = [
     ("llama", ALARM),
     ("llama", GUARD),
 ]
-BOTH = (None, SMALL, GUARD)  # of the others, each meets one way with answers; the second way is slow
+BOTH = (None, SMALL)  # of the others, each meets one way with answers; the second way is slow
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ BOTH = (None, SMALL, GUARD)  # of the others, each meets one way with answers; t
     ],
 )
 def test_rows_of_a_batch_are_what_they_are_alone(family: str, edit: Any, answers: str) -> None:
-    """Lengths differ, answers end at different steps, and one conversation joins late."""
+    """Lengths differ, answers end at different steps, and one conversation joins late; some have a third turn."""
     model = model_of(family)
     probe = Conversation(model, edit, answers=answers)
     probe.ask(prompt(0, 0), max_new_tokens=NEW)
@@ -92,7 +92,7 @@ def test_rows_of_a_batch_are_what_they_are_alone(family: str, edit: Any, answers
     end = next((at for at in range(2, NEW - 1) if ids[at] not in ids[:at]), 0)
     model.generation_config.eos_token_id = ids[end]
     batch, single = ([Conversation(model, edit, answers=answers) for _ in TEXTS] for _ in range(2))
-    for turn in range(3):
+    for turn in range(3 if edit in (None, SMALL) and answers == "recompute" else 2):
         rows = [2, 0, 1] if turn else [0, 1]  # in any order
         given = [prompt(row, turn) for row in rows]
         made = Conversation.ask_all([batch[row] for row in rows], given, **MORE)
@@ -155,8 +155,18 @@ def talk(model: Any, cache: Any, answers: str, edit: Any = None) -> Conversation
     return chat
 
 
-@pytest.mark.parametrize("answers", ["recompute", "keep"])
-@pytest.mark.parametrize(("family", "edit"), [("llama", None), ("mistral", None), ("llama", ALARM)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "edit", "answers"),
+    [
+        ("llama", None, "recompute"),
+        ("llama", None, "keep"),
+        ("mistral", None, "keep"),
+        ("llama", ALARM, "recompute"),
+        pytest.param("mistral", None, "recompute", marks=pytest.mark.slow),
+        pytest.param("llama", ALARM, "keep", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_an_offloaded_cache_says_the_same(family: str, edit: Any, answers: str, tmp_path: Path) -> None:
     model = model_of(family)
     plain, chat = talk(model, None, answers, edit), talk(model, "offloaded", answers, edit)
@@ -199,7 +209,7 @@ def test_offloading_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> 
     chat = talk(model, "offloaded", "recompute")
     assert chat.ids == talk(model, None, "recompute").ids
     calls = sum(len(turn.ids) for turn in chat.turns)
-    assert moved["offload"] == 3 * calls and moved["prefetch"] >= 2 * calls
+    assert moved["offload"] == 2 * calls and moved["prefetch"] >= calls
 
 
 @pytest.mark.parametrize("answers", ["recompute", "keep"])

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from kv_kit import model_of
-from test_conversation import SMALL, ask, logits, said, tensors
+from kv_kit import shallow_of as model_of
+from test_conversation import NEW, SMALL, ask, logits, said, tensors
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.sink_detector import SinkDetector
@@ -84,7 +84,7 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("make", "words"),
     [
         (lambda: model_of("llama", seed=1), "was held with LlamaForCausalLM (fingerprint "),
-        (lambda: model_of("llama", num_hidden_layers=2), "was held with LlamaForCausalLM (fingerprint "),
+        (lambda: model_of("llama", num_hidden_layers=3), "was held with LlamaForCausalLM (fingerprint "),
         (lambda: model_of("qwen3"), "give the same model"),
         (lambda: model_of("llama").double(), "give the same model"),
     ],
@@ -166,7 +166,7 @@ def test_the_edit_has_to_be_given_again_and_may_be_another(talk: Path) -> None:
         Conversation.load(talk, model_of("llama"))
     chat = Conversation.load(talk, model_of("llama"), Full())
     turn = ask(chat, 1)
-    assert turn.read == turn.prompt_tokens + 3.5 and turn.lines == (None,) * 3
+    assert turn.read == turn.prompt_tokens + NEW / 2 and turn.lines == (None,) * 2
 
 
 def test_an_edit_that_is_not_the_saved_one_knows_nothing_of_earlier_tokens(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ BIG = 8
 
 
 def model_and_tokenizer() -> tuple[Any, Any]:
-    model, tokenizer = tiny_model("llama")
+    model, tokenizer = tiny_model("llama", num_hidden_layers=2)
     for layer, neuron in SITES:
         model.model.layers[layer].mlp.down_proj.weight.data[:, neuron] *= BIG
     return model, tokenizer
@@ -58,13 +59,13 @@ def test_text_is_that_of_a_reference_loop() -> None:
     assert all(r.events == [] for r in plain) and any(r.events for r in results)
 
 
-@pytest.mark.parametrize("make", [bridge_of, nnsight_of])
-def test_every_kind_of_model_and_batches_agree(make: Any) -> None:
+@pytest.mark.parametrize(("make", "sizes"), [(bridge_of, (2,)), (nnsight_of, (1, 3))])
+def test_every_kind_of_model_and_batches_agree(make: Any, sizes: tuple[int, ...]) -> None:
     model, tokenizer = model_and_tokenizer()
     other = make(model, tokenizer)
-    settings = {"interventions": Ablate(layer=2, neurons=[0], value=3.0), "max_new_tokens": 10}
+    settings = {"interventions": Ablate(layer=0, neurons=[0], value=3.0), "max_new_tokens": 8}
     want = generate(model, PROMPTS, patch=SinkPatch(sites=SITES), tokenizer=tokenizer, **settings)
-    for size in (1, 2, 3):
+    for size in sizes:
         got = generate(other, PROMPTS, patch=SinkPatch(sites=SITES), batch_size=size, **settings)
         assert [r.tokens for r in got] == [r.tokens for r in want]
         # The same events whatever shared the batch, and none for a row that had ended.
@@ -93,27 +94,48 @@ def test_pieces_arrive_in_order(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("make", [lambda model, _: model, bridge_of, nnsight_of])
-def test_policy_and_guard(make: Any) -> None:
+GUARD = LoopGuard.paper(budget=12, anchors=2, window=16, variant="always", monitor={"warmup": 0, "every": 9})
+
+
+def endless() -> tuple[Any, Any]:
     model, tokenizer = model_and_tokenizer()
     model.generation_config.eos_token_id = None
-    other = make(model, tokenizer)
-    settings = {"tokenizer": tokenizer, "max_new_tokens": 20}
-    guard = LoopGuard.paper(budget=12, anchors=2, window=16, variant="always", monitor={"warmup": 0, "every": 9})
-    policy = StreamingLLM(budget=16)
-    rows = []
+    return model, tokenizer
+
+
+@cache
+def by_hand() -> list[tuple[list[int], list[tuple[Any, ...]]]]:
+    """Tokens and events of each prompt under a patch, a policy and a guard."""
+    model, tokenizer = endless()
+    rows, policy = [], StreamingLLM(budget=16)
     for i, prompt in enumerate(PROMPTS):  # what the pieces do when they are put together by hand
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        with (SinkPatch(sites=SITES, value="listing") | policy | guard).on(model) as run:
-            out = model.generate(input_ids=ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :].tolist()
+        with (SinkPatch(sites=SITES, value="listing") | policy | GUARD).on(model) as run:
+            out = model.generate(input_ids=ids, max_new_tokens=14, do_sample=False)[0, ids.shape[1] :].tolist()
         rows.append((out, [(i, e.step, e.position, e.kind) for e in run.events if e.kind == "guard"]))
-    for size in (1, 3):
+    return rows
+
+
+@cache
+def of_the_plain_model() -> list[list[int]]:
+    model, tokenizer = endless()
+    return [made.tokens for made in generate(model, PROMPTS, tokenizer=tokenizer, max_new_tokens=14)]
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes"), [(lambda model, _: model, (1, 3)), (bridge_of, (3,)), (nnsight_of, (2,))], ids=["hf", "tl", "nn"]
+)
+def test_policy_and_guard(make: Any, sizes: tuple[int, ...]) -> None:
+    model, tokenizer = endless()
+    other, rows = make(model, tokenizer), by_hand()
+    settings = {"tokenizer": tokenizer, "max_new_tokens": 14}
+    for size in sizes:
         got = generate(
             other,
             PROMPTS,
             patch=SinkPatch(sites=SITES, value="listing"),
             policy="streaming:16",
-            guard=guard,
+            guard=GUARD,
             batch_size=size,
             **settings,
         )
@@ -122,11 +144,9 @@ def test_policy_and_guard(make: Any) -> None:
             events for _, events in rows
         ]
     assert all(len(events) == 1 for _, events in rows)
-    assert rows[0][0] != generate(model, PROMPTS[0], **settings)[0].tokens
+    assert rows[0][0] != of_the_plain_model()[0]
     # Shorter than the warm-up: the guard's own settings leave the text alone.
-    assert [r.tokens for r in generate(other, PROMPTS, guard=True, **settings)] == [
-        r.tokens for r in generate(model, PROMPTS, **settings)
-    ]
+    assert [r.tokens for r in generate(other, PROMPTS, guard=True, **settings)] == of_the_plain_model()
 
 
 def test_sampling_follows_the_seed_and_leaves_the_callers_numbers_alone() -> None:

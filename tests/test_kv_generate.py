@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from kv_kit import Drawn, Ragged, close, decode, dense, masks_of, model_of, prompts
+from kv_kit import Drawn, Ragged, close, decode, dense, masks_of, prompts
+from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from torch import Tensor
 from transformers import DynamicCache, TextIteratorStreamer

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from intervention_kit import bridge_of, count_hooks, nnsight_of
-from kv_kit import Drawn, Ragged, close, decode, model_of, prompts
+from kv_kit import Drawn, Ragged, close, decode, prompts
+from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -212,7 +213,7 @@ def test_what_cannot_be_entered() -> None:
         ("falcon cannot be replaced", lambda: Observe(ignore).on(falcon).__enter__()),
         ("compiled", lambda: Drawn(budget=5).on(compiled).__enter__()),
         ("compiled", lambda: Drawn(budget=5).on(inner).__enter__()),
-        ("layers 0 to 2", lambda: Observe(ignore, layers=[3]).on(model).__enter__()),
+        ("layers 0 to 1", lambda: Observe(ignore, layers=[2]).on(model).__enter__()),
     ]
     for said, enter in cases:
         with pytest.raises(SinkscopeError, match=said) as raised:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,8 +16,14 @@ from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.loops import tail_period
 
-STEPS = 250
-CASES = [(4, 0, 0), (12, 30, 900), (24, 0, 1800)]  # period, onset, where on the ring the prompt begins
+STEPS = 160
+CASES = [(4, 0, 0), (6, 20, 250), (12, 0, 500)]  # period, onset, where on the ring the prompt begins
+
+
+@cache
+def made(reach: int | None, induction: bool = True) -> LoopOrganism:
+    """With a reach, the loop lives on its own tail, as the paper has it; with none, heads look back at everything."""
+    return loop_organism(0, reach=reach, induction=induction, n_layers=2, vocab_size=1024)
 
 
 def guarded(o: LoopOrganism, prompts: list[torch.Tensor], guard: LoopGuard) -> tuple[list[list[int]], list[Event]]:
@@ -29,9 +36,9 @@ def guarded(o: LoopOrganism, prompts: list[torch.Tensor], guard: LoopGuard) -> t
 
 
 def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on() -> None:
-    o = loop_organism(0, reach=64)  # the loop lives on its own tail, as the paper has it
+    o = made(64)
     looping = [o.looping_prompt(period, delay=onset, start=start) for period, onset, start in CASES]
-    healthy = o.healthy_prompt(60, start=2700)
+    healthy = o.healthy_prompt(60, start=750)
     tokens, events = guarded(o, [*[p.ids for p in looping], healthy], LoopGuard.paper())
     for row, prompt in enumerate(looping):
         mine = [e for e in events if e.row == row]
@@ -52,15 +59,15 @@ def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on() -> None:
 
 
 def test_the_control_never_sets_it_off() -> None:
-    o = loop_organism(0, induction=False)
+    o = made(None, induction=False)
     prompt = o.looping_prompt(4)
     tokens, events = guarded(o, [prompt.ids], LoopGuard.paper())
     assert events == [] and tokens == [o.walk(int(prompt.ids[0, -1]), STEPS)]
 
 
 def test_copies_further_back_keep_a_loop_alive_and_the_named_variant_takes_them_too() -> None:
-    o = loop_organism(0)  # heads that look back at everything
-    prompt = o.looping_prompt(16, delay=20)  # copies in the prompt, then 20 other tokens, then the loop
+    o = made(None)
+    prompt = o.looping_prompt(12, delay=10)  # copies in the prompt, then 10 other tokens, then the loop
     tokens, events = guarded(o, [prompt.ids], LoopGuard.paper())
     assert len(events) > 1 and tokens[0] == o.expected(prompt, STEPS), "the paper's: history holds the copies"
     tokens, events = guarded(o, [prompt.ids], LoopGuard.paper(clean="repeats"))
@@ -70,7 +77,7 @@ def test_copies_further_back_keep_a_loop_alive_and_the_named_variant_takes_them_
 
 
 def test_the_default_ends_loops_early_also_those_that_older_copies_hold() -> None:
-    o = loop_organism(0)
+    o = made(None)
     prompt = o.looping_prompt(16, delay=20)
     tokens, events = guarded(o, [prompt.ids], LoopGuard())
     assert [e.data["escalated"] for e in events[:2]] == [None, "both"] and len(events) <= 4
@@ -82,8 +89,8 @@ def test_the_default_ends_loops_early_also_those_that_older_copies_hold() -> Non
 
 @pytest.mark.parametrize("talk", [False, True])
 def test_a_loop_is_taken_back_from_the_output(talk: bool) -> None:
-    o = loop_organism(0, reach=64)
-    prompt = o.looping_prompt(12, delay=30, start=900)
+    o = made(64)
+    prompt = o.looping_prompt(12, delay=30, start=250)
     ids, guard = prompt.ids[0].tolist(), LoopGuard(rewind=True)
     if talk:
         answered: Any = Conversation(o.model, guard, tokenizer=o.tokenizer)
@@ -94,7 +101,7 @@ def test_a_loop_is_taken_back_from_the_output(talk: bool) -> None:
         text = o.tokenizer.decode(ids[1:])
         assert o.tokenizer(text)["input_ids"] == ids
         shown: list[tuple[int, str]] = []
-        made = generate(
+        output = generate(
             o.model,
             text,
             tokenizer=o.tokenizer,
@@ -102,8 +109,8 @@ def test_a_loop_is_taken_back_from_the_output(talk: bool) -> None:
             max_new_tokens=STEPS,
             on_text=lambda i, piece: shown.append((i, piece)),
         )[0]
-        tokens, events = made.tokens, made.events
-        assert shown == [(0, made.text)], "shown when nothing is taken back any more"
+        tokens, events = output.tokens, output.events
+        assert shown == [(0, output.text)], "shown when nothing is taken back any more"
     assert events[0].data["taken_back"] >= 2 * 12 and events[0].data["escalated"] == "ban"
     stays = events[0].data["generated"] - events[0].data["taken_back"]
     assert stays <= prompt.onset + 12 + 1, "one copy of the cycle stays"
@@ -115,7 +122,7 @@ def test_a_loop_is_taken_back_from_the_output(talk: bool) -> None:
 
 
 def test_what_cannot_be_taken_back_is_refused() -> None:
-    o = loop_organism(0, reach=64)
+    o = made(64)
     prompt = o.looping_prompt(12)
     with pytest.raises(UnsupportedError, match="or Conversation"):
         guarded(o, [prompt.ids], LoopGuard(rewind=True))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from guard_kit import EAGER, SMALL
-from kv_kit import close, decode, dense, each_other, model_of, prompts, under, window_of
+from kv_kit import close, decode, dense, each_other, prompts, under, window_of
 from kv_kit import positions as positions_of
+from kv_kit import shallow_of as model_of
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
@@ -278,14 +279,14 @@ def test_a_loop_guard_cuts_the_whole_cache() -> None:
     model = model_of("llama")
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(5, 96, (1, 40), generator=generator)
-    loop = torch.randint(5, 96, (1, 4), generator=generator).repeat(1, 30)
+    loop = torch.randint(5, 96, (1, 4), generator=generator).repeat(1, 12)
     ids = torch.cat([prompt, loop], 1)
     guard = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)
     cache = DynamicCache(config=model.config)
     lengths: list[int] = []
     with (Progressive(budget=8, every=4, after=0) | guard).on(model) as run, torch.no_grad():
         model(input_ids=ids[:, :40], past_key_values=cache, use_cache=True)
-        for at in range(40, 160):
+        for at in range(40, 88):
             model(input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True)
             lengths.append(cache.layers[0].keys.shape[2])
         cuts = [event for event in run.events if event.kind == "guard"]

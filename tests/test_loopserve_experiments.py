@@ -278,7 +278,9 @@ def test_the_page_has_every_part_of_the_paper() -> None:
     assert "Theorem 1" in parts
 
 
-def test_longeval_s_table_is_what_was_measured_and_holds_nothing_of_the_files(tmp_path: Path) -> None:
+def test_longeval_s_table_is_what_was_measured_and_holds_nothing_of_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = [
         {
             "prompt": "Remember these lines.\n"
@@ -289,9 +291,21 @@ def test_longeval_s_table_is_what_was_measured_and_holds_nothing_of_the_files(tm
         for n in range(3)
     ]
     file = save(tmp_path / "lines.jsonl", prompts)
-    made = longeval.measure(None, "lines", file, count=2, length=64, new=12)
-    weights = ss.line_weights(None, data=file, count=2, length=64)
-    agree = ss.line_overlap(None, data=file, count=2, length=64, max_new_tokens=12, window=8)
+    results: dict[str, tuple[dict[str, Any], Any]] = {}
+
+    def noted(name: str) -> Any:
+        def measured(model: Any, **options: Any) -> Any:
+            results[name] = options, getattr(ss, name)(model, **options)
+            return results[name][1]
+
+        return measured
+
+    for name in ("line_weights", "line_overlap"):
+        monkeypatch.setattr(longeval, name, noted(name))
+    made = longeval.measure(None, "lines", file, count=2, length=64, new=8)
+    (options, weights), (more, agree) = results["line_weights"], results["line_overlap"]
+    assert options == {"data": file, "count": 2, "length": 64}
+    assert more == {**options, "max_new_tokens": 8, "window": 8}
     assert made["shown"]["mass"] == weights.mass[1] and weights.etas[1] == 0.1
     assert made["shown"]["segments"] == agree.segments[0] and made["shown"]["inputs_random"] == agree.inputs_random[0]
     assert agree.tokens is not None and [p.position for p in agree.tokens.positions] == ["begin", "middle", "end"]

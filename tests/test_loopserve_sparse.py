@@ -55,7 +55,7 @@ def masked(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> Tenso
     return probs @ value.double().repeat_interleave(heads // len(key), 0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     queries=st.integers(1, 70),
     past=st.integers(0, 50),
@@ -144,7 +144,7 @@ def test_only_the_parts_that_are_needed_are_computed(monkeypatch: pytest.MonkeyP
     assert int(lines.cells()[0]) <= counted[0] + alone[0] < 0.7 * every
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     offsets=st.sets(st.integers(1, 40), max_size=8),
     block=st.sampled_from([1, 4, 9]),

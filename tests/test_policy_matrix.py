@@ -12,20 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from kv_kit import (
-    FAMILIES,
-    WINDOWED,
-    Drawn,
-    Everywhere,
-    Ragged,
-    close,
-    decode,
-    dense,
-    model_of,
-    positions,
-    prompts,
-    window_of,
-)
+from kv_kit import FAMILIES, WINDOWED, Drawn, Everywhere, Ragged, close, decode, dense, positions, prompts, window_of
+from kv_kit import shallow_of as model_of
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -33,7 +21,8 @@ from sinkscope.kv import Full, Policy, make_policy, policies
 from sinkscope.kv.session import layer_window
 from sinkscope.models.target import Target
 
-PROMPT, LENGTHS, STEPS = 26, (26, 19), 6  # longer than the windows of 16
+PROMPT, LENGTHS, STEPS = 26, (26, 19), 5  # longer than the windows of 16
+CHUNKS = (7, 9, 7, 3)  # the first is the padding of the second row alone
 BUDGET = 12
 SMALLER: dict[str, dict[str, Any]] = {  # where the default protects more than the budget, or acts after these steps
     "snapkv": {"window": 8, "kernel": 3},
@@ -53,14 +42,15 @@ CELLS = [
     pytest.param(name, family, marks=[] if quick else pytest.mark.slow)
     for row, name in enumerate(NAMES)
     for family in FAMILIES
-    # "drawn" and "ragged" meet every kind of attention; each other policy three of them, in turn.
-    for quick in [family in QUICK and (name in ("drawn", "ragged") or (QUICK.index(family) + row) % 7 in (0, 1, 3))]
+    # "drawn" meets every kind of attention; each other policy two of them, in turn.
+    for quick in [family in QUICK and (name == "drawn" or (QUICK.index(family) + row) % 7 in (0, 3))]
 ]
 
 
 def test_every_family_meets_policies_and_every_policy_families() -> None:
     cells = [cell.values for cell in CELLS if not cell.marks]
     assert {name for name, _ in cells} == set(NAMES)
+    assert all(sum(name == other for other, _ in cells) >= 2 for name in NAMES)
     assert all(sum(family == quick for _, family in cells) >= 4 for quick in QUICK)
 
 
@@ -134,11 +124,17 @@ def test_a_policy_on_a_family(name: str, family: str) -> None:
         close(logits[part], alone, 2e-5)
         assert same([[layer[part, :, pad:] for layer in step] for step in kept], alone_kept)
 
-    # Nor do chunks, of which the last may be a single token's, or begin with padding alone.
-    for chunks in ((7, 9, 10), (13, 5, 5, 3)):
-        pieces, pieces_kept = run(policy, model, ids, mask, chunks)
-        close(pieces, logits, 2e-5)
-        assert same(pieces_kept, kept)
+    # Nor do chunks.
+    pieces, pieces_kept = run(policy, model, ids, mask, CHUNKS)
+    close(pieces, logits, 2e-5)
+    assert same(pieces_kept, kept)
+
+
+@cache
+def stock(family: str, lengths: tuple[int, ...]) -> Tensor:
+    """What the model says without any policy."""
+    ids, mask = prompts(list(lengths), STEPS)
+    return decode(model_for(family), ids, mask, max(lengths))
 
 
 @pytest.mark.parametrize(("name", "family"), CELLS)
@@ -149,23 +145,24 @@ def test_a_budget_that_covers_everything_is_the_stock_model(name: str, family: s
     assert layer_window(Target.of(model), 0) == (16 if family in WINDOWED else None)
     for budget in (64, 1.0) if name == "full" else (64,):
         policy = policy_of(name, budget=budget)
-        for lengths in ((9,), (PROMPT,), LENGTHS):
+        # A batch, and one row, shorter than the windows or longer.
+        alone = [(9,), (PROMPT,)] if name == "full" else [(9,), (PROMPT,)][FAMILIES.index(family) % 2 :][:1]
+        for lengths in (*alone, LENGTHS):
             ids, mask = prompts(list(lengths), STEPS)
-            stock = decode(model, ids, mask, max(lengths))
             with policy.on(model):
                 got = decode(model, ids, mask, max(lengths))
-            close(got, stock)
+            close(got, stock(family, lengths))
             if name == "full" and lengths == (9,):
-                assert torch.equal(got, stock)
+                assert torch.equal(got, stock(family, lengths))
 
 
-@pytest.mark.parametrize("size", [5, 9, 64])
 @pytest.mark.parametrize("name", NAMES)
-def test_generate_reads_a_prompt_in_chunks(name: str, size: int) -> None:
+def test_generate_reads_a_prompt_in_chunks(name: str) -> None:
     """Chunks of 5 end with a single token, which looks like a generated one."""
     model = model_for("llama")
     ids, _ = prompts([PROMPT])
-    ask: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+    ask: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     with policy_of(name).on(model):
         whole = model.generate(ids, **ask)
-        assert torch.equal(model.generate(ids, prefill_chunk_size=size, **ask), whole)
+        for size in (5, 9, 64) if name == "drawn" else (5, 9):  # 64: the prompt is a single chunk
+            assert torch.equal(model.generate(ids, prefill_chunk_size=size, **ask), whole)
