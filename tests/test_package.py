@@ -8,6 +8,7 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,7 @@ def _module(file: Path) -> str:
 FILES = {_module(f): f for f in sorted((ROOT / "sinkscope").rglob("*.py"))}
 
 
+@cache
 def _imported(name: str) -> set[str]:
     """Modules, and names of modules, that a file imports, also inside functions and for type checkers only."""
     found: set[str] = set()

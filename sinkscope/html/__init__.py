@@ -17,6 +17,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -182,9 +183,15 @@ def _plotly(beside: bool) -> tuple[str, list[str]]:
     """Where the page finds plotly.js, and the hashes of what may run for it: packed it is a third as large."""
     if beside:
         return f'{_BESIDE}"{_library_name()}"></template>\n', []
+    packed, hashed = _packed_plotly()
+    return f'<script type="application/gzip" id="plotly">{packed}</script>\n', [hashed]
+
+
+@cache
+def _packed_plotly() -> tuple[str, str]:
+    """Plotly.js as a page holds it, and its hash; packed once, because that takes longer than the rest of a page."""
     library: str = importlib.import_module("plotly.offline").get_plotlyjs()
-    packed = base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()
-    return f'<script type="application/gzip" id="plotly">{packed}</script>\n', [_hash(library)]
+    return base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode(), _hash(library)
 
 
 def text(words: str) -> str:
