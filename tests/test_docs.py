@@ -7,6 +7,8 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,17 +35,27 @@ def blocks(page: str) -> list[str]:
     return _BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
 
 
+@cache
+def found() -> Any:
+    """What `find_sinks()` says of the model in the package, for all pages."""
+    return entries()["find_sinks"].load()()
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run the Python of a page as one module; its names come back."""
+    """Run the Python of a page as one module, with `shorter` numbers where they are given; its names come back."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(policy, "_REGISTERED", dict(policy._REGISTERED))  # pages register policies of their own
 
-    def running(page: str, **given: Any) -> dict[str, Any]:
+    def running(page: str, shorter: Mapping[str, str] | None = None) -> dict[str, Any]:
         module = ModuleType("page")  # dataclasses look their module up
         monkeypatch.setitem(sys.modules, "page", module)
-        module.__dict__.update(given)
+        monkeypatch.setitem(vars(sinkscope), "find_sinks", found)
+        for written in shorter or {}:
+            assert any(written in source for source in blocks(page)), written
         for i, source in enumerate(blocks(page)):
+            for written, instead in (shorter or {}).items():
+                source = source.replace(written, instead)
             exec(compile(source, f"{page} block {i}", "exec", dont_inherit=True), module.__dict__)
         return module.__dict__
 
@@ -60,8 +72,7 @@ def test_extending(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(
         source == STRANGER.read_text() for source in blocks("docs/extending.md")
     )  # the page shows what is tested
-    circuit = sinkscope.find_sinks(names["model"])
-    assert names["watcher"].found[f"blocks.{circuit.sink_layer}.hook_resid_post"] in circuit.residual_dims
+    assert names["watcher"].found[f"blocks.{found().sink_layer}.hook_resid_post"] in found().residual_dims
     t = torch.randn(2, 3, 1000, generator=torch.Generator().manual_seed(0))
     assert names["kurtosis"](t).mean().item() == pytest.approx(3, abs=0.3)  # of a normal distribution
     assert names["row"].down == "mlp.c_proj"
@@ -93,7 +104,7 @@ def test_kv_page(run: Any) -> None:
 
 
 def test_guard_page(run: Any) -> None:
-    names = run("docs/guard.md")
+    names = run("docs/guard.md", {"max_new_tokens=150": "max_new_tokens=96"})  # the loop is found at 92
     events = names["run"].events
     assert events and all(e.data["kept_count"] < e.data["cached_before"] for e in events)
     assert names["stopper"].stopped == {0} and names["reporter"].events[0].step == events[0].data["generated"]
@@ -107,7 +118,7 @@ def test_serve_page(run: Any) -> None:
 
 
 def test_front_page(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    names = run("docs/index.md")
+    names = run("docs/index.md", {'"the " * 400)': '"the " * 400, max_new_tokens=8)'})
     assert f"sink layer is layer {names['found'].sink_layer}" in capsys.readouterr().out
     assert {event.kind for event in names["run"].events} <= {"patched", "fallback", "sink-like"}
     assert names["run"].events
@@ -119,11 +130,10 @@ def test_readme(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     from sinkscope.kv.policy import policies
     from sinkscope.models import adapters
 
-    real_load, real_find = ss.load, ss.find_sinks
+    real_load = ss.load
     monkeypatch.setitem(vars(ss), "load", lambda _name, **options: real_load(**options))
-    monkeypatch.setitem(vars(ss), "find_sinks", lambda _name: real_find(max_repeats=64))
     monkeypatch.setattr(adapters, "ADAPTERS", {k: v for k, v in adapters.ADAPTERS.items() if k != "starcoder2"})
-    names = run("README.md")
+    names = run("README.md", {'ss.find_sinks("llama-2-7b")': "ss.find_sinks()"})
     shares = names["first_token_mass"](names["model"], last=16).share
     assert max(shares) > 0.5 and "large-values" in policies() and "starcoder2" in adapters.ADAPTERS
     assert names["run"].events and len(names["turn"].ids) <= 20 < len(names["chat"].ids)

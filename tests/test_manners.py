@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import stranger
 import torch
 from checkpoints import spoiled
 from organisms import organism
@@ -118,28 +119,24 @@ def test_saving_from_python_spares_foreign_files(tmp_path: Path) -> None:
     assert Result.load(found.save(found.save(tmp_path / "empty"))).to_dict() == found.to_dict()
 
 
-def test_an_output_of_another_package_is_guarded_too(tmp_path: Path) -> None:
+def test_an_output_of_another_package_is_guarded_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its format carries no mark, so a file that is there is not replaced, and this is said before the work."""
-    package = tmp_path / "p"
-    package.mkdir()
-    source = (Path(__file__).parent / "fixtures" / "attention_entropy.py").read_text()
+    source = stranger.SOURCE.read_text()
     source = source.replace("@measurement(", '@measurement(outputs=[Output("table", "Write a table.", save)], ')
     source = source.replace("measurement\n", "measurement, Output\n", 1)
     marked = source.index("@measurement(")
     save = "def save(result, path):\n    open(path, 'w').write('1')\n\n\n"
-    (package / "stranger_entropy.py").write_text(source[:marked] + save + source[marked:])
-    info = package / "stranger-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[sinkscope.measurements]\nentropy = stranger_entropy:attention_entropy\n")
-    code = (
-        f"import sys; sys.path.insert(0, {str(package)!r})\nfrom sinkscope.cli import main\n"
-        "assert main(['attention-entropy', '--table', 't.csv']) == 0\n"
-        "assert main(['attention-entropy', '--table', 't.csv']) == 2\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("error: t.csv is there already") and done.stderr.count("\n") == 1
+    (tmp_path / "package").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with stranger.installed(tmp_path / "package", source[:marked] + save + source[marked:]):
+        assert main(["attention-entropy", "--table", "t.csv"]) == 0
+        assert Path("t.csv").read_text() == "1" and capsys.readouterr().err == ""
+        assert main(["attention-entropy", "--table", "t.csv"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("error: t.csv is there already") and told.err.count("\n") == 1
 
 
 # --- Streams ---------------------------------------------------------------------------------------------------------
@@ -283,14 +280,15 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(
         ("{{ raise_exception('System role not supported') }}", "System role not supported"),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "has not ended after"),
         ("{{ 'x' * 10**10 }}", "too much memory"),
-        ("{{ 'x' * 3 * 10**7 }}", "more than a conversation"),
+        ("{{ 'x' * 17 * 10**6 }}", "more than a conversation"),
         ("{{ messages[9].content }}", "failed ("),
         ("{% for", "failed ("),
         (None, "has no chat template"),
     ],
 )
 def test_chat_templates_that_fail(monkeypatch: pytest.MonkeyPatch, template: str | None, says: str) -> None:
-    monkeypatch.setattr("sinkscope.text.chat._SECONDS", 2)
+    if says == "has not ended after":
+        monkeypatch.setattr("sinkscope.text.chat._SECONDS", 0.3)
     tokenizer = organism("llama", 0).tokenizer
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template

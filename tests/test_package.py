@@ -8,6 +8,7 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,19 +95,31 @@ def test_type_checkers_see_the_same_names() -> None:
     assert {name: homes.get(name, sinkscope._HOME.get(name)) for name in seen} == seen
 
 
-@pytest.mark.parametrize("first", ["", "import sinkscope.models.load as L", "import sinkscope.trace.run as L"])
-def test_functions_named_like_their_modules_stay_callable(first: str) -> None:
+def test_functions_named_like_their_modules_stay_callable() -> None:
+    """Whichever module is imported first; torch is imported once, before the process splits into one for each order."""
     code = (
-        f"import inspect, sinkscope as ss\n{first}\n"
-        "assert len(ss.models()) >= 40\n"
-        "import sinkscope.models.names as names\n"
-        "assert ss.models() == names.models()\n"
-        "assert 'sites' in inspect.signature(ss.trace).parameters\n"
-        "import sinkscope.generate, sinkscope.trace.run\n"
-        "assert 'prompts' in inspect.signature(ss.generate).parameters\n"
-        "assert callable(ss.load) and callable(ss.trace)\n"
+        "import inspect, os, sys, torch, transformers.generation\n"
+        "def check(first):\n"
+        "    import sinkscope as ss\n"
+        "    assert 'sinkscope.models.load' not in sys.modules and 'sinkscope.trace.run' not in sys.modules\n"
+        "    exec(first)\n"
+        "    assert len(ss.models()) >= 40\n"
+        "    import sinkscope.models.names as names\n"
+        "    assert ss.models() == names.models()\n"
+        "    assert 'sites' in inspect.signature(ss.trace).parameters\n"
+        "    import sinkscope.generate, sinkscope.trace.run\n"
+        "    assert 'prompts' in inspect.signature(ss.generate).parameters\n"
+        "    assert callable(ss.load) and callable(ss.trace)\n"
+        "assert not [name for name in sys.modules if name.startswith('sinkscope')]\n"
+        "for first in ('', 'import sinkscope.models.load as L', 'import sinkscope.trace.run as L'):\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        check(first)\n"
+        "        print('fine', flush=True)\n"
+        "        os._exit(0)\n"
+        "    assert os.waitpid(child, 0)[1] == 0, first\n"
     )
-    _python(code)
+    assert _python(code).split() == ["fine"] * 3
 
 
 def _module(file: Path) -> str:
@@ -116,6 +129,7 @@ def _module(file: Path) -> str:
 FILES = {_module(f): f for f in sorted((ROOT / "sinkscope").rglob("*.py"))}
 
 
+@cache
 def _imported(name: str) -> set[str]:
     """Modules, and names of modules, that a file imports, also inside functions and for type checkers only."""
     found: set[str] = set()

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import browser
 import numpy as np
 import pytest
 import torch
@@ -221,30 +220,3 @@ def test_nothing_of_a_text_becomes_markup() -> None:
     shown = page(found)
     assert BAD not in shown and "<!-- " not in shown.split("<main>")[1].split("</main>")[0] and "\u202e" not in shown
     assert "&lt;" in shown
-
-
-@pytest.mark.skipif(browser.found() is None, reason="no browser")
-def test_the_page_shades_the_text(tmp_path: Path) -> None:
-    found = token_positions(passage=f"one two, three {BAD}")
-    file = tmp_path / "a.html"
-    file.write_text(page(found))
-    colours = "[...document.querySelectorAll('span.t')].map((s) => s.style.background)"
-    with browser.Browser() as tab:
-        tab.open(file, 1200)
-        text = tab.run("[...document.querySelectorAll('span.t')].map((s) => s.textContent).join('')")
-        assert text == f"<s>one two, three {BAD}"
-        first = tab.run(colours)
-        assert first[0] == "rgba(0, 114, 178, 0.7)" and all("0, 114, 178, 0" in c for c in first[1:])
-        tab.run(
-            "(() => { const i = document.querySelector('input[type=range]');"
-            " i.value = 0; i.dispatchEvent(new Event('input')); })()"
-        )
-        assert tab.run(colours)[0] != first[0]  # nothing stands out before the sink layer
-        for value, colour in (("attention", "230, 159, 0"), ("0", "0, 158, 115")):
-            tab.run(
-                f"(() => {{ const s = document.querySelector('select'); s.value = '{value}';"
-                " s.dispatchEvent(new Event('change')); })()"
-            )
-            assert colour in tab.run(colours)[0]
-        assert "position 0" in tab.run("document.querySelector('span.t').title")
-        assert tab.errors == [] and all(url.startswith(("file:", "data:", "blob:")) for url in tab.asked)

@@ -25,10 +25,16 @@ from sinkscope.report import Report, Skipped, report
 from sinkscope.results import Result
 
 
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("filled") / "results"
+    fill(folder, WORSE)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    fill(tmp_path / "results", WORSE)
-    return tmp_path / "results"
+def folder(filled: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(filled, tmp_path / "results"))
 
 
 @pytest.fixture
@@ -40,19 +46,23 @@ def records(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Report:
+def whole(filled: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
     """The report of `folder`, for those who only read."""
-    folder = tmp_path_factory.mktemp("whole") / "results"
-    fill(folder, WORSE)
-    return ss.report(folder)
+    return ss.report(shutil.copytree(filled, tmp_path_factory.mktemp("whole") / "results"))
 
 
-def test_all_results_are_there_in_the_order_of_the_kinds(whole: Report) -> None:
+@pytest.fixture(scope="module")
+def seen(whole: Report) -> Reader:
+    """What a reader sees of it."""
+    return read_report(whole.path)
+
+
+def test_all_results_are_there_in_the_order_of_the_kinds(whole: Report, seen: Reader) -> None:
     made, folder = whole, whole.path.parent
     assert made.path.name == "report.html"
     assert made.files == ("sinks.json", "sinks.json, massive", "atlas.json", "loops.json", "below/speed.json")
     assert made.skipped == ()
-    read = read_report(made.path)
+    read = seen
     shown = (
         Result.load(folder / "sinks.json"),
         sample_without_sink(),
@@ -75,9 +85,9 @@ def test_report_of_the_same_folder_is_the_same_file(whole: Report, tmp_path: Pat
     assert again.path.read_bytes() == whole.path.read_bytes()
 
 
-def test_markup_from_files_is_text(whole: Report, tmp_path: Path) -> None:
+def test_markup_from_files_is_text(seen: Reader, tmp_path: Path) -> None:
     fill(tmp_path / "plain", "word")
-    attacked, plain = read_report(whole.path), read_report(ss.report(tmp_path / "plain").path)
+    attacked, plain = seen, read_report(ss.report(tmp_path / "plain").path)
     assert attacked.tags == plain.tags
     assert {name for name, _ in attacked.attributes} == {name for name, _ in plain.attributes}
     assert [value[:10] for name, value in attacked.attributes if name == "src" and value] == ["data:image"]
@@ -90,22 +100,23 @@ def test_markup_from_files_is_text(whole: Report, tmp_path: Path) -> None:
             assert "<img" not in json.dumps(block) and "<script" not in json.dumps(block)
 
 
-def test_tags_of_our_own_stay_in_figures(whole: Report) -> None:
-    drawn = json.dumps([block for block in read_report(whole.path).data if isinstance(block, dict)])
+def test_tags_of_our_own_stay_in_figures(seen: Reader) -> None:
+    drawn = json.dumps([block for block in seen.data if isinstance(block, dict)])
     assert "L2<br>N412" in drawn and "<extra></extra>" in drawn
 
 
-def test_drawings_that_do_not_escape_are_made_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawings_that_do_not_escape_are_made_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import plotly.graph_objects as go
 
     monkeypatch.setattr(Result, "figure", lambda _self: go.Figure(go.Scatter(name=f"<b>{WORSE}</b><a href='x'>")))
-    (block, *_) = (b for b in read_report(ss.report(folder).path).data if isinstance(b, dict))
+    sample_find_sinks().save(tmp_path / "sinks.json")
+    (block, *_) = (b for b in read_report(ss.report(tmp_path).path).data if isinstance(b, dict))
     name = block["data"][0]["name"]
     assert name.startswith("<b>&lt;img src=x onerror=alert(1)>") and name.endswith("</b>&lt;a href='x'>")
 
 
-def test_only_the_scripts_of_the_page_may_run_and_nothing_is_fetched(whole: Report) -> None:
-    read = read_report(whole.path)
+def test_only_the_scripts_of_the_page_may_run_and_nothing_is_fetched(seen: Reader) -> None:
+    read = seen
     policy = next(value for name, value in read.attributes if name == "content" and value and "default" in value)
     hashes = {
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in read.scripts
@@ -116,12 +127,12 @@ def test_only_the_scripts_of_the_page_may_run_and_nothing_is_fetched(whole: Repo
     assert all(address.startswith(("#", "data:image/png")) for address in addresses)
 
 
-def test_plotly_is_inside_once_and_only_if_something_is_drawn(whole: Report, records: Path) -> None:
+def test_plotly_is_inside_once_and_only_if_something_is_drawn(whole: Report, seen: Reader, records: Path) -> None:
     from plotly.offline import get_plotlyjs
 
     library = get_plotlyjs()
     document = whole.path.read_text(encoding="utf-8")
-    assert read_report(whole.path).scripts.count(library) == 1
+    assert seen.scripts.count(library) == 1
     assert len(document) < len(library) / 2 + 200_000
     assert len(ss.report(records).path.read_bytes()) < 60_000
 
@@ -158,9 +169,12 @@ REASONS = {
 }
 
 
-def test_damaged_and_foreign_files_are_left_out_and_listed(folder: Path) -> None:
+def test_damaged_and_foreign_files_are_left_out_and_listed(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By the report, by what Python gets, and by the command."""
     spoil(folder)
-    made = ss.report(folder)
+    made = ss.report(folder, tmp_path / "new/all.html")
     assert {s.file for s in made.skipped} == set(REASONS)
     assert all(s.reason.startswith(REASONS[s.file]) for s in made.skipped), made.skipped
     assert "half.json" in made.files and len(made.files) == 6
@@ -171,16 +185,16 @@ def test_damaged_and_foreign_files_are_left_out_and_listed(folder: Path) -> None
         assert skipped.file in left and skipped.reason in left
     assert "img" not in Reader(made.path.read_text(encoding="utf-8").rpartition("Left out")[2]).tags
 
-
-def test_command_lists_them_too(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    spoil(folder)
-    assert main(["report", str(folder), "--out", str(tmp_path / "new/all.html")]) == 0
+    written = made.path.read_bytes()
+    made.path.unlink()
+    made.path.parent.rmdir()
+    assert main(["report", str(folder), "--out", str(made.path)]) == 0
     said = capsys.readouterr()
-    assert said.out == f"{tmp_path / 'new/all.html'}: 6 results\n"
+    assert said.out == f"{made.path}: 6 results\n"
     lines = said.err.splitlines()
     assert len(lines) == 10 and all(line.startswith("left out: ") for line in lines)
     assert "\x1b" not in said.err
-    assert "Left out" in read_report(tmp_path / "new/all.html").text
+    assert made.path.read_bytes() == written
     assert not (folder / "report.html").exists()
 
 

@@ -15,7 +15,8 @@ from sinkscope.loops.signals import ends_in_loop, tail_period
 from sinkscope.measure import Option, Result, Setup, measurement
 from sinkscope.text import text_rows
 
-REPEATS, SHORTEST = 3, 24  # copies and tokens of a periodic end that make a loop
+REPEATS = 3  # copies of a periodic end that make a loop
+SHORTEST = 24  # tokens of such an end; on a line of its own, where the registry reads it without importing torch
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ def _plotly(beside: bool) -> tuple[str, list[str]]:
 
 @cache
 def _packed() -> tuple[str, str]:
-    """plotly.js packed, and its hash; made once for all pages of a process."""
+    """The compressed plotly.js and its hash, made once for all pages of a process."""
     library: str = importlib.import_module("plotly.offline").get_plotlyjs()
     return base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode(), _hash(library)
 

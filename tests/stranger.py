@@ -1,0 +1,45 @@
+"""A package of somebody else, with one measurement in one file, installed for the length of a test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import invalidate_caches
+from pathlib import Path
+
+import sinkscope
+from sinkscope.registry import entries, kinds
+from sinkscope.results import _KINDS
+
+SOURCE = Path(__file__).parent / "fixtures" / "attention_entropy.py"
+KIND, NAME, MODULE = "attention-entropy", "attention_entropy", "stranger_entropy"
+
+
+@contextmanager
+def installed(folder: Path, source: str) -> Iterator[None]:
+    """Install the package in a folder; sinkscope looks for measurements again, as a new process would."""
+    (folder / f"{MODULE}.py").write_text(source)
+    info = folder / "stranger-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[sinkscope.measurements]\nentropy = {MODULE}:{NAME}\n")
+    earlier = _KINDS.pop(KIND, None)  # a page of the documentation defines the same one
+    sys.path.insert(0, str(folder))
+    _look_again()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        sys.modules.pop(MODULE, None)
+        vars(sinkscope).pop(NAME, None)
+        _KINDS.pop(KIND, None)
+        if earlier is not None:
+            _KINDS[KIND] = earlier
+        _look_again()
+
+
+def _look_again() -> None:
+    invalidate_caches()
+    entries.cache_clear()
+    kinds.cache_clear()
