@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.parallel import Pool, Tally, check_workers, finish
+from sinkscope.parallel import Pool, Tally, _Worker, check_workers, finish
 from sinkscope.store import Folder, Keyed
 
 
@@ -120,8 +120,27 @@ def test_workers_that_cannot_begin_are_an_error(cluster: None) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_two_workers_make_the_same_table_of_loopbench(tmp_path: Path, cluster: None) -> None:
+def _pickled(pool: Pool[Any, Any], jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """What Ray does, in this process: all that reaches a worker or comes back is pickled; the last job ends first."""
+    pickle = pytest.importorskip("ray.cloudpickle")
+
+    def sent(thing: Any) -> Any:
+        return pickle.loads(pickle.dumps(thing))
+
+    workers = [_Worker(threads=1) for _ in range(pool._workers)]
+    for worker in workers:
+        worker.open(sent(pool._elsewhere))
+    for i in reversed(range(len(jobs))):
+        yield sent(workers[i % len(workers)].run(i, sent(jobs[i])))
+
+
+@pytest.mark.parametrize("over_ray", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_workers_make_the_same_table_of_loopbench(
+    over_ray: bool, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where a part of the run was made in one process."""
+    if over_ray:
+        request.getfixturevalue("cluster")
     from loopbench_kit import prompts, tiny, untimed  # here, as the workers of the other tests import this file
 
     from sinkscope.bench.loopbench.metrics import read_run
@@ -136,6 +155,8 @@ def test_two_workers_make_the_same_table_of_loopbench(tmp_path: Path, cluster: N
     methods = ["full", "streaming", "stop-monitor", "loopguard"]
     run_loopbench(model, some, methods, out=tmp_path / "one", **given)
     run_loopbench(model, some, methods[:1], out=tmp_path / "two", **given)
+    if not over_ray:
+        monkeypatch.setattr(Pool, "map", _pickled)
     run_loopbench(model, some, methods, out=tmp_path / "two", workers=2, **given)
     one, two = tabulate([tmp_path / "one"]), tabulate([tmp_path / "two"])
     assert one.to_dict()["result"] == two.to_dict()["result"]
