@@ -22,7 +22,8 @@ from sinkscope.notation import neuron_names
 from sinkscope.rate import Rate, wilson
 from sinkscope.sinks.attack.attack import SUCCESS, Context, Trials, make_trials, refuse_no_lengths
 from sinkscope.sinks.attack.vocabulary import drawn_sequences, repeat
-from sinkscope.sinks.first_token.ablation import Neuron, causal_neurons
+from sinkscope.sinks.first_token.ablation import causal_neurons
+from sinkscope.sinks.first_token.found import Neuron
 from sinkscope.text import honest_repetition, source_code, text_rows
 
 RULES = ((1, 1), (2, 4), (4, 8), (8, 16))  # (hits, window)

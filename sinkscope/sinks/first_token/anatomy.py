@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,16 +12,35 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.console import Progress, silent
+from sinkscope.measure import Setup
 from sinkscope.models.target import Target, on_input, plain_weight
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, writers
+from sinkscope.sinks.first_token.effects import Component, Edit, attending, effects, has_key_bias, writers
+from sinkscope.sinks.first_token.found import (
+    HEADS,
+    LOST,
+    RATE_EPS,
+    AttentionSink,
+    Carrier,
+    CausalSet,
+    LaterSink,
+    Normalised,
+    NormSpike,
+    SinkPosition,
+    SinkRate,
+    Sites,
+    Trigger,
+)
+from sinkscope.sinks.first_token.walk import LEAST, Walk
+from sinkscope.text import text_rows
 from sinkscope.trace.attention import attention_rows
 
+RATE_LENGTH, RATE_TEXTS = 64, 100  # texts over which the sink rate is defined (Gu et al. 2024)
 QUERIES = 16  # later queries a position needs: heads that attend to themselves favour the last positions
-HEADS = 2  # a sink needs at least this many heads, and
-SHARE = 0.01  # ... this share of all heads
+SHARE = 0.01  # a sink needs at least this share of all heads, and at least HEADS of them
 LATER_SHARE = 0.05  # share for a position other than the first: a head that prefers one word is not a sink
 SEEN = 3  # a later token must occur this often before it is judged
-LOST = 0.5  # a head has lost a sink if this share of its attention is gone
+_HELD = 0.9  # share of the squared norm that the counted dimensions hold
+_TOKENS = 32  # typical tokens that the first one is compared with
 
 
 @dataclass(frozen=True)
@@ -45,14 +65,17 @@ class Received:
         """The sink rate of position 0: the share of (layer, head) above eps, averaged over texts."""
         return float(self.above[..., 0].float().mean())
 
+    @cached_property
     def heads(self) -> list[tuple[int, int]]:
         """The (layer, head) pairs that attend to the first token in most texts; empty if too few for a sink."""
         return _enough(self.above[..., 0].float().mean(-1) >= 0.5)
 
+    @cached_property
     def learned_heads(self) -> list[tuple[int, int]]:
         """The (layer, head) pairs whose learned sink logit exceeds eps in most texts; empty if there are too few."""
         return _enough(self.learned.float().mean(-1) >= 0.5)
 
+    @cached_property
     def later(self) -> list[tuple[int | None, int, float]]:
         """Positions behind the first that receive attention: (token, first position where it was seen, share of heads).
 
@@ -128,35 +151,25 @@ def received(
     return Received(ids, eps, above, learned)
 
 
-@dataclass(frozen=True)
-class Carrier:
-    """A candidate for the signal that the heads of a sink read.
+def listened(setup: Setup, depth: int, *, whole: bool) -> tuple[Received, SinkRate | None]:
+    """Attention over many short texts, as the sink rate is defined; over the typical text where these do not fit.
 
-    Attributes:
-        name: The component, such as "spike", "attention of layer 0" or "position embedding".
-        heads_lost: Share of the sink's heads that lose at least half of their attention to the first token without it.
-        drop: Share of the attention to the first token that is lost without it, averaged over these heads.
+    Of a model that is not read `whole`, the typical text is run up to layer `depth`, and there is no rate.
     """
-
-    name: str
-    heads_lost: float
-    drop: float
-
-
-def losses(
-    attention: Float[Tensor, "edit text layer head"],
-    intact: Float[Tensor, "text layer head"],
-    heads: Sequence[tuple[int, int]],
-) -> tuple[list[float], list[float]]:
-    """For each edit, the share of `heads` that lose half of their attention to the first token, and the mean drop."""
-    layer, head = torch.tensor(heads).T
-    drops = 1 - attention[:, :, layer, head].median(1).values / intact[:, layer, head].median(0).values
-    return (drops >= LOST).float().mean(1).tolist(), drops.mean(1).tolist()
+    target, ids = setup.target, setup.ids
+    if not whole or (target.max_positions or RATE_LENGTH) < RATE_LENGTH:
+        return received(target, ids, RATE_EPS, layers=depth), None
+    # A batch takes 128 MB at its widest activation. Layers read from disk are read once, so there is one smaller batch.
+    fitting = max(1, (1 << 25) // (RATE_LENGTH * target.d_mlp))
+    texts, batch = (RATE_TEXTS, fitting) if target.resident else (RATE_TEXTS // 4, RATE_TEXTS)
+    ids = text_rows(setup.tokenizer, setup.text, texts, RATE_LENGTH, setup.bos)
+    heard = received(target, ids, RATE_EPS, progress=setup.progress, batch=batch)
+    return heard, SinkRate(RATE_EPS, RATE_LENGTH, len(ids), heard.rate)
 
 
 def carriers(
     target: Target, ids: Int[Tensor, "text pos"], heads: Sequence[tuple[int, int]], at: int = 0
-) -> list[Carrier]:
+) -> tuple[Carrier, ...]:
     """Replace each component at the position by what it writes at a later one, to see whose absence ends the sink.
 
     "position" is what remains when everything written at the position is replaced.
@@ -168,11 +181,10 @@ def carriers(
     edits = [Edit(swap=some) for some in (*sets, tuple(parts))]
     source = (at + ids.shape[1]) // 2
     seen = effects(target, ids, edits, at=at, source=source, upto=last, attention=True)
-    assert seen.attention is not None and seen.intact_attention is not None
-    lost, drops = losses(seen.attention, seen.intact_attention, heads)
+    lost, drops = seen.lost(heads)
     names = ["key bias" if s[0].kind == "key bias" else str(s[0]) for s in sets]
     found = [Carrier(*row) for row in zip(names, lost, drops, strict=False)]
-    return [*found, Carrier("position", 1 - lost[-1], 1 - drops[-1])]
+    return (*found, Carrier("position", 1 - lost[-1], 1 - drops[-1]))
 
 
 def carried_by(found: Sequence[Carrier]) -> str | None:
@@ -180,7 +192,7 @@ def carried_by(found: Sequence[Carrier]) -> str | None:
 
     What an attention layer or an MLP writes without making a spike is called the mark.
     """
-    needed = [c.name for c in found if c.heads_lost >= LOST]
+    needed = [c.name for c in found if c.needed]
     if "key bias" in needed:
         return "key bias"
     if any("layer" in name for name in needed):
@@ -188,100 +200,140 @@ def carried_by(found: Sequence[Carrier]) -> str | None:
     return next((name for name in needed if "embed" in name), next(iter(needed), None))
 
 
-_HELD = 0.9  # share of the squared norm that the counted dimensions hold
-_TOKENS = 32  # typical tokens that the first one is compared with
+def attention_sink(
+    target: Target,
+    heard: Received,
+    spike: NormSpike | None,
+    minimal: CausalSet | None,
+    later: Sequence[LaterSink],
+) -> AttentionSink | None:
+    """The positions that receive attention, and what carries it; None if no position does.
 
-
-@dataclass(frozen=True)
-class Trigger:
-    """A neuron's gate times up as a quadratic form of its input, and how well tokens match its best direction.
-
-    Where the activation function is close to linear, a neuron computes about `(g x)(u x)` for an input x. Over inputs
-    of a fixed length its largest value is `(|g| |u| + g u) / 2` times the squared length. `first` and `typical` are the
-    shares of that maximum that the first token and the median typical token reach.
+    Args:
+        target: The model.
+        heard: The attention that positions receive.
+        spike: The norm spike.
+        minimal: The smallest set of neurons that makes the spike of the first token.
+        later: Tokens behind the first position whose norm stands out.
     """
+    if not (heard.heads or heard.learned_heads or heard.later):
+        return None
+    decode = target.tokenizer.decode
+    positions = [SinkPosition(0, decode([int(heard.ids[0, 0])]), heard.rate)] if heard.heads else []
+    positions += [SinkPosition(at, "" if token is None else decode([token]), rate) for token, at, rate in heard.later]
+    if heard.heads:
+        rate, (carried, tried) = heard.rate, _carried_first(target, heard, spike, minimal)
+    elif heard.learned_heads:
+        rate, carried, tried = float(heard.learned.float().mean()), "learned logits", ()
+    else:
+        rate, (carried, tried) = positions[0].rate, _carried_later(target, heard, positions[0], later)
+    by_layer = tuple(heard.above[..., 0].float().mean((1, 2)).tolist())
+    return AttentionSink(rate, RATE_EPS, tuple(positions), len(by_layer), carried, by_layer, tried)
 
-    layer: int
-    neuron: int
-    first: float
-    typical: float
+
+def _carried_first(
+    target: Target, heard: Received, spike: NormSpike | None, minimal: CausalSet | None
+) -> tuple[str | None, tuple[Carrier, ...]]:
+    """What carries the sink at the first token, and what was tried where its spike does not."""
+    if minimal is not None:
+        behind = sum(i > minimal.sites[0].layer for i, _ in heard.heads) / len(heard.heads)
+        if (minimal.heads_lost or 0.0) * behind >= LOST:
+            return "spike", ()
+    tried = carriers(target, heard.ids[:2, :48], heard.heads)
+    makers: list[str | None] = []
+    if spike is not None and 0 in spike.positions:
+        makers = [f"MLP of layer {i}" for i in spike.step_up] if spike.made_by == "MLP" else [spike.made_by]
+    return "spike" if any(c.needed and c.name in makers for c in tried) else carried_by(tried), tried
 
 
-@dataclass(frozen=True)
-class Normalised:
-    """A token's residual stream after the norm in front of the attention, averaged over the layers of the plateau.
+def _carried_later(
+    target: Target, heard: Received, place: SinkPosition, later: Sequence[LaterSink]
+) -> tuple[str | None, tuple[Carrier, ...]]:
+    """The same of the first of the tokens behind the first position."""
+    made = [s.set for s in later if s.token == place.token]
+    if any(m is not None and (m.heads_lost or 0.0) >= LOST for m in made):
+        return "spike", ()
+    token, at, _ = heard.later[0]
+    row = 0 if token is None else int((heard.ids[:, at] == token).nonzero()[0])
+    there = attending(target, heard.ids[row], at, len(heard.above), RATE_EPS)
+    tried = carriers(target, heard.ids[row : row + 1], there, at) if there else ()
+    return carried_by(tried), tried
 
-    Attributes:
-        dims: Number of residual dimensions that hold 90 % of the squared norm at the first token.
-        typical_dims: The same number at typical tokens.
-        cosine: Cosine between neighbouring layers at the first token. Near 1 the normalised stream is constant.
-        typical_cosine: The same cosine at typical tokens.
+
+def norm_spike(
+    target: Target, ids: Int[Tensor, "row pos"], seen: Walk, minimal: CausalSet | None, later: Sequence[LaterSink]
+) -> NormSpike | None:
+    """The positions whose norm stands out, and what makes the spike of the first token; None if no norm stands out.
+
+    Args:
+        target: The model.
+        ids: Typical text.
+        seen: The walk.
+        minimal: The smallest set of neurons that makes the spike of the first token.
+        later: Tokens behind the first position whose norm stands out.
     """
-
-    dims: float
-    typical_dims: float
-    cosine: float
-    typical_cosine: float
+    standing, stages, behind = seen.standing, seen.stages, {one.position for one in later}
+    if not standing:
+        ratio = max((one.ratio for one in later), default=None)
+        return None if ratio is None else NormSpike(tuple(sorted(behind)), (), (), ratio, None, None)
+    return NormSpike(
+        positions=tuple(sorted({0, *behind})),
+        step_up=tuple(stages or seen.steps(1)),
+        step_down=tuple(seen.steps(-1)),
+        ratio=max(a / max(b, LEAST) for a, b in zip(seen.spike, seen.usual, strict=True)),
+        plateau=(standing[0], standing[-1]),
+        made_by="MLP" if stages else maker(target, ids[:2, :32], standing[0], seen.shared),
+        triggers=() if minimal is None else triggers(target, ids, minimal.numbers),
+        normalised=normalised(target, ids, [i + 1 for i in standing if i + 1 < len(seen.first)]),
+    )
 
 
 def maker(target: Target, ids: Int[Tensor, "text pos"], layer: int, without: Sequence[int]) -> str | None:
     """The component without which the first token's spike after `layer` is gone; None if there is no single one."""
     candidates = writers(target, layer + 1)
     edits = [Edit(swap=(c,)) for c in candidates]
-    seen = effects(target, ids, edits, source=ids.shape[1] // 2, upto=layer, without=without)
-    drops = (1 - seen.norms[..., layer] / seen.intact_norms[:, layer]).median(1).values
+    drops = effects(target, ids, edits, source=ids.shape[1] // 2, upto=layer, without=without).drops(layer)
     best = int(drops.argmax())
     return str(candidates[best]) if float(drops[best]) >= 0.5 else None
 
 
 @torch.no_grad()
-def triggers(target: Target, ids: Int[Tensor, "row pos"], sites: Sequence[tuple[int, ...]]) -> tuple[Trigger, ...]:
+def triggers(target: Target, ids: Int[Tensor, "row pos"], sites: Sites) -> tuple[Trigger, ...]:
     """How well the first token's input matches each neuron; empty for MLPs without a gate and for mixtures."""
-    rows: list[Trigger] = []
     gate, up = target.adapter.gate, target.adapter.up
     if gate is None or up is None:
         return ()
+    rows: list[Trigger] = []
+    read = _read_by(target, ids, [layer for layer, *_ in sites if not target.is_mixture(layer)], up)
     for layer, *_, neuron in sites:
-        if target.is_mixture(layer):
+        if layer not in read:
             continue
-        inputs = _read_by(target, ids, [layer], up).get(layer)
+        inputs = read[layer]
         with target.loaded(layer):
             weights = [plain_weight(target.sub(layer, path)) for path in (gate, up)]
-            if inputs is None or weights[0] is None or weights[1] is None:
+            if weights[0] is None or weights[1] is None:
                 continue
             g, u = (w[neuron].float() for w in weights if w is not None)
         best = (g.norm() * u.norm() + g @ u) / 2
         reached = (inputs @ g) * (inputs @ u) / (best * inputs.square().sum(-1))
-        typical = float(reached[:, 1:].median())
-        rows.append(Trigger(layer, neuron, float(reached[:, 0].median()), typical))
+        rows.append(Trigger(layer, neuron, float(reached[:, 0].median()), float(reached[:, 1:].median())))
     return tuple(rows)
 
 
 @torch.no_grad()
-def normalised(target: Target, ids: Int[Tensor, "row pos"], standing: Sequence[int], depth: int) -> Normalised | None:
-    """What the norms of the layers behind a plateau do to the first token; None if no layer exposes it.
-
-    `depth` is the number of layers that may be run.
-    """
+def normalised(target: Target, ids: Int[Tensor, "row pos"], layers: Sequence[int]) -> Normalised | None:
+    """What the norms of the layers behind a plateau do to the first token; None if no layer exposes it."""
     path = target.adapter.k or target.adapter.fused_qkv
-    layers = [i + 1 for i in standing if i + 1 < depth]
-    seen = _read_by(target, ids[:1, : _TOKENS + 1], layers, path) if layers and path else {}
+    seen = _read_by(target, ids[:1, : _TOKENS + 1], layers, path) if path else {}
     if not seen:
         return None
     stacked = torch.stack([seen[i][0] for i in sorted(seen)])  # layer pos d_model
-    dims = _holding(stacked).float().mean(0)
-    cosine = (
-        torch.cosine_similarity(stacked[1:], stacked[:-1], dim=-1).mean(0)
-        if len(stacked) > 1
-        else torch.ones(stacked.shape[1])
-    )
+    squares = stacked.square().sort(-1, descending=True).values
+    few = squares.cumsum(-1) < _HELD * squares.sum(-1, keepdim=True)
+    dims, cosine = (few.sum(-1) + 1).float().mean(0), torch.ones(stacked.shape[1])
+    if len(stacked) > 1:
+        cosine = torch.cosine_similarity(stacked[1:], stacked[:-1], dim=-1).mean(0)
     return Normalised(float(dims[0]), float(dims[1:].median()), float(cosine[0]), float(cosine[1:].median()))
-
-
-def _holding(vectors: Float[Tensor, "... d_model"]) -> Int[Tensor, ...]:
-    """How many of the largest dimensions hold 90 % of the squared norm."""
-    squares = vectors.square().sort(-1, descending=True).values
-    return (squares.cumsum(-1) < _HELD * squares.sum(-1, keepdim=True)).sum(-1) + 1
 
 
 def _read_by(
@@ -289,11 +341,13 @@ def _read_by(
 ) -> dict[int, Float[Tensor, "row pos d"]]:
     """What a part of each of these layers reads; a part that a bridge replaces reads nothing."""
     seen: dict[int, Tensor] = {}
+    if not layers:
+        return seen
 
     def keep(layer: int) -> Any:
         return on_input(lambda read: seen.update({layer: read.detach().reshape(*ids.shape, -1).float()}))
 
     end = (target.layers[max(layers)], "post", lambda *_: target.stop())
-    with target.hooks(*((target.sub(i, path), "pre", keep(i)) for i in layers), end):
+    with target.hooks(*((target.sub(i, path), "pre", keep(i)) for i in dict.fromkeys(layers)), end):
         target.forward(ids)
     return seen

@@ -22,8 +22,9 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, on_input
 from sinkscope.notation import head_names, neuron_names
-from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, causal_neurons
-from sinkscope.sinks.first_token.walk import columns, flat_number, view_layer
+from sinkscope.sinks.first_token.ablation import causal_neurons
+from sinkscope.sinks.first_token.found import DRAWS, Neuron
+from sinkscope.sinks.first_token.layer import columns, flat_number, view_layer
 from sinkscope.sinks.tokens import first_tokens
 from sinkscope.tables import percent
 from sinkscope.trace.attention import attention_rows, queries_and_keys

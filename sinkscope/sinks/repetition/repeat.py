@@ -232,7 +232,7 @@ def repeat_norms(
     asked = repetitions(setup, cycles, prefix, max_repeats)
     setup.record(max_repeats=asked.count)
     seen = walk(target, setup.ids, whole=target.resident, progress=setup.progress)
-    layer, counts = seen.sink_layer(), _counts(asked.count)
+    layer, counts = seen.sink_layer, _counts(asked.count)
     found: dict[str, Any] = {
         "max_repeats": asked.count,
         "counts": counts,
