@@ -9,14 +9,13 @@ import torch
 from organisms import organism, shared_sink
 
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.ablation import prove
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.layer import LayerView, columns, view_layer
+from sinkscope.sinks.first_token.neurons import LayerView, columns, prove, view_layer
 
 
 @pytest.fixture(autouse=True)
 def _few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.sinks.first_token.anatomy.RATE_TEXTS", 8)  # the sink rate has tests of its own
+    monkeypatch.setattr("sinkscope.sinks.first_token.walk.RATE_TEXTS", 8)  # the sink rate has tests of its own
 
 
 def _generator(seed: int = 0) -> torch.Generator:

@@ -15,10 +15,16 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks.first_token.ablation import prove
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
-from sinkscope.sinks.first_token.layer import columns, contribution_norms, norm_without, view_layer
-from sinkscope.sinks.first_token.walk import Walk, repeat_until_half, walk
+from sinkscope.sinks.first_token.neurons import (
+    columns,
+    contribution_norms,
+    norm_without,
+    prove,
+    repeat_until_half,
+    view_layer,
+)
+from sinkscope.sinks.first_token.walk import Walk, walk
 from sinkscope.sinks.repetition.repeat import repeat_norms
 from sinkscope.trace.run import trace
 
@@ -27,7 +33,7 @@ SINKLESS = ("none", "massive_dim")
 
 @pytest.fixture(autouse=True)
 def _few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.sinks.first_token.anatomy.RATE_TEXTS", 8)  # the sink rate has tests of its own
+    monkeypatch.setattr("sinkscope.sinks.first_token.walk.RATE_TEXTS", 8)  # the sink rate has tests of its own
 
 
 def _found(o: Organism, **kwargs: Any) -> FindSinks:

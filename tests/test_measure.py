@@ -13,9 +13,9 @@ from organisms import organism, tiny_model
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.anatomy import received
 from sinkscope.sinks.first_token.effects import Edit, effects
-from sinkscope.sinks.first_token.layer import spike_dims
+from sinkscope.sinks.first_token.neurons import spike_dims
+from sinkscope.sinks.first_token.walk import received
 from sinkscope.sinks.tokens import pick_tokens, single_token
 from sinkscope.text import resolve_bos, text_rows, typical_text
 

@@ -19,7 +19,7 @@ from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.attribution import attribute
 from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.layer import (
+from sinkscope.sinks.first_token.neurons import (
     columns,
     contribution_norms,
     flat_number,

@@ -18,7 +18,7 @@ from torch import Tensor
 from sinkscope.interventions.edits import expert_hook
 from sinkscope.models.target import Target, first_tensor, norm_of, on_hidden, on_input, on_output
 from sinkscope.notation import head_name
-from sinkscope.sinks.first_token.found import LOST, Sites
+from sinkscope.sinks.first_token.found import LOST, Carrier, Sites
 from sinkscope.trace.attention import attention_rows
 
 Kind = Literal[
@@ -80,9 +80,9 @@ class Effects:
     """
 
     norms: Float[Tensor, "edit text layer"]
-    attention: Float[Tensor, "edit text layer head"]
+    attention: Float[Tensor, "edit text _ head"]
     intact_norms: Float[Tensor, "text layer"]
-    intact_attention: Float[Tensor, "text layer head"]
+    intact_attention: Float[Tensor, "text _ head"]
 
     def drops(self, layer: int) -> Float[Tensor, " edit"]:
         """Share of the norm after a layer that each edit takes away, median over texts."""
@@ -158,8 +158,6 @@ class _Pass:
 
         def layer_done(out: Any) -> None:
             norms.append(norm_of(first_tensor(out)[:, self.at], self.without))
-            if len(norms) > last:
-                target.stop()
 
         def rows(layer: int, first: int, probs: Tensor) -> None:
             later = probs[:, :, max(0, self.at + 1 - first) :, self.at]
@@ -170,7 +168,7 @@ class _Pass:
                 stack.enter_context(attention_rows(target, rows))
             stack.enter_context(target.hooks(*self._hooks()))
             stack.enter_context(target.hooks(*((layer, "post", on_output(layer_done)) for layer in target.layers)))
-            target.forward(self.ids)
+            target.forward(self.ids, upto=upto)
         each = (-1, self.texts)
         paid = received[:, : last + 1 if attention else 0]
         return torch.stack(norms, -1).cpu().unflatten(0, each), paid.unflatten(0, each)
@@ -287,3 +285,45 @@ def has_key_bias(target: Target, layer: int) -> bool:
 def _bias(module: Any) -> Tensor | None:
     """Of a linear module, also below a bridge's wrapper."""
     return getattr(getattr(module, "original_component", module), "bias", None)
+
+
+def carriers(
+    target: Target, ids: Int[Tensor, "text pos"], heads: Sequence[tuple[int, int]], at: int = 0
+) -> tuple[Carrier, ...]:
+    """Replace each component at the position by what it writes at a later one, to see whose absence ends the sink.
+
+    "position" is what remains when everything written at the position is replaced.
+    """
+    last = max(layer for layer, _ in heads)
+    parts = writers(target, last)
+    biases = [Component("key bias", i) for i in range(last + 1) if has_key_bias(target, i)]
+    sets = [(c,) for c in parts] + ([tuple(biases)] if biases else [])
+    edits = [Edit(swap=some) for some in (*sets, tuple(parts))]
+    source = (at + ids.shape[1]) // 2
+    seen = effects(target, ids, edits, at=at, source=source, upto=last, attention=True)
+    lost, drops = seen.lost(heads)
+    names = ["key bias" if s[0].kind == "key bias" else str(s[0]) for s in sets]
+    found = [Carrier(*row) for row in zip(names, lost, drops, strict=False)]
+    return (*found, Carrier("position", 1 - lost[-1], 1 - drops[-1]))
+
+
+def carried_by(found: Sequence[Carrier]) -> str | None:
+    """The component that most heads of the sink need; of several, the one nearest to the heads. None if no single one.
+
+    What an attention layer or an MLP writes without making a spike is called the mark.
+    """
+    needed = [c.name for c in found if c.needed]
+    if "key bias" in needed:
+        return "key bias"
+    if any("layer" in name for name in needed):
+        return "mark"
+    return next((name for name in needed if "embed" in name), next(iter(needed), None))
+
+
+def maker(target: Target, ids: Int[Tensor, "text pos"], layer: int, without: Sequence[int]) -> str | None:
+    """The component without which the first token's spike after `layer` is gone; None if there is no single one."""
+    candidates = writers(target, layer + 1)
+    edits = [Edit(swap=(c,)) for c in candidates]
+    drops = effects(target, ids, edits, source=ids.shape[1] // 2, upto=layer, without=without).drops(layer)
+    best = int(drops.argmax())
+    return str(candidates[best]) if float(drops[best]) >= 0.5 else None

@@ -1,26 +1,50 @@
 """Which neurons make the attention sink, verified by ablation (Yona et al. 2025, sections 4.2 and 4.4).
 
-`find_sinks` works in this order: the layers are walked upward (`walk`), the attention that positions receive is read
-(`anatomy`), the neurons of the stages are ablated one by one and in sets (`ablation`, in passes of `effects`), and the
-component that makes and the one that carries the sink are determined (`anatomy`). The result is in `found`.
+`find_sinks` goes one way: typical text shows where the spike is built and which heads attend (`walk`), the neurons of
+these layers are ablated one by one (`neurons`) and in sets (`sets`), and what was found is explained here: what makes
+the spike and what the heads need, by edits of components (`effects`). The result and its words are in `found`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Positive, Setup, measurement
 from sinkscope.models.names import published_for
-from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.ablation import Found, Proof, attention_without, causal_sets, later_sinks, prove
-from sinkscope.sinks.first_token.anatomy import attention_sink, listened, norm_spike
-from sinkscope.sinks.first_token.found import LOST, FindSinks, Published, RepeatedToken, Repeats, Stage
-from sinkscope.sinks.first_token.walk import Repetition, repeat_until_half, walk_far_enough
+from sinkscope.models.target import Target, on_input, plain_weight
+from sinkscope.sinks.first_token.effects import attending, carried_by, carriers, maker
+from sinkscope.sinks.first_token.found import (
+    LOST,
+    RATE_EPS,
+    AttentionSink,
+    Carrier,
+    CausalSet,
+    FindSinks,
+    LaterSink,
+    Normalised,
+    NormSpike,
+    Published,
+    RepeatedToken,
+    Repeats,
+    SinkPosition,
+    Sites,
+    Stage,
+    Trigger,
+)
+from sinkscope.sinks.first_token.neurons import Proof, Repetition, prove, repeat_until_half
+from sinkscope.sinks.first_token.sets import Found, attention_without, causal_sets, later_sinks
+from sinkscope.sinks.first_token.walk import LEAST, Received, Walk, listened, walk_far_enough
 from sinkscope.sinks.tokens import pick_tokens, prefixes, room
+
+_HELD = 0.9  # share of the squared norm that the counted dimensions hold
+_TOKENS = 32  # typical tokens that the first one is compared with
 
 
 @measurement(
@@ -101,6 +125,7 @@ def find_sinks(
         if whole or depth == target.n_layers or (minimal is not None and (minimal.heads_lost or 0.0) >= LOST):
             break
         whole = True  # the stages found do not carry the attention to the first token: read on
+    attention = None if layer is None else attention_without(target, ids, layer, proof)
     later = later_sinks(target, ids, seen, generator)
     spike = norm_spike(target, ids, seen, minimal, later)
     unread = [None] * (seen.n_layers - depth)
@@ -125,7 +150,7 @@ def find_sinks(
         layers_read=depth,
         notebook_rule_layer=seen.notebook_layer,
         repeats=_repeats(target, words, repeated, limit),
-        attention=None if layer is None else attention_without(target, ids, layer, proof),
+        attention=attention,
         learned_sinks=target.adapter.learned_sinks,
         sink_rate=rate,
         published=_published(target, layer, proof),
@@ -151,3 +176,145 @@ def _published(target: Target, layer: int | None, proof: Proof) -> Published | N
     if known.residual_dims:
         return Published(known.source, set(known.residual_dims) <= set(proof.dims))
     return None
+
+
+def norm_spike(
+    target: Target, ids: Int[Tensor, "row pos"], seen: Walk, minimal: CausalSet | None, later: Sequence[LaterSink]
+) -> NormSpike | None:
+    """The positions whose norm stands out, and what makes the spike of the first token; None if no norm stands out.
+
+    Args:
+        target: The model.
+        ids: Typical text.
+        seen: The walk.
+        minimal: The smallest set of neurons that makes the spike of the first token.
+        later: Tokens behind the first position whose norm stands out.
+    """
+    standing, stages, behind = seen.standing, seen.stages, {one.position for one in later}
+    if not standing:
+        ratio = max((one.ratio for one in later), default=None)
+        return None if ratio is None else NormSpike(tuple(sorted(behind)), (), (), ratio, None, None)
+    up, down = seen.steps
+    return NormSpike(
+        positions=tuple(sorted({0, *behind})),
+        step_up=tuple(stages or up),
+        step_down=tuple(down),
+        ratio=max(a / max(b, LEAST) for a, b in zip(seen.spike, seen.usual, strict=True)),
+        plateau=(standing[0], standing[-1]),
+        made_by="MLP" if stages else maker(target, ids[:2, :32], standing[0], seen.shared),
+        triggers=() if minimal is None else triggers(target, ids, minimal.numbers),
+        normalised=normalised(target, ids, [i + 1 for i in standing if i + 1 < len(seen.first)]),
+    )
+
+
+@torch.no_grad()
+def triggers(target: Target, ids: Int[Tensor, "row pos"], sites: Sites) -> tuple[Trigger, ...]:
+    """How well the first token's input matches each neuron; empty for MLPs without a gate and for mixtures."""
+    gate, up = target.adapter.gate, target.adapter.up
+    if gate is None or up is None:
+        return ()
+    rows: list[Trigger] = []
+    read = _read_by(target, ids, [layer for layer, *_ in sites if not target.is_mixture(layer)], up)
+    for layer, *_, neuron in sites:
+        if layer not in read:
+            continue
+        inputs = read[layer]
+        with target.loaded(layer):
+            weights = [plain_weight(target.sub(layer, path)) for path in (gate, up)]
+            if weights[0] is None or weights[1] is None:
+                continue
+            g, u = (w[neuron].float() for w in weights if w is not None)
+        best = (g.norm() * u.norm() + g @ u) / 2
+        reached = (inputs @ g) * (inputs @ u) / (best * inputs.square().sum(-1))
+        rows.append(Trigger(layer, neuron, float(reached[:, 0].median()), float(reached[:, 1:].median())))
+    return tuple(rows)
+
+
+@torch.no_grad()
+def normalised(target: Target, ids: Int[Tensor, "row pos"], layers: Sequence[int]) -> Normalised | None:
+    """What the norms of the layers behind a plateau do to the first token; None if no layer exposes it."""
+    path = target.adapter.k or target.adapter.fused_qkv
+    seen = _read_by(target, ids[:1, : _TOKENS + 1], layers, path) if path else {}
+    if not seen:
+        return None
+    stacked = torch.stack([seen[i][0] for i in sorted(seen)])  # layer pos d_model
+    squares = stacked.square().sort(-1, descending=True).values
+    few = squares.cumsum(-1) < _HELD * squares.sum(-1, keepdim=True)
+    dims, cosine = (few.sum(-1) + 1).float().mean(0), torch.ones(stacked.shape[1])
+    if len(stacked) > 1:
+        cosine = torch.cosine_similarity(stacked[1:], stacked[:-1], dim=-1).mean(0)
+    return Normalised(float(dims[0]), float(dims[1:].median()), float(cosine[0]), float(cosine[1:].median()))
+
+
+def _read_by(
+    target: Target, ids: Int[Tensor, "row pos"], layers: Sequence[int], path: str
+) -> dict[int, Float[Tensor, "row pos d"]]:
+    """What a part of each of these layers reads; a part that a bridge replaces reads nothing."""
+    seen: dict[int, Tensor] = {}
+    if not layers:
+        return seen
+
+    def keep(layer: int) -> Any:
+        return on_input(lambda read: seen.update({layer: read.detach().reshape(*ids.shape, -1).float()}))
+
+    with target.hooks(*((target.sub(i, path), "pre", keep(i)) for i in dict.fromkeys(layers))):
+        target.forward(ids, upto=max(layers))
+    return seen
+
+
+def attention_sink(
+    target: Target,
+    heard: Received,
+    spike: NormSpike | None,
+    minimal: CausalSet | None,
+    later: Sequence[LaterSink],
+) -> AttentionSink | None:
+    """The positions that receive attention, and what carries it; None if no position does.
+
+    Args:
+        target: The model.
+        heard: The attention that positions receive.
+        spike: The norm spike.
+        minimal: The smallest set of neurons that makes the spike of the first token.
+        later: Tokens behind the first position whose norm stands out.
+    """
+    if not (heard.heads or heard.learned_heads or heard.later):
+        return None
+    decode = target.tokenizer.decode
+    positions = [SinkPosition(0, decode([int(heard.ids[0, 0])]), heard.rate)] if heard.heads else []
+    positions += [SinkPosition(at, "" if token is None else decode([token]), rate) for token, at, rate in heard.later]
+    if heard.heads:
+        rate, (carried, tried) = heard.rate, _carried_first(target, heard, spike, minimal)
+    elif heard.learned_heads:
+        rate, carried, tried = float(heard.learned.float().mean()), "learned logits", ()
+    else:
+        rate, (carried, tried) = positions[0].rate, _carried_later(target, heard, positions[0].token, later)
+    by_layer = tuple(heard.above[..., 0].float().mean((1, 2)).tolist())
+    return AttentionSink(rate, RATE_EPS, tuple(positions), len(by_layer), carried, by_layer, tried)
+
+
+def _carried_first(
+    target: Target, heard: Received, spike: NormSpike | None, minimal: CausalSet | None
+) -> tuple[str | None, tuple[Carrier, ...]]:
+    """What carries the sink at the first token, and what was tried where its spike does not."""
+    if minimal is not None:
+        behind = sum(i > minimal.sites[0].layer for i, _ in heard.heads) / len(heard.heads)
+        if (minimal.heads_lost or 0.0) * behind >= LOST:
+            return "spike", ()
+    tried = carriers(target, heard.ids[:2, :48], heard.heads)
+    makes = spike is not None and any(c.needed and c.name in spike.makers for c in tried)
+    return "spike" if makes else carried_by(tried), tried
+
+
+def _carried_later(
+    target: Target, heard: Received, name: str, later: Sequence[LaterSink]
+) -> tuple[str | None, tuple[Carrier, ...]]:
+    """The same of the first of the tokens behind the first position, whose name is `name`."""
+    made = [s.set for s in later if s.token == name]
+    if any(m is not None and (m.heads_lost or 0.0) >= LOST for m in made):
+        return "spike", ()
+    token, at, _ = heard.later[0]
+    row = 0 if token is None else int((heard.ids[:, at] == token).nonzero()[0])
+    there = attending(target, heard.ids[row], at, len(heard.above), RATE_EPS)
+    tried = carriers(target, heard.ids[row : row + 1], there, at) if there else ()
+    return carried_by(tried), tried

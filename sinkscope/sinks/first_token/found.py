@@ -208,6 +208,13 @@ class NormSpike:
     triggers: tuple[Trigger, ...] = ()
     normalised: Normalised | None = None
 
+    @property
+    def makers(self) -> tuple[str, ...]:
+        """The components that make the first token's spike, named as carriers are."""
+        if self.made_by == "MLP":
+            return tuple(f"MLP of layer {layer}" for layer in self.step_up)
+        return () if self.made_by is None else (self.made_by,)
+
 
 @dataclass(frozen=True)
 class SinkPosition:

@@ -21,8 +21,7 @@ from sinkscope.measure import Count, Option, Result, Setup, measurement
 from sinkscope.models.target import norm_of
 from sinkscope.notation import neuron_name, read_neuron
 from sinkscope.output import read_text
-from sinkscope.sinks.first_token.ablation import prove
-from sinkscope.sinks.first_token.layer import flat_number, view_layer
+from sinkscope.sinks.first_token.neurons import flat_number, prove, view_layer
 from sinkscope.sinks.first_token.walk import SINK_RATIO, walk
 from sinkscope.text.chat import chat_text
 from sinkscope.trace.attention import attention_rows

@@ -1,24 +1,26 @@
-"""Norms across layers on typical text, where the first token's spike is built, and norms at repetitions."""
+"""What typical text shows: norms across layers, where the first token's spike is built, and which heads attend."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target, first_tensor, norm_of, on_output
-from sinkscope.sinks.first_token.layer import LayerView, view_layer
+from sinkscope.sinks.first_token.found import HEADS, RATE_EPS, SinkRate
+from sinkscope.text import text_rows
+from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
-LEAST = 1e-9  # lower limit of a typical norm: in a hand-made model it can be 0, and it is a divisor
 STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
 STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times its median on typical text, either in total or along the
 # spike (an early stage can be small compared with everything that an MLP writes, but not along that direction)
@@ -26,8 +28,15 @@ FALL_SHARE = 0.05  # a step-down layer removes at least this share of the spike'
 SINK_RATIO = 3.0  # a spike: the first token's norm is this many times the typical one
 # Medians are used instead of high quantiles: some later positions are sinks, too (delimiters; without BOS the first
 # tokens, as long as they belong to one cluster), and must not hide the first one.
+LEAST = 1e-9  # lower limit of a typical norm: in a hand-made model it can be 0, and it is a divisor
 _SAMPLE = 64  # positions of typical text whose activations are kept for that comparison
 _SHARED = 30.0  # a dimension is massive on all tokens if it is this many times the median dimension
+
+RATE_LENGTH, RATE_TEXTS = 64, 100  # texts over which the sink rate is defined (Gu et al. 2024)
+QUERIES = 16  # later queries a position needs: heads that attend to themselves favour the last positions
+SHARE = 0.01  # a sink needs at least this share of all heads, and at least HEADS of them
+LATER_SHARE = 0.05  # share for a position other than the first: a head that prefers one word is not a sink
+SEEN = 3  # a later token must occur this often before it is judged
 
 
 @dataclass
@@ -106,20 +115,21 @@ class Walk:
                 found.append(i)
         return found
 
-    def steps(self, sign: int) -> list[int]:
-        """Layers that make the spike longer (`sign` 1) or shorter (-1) by at least 5 % of its largest length."""
-        if not self.standing:
-            return []
+    @property
+    def steps(self) -> tuple[list[int], list[int]]:
+        """Layers that make the spike longer, and layers that make it shorter, by at least 5 % of its largest length."""
         spike = self.direction
         length = [float(r @ spike) for r in self.residual]
         bar = FALL_SHARE * max(length)
-        return [i for i in range(1, len(length)) if sign * (length[i] - length[i - 1]) >= bar]
+        grown = [(i, after - before) for i, (before, after) in enumerate(pairwise(length), 1)]
+        return [i for i, more in grown if more >= bar], [i for i, more in grown if -more >= bar]
 
     @property
     def sink_layer(self) -> int | None:
         """The stage that adds most to the norm."""
         return max(self.stages, key=lambda i: self.mlp_first[i], default=None)
 
+    @property
     def flat(self) -> bool:
         """Whether no new stage appeared for a third of the layers (at least three) after one was seen."""
         stages = self.stages
@@ -197,13 +207,13 @@ def walk(
             norms = norm_of(resid.reshape(*ids.shape, -1), massive)
         seen.partial.append(norms.cpu())
         progress("layers", len(seen.first), target.n_layers)
-        if len(seen.first) - 1 == upto or (not whole and seen.flat()):
+        if not whole and seen.flat:
             target.stop()
 
     a = target.adapter
     seers = ((a.mlp, on_output(mlp_raw)), (a.post_mlp_norm or a.mlp, on_output(mlp_added)), ("", on_output(layer_done)))
     with target.hooks(*((target.sub(i, path), "post", see) for i in range(len(target.layers)) for path, see in seers)):
-        target.forward(ids)
+        target.forward(ids, upto=upto)
     return seen
 
 
@@ -215,9 +225,132 @@ def walk_far_enough(made: Setup, *, whole: bool) -> Walk:
     """Run `walk`; if only the first layers of a file are in memory, repeat it with more of them until they suffice."""
     while True:
         seen = walk(made.target, made.ids, whole=whole, progress=made.progress)
-        enough = len(seen.first) == made.target.n_layers or (seen.flat() and not whole)
+        enough = len(seen.first) == made.target.n_layers or (seen.flat and not whole)
         if enough or not made.more():
             return seen
+
+
+@dataclass(frozen=True)
+class Received:
+    """Which heads attend to which positions of the texts `ids`.
+
+    Attributes:
+        ids: The texts, `[text pos]`.
+        eps: The threshold on mean attention.
+        above: Whether the mean attention from all queries at or after the position exceeds `eps`. The last positions of
+            each text are left out because too few queries see them.
+        learned: The same for the learned sink logit of each head.
+    """
+
+    ids: Int[Tensor, "text pos"]
+    eps: float
+    above: Bool[Tensor, "layer head text at"]
+    learned: Bool[Tensor, "layer head text"]
+
+    @property
+    def rate(self) -> float:
+        """The sink rate of position 0: the share of (layer, head) above eps, averaged over texts."""
+        return float(self.above[..., 0].float().mean())
+
+    @cached_property
+    def heads(self) -> list[tuple[int, int]]:
+        """The (layer, head) pairs that attend to the first token in most texts; empty if too few for a sink."""
+        return _enough(self.above[..., 0].float().mean(-1) >= 0.5)
+
+    @cached_property
+    def learned_heads(self) -> list[tuple[int, int]]:
+        """The (layer, head) pairs whose learned sink logit exceeds eps in most texts; empty if there are too few."""
+        return _enough(self.learned.float().mean(-1) >= 0.5)
+
+    @cached_property
+    def later(self) -> list[tuple[int | None, int, float]]:
+        """Positions behind the first that receive attention: (token, first position where it was seen, share of heads).
+
+        The token is None if the position receives attention regardless of the token there.
+        """
+        seen = self.ids[:, : self.above.shape[-1]]
+        tokens: dict[int | None, tuple[int, float]] = {}
+        for token in seen[:, 1:].unique().tolist():
+            where = seen == token
+            where[:, 0] = False
+            if share := _share(self.above[:, :, where]):
+                tokens[token] = (int(where.any(0).nonzero()[0]), share)
+        found = [(token, *rest) for token, rest in tokens.items()]
+        others = ~torch.isin(seen, torch.tensor([t for t in tokens if t is not None]))
+        for at in range(1, seen.shape[1]):
+            if share := _share(self.above[:, :, others[:, at], at]):
+                found.append((None, at, share))
+        return sorted(found, key=lambda place: -place[2])
+
+
+def _share(above: Bool[Tensor, "layer head n"]) -> float:
+    """Share of heads above the bar in most of `n` cases; 0 where the cases or the heads are too few for a sink."""
+    steady = above.float().mean(-1) >= 0.5
+    share = float(steady.float().mean())
+    return share if above.shape[-1] >= SEEN and int(steady.sum()) >= HEADS and share >= LATER_SHARE else 0.0
+
+
+def _enough(steady: Bool[Tensor, "layer head"]) -> list[tuple[int, int]]:
+    heads = [(int(layer), int(head)) for layer, head in steady.nonzero().tolist()]
+    return heads if len(heads) >= HEADS and len(heads) >= SHARE * steady.numel() else []
+
+
+@torch.no_grad()
+def received(
+    target: Target,
+    ids: Int[Tensor, "text pos"],
+    eps: float,
+    *,
+    layers: int | None = None,
+    progress: Progress = silent,
+    batch: int = 8,
+) -> Received:
+    """Run texts and record which heads attend to which position.
+
+    The attention that position k receives is the mean of A[i, k] over all queries i >= k (Gu et al. 2024).
+
+    Args:
+        target: The model.
+        ids: Texts of equal length.
+        eps: Threshold; 0.3 in the paper.
+        layers: Number of layers to run. None: all.
+        progress: Called after each batch.
+        batch: Number of texts that run together.
+    """
+    count, length = target.n_layers if layers is None else layers, ids.shape[1]
+    places = max(1, length - QUERIES)
+    above = torch.zeros(count, target.n_heads, len(ids), places, dtype=torch.bool)
+    learned = torch.zeros(count, target.n_heads, len(ids), dtype=torch.bool)
+    for start in range(0, len(ids), batch):
+        rows = ids[start : start + batch]
+        part = slice(start, start + len(rows))
+
+        def note(layer: int, _first: int, probs: Tensor, texts: slice = part) -> None:
+            mean = probs.sum(-2)[..., :places] / torch.arange(length, length - places, -1, device=probs.device)
+            above[layer, :, texts] = (mean > eps).transpose(0, 1).cpu()
+            if target.adapter.learned_sinks:
+                learned[layer, :, texts] = (1 - probs.sum(-1).mean(-1) > eps).transpose(0, 1).cpu()
+
+        with attention_rows(target, note, layers=list(range(count)), rows_per_chunk=length):
+            target.forward(rows, upto=count - 1)
+        progress("sink rate", min(start + batch, len(ids)), len(ids))
+    return Received(ids, eps, above, learned)
+
+
+def listened(setup: Setup, depth: int, *, whole: bool) -> tuple[Received, SinkRate | None]:
+    """Attention over many short texts, as the sink rate is defined; over the typical text where these do not fit.
+
+    Of a model that is not read `whole`, the typical text is run up to layer `depth`, and there is no rate.
+    """
+    target, ids = setup.target, setup.ids
+    if not whole or (target.max_positions or RATE_LENGTH) < RATE_LENGTH:
+        return received(target, ids, RATE_EPS, layers=depth), None
+    # A batch takes 128 MB at its widest activation. Layers read from disk are read once, so there is one smaller batch.
+    fitting = max(1, (1 << 25) // (RATE_LENGTH * target.d_mlp))
+    texts, batch = (RATE_TEXTS, fitting) if target.resident else (RATE_TEXTS // 4, RATE_TEXTS)
+    ids = text_rows(setup.tokenizer, setup.text, texts, RATE_LENGTH, setup.bos)
+    heard = received(target, ids, RATE_EPS, progress=setup.progress, batch=batch)
+    return heard, SinkRate(RATE_EPS, RATE_LENGTH, len(ids), heard.rate)
 
 
 def norms_after(
@@ -240,61 +373,3 @@ def until_half(norms: Float[Tensor, " repetition"], first: float | Tensor) -> in
     """The first number of repetitions whose norm reaches half of the first token's; None if it never does."""
     reached = (norms >= first / 2).nonzero().flatten()
     return int(reached[0]) + 1 if len(reached) else None
-
-
-@dataclass(frozen=True)
-class Repetition:
-    """Repeated tokens at the sink layer.
-
-    Attributes:
-        repeats: For each token, the first n whose norm reaches half of the first token's. None if never.
-        view: The layer at the last repetition of each token that got there. None if no token did.
-    """
-
-    repeats: list[int | None]
-    view: LayerView | None
-
-
-@torch.no_grad()
-def repeat_until_half(
-    target: Target,
-    layer: int,
-    tokens: list[int],
-    prefixes: list[int],
-    max_repeats: int,
-    progress: Progress = silent,
-    without: Sequence[int] = (),
-) -> Repetition:
-    """Run a prefix and n repetitions of each token in one causal pass; n doubles until all tokens become sinks.
-
-    Args:
-        target: The model.
-        layer: The sink layer, whose residual stream is read.
-        tokens: The ids to repeat, one row each.
-        prefixes: The first token of each row (BOS, or a token that stands in for it).
-        max_repeats: Largest n.
-        progress: Called after each doubling.
-        without: Residual dimensions that norms leave out because they are massive on all tokens.
-    """
-    length = min(128, max_repeats)
-    found: dict[int, int | None] = dict.fromkeys(range(len(tokens)))
-    views: dict[int, LayerView] = {}
-    while True:
-        left = [i for i, n in found.items() if n is None]
-        for i in left:  # one row at a time: a batch of long rows would only need more memory
-            ids = torch.full((1, length + 1), tokens[i])
-            ids[0, 0] = prefixes[i]
-            where = torch.zeros_like(ids, dtype=torch.bool)
-            where[0, -1] = True
-            resids: list[Tensor] = []
-            with target.hooks((target.layers[layer], "post", on_output(resids.append))):
-                views[i] = view_layer(target, layer, ids, where)
-            norms = norm_of(first_tensor(resids[0])[0], without)
-            found[i] = until_half(norms[1:], norms[0])
-        progress("repetitions", length, max_repeats)
-        if length >= max_repeats or all(n is not None for n in found.values()):
-            break
-        length = min(2 * length, max_repeats)
-    reached = [views[i] for i, n in found.items() if n is not None]
-    parts = [torch.cat([getattr(v, name) for v in reached]) for name in ("resid", "mlp", "post") if reached]
-    return Repetition(list(found.values()), LayerView(layer, *parts) if reached else None)

@@ -19,10 +19,10 @@ from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, norm_of
 from sinkscope.notation import neuron_names
-from sinkscope.sinks.first_token.ablation import TOP, causal_sets, prove
-from sinkscope.sinks.first_token.anatomy import received
 from sinkscope.sinks.first_token.found import RATE_EPS, Member, Neuron
-from sinkscope.sinks.first_token.walk import Walk, repeat_until_half, walk
+from sinkscope.sinks.first_token.neurons import prove, repeat_until_half
+from sinkscope.sinks.first_token.sets import TOP, causal_sets
+from sinkscope.sinks.first_token.walk import Walk, received, walk
 from sinkscope.sinks.patch.evaluate import Change, held_out, losses, perplexity_change, under
 from sinkscope.sinks.tokens import pick_tokens, prefixes, room
 from sinkscope.text import text_rows
@@ -487,9 +487,8 @@ def _attention_to_first(
         total[layer] += float(late.double().sum()) / probs.shape[1]
 
     for batch in rows.split(batch_size) if layers else ():
-        end = target.hooks((target.layers[layers[-1]], "post", lambda *_: target.stop()))
-        with under(edit, target), attention_rows(target, add, layers=list(layers)), end:
-            target.forward(batch)
+        with under(edit, target), attention_rows(target, add, layers=list(layers)):
+            target.forward(batch, upto=layers[-1])
     return {layer: value / (len(rows) * (rows.shape[1] - half)) for layer, value in total.items()}
 
 

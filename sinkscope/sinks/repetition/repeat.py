@@ -15,7 +15,7 @@ from sinkscope.interventions import Ablate
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.notation import neuron_names
 from sinkscope.results import cell
-from sinkscope.sinks.first_token.ablation import prove
+from sinkscope.sinks.first_token.neurons import prove
 from sinkscope.sinks.first_token.walk import norms_after, until_half, walk
 from sinkscope.sinks.tokens import CYCLE, Repetitions, at_once_line, choose, repetitions, replaced_line, single_words
 

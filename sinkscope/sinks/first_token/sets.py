@@ -1,15 +1,10 @@
-"""Finds the neurons that make the sink: the effect of zeroing each, and the smallest set whose removal ends it.
-
-The down projection is linear, so the effect of an ablation *at the same layer* needs no second forward pass: the
-neurons' columns are subtracted from the MLP's output before any norm that stands between it and the residual stream.
-The tests compare this with real ablated passes. Effects in later layers and on attention are measured in real passes.
-"""
+"""Sets of neurons: the smallest whose removal ends the spike, in all later layers and in attention, and its backups."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations
 from math import comb
 
@@ -19,7 +14,7 @@ from torch import Tensor
 
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
-from sinkscope.models.target import Target, norm_of
+from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.effects import Edit, attending, effects
 from sinkscope.sinks.first_token.found import (
     DRAWS,
@@ -32,209 +27,15 @@ from sinkscope.sinks.first_token.found import (
     Neuron,
     Sites,
 )
-from sinkscope.sinks.first_token.layer import (
-    LayerView,
-    column_norms,
-    columns,
-    contribution_norms,
-    neutral_values,
-    neutral_view,
-    norm_without,
-    spike_dims,
-    split,
-    view_layer,
-)
+from sinkscope.sinks.first_token.neurons import Proof, prove, stage_neurons
 from sinkscope.sinks.first_token.walk import LEAST, SINK_RATIO, STAGE_OUTLIER, Walk, walk
 
-CAUSAL = 0.1  # zeroing a causal neuron removes at least this share of the norm
 ROUNDS = 4  # rounds of searching for backups before the search ends
 TOP = 8  # default number of candidates
 WIDE = 64  # candidates of the sink layer tried together if the first few do not suffice
 LATER = 3  # tokens behind the first position whose spikes are examined
 _TRIED = 128  # largest number of sets of one size to try
 _TOKENS = 32  # length of the text in which attention is compared
-
-
-@dataclass(frozen=True)
-class Proof:
-    """The candidates, and the effect at the sink layer of zeroing all causal ones together.
-
-    Attributes:
-        neurons: Neurons of the sink layer, largest contribution first, followed by those of other stages.
-        set_drop: Share of the norm that is lost when all causal neurons are zeroed. None if the sink layer has none.
-        set_control_drop: Largest drop among random sets of the same number of neurons of the sink layer.
-        controls: Sites of one of these random sets.
-        dims: Massive activations of the first token at the sink layer, largest first.
-    """
-
-    neurons: tuple[Neuron, ...] = ()
-    set_drop: float | None = None
-    set_control_drop: float | None = None
-    controls: Sites = ()
-    dims: tuple[int, ...] = ()
-
-    @property
-    def causal(self) -> tuple[Neuron, ...]:
-        """The neurons that ablation has verified as causes of the sink."""
-        return tuple(n for n in self.neurons if n.causal)
-
-
-@dataclass(frozen=True)
-class _Candidates:
-    """The neurons of a layer that write most at a position.
-
-    Attributes:
-        target: The model.
-        first: The layer at this position.
-        text: The layer on typical text.
-        contribution: Norm of what each neuron of the layer writes at the position.
-        top: Numbers of the candidates.
-    """
-
-    target: Target
-    first: LayerView
-    text: LayerView
-    contribution: Float[Tensor, " neuron"]
-    top: Int[Tensor, " k"]
-
-    @classmethod
-    def of(cls, target: Target, ids: Int[Tensor, "row pos"], layer: int, top_k: int, at: int = 0) -> _Candidates:
-        where = torch.zeros(len(ids), at + 1, dtype=torch.bool)
-        where[:, at] = True
-        with target.loaded(layer):
-            first = view_layer(target, layer, ids[:, : at + 1], where)
-            contribution = contribution_norms(target, first).median(0).values
-            rank = contribution
-            if target.adapter.post_mlp_norm is not None:
-                # The gain of the norm behind the MLP (Gemma 2, OLMo 2) can pass one residual dimension and suppress
-                # others, and a neuron that writes mostly into suppressed dimensions makes no spike.
-                rank = first.post.abs().median(0).values * column_norms(target, layer)
-            top = rank.topk(min(top_k, int((contribution > 0).sum().clamp(min=1)))).indices
-            return cls(target, first, neutral_view(target, layer, ids), contribution, top)
-
-    def others(self, *, writing: bool) -> Int[Tensor, " n"]:
-        """The neurons that are no candidates; with `writing`, only those that write anything at the position."""
-        spare = self.contribution > 0 if writing else torch.ones_like(self.contribution, dtype=torch.bool)
-        spare[self.top] = False
-        return spare.nonzero().flatten().cpu()
-
-    def sites(self, neurons: Sequence[int]) -> Sites:
-        """Neurons of the layer as interventions take them."""
-        return tuple(Member(self.text.layer, *split(self.target, self.text.layer, n)).site for n in neurons)
-
-    def proven(self, drops: list[float], repeats: list[float] | None, chance: float) -> tuple[Neuron, ...]:
-        """The candidates with the effect of zeroing each, and of the random neurons that had the largest effect."""
-        written = self.first.mlp.norm(dim=-1).median()
-        rows = zip(self.top.tolist(), drops, repeats or [None] * len(drops), strict=True)
-        return tuple(
-            Neuron(
-                self.text.layer,
-                *split(self.target, self.text.layer, n),
-                float(self.contribution[n]),
-                float(self.contribution[n] / written),
-                drop,
-                repeat,
-                chance,
-                drop > chance and drop >= CAUSAL,
-                *neutral_values(self.target, self.text, n),
-            )
-            for n, drop, repeat in rows
-        )
-
-
-@torch.no_grad()
-def stage_neurons(
-    target: Target,
-    ids: Int[Tensor, "row pos"],
-    stage: int,
-    top_k: int,
-    generator: torch.Generator,
-    *,
-    at: int = 0,
-    upto: int = 0,
-) -> tuple[Neuron, ...]:
-    """The neurons of a layer that write most at a position, and the effect of zeroing each.
-
-    If an ablation is active, these are the neurons that write most under it.
-
-    Args:
-        target: The model.
-        ids: Typical text.
-        stage: The layer.
-        top_k: How many neurons to return.
-        generator: Draws the 20 random control neurons.
-        at: The position.
-        upto: The layer after which the norm is read, if it is later than `stage`.
-    """
-    found = _Candidates.of(target, ids, stage, min(top_k, target.d_mlp // 2), at)
-    top, pool, layer = found.top.tolist(), found.others(writing=True), max(stage, upto)
-    drawn = pool[torch.randperm(len(pool), generator=generator)[:DRAWS]].tolist()
-    edits = [Edit(zero=(site,)) for site in found.sites([*top, *drawn])]
-    drops = effects(target, ids[:1, : at + 1], edits, at=at, upto=layer).drops(layer).tolist()
-    return found.proven(drops[: len(top)], None, max(drops[len(top) :], default=0.0))
-
-
-@torch.no_grad()
-def prove(
-    target: Target,
-    ids: Int[Tensor, "row pos"],
-    layer: int,
-    top_k: int,
-    generator: torch.Generator,
-    repeated: LayerView | None = None,
-    stages: Sequence[int] = (),
-    without: Sequence[int] = (),
-) -> Proof:
-    """Candidate neurons of the sink layer and of other stages, and the effect of zeroing them at the sink layer.
-
-    Args:
-        target: The model.
-        ids: Typical text; position 0 holds the first token.
-        layer: The sink layer.
-        top_k: Number of candidates in the sink layer.
-        generator: Source of the random draws.
-        repeated: The layer's view at the last repetition of each token that reached half of the first token's norm.
-        stages: Layers that build the spike; the sink layer may be among them.
-        without: Residual dimensions that norms leave out because they are massive on all tokens.
-    """
-    proof = _prove_at(_Candidates.of(target, ids, layer, top_k), generator, repeated, without)
-    others = [n for s in stages if s != layer for n in stage_neurons(target, ids, s, 2, generator, upto=layer)]
-    whole = replace(proof, neurons=(*proof.neurons, *others))
-    if not any(n.causal and n.layer < layer for n in others):
-        return whole
-    every = [Edit(zero=tuple(n.site for n in whole.causal))]
-    return replace(whole, set_drop=float(effects(target, ids[:, :1], every, upto=layer, without=without).drops(layer)))
-
-
-def _prove_at(
-    found: _Candidates, generator: torch.Generator, repeated: LayerView | None, without: Sequence[int]
-) -> Proof:
-    """Candidates of the sink layer, without further forward passes."""
-    target, first, top, layer = found.target, found.first, found.top, found.first.layer
-    massive = spike_dims(first.resid.median(0).values, torch.cat([first.resid, found.text.resid]))
-    dims = tuple(d for d in massive if d not in without)
-    pool = found.others(writing=first.routing is not None)  # an expert that was not chosen gives no valid control
-
-    def draw(size: int) -> Tensor:
-        picks = [torch.randperm(len(pool), generator=generator)[:size] for _ in range(DRAWS)]
-        return pool[torch.stack(picks)].to(top.device)
-
-    def drops(sets: Tensor, view: LayerView) -> Tensor:
-        cols = columns(target, layer, sets.flatten()).unflatten(0, tuple(sets.shape))
-        return (1 - norm_without(target, view, sets, cols, without) / norm_of(view.resid, without)).median(1).values
-
-    with target.loaded(layer):
-        control = draw(1)
-        places = [first] if repeated is None else [first, repeated]
-        lost = [drops(top[:, None], place).tolist() for place in places]
-        chance = max(float(drops(control, place).max()) for place in places)
-        neurons = found.proven(lost[0], lost[1] if repeated is not None else None, chance)
-        chosen = top[torch.tensor([n.causal for n in neurons], device=top.device)]
-        if not len(chosen):
-            return Proof(neurons, dims=dims)
-        sets = draw(len(chosen))
-        together, control = float(drops(chosen[None], first)), float(drops(sets, first).max())
-        return Proof(neurons, together, control, found.sites(sets[0].tolist()), dims)
 
 
 def attention_without(
@@ -288,7 +89,7 @@ class _Search:
 
     target: Target
     texts: Int[Tensor, "row pos"]
-    text: Int[Tensor, "row longer"]
+    text: Int[Tensor, "other longer"]
     seen: Walk
     layer: int
     last: int
