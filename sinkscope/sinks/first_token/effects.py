@@ -18,7 +18,7 @@ from torch import Tensor
 from sinkscope.interventions.edits import expert_hook
 from sinkscope.models.target import Target, first_tensor, norm_of, on_hidden, on_input, on_output
 from sinkscope.notation import head_name
-from sinkscope.sinks.first_token.found import LOST, Carrier, Sites
+from sinkscope.sinks.first_token.found import LOST, Carrier, FirstTokenAttention, Sites
 from sinkscope.trace.attention import attention_rows
 
 Kind = Literal[
@@ -131,6 +131,18 @@ def effects(
     ]
     norms, paid = (torch.cat([part[1:] for part in every]) for every in zip(*parts, strict=True))
     return Effects(norms, paid, *(intact[0] for intact in parts[0]))
+
+
+def attention_behind(
+    target: Target, ids: Int[Tensor, "text pos"], layer: int, zeroed: Sites, control: Sites
+) -> FirstTokenAttention | None:
+    """What zeroing neurons does to the attention behind a layer; None if there is nothing to zero or no such layer."""
+    layers = list(range(layer + 1, min(layer + 4, target.n_layers)))
+    if not layers or not zeroed:
+        return None
+    seen = effects(target, ids[:1], [Edit(zero=zeroed), Edit(zero=control)], upto=layers[-1], attention=True)
+    rows = (seen.intact_attention, *seen.attention)
+    return FirstTokenAttention(tuple(layers), *(float(row[0, layers].mean()) for row in rows))
 
 
 def attending(target: Target, row: Int[Tensor, " pos"], at: int, layers: int, eps: float) -> list[tuple[int, int]]:

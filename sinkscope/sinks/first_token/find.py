@@ -19,7 +19,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Positive, Setup, measurement
 from sinkscope.models.names import published_for
 from sinkscope.models.target import Target, on_input, plain_weight
-from sinkscope.sinks.first_token.effects import attending, carried_by, carriers, maker
+from sinkscope.sinks.first_token.effects import attending, attention_behind, carried_by, carriers, maker
 from sinkscope.sinks.first_token.found import (
     LOST,
     RATE_EPS,
@@ -39,7 +39,7 @@ from sinkscope.sinks.first_token.found import (
     Trigger,
 )
 from sinkscope.sinks.first_token.neurons import Proof, Repetition, prove, repeat_until_half
-from sinkscope.sinks.first_token.sets import Found, attention_without, causal_sets, later_sinks
+from sinkscope.sinks.first_token.sets import Found, causal_sets, later_sinks
 from sinkscope.sinks.first_token.walk import LEAST, Received, Walk, listened, walk_far_enough
 from sinkscope.sinks.tokens import pick_tokens, prefixes, room
 
@@ -115,18 +115,18 @@ def find_sinks(
         target, layer, depth, stages = setup.target, seen.sink_layer, len(seen.first), seen.stages
         heard, rate = listened(setup, depth, whole=whole)
         generator = torch.Generator().manual_seed(setup.seed)
-        if layer is not None and at != stages:  # after reading further layers these are often the same
-            at = stages
-            repeated = repeat_until_half(target, layer, words, starts, limit, setup.progress, seen.shared)
-            proof = prove(target, ids, layer, top_k, generator, repeated.view, stages, seen.shared)
         if layer is not None:
+            if at != stages:  # after reading further layers these are often the same
+                at = stages
+                repeated = repeat_until_half(target, layer, words, starts, limit, setup.progress, seen.shared)
+                proof = prove(target, ids, layer, top_k, generator, repeated.view, stages, seen.shared)
             sets = causal_sets(target, ids, seen, proof.neurons, heard.heads, generator)
         minimal = sets.minimal
         if whole or depth == target.n_layers or (minimal is not None and (minimal.heads_lost or 0.0) >= LOST):
             break
         whole = True  # the stages found do not carry the attention to the first token: read on
-    attention = None if layer is None else attention_without(target, ids, layer, proof)
-    later = later_sinks(target, ids, seen, generator)
+    later, zeroed = later_sinks(target, ids, seen, generator), tuple(n.site for n in proof.causal)
+    attention = None if layer is None else attention_behind(target, ids, layer, zeroed, proof.controls)
     spike = norm_spike(target, ids, seen, minimal, later)
     unread = [None] * (seen.n_layers - depth)
     first, low, typical, high = ((*norms, *unread) for norms in (seen.first, *zip(*seen.typical, strict=True)))
@@ -138,7 +138,7 @@ def find_sinks(
         shared_dims=tuple(seen.shared),
         not_tried=sets.not_tried,
         sink_layer=layer,
-        neurons=(*proof.neurons, *sets.added),
+        neurons=sets.neurons,
         set_drop=proof.set_drop,
         set_control_drop=proof.set_control_drop,
         stages=tuple(Stage(i, seen.mlp_first[i] / max(seen.first)) for i in stages),

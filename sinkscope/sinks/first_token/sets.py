@@ -21,13 +21,12 @@ from sinkscope.sinks.first_token.found import (
     LOST,
     RATE_EPS,
     CausalSet,
-    FirstTokenAttention,
     LaterSink,
     Member,
     Neuron,
     Sites,
 )
-from sinkscope.sinks.first_token.neurons import Proof, prove, stage_neurons
+from sinkscope.sinks.first_token.neurons import prove, stage_neurons
 from sinkscope.sinks.first_token.walk import LEAST, SINK_RATIO, STAGE_OUTLIER, Walk, walk
 
 ROUNDS = 4  # rounds of searching for backups before the search ends
@@ -38,25 +37,12 @@ _TRIED = 128  # largest number of sets of one size to try
 _TOKENS = 32  # length of the text in which attention is compared
 
 
-def attention_without(
-    target: Target, ids: Int[Tensor, "row pos"], layer: int, proof: Proof
-) -> FirstTokenAttention | None:
-    """What zeroing the causal neurons does to the attention behind the sink layer; None if there is nothing to zero."""
-    layers, sites = list(range(layer + 1, min(layer + 4, target.n_layers))), tuple(n.site for n in proof.causal)
-    if not layers or not sites:
-        return None
-    edits = [Edit(zero=sites), Edit(zero=proof.controls)]
-    seen = effects(target, ids[:1], edits, upto=layers[-1], attention=True)
-    rows = (seen.intact_attention, *seen.attention)
-    return FirstTokenAttention(tuple(layers), *(float(row[0, layers].mean()) for row in rows))
-
-
 @dataclass(frozen=True)
 class Found:
-    """The result of the search: the sets, the neurons it added to the candidates, and what it did not try."""
+    """The result of the search: the sets, the candidates with those that it added, and what it did not try."""
 
     sets: tuple[CausalSet, ...] = ()
-    added: tuple[Neuron, ...] = ()
+    neurons: tuple[Neuron, ...] = ()
     not_tried: tuple[str, ...] = ()
 
     @property
@@ -64,10 +50,11 @@ class Found:
         """The smallest set that removes the spike."""
         return next((s for s in self.sets if s.kind == "minimal"), None)
 
-    def members(self, candidates: Sequence[Neuron]) -> tuple[Neuron, ...]:
+    @property
+    def members(self) -> tuple[Neuron, ...]:
         """The neurons of the minimal set; empty if no set removes the spike."""
         sites = () if self.minimal is None else self.minimal.numbers
-        return tuple(n for n in (*candidates, *self.added) if n.site in sites)
+        return tuple(n for n in self.neurons if n.site in sites)
 
 
 @dataclass
@@ -280,7 +267,7 @@ def causal_sets(
         added += brought
     sets = search.measured(chosen, here or sites, sites, backups)
     kept = {s for one in sets for s in one.numbers} - {n.site for n in neurons}
-    return Found(sets, tuple(n for n in added if n.site in kept), tuple(search.not_tried))
+    return Found(sets, (*neurons, *(n for n in added if n.site in kept)), tuple(search.not_tried))
 
 
 def causal_neurons(made: Setup) -> tuple[int | None, tuple[Neuron, ...]]:
@@ -290,17 +277,14 @@ def causal_neurons(made: Setup) -> tuple[int | None, tuple[Neuron, ...]]:
     """
     asked = ("causal neurons", made.seed, len(made.ids))
     if asked not in made.memory:
-        seen = walk(made.target, made.ids, whole=made.target.resident)
-        made.memory[asked] = seen.sink_layer, _causal_neurons(made, seen)
+        target, ids, generator = made.target, made.ids, torch.Generator().manual_seed(made.seed)
+        seen = walk(target, ids, whole=target.resident)
+        layer, neurons = seen.sink_layer, tuple[Neuron, ...]()
+        if layer is not None:
+            proof = prove(target, ids, layer, TOP, generator)
+            neurons = proof.causal or causal_sets(target, ids, seen, proof.neurons, [], generator).members
+        made.memory[asked] = layer, neurons
     return made.memory[asked]
-
-
-def _causal_neurons(made: Setup, seen: Walk) -> tuple[Neuron, ...]:
-    target, ids, generator = made.target, made.ids, torch.Generator().manual_seed(made.seed)
-    if (layer := seen.sink_layer) is None:
-        return ()
-    proof = prove(target, ids, layer, TOP, generator)
-    return proof.causal or causal_sets(target, ids, seen, proof.neurons, [], generator).members(proof.neurons)
 
 
 def later_sinks(

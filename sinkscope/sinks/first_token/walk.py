@@ -221,12 +221,12 @@ def _norms(tensor: Tensor, shape: torch.Size) -> Tensor:
     return torch.linalg.vector_norm(tensor.detach().reshape(*shape, -1), dim=-1, dtype=torch.float32)
 
 
-def walk_far_enough(made: Setup, *, whole: bool) -> Walk:
+def walk_far_enough(setup: Setup, *, whole: bool) -> Walk:
     """Run `walk`; if only the first layers of a file are in memory, repeat it with more of them until they suffice."""
     while True:
-        seen = walk(made.target, made.ids, whole=whole, progress=made.progress)
-        enough = len(seen.first) == made.target.n_layers or (seen.flat and not whole)
-        if enough or not made.more():
+        seen = walk(setup.target, setup.ids, whole=whole, progress=setup.progress)
+        enough = len(seen.first) == setup.target.n_layers or (seen.flat and not whole)
+        if enough or not setup.more():
             return seen
 
 

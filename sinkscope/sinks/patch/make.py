@@ -510,7 +510,7 @@ def _candidates(setup: Setup, seen: Walk) -> list[Neuron]:
     proof = prove(target, setup.ids, layer, TOP, generator, None, seen.stages, seen.shared)
     heads = received(target, setup.ids, RATE_EPS).heads
     found = causal_sets(target, setup.ids, seen, proof.neurons, heads, generator)
-    return sorted(found.members(proof.neurons) or proof.causal, key=lambda n: -n.contribution_norm)
+    return sorted(found.members or proof.causal, key=lambda n: -n.contribution_norm)
 
 
 def _smallest(
