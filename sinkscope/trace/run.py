@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
@@ -273,10 +273,7 @@ def _run(
         for name, take in rows[layer]:
             take(name, chunk)
 
-    with ExitStack() as stack:
-        if rows:
-            stack.enter_context(attention_rows(target, show, layers=list(rows)))
-        stack.enter_context(target.hooks(*hooks))
+    with attention_rows(target, show, layers=list(rows)) if rows else nullcontext(), target.hooks(*hooks):
         target.forward(ids, mask, unembed=any(site.module is target.hf for site, _ in takers), upto=upto)
 
 

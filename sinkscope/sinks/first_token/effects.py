@@ -7,7 +7,7 @@ therefore read once for any number of edits, and every value that is written com
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -175,11 +175,8 @@ class _Pass:
             later = probs[:, :, max(0, self.at + 1 - first) :, self.at]
             received[:, layer] += later.sum(-1).cpu() / max(1, self.ids.shape[1] - self.at - 1)
 
-        with ExitStack() as stack:
-            if attention:
-                stack.enter_context(attention_rows(target, rows))
-            stack.enter_context(target.hooks(*self._hooks()))
-            stack.enter_context(target.hooks(*((layer, "post", on_output(layer_done)) for layer in target.layers)))
+        done = ((layer, "post", on_output(layer_done)) for layer in target.layers)
+        with attention_rows(target, rows) if attention else nullcontext(), target.hooks(*self._hooks(), *done):
             target.forward(self.ids, upto=upto)
         each = (-1, self.texts)
         paid = received[:, : last + 1 if attention else 0]

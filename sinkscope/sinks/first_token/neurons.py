@@ -8,7 +8,7 @@ The tests compare this with real ablated passes. Effects in later layers are mea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -406,8 +406,30 @@ def prove(
         stages: Layers that build the spike; the sink layer may be among them.
         without: Residual dimensions that norms leave out because they are massive on all tokens.
     """
+    proof = _prove_at(target, ids, layer, top_k, generator, repeated, without)
+    others = [n for s in stages if s != layer for n in stage_neurons(target, ids, s, 2, generator, upto=layer)]
+    proof = replace(proof, neurons=(*proof.neurons, *others))
+    if any(n.causal and n.layer < layer for n in others):
+        every = [Edit(zero=tuple(n.site for n in proof.causal))]
+        drops = effects(target, ids[:, :1], every, upto=layer, without=without).drops(layer)
+        proof = replace(proof, set_drop=float(drops))
+    return proof
+
+
+def _prove_at(
+    target: Target,
+    ids: Int[Tensor, "row pos"],
+    layer: int,
+    top_k: int,
+    generator: torch.Generator,
+    repeated: LayerView | None,
+    without: Sequence[int],
+) -> Proof:
+    """Candidates of the sink layer, without a forward pass for each ablation."""
     found = _Candidates.of(target, ids, layer, top_k)
     first, top, places = found.first, found.top, [found.first] if repeated is None else [found.first, repeated]
+    massive = spike_dims(first.resid.median(0).values, torch.cat([first.resid, found.text.resid]))
+    dims = tuple(d for d in massive if d not in without)
     pool = found.others(writing=first.routing is not None)  # an expert that was not chosen gives no valid control
 
     def draw(size: int) -> Tensor:
@@ -419,20 +441,13 @@ def prove(
         lost = (1 - norm_without(target, v, sets, cols, without) / norm_of(v.resid, without) for v in views)
         return [share.median(1).values for share in lost]
 
-    set_drop, set_control, controls = None, None, Sites()
     with target.loaded(layer):
         chance = max(float(lost.max()) for lost in drops(draw(1), *places))
         single, *again = (lost.tolist() for lost in drops(top[:, None], *places))
         neurons = found.proven(single, again[0] if again else None, chance)
         chosen = top[torch.tensor([n.causal for n in neurons], device=top.device)]
-        if len(chosen):
-            sets = draw(len(chosen))
-            controls = found.sites(sets[0].tolist())
-            set_drop, set_control = float(drops(chosen[None], first)[0]), float(drops(sets, first)[0].max())
-    others = [n for s in stages if s != layer for n in stage_neurons(target, ids, s, 2, generator, upto=layer)]
-    neurons = (*neurons, *others)
-    if any(n.causal and n.layer < layer for n in others):
-        every = [Edit(zero=tuple(n.site for n in neurons if n.causal))]
-        set_drop = float(effects(target, ids[:, :1], every, upto=layer, without=without).drops(layer))
-    massive = spike_dims(first.resid.median(0).values, torch.cat([first.resid, found.text.resid]))
-    return Proof(neurons, set_drop, set_control, controls, tuple(d for d in massive if d not in without))
+        if not len(chosen):
+            return Proof(neurons, dims=dims)
+        sets = draw(len(chosen))
+        together, control = float(drops(chosen[None], first)[0]), float(drops(sets, first)[0].max())
+        return Proof(neurons, together, control, found.sites(sets[0].tolist()), dims)

@@ -236,20 +236,18 @@ class Received:
 
     Attributes:
         ids: The texts, `[text pos]`.
-        eps: The threshold on mean attention.
-        above: Whether the mean attention from all queries at or after the position exceeds `eps`. The last positions of
-            each text are left out because too few queries see them.
+        above: Whether the mean attention from all queries at or after the position exceeds the threshold. The last
+            positions of each text are left out because too few queries see them.
         learned: The same for the learned sink logit of each head.
     """
 
     ids: Int[Tensor, "text pos"]
-    eps: float
     above: Bool[Tensor, "layer head text at"]
     learned: Bool[Tensor, "layer head text"]
 
     @property
     def rate(self) -> float:
-        """The sink rate of position 0: the share of (layer, head) above eps, averaged over texts."""
+        """The sink rate of position 0: the share of (layer, head) above the threshold, averaged over texts."""
         return float(self.above[..., 0].float().mean())
 
     @cached_property
@@ -259,7 +257,7 @@ class Received:
 
     @cached_property
     def learned_heads(self) -> list[tuple[int, int]]:
-        """The (layer, head) pairs whose learned sink logit exceeds eps in most texts; empty if there are too few."""
+        """The (layer, head) pairs whose learned sink logit exceeds the threshold in most texts; empty if too few."""
         return _enough(self.learned.float().mean(-1) >= 0.5)
 
     @cached_property
@@ -334,7 +332,7 @@ def received(
         with attention_rows(target, note, layers=list(range(count)), rows_per_chunk=length):
             target.forward(rows, upto=count - 1)
         progress("sink rate", min(start + batch, len(ids)), len(ids))
-    return Received(ids, eps, above, learned)
+    return Received(ids, above, learned)
 
 
 def listened(setup: Setup, depth: int, *, whole: bool) -> tuple[Received, SinkRate | None]:
