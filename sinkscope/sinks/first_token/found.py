@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -436,8 +436,8 @@ class FindSinks(Result):
 
     def details(self) -> list[str]:
         """The model, the norms, the evidence, and what repetition shows."""
-        lines = [f"{self.layers_read} of {self.model.n_layers} layers were read.", *self._spike_lines()]
-        lines += self._set_lines() + self._sink_lines()
+        lines = [f"{self.layers_read} of {self.model.n_layers} layers were read."]
+        lines += [*self._spike_lines(), *self._set_lines(), *self._sink_lines()]
         if self.sink_layer is not None:
             lines += self._repeat_lines()
         if self.published is not None:
@@ -445,30 +445,29 @@ class FindSinks(Result):
             lines.append(f"This {verdict} what is published ({self.published.source}).")
         return lines
 
-    def _spike_lines(self) -> list[str]:
-        lines: list[str] = []
+    def _spike_lines(self) -> Iterator[str]:
         spike, layer = self.norm_spike, self.sink_layer
         if self.shared_dims:
             dims = ", ".join(map(str, self.shared_dims))
-            lines.append(f"Residual dimensions {dims} are massive on all tokens; the verdicts leave them out.")
+            yield f"Residual dimensions {dims} are massive on all tokens; the verdicts leave them out."
         if spike is None:
-            return lines
+            return
         if layer is not None and (norm := self.first_token_norm[layer]) and (typical := self.typical_norm[layer]):
-            lines.append(
+            yield (
                 f"The sink layer is layer {layer}: after it the first token's norm is {norm:.4g}, "
                 f"{norm / typical:.0f} times the typical one of {typical:.4g}."
             )
         if len(self.stages) > 1:
             added = and_([f"layer {s.layer} adds {s.share:.1%}" for s in self.stages])
-            lines.append(f"The spike is built in stages: {added}.")
+            yield f"The spike is built in stages: {added}."
         if spike.plateau is not None:
             down = f", and layers {and_(spike.step_down)} take it away again" if spike.step_down else ""
             first, last = spike.plateau
-            lines.append(f"The norm stands out after layers {first} to {last}{down}.")
+            yield f"The norm stands out after layers {first} to {last}{down}."
         if self.residual_dims:
-            lines.append(f"The massive activations are in residual dimensions {and_(self.residual_dims)}.")
+            yield f"The massive activations are in residual dimensions {and_(self.residual_dims)}."
         if (n := spike.normalised) is not None:
-            lines.append(
+            yield (
                 f"After the next layer's normalization, {n.dims:.0f} dimensions hold 90 % of the first token (typical "
                 f"tokens need {n.typical_dims:.0f}). Its direction has cosine {n.cosine:.2f} from layer to layer "
                 f"(typical tokens have {n.typical_cosine:.2f})."
@@ -482,57 +481,53 @@ class FindSinks(Result):
                     f"{later.set.drop_last_layer:.1%} (random neurons at most {later.set.control:.1%})"
                 )
             )
-            lines.append(f"The norm of {later.token!r} reaches {later.ratio:.0f} times the typical one, {made}.")
-        return lines
+            yield f"The norm of {later.token!r} reaches {later.ratio:.0f} times the typical one, {made}."
 
-    def _set_lines(self) -> list[str]:
-        lines: list[str] = []
+    def _set_lines(self) -> Iterator[str]:
         for s in self.causal_sets:
             if s.kind == "backup":
-                lines.append(
+                yield (
                     f"{_members(s)} is a backup: it brings the spike back when the others are silent, and zeroing it "
                     f"as well takes away {s.drop_last_layer:.1%} of the norm at the last layer that has the spike."
                 )
             elif len(s.sites) > 1 and not self.causal:
-                lines.append("None of these neurons is needed alone, because the others make the spike without it.")
-        return lines + [f"The search was limited: {text}." for text in self.not_tried]
+                yield "None of these neurons is needed alone, because the others make the spike without it."
+        yield from (f"The search was limited: {text}." for text in self.not_tried)
 
-    def _sink_lines(self) -> list[str]:
-        lines: list[str] = []
+    def _sink_lines(self) -> Iterator[str]:
         if (s := self.sink_rate) is not None:
-            lines.append(
+            yield (
                 f"The sink rate is {s.value:.1%}: this share of all heads gives position 0 more than {s.eps} of its "
                 f"attention ({s.samples} texts of {s.length} tokens)."
             )
         if (sink := self.attention_sink) is None:
-            lines.append(f"Fewer than {HEADS} heads attend to any one position{self._among()}.")
+            yield f"Fewer than {HEADS} heads attend to any one position{self._among()}."
         else:
             for p in sink.positions[1:] if sink.positions and sink.positions[0].position == 0 else sink.positions:
-                lines.append(f"{p.rate:.1%} of the heads attend to {_place(p)}.")
+                yield f"{p.rate:.1%} of the heads attend to {_place(p)}."
             if sink.carriers:
                 needed = [f"{c.name} ({c.heads_lost:.0%} of the heads)" for c in sink.carriers if c.heads_lost >= 0.2]
-                lines.append(f"Heads lose the sink without {and_(needed) if needed else 'no single component'}.")
+                yield f"Heads lose the sink without {and_(needed) if needed else 'no single component'}."
         if (a := self.attention) is not None:
             first, last = min(a.layers), max(a.layers)
             where = f"layer {first}" if first == last else f"layers {first} to {last}"
-            lines.append(
+            yield (
                 f"In {where}, later tokens give the first one {a.intact:.3f} of their attention, {a.ablated:.3f} "
                 f"without these neurons, and {a.control:.3f} without random ones."
             )
         if self.learned_sinks:
-            lines.append("The model has learned sink logits, which took part in every attention row.")
-        return lines
+            yield "The model has learned sink logits, which took part in every attention row."
 
-    def _repeat_lines(self) -> list[str]:
+    def _repeat_lines(self) -> Iterator[str]:
         r = self.repeats
-        tried, lines = len(r.tokens) - len(r.at_once), list[str]()
+        tried = len(r.tokens) - len(r.at_once)
         if tried and r.median is None:
-            lines.append(f"None of {tried} tokens becomes a sink by repetition within {r.max_repeats} repetitions.")
+            yield f"None of {tried} tokens becomes a sink by repetition within {r.max_repeats} repetitions."
         elif tried:
             never = f"; {r.unreached} of {tried} never do within {r.max_repeats}" if r.unreached else ""
             over = f"median over {tried - r.unreached} tokens{never}"
-            lines.append(f"A repeated token becomes a sink after {r.median:.0f} repetitions ({over}).")
-        return lines + at_once_line([t.token for t in r.at_once])
+            yield f"A repeated token becomes a sink after {r.median:.0f} repetitions ({over})."
+        yield from at_once_line([t.token for t in r.at_once])
 
 
 def _members(found: CausalSet) -> str:
