@@ -22,7 +22,7 @@ from sinkscope.measure import Setup
 from sinkscope.models.load import load
 from sinkscope.output import write_atomic
 from sinkscope.sinks.attack.detect import make_detector
-from sinkscope.sinks.first_token.ablation import causal_neurons
+from sinkscope.sinks.first_token.sets import causal_neurons
 
 
 def ratio(run: Callable[[], object], watch: Callable[[], AbstractContextManager[Any]], rounds: int) -> dict[str, float]:

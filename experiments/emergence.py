@@ -31,7 +31,7 @@ from experiments.record import record
 from sinkscope.console import ProgressBar
 from sinkscope.figures.style import BLUE, ORANGE, finished
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.anatomy import received
+from sinkscope.sinks.first_token.walk import received
 from sinkscope.text import typical_text
 from sinkscope.trace import trace
 from sinkscope.trace.attention import attention_rows

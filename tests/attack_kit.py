@@ -9,7 +9,7 @@ from organisms import Organism
 
 from sinkscope.measure import Setup
 from sinkscope.sinks.attack.attack import Trials, make_trials
-from sinkscope.sinks.first_token.ablation import causal_neurons
+from sinkscope.sinks.first_token.sets import causal_neurons
 
 
 def words(o: Organism, rows: int = 64) -> str:

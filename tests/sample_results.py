@@ -6,13 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from sinkscope.results import ModelInfo, Provenance
-from sinkscope.sinks.first_token.ablation import CausalSet, Member, Neuron
-from sinkscope.sinks.first_token.anatomy import Carrier, Normalised, Trigger
-from sinkscope.sinks.first_token.find import (
+from sinkscope.sinks.first_token.find import FindSinks
+from sinkscope.sinks.first_token.found import (
     AttentionSink,
-    FindSinks,
+    Carrier,
+    CausalSet,
     FirstTokenAttention,
     LaterSink,
+    Member,
+    Neuron,
+    Normalised,
     NormSpike,
     Published,
     RepeatedToken,
@@ -20,6 +23,7 @@ from sinkscope.sinks.first_token.find import (
     SinkPosition,
     SinkRate,
     Stage,
+    Trigger,
 )
 
 NEURONS = (

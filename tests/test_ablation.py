@@ -11,14 +11,13 @@ from organisms import SharedSink, organism
 from organisms import shared_sink as make_shared_sink
 
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.ablation import prove
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.walk import LayerView, columns, view_layer
+from sinkscope.sinks.first_token.neurons import LayerView, columns, prove, view_layer
 
 
 @pytest.fixture(autouse=True)
 def _few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.sinks.first_token.find.RATE_TEXTS", 8)  # the sink rate has tests of its own
+    monkeypatch.setattr("sinkscope.sinks.first_token.walk.RATE_TEXTS", 8)  # the sink rate has tests of its own
 
 
 @cache

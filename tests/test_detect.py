@@ -23,7 +23,7 @@ from sinkscope.models.target import Target
 from sinkscope.results import Result
 from sinkscope.sinks.attack.detect import AttackDetection, DetectRow, area, cut_at, detect_attack, neuron_values, peak
 from sinkscope.sinks.attack.vocabulary import drawn_sequences
-from sinkscope.sinks.first_token.walk import view_layer
+from sinkscope.sinks.first_token.neurons import view_layer
 from sinkscope.store import lines
 from sinkscope.text import honest_repetition, source_code
 from sinkscope.trace.run import trace

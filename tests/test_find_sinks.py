@@ -15,17 +15,16 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks.first_token.ablation import prove
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
-from sinkscope.sinks.first_token.walk import (
-    Walk,
+from sinkscope.sinks.first_token.neurons import (
     columns,
     contribution_norms,
     norm_without,
+    prove,
     repeat_until_half,
     view_layer,
-    walk,
 )
+from sinkscope.sinks.first_token.walk import Walk, walk
 from sinkscope.sinks.repetition.repeat import repeat_norms
 from sinkscope.trace.run import trace
 
@@ -34,7 +33,7 @@ SINKLESS = ("none", "massive_dim")
 
 @pytest.fixture(autouse=True)
 def _few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.sinks.first_token.find.RATE_TEXTS", 8)  # the sink rate has tests of its own
+    monkeypatch.setattr("sinkscope.sinks.first_token.walk.RATE_TEXTS", 8)  # the sink rate has tests of its own
 
 
 def _found(o: Organism, **kwargs: Any) -> FindSinks:
@@ -205,7 +204,7 @@ def test_walk_stops_where_the_norm_stays_flat() -> None:
     seen = walk(target, ids, whole=False)
     assert len(seen.first) == min(8, layer + 1 + 3)
     whole = walk(target, ids, whole=True)
-    assert whole.first[: len(seen.first)] == seen.first and whole.stages() == seen.stages() == [layer]
+    assert whole.first[: len(seen.first)] == seen.first and whole.stages == seen.stages == [layer]
 
 
 def test_a_stage_writes_far_more_along_the_spike_than_on_typical_text() -> None:
@@ -222,16 +221,16 @@ def test_a_stage_writes_far_more_along_the_spike_than_on_typical_text() -> None:
         written=[size * spike for size in along],
         sample=[torch.full((3, 1), size) * spike for size in usual],
     )
-    assert seen.stages() == [1, 3] and seen.sink_layer() == 1
+    assert seen.stages == [1, 3] and seen.sink_layer == 1
 
 
 def test_notebook_rule_needs_all_layers_and_six_of_them() -> None:
     def made(n: int) -> Walk:
         return Walk(n, first=[1.0] * n, raw_first=[1.0, 100.0] + [1.0] * (n - 2))
 
-    assert made(5).notebook_layer() is None  # the largest z-score of n values is (n - 1) / sqrt(n): 1.79 for five
-    assert made(6).notebook_layer() == 1
-    assert Walk(9, first=[1.0] * 6, raw_first=[1.0, 100.0, 1.0, 1.0, 1.0, 1.0]).notebook_layer() is None
+    assert made(5).notebook_layer is None  # the largest z-score of n values is (n - 1) / sqrt(n): 1.79 for five
+    assert made(6).notebook_layer == 1
+    assert Walk(9, first=[1.0] * 6, raw_first=[1.0, 100.0, 1.0, 1.0, 1.0, 1.0]).notebook_layer is None
 
 
 def test_zeroing_takes_the_attention_away_and_random_neurons_do_not() -> None:

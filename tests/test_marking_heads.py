@@ -19,7 +19,7 @@ from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks.first_token.ablation import Neuron
+from sinkscope.sinks.first_token.found import Neuron
 from sinkscope.sinks.first_token.marking_heads import MarkingHeads, Replacement, geometry, marking_heads
 from sinkscope.trace.run import trace
 

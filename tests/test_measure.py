@@ -13,9 +13,9 @@ from organisms import organism, tiny_model
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.anatomy import received
 from sinkscope.sinks.first_token.effects import Edit, effects
-from sinkscope.sinks.first_token.walk import spike_dims
+from sinkscope.sinks.first_token.neurons import spike_dims
+from sinkscope.sinks.first_token.walk import received
 from sinkscope.sinks.tokens import pick_tokens, single_token
 from sinkscope.text import resolve_bos, text_rows, typical_text
 
@@ -50,7 +50,6 @@ def test_attention_to_the_first_token_leaves_the_first_query_out_and_sees_interv
         return float(eager(ids, output_attentions=True).attentions[layer + 1][:, :, 1:, 0].mean())
 
     seen = effects(target, ids, [Edit(zero=o.truth.neurons)], attention=True)
-    assert seen.intact_attention is not None and seen.attention is not None
     assert float(seen.intact_attention[0, layer + 1].mean()) == pytest.approx(dense(), abs=1e-5)
     weight = target.layers[layer].mlp.down_proj.weight
     with torch.no_grad():

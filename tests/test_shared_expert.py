@@ -19,8 +19,15 @@ from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.attribution import attribute
 from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.find import find_sinks
+from sinkscope.sinks.first_token.neurons import (
+    columns,
+    contribution_norms,
+    flat_number,
+    neutral_values,
+    split,
+    view_layer,
+)
 from sinkscope.sinks.first_token.screen import neuron_screen, reaches
-from sinkscope.sinks.first_token.walk import columns, contribution_norms, flat_number, neutral_values, split, view_layer
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 FAMILIES = {"qwen2_moe": ("mlp.shared_expert", 32, 48), "glm4_moe": ("mlp.shared_experts", 24, 48)}

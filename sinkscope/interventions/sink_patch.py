@@ -303,9 +303,8 @@ def neutral_values(target: Target, sites: Sequence[NeuronSite], where: Where) ->
     except SinkscopeError:
         return {}
     seen = _Seen(sites=sites, site=where)
-    last = target.layers[max(site.layer for site in sites)]
-    with seen.on(target.model), target.hooks((last, "post", lambda *_: target.stop())):
-        target.forward(ids)
+    with seen.on(target.model):
+        target.forward(ids, upto=max(site.layer for site in sites))
     return {site: float(values.median()) for site, values in seen.values.items()}
 
 

@@ -334,20 +334,16 @@ def _attention(target: Target) -> tuple[float, float]:
     def keep(layer: int, _module: object, _args: object, _kwargs: object, output: Any) -> None:
         own[layer] = output[1].float()
 
-    stop = (target.layers[layers[-1]], "post", lambda *_: target.stop())
     with attention_rows(
         target, lambda layer, _first, chunk: rows[layer].append(chunk), layers=layers, rows_per_chunk=3
     ):
-        with target.hooks(stop):
-            target.forward(ids)
+        target.forward(ids, upto=layers[-1])
     if target.kind == "bridge":
         own = {layer: torch.cat(chunks, 2) for layer, chunks in rows.items()}
     else:
-        with (
-            eager(target),
-            target.hooks(*((target.sub(i, target.adapter.attn), "post", partial(keep, i)) for i in layers), stop),
-        ):
-            target.forward(ids)
+        shown = ((target.sub(i, target.adapter.attn), "post", partial(keep, i)) for i in layers)
+        with eager(target), target.hooks(*shown):
+            target.forward(ids, upto=layers[-1])
     sums, distance = 0.0, 0.0
     for layer in layers:
         if not rows[layer]:

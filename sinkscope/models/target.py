@@ -320,15 +320,21 @@ class Target:
         attention_mask: Int[Tensor, "batch pos"] | None = None,
         *,
         unembed: bool = False,
+        upto: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run one pass without a cache, and without the unembedding unless requested; None if a hook called `stop`."""
+        """Run one pass without a cache, and without the unembedding unless requested.
+
+        The pass ends after layer `upto`, if one is given, or where a hook calls `stop`; it then returns None.
+        """
         self.check_loaded()
         kwargs.setdefault("use_cache", False)
+        end = () if upto is None else ((self.layers[upto], "post", lambda *_: self.stop()),)
         try:
-            return (self.hf if unembed else self.base)(
-                input_ids=ids.to(self.device), attention_mask=attention_mask, **kwargs
-            )
+            with self.hooks(*end):
+                return (self.hf if unembed else self.base)(
+                    input_ids=ids.to(self.device), attention_mask=attention_mask, **kwargs
+                )
         except _Stop:
             return None
 

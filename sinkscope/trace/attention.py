@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -458,15 +458,13 @@ def attention_rows(
 
     if target.kind == "bridge":
         points = target.model.hook_dict
-        with target.hooks(*((points[f"blocks.{i}.attn.hook_pattern"], "post", whole(i)) for i in wanted)):
-            yield
+        way, shown = nullcontext(), [points[f"blocks.{i}.attn.hook_pattern"] for i in wanted]
     elif target.adapter.attention_interface:
-        with listening(target, see):
-            yield
+        way, shown = listening(target, see), []
     else:
-        hooks = [(target.sub(i, target.adapter.attn), "post", whole(i)) for i in wanted]
-        with eager(target), target.hooks(*hooks):
-            yield
+        way, shown = eager(target), [target.sub(i, target.adapter.attn) for i in wanted]
+    with way, target.hooks(*((module, "post", whole(i)) for i, module in zip(wanted, shown, strict=False))):
+        yield
 
 
 @contextmanager

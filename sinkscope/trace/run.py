@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
@@ -267,18 +267,14 @@ def _run(
         if site.module is None and site.layer is not None:
             rows.setdefault(site.layer, []).append((site.name, take))
     deepest = max((site.layer if site.layer is not None else -1 for site, _ in takers), default=-1)
-    if 0 <= deepest < target.n_layers:
-        hooks.append((target.layers[deepest], "post", lambda *_: target.stop()))
+    upto = deepest if 0 <= deepest < target.n_layers else None
 
     def show(layer: int, _first: int, chunk: Tensor) -> None:
         for name, take in rows[layer]:
             take(name, chunk)
 
-    with ExitStack() as stack:
-        if rows:
-            stack.enter_context(attention_rows(target, show, layers=list(rows)))
-        stack.enter_context(target.hooks(*hooks))
-        target.forward(ids, mask, unembed=any(site.module is target.hf for site, _ in takers))
+    with attention_rows(target, show, layers=list(rows)) if rows else nullcontext(), target.hooks(*hooks):
+        target.forward(ids, mask, unembed=any(site.module is target.hf for site, _ in takers), upto=upto)
 
 
 def _hook(site: Site, take: Callable[[str, Tensor], None], shape: tuple[int, ...]) -> Any:

@@ -35,8 +35,10 @@ from sinkscope.sinks.attack.vocabulary import (
     repeat,
     round_trip,
 )
-from sinkscope.sinks.first_token.ablation import Neuron, causal_neurons
-from sinkscope.sinks.first_token.walk import norms_after, view_layer
+from sinkscope.sinks.first_token.found import Neuron
+from sinkscope.sinks.first_token.neurons import view_layer
+from sinkscope.sinks.first_token.sets import causal_neurons
+from sinkscope.sinks.first_token.walk import norms_after
 from sinkscope.sinks.tokens import vocabulary
 from sinkscope.text import resolve_bos
 from sinkscope.text.chat import chat_text

@@ -15,9 +15,11 @@ from sinkscope.measure import Count, Option, Positive, Result, Setup, measuremen
 from sinkscope.models.target import Target, first_tensor, on_input, on_output
 from sinkscope.notation import neuron_name
 from sinkscope.sinks.attack.vocabulary import Columns, Work, hold_layers, in_chunks, refuse_workers, shown
-from sinkscope.sinks.first_token.ablation import Neuron, causal_neurons
+from sinkscope.sinks.first_token.found import Neuron
 from sinkscope.sinks.first_token.marking_heads import replacing
-from sinkscope.sinks.first_token.walk import flat_number, norms_after, view_layer
+from sinkscope.sinks.first_token.neurons import flat_number, view_layer
+from sinkscope.sinks.first_token.sets import causal_neurons
+from sinkscope.sinks.first_token.walk import norms_after
 from sinkscope.sinks.tokens import draw, vocabulary
 from sinkscope.trace.run import trace
 
@@ -131,8 +133,8 @@ def first_direction(
     parts: list[Tensor] = []
     for rows in (*every.split(batch), *torch.cat([before, every], 1).split(batch)):
         after: list[Tensor] = []
-        with target.hooks(*after_attention(target, after), (target.layers[0], "post", lambda *_: target.stop())):
-            target.forward(rows)
+        with target.hooks(*after_attention(target, after)):
+            target.forward(rows, upto=0)
         parts.append(after[0][:, -1].float().cpu())
     labels = torch.arange(2).repeat_interleave(len(every))
     fitted: Any = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")

@@ -22,7 +22,8 @@ from sinkscope.notation import neuron_names
 from sinkscope.rate import Rate, wilson
 from sinkscope.sinks.attack.attack import SUCCESS, Context, Trials, make_trials, refuse_no_lengths
 from sinkscope.sinks.attack.vocabulary import drawn_sequences, repeat
-from sinkscope.sinks.first_token.ablation import Neuron, causal_neurons
+from sinkscope.sinks.first_token.found import Neuron
+from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.text import honest_repetition, source_code, text_rows
 
 RULES = ((1, 1), (2, 4), (4, 8), (8, 16))  # (hits, window)
@@ -184,10 +185,9 @@ def neuron_values(
 ) -> Float[Tensor, "row pos neuron"]:
     """`hook_post` of the neurons, from passes that end at their layer (for an expert, also where it was not chosen)."""
     recorder = _Recorder(sites=sites, levels=[1.0] * len(sites))
-    layer = target.layers[sites[0][0]]
-    with recorder.on(target), target.hooks((layer, "post", lambda *_: target.stop())):
+    with recorder.on(target):
         for part in ids.split(batch):
-            target.forward(part)
+            target.forward(part, upto=sites[0][0])
     return torch.cat(recorder.into)
 
 

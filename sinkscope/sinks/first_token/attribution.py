@@ -158,10 +158,9 @@ def attribute(
     """
     run = _Run(target, ids, places, neurons, keys)
     last = max([*keys, *(site[0] for site in neurons)])
-    stop = (target.layers[last], "post", lambda *_: target.stop())
-    with target.hooks(*(hook for i in range(last + 1) for hook in run.hooks(i)), stop):
-        with target.hooks((target.embedding, "post", run.keep("tokens", "post"))):
-            target.forward(ids)
+    embedded = (target.embedding, "post", run.keep("tokens", "post"))
+    with target.hooks(embedded, *(hook for i in range(last + 1) for hook in run.hooks(i))):
+        target.forward(ids, upto=last)
     return Attribution(run.inputs, run.keys)
 
 

@@ -137,7 +137,7 @@ def _opened(setup: Setup, found: FindSinks) -> tuple[int | None, Steps]:
     every = [*(() if best is None else best.numbers), *(n.site for n in found.causal)]
     sites = () if found.sink_layer is None else tuple(dict.fromkeys(every))
     layer = None if found.sink_layer is None else max(found.sink_layer, *(site[0] for site in sites), 0)
-    backups = [site for one in found.causal_sets if one.kind == "backup" for site in one.numbers]
+    backups = tuple(site for one in found.causal_sets if one.kind == "backup" for site in one.numbers)
     return layer, Steps.of(setup, layer, sites, found.shared_dims).pruned(backups)
 
 

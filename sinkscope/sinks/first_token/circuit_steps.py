@@ -18,9 +18,9 @@ from torch import Tensor
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.notation import head_name, neuron_name
-from sinkscope.sinks.first_token.ablation import DRAWS
 from sinkscope.sinks.first_token.attribution import Attribution, Inputs, Keys, attribute
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, writers
+from sinkscope.sinks.first_token.found import DRAWS, Sites
 from sinkscope.sinks.tokens import and_, prefixes
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
@@ -156,7 +156,7 @@ class Bench:
         seen = effects(
             self.target, ids, edits, at=at, source=source, upto=self.layer, attention=asked, without=self.without
         )
-        if self.heads is None or seen.attention is None or seen.intact_attention is None:
+        if self.heads is None:
             return seen.norms[..., -1:], seen.intact_norms[..., -1:]
         return seen.attention[..., self.heads], seen.intact_attention[..., self.heads]
 
@@ -175,8 +175,6 @@ SHOWN = 0.1  # a component without a role gets its own row from this share on
 READS = 0.3  # mean attention from which a head reads the first token (Gu et al. 2024)
 TEXTS = 2  # number of pieces of typical text
 TYPICAL = 6  # positions of each piece that the first token is compared with
-
-Site = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -282,14 +280,14 @@ class Steps:
     other: int
     places: Int[Tensor, "place 2"]
     layer: int | None
-    sites: tuple[Site, ...]
+    sites: Sites
     shared: tuple[int, ...]
     steps: list[Step] = field(default_factory=list)
     marking: list[Marking] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, setup: Setup, layer: int | None, sites: tuple[Site, ...], shared: tuple[int, ...]) -> Steps:
+    def of(cls, setup: Setup, layer: int | None, sites: Sites, shared: tuple[int, ...]) -> Steps:
         """Chooses as typical positions those whose norms are nearest to the median of their text."""
         ids = setup.ids[:TEXTS].clone()
         ids[:, 0] = ids[0, 0]
@@ -335,7 +333,7 @@ class Steps:
         every = [Component("head", i, h) for i in range(depth + 1) for h in range(self.target.n_heads)]
         return [head for head in every if head not in without]
 
-    def pruned(self, backups: Sequence[Site]) -> Steps:
+    def pruned(self, backups: Sites) -> Steps:
         """The set without neurons that write nothing of the spike and are not backups."""
         if self.layer is None or not self.sites:
             return self
@@ -411,10 +409,10 @@ class Steps:
         return attribute(self.target, self.ids, self.places, self.sites)
 
     @cached_property
-    def controls(self) -> tuple[list[tuple[Site, ...]], Attribution]:
+    def controls(self) -> tuple[list[Sites], Attribution]:
         """Random sets of as many neurons of the same layers (and experts), and what they write."""
         generator = torch.Generator().manual_seed(self.setup.seed)
-        sets: list[tuple[Site, ...]] = []
+        sets: list[Sites] = []
         width = min(self.target.width(site[0], *site[1:-1]) for site in self.sites)
         for _ in range(DRAWS):
             order = torch.randperm(width, generator=generator).tolist()
@@ -450,13 +448,13 @@ class Steps:
             proof = _interleaved(self.transplants(bench, [self.sites], seen)[0], control)
             self.steps.append(Step("column", "all of them", "spike", layer, total, *proof))
 
-    def transplants(self, bench: Bench, sets: Sequence[tuple[Site, ...]], seen: Attribution) -> list[Proof]:
+    def transplants(self, bench: Bench, sets: Sequence[Sites], seen: Attribution) -> list[Proof]:
         """Necessity of neurons, and what their writing alone gives the typical position while they are silent there."""
         silent = [Edit(zero=some) for some in sets]
         given = [Edit(zero=some, add=self.written(some, seen)) for some in sets]
         return [Proof(*both) for both in zip(bench.necessity(silent), bench.sufficiency(given), strict=True)]
 
-    def written(self, sites: tuple[Site, ...], seen: Attribution) -> tuple[tuple[int, Tensor], ...]:
+    def written(self, sites: Sites, seen: Attribution) -> tuple[tuple[int, Tensor], ...]:
         """What these neurons write at the first tokens, by layer."""
         chosen = {at: [i for i, s in enumerate(found.sites) if s in sites] for at, found in seen.inputs.items()}
         return tuple((at, seen.inputs[at].raw[some][:, self.first].sum(0)) for at, some in chosen.items() if some)
@@ -522,7 +520,6 @@ class Steps:
         Only heads behind the sink layer count. If there are none, all heads count, and these cannot read the spike.
         """
         paid = effects(self.target, self.ids, [], attention=True).intact_attention
-        assert paid is not None
         reading = paid.mean(0) >= READS
         behind = 0 if self.layer is None else self.layer + 1
         if bool(reading[behind:].any()):

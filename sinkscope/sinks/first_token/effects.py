@@ -6,8 +6,8 @@ therefore read once for any number of edits, and every value that is written com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -16,8 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.interventions.edits import expert_hook
-from sinkscope.models.target import Target, first_tensor, norm_of, on_input, on_output
+from sinkscope.models.target import Target, first_tensor, norm_of, on_hidden, on_input, on_output
 from sinkscope.notation import head_name
+from sinkscope.sinks.first_token.found import LOST, Carrier, FirstTokenAttention, Sites
 from sinkscope.trace.attention import attention_rows
 
 Kind = Literal[
@@ -62,7 +63,7 @@ class Edit(NamedTuple):
             layer's MLP.
     """
 
-    zero: tuple[tuple[int, ...], ...] = ()
+    zero: Sites = ()
     swap: tuple[Component, ...] = ()
     add: tuple[tuple[int, Tensor], ...] = ()
 
@@ -73,15 +74,26 @@ class Effects:
 
     Attributes:
         norms: L2 norm of the residual stream after each layer, without the dimensions that were left out.
-        attention: Mean attention from later queries to the position. None if it was not requested.
+        attention: Mean attention from later queries to the position; of no layer if it was not requested.
         intact_norms: The same norms without an edit.
         intact_attention: The same attention without an edit.
     """
 
     norms: Float[Tensor, "edit text layer"]
-    attention: Float[Tensor, "edit text layer head"] | None
+    attention: Float[Tensor, "edit text _ head"]
     intact_norms: Float[Tensor, "text layer"]
-    intact_attention: Float[Tensor, "text layer head"] | None
+    intact_attention: Float[Tensor, "text _ head"]
+
+    def drops(self, layer: int) -> Float[Tensor, " edit"]:
+        """Share of the norm after a layer that each edit takes away, median over texts."""
+        return (1 - self.norms[..., layer] / self.intact_norms[:, layer]).median(1).values
+
+    def lost(self, heads: Sequence[tuple[int, int]]) -> tuple[list[float], list[float]]:
+        """For each edit, the share of `heads` that lose half of their attention to the position, and the mean drop."""
+        layer, head = torch.tensor(heads).T
+        intact = self.intact_attention[:, layer, head].median(0).values
+        drops = 1 - self.attention[:, :, layer, head].median(1).values / intact
+        return (drops >= LOST).float().mean(1).tolist(), drops.mean(1).tolist()
 
 
 @torch.no_grad()
@@ -117,11 +129,26 @@ def effects(
         _Pass(target, ids, edits[i : i + size], at, source % ids.shape[1], without).run(upto, attention)
         for i in range(0, max(len(edits), 1), size)
     ]
-    norms = torch.cat([norm[1:] for norm, _ in parts])
-    rows = [seen for _, seen in parts if seen is not None]
-    return Effects(
-        norms, torch.cat([r[1:] for r in rows]) if rows else None, parts[0][0][0], rows[0][0] if rows else None
-    )
+    norms, paid = (torch.cat([part[1:] for part in every]) for every in zip(*parts, strict=True))
+    return Effects(norms, paid, *(intact[0] for intact in parts[0]))
+
+
+def attention_behind(
+    target: Target, ids: Int[Tensor, "text pos"], layer: int, zeroed: Sites, control: Sites
+) -> FirstTokenAttention | None:
+    """What zeroing neurons does to the attention behind a layer; None if there is nothing to zero or no such layer."""
+    layers = list(range(layer + 1, min(layer + 4, target.n_layers)))
+    if not layers or not zeroed:
+        return None
+    seen = effects(target, ids[:1], [Edit(zero=zeroed), Edit(zero=control)], upto=layers[-1], attention=True)
+    rows = (seen.intact_attention, *seen.attention)
+    return FirstTokenAttention(tuple(layers), *(float(row[0, layers].mean()) for row in rows))
+
+
+def attending(target: Target, row: Int[Tensor, " pos"], at: int, layers: int, eps: float) -> list[tuple[int, int]]:
+    """The (layer, head) pairs whose mean attention to one position of one text exceeds `eps`."""
+    paid = effects(target, row[None], [], at=at, upto=layers - 1, attention=True).intact_attention[0]
+    return [(layer, head) for layer, head in (paid > eps).nonzero().tolist()]
 
 
 class _Pass:
@@ -135,7 +162,7 @@ class _Pass:
         self.edits = edits
         self.without = without
 
-    def run(self, upto: int | None, attention: bool) -> tuple[Tensor, Tensor | None]:
+    def run(self, upto: int | None, attention: bool) -> tuple[Tensor, Tensor]:
         """Norms `[edit text layer]` and attention `[edit text layer head]`, the intact texts first."""
         target, last = self.target, self.target.n_layers - 1 if upto is None else upto
         norms: list[Tensor] = []
@@ -143,21 +170,17 @@ class _Pass:
 
         def layer_done(out: Any) -> None:
             norms.append(norm_of(first_tensor(out)[:, self.at], self.without))
-            if len(norms) > last:
-                target.stop()
 
         def rows(layer: int, first: int, probs: Tensor) -> None:
             later = probs[:, :, max(0, self.at + 1 - first) :, self.at]
             received[:, layer] += later.sum(-1).cpu() / max(1, self.ids.shape[1] - self.at - 1)
 
-        with ExitStack() as stack:
-            if attention:
-                stack.enter_context(attention_rows(target, rows))
-            stack.enter_context(target.hooks(*self._hooks()))
-            stack.enter_context(target.hooks(*((layer, "post", on_output(layer_done)) for layer in target.layers)))
-            target.forward(self.ids)
-        stacked = torch.stack(norms, -1).cpu().unflatten(0, (-1, self.texts))
-        return stacked, received[:, : last + 1].unflatten(0, (-1, self.texts)) if attention else None
+        done = ((layer, "post", on_output(layer_done)) for layer in target.layers)
+        with attention_rows(target, rows) if attention else nullcontext(), target.hooks(*self._hooks(), *done):
+            target.forward(self.ids, upto=upto)
+        each = (-1, self.texts)
+        paid = received[:, : last + 1 if attention else 0]
+        return torch.stack(norms, -1).cpu().unflatten(0, each), paid.unflatten(0, each)
 
     def _rows(self, edit: int) -> slice:
         return slice((edit + 1) * self.texts, (edit + 2) * self.texts)
@@ -205,7 +228,7 @@ class _Pass:
                 whole[self._rows(number), self.at] += vectors.to(whole.device, whole.dtype)
             return whole.reshape(tensor.shape)
 
-        return self.target.sub(layer, self.target.adapter.mlp), "post", _on_hidden(written)
+        return self.target.sub(layer, self.target.adapter.mlp), "post", on_hidden(written)
 
     def _swap(self, component: Component, numbers: list[int]) -> list[tuple[Any, str, Any]]:
         target, adapter, kind, layer = self.target, self.target.adapter, component.kind, component.layer or 0
@@ -236,7 +259,7 @@ class _Pass:
         if kind == "key bias":
             return [(target.sub(layer, adapter.k or ""), "post", on_output(unbiased))]
         writer = {"attention": adapter.attn, "mlp": adapter.mlp}.get(kind)
-        return [(target.embedding if writer is None else target.sub(layer, writer), "post", _on_hidden(replaced))]
+        return [(target.embedding if writer is None else target.sub(layer, writer), "post", on_hidden(replaced))]
 
     def _positions(self, rows: list[slice]) -> list[tuple[Any, str, Any]]:
         """The learned position embedding is what the first layer gets beyond the token embedding."""
@@ -255,16 +278,6 @@ class _Pass:
         return [(self.target.embedding, "post", on_output(embedded)), (self.target.layers[0], "pre", on_input(before))]
 
 
-def _on_hidden(change: Callable[[Tensor], Tensor]) -> Any:
-    """A forward hook that puts something else in the place of the hidden states that a module returns."""
-
-    def changed(out: Any) -> Any:
-        new = change(first_tensor(out))
-        return (new, *out[1:]) if isinstance(out, tuple) else new
-
-    return on_output(changed)
-
-
 def writers(target: Target, count: int) -> list[Component]:
     """Everything that writes into the residual stream: embeddings, and the attention and MLP of the first layers."""
     embeddings = [Component("token embedding")]
@@ -281,3 +294,45 @@ def has_key_bias(target: Target, layer: int) -> bool:
 def _bias(module: Any) -> Tensor | None:
     """Of a linear module, also below a bridge's wrapper."""
     return getattr(getattr(module, "original_component", module), "bias", None)
+
+
+def carriers(
+    target: Target, ids: Int[Tensor, "text pos"], heads: Sequence[tuple[int, int]], at: int = 0
+) -> tuple[Carrier, ...]:
+    """Replace each component at the position by what it writes at a later one, to see whose absence ends the sink.
+
+    "position" is what remains when everything written at the position is replaced.
+    """
+    last = max(layer for layer, _ in heads)
+    parts = writers(target, last)
+    biases = [Component("key bias", i) for i in range(last + 1) if has_key_bias(target, i)]
+    sets = [(c,) for c in parts] + ([tuple(biases)] if biases else [])
+    edits = [Edit(swap=some) for some in (*sets, tuple(parts))]
+    source = (at + ids.shape[1]) // 2
+    seen = effects(target, ids, edits, at=at, source=source, upto=last, attention=True)
+    lost, drops = seen.lost(heads)
+    names = ["key bias" if s[0].kind == "key bias" else str(s[0]) for s in sets]
+    found = [Carrier(*row) for row in zip(names, lost, drops, strict=False)]
+    return (*found, Carrier("position", 1 - lost[-1], 1 - drops[-1]))
+
+
+def carried_by(found: Sequence[Carrier]) -> str | None:
+    """The component that most heads of the sink need; of several, the one nearest to the heads. None if no single one.
+
+    What an attention layer or an MLP writes without making a spike is called the mark.
+    """
+    needed = [c.name for c in found if c.needed]
+    if "key bias" in needed:
+        return "key bias"
+    if any("layer" in name for name in needed):
+        return "mark"
+    return next((name for name in needed if "embed" in name), next(iter(needed), None))
+
+
+def maker(target: Target, ids: Int[Tensor, "text pos"], layer: int, without: Sequence[int]) -> str | None:
+    """The component without which the first token's spike after `layer` is gone; None if there is no single one."""
+    candidates = writers(target, layer + 1)
+    edits = [Edit(swap=(c,)) for c in candidates]
+    drops = effects(target, ids, edits, source=ids.shape[1] // 2, upto=layer, without=without).drops(layer)
+    best = int(drops.argmax())
+    return str(candidates[best]) if float(drops[best]) >= 0.5 else None

@@ -22,8 +22,9 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, on_input
 from sinkscope.notation import head_names, neuron_names
-from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, causal_neurons
-from sinkscope.sinks.first_token.walk import columns, flat_number, view_layer
+from sinkscope.sinks.first_token.found import DRAWS, Neuron
+from sinkscope.sinks.first_token.neurons import columns, flat_number, view_layer
+from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.tokens import first_tokens
 from sinkscope.tables import percent
 from sinkscope.trace.attention import attention_rows, queries_and_keys
@@ -185,16 +186,15 @@ def geometry(
         own = probs[:, :, places, first + places] * (first + 1 + places)
         selfs[layer].append(own.cpu())
 
-    stop = (target.layers[max(layers)], "post", lambda *_: target.stop())
     try:
-        with queries_and_keys(target, see, layers), target.hooks(stop):
-            target.forward(ids)
+        with queries_and_keys(target, see, layers):
+            target.forward(ids, upto=max(layers))
     except UnsupportedError:
         nothing = torch.full((target.n_heads,), torch.nan)
         missing = (nothing[:, None].expand(-1, later.numel()), nothing, nothing)
         cosines = {(i, rotated): missing for i in layers for rotated in (False, True)}
-    with attention_rows(target, look, layers=layers), target.hooks(stop):
-        target.forward(ids)
+    with attention_rows(target, look, layers=layers):
+        target.forward(ids, upto=max(layers))
     found = {}
     for i in layers:
         (own, same, other), (_, same_after, other_after) = cosines[i, False], cosines[i, True]

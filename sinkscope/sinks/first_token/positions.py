@@ -21,8 +21,8 @@ from sinkscope.measure import Count, Option, Result, Setup, measurement
 from sinkscope.models.target import norm_of
 from sinkscope.notation import neuron_name, read_neuron
 from sinkscope.output import read_text
-from sinkscope.sinks.first_token.ablation import prove
-from sinkscope.sinks.first_token.walk import SINK_RATIO, flat_number, view_layer, walk
+from sinkscope.sinks.first_token.neurons import flat_number, prove, view_layer
+from sinkscope.sinks.first_token.walk import SINK_RATIO, walk
 from sinkscope.text.chat import chat_text
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
@@ -263,7 +263,7 @@ def token_positions(
     if setup.bos is None and own is not None:  # spikes are compared with BOS even if the text has none
         pieces = torch.cat([torch.full((len(pieces), 1), own), pieces[:, :-1]], 1)
     seen = walk(target, pieces, whole=True, progress=setup.progress)
-    found, sites = seen.sink_layer(), asked
+    found, sites = seen.sink_layer, asked
     if found is not None and not asked:
         generator = torch.Generator().manual_seed(setup.seed)
         proof = prove(target, pieces, found, CANDIDATES, generator, without=seen.shared)

@@ -1,21 +1,24 @@
-"""What the layers show: norms across layers, one layer at chosen positions, and norms at repetitions."""
+"""What typical text shows: norms across layers, where the first token's spike is built, and which heads attend."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
-from sinkscope.models.experts import activate, bind, gate_up
-from sinkscope.models.target import Target, first_tensor, norm_of, on_input, on_output
+from sinkscope.models.target import Target, first_tensor, norm_of, on_output
+from sinkscope.sinks.first_token.found import HEADS, RATE_EPS, SinkRate
+from sinkscope.text import text_rows
+from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
 STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
@@ -25,8 +28,15 @@ FALL_SHARE = 0.05  # a step-down layer removes at least this share of the spike'
 SINK_RATIO = 3.0  # a spike: the first token's norm is this many times the typical one
 # Medians are used instead of high quantiles: some later positions are sinks, too (delimiters; without BOS the first
 # tokens, as long as they belong to one cluster), and must not hide the first one.
+LEAST = 1e-9  # lower limit of a typical norm: in a hand-made model it can be 0, and it is a divisor
 _SAMPLE = 64  # positions of typical text whose activations are kept for that comparison
 _SHARED = 30.0  # a dimension is massive on all tokens if it is this many times the median dimension
+
+RATE_LENGTH, RATE_TEXTS = 64, 100  # texts over which the sink rate is defined (Gu et al. 2024)
+QUERIES = 16  # later queries a position needs: heads that attend to themselves favour the last positions
+SHARE = 0.01  # a sink needs at least this share of all heads, and at least HEADS of them
+LATER_SHARE = 0.05  # share for a position other than the first: a head that prefers one word is not a sink
+SEEN = 3  # a later token must occur this often before it is judged
 
 
 @dataclass
@@ -73,12 +83,14 @@ class Walk:
         """Median norm of later positions, without `shared`."""
         return [n[:, 1:].flatten().median().item() for n in self.norms] if self.shared else [t[1] for t in self.typical]
 
+    @property
     def standing(self) -> list[int]:
         """Layers after which the first token's norm stands out; empty if there is no norm spike."""
         return [
             i for i, (norm, usual) in enumerate(zip(self.spike, self.usual, strict=True)) if norm > SINK_RATIO * usual
         ]
 
+    @property
     def direction(self) -> Tensor:
         """Direction of the spike: the first token's residual stream where it is largest, without shared dimensions."""
         peak = int(torch.tensor(self.spike).argmax())
@@ -86,11 +98,12 @@ class Walk:
         way[self.shared] = 0
         return way / way.norm()
 
+    @property
     def stages(self) -> list[int]:
         """Layers whose MLP builds the first token's norm (definition of a stage), in order; may be empty."""
-        if not self.standing():
+        if not self.standing:
             return []
-        largest, spike = max(self.spike), self.direction()
+        largest, spike = max(self.spike), self.direction
         found: list[int] = []
         for i in range(len(self.first)):
             along = float(self.written[i] @ spike)
@@ -102,24 +115,27 @@ class Walk:
                 found.append(i)
         return found
 
-    def steps(self, sign: int) -> list[int]:
-        """Layers that make the spike longer (`sign` 1) or shorter (-1) by at least 5 % of its largest length."""
-        if not self.standing():
-            return []
-        spike = self.direction()
+    @property
+    def steps(self) -> tuple[list[int], list[int]]:
+        """Layers that make the spike longer, and layers that make it shorter, by at least 5 % of its largest length."""
+        spike = self.direction
         length = [float(r @ spike) for r in self.residual]
         bar = FALL_SHARE * max(length)
-        return [i for i in range(1, len(length)) if sign * (length[i] - length[i - 1]) >= bar]
+        grown = [(i, after - before) for i, (before, after) in enumerate(pairwise(length), 1)]
+        return [i for i, more in grown if more >= bar], [i for i, more in grown if -more >= bar]
 
+    @property
     def sink_layer(self) -> int | None:
         """The stage that adds most to the norm."""
-        return max(self.stages(), key=lambda i: self.mlp_first[i], default=None)
+        return max(self.stages, key=lambda i: self.mlp_first[i], default=None)
 
+    @property
     def flat(self) -> bool:
         """Whether no new stage appeared for a third of the layers (at least three) after one was seen."""
-        stages = self.stages()
+        stages = self.stages
         return bool(stages) and len(self.first) - 1 - stages[-1] >= max(3, math.ceil(self.n_layers / 3))
 
+    @property
     def notebook_layer(self) -> int | None:
         """First layer whose MLP output at the first token exceeds mean + 2 sd over all layers.
 
@@ -191,13 +207,13 @@ def walk(
             norms = norm_of(resid.reshape(*ids.shape, -1), massive)
         seen.partial.append(norms.cpu())
         progress("layers", len(seen.first), target.n_layers)
-        if len(seen.first) - 1 == upto or (not whole and seen.flat()):
+        if not whole and seen.flat:
             target.stop()
 
     a = target.adapter
     seers = ((a.mlp, on_output(mlp_raw)), (a.post_mlp_norm or a.mlp, on_output(mlp_added)), ("", on_output(layer_done)))
     with target.hooks(*((target.sub(i, path), "post", see) for i in range(len(target.layers)) for path, see in seers)):
-        target.forward(ids)
+        target.forward(ids, upto=upto)
     return seen
 
 
@@ -205,206 +221,134 @@ def _norms(tensor: Tensor, shape: torch.Size) -> Tensor:
     return torch.linalg.vector_norm(tensor.detach().reshape(*shape, -1), dim=-1, dtype=torch.float32)
 
 
-def walk_far_enough(made: Setup, *, whole: bool) -> Walk:
+def walk_far_enough(setup: Setup, *, whole: bool) -> Walk:
     """Run `walk`; if only the first layers of a file are in memory, repeat it with more of them until they suffice."""
     while True:
-        seen = walk(made.target, made.ids, whole=whole, progress=made.progress)
-        enough = len(seen.first) == made.target.n_layers or (seen.flat() and not whole)
-        if enough or not made.more():
+        seen = walk(setup.target, setup.ids, whole=whole, progress=setup.progress)
+        enough = len(seen.first) == setup.target.n_layers or (seen.flat and not whole)
+        if enough or not setup.more():
             return seen
 
 
 @dataclass(frozen=True)
-class LayerView:
-    """A layer at `n` positions.
-
-    Neurons of a mixture are numbered `expert * d_mlp + neuron`; those of a shared expert follow after all of these.
+class Received:
+    """Which heads attend to which positions of the texts `ids`.
 
     Attributes:
-        resid: Residual stream after the layer.
-        mlp: Output of the down projection(s), before any norm behind it.
-        post: `hook_post`; in a mixture, times the weight in `routing`.
-        up: Output of the up projection, the linear factor. None in a mixture and if the MLP has no such factor.
-        routing: Weight of every expert, 0 for those not chosen; the shared expert comes last, if there is one. None if
-            the layer is not a mixture.
+        ids: The texts, `[text pos]`.
+        above: Whether the mean attention from all queries at or after the position exceeds the threshold. The last
+            positions of each text are left out because too few queries see them.
+        learned: The same for the learned sink logit of each head.
     """
 
-    layer: int
-    resid: Float[Tensor, "n d_model"]
-    mlp: Float[Tensor, "n d_model"]
-    post: Float[Tensor, "n neuron"]
-    up: Float[Tensor, "n neuron"] | None = None
-    routing: Float[Tensor, "n expert"] | None = None
+    ids: Int[Tensor, "text pos"]
+    above: Bool[Tensor, "layer head text at"]
+    learned: Bool[Tensor, "layer head text"]
+
+    @property
+    def rate(self) -> float:
+        """The sink rate of position 0: the share of (layer, head) above the threshold, averaged over texts."""
+        return float(self.above[..., 0].float().mean())
+
+    @cached_property
+    def heads(self) -> list[tuple[int, int]]:
+        """The (layer, head) pairs that attend to the first token in most texts; empty if too few for a sink."""
+        return _enough(self.above[..., 0].float().mean(-1) >= 0.5)
+
+    @cached_property
+    def learned_heads(self) -> list[tuple[int, int]]:
+        """The (layer, head) pairs whose learned sink logit exceeds the threshold in most texts; empty if too few."""
+        return _enough(self.learned.float().mean(-1) >= 0.5)
+
+    @cached_property
+    def later(self) -> list[tuple[int | None, int, float]]:
+        """Positions behind the first that receive attention: (token, first position where it was seen, share of heads).
+
+        The token is None if the position receives attention regardless of the token there.
+        """
+        seen = self.ids[:, : self.above.shape[-1]]
+        tokens: dict[int | None, tuple[int, float]] = {}
+        for token in seen[:, 1:].unique().tolist():
+            where = seen == token
+            where[:, 0] = False
+            if share := _share(self.above[:, :, where]):
+                tokens[token] = (int(where.any(0).nonzero()[0]), share)
+        found = [(token, *rest) for token, rest in tokens.items()]
+        others = ~torch.isin(seen, torch.tensor([t for t in tokens if t is not None]))
+        for at in range(1, seen.shape[1]):
+            if share := _share(self.above[:, :, others[:, at], at]):
+                found.append((None, at, share))
+        return sorted(found, key=lambda place: -place[2])
+
+
+def _share(above: Bool[Tensor, "layer head n"]) -> float:
+    """Share of heads above the bar in most of `n` cases; 0 where the cases or the heads are too few for a sink."""
+    steady = above.float().mean(-1) >= 0.5
+    share = float(steady.float().mean())
+    return share if above.shape[-1] >= SEEN and int(steady.sum()) >= HEADS and share >= LATER_SHARE else 0.0
+
+
+def _enough(steady: Bool[Tensor, "layer head"]) -> list[tuple[int, int]]:
+    heads = [(int(layer), int(head)) for layer, head in steady.nonzero().tolist()]
+    return heads if len(heads) >= HEADS and len(heads) >= SHARE * steady.numel() else []
 
 
 @torch.no_grad()
-def view_layer(target: Target, layer: int, ids: Int[Tensor, "row pos"], where: Tensor) -> LayerView:
-    """The layer at the positions marked in `where` (`[row pos]`, bool), from a pass that ends at this layer."""
-    a, got = target.adapter, dict[str, Tensor]()
-
-    def pick(tensor: Tensor) -> Tensor:
-        return tensor.reshape(-1, tensor.shape[-1])[where.reshape(-1).to(tensor.device)].detach()
-
-    def keep(module: Any, name: str, get: Callable[[Any], Tensor] = first_tensor, when: str = "post") -> None:
-        see = (on_input if when == "pre" else on_output)(lambda seen: got.update({name: pick(get(seen))}))
-        pairs.append((module, when, see))
-
-    def experts(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _out: Any) -> None:
-        hidden, index, weights = map(pick, bind(args, kwargs))
-        width, count = target.d_mlp, int(module.num_experts)
-        post = torch.zeros(len(hidden), count, width, device=hidden.device)
-        routing = torch.zeros(len(hidden), count + 1, device=hidden.device)  # one more: "no expert" under sharding
-        got["routing"] = routing.scatter(1, index, weights.float())[:, :count]
-        for expert in index.unique().tolist():
-            rows, slots = (index == expert).nonzero(as_tuple=True)
-            values = activate(module, *gate_up(module, expert, hidden[rows]))
-            post[rows, expert] = values.float() * weights[rows, slots, None].float()
-        got["post"] = post.flatten(1)
-
-    pairs: list[tuple[Any, str, Any]] = []
-    keep(target.sub(layer, a.mlp), "mlp")
-    if target.is_mixture(layer):
-        pairs.append((target.sub(layer, a.experts or ""), "post", experts))
-        if target.has_shared(layer):
-            keep(target.mlp_part(layer, "down"), "shared", when="pre")
-            if a.shared_gate is not None:
-                keep(target.sub(layer, a.shared_gate), "weight", torch.sigmoid)
-    else:
-        keep(target.sub(layer, a.down), "post", when="pre")
-        if a.up is not None and (a.gate is not None or a.fused_gate_up):
-            factors = 2 if a.fused_gate_up else 1  # the up factor comes last
-            keep(target.sub(layer, a.up), "up", lambda out: out.chunk(factors, -1)[-1])
-    keep(target.layers[layer], "resid")
-    with target.hooks(*pairs, (target.layers[layer], "post", lambda *_: target.stop())):
-        target.forward(ids)
-    if "shared" in got:
-        shared = got.pop("shared").float()
-        weight = got.pop("weight", torch.ones_like(shared[:, :1])).float()
-        got["post"] = torch.cat([got["post"], shared * weight], 1)
-        got["routing"] = torch.cat([got["routing"], weight], 1)
-    return LayerView(layer, **{name: tensor.float() for name, tensor in got.items()})
-
-
-@torch.no_grad()
-def contribution_norms(target: Target, view: LayerView) -> Float[Tensor, "n neuron"]:
-    """Norm of `hook_post[j] * W_out[j]` for every neuron (Yona et al. 2025, section 4.2)."""
-    layer, out = view.layer, torch.zeros_like(view.post)
-    experts = [*range(target.n_experts(layer)), *([None] if target.has_mlp(layer, None) else [])]
-    for expert in experts:
-        start = flat_number(target, layer, expert, 0)
-        part = slice(start, start + target.width(layer, expert))
-        if bool(view.post[:, part].any()):  # read norms only of experts that write anything
-            out[:, part] = view.post[:, part].abs() * target.w_out_norms(layer, expert).float()
-    return out
-
-
-@torch.no_grad()
-def reach(target: Target, view: LayerView) -> Float[Tensor, " neuron"]:
-    """The ranking criterion for candidates: contribution norms, median over the positions.
-
-    If a norm stands behind the MLP (Gemma 2, OLMo 2), its gain is included: it can pass one residual dimension and
-    suppress others, and a neuron that writes mostly into suppressed dimensions makes no spike.
-    """
-    if target.adapter.post_mlp_norm is None:
-        return contribution_norms(target, view).median(0).values
-    return view.post.abs().median(0).values * column_norms(target, view.layer)
-
-
-def column_norms(target: Target, layer: int, expert: int | None = None) -> Float[Tensor, " neuron"]:
-    """Norms of the columns of the down projection, including the gain of a norm behind the MLP if there is one."""
-    path = target.adapter.post_mlp_norm
-    if path is None:
-        return target.w_out_norms(layer, expert)
-    gain = gain_of(target, target.sub(layer, path))
-    some = (
-        target.w_out(layer, part.tolist(), expert) for part in torch.arange(target.width(layer, expert)).split(1024)
-    )
-    return torch.cat([(columns.float() * gain).norm(dim=-1) for columns in some])
-
-
-def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
-    """The factor a norm applies to each dimension, however it is stored: probed with a vector of mean 0, square 1."""
-    signs = torch.ones(target.d_model, device=target.device, dtype=target.dtype)
-    signs[1::2] = -1
-    up, down = norm(signs[None])[0].float(), norm(-signs[None])[0].float()
-    return (up - down) / 2 * signs.float()
-
-
-@torch.no_grad()
-def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Tensor, "k d_model"]:
-    """Columns of the down projection for flat neuron numbers, float32."""
-    ids = neurons.tolist()
-    if not target.is_mixture(layer):
-        return target.w_out(layer, ids).float()
-    sites = [split(target, layer, n) for n in ids]
-    return torch.cat([target.w_out(layer, [neuron], expert).float() for expert, neuron in sites])
-
-
-@torch.no_grad()
-def norm_without(
+def received(
     target: Target,
-    view: LayerView,
-    neurons: Int[Tensor, "draw k"],
-    cols: Float[Tensor, "draw k d_model"],
-    without: Sequence[int] = (),
-) -> Float[Tensor, "draw n"]:
-    """Norm of the residual stream after the layer at every position, with each set of neurons zeroed.
+    ids: Int[Tensor, "text pos"],
+    eps: float,
+    *,
+    layers: int | None = None,
+    progress: Progress = silent,
+    batch: int = 8,
+) -> Received:
+    """Run texts and record which heads attend to which position.
 
-    Residual dimensions in `without` are left out of the norm.
-    """
-    written = torch.einsum("ndk,dkm->dnm", view.post[:, neurons], cols)  # n draw k, draw k d_model
-    path = target.adapter.post_mlp_norm
-    if path is None:
-        resid = view.resid - written
-    else:
-        norm, dtype = target.sub(view.layer, path), target.dtype
-        resid = view.resid - norm(view.mlp.to(dtype)).float() + norm((view.mlp - written).to(dtype)).float()
-    return norm_of(resid, without)
-
-
-def spike_dims(first: Tensor, typical: Tensor) -> list[int]:
-    """Massive activations of the first token: |a| > 100 and > 1000 x the median |hidden state| (Sun et al. 2024).
+    The attention that position k receives is the mean of A[i, k] over all queries i >= k (Gu et al. 2024).
 
     Args:
-        first: Residual stream of the first token, `[d_model]`.
-        typical: Residual stream of all positions of the layer, `[n d_model]`.
+        target: The model.
+        ids: Texts of equal length.
+        eps: Threshold; 0.3 in the paper.
+        layers: Number of layers to run. None: all.
+        progress: Called after each batch.
+        batch: Number of texts that run together.
     """
-    size = first.abs()
-    hit = (size > 100) & (size > 1000 * typical.abs().median())
-    return sorted(hit.nonzero().flatten().tolist(), key=lambda d: -size[d].item())
+    count, length = target.n_layers if layers is None else layers, ids.shape[1]
+    places = max(1, length - QUERIES)
+    above = torch.zeros(count, target.n_heads, len(ids), places, dtype=torch.bool)
+    learned = torch.zeros(count, target.n_heads, len(ids), dtype=torch.bool)
+    for start in range(0, len(ids), batch):
+        rows = ids[start : start + batch]
+        part = slice(start, start + len(rows))
+
+        def note(layer: int, _first: int, probs: Tensor, texts: slice = part) -> None:
+            mean = probs.sum(-2)[..., :places] / torch.arange(length, length - places, -1, device=probs.device)
+            above[layer, :, texts] = (mean > eps).transpose(0, 1).cpu()
+            if target.adapter.learned_sinks:
+                learned[layer, :, texts] = (1 - probs.sum(-1).mean(-1) > eps).transpose(0, 1).cpu()
+
+        with attention_rows(target, note, layers=list(range(count)), rows_per_chunk=length):
+            target.forward(rows, upto=count - 1)
+        progress("sink rate", min(start + batch, len(ids)), len(ids))
+    return Received(ids, above, learned)
 
 
-def split(target: Target, layer: int, neuron: int) -> tuple[int | None, int]:
-    """(expert, neuron) of a flat number. `expert` is None if the layer is not a mixture, and for a shared expert."""
-    first = target.n_experts(layer) * target.d_mlp  # number of the first neuron of a shared expert
-    if target.has_mlp(layer, None) and neuron >= first:
-        return None, neuron - first
-    return divmod(neuron, target.d_mlp)
+def listened(setup: Setup, depth: int, *, whole: bool) -> tuple[Received, SinkRate | None]:
+    """Attention over many short texts, as the sink rate is defined; over the typical text where these do not fit.
 
-
-def flat_number(target: Target, layer: int, expert: int | None, neuron: int) -> int:
-    """The number of a neuron in a `LayerView`."""
-    return (target.n_experts(layer) if expert is None else expert) * target.d_mlp + neuron
-
-
-def neutral_view(target: Target, layer: int, ids: Int[Tensor, "row pos"]) -> LayerView:
-    """The layer on typical text without first tokens, at as many positions as 64 MB of activations allow."""
-    where = torch.ones_like(ids, dtype=torch.bool)
-    where[:, 0] = False
-    experts = int(getattr(target.config, "num_local_experts", None) or getattr(target.config, "num_experts", None) or 1)
-    rows = max(1, (1 << 24) // (target.d_mlp * experts * ids.shape[1]))
-    return view_layer(target, layer, ids[:rows], where[:rows])
-
-
-def neutral_values(target: Target, text: LayerView, flat: int) -> tuple[float, float | None]:
-    """Median `hook_post` of a neuron on typical text, and of its up factor if there is one: what a patch writes."""
-    expert, _ = split(target, text.layer, flat)
-    post = text.post[:, flat]
-    if text.routing is not None:  # the expert's own output where it was chosen; the last weight is the shared expert's
-        expert = -1 if expert is None else expert
-        asked = text.routing[:, expert] > 0
-        post = post[asked] / text.routing[asked, expert] if bool(asked.any()) else torch.zeros(1)
-    return float(post.median()), None if text.up is None else float(text.up[:, flat].median())
+    Of a model that is not read `whole`, the typical text is run up to layer `depth`, and there is no rate.
+    """
+    target, ids = setup.target, setup.ids
+    if not whole or (target.max_positions or RATE_LENGTH) < RATE_LENGTH:
+        return received(target, ids, RATE_EPS, layers=depth), None
+    # A batch takes 128 MB at its widest activation. Layers read from disk are read once, so there is one smaller batch.
+    fitting = max(1, (1 << 25) // (RATE_LENGTH * target.d_mlp))
+    texts, batch = (RATE_TEXTS, fitting) if target.resident else (RATE_TEXTS // 4, RATE_TEXTS)
+    ids = text_rows(setup.tokenizer, setup.text, texts, RATE_LENGTH, setup.bos)
+    heard = received(target, ids, RATE_EPS, progress=setup.progress, batch=batch)
+    return heard, SinkRate(RATE_EPS, RATE_LENGTH, len(ids), heard.rate)
 
 
 def norms_after(
@@ -427,61 +371,3 @@ def until_half(norms: Float[Tensor, " repetition"], first: float | Tensor) -> in
     """The first number of repetitions whose norm reaches half of the first token's; None if it never does."""
     reached = (norms >= first / 2).nonzero().flatten()
     return int(reached[0]) + 1 if len(reached) else None
-
-
-@dataclass(frozen=True)
-class Repetition:
-    """Repeated tokens at the sink layer.
-
-    Attributes:
-        repeats: For each token, the first n whose norm reaches half of the first token's. None if never.
-        view: The layer at the last repetition of each token that got there. None if no token did.
-    """
-
-    repeats: list[int | None]
-    view: LayerView | None
-
-
-@torch.no_grad()
-def repeat_until_half(
-    target: Target,
-    layer: int,
-    tokens: list[int],
-    prefixes: list[int],
-    max_repeats: int,
-    progress: Progress = silent,
-    without: Sequence[int] = (),
-) -> Repetition:
-    """Run a prefix and n repetitions of each token in one causal pass; n doubles until all tokens become sinks.
-
-    Args:
-        target: The model.
-        layer: The sink layer, whose residual stream is read.
-        tokens: The ids to repeat, one row each.
-        prefixes: The first token of each row (BOS, or a token that stands in for it).
-        max_repeats: Largest n.
-        progress: Called after each doubling.
-        without: Residual dimensions that norms leave out because they are massive on all tokens.
-    """
-    length = min(128, max_repeats)
-    found: dict[int, int | None] = dict.fromkeys(range(len(tokens)))
-    views: dict[int, LayerView] = {}
-    while True:
-        left = [i for i, n in found.items() if n is None]
-        for i in left:  # one row at a time: a batch of long rows would only need more memory
-            ids = torch.full((1, length + 1), tokens[i])
-            ids[0, 0] = prefixes[i]
-            where = torch.zeros_like(ids, dtype=torch.bool)
-            where[0, -1] = True
-            resids: list[Tensor] = []
-            with target.hooks((target.layers[layer], "post", on_output(resids.append))):
-                views[i] = view_layer(target, layer, ids, where)
-            norms = norm_of(first_tensor(resids[0])[0], without)
-            found[i] = until_half(norms[1:], norms[0])
-        progress("repetitions", length, max_repeats)
-        if length >= max_repeats or all(n is not None for n in found.values()):
-            break
-        length = min(2 * length, max_repeats)
-    reached = [views[i] for i, n in found.items() if n is not None]
-    parts = [torch.cat([getattr(v, name) for v in reached]) for name in ("resid", "mlp", "post") if reached]
-    return Repetition(list(found.values()), LayerView(layer, *parts) if reached else None)

@@ -32,7 +32,7 @@ from sinkscope.interventions.edits import NeuronSite
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import PIECE, Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.walk import flat_number, neutral_values, neutral_view
+from sinkscope.sinks.first_token.neurons import flat_number, neutral_values, neutral_view
 from sinkscope.text import text_rows
 
 CHARACTERS = 8  # largest number of characters per token, as in `text_rows`

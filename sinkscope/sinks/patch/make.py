@@ -19,10 +19,10 @@ from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, norm_of
 from sinkscope.notation import neuron_names
-from sinkscope.sinks.first_token.ablation import TOP, Member, Neuron, causal_sets, prove
-from sinkscope.sinks.first_token.anatomy import received
-from sinkscope.sinks.first_token.find import RATE_EPS
-from sinkscope.sinks.first_token.walk import Walk, repeat_until_half, walk
+from sinkscope.sinks.first_token.found import RATE_EPS, Member, Neuron
+from sinkscope.sinks.first_token.neurons import prove, repeat_until_half
+from sinkscope.sinks.first_token.sets import TOP, causal_sets
+from sinkscope.sinks.first_token.walk import Walk, received, walk
 from sinkscope.sinks.patch.evaluate import Change, held_out, losses, perplexity_change, under
 from sinkscope.sinks.tokens import pick_tokens, prefixes, room
 from sinkscope.text import text_rows
@@ -315,7 +315,7 @@ def make_patch(
     setup.record(max_repeats=most)
     fields: dict[str, Any] = {"limit": limit}
     seen = walk(target, setup.ids, whole=True, progress=setup.progress)
-    if (sink_layer := seen.sink_layer()) is None:
+    if (sink_layer := seen.sink_layer) is None:
         reason = "no MLP makes a norm spike at the first token, so there is nothing to patch."
         return PatchMade(verdict="no-sink", reason=reason, **fields)
     high = _Ceilings.of(seen)
@@ -372,7 +372,7 @@ class _Ceilings:
 
     @classmethod
     def of(cls, seen: Walk) -> _Ceilings:
-        layers = tuple(range(max(seen.stages()), seen.n_layers))
+        layers = tuple(range(max(seen.stages), seen.n_layers))
         at = torch.tensor([0.05, 0.5, 0.95])
         typical = (seen.norms[i][:, 1:].flatten().quantile(at).tolist() for i in layers)
         spike = tuple(seen.spike[i] for i in layers)
@@ -487,9 +487,8 @@ def _attention_to_first(
         total[layer] += float(late.double().sum()) / probs.shape[1]
 
     for batch in rows.split(batch_size) if layers else ():
-        end = target.hooks((target.layers[layers[-1]], "post", lambda *_: target.stop()))
-        with under(edit, target), attention_rows(target, add, layers=list(layers)), end:
-            target.forward(batch)
+        with under(edit, target), attention_rows(target, add, layers=list(layers)):
+            target.forward(batch, upto=layers[-1])
     return {layer: value / (len(rows) * (rows.shape[1] - half)) for layer, value in total.items()}
 
 
@@ -506,12 +505,12 @@ def _ordinary(setup: Setup, rows: Int[Tensor, "row pos"]) -> Int[Tensor, "row po
 
 def _candidates(setup: Setup, seen: Walk) -> list[Neuron]:
     """The smallest causal set, largest contribution first; if none removes the spike, every causal neuron."""
-    target, layer, generator = setup.target, seen.sink_layer(), torch.Generator().manual_seed(setup.seed)
+    target, layer, generator = setup.target, seen.sink_layer, torch.Generator().manual_seed(setup.seed)
     assert layer is not None
-    proof = prove(target, setup.ids, layer, TOP, generator, None, seen.stages(), seen.shared)
-    heads = received(target, setup.ids, RATE_EPS).heads()
+    proof = prove(target, setup.ids, layer, TOP, generator, None, seen.stages, seen.shared)
+    heads = received(target, setup.ids, RATE_EPS).heads
     found = causal_sets(target, setup.ids, seen, proof.neurons, heads, generator)
-    return sorted(found.members(proof.neurons) or proof.causal, key=lambda n: -n.contribution_norm)
+    return sorted(found.members or proof.causal, key=lambda n: -n.contribution_norm)
 
 
 def _smallest(

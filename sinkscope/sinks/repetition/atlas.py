@@ -17,7 +17,7 @@ from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.clusters import clusters_of
 from sinkscope.sinks.attack.vocabulary import Columns, Work, hold_layers, in_chunks, refuse_workers, shown
-from sinkscope.sinks.first_token.ablation import causal_neurons
+from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.first_token.walk import norms_after, until_half
 from sinkscope.sinks.tokens import at_once_line, draw, room, vocabulary
 

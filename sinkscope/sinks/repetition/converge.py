@@ -157,9 +157,8 @@ def _run(target: Target, ids: Tensor, layers: list[int], keep: Callable[[int, Te
         return see
 
     pairs = [(target.sub(i, target.adapter.o), "post", hook(i)) for i in layers]
-    last = (target.layers[max(layers)], "post", lambda *_: target.stop())
-    with target.hooks(*pairs, last):
-        target.forward(ids)
+    with target.hooks(*pairs):
+        target.forward(ids, upto=max(layers))
 
 
 def head_outputs(target: Target, layer: int) -> Tensor:

@@ -20,7 +20,7 @@ from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.measure import PIECE, Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.notation import neuron_names
-from sinkscope.sinks.first_token.ablation import causal_neurons
+from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.patch.evaluate import held_out
 from sinkscope.sinks.tokens import choose, encode, refuse_repeated, room
 from sinkscope.text.corpus import CorpusIndex, open_corpus

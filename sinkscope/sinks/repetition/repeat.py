@@ -15,7 +15,7 @@ from sinkscope.interventions import Ablate
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.notation import neuron_names
 from sinkscope.results import cell
-from sinkscope.sinks.first_token.ablation import prove
+from sinkscope.sinks.first_token.neurons import prove
 from sinkscope.sinks.first_token.walk import norms_after, until_half, walk
 from sinkscope.sinks.tokens import CYCLE, Repetitions, at_once_line, choose, repetitions, replaced_line, single_words
 
@@ -244,7 +244,7 @@ def repeat_norms(
     asked = repetitions(setup, cycles, prefix, max_repeats)
     setup.record(max_repeats=asked.count)
     seen = walk(target, setup.ids, whole=target.resident, progress=setup.progress)
-    layer, counts = seen.sink_layer(), _counts(asked.count)
+    layer, counts = seen.sink_layer, _counts(asked.count)
     found: dict[str, Any] = {
         "max_repeats": asked.count,
         "counts": counts,

@@ -240,7 +240,7 @@ def repeat_attention(
     ids = torch.cat([natural, torch.cat([asked.ids, natural[:, -TAIL:].expand(len(words), -1)], 1)])
 
     seen = walk(target, setup.ids, whole=target.resident, progress=setup.progress)
-    layer, norms, halves = seen.sink_layer(), torch.zeros(ids.shape), [None] * len(ids)
+    layer, norms, halves = seen.sink_layer, torch.zeros(ids.shape), [None] * len(ids)
     if layer is not None:
         norms = norms_after(target, layer, ids, batch_size, setup.progress)
         halves = [None, *(until_half(row[asked.start : -TAIL], seen.first[layer]) for row in norms[1:])]
