@@ -93,6 +93,14 @@ def test_a_step_costs_little_and_says_what_a_look_at_everything_says(
         assert _same(monitor.update(token, p_max), expected)
 
 
+@pytest.mark.parametrize("gap", range(14, 21))
+def test_an_ngram_is_new_again_when_the_window_no_longer_holds_it(gap: int) -> None:
+    monitor, ids = Monitor(MonitorSettings.variant("p1", **SMALL)), [1, 2, *range(10, 10 + gap), 1, 2]
+    expected = [novelty(ids[:t], window=20, n=2, span=5) for t in range(1, len(ids) + 1)]
+    assert [monitor.update(token, 0.5).novelty for token in ids] == expected
+    assert (expected[-1] == 1.0) == (gap > 16)
+
+
 @settings(max_examples=50)
 @given(RUN, st.sampled_from(sorted(set(VARIANTS) - {"repeats"})), st.integers(0, 40), st.integers(0, 20))
 def test_no_trigger_in_warm_up_or_cooldown(ids: list[int], variant: str, warmup: int, cooldown: int) -> None:

@@ -211,6 +211,15 @@ def test_a_head_that_needs_nearly_all_is_given_up() -> None:
         assert len(few) > 0 and torch.equal(getattr(limited, kind)[free.density() < 0.5], few)
 
 
+def test_many_rows_are_those_of_one_after_the_other() -> None:
+    """More rows than are built at a time take another way; none of them sees what comes later."""
+    query, key = tensors(2, 100, 110, 3)
+    lines, at = select_lines(query, key, 0.5, sample=20), torch.arange(10, 110)
+    together = lines.rows(at)
+    assert torch.equal(together, torch.cat([lines.rows(row[None]) for row in at], -2))
+    assert together.any() and not (together & (torch.arange(110) > at[:, None])).any()
+
+
 def test_batches_of_lines_lose_little() -> None:
     """With hundreds of lines a round takes several; one by one, by brute force, needs nearly as many cells."""
     query, key = tensors(1, 72, 72, 5, sharp=1.0)
