@@ -104,14 +104,15 @@ def test_kv_page(run: Any) -> None:
 
 
 def test_guard_page(run: Any) -> None:
-    names = run("docs/guard.md", {"max_new_tokens=150": "max_new_tokens=96"})  # the loop is found at 92
+    looping = r"again: The bird said, \"I want to play with the bird.\""  # so that the loop begins with the first token
+    names = run("docs/guard.md", {"max_new_tokens=150": "max_new_tokens=52", "again and again:": looping})
     events = names["run"].events
     assert events and all(e.data["kept_count"] < e.data["cached_before"] for e in events)
     assert names["stopper"].stopped == {0} and names["reporter"].events[0].step == events[0].data["generated"]
 
 
 def test_serve_page(run: Any) -> None:
-    names = run("docs/serve.md")
+    names = run("docs/serve.md", {"max_new_tokens=60": "max_new_tokens=48"})
     dense = [layer["dense_heads"] for layer in names["prefill"]]
     assert max(dense) > 0 and min(dense) < 8
     assert names["tokens_read"](names["run"])[0][0] < 0.5 * names["inputs"].input_ids.shape[1]

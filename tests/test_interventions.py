@@ -642,11 +642,11 @@ def test_generation_does_not_compile_while_entered() -> None:
     """With a cache of fixed size transformers would compile the decoding step, and that would skip the edit."""
     from transformers import CompileConfig
 
-    model, _ = tiny_model("llama", num_hidden_layers=2)
+    model, _ = tiny_model("llama", num_hidden_layers=1)
     config = CompileConfig(backend="eager", mode=None)
     config._compile_all_devices = True  # as on a GPU
     settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
-    edit = Ablate(layer=1, neurons=[3], value=50.0)
+    edit = Ablate(layer=0, neurons=[3], value=50.0)
     with edit.on(model):
         want = model.generate(IDS, **settings)
     model.generate(IDS, compile_config=config, **settings)  # compiled, without the edit

@@ -25,6 +25,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
+from sinkscope.bench.dialogues.form import write_dialogues
+from sinkscope.bench.dialogues.recall import recall_dialogue
 from sinkscope.bench.runner import ask
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
@@ -63,10 +65,13 @@ def test_earlier_outputs_are_replaced_and_nothing_else(
     assert main(["report", "out"]) == main(["report", "out"]) == 0  # its own report, twice
 
 
-def test_the_folder_of_a_run_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_of_a_run_is_left_alone(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
-    words = "dialogues run --count 1 --methods full --positions end --max-new-tokens 2 --out".split()
-    assert main([*words, str(run)]) == 0
+    short = write_dialogues([recall_dialogue(0, turns=1, tokens=60)], tmp_path_factory.mktemp("short") / "short.jsonl")
+    words = "dialogues run --methods full --positions end --max-new-tokens 2 --dialogues".split()
+    assert main([*words, str(short), "--out", str(run)]) == 0
     before = {path: path.read_bytes() for path in run.iterdir()}
     for out in ("runs.jsonl", "new.json"):
         capsys.readouterr()
@@ -288,7 +293,7 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(
 )
 def test_chat_templates_that_fail(monkeypatch: pytest.MonkeyPatch, template: str | None, says: str) -> None:
     if says == "has not ended after":
-        monkeypatch.setattr("sinkscope.text.chat._SECONDS", 0.3)
+        monkeypatch.setattr("sinkscope.text.chat._SECONDS", 0.1)
     tokenizer = organism("llama", 0).tokenizer
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template
