@@ -127,9 +127,7 @@ def test_says_what_is_so(name: str, family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_says_what_is_so_of_more_seeds(name: str, family: str) -> None:
-    wrong = [
-        f"seed {seed}: {m}" for seed in SEEDS for h in [hard(name, family, seed)] for m in mistakes(h, look(h))
-    ]
+    wrong = [f"seed {seed}: {m}" for seed in SEEDS for h in [hard(name, family, seed)] for m in mistakes(h, look(h))]
     assert not wrong, "\n".join(wrong)
 
 
