@@ -171,7 +171,7 @@ def test_pictures_and_the_control_show_the_rows(monkeypatch: pytest.MonkeyPatch)
 
 def test_heads_of_a_loop_are_shown() -> None:
     """The planted heads put their attention on the same offsets as a period before, and in ordinary text do not."""
-    o = loop_organism(3)
+    o = loop_organism(3, vocab_size=1024)
     found = barcode(o.model, o.looping_prompt(5).ids[0].tolist(), max_new_tokens=45, tokenizer=o.tokenizer)
     assert (found.period, found.onset) == (5, 41)
     by_name = {(h.layer, h.head): h for h in found.heads}
@@ -185,9 +185,9 @@ def test_heads_of_a_loop_are_shown() -> None:
 
 def test_a_guard_leaves_its_marks() -> None:
     guard = LoopGuard.paper(budget=96, anchors=8, window=64, variant="tail")
-    found = barcode(None, max_new_tokens=110, heads=[(5, 7)], raw=True, interventions=guard, control=False)
+    found = barcode(None, max_new_tokens=96, heads=[(5, 7)], raw=True, interventions=guard, control=False)
     marks = [mark for mark in found.marks if mark.kind == "guard"]
-    assert marks and all(0 < mark.step < 110 for mark in marks) and f"guard: at {len(marks)} steps" in str(found)
+    assert marks and all(0 < mark.step < 96 for mark in marks) and f"guard: at {len(marks)} steps" in str(found)
     rows = found.arrays[5, 7]
     step = marks[0].step
     assert int((rows[step + 2] > 0).sum()) <= 96 + 2 < int((rows[step - 1] > 0).sum())

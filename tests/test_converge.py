@@ -165,7 +165,7 @@ def test_learned_sinks_are_outside() -> None:
 def test_exponent_of_the_theorem_is_minus_one_and_deeper_layers_have_no_bound() -> None:
     o = organism("llama", 3)
     # BOS alone: a marking head gives it odds / (odds + n), odds at most 80
-    result = _measured(o, 1900, prefix="", tokens=["dog", "bla"])
+    result = _measured(o, 1300, prefix="", tokens=["dog", "bla"])
     marking = [c for c in result.curves if c.layer == 0 and c.head in o.truth.group_heads.get(o.truth.groups[c.id], ())]
     assert marking and all(-1.02 < c.exponent < -0.7 for c in marking)
     assert all(a > b for c in marking for a, b in itertools.pairwise(c.distance))

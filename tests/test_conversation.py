@@ -449,6 +449,11 @@ def test_a_chat_template_is_put_around_turns(ended: bool) -> None:
         messages.append({"role": "assistant", "content": replies[number] if number < 2 else ""})
 
 
+@cache
+def recalling() -> Any:
+    return ss.load("recall", backend="hf")
+
+
 @pytest.mark.parametrize(
     ("edit", "answers", "place"),
     [
@@ -458,7 +463,7 @@ def test_a_chat_template_is_put_around_turns(ended: bool) -> None:
     ],
 )
 def test_the_recall_model_answers_through_a_growing_conversation(edit: LoopServe, answers: str, place: Any) -> None:
-    model: Any = ss.load("recall", backend="hf")
+    model: Any = recalling()
     dialogue = recall_dialogue(5, turns=3, tokens=[150, 90, 120], hops=2)
     chat = ss.Conversation(model, edit, answers=answers)
     for turn in dialogue.turns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ GUARD = LoopGuard.paper(budget=30, anchors=2, window=8, variant="always", monito
 
 def prompt(row: int, turn: int) -> list[int]:
     return said(0, TEXTS[row][turn] + row)[row:]
+
+
+@cache
+def first_answer(family: str, edit: Any) -> tuple[int, ...]:
+    return Conversation(model_of(family), edit).ask(prompt(0, 0), max_new_tokens=NEW).ids
 
 
 def same(one: Turn, row: int, other: Turn) -> None:
@@ -85,10 +91,8 @@ BOTH = (None, SMALL)  # of the others, each meets one way with answers; the seco
 def test_rows_of_a_batch_are_what_they_are_alone(family: str, edit: Any, answers: str) -> None:
     """Lengths differ, answers end at different steps, and one conversation joins late; some have a third turn."""
     model = model_of(family)
-    probe = Conversation(model, edit, answers=answers)
-    probe.ask(prompt(0, 0), max_new_tokens=NEW)
     # Ends the first answer in its middle, if it does not say one word only.
-    ids = probe.turns[0].ids
+    ids = first_answer(family, edit)
     end = next((at for at in range(2, NEW - 1) if ids[at] not in ids[:at]), 0)
     model.generation_config.eos_token_id = ids[end]
     batch, single = ([Conversation(model, edit, answers=answers) for _ in TEXTS] for _ in range(2))

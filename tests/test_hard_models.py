@@ -14,7 +14,7 @@ import pytest
 import torch
 from intervention_kit import bridge_of, nnsight_of
 from organisms import FAMILIES, Organism, organism
-from organisms.hard import HARD, HardModel, hard
+from organisms.hard import HARD, HardModel, depth, hard
 
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
@@ -22,6 +22,7 @@ CASES = [(name, family) for name, families in HARD.items() for family in familie
 # Of each kind one family, so that every family has its turn; the others, and other seeds, are slow.
 DEEP = {"late": "gpt2", "small_stages": "neox"}  # 24 layers and more: families whose layers are the fastest
 FAST = [(name, DEEP.get(name, families[k % len(families)])) for k, (name, families) in enumerate(HARD.items())]
+SEEDS = (0, 1, 2)
 ALSO = {
     "embedding_spike": {"token embedding"},
     "position_spike": {"position embedding"},
@@ -118,22 +119,21 @@ def misleading(h: HardModel, result: FindSinks) -> list[str]:
 
 @pytest.mark.parametrize(("name", "family"), FAST)
 def test_says_what_is_so(name: str, family: str) -> None:
-    h = hard(name, family, 0)
+    """Of the seeds, the one with the fewest layers."""
+    h = hard(name, family, min(SEEDS, key=lambda seed: depth(name, family, seed)))
     assert not (wrong := mistakes(h, look(h))), "\n".join([h.truth.note, *wrong])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_says_what_is_so_of_more_seeds(name: str, family: str) -> None:
-    wrong = [
-        f"seed {seed}: {m}" for seed in (0, 1, 2) for h in [hard(name, family, seed)] for m in mistakes(h, look(h))
-    ]
+    wrong = [f"seed {seed}: {m}" for seed in SEEDS for h in [hard(name, family, seed)] for m in mistakes(h, look(h))]
     assert not wrong, "\n".join(wrong)
 
 
 def test_streamed_layers_are_read_until_attention_agrees(tmp_path: Path) -> None:
     """Layers 1 and 2 of 28 or more make a norm that stands out and stays flat for a third of the model."""
-    h = hard("small_stages", "llama", 1)
+    h = hard("small_stages", "gpt2", 1)
     h.model.save_pretrained(tmp_path / "model")
     h.tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(h.text(), encoding="utf-8")
@@ -194,22 +194,23 @@ def attended(o: Organism) -> int:
     usual = o.model.config._attn_implementation
     o.model.set_attn_implementation("eager")
     with torch.no_grad():
-        out = o.model(o.natural(16, 64), output_attentions=True, use_cache=False)
+        out = o.model(o.natural(6, 64), output_attentions=True, use_cache=False)
     o.model.set_attn_implementation(usual)
     return int((torch.stack(out.attentions)[..., 0].mean((1, 3)) > 0.25).sum())
 
 
-def nothing_in(count: int) -> None:
+def nothing_in(count: int, layers: tuple[int, ...]) -> None:
+    """Of models with as many layers as one of these numbers."""
     seed = secrets.randbits(32)
     rng, wrong, chance = random.Random(seed), list[str](), 0
     for _ in range(count):
         family, kind, bos = rng.choice(list(FAMILIES)), rng.choice(["none", "massive_dim"]), rng.random() < 0.5
         number = rng.getrandbits(30)
-        o = organism(family, number, kind=kind, bos=bos)
+        o = organism(family, number, kind=kind, bos=bos, n_layers=rng.choice(layers))
         if attended(o) > 1:  # a sink by chance
             chance += 1
             continue
-        result = found(o.model, o.tokenizer, " ".join(o.tokenizer.decode(row[o.bos :]) for row in o.natural(16, 64)))
+        result = found(o.model, o.tokenizer, " ".join(o.tokenizer.decode(row[o.bos :]) for row in o.natural(6, 64)))
         says = result.conclusion()
         nothing = result.norm_spike is None and result.attention_sink is None and result.sink_layer is None
         if not (nothing and result.causal_sets == () and says.startswith("Neither a norm spike nor an attention sink")):
@@ -218,9 +219,9 @@ def nothing_in(count: int) -> None:
 
 
 def test_ten_ordinary_models_have_neither() -> None:
-    nothing_in(10)
+    nothing_in(10, (4, 5))
 
 
 @pytest.mark.slow
 def test_a_hundred_ordinary_models_have_neither() -> None:
-    nothing_in(100)
+    nothing_in(100, (4, 5, 6, 7, 8))

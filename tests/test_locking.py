@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from organisms import LoopOrganism, loop_organism, tiny_model
+from organisms import LoopOrganism, tiny_model
+from organisms import loop_organism as new_loop_organism
 from torch import Tensor
 
 from sinkscope.attention.locking import LOCKED, Locking, Overlaps, locking
@@ -20,6 +21,8 @@ from sinkscope.kv import Full, Observe, StreamingLLM
 from sinkscope.loops.signals import collapse_point, diversity, novelty
 from sinkscope.measure import Setup
 from sinkscope.results import Result
+
+loop_organism = partial(new_loop_organism, n_layers=3, vocab_size=1024)
 
 
 def _found(o: LoopOrganism, prompt: Tensor, new: int, **options: Any) -> Locking:
@@ -115,7 +118,7 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen() -> None:
     for a, b in zip(plain.heads, full.heads, strict=True):
         assert (a.layer, a.head, a.onset) == (b.layer, b.head, b.onset)
         assert (b.score, b.mass, b.healthy_score) == pytest.approx((a.score, a.mass, a.healthy_score), abs=1e-4)
-    short = _found(o, prompt, 16, interventions=StreamingLLM(budget=10, first=2), period=4)
+    short = _found(o, prompt, 16, interventions=StreamingLLM(budget=10, first=2), period=4, control=False)
     rows: list[Tensor] = []
     watch = StreamingLLM(budget=10, first=2) | Observe(lambda r: rows.append(r.probs[0, :, -1]), layers=[1], last=1)
     with watch.on(o.model), torch.no_grad():
@@ -126,18 +129,18 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen() -> None:
 
 def test_onsets_are_those_of_the_text() -> None:
     """Against the signals' own definitions, one token at a time."""
-    found = locking(None, max_new_tokens=120, window=48, layers=[5])
+    found = locking(None, max_new_tokens=96, window=40, layers=[5])
     from sinkscope.attention.texts import generated, prompt_ids
 
     made = Setup.open(loading="whole")
-    loop = generated(made, prompt_ids(made, None), 120)
+    loop = generated(made, prompt_ids(made, None), 96)
     ids, start = loop.ids.tolist(), loop.prompt
     assert (found.period, found.loop_onset, found.tokens) == (loop.period, loop.onset, len(ids))
-    new = [i for i in range(3, len(ids)) if novelty(ids[: i + 1], window=48, span=1)]
+    new = [i for i in range(3, len(ids)) if novelty(ids[: i + 1], window=40, span=1)]
     assert found.last_new == new[-1]
-    point = collapse_point(ids[start:], 48)
+    point = collapse_point(ids[start:], 40)
     assert point is not None and found.collapse == start + point - 1
-    ratio = [None] * start + diversity(ids[start:], 48)
+    ratio = [None] * start + diversity(ids[start:], 40)
     assert found.diversity == tuple(ratio[p] for p in found.positions)
     assert found.locking_onset is not None and found.loop_onset is not None
     assert found.loop_onset <= found.locking_onset < found.collapse

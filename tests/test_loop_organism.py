@@ -16,7 +16,7 @@ LEAD = 40
 
 @cache
 def made(seed: int, induction: bool = True, hold: int = 2) -> LoopOrganism:
-    return loop_organism(seed, induction=induction, hold=hold, vocab_size=2048)
+    return loop_organism(seed, induction=induction, hold=hold, n_layers=3, vocab_size=1024)
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def test_a_long_loop_stays_sure(period: int, length: int) -> None:
 
 def test_the_healthy_walk_and_the_control_repeat_nothing() -> None:
     ids = made(0).healthy_prompt(30)[0].tolist()
-    ids += made(0).walk(ids[-1], 1000)
+    ids += made(0).walk(ids[-1], 900)
     assert len(set(ids)) == len(ids)
     with torch.no_grad():
         best = made(0).model(torch.tensor([ids])).logits[0].softmax(-1).max(-1)
@@ -137,7 +137,7 @@ def test_without_its_locking_heads_the_loop_ends_and_without_any_other_head_it_g
             return int(model(ids).logits[0, -1].argmax())
 
     planted = {*o.truth.locking_heads, *o.truth.previous_heads}
-    others = [(layer, head) for layer in range(4) for head in range(6) if (layer, head) not in planted]
+    others = [(layer, head) for layer in range(3) for head in range(6) if (layer, head) not in planted]
     assert next_token(others) == next_token([]) == prompt.cycle[0]
     assert next_token(list(o.truth.locking_heads)) == o.walk(prompt.cycle[-1], 1)[0]
     assert next_token(list(o.truth.previous_heads)) == o.walk(prompt.cycle[-1], 1)[0]
@@ -183,7 +183,7 @@ def test_the_loop_lives_on_as_many_copies_as_it_needs() -> None:
 
 
 def test_with_a_reach_the_loop_lives_on_its_own_tail_and_the_prompt_may_stay() -> None:
-    o = loop_organism(6, reach=40, vocab_size=2048)
+    o = loop_organism(6, reach=40, n_layers=3, vocab_size=1024)
     prompt = o.looping_prompt(7)
     ids = turns(o, prompt, 12)
     assert generated(o, prompt.ids, 84) == ids[-84:]
@@ -220,7 +220,7 @@ def test_rows_of_a_left_padded_batch_and_bfloat16_do_the_same(induction: bool) -
     pad = o.model.config.pad_token_id
     ids = torch.stack([torch.cat([torch.full((k,), pad), p.ids[0]]) for k, p in zip(padding, prompts, strict=True)])
     mask = torch.stack([torch.arange(longest) >= k for k in padding]).long()
-    half = loop_organism(4, induction=induction, vocab_size=2048, dtype=torch.bfloat16).model
+    half = loop_organism(4, induction=induction, n_layers=3, vocab_size=1024, dtype=torch.bfloat16).model
     for model in (o.model, half):
         with torch.no_grad():
             out = model.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)[:, longest:].tolist()
@@ -229,7 +229,7 @@ def test_rows_of_a_left_padded_batch_and_bfloat16_do_the_same(induction: bool) -
 
 
 def test_seeds_draw_other_heads_and_the_same_seed_the_same_weights() -> None:
-    again = loop_organism(0, vocab_size=2048).model.state_dict()
+    again = loop_organism(0, n_layers=3, vocab_size=1024).model.state_dict()
     assert all(torch.equal(weight, again[name]) for name, weight in made(0).model.state_dict().items())
     assert len({made(seed).truth.locking_heads for seed in range(5)}) == 5
     for seed in range(5):
@@ -237,7 +237,7 @@ def test_seeds_draw_other_heads_and_the_same_seed_the_same_weights() -> None:
         assert 2 <= len(truth.locking_heads) <= 3
         assert all(layer >= 1 for layer, _ in truth.locking_heads)
         assert all(layer == 0 for layer, _ in truth.previous_heads)
-        assert len(set(truth.ring)) == len(truth.ring) == 2044
+        assert len(set(truth.ring)) == len(truth.ring) == 1020
     assert made(0, induction=False).truth.locking_heads == ()
 
 
@@ -247,5 +247,5 @@ def test_text_reads_back_as_the_ids_and_impossible_prompts_are_refused() -> None
     assert o.tokenizer(o.tokenizer.decode(ids[1:]))["input_ids"] == ids
     with pytest.raises(ValueError, match=r"0\.40 of the attention finds this cycle"):
         o.looping_prompt(7, repeats=2)
-    with pytest.raises(ValueError, match="the ring has 2044"):
+    with pytest.raises(ValueError, match="the ring has 1020"):
         o.healthy_prompt(5000)

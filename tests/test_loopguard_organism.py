@@ -16,7 +16,7 @@ from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.loops import tail_period
 
-STEPS = 160
+STEPS, REWOUND = 160, 120  # new tokens; where a loop is taken back, fewer show it
 CASES = [(4, 0, 0), (6, 20, 250), (12, 0, 500)]  # period, onset, where on the ring the prompt begins
 
 
@@ -94,7 +94,7 @@ def test_a_loop_is_taken_back_from_the_output(talk: bool) -> None:
     ids, guard = prompt.ids[0].tolist(), LoopGuard(rewind=True)
     if talk:
         answered: Any = Conversation(o.model, guard, tokenizer=o.tokenizer)
-        turn = answered.ask(ids, max_new_tokens=STEPS)
+        turn = answered.ask(ids, max_new_tokens=REWOUND)
         tokens, events = list(turn.ids), turn.events
         assert answered.ask([ids[-1]], max_new_tokens=4).ids, "and the conversation goes on"
     else:
@@ -106,7 +106,7 @@ def test_a_loop_is_taken_back_from_the_output(talk: bool) -> None:
             text,
             tokenizer=o.tokenizer,
             guard=guard,
-            max_new_tokens=STEPS,
+            max_new_tokens=REWOUND,
             on_text=lambda i, piece: shown.append((i, piece)),
         )[0]
         tokens, events = output.tokens, output.events
@@ -114,10 +114,10 @@ def test_a_loop_is_taken_back_from_the_output(talk: bool) -> None:
     assert events[0].data["taken_back"] >= 2 * 12 and events[0].data["escalated"] == "ban"
     stays = events[0].data["generated"] - events[0].data["taken_back"]
     assert stays <= prompt.onset + 12 + 1, "one copy of the cycle stays"
-    assert len(tokens) == STEPS and tokens[:stays] == o.expected(prompt, stays)
+    assert len(tokens) == REWOUND and tokens[:stays] == o.expected(prompt, stays)
     assert tokens[stays] != o.expected(prompt, stays + 1)[-1], "the second copy is not begun"
     cycle = list(prompt.cycle)
-    copies = sum(tokens[i : i + 12] == cycle for i in range(STEPS))
+    copies = sum(tokens[i : i + 12] == cycle for i in range(REWOUND))
     assert copies <= 1 and tail_period(tokens, shortest=24) is None
 
 

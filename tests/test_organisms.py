@@ -193,8 +193,9 @@ def test_truth(family: str, kind: str) -> None:
     [pytest.param(*case, marks=pytest.mark.slow if (at + at // 3) % 3 else []) for at, case in enumerate(BY_HEADS)],
 )
 def test_mechanism(family: str, kind: str) -> None:
-    o = organism(family, 2, kind=kind)
-    check_mechanism(o, 2)
+    seed = 3 if family == "gpt_oss" else 2  # of that family, seed 2 takes 450 repetitions
+    o = organism(family, seed, kind=kind)
+    check_mechanism(o, seed)
     check_reading(o)
 
 

@@ -31,7 +31,7 @@ def _sites(made: PatchMade) -> set[tuple[int, ...]]:
     return {(n.layer, n.neuron) if n.expert is None else (n.layer, n.expert, n.neuron) for n in made.neurons}
 
 
-def _text(o: Organism, folder: Path, count: int = 4000) -> Path:
+def _text(o: Organism, folder: Path, count: int = 1000) -> Path:
     """Words at random: every token of the organism's own, none of them unknown."""
     rng = random.Random(o.seed)
     path = folder / "text.txt"
@@ -55,10 +55,10 @@ def _made_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, Pa
 @pytest.mark.parametrize(
     ("family", "kind", "seed"),
     [
-        ("llama", "sink", 2),
+        ("llama", "sink", 5),
         ("qwen3", "gate", 2),
-        ("mixtral", "up", 1),
-        ("gemma2", "spread", 4),
+        ("mixtral", "up", 6),
+        ("gemma2", "spread", 12),
         ("neox", "two_stage", 5),
     ],
 )
@@ -74,7 +74,7 @@ def test_patch_is_the_planted_neurons(family: str, kind: str, seed: int) -> None
 
 def test_saved_patch_repairs_what_it_says(tmp_path: Path) -> None:
     """Norms of a held-out token by `trace` under the loaded patch: the second way to the numbers of the table."""
-    o, made = _made_once("llama", 2)
+    o, made = _made_once("llama", 5)
     made.patch.save(tmp_path / "patch.json")
     patch = SinkPatch.load(tmp_path / "patch.json")
     site = f"blocks.{made.layer}.hook_resid_post"
@@ -212,7 +212,7 @@ def test_a_sink_that_returns_is_not_repaired(
 
 def test_attention_that_does_not_come_back_is_not_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads that read the mark, not the spike, stay with the repeated tokens, whose norm is typical again."""
-    o, made = _made_once("llama", 2)
+    o, made = _made_once("llama", 5)
     layer = o.truth.sink_layer
     assert layer is not None
     ids = o.repeated(made.held_out[0].repeats, made.held_out[0].id)

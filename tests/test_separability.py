@@ -43,7 +43,7 @@ organism = functools.cache(new_organism)  # only read here
 
 def _text(o: Organism, folder: Path) -> Path:
     path = folder / "text.txt"
-    path.write_text(o.tokenizer.decode(o.natural(40, 64, seed=9)[:, 1:].flatten().tolist()))
+    path.write_text(o.tokenizer.decode(o.natural(20, 64, seed=9)[:, 1:].flatten().tolist()))
     return path
 
 
@@ -65,7 +65,7 @@ def _mark(o: Organism) -> tuple[Tensor, int]:
     return make_space(plan).mark, plan.cleaner
 
 
-@pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("qwen3", 1)])
+@pytest.mark.parametrize(("family", "seed"), [("llama", 4), ("qwen3", 1)])
 def test_the_planted_mark_separates_perfectly_and_is_what_is_found(family: str, seed: int) -> None:
     """Truth in one dimension: along the mark alone nothing overlaps; the plane found weighs that dimension most."""
     o, found = _found_once(family, seed, "up")
@@ -275,7 +275,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "neox", "mixtral"])
 def test_one_neuron_is_looked_at_by_both_of_its_factors(family: str, tmp_path: Path) -> None:
     """Its numbers are those of scikit-learn on its own pre-activations; the search is held against them."""
-    o, searched = _found_once("llama", 0, "up") if family == "llama" else _found_once(family, 1)
+    o, searched = _found_once("llama", 4, "up") if family == "llama" else _found_once(family, 1)
     best = searched.separators[2]
     expert = best.expert
     assert best.neuron is not None

@@ -33,7 +33,7 @@ def folder(made: dict[str, Organism], tmp_path_factory: pytest.TempPathFactory) 
     for name, o in made.items():
         o.save(root / name)
     small = min(made.values(), key=lambda o: o.model.config.vocab_size)
-    (root / "text.txt").write_text(small.tokenizer.decode(small.natural(16, 64)[:, 1:].flatten().tolist()))
+    (root / "text.txt").write_text(small.tokenizer.decode(small.natural(6, 64)[:, 1:].flatten().tolist()))
     return root
 
 
@@ -172,7 +172,7 @@ def test_spike_and_sink_are_told_apart(tmp_path: Path) -> None:
     for h in both:
         h.model.save_pretrained(tmp_path / h.name)
         h.tokenizer.save_pretrained(tmp_path / h.name)
-    (tmp_path / "text.txt").write_text(min(both, key=lambda h: h.model.config.vocab_size).text(16))
+    (tmp_path / "text.txt").write_text(min(both, key=lambda h: h.model.config.vocab_size).text())
     paths = [tmp_path / "no_norm", tmp_path / "spike_only"]
     found = sinks_over_training(paths, text=tmp_path / "text.txt", max_repeats=8)
     assert [(c.norm_spike, c.attention_sink) for c in found.checkpoints] == [(False, True), (True, False)]

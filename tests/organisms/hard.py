@@ -37,6 +37,7 @@ ALL = ("llama", "gemma2", "gpt2", "neox", "mixtral")
 BY_HEADS = ("llama", "gemma2", "neox", "mixtral")  # heads mark the first token; in GPT-2 its position does
 PLAIN = ("llama", "gpt2", "neox", "mixtral")  # nothing divides what an MLP writes by its size
 GATED = ("llama", "gemma2", "mixtral")
+LAYERS = (5, 8)  # least and most, where a kind does not say otherwise
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class HardModel:
         """`n` rows of BOS and mixed tokens; each later sink stands once in every row, in its first half."""
         return _rows(self.model.config.vocab_size, self.groups, tuple(self.truth.later), n, length, seed)
 
-    def text(self, n: int = 16, length: int = 64) -> str:
+    def text(self, n: int = 6, length: int = 64) -> str:
         """The same as words: what a tokenizer cuts into rows of `length` with BOS before each."""
         return " ".join(self.tokenizer.decode(row[1:]) for row in self.natural(n, length))
 
@@ -107,6 +108,11 @@ def hard(name: str, family: str = "llama", seed: int = 0) -> HardModel:
         truth = kind.make(b)
     tokenizer = tokenizer_for(b.plan.family.model_type, b.plan.vocab_size)
     return HardModel(b.model, tokenizer, truth, name, family, seed, b.plan.groups)
+
+
+def depth(name: str, family: str, seed: int) -> int:
+    """How many layers `hard` draws for a model, the first thing that it draws."""
+    return random.Random(f"hard {name} {family} {seed}").randint(*_KINDS[name].settings.get("layers", LAYERS))
 
 
 def _rows(vocab: int, groups: dict[int, int], later: tuple[int, ...], n: int, length: int, seed: int) -> Tensor:
@@ -150,7 +156,7 @@ class _Build:
         family: str,
         seed: int,
         *,
-        layers: tuple[int, int] = (5, 8),
+        layers: tuple[int, int] = LAYERS,
         behind: tuple[int, int] = (2, 3),  # layers behind the sink layer, least and most
         marking: int = 0,
         at: int | None = None,  # the sink layer, where it is not to be drawn

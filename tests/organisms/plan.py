@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from .tokens import BOS
 
 KINDS = ("sink", "none", "massive_dim", "two_stage", "gate", "up", "spread", "late_mark")
+LEAST_LAYERS = {kind: {"two_stage": 6, "late_mark": 5}.get(kind, 4) for kind in KINDS}
 THRESHOLD = 0.7  # of the full mark: below it the sink neurons are silent
 
 
@@ -154,7 +155,7 @@ def make_plan(family: str, seed: int, kind: str, n_layers: int | None, d_model: 
     if d_model is None and fam.free_head_dim:
         width = rng.choice([w for w in (48, 64, 80, 96) if w % heads == 0])  # Gemma 2 insists on a multiple
 
-    least = {"two_stage": 6, "late_mark": 5}.get(kind, 4)
+    least = LEAST_LAYERS[kind]
     layers = n_layers or rng.randint(least, 8)
     if layers < least:
         raise ValueError(f"{kind!r} needs {least} layers, {layers} asked for")
