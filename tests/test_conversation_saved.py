@@ -140,7 +140,7 @@ def _other_tensors(folder: Path) -> None:
         (shutil.rmtree, "no such file or directory"),
         (_edit(lambda data: data.update(kind="lines")), "has kind and schema ('lines', 1)"),
         (_edit(lambda data: data.update(schema=9)), "has kind and schema ('conversation', 9)"),
-        (_edit(lambda data: data.pop("layers")), "lacks 'layers'"),
+        (_edit(lambda data: data.pop("layers")), "layers is missing"),
         (_edit(lambda data: data.update(turns=3)), "turns is 3"),
         (_edit(lambda data: data["turns"][0].update(ids=[96])), "conversation.json, turn 1: 96 is no token id"),
         (_edit(lambda data: data["turns"][0].update(prompt=[5, 6])), "its two files do not fit"),

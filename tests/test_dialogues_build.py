@@ -167,7 +167,7 @@ def test_every_right_answer_is_a_class_and_scores_1(tmp_path: Path) -> None:
             for turn in dialogue.turns:
                 assert score("accuracy", turn.answers[0], turn.answers, classes=dialogue.classes, task="trec") == 1
     bad = [{**content[0], "all_classes": ["City", 3]}]
-    with pytest.raises(SinkscopeError, match=r"line 1: all_classes\[1\] is 3, expected a valid string"):
+    with pytest.raises(SinkscopeError, match=r"line 1: all_classes\[1\] is 3, expected a string"):
         built(tmp_path, "trec", bad)
 
 

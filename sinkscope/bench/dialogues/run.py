@@ -47,7 +47,7 @@ from sinkscope.bench.dialogues.tables import (
     tabulate_fidelity,
 )
 from sinkscope.bench.files import open_folder
-from sinkscope.bench.methods import SHARE, Budget, Method, at_settings, check_methods, check_whole, parse_budget
+from sinkscope.bench.methods import SHARE, Method, at_settings, check_methods
 from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, named_model, run_batches
 from sinkscope.bench.scorers import score
 from sinkscope.console import Progress
@@ -60,6 +60,7 @@ from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.kv.session import Rows, Session
 from sinkscope.parallel import Tally, check_workers
 from sinkscope.published import SETS, set_of
+from sinkscope.records import Budget, Natural, check_values, read_setting
 from sinkscope.registry import Count, Hidden, Option, Positive, command
 from sinkscope.store import Folder
 from sinkscope.text import typical_text
@@ -441,7 +442,7 @@ def check_given(
     chosen, places = check_methods(methods, ["cache"]), check_positions(positions)
     if not dialogues:
         raise SinkscopeError("there are no dialogues: give at least one")
-    check_whole(**sizes)
+    check_values(Natural | None, **sizes)
     for method in chosen:
         method.make(budget)
     return chosen, places
@@ -594,7 +595,7 @@ def _methods_of(methods: Sequence[str], settings: Any, budget: str | None) -> tu
     if settings == "paper" and budget is not None:
         raise SinkscopeError(f"--budget {budget}: --settings paper has budgets of its own; give one of them")
     usual = {None: "256", "paper": "1024", "equal": str(SHARE)}[settings]
-    share = parse_budget(budget or usual)
+    share = read_setting(budget or usual, Budget, "--budget ")
     names = methods or ("full", "streaming", "h2o", "snapkv", "tova")
     check_methods(names, ["cache"])
     if settings is not None:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sinkscope._plain import build, parse_json, plain
+from sinkscope._plain import parse_json, plain
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention
 from sinkscope.interventions.positions import Memory, Sequence
@@ -29,6 +29,7 @@ from sinkscope.lines.choice import HeadLines
 from sinkscope.models.checkpoint import fingerprint
 from sinkscope.models.target import Target
 from sinkscope.output import check_writable, write_atomic
+from sinkscope.records import build
 from sinkscope.results import versions
 
 Answers = Literal["recompute", "keep"]
