@@ -7,13 +7,12 @@ import os
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from math import nan
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
-import numpy as np
 from pydantic import ConfigDict, Field, GetPydanticSchema, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import SchemaValidator, core_schema
@@ -41,7 +40,7 @@ Budget = Annotated[
     said("a number of tokens from 1, or a fraction of the prompt above 0.0 and up to 1.0", page="kv-budget"),
 ]
 T = TypeVar("T")
-_type_adapter: Callable[[Any], Any] = cache(TypeAdapter)
+_type_adapter: Callable[[Any], Any] = lru_cache(256)(TypeAdapter)
 _WORDS = {
     "Input should be ": "",
     "Unexpected keyword argument": "no field of this name",
@@ -56,7 +55,6 @@ _WORDS = {
     "less than": "a number below",
 }
 """How errors say what pydantic says."""
-_SPELT = {"true": True, "false": False, "none": None}
 
 
 def conform(
@@ -81,6 +79,12 @@ def conform(
         raise _refusal(error, value, name, then, page=page) from None
 
 
+@cache
+def between(kind: Any, low: float | None, high: float | None) -> Any:
+    """The type of a number within a range."""
+    return Annotated[kind, Field(ge=low, le=high, allow_inf_nan=False)]
+
+
 def check_values(kind: Any, page: str | None = None, **values: Any) -> None:
     """Refuse settings that are not of the type `kind`; nothing is converted.
 
@@ -98,7 +102,7 @@ def read_setting(text: str, kind: Any, name: str) -> Any:
         SinkscopeError: It is of another type; the message begins with `name`.
     """
     try:
-        value = _SPELT[text] if text in _SPELT else literal_eval(text)
+        value = literal_eval(text.capitalize())  # "true", "false" and "none" as well
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         value = text
     return conform(kind, value, name, strict=True)
@@ -109,7 +113,9 @@ def checked(cls: type[T]) -> type[T]:
     """Make a frozen dataclass whose fields are checked against their annotations; the error is a SinkscopeError."""
     made: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
     build: Callable[..., None] = made.__init__
-    usual = {(f.name,): f"; the default is {f.default}" for f in fields(made) if f.default is not MISSING}
+    usual: dict[Any, str] = {
+        (f.name,): f"; the default is {f.default}" for f in fields(made) if f.default is not MISSING
+    }
 
     @wraps(build)
     def init(self: Any, *args: Any, **given: Any) -> None:
@@ -130,7 +136,7 @@ def _refusal(error: ValidationError, value: Any, name: str, then: str = "", *, p
     context = problems[0].get("ctx", {})
     cause = context.get("error")  # what __post_init__ said
     for step in steps:  # names of members of a union stand in between
-        inside = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+        inside: Any = dict(enumerate(value)) if isinstance(value, list | tuple) else value
         if isinstance(inside, Mapping) and (step in inside or (missing and step == steps[-1])):
             place += f"[{step}]" if isinstance(step, int) else f".{step}"
             value = inside.get(step)
@@ -143,8 +149,7 @@ def _refusal(error: ValidationError, value: Any, name: str, then: str = "", *, p
         expected = " or ".join(dict.fromkeys(problem["msg"] for problem in problems if problem["input"] is wrong))
         for theirs, ours in _WORDS.items():
             expected = expected.replace(theirs, ours)
-        shown, setting = repr(wrong), place.endswith(("=", " "))
-        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+        shown, setting = f"{wrong!r:.80}", place.endswith(("=", " "))
         text = f"{place}{shown}: expected {expected}" if setting else f"{place} is {shown}, expected {expected}"
     return SinkscopeError(text + then, page=page or context.get("page") or getattr(cause, "page", None))
 
@@ -184,27 +189,28 @@ def build(kind: type[T], value: Any, where: str) -> T:
     return _from_json(_lenient(kind), value, where, "")
 
 
-def check(value: Any, type_: type[T], where: str, expected: str) -> T:
+def check(value: Any, type_: type[T], where: str, expected: str, page: str | None = None) -> T:
     """Make one record from a JSON value.
 
     Raises:
         SinkscopeError: The value has another form; the message begins with `where`.
     """
-    return _from_json(_type_adapter(type_), value, where, f": give {expected}")
+    return _from_json(_type_adapter(type_), value, where, f": give {expected}", page)
 
 
-def _from_json(reader: Any, value: Any, where: str, then: str) -> Any:
+def _from_json(reader: Any, value: Any, where: str, then: str, page: str | None = None) -> Any:
     # Written as JSON again, because pydantic takes an array for a tuple there alone.
     text = json.dumps(value, ensure_ascii=False, default=repr).encode("utf-8", "replace")
     try:
         return reader.validate_json(text, strict=True)
     except ValidationError as error:
-        raise _refusal(error, value, where, then) from None
+        raise _refusal(error, value, where, then, page=page) from None
 
 
 @cache
 def _lenient(kind: Any) -> SchemaValidator:
     """A reader of what `plain` wrote: null is NaN where only a number fits, and an array of numpy is a list."""
+    import numpy as np  # slow to load, and monitors of tokens need none
 
     def changed(part: Any) -> Any:
         if isinstance(part, list):
@@ -214,7 +220,7 @@ def _lenient(kind: Any) -> SchemaValidator:
         if part.get("type") == "is-instance" and hasattr(part["cls"], "array_type"):
             dtype = float if any("float" in str(name) for name in part["cls"].dtypes) else None
             return core_schema.no_info_plain_validator_function(lambda value: np.asarray(value, dtype))
-        made = {name: changed(each) for name, each in part.items()}
+        made: Any = {name: changed(each) for name, each in part.items()}
         if part.get("type") == "float":
             return core_schema.no_info_before_validator_function(lambda value: nan if value is None else value, made)
         return made

@@ -152,15 +152,13 @@ class Parameter:
         """
         if value is None or self.type not in (int, float):
             return
-        from pydantic import Field
-
-        from sinkscope.records import conform
+        from sinkscope.records import between, conform
 
         low, high = self.option.min, self.option.max
         declared = low is not None or high is not None
         if high is None:
             high = 1e300 if self.type is float else (1 << 63 if self.name == "seed" else 1 << 31) - 1
-        kind = Annotated[self.type if declared else float, Field(ge=low, le=high, allow_inf_nan=False)]
+        kind = between(self.type if declared else float, low, high)
         for one in value if self.many else (value,):
             if declared or isinstance(one, int | float):
                 conform(kind, one, f"{self.flag} ", strict=declared, then=f" ({self.name}=... in Python)")

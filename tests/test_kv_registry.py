@@ -101,7 +101,7 @@ def test_the_budget_comes_first(module: str) -> None:
         ("h2o:-3", "budget=-3: expected a number of tokens from 1"),
         (
             "policies_of_others:KeyNorm:x",
-            "policy 'policies_of_others:KeyNorm:x': budget='x': expected a number of tokens",
+            "'policies_of_others:KeyNorm:x': budget='x': expected a number",
         ),
         ("policies_of_others:Missing", "cannot be imported: AttributeError: module 'policies_of_others' has no"),
         ("policies_of_others:Other", "is no cache policy: expected a subclass of sinkscope.kv.Policy"),

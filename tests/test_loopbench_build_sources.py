@@ -180,7 +180,7 @@ def run(tmp_path: Path, *words: str) -> int:
         (("--model", "bundled", "--out", "-"), "--out -: give the set a file of its own"),
         (("--model", "bundled", "--bench", "ri"), r"the folder data has no narrativeqa\.jsonl"),
         (("--model", "bundled", "--source", "nowhere"), "there is no file or folder 'nowhere'"),
-        (("--model", "bundled", "--target-tokens", "100"), r"target_tokens=100: the form alone has \d+ tokens"),
+        (("--model", "bundled", "--target-tokens", "100"), r"target_tokens=100: .* the form alone has \d+ tokens"),
     ],
 )
 def test_refused(

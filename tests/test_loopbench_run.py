@@ -236,7 +236,7 @@ def test_progress_counts_new_tokens_to_the_end(tmp_path: Path) -> None:
         ({"seeds": 0}, "seeds=0: expected a whole number from 1"),
         (
             {"temperatures": (0.0, -0.5)},
-            "temperatures: [1] is -0.5, expected 0, which is greedy, or a number from 0.001",
+            "temperatures: [1] is -0.5, expected 0, which is greedy, or a number from",
         ),
         ({"temperatures": (float("nan"),)}, "temperatures: [0] is nan"),
         ({"max_new_tokens": 1020}, "but the context of"),
@@ -269,7 +269,7 @@ def test_budget_of_the_command_line(text: str, budget: float) -> None:
 
 @pytest.mark.parametrize("text", ["0", "-3", "1.5", "0.0", "many", ""])
 def test_bad_budget_of_the_command_line(text: str) -> None:
-    with pytest.raises(SinkscopeError, match="--budget .*: expected a number of tokens from 1, or a fraction"):
+    with pytest.raises(SinkscopeError, match=r"--budget .*: expected a number of tokens from 1, or a fraction"):
         read_setting(text, Budget, "--budget ")
 
 

@@ -554,7 +554,7 @@ GOOD: dict[str, Any] = {
     ("change", "words"),
     [
         ({"kind": "find-sinks"}, ["find-sinks", "sink-patch"]),
-        ({"schema": 2}, ["schema 2", "reads 1"]),
+        ({"schema": 2}, ["schema is 2", "expected 1"]),
         ({"site": None}, ["patch.json: site is None", "'up'"]),
         ({"site": "gate"}, ["site", "gate"]),
         ({"value": "third"}, ["value", "third", "second"]),

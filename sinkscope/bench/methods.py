@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from pydantic import Field
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.records import Budget, Part, read_setting
+from sinkscope.records import Budget, Part, check_values, read_setting, said
 
 Block = Literal["cache", "guard", "sampler", "stopper"]
 BLOCKS: tuple[Block, ...] = get_args(Block)
@@ -201,7 +203,8 @@ class Method:
     def spec(self) -> str:
         """The method as it is written; records are stored under this text."""
         name = f"{self.name}:{_PRINTED}" if self.paper else self.name
-        return ":".join([name, *(f"{key}={_written(value)}" for key, value in self.options)])
+        written = (f"{key}={str(v).lower() if v is None or v is True or v is False else v}" for key, v in self.options)
+        return ":".join([name, *written])
 
     @property
     def kind(self) -> MethodKind:
@@ -301,10 +304,8 @@ def at_settings(specs: Sequence[str], settings: Settings, share: Budget = SHARE)
     Raises:
         SinkscopeError: The comparison is unknown or the share is outside (0, 1), and as for `check_methods`.
     """
-    if settings not in get_args(Settings):
-        raise SinkscopeError(f"settings {settings!r} are unknown: expected one of {', '.join(get_args(Settings))}")
-    if isinstance(share, int) or not 0 < share < 1:
-        raise SinkscopeError(f"a share of {share!r}: expected a share of the context between 0.0 and 1.0")
+    check_values(Settings, settings=settings)
+    check_values(Annotated[float, Field(gt=0, lt=1), said("a share of the context between 0.0 and 1.0")], share=share)
     found: list[str] = []
     for method in check_methods(specs or list(PAPER), ["cache"]):
         kind, given = method.kind, dict(method.options)
@@ -340,7 +341,3 @@ def split_spec(spec: str) -> tuple[str, Budget | None]:
     budgets = [part.removeprefix("budget=") for part in parts if part.startswith("budget=")]
     text = ":".join(part for part in parts if not part.startswith("budget="))
     return text, literal_eval(budgets[0]) if budgets else None
-
-
-def _written(value: Any) -> str:
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

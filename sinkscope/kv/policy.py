@@ -349,18 +349,15 @@ def policy_named(text: str) -> Intervention:
         >>> policy_named("streaming:512").budget, policy_named("sinkscope.kv.h2o:H2O:0.25").budget
         (512, 0.25)
     """
+    where = f"policy {text!r}: budget="
     if given := next((name for name in sorted(NAMED, reverse=True) if f"{text}:".startswith(f"{name}:")), None):
         size = text.removeprefix(given).removeprefix(":")
-        return NAMED[given](**({"budget": _budget(text, size)} if size else {}))
+        return NAMED[given](**({"budget": read_setting(size, Budget, where)} if size else {}))
     name, *rest = text.split(":")
     own = rest[:1] if rest and (rest[0].isidentifier() or len(rest) > 1) and name not in _REGISTERED else []
     budget = ":".join(rest[len(own) :])
-    options = {} if len(rest) == len(own) else {"budget": _budget(text, budget)}
+    options = {} if len(rest) == len(own) else {"budget": read_setting(budget, Budget, where)}
     return _made(text, _class(f"{name}:{own[0]}"), options) if own else make_policy(name, **options)
-
-
-def _budget(text: str, budget: str) -> int | float:
-    return read_setting(budget, Budget, f"policy {text!r}: budget=")
 
 
 def _class(path: str) -> type[Intervention]:

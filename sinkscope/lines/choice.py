@@ -24,16 +24,16 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
-from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.adding import add_at
-from sinkscope.records import Natural, Part, check_values, said
+from sinkscope.errors import SinkscopeError
+from sinkscope.records import Natural, Part, Whole, check_values
 
 Variant = Literal["exact", "faithful"]
 _ROWS = 64  # queries whose attention is built at a time
@@ -262,8 +262,9 @@ def check_selection(alpha: float, sample: int, variant: str, recent: int = 0) ->
     check_values(Part, alpha=alpha)
     check_values(Natural, sample=sample)
     check_values(Variant, variant=variant)
-    drawn = Annotated[int, Field(ge=0, le=sample), said(f"a number of queries from 0 to sample={sample}")]
-    check_values(drawn, recent=recent)
+    check_values(Whole, recent=recent)
+    if recent > sample:
+        raise SinkscopeError(f"recent={recent!r}: expected a number of queries from 0 to sample={sample}")
 
 
 def sample_queries(queries: int, sample: int, seed: int = 0, recent: int = 0) -> Int[Tensor, " row"]:

@@ -335,8 +335,7 @@ def build(
     if task not in TASKS:
         raise SinkscopeError(f"task {task!r} is not of the paper: expected one of {', '.join(TASKS)}")
     known = TASKS[task]
-    if form not in ("faithful", "repaired"):
-        raise SinkscopeError(f"form {form!r} is unknown: expected faithful or repaired")
+    check_values(Form, form=form)
     n_turns, n = turns if turns is not None else known.turns, count if count is not None else known.dialogues
     if n_turns < 1 or n < 1:
         raise SinkscopeError(f"turns={n_turns}, count={n}: expected at least 1 of each")

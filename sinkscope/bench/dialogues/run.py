@@ -30,6 +30,7 @@ from typing import Annotated, Any, Literal, get_args
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
+from pydantic import Field
 from torch import Tensor
 
 from sinkscope.bench.dialogues.build import build_published
@@ -60,7 +61,7 @@ from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.kv.session import Rows, Session
 from sinkscope.parallel import Tally, check_workers
 from sinkscope.published import SETS, set_of
-from sinkscope.records import Budget, Natural, check_values, read_setting
+from sinkscope.records import Budget, Natural, check_values, conform, read_setting, said
 from sinkscope.registry import Count, Hidden, Option, Positive, command
 from sinkscope.store import Folder
 from sinkscope.text import typical_text
@@ -454,11 +455,8 @@ def check_positions(positions: Sequence[str]) -> tuple[Position, ...]:
     Raises:
         SinkscopeError: The list is empty, or has an unknown position.
     """
-    for given in positions:
-        if given not in POSITIONS:
-            raise SinkscopeError(f"position {given!r} is unknown: expected some of {', '.join(POSITIONS)}")
-    if not positions:
-        raise SinkscopeError(f"no position is given: choose from {', '.join(POSITIONS)}")
+    some = Annotated[tuple[Position, ...], Field(min_length=1), said(f"some of {', '.join(POSITIONS)}")]
+    conform(some, tuple(positions), "positions=", strict=True)
     return tuple(place for place in POSITIONS if place in positions)
 
 
