@@ -53,6 +53,9 @@ _WORDS = {
     "less than or equal to": "a number up to",
     "greater than": "a number above",
     "less than": "a number below",
+    "List should have ": "",
+    "Tuple should have ": "",
+    " after validation, not 0": "",
 }
 """How errors say what pydantic says."""
 
@@ -80,7 +83,7 @@ def conform(
 
 
 @cache
-def between(kind: Any, low: float | None, high: float | None) -> Any:
+def between(kind: Any, low: int | float | None, high: int | float | None) -> Any:
     """The type of a number within a range."""
     return Annotated[kind, Field(ge=low, le=high, allow_inf_nan=False)]
 
@@ -146,7 +149,9 @@ def _refusal(error: ValidationError, value: Any, name: str, then: str = "", *, p
     elif cause is not None:
         text = f"{place}: {cause}".removeprefix(": ")
     else:
-        expected = " or ".join(dict.fromkeys(problem["msg"] for problem in problems if problem["input"] is wrong))
+        expected = " or ".join(
+            dict.fromkeys(problem["msg"] for problem in problems if repr(problem["input"]) == repr(wrong))
+        )
         for theirs, ours in _WORDS.items():
             expected = expected.replace(theirs, ours)
         shown, setting = f"{wrong!r:.80}", place.endswith(("=", " "))
