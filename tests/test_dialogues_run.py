@@ -326,7 +326,7 @@ def test_figure_has_the_numbers_and_html_is_escaped(tmp_path: Path) -> None:
         (["--methods", "h20"], "method 'h20' is unknown: did you mean 'h2o'? expected some of full, streaming"),
         (["--methods", ","], "no name is given"),
         (["--positions", "start"], "positions=('start',): expected some of begin, middle, end"),
-        (["--budget", "0"], "--budget 0: expected a whole number"),
+        (["--budget", "0"], "--budget 0: expected a number of tokens from 1"),
         (["--dialogues", "none.jsonl"], "'none.jsonl': no such file"),
         (["--budget", "48", "--methods", "snapkv"], "SnapKV: budget=48 is below"),
         (["--max-new-tokens", "40000"], "dialogue 'recall-0', turn 1, question at begin"),

@@ -162,15 +162,18 @@ class LoopGuard(Intervention):
                 f"beside the {self.anchors} anchors: raise it, or keep fewer anchors",
                 page="kv-budget",
             )
-        return Retention(
-            budget=budget,
-            anchors=max(self.anchors, min(first, budget - 1)),
-            recent=self.window if isinstance(self.recent, str) else self.recent,
-            recent_budget=self.recent_budget,
-            recent_pick=self.recent_pick,
-            clean=self.clean,
-            max_level=self.max_level,
-        )
+        try:
+            return Retention(
+                budget=budget,
+                anchors=max(self.anchors, min(first, budget - 1)),
+                recent=self.window if isinstance(self.recent, str) else self.recent,
+                recent_budget=self.recent_budget,
+                recent_pick=self.recent_pick,
+                clean=self.clean,
+                max_level=self.max_level,
+            )
+        except SinkscopeError as error:  # the user wrote LoopGuard
+            raise SinkscopeError(f"LoopGuard: {str(error).removeprefix('Retention: ')}", page=error.page) from None
 
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache, and watch ids and logits of the causal model."""
