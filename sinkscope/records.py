@@ -84,8 +84,13 @@ def conform(
 
 @cache
 def between(kind: Any, low: int | float | None, high: int | float | None) -> Any:
-    """The type of a number within a range."""
-    return Annotated[kind, Field(ge=low, le=high, allow_inf_nan=False)]
+    """The type of a number within a range; a limit of 1e300 only excludes what overflows, and errors do not name it."""
+    limits = [f" {word} {n}" for word, n in (("from", low), ("up to", high)) if n is not None and n != 1e300]
+    return Annotated[
+        kind,
+        Field(ge=low, le=high, allow_inf_nan=False),
+        said(f"{'a whole number' if kind is int else 'a number'}{''.join(limits)}"),
+    ]
 
 
 def check_values(kind: Any, page: str | None = None, **values: Any) -> None:

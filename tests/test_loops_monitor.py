@@ -255,10 +255,10 @@ def test_the_limit_of_the_windowed_votes() -> None:
         ({"warmup": -1}, "warmup is -1"),
         ({"tail_repeats": 1.5}, "tail_repeats is 1.5, expected a number from 2"),
         ({"stall": True}, "stall is True, expected a whole number"),
-        ({"votes": 4}, "votes is 4, expected a number up to 3"),
+        ({"votes": 4}, "votes is 4, expected a whole number up to 3"),
         ({"voters": ("ttr", "p2")}, "voters[1] is 'p2', expected 'ttr', 'cr' or 'p1'"),
         ({"gates": ("stall", "stall")}, "gates is"),
-        ({"window": 3}, "window is 3, expected a number from 4, the value of novelty_n"),
+        ({"window": 3}, "window is 3, expected a whole number from 4, the value of novelty_n"),
         ({"speed": 3}, "no setting 'speed': there are window"),
     ],
 )

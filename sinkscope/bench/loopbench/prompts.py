@@ -36,7 +36,7 @@ from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Hidden, Option, Positive, command
 from sinkscope.models.load import open_tokenizer
-from sinkscope.records import Natural, between, check_values, read_records, said
+from sinkscope.records import Natural, between, check_values, conform, read_records
 
 Bench = Literal["dc", "ri", "stories", "organism", "2wiki"]
 TITLES: dict[Bench, str] = {
@@ -440,8 +440,13 @@ def _cap(lengths: Sequence[int], target: int) -> int:
 
 def _check_target(target: int, drafts: Sequence[_Draft], length: Callable[[str], int]) -> None:
     form = max(length(draft.form("")) for draft in drafts)
-    words = f"a whole number from {form + _LEAST}, because the form alone has {form} tokens for this tokenizer"
-    check_values(Annotated[between(int, form + _LEAST, None), said(words)], target_tokens=target)
+    conform(
+        between(int, form + _LEAST, None),
+        target,
+        "target_tokens=",
+        strict=True,
+        then=f", because the form alone has {form} tokens for this tokenizer",
+    )
 
 
 def _cut(draft: _Draft, whole: int, longest: int, length: Callable[[str], int], *, middle: bool) -> tuple[str, int]:
