@@ -159,8 +159,8 @@ def _refusal(error: ValidationError, value: Any, name: str, then: str = "", *, p
         )
         for theirs, ours in _WORDS.items():
             expected = expected.replace(theirs, ours)
-        shown, setting = f"{wrong!r:.80}", place.endswith(("=", " "))
-        text = f"{place}{shown}: expected {expected}" if setting else f"{place} is {shown}, expected {expected}"
+        shown = f"{place}{wrong!r:.80}:" if place.endswith(("=", " ")) else f"{place} is {wrong!r:.80},"
+        text = f"{shown} expected {expected}"
     return SinkscopeError(text + then, page=page or context.get("page") or getattr(cause, "page", None))
 
 
@@ -215,6 +215,8 @@ def _from_json(reader: Any, value: Any, where: str, then: str, page: str | None 
         return reader.validate_json(text, strict=True)
     except ValidationError as error:
         raise _refusal(error, value, where, then, page=page) from None
+    except (TypeError, OverflowError) as error:  # an array of something else than numbers
+        raise SinkscopeError(f"{where}: {error}{then}", page=page) from None
 
 
 @cache
@@ -229,7 +231,9 @@ def _lenient(kind: Any) -> SchemaValidator:
             return part
         if part.get("type") == "is-instance" and hasattr(part["cls"], "array_type"):
             dtype = float if any("float" in str(name) for name in part["cls"].dtypes) else None
-            return core_schema.no_info_plain_validator_function(lambda value: np.asarray(value, dtype))
+            return core_schema.no_info_after_validator_function(
+                lambda value: np.asarray(value, dtype), core_schema.list_schema()
+            )
         made: Any = {name: changed(each) for name, each in part.items()}
         if part.get("type") == "float":
             return core_schema.no_info_before_validator_function(lambda value: nan if value is None else value, made)

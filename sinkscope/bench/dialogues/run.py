@@ -455,8 +455,12 @@ def check_positions(positions: Sequence[str]) -> tuple[Position, ...]:
     Raises:
         SinkscopeError: The list is empty, or has an unknown position.
     """
-    some = Annotated[tuple[Position, ...], Field(min_length=1), said(f"some of {', '.join(POSITIONS)}")]
-    conform(some, tuple(positions), "positions=", strict=True)
+    conform(
+        Annotated[tuple[Position, ...], Field(min_length=1), said(f"some of {', '.join(POSITIONS)}")],
+        tuple(positions),
+        "positions=",
+        strict=True,
+    )
     return tuple(place for place in POSITIONS if place in positions)
 
 
