@@ -25,9 +25,13 @@ from sinkscope.kv.loopserve import tokens_read
 from sinkscope.measure import edit_of
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target
-from sinkscope.records import Natural, Number, Whole, conform
+from sinkscope.records import Natural, check_values, said
 
 COLDEST = 0.001  # temperature; scores over a smaller one leave the range of half precision
+Temperature = Annotated[
+    Annotated[float, Field(ge=0, le=0)] | Annotated[float, Field(ge=COLDEST, allow_inf_nan=False)],
+    said(f"0, which is greedy, or a number from {COLDEST}"),
+]
 
 
 @dataclass(frozen=True)
@@ -201,14 +205,9 @@ def _check_prompts(rows: list[list[int]], edit: Intervention | None, new: int, t
 
 
 def _check_numbers(max_new_tokens: int, temperature: float, seed: int, batch_size: int, on_text: object) -> None:
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        conform(Natural, value, name, page="generate")
-    conform(Annotated[Whole, Field(lt=1 << 63)], seed, "seed", page="generate")
-    conform(Annotated[Number, Field(ge=0)], temperature, "temperature", page="generate")
-    if 0 < temperature < COLDEST:
-        raise SinkscopeError(
-            f"temperature={temperature!r}: expected 0, which is greedy, or a number from {COLDEST}", page="generate"
-        )
+    check_values(Natural, "generate", max_new_tokens=max_new_tokens, batch_size=batch_size)
+    check_values(Annotated[int, Field(ge=0, lt=1 << 63)], "generate", seed=seed)
+    check_values(Temperature, "generate", temperature=temperature)
     if on_text is not None and batch_size != 1:
         raise SinkscopeError(
             f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1",

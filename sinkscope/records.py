@@ -4,42 +4,116 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from ast import literal_eval
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
+from math import nan
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, GetPydanticSchema, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+from pydantic_core import SchemaValidator, core_schema
 
 from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError
 
-Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
-Share = Annotated[float, Strict(), Field(ge=0, le=1, allow_inf_nan=False)]
-Whole = Annotated[int, Strict(), Field(ge=0)]
-Natural = Annotated[int, Strict(), Field(ge=1)]
-_type_adapter: Callable[[Any], Any] = cache(TypeAdapter)
+
+def said(words: str, page: str | None = None) -> GetPydanticSchema:
+    """What an error says that a type expects, and the documentation page that it names; for use in `Annotated`."""
+    return GetPydanticSchema(
+        lambda kind, handler: core_schema.custom_error_schema(
+            handler(kind), "said", custom_error_message=words, custom_error_context={"page": page}
+        )
+    )
 
 
-def conform(kind: Any, value: Any, name: str, *, page: str | None = None) -> Any:
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False), said("a finite number")]
+Share = Annotated[float, Strict(), Field(ge=0, le=1), said("a number from 0 to 1")]
+Part = Annotated[float, Strict(), Field(gt=0, le=1), said("a share above 0 and up to 1")]
+Whole = Annotated[int, Strict(), Field(ge=0), said("a whole number from 0")]
+Natural = Annotated[int, Strict(), Field(ge=1), said("a whole number from 1")]
+Budget = Annotated[
+    Natural | Part,
+    said("a number of tokens from 1, or a fraction of the prompt above 0.0 and up to 1.0", page="kv-budget"),
+]
+T = TypeVar("T")
+_type_adapter: Callable[[Any], Any] = lru_cache(256)(TypeAdapter)
+_WORDS = {
+    "Input should be ": "",
+    "Unexpected keyword argument": "no field of this name",
+    "a valid integer": "a whole number",
+    "a valid boolean": "True or False",
+    "a valid array": "a list",
+    "a valid ": "a ",
+    "a whole number or a number": "a number",
+    "greater than or equal to": "a number from",
+    "less than or equal to": "a number up to",
+    "greater than": "a number above",
+    "less than": "a number below",
+    "List should have ": "",
+    "Tuple should have ": "",
+    " after validation, not 0": "",
+}
+"""How errors say what pydantic says."""
+
+
+def conform(
+    kind: Any, value: Any, name: str, *, page: str | None = None, strict: bool | None = None, then: str = ""
+) -> Any:
     """Return `value` if it is of the type `kind`.
 
     Args:
         kind: A type, such as `Whole` or `list[Share]`.
         value: Any object.
-        name: Name of the value, for the error.
+        name: Name of the value, for the error; a setting's ends in "=", an option's in a space.
         page: Documentation page to name in the error.
+        strict: Whether nothing is converted, except a whole number to a float.
+        then: End of the error.
 
     Raises:
         SinkscopeError: It is not; the message says what was expected.
     """
     try:
-        return _type_adapter(kind).validate_python(value)
+        return _type_adapter(kind).validate_python(value, strict=strict)
     except ValidationError as error:
-        raise SinkscopeError(_refusal(error, value, name), page=page) from None
+        raise _refusal(error, value, name, then, page=page) from None
+
+
+@cache
+def between(kind: Any, low: int | float | None, high: int | float | None) -> Any:
+    """The type of a number within a range; a limit of 1e300 only excludes what overflows, and errors do not name it."""
+    limits = [f" {word} {n}" for word, n in (("from", low), ("up to", high)) if n is not None and n != 1e300]
+    return Annotated[
+        kind,
+        Field(ge=low, le=high, allow_inf_nan=False),
+        said(f"{'a whole number' if kind is int else 'a number'}{''.join(limits)}"),
+    ]
+
+
+def check_values(kind: Any, page: str | None = None, **values: Any) -> None:
+    """Refuse settings that are not of the type `kind`; nothing is converted.
+
+    Raises:
+        SinkscopeError: One of the values is of another type; the message names it.
+    """
+    for name, value in values.items():
+        conform(kind, value, f"{name}=", page=page, strict=True)
+
+
+def read_setting(text: str, kind: Any, name: str) -> Any:
+    """Read a value of the type `kind` from a text: a number, true, false, none, or a word.
+
+    Raises:
+        SinkscopeError: It is of another type; the message begins with `name`.
+    """
+    try:
+        value = literal_eval(text.capitalize())  # "true", "false" and "none" as well
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        value = text
+    return conform(kind, value, name, strict=True)
 
 
 @dataclass_transform(frozen_default=True)
@@ -47,78 +121,67 @@ def checked(cls: type[T]) -> type[T]:
     """Make a frozen dataclass whose fields are checked against their annotations; the error is a SinkscopeError."""
     made: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
     build: Callable[..., None] = made.__init__
-    usual = {name: field.default for name, field in made.__dataclass_fields__.items() if field.default is not MISSING}
+    usual: dict[Any, str] = {
+        (f.name,): f"; the default is {f.default}" for f in fields(made) if f.default is not MISSING
+    }
 
     @wraps(build)
     def init(self: Any, *args: Any, **given: Any) -> None:
         try:
             build(self, *args, **given)
         except ValidationError as error:
-            problem = error.errors()[0]
-            if isinstance(cause := problem.get("ctx", {}).get("error"), SinkscopeError):
-                raise cause from None  # what __post_init__ said
-            field = str(problem["loc"][0])
-            default = f"; the default is {usual[field]}" if field in usual else ""
-            raise SinkscopeError(f"{_refusal(error, given, '')}{default}") from None
+            raise _refusal(error, given, "", usual.get(error.errors()[0]["loc"], "")) from None
 
     made.__init__ = init
     return made
 
 
-def _refusal(error: ValidationError, data: Any, name: str) -> str:
-    """The first problem in one line: the place, what is there, what was expected."""
+def _refusal(error: ValidationError, value: Any, name: str, then: str = "", *, page: str | None = None) -> Any:
+    """The error that states the first problem in one line: the place, what is there, what was expected."""
     problems = error.errors(include_url=False)
-    missing = problems[0]["type"] == "missing"
-    place, value = "", data
-    for part in problems[0]["loc"]:  # names of members of a union stand in between
-        if isinstance(value, Mapping) and (part in value or missing):
-            place, value = f"{place}.{part}".removeprefix("."), value.get(part)
-        elif isinstance(value, Sequence) and isinstance(part, int):
-            place, value = f"{place}[{part}]", value[part]
-    place = f"{name}: {place}" if name and place else name + place
+    wrong, steps, place = problems[0]["input"], problems[0]["loc"], ""
+    missing = "missing" in problems[0]["type"]
+    context = problems[0].get("ctx", {})
+    cause = context.get("error")  # what __post_init__ said
+    for step in steps:  # names of members of a union stand in between
+        inside: Any = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+        if isinstance(inside, Mapping) and (step in inside or (missing and step == steps[-1])):
+            place += f"[{step}]" if isinstance(step, int) else f".{step}"
+            value = inside.get(step)
+    place = ": ".join(filter(None, (name, place.removeprefix("."))))
     if missing:
-        return f"{place} is missing"
-    same = [p["msg"] for p in problems if p["input"] is problems[0]["input"]]
-    expected = " or ".join(dict.fromkeys(m.removeprefix("Input should be ") for m in same))
-    shown = repr(problems[0]["input"])
-    return f"{place} is {shown if len(shown) <= 80 else f'{shown[:77]}...'}: expected {expected}"
-
-
-_WORDS = {
-    "a valid integer": "a whole number",
-    "a valid number": "a number",
-    "a valid boolean": "True or False",
-    "a whole number or a number": "a number",
-    "greater than or equal to": "a number from",
-}
-"""How errors say what pydantic says."""
+        text = f"{place} is missing"
+    elif cause is not None:
+        text = f"{place}: {cause}".removeprefix(": ")
+    else:
+        expected = " or ".join(
+            dict.fromkeys(problem["msg"] for problem in problems if repr(problem["input"]) == repr(wrong))
+        )
+        for theirs, ours in _WORDS.items():
+            expected = expected.replace(theirs, ours)
+        shown = f"{place}{wrong!r:.80}:" if place.endswith(("=", " ")) else f"{place} is {wrong!r:.80},"
+        text = f"{shown} expected {expected}"
+    return SinkscopeError(text + then, page=page or context.get("page") or getattr(cause, "page", None))
 
 
 def check_fields(made: Any) -> None:
     """Refuse fields of a dataclass whose values do not fit the numbers, switches and words that are annotated there.
 
-    A bool is not a number here, an int is, and fields of any other type are not checked. Neither are those of a class
-    whose annotations use names that are imported for type checkers only. `Natural`, `Whole` and `Share` are
-    numbers with a range.
+    A bool is not a number here, an int is, and fields of any other type are not checked. What a subclass annotates
+    anew must fit the annotations of its base as well. A class whose annotations use names that are imported for type
+    checkers only is passed over.
 
     Raises:
         SinkscopeError: A field does not fit; the message names the first, its value and what was expected.
     """
-    try:
-        hints = get_type_hints(type(made), include_extras=True)
-    except NameError:
-        return
-    for field in fields(made):
-        value = getattr(made, field.name)
+    for cls in reversed(type(made).__mro__):
         try:
-            if _checkable(hints[field.name]):
-                _type_adapter(hints[field.name]).validate_python(value, strict=True)
-        except ValidationError as error:
-            found = dict.fromkeys(problem["msg"].removeprefix("Input should be ") for problem in error.errors())
-            expected = " or ".join(found)
-            for theirs, ours in _WORDS.items():
-                expected = expected.replace(theirs, ours)
-            raise SinkscopeError(f"{type(made).__name__}: {field.name}={value!r}: expected {expected}") from None
+            hints = get_type_hints(cls, include_extras=True)
+        except NameError:
+            continue
+        for name in filter(made.__dataclass_fields__.__contains__, hints):
+            if _checkable(hints[name]):
+                conform(hints[name], getattr(made, name), f"{type(made).__name__}: {name}=", strict=True)
 
 
 def _checkable(hint: Any) -> bool:
@@ -127,7 +190,56 @@ def _checkable(hint: Any) -> bool:
     return hint in (int, float, bool, NoneType) or get_origin(hint) is Literal
 
 
-T = TypeVar("T")
+def build(kind: type[T], value: Any, where: str) -> T:
+    """Rebuild a dataclass from the output of `plain`; unknown keys are ignored, missing ones take defaults.
+
+    Raises:
+        SinkscopeError: A field is missing or has another type; `where` begins the message.
+    """
+    return _from_json(_lenient(kind), value, where, "")
+
+
+def check(value: Any, type_: type[T], where: str, expected: str, page: str | None = None) -> T:
+    """Make one record from a JSON value.
+
+    Raises:
+        SinkscopeError: The value has another form; the message begins with `where`.
+    """
+    return _from_json(_type_adapter(type_), value, where, f": give {expected}", page)
+
+
+def _from_json(reader: Any, value: Any, where: str, then: str, page: str | None = None) -> Any:
+    # Written as JSON again, because pydantic takes an array for a tuple there alone.
+    text = json.dumps(value, ensure_ascii=False, default=repr).encode("utf-8", "replace")
+    try:
+        return reader.validate_json(text, strict=True)
+    except ValidationError as error:
+        raise _refusal(error, value, where, then, page=page) from None
+    except (TypeError, OverflowError) as error:  # an array of something else than numbers
+        raise SinkscopeError(f"{where}: {error}{then}", page=page) from None
+
+
+@cache
+def _lenient(kind: Any) -> SchemaValidator:
+    """A reader of what `plain` wrote: null is NaN where only a number fits, and an array of numpy is a list."""
+    import numpy as np  # slow to load, and monitors of tokens need none
+
+    def changed(part: Any) -> Any:
+        if isinstance(part, list):
+            return [changed(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        if part.get("type") == "is-instance" and hasattr(part["cls"], "array_type"):
+            dtype = float if any("float" in str(name) for name in part["cls"].dtypes) else None
+            return core_schema.no_info_after_validator_function(
+                lambda value: np.asarray(value, dtype), core_schema.list_schema()
+            )
+        made: Any = {name: changed(each) for name, each in part.items()}
+        if part.get("type") == "float":
+            return core_schema.no_info_before_validator_function(lambda value: nan if value is None else value, made)
+        return made
+
+    return SchemaValidator(changed(TypeAdapter(kind).core_schema))
 
 
 def read_records(path: str | os.PathLike[str], type_: type[T], expected: str, *, key: str = "") -> list[T]:
@@ -148,29 +260,6 @@ def read_records(path: str | os.PathLike[str], type_: type[T], expected: str, *,
     if key:
         refuse_twins([(where, getattr(record, key)) for where, record in found], key, expected)
     return [record for _, record in found]
-
-
-def check(value: Any, type_: type[T], where: str, expected: str) -> T:
-    """Make one record from a JSON value.
-
-    Raises:
-        SinkscopeError: The value has another form; the message begins with `where`.
-    """
-    try:  # from JSON, because pydantic takes an array for a tuple there alone
-        return _type_adapter(type_).validate_json(json.dumps(value), strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field, wanted = _field(first["loc"]), first["msg"].removeprefix("Input should be ")
-        if first["type"] == "value_error":
-            said = f"{where}{', ' + field if field else ''}: {wanted.removeprefix('Value error, ')}"
-        elif first["type"] == "missing":
-            said = f"{where} has no field {field!r}"
-        elif first["type"] == "unexpected_keyword_argument":
-            said = f"{where}: the field {field!r} is unknown"
-        else:
-            shown = f"{where}: {field} is {first['input']!r:.40}" if field else f"{where} is {first['input']!r:.40}"
-            said = f"{shown}, expected {wanted}"
-        raise SinkscopeError(f"{said}: give {expected}") from None
 
 
 def refuse_twins(keys: list[tuple[str, Any]], name: str, expected: str) -> None:
@@ -272,12 +361,6 @@ def read_text(path: str | os.PathLike[str], expected: str) -> str:
     if not text.strip():
         raise SinkscopeError(f"{file.name} is empty: give {expected}")
     return text
-
-
-def _field(place: tuple[int | str, ...]) -> str:
-    """A path such as `turns[1].answers`; pydantic counts from 0, as JSON does."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "[key]")
-    return "".join(parts).removeprefix(".")
 
 
 def _parquet(file: Path, expected: str) -> Iterator[tuple[str, Any]]:

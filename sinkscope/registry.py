@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -151,25 +150,18 @@ class Parameter:
         Raises:
             SinkscopeError: The value is too small, too large, or not a number.
         """
-        low, high = self.option.min, self.option.max
         if value is None or self.type not in (int, float):
             return
-        declared = low is not None or high is not None
-        if self.type is int and high is None:
-            high = (1 << 63 if self.name == "seed" else 1 << 31) - 1
-        for one in value if self.many else (value,):
-            fits = isinstance(one, int if self.type is int else int | float) and not isinstance(one, bool)
-            fits = fits or not declared
-            if isinstance(one, int | float):  # NaN and infinity are neither above nor below
-                fits = fits and (-math.inf if low is None else low) <= one <= (1e300 if high is None else high)
-            if not fits:
-                raise SinkscopeError(f"{self.flag} {one!r}: expected {self._wanted(low, high)}")
+        from sinkscope.records import between, conform
 
-    def _wanted(self, low: int | float | None, high: int | float | None) -> str:
-        """The values that `check` accepts, in words."""
-        bounds = [f"of at least {low:g}" if low is not None else "", f"at most {high}" if high else ""]
-        wanted = " and ".join(bound for bound in bounds if bound)
-        return f"{'a whole number' if self.type is int else 'a number'} {wanted} ({self.name}=... in Python)"
+        low, high = self.option.min, self.option.max
+        declared = low is not None or high is not None
+        if high is None:
+            high = 1e300 if self.type is float else (1 << 63 if self.name == "seed" else 1 << 31) - 1
+        kind = between(self.type if declared else float, low, high)
+        for one in value if self.many else (value,):
+            if declared or isinstance(one, int | float):
+                conform(kind, one, f"{self.flag} ", strict=declared, then=f" ({self.name}=... in Python)")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,10 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from sinkscope._plain import build, parse_json, pathless, plain, visible
+from sinkscope._plain import parse_json, pathless, plain, visible
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_output
+from sinkscope.records import build
 from sinkscope.registry import kinds
 from sinkscope.tables import WIDTH, Grid, cell, glossary, strings
 
@@ -173,6 +174,7 @@ class Result:
         provenance: How, when and on which device it was made.
     """
 
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"arbitrary_types_allowed": True}  # arrays
     kind: ClassVar[str] = "result"
     percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
     table_of: ClassVar[str] = ""  # field whose records are the rows; empty: the first field that holds records

@@ -8,9 +8,10 @@ from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from sinkscope._plain import build, parse_json, pathless, plain
+from sinkscope._plain import parse_json, pathless, plain
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_atomic
+from sinkscope.records import build
 
 SETTINGS, RECORDS, LOCK = "settings.json", "runs.jsonl", "lock"
 

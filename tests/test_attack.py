@@ -236,9 +236,9 @@ def test_lengths_that_no_cluster_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lengths": [1]}, "--length 1: expected a whole number of at least 2"),
+        ({"lengths": [1]}, "--length 1: expected a whole number from 2"),
         ({"lengths": []}, "at least 2"),
-        ({"sequences": 0}, "--sequences 0: expected a whole number of at least 1"),
+        ({"sequences": 0}, "--sequences 0: expected a whole number from 1"),
         ({"searched": -1}, "--searched -1"),
         ({"workers": 0}, "--workers 0"),
         ({"thresholds": [0.0]}, "above 0"),

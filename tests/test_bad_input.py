@@ -223,7 +223,7 @@ def test_gguf_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--top-k", "0"], ("'--top-k'", "it is '0'")),
         (["--top-k", "5000"], ("--top-k 5000 is more than the", "give at most")),
         (["--seed", "-1"], ("'--seed'", "it is '-1'")),
-        (["--seed", "9" * 30], ("--seed", "at most 9223372036854775807")),
+        (["--seed", "9" * 30], ("--seed", "up to 9223372036854775807")),
         (["--max-repeats", "99999"], ("--max-repeats 99999 does not fit", "the largest is")),
         (["--token", "poem poem"], ("'poem poem' is 2 tokens", "give a string that is one token")),
         (["--text", "none.txt"], ("'none.txt' cannot be read", "give a UTF-8 text file")),

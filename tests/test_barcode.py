@@ -285,7 +285,7 @@ def test_bad_input_is_one_line(
         ({"heads": [(0, 4)]}, "head 4 does not exist: .* has heads 0 to 3"),
         ({"heads": [(3, 0)]}, "layer 3 was given: .* has layers 0 to 2"),
         ({"heads": [(0, 0)], "layers": [0]}, "layers and heads are given"),
-        ({"bins": 0}, "--bins 0: expected a whole number of at least 1"),
+        ({"bins": 0}, "--bins 0: expected a whole number from 1"),
         ({"max_new_tokens": 0}, "--max-new-tokens 0"),
         ({"max_new_tokens": 5000}, "ask for at most"),
         ({"prompt": [5, 200]}, "id 200 is not in the vocabulary"),

@@ -29,16 +29,16 @@ class Settings:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"share": 2}, "share is 2: expected less than or equal to 1; the default is 0.5"),
-        ({"share": math.nan}, "share is nan: expected a finite number"),
-        ({"share": True}, "share is True: expected a valid number"),
-        ({"share": "0.5"}, "share is '0.5': expected a valid number"),
-        ({"count": 0}, "count is 0: expected greater than or equal to 1; the default is 3"),
-        ({"count": 1.0}, "count is 1.0: expected a valid integer"),
-        ({"count": True}, "count is True: expected a valid integer"),
-        ({"names": ("a", "c")}, "names[1] is 'c': expected 'a' or 'b'"),
-        ({"names": "ab"}, "names is 'ab': expected a valid tuple"),
-        ({"value": "third"}, "value is 'third': expected 'second' or a valid number"),
+        ({"share": 2}, "share is 2, expected a number from 0 to 1; the default is 0.5"),
+        ({"share": math.nan}, "share is nan, expected a number from 0 to 1"),
+        ({"share": True}, "share is True, expected a number from 0 to 1"),
+        ({"share": "0.5"}, "share is '0.5', expected a number from 0 to 1"),
+        ({"count": 0}, "count is 0, expected a whole number from 1; the default is 3"),
+        ({"count": 1.0}, "count is 1.0, expected a whole number"),
+        ({"count": True}, "count is True, expected a whole number"),
+        ({"names": ("a", "c")}, "names[1] is 'c', expected 'a' or 'b'"),
+        ({"names": "ab"}, "names is 'ab', expected a tuple"),
+        ({"value": "third"}, "value is 'third', expected 'second' or a finite number"),
     ],
 )
 def test_a_field_that_does_not_fit_is_named_with_what_was_expected(given: dict[str, Any], said: str) -> None:
@@ -66,7 +66,7 @@ def test_the_error_of_post_init_comes_out_as_it_was() -> None:
 
 def test_a_place_inside_of_data_is_named() -> None:
     assert conform(list[dict[str, Whole]], [{"a": 1}], "file") == [{"a": 1}]
-    with pytest.raises(SinkscopeError, match=r"^file: \[1\]\.b is -1: expected greater than or equal to 0$") as error:
+    with pytest.raises(SinkscopeError, match=r"^file: \[1\]\.b is -1, expected a whole number from 0$") as error:
         conform(list[dict[str, Whole]], [{"a": 1}, {"b": -1}], "file", page="patch-file")
     assert error.value.page == "patch-file"
     with pytest.raises(SinkscopeError) as error:

@@ -349,7 +349,7 @@ def test_standard_input_is_utf8_whatever_the_terminal_is(
         ("--prompt-file p.txt --patch p.txt", b"x", "p.txt is not JSON"),
         ("--prompt-file p.txt --policy lru", b"x", "policy 'lru': expected one of adakv, full, h2o"),
         ("--prompt-file p.txt --policy h2o:0", b"x", "budget=0"),
-        ("--prompt-file p.txt --policy h2o:many", b"x", "'many' is no budget"),
+        ("--prompt-file p.txt --policy h2o:many", b"x", "budget='many': expected a number of tokens"),
         ("--prompt-file p.txt --max-new-tokens 0", b"x", "'--max-new-tokens'"),
         ("--prompt-file p.txt --temperature -1", b"x", "'--temperature'"),
         ("", b"x", "Missing option '--prompt-file'"),

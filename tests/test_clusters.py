@@ -208,7 +208,7 @@ def test_some_tokens_are_what_they_are_among_all() -> None:
 def test_bad_input_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     o = organism("llama", 0)
     for arguments, words in (
-        ({"threshold": 0.0}, "--threshold 0.0: expected a number of at least 0.001 and at most 1"),
+        ({"threshold": 0.0}, "--threshold 0.0: expected a number from 0.001 up to 1"),
         ({"sample": -1}, "--sample"),
         ({"batch_size": 0}, "--batch-size"),
         ({"workers": 0}, "--workers 0"),

@@ -370,9 +370,9 @@ def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes() -> None:
     [
         ([], {}, "turn 1: the prompt is empty"),
         (" \n", {}, "turn 1: the prompt is empty"),
-        ([5, 96], {}, "turn 1: 96 is no token id of"),
-        ([5, -1], {}, "-1 is no token id"),
-        ([True], {}, "True is no token id"),
+        ([5, 96], {}, "turn 1: [1] is 96, expected a whole number from 0 up to 95 for a token id of "),
+        ([5, -1], {}, "turn 1: [1] is -1, expected a whole number from 0 up to 95 for a token id of "),
+        ([True], {}, "turn 1: [0] is True, expected a whole number from 0 up to 95 for a token id of "),
         ("text", {}, "give tokenizer=..., or token ids"),
         ([5], {"max_new_tokens": 0}, "max_new_tokens=0"),
         ([5], {"use_cache": False}, "use_cache is made by the conversation"),

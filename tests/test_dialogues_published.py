@@ -240,11 +240,11 @@ TURN = GOOD["multi_turns"][0]
     [
         ("{", "line 2 is not JSON: give SCBench's"),
         ([], r"line 2 is \[\], expected an object"),
-        ({"context": "a"}, "line 2 has no field 'multi_turns'"),
+        ({"context": "a"}, "line 2: multi_turns is missing"),
         ({**GOOD, "multi_turns": []}, r"line 2: multi_turns is \[\], expected a list of at least one"),
         ({**GOOD, "multi_turns": ["x"]}, r"line 2: multi_turns\[0\] is 'x', expected an object"),
-        ({**GOOD, "multi_turns": [TURN, {"answer": "a"}]}, r"line 2 has no field 'multi_turns\[1\].input'"),
-        ({**GOOD, "multi_turns": [{"input": "a"}]}, r"line 2 has no field 'multi_turns\[0\].answer'"),
+        ({**GOOD, "multi_turns": [TURN, {"answer": "a"}]}, r"line 2: multi_turns\[1\].input is missing"),
+        ({**GOOD, "multi_turns": [{"input": "a"}]}, r"line 2: multi_turns\[0\].answer is missing"),
         ({**GOOD, "multi_turns": [{**TURN, "answer": [{}]}]}, r"line 2: multi_turns\[0\]: answer is"),
         ({**GOOD, "context": " "}, "line 2: context is ' ', expected a text"),
         ({**GOOD, "context": ["a"]}, r"line 2: context is \['a'\], expected a text"),
@@ -428,5 +428,5 @@ def test_a_wrong_file_is_answered_in_one_line(
     save(tmp_path / "wrong.jsonl", [{"text": "something else"}])
     assert main(["dialogues", "build", "--out", "o.jsonl", "--task", task, "--source", "wrong.jsonl"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: wrong.jsonl line 1 has no field ") and ": give " in said
+    assert said.startswith("error: wrong.jsonl line 1: ") and " is missing: give " in said
     assert said.count("\n") == 1 and not (tmp_path / "o.jsonl").exists()

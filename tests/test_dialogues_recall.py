@@ -142,7 +142,7 @@ def test_file_comes_back_equal(tmp_path: Path) -> None:
         ('{"id"', "[", "d.jsonl line 2 is not JSON"),
         ("recall-1", "recall-0", "d.jsonl line 2: id 'recall-0' is that of d.jsonl line 1 too"),
         ('"turns": [', '"turns": [], "x": [', "d.jsonl line 2: turns is [], expected a list of at least one"),
-        ('"turns"', '"turn"', "d.jsonl line 2 has no field 'turns'"),
+        ('"turns"', '"turn"', "d.jsonl line 2: turns is missing"),
         (
             '"middle"',
             '"center"',

@@ -327,15 +327,15 @@ def test_figure_has_the_numbers_and_html_is_escaped(tmp_path: Path) -> None:
     [
         (["--methods", "h20"], "method 'h20' is unknown: did you mean 'h2o'? expected some of full, streaming"),
         (["--methods", ","], "no name is given"),
-        (["--positions", "start"], "position 'start' is unknown: expected some of begin, middle, end"),
-        (["--budget", "0"], "--budget 0: expected a whole number"),
+        (["--positions", "start"], "positions=('start',): expected some of begin, middle, end"),
+        (["--budget", "0"], "--budget 0: expected a number of tokens from 1"),
         (["--dialogues", "none.jsonl"], "'none.jsonl': no such file"),
         (["--budget", "48", "--methods", "snapkv"], "SnapKV: budget=48 is below"),
         (["--max-new-tokens", "40000"], "dialogue 'recall-0', turn 1, question at begin"),
         (["--chat"], "the tokenizer of recall has no chat template"),
         (["--methods", "tova:budget=0.001"], "TOVA: budget=0.001 of a prompt of"),
         (["--settings", "paper", "--budget", "64"], "--settings paper has budgets of its own"),
-        (["--settings", "equal", "--budget", "64"], "a share of 64: expected a share of the context"),
+        (["--settings", "equal", "--budget", "64"], "share=64: expected a share of the context"),
         (["--settings", "equal"], "SnapKV: budget=0.125 of a prompt of"),
     ],
 )

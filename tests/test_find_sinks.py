@@ -264,7 +264,7 @@ def test_unknown_bos_and_bad_numbers_are_refused() -> None:
         _found(o, top_k=0)
     with pytest.raises(SinkscopeError, match=r"--top-k 9999 is more than the \d+ neurons"):
         _found(o, top_k=9999)
-    with pytest.raises(SinkscopeError, match=r"--seed -1: expected a whole number of at least 0"):
+    with pytest.raises(SinkscopeError, match=r"--seed -1: expected a whole number from 0"):
         _found(o, seed=-1)
     with pytest.raises(SinkscopeError, match="the largest is"):
         find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=10**9)

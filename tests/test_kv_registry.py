@@ -72,7 +72,7 @@ def test_guards_have_names_too() -> None:
     assert policy_named("loopguard") == LoopGuard() and policy_named("loopguard:256") == LoopGuard(budget=256)
     assert policy_named("loopguard:paper") == LoopGuard.paper() != LoopGuard()
     assert policy_named("loopguard:paper:0.5") == LoopGuard.paper(budget=0.5)
-    with pytest.raises(SinkscopeError, match="'papers' is no budget; give a number of tokens, as in loopguard:512"):
+    with pytest.raises(SinkscopeError, match="'loopguard:papers': budget='papers': expected a number of tokens"):
         policy_named("loopguard:papers")
 
 
@@ -96,10 +96,13 @@ def test_the_budget_comes_first(module: str) -> None:
     ("text", "says"),
     [
         ("lru", "policy 'lru': expected one of adakv, full, h2o, progressive, snapkv, streaming, tova, or package"),
-        ("h2o:many", "'many' is no budget; give a number of tokens, as in h2o:512"),
-        ("h2o:3:4", "'3:4' is no budget"),
+        ("h2o:many", "policy 'h2o:many': budget='many': expected a number of tokens"),
+        ("h2o:3:4", "budget='3:4': expected a number of tokens"),
         ("h2o:-3", "budget=-3: expected a number of tokens from 1"),
-        ("policies_of_others:KeyNorm:x", "'x' is no budget; give a number of tokens, as in policies_of_others:KeyNorm"),
+        (
+            "policies_of_others:KeyNorm:x",
+            "'policies_of_others:KeyNorm:x': budget='x': expected a number",
+        ),
         ("policies_of_others:Missing", "cannot be imported: AttributeError: module 'policies_of_others' has no"),
         ("policies_of_others:Other", "is no cache policy: expected a subclass of sinkscope.kv.Policy"),
         ("policies_of_others:Unfinished", "cannot be made: Can't instantiate abstract class Unfinished"),

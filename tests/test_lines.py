@@ -216,7 +216,7 @@ def test_a_file_of_prompts_and_the_command(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--eta", "0"], "--eta 0: expected a share above 0"),
+        (["--eta", "0"], "--eta 0.0: expected a share above 0"),
         (["--eta", "1.5"], "--eta 1.5: expected a share"),
         (["--length", "8"], "--length 8: expected 16 to"),
         (["--length", "100000"], "--length 100000: expected 16 to"),

@@ -215,8 +215,8 @@ def test_bad_input_is_one_line() -> None:
     model, tokenizer = tiny_model("llama")
     for options, message in (
         ({"ids": [5], "prompt": "word"}, "a prompt and ids are given"),
-        ({"ids": [5] * 30, "suffix": 0}, "suffix 0: expected a whole number of at least 1"),
-        ({"ids": [5] * 30, "period": 0}, "period 0: expected a whole number of at least 1"),
+        ({"ids": [5] * 30, "suffix": 0}, "suffix 0: expected a whole number from 1"),
+        ({"ids": [5] * 30, "period": 0}, "period 0: expected a whole number from 1"),
         ({"ids": [5] * 30, "period": 16}, "period 16: expected at most 15, half of the 30 tokens"),
         ({"prompt": [5], "max_new_tokens": 20, "period": 11}, "period 11: expected at most 10"),
         ({"prompt": [5] * 1025, "max_new_tokens": 3}, "context of .* is 1024: "),

@@ -83,14 +83,14 @@ GOOD = record(NEWS, 0, "fine")
     [
         ('{"input": "", "conte', r"line 2 is not JSON: give LongBench's multi_news\.jsonl"),
         ("[1, 2]", "line 2 is \\[1, 2\\], expected an object"),
-        ({k: v for k, v in GOOD.items() if k != "context"}, "line 2 has no field 'context': give LongBench's"),
-        ({k: v for k, v in GOOD.items() if k != "all_classes"}, "line 2 has no field 'all_classes'"),
-        ({**GOOD, "_id": 7}, "line 2: _id is 7, expected a valid string"),
-        ({**GOOD, "all_classes": "x"}, "line 2: all_classes is 'x', expected a valid array"),
-        ({**GOOD, "length": True}, "line 2: length is True, expected a valid number"),
+        ({k: v for k, v in GOOD.items() if k != "context"}, "line 2: context is missing: give LongBench's"),
+        ({k: v for k, v in GOOD.items() if k != "all_classes"}, "line 2: all_classes is missing"),
+        ({**GOOD, "_id": 7}, "line 2: _id is 7, expected a string"),
+        ({**GOOD, "all_classes": "x"}, "line 2: all_classes is 'x', expected a list"),
+        ({**GOOD, "length": True}, "line 2: length is True, expected a number"),
         ({**GOOD, "dataset": "hotpotqa"}, "line 2 is of 'hotpotqa', expected multi_news"),
         ({**GOOD, "context": " \n"}, "line 2: the context is empty"),
-        ({**GOOD, "answers": [1]}, "line 2: answers\\[0\\] is 1, expected a valid string"),
+        ({**GOOD, "answers": [1]}, "line 2: answers\\[0\\] is 1, expected a string"),
         (GOOD, r"line 2: _id 'multi_news-0' is that of .* line 1 too"),
     ],
 )
@@ -180,7 +180,7 @@ def run(tmp_path: Path, *words: str) -> int:
         (("--model", "bundled", "--out", "-"), "--out -: give the set a file of its own"),
         (("--model", "bundled", "--bench", "ri"), r"the folder data has no narrativeqa\.jsonl"),
         (("--model", "bundled", "--source", "nowhere"), "there is no file or folder 'nowhere'"),
-        (("--model", "bundled", "--target-tokens", "100"), r"target_tokens=100: the form alone has \d+ tokens"),
+        (("--model", "bundled", "--target-tokens", "100"), r"target_tokens=100: .* the form alone has \d+ tokens"),
     ],
 )
 def test_refused(

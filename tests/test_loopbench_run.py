@@ -16,9 +16,10 @@ from sinkscope.bench.loopbench.prompts import honest_texts
 from sinkscope.bench.loopbench.run import run_loopbench
 from sinkscope.bench.loopbench.samplers import sampled
 from sinkscope.bench.loopbench.tables import tabulate
-from sinkscope.bench.methods import METHODS, parse_budget
+from sinkscope.bench.methods import METHODS
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.loops import Monitor, MonitorSettings
+from sinkscope.records import Budget, read_setting
 
 CAP, WINDOW, BUDGET = 52, 16, 24
 SOME = [prompts()[i] for i in (3, 1, 2)]
@@ -224,15 +225,18 @@ def test_progress_counts_new_tokens_to_the_end(tmp_path: Path) -> None:
         ({"prompts": prompts(1) * 2}, f"two prompts have the same id {prompts(1)[0].id!r}: give each set once"),
         ({"methods": ["full", "snapkv"], "budget": 0.01}, "SnapKV: budget=0.01 of a prompt of"),
         ({"methods": ["full", "loopguard"], "budget": 0.01}, "anchors"),
-        ({"budget": 0}, "budget=0: expected a whole number of tokens from 1"),
+        ({"budget": 0}, "budget=0: expected a number of tokens from 1"),
         ({"budget": 1.5}, "budget=1.5"),
         ({"methods": ["loopguard"], "budget": 31}, "31"),
         ({"methods": ["snapkv"], "budget": 31}, "below the"),
         ({"batch_size": 0}, "batch_size=0: expected a whole number from 1"),
         ({"seed": -1}, "seed=-1"),
         ({"seeds": 0}, "seeds=0: expected a whole number from 1"),
-        ({"temperatures": (0.0, -0.5)}, "temperature -0.5: expected 0 (greedy) or numbers from 0.001 on"),
-        ({"temperatures": (float("nan"),)}, "temperature nan"),
+        (
+            {"temperatures": (0.0, -0.5)},
+            "temperatures: [1] is -0.5, expected 0, which is greedy, or a number from",
+        ),
+        ({"temperatures": (float("nan"),)}, "temperatures: [0] is nan"),
         ({"max_new_tokens": 1020}, "but the context of"),
         ({"tokenizer": None}, "carries no tokenizer"),
     ],
@@ -258,14 +262,13 @@ def test_what_does_not_work_on_a_model_is_refused_before_anything_is_written(tmp
 
 @pytest.mark.parametrize(("text", "budget"), [("64", 64), ("0.5", 0.5), ("1.0", 1.0)])
 def test_budget_of_the_command_line(text: str, budget: float) -> None:
-    assert parse_budget(text) == budget
-    assert type(parse_budget(text)) is type(budget)
+    assert repr(read_setting(text, Budget, "--budget ")) == repr(budget)
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "1.5", "0.0", "many", ""])
 def test_bad_budget_of_the_command_line(text: str) -> None:
-    with pytest.raises(SinkscopeError, match="expected a whole number of tokens from 1, or a share"):
-        parse_budget(text)
+    with pytest.raises(SinkscopeError, match=r"--budget .*: expected a number of tokens from 1, or a fraction"):
+        read_setting(text, Budget, "--budget ")
 
 
 def test_the_folder_says_how_it_was_made(one_by_one: Any) -> None:

@@ -94,7 +94,7 @@ def test_a_short_text_promises_only_what_it_can_show() -> None:
     assert found.promised == pytest.approx(2.9957e6 / found.fitted, rel=1e-3) and found.fitted + found.held_out == 8400
     with pytest.raises(SinkscopeError, match="has 5000 tokens: expected at least 8192"):
         loops.calibrate([ids[:5000]], vocabulary=500)
-    with pytest.raises(SinkscopeError, match=r"rate is 0\.0: expected false alarms"):
+    with pytest.raises(SinkscopeError, match=r"rate=0\.0: expected false alarms"):
         loops.calibrate([ids], vocabulary=500, rate=0.0)
 
 

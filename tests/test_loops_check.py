@@ -137,11 +137,11 @@ def test_bad_files_are_refused_in_a_line(
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (["--theta-ttr", "1.5"], "theta_ttr is 1.5: expected less than or equal to 1"),
+        (["--theta-ttr", "1.5"], "theta_ttr is 1.5, expected a number from 0 to 1"),
         (["--theta-cr", "-1"], "theta_cr is -1.0"),
-        (["--window", "0"], "window is 0: expected greater than or equal to 2"),
+        (["--window", "0"], "window is 0, expected a number from 2"),
         (["--warmup", "-1"], "warmup is -1"),
-        (["--max-new", "0"], "max_new is 0: expected the number of tokens that were allowed"),
+        (["--max-new", "0"], "max_new=0: expected a whole number from 1"),
         (["--format", "xml"], "xml"),
     ],
 )

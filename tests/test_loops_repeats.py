@@ -143,9 +143,9 @@ def test_sixty_copies_of_a_cycle_of_64_loop() -> None:
     [
         ({"tail_repeats": 2.5}, 'tail_repeats is 2.5: rule "repeats" needs at least 3'),
         ({"tail_shortest": 11}, 'tail_shortest is 11: rule "repeats" needs at least 12'),
-        ({"tail_noise": 1.5}, "tail_noise is 1.5: expected less than or equal to 1; the default is 0.0625"),
-        ({"tail_longest": 0}, "tail_longest is 0: expected greater than or equal to 1; the default is 2048"),
-        ({"rule": "loops"}, "rule is 'loops': expected 'repeats', 'signals', 'always' or 'never'"),
+        ({"tail_noise": 1.5}, "tail_noise is 1.5, expected a number from 0 to 1; the default is 0.0625"),
+        ({"tail_longest": 0}, "tail_longest is 0, expected a whole number from 1; the default is 2048"),
+        ({"rule": "loops"}, "rule is 'loops', expected 'repeats', 'signals', 'always' or 'never'"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_a_line(changed: dict[str, object], said: str) -> None:

@@ -226,9 +226,9 @@ def test_the_command_gives_what_the_function_gives(tmp_path: Path, capsys: pytes
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     o = organism("llama", 0)
-    with pytest.raises(SinkscopeError, match=r"--count 0: expected a whole number of at least 1"):
+    with pytest.raises(SinkscopeError, match=r"--count 0: expected a whole number from 1"):
         _found(o, tmp_path, count=0)
-    with pytest.raises(SinkscopeError, match=r"--batch-size 0: expected a whole number of at least 1"):
+    with pytest.raises(SinkscopeError, match=r"--batch-size 0: expected a whole number from 1"):
         _found(o, tmp_path, batch_size=0)
     with pytest.raises(SinkscopeError, match="is 2 tokens"):
         _found(o, tmp_path, tokens=["poem book"])

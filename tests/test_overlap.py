@@ -197,8 +197,8 @@ def test_a_file_of_questions_the_command_and_the_figure(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--eta", "-1"], "--eta -1: expected a share above 0"),
-        (["--budget", "2"], "--budget 2: expected a share"),
+        (["--eta", "-1"], "--eta -1.0: expected a share above 0"),
+        (["--budget", "2"], "--budget 2.0: expected a share"),
         (["--count", "1"], "--count"),
         (["--length", "20"], "do not fit 20 tokens"),
         (["--data", "nowhere.jsonl"], "'nowhere.jsonl': no such file"),

@@ -118,22 +118,22 @@ def changed(form: str, **fields: Any) -> dict[str, Any]:
         ("[" * 100_000, "line 2 is not JSON"),
         ([1], "line 2 is [1], expected an object"),
         ({"text": "a"}, "line 2: the fields of a prompt are missing: give a file of LongBench"),
-        ({"context": 1, "input": "a"}, "line 2: context is 1, expected a valid string"),
+        ({"context": 1, "input": "a"}, "line 2: context is 1, expected a string"),
         ({"context": " ", "input": ""}, "line 2: the prompt is empty"),
         ({"prompt": "no end", "topics": []}, "line 2: the prompt has no 'Now the record ends.'"),
         (changed("topics", topics=[]), "line 2: topics is [], expected at least one text"),
         (changed("topics", prompt=RECORD), "line 2: the prompt has no text before its question, or no question"),
         (changed("lines", prompt=LINES), "line 2: the prompt has no 'Now the record is over.'"),
-        (changed("lines", expected_number="8"), "line 2: expected_number is '8', expected a valid integer"),
+        (changed("lines", expected_number="8"), "line 2: expected_number is '8', expected a whole number"),
         (changed("lines", expected_number=9), "line 2: no line of the prompt has <9>"),
         (changed("longbench-v2", answer="E"), "line 2: answer is 'E', expected 'A', 'B', 'C' or 'D'"),
-        ({k: v for k, v in ROWS["longbench-v2"].items() if k != "choice_D"}, "line 2 has no field 'choice_D'"),
+        ({k: v for k, v in ROWS["longbench-v2"].items() if k != "choice_D"}, "line 2: choice_D is missing"),
         (changed("longbench-v2", context=" "), "line 2: the context is empty"),
         (changed("ruler", outputs=[]), "line 2: outputs is [], expected at least one text"),
-        (changed("ruler", outputs="77"), "line 2: outputs is '77', expected a valid array"),
+        (changed("ruler", outputs="77"), "line 2: outputs is '77', expected a list"),
         (changed("ruler", input="one line"), "line 2: the last line of input is its question, but input has one line"),
         (changed("mt-bench", turns=["a", " "]), "line 2: turns: expected texts, none of them empty"),
-        (changed("mt-bench-101", history=[{"user": "a"}]), "line 2 has no field 'history[0].bot'"),
+        (changed("mt-bench-101", history=[{"user": "a"}]), "line 2: history[0].bot is missing"),
         (changed("mt-bench-101", history=[]), "line 2: history: expected turns of a user"),
         (changed("scbench", multi_turns=[]), "line 2: multi_turns is [], expected a list of at least one"),
         ({"prompt": "  "}, "line 2: the prompt is empty"),
@@ -149,7 +149,7 @@ def test_damaged_lines_are_named(tmp_path: Path, row: Any, said: str) -> None:
 def test_a_file_of_another_benchmark_is_refused(tmp_path: Path, form: str) -> None:
     for other in FORMS.keys() - {form}:
         file = save(tmp_path / f"{other}.jsonl", [ROWS[other]])
-        with pytest.raises(SinkscopeError, match=rf"{other}\.jsonl line 1 has no field '.*': give THIS$"):
+        with pytest.raises(SinkscopeError, match=rf"{other}\.jsonl line 1: .* is missing: give THIS$"):
             read_published(file, form, "THIS")
 
 

@@ -337,9 +337,9 @@ def test_a_model_without_a_sink_is_an_answer() -> None:
             {"prefix": "of " * 2048, "tokens": ["poem"]},
             r"2\d\d\d tokens around the repetitions leave no room.*give a shorter --prefix",
         ),
-        ({"max_repeats": 0}, "--max-repeats 0: expected a whole number of at least 1"),
+        ({"max_repeats": 0}, "--max-repeats 0: expected a whole number from 1"),
         ({"batch_size": 0}, "--batch-size 0"),
-        ({"seed": -1}, "--seed -1: expected a whole number of at least 0"),
+        ({"seed": -1}, "--seed -1: expected a whole number from 0"),
         ({"texts": 0}, "--texts 0"),
     ],
 )

@@ -302,7 +302,7 @@ def test_bad_input_is_one_line() -> None:
         ({"ids": [5] * 30, "layers": [7]}, "layer 7 was given: .* has layers 0 to 2"),
         ({"prompt": " "}, "the prompt is empty"),
         ({"prompt": [5, 6], "max_new_tokens": 2000}, "ask for at most 1022 new tokens"),
-        ({"prompt": [5, 6], "max_new_tokens": 0}, "--max-new-tokens 0: expected a whole number of at least 1"),
+        ({"prompt": [5, 6], "max_new_tokens": 0}, "--max-new-tokens 0: expected a whole number from 1"),
     ):
         with pytest.raises(SinkscopeError, match=message):
             rotary_invariance(model, tokenizer=tokenizer, **options)

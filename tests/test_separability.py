@@ -262,9 +262,9 @@ def test_the_command_gives_what_the_function_gives(tmp_path: Path, capsys: pytes
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     o = organism("llama", 0)
     for kwargs, says in (
-        ({"count": 3}, r"--count 3: expected a whole number of at least 4"),
-        ({"texts": 1}, r"--texts 1: expected a whole number of at least 2"),
-        ({"batch_size": 0}, r"--batch-size 0: expected a whole number of at least 1"),
+        ({"count": 3}, r"--count 3: expected a whole number from 4"),
+        ({"texts": 1}, r"--texts 1: expected a whole number from 2"),
+        ({"batch_size": 0}, r"--batch-size 0: expected a whole number from 1"),
         ({"layer": 99}, r"--layer 99 is not in the model: it has layers 0 to \d"),
         ({"tokens": ["poem", "book"]}, r"2 first tokens are too few .*give more words"),
     ):

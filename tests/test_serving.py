@@ -244,13 +244,13 @@ def test_what_the_server_forbids_stays_forbidden() -> None:
 @pytest.mark.parametrize(
     ("sent", "said"),
     [
-        ({"actions": ["pause"]}, r"actions\[0\] is 'pause': expected 'stop', 'force' or 'heat'"),
-        ({"actions": []}, "actions is .*: expected .*at least 1 item"),
+        ({"actions": ["pause"]}, r"actions\[0\] is 'pause', expected 'stop', 'force' or 'heat'"),
+        ({"actions": []}, "actions is .*, expected .*at least 1 item"),
         ({"actions": ["force"]}, "needs tokens"),
-        ({"action": "stop"}, "action is 'stop': expected .*"),
+        ({"action": "stop"}, "action is 'stop', expected .*"),
         ({"temperature": 0}, "temperature is 0"),
         ({"tokens": [-1]}, r"tokens\[0\] is -1"),
-        ({"monitor": {"window": "long"}}, "monitor.window is 'long': expected"),
+        ({"monitor": {"window": "long"}}, "monitor.window is 'long', expected"),
         ({"monitor": {"window": 10**18}}, "monitor.window is 10*: expected at most 1000000"),
         (
             {"monitor": {"window": 10**30}},

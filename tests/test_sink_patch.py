@@ -566,7 +566,7 @@ GOOD: dict[str, Any] = {
     ("change", "words"),
     [
         ({"kind": "find-sinks"}, ["find-sinks", "sink-patch"]),
-        ({"schema": 2}, ["schema 2", "reads 1"]),
+        ({"schema": 2}, ["schema is 2", "expected 1"]),
         ({"site": None}, ["patch.json: site is None", "'up'"]),
         ({"site": "gate"}, ["site", "gate"]),
         ({"value": "third"}, ["value", "third", "second"]),
@@ -576,7 +576,7 @@ GOOD: dict[str, Any] = {
         ({"sites": [{"layer": -1, "neuron": 3}]}, ["sites[0].layer is -1"]),
         ({"sites": [{"layer": 1, "neuron": 3, "expert": "a"}]}, ["sites[0].expert"]),
         ({"sites": [{"layer": 1, "neuron": 3, "calibrated": "x"}]}, ["sites[0].calibrated", "x"]),
-        ({"sites": ["x"]}, ["sites[0] is 'x'", "valid dictionary"]),
+        ({"sites": ["x"]}, ["sites[0] is 'x'", "an object"]),
         ({"value": "calibrated", "sites": [{"layer": 1, "neuron": 3}]}, ["no calibrated value", "L1.N3"]),
     ],
 )
@@ -588,7 +588,9 @@ def test_bad_patch_files(tmp_path: Path, change: dict[str, Any], words: list[str
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("content", "word"), [(b"{", "not JSON"), (b"[1]", "list"), (b"\xff\xfe{", "not JSON")])
+@pytest.mark.parametrize(
+    ("content", "word"), [(b"{", "not JSON"), (b"[1]", "is .1., expected an object"), (b"\xff\xfe{", "not JSON")]
+)
 def test_files_that_are_no_patch(tmp_path: Path, content: bytes, word: str) -> None:
     path = tmp_path / "patch.json"
     path.write_bytes(content)

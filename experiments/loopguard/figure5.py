@@ -21,13 +21,13 @@ from typing import Any
 
 from experiments.drawn import save
 from experiments.record import record
-from sinkscope._plain import build
 from sinkscope.attention.barcode import Barcode, HeadBarcode, Picture, barcode
 from sinkscope.bench.loopbench.prompts import load_prompts
 from sinkscope.console import ProgressBar
 from sinkscope.figures.style import ORANGE, finished
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.models.load import load
+from sinkscope.records import build
 
 PANELS = {
     "whole": "a loop",

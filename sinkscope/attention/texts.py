@@ -19,6 +19,7 @@ from sinkscope.interventions.decode import greedy
 from sinkscope.loops.signals import tail_period
 from sinkscope.measure import Setup
 from sinkscope.published import read_prompts
+from sinkscope.records import Part, conform
 from sinkscope.text import text_rows
 
 PERIODS = 3  # repetitions that make a loop
@@ -209,9 +210,7 @@ def shares(values: Sequence[float], option: str = "--eta") -> tuple[float, ...]:
     """
     found = tuple(sorted({float(value) for value in values}))
     for value in found or (None,):
-        if value is None or not 0 < value <= 1:
-            given = "" if value is None else f" {value:g}"
-            raise SinkscopeError(f"{option}{given}: expected a share above 0 and up to 1, such as 0.1")
+        conform(Part, value, f"{option} ", strict=True)
     return found
 
 

@@ -7,19 +7,20 @@ method `paper` of the method's class. Settings may follow.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from ast import literal_eval
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from importlib import import_module
-from types import NoneType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from pydantic import Field
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.records import Budget, Part, check_values, read_setting, said
 
 Block = Literal["cache", "guard", "sampler", "stopper"]
 BLOCKS: tuple[Block, ...] = get_args(Block)
-Budget = int | float
 Settings = Literal["paper", "equal"]
 SHARE = 0.125
 """Of the context, where methods are compared at an equal share."""
@@ -62,15 +63,14 @@ class MethodKind:
         """Whether the class also has the version that a paper prints."""
         return self.block not in ("sampler", "stopper") and hasattr(self.cls, _PRINTED)
 
-    def settable(self) -> dict[str, tuple[Any, ...]]:
-        """Fields that may be set, with their allowed values: types, None and single words."""
+    def settable(self) -> dict[str, Any]:
+        """Fields that may be set, with their types."""
         if self.block in ("sampler", "stopper"):
             return {}
-        hints = get_type_hints(self.cls)
+        hints = get_type_hints(self.cls, include_extras=True)
         closed = {*self.fixed, *self.without}
-        names = [f.name for f in fields(self.cls) if f.name not in closed]
-        found = {name: _choices(hints[name]) for name in names}
-        return {"budget": (float,), **found} if self.shaped else found
+        found = {f.name: hints[f.name] for f in fields(self.cls) if f.name not in closed}
+        return {"budget": Part, **found} if self.shaped else found
 
 
 _PRINTED = "paper"
@@ -203,7 +203,8 @@ class Method:
     def spec(self) -> str:
         """The method as it is written; records are stored under this text."""
         name = f"{self.name}:{_PRINTED}" if self.paper else self.name
-        return ":".join([name, *(f"{key}={_written(value)}" for key, value in self.options)])
+        written = (f"{key}={str(v).lower() if v is None or v is True or v is False else v}" for key, v in self.options)
+        return ":".join([name, *written])
 
     @property
     def kind(self) -> MethodKind:
@@ -241,7 +242,7 @@ class Method:
 
 
 def read_method(text: str, blocks: Sequence[str] = BLOCKS) -> Method:
-    """Parse a text such as `loopserve:alpha=0.98:first=0` into a method; its class does not yet check the values.
+    """Parse a text such as `loopserve:alpha=0.98:first=0` into a method; its class does not yet check them together.
 
     Args:
         text: The method as the user writes it.
@@ -272,7 +273,7 @@ def read_method(text: str, blocks: Sequence[str] = BLOCKS) -> Method:
             raise SinkscopeError(f"method {text!r}: {name} has no setting {part!r}: {has}; write key=value")
         if key in found:
             raise SinkscopeError(f"method {text!r}: {key} is given twice: give it once")
-        found[key] = _read(value, known[key], f"method {text!r}: {key}")
+        found[key] = read_setting(value, known[key], f"method {text!r}: {key}=")
     return Method(name, tuple((key, found[key]) for key in known if key in found), paper)
 
 
@@ -303,10 +304,8 @@ def at_settings(specs: Sequence[str], settings: Settings, share: Budget = SHARE)
     Raises:
         SinkscopeError: The comparison is unknown or the share is outside (0, 1), and as for `check_methods`.
     """
-    if settings not in get_args(Settings):
-        raise SinkscopeError(f"settings {settings!r} are unknown: expected one of {', '.join(get_args(Settings))}")
-    if isinstance(share, int) or not 0 < share < 1:
-        raise SinkscopeError(f"a share of {share!r}: expected a share of the context between 0.0 and 1.0")
+    check_values(Settings, settings=settings)
+    check_values(Annotated[float, Field(gt=0, lt=1), said("a share of the context between 0.0 and 1.0")], share=share)
     found: list[str] = []
     for method in check_methods(specs or list(PAPER), ["cache"]):
         kind, given = method.kind, dict(method.options)
@@ -341,77 +340,4 @@ def split_spec(spec: str) -> tuple[str, Budget | None]:
     parts = spec.split(":")
     budgets = [part.removeprefix("budget=") for part in parts if part.startswith("budget=")]
     text = ":".join(part for part in parts if not part.startswith("budget="))
-    if not budgets:
-        return text, None
-    return text, float(budgets[0]) if set(budgets[0]) & set(".e") else int(budgets[0])
-
-
-def parse_budget(text: str) -> Budget:
-    """A number of tokens, or a share of the prompt if the text contains a decimal point.
-
-    Raises:
-        SinkscopeError: The text is neither, the budget is 0, or the share exceeds 1.
-    """
-    try:
-        budget: Budget = float(text) if "." in text else int(text)
-    except ValueError:
-        budget = 0
-    return check_budget(budget, f"--budget {text}")
-
-
-def check_budget(budget: Budget, name: str) -> Budget:
-    """Reject an invalid budget.
-
-    Raises:
-        SinkscopeError: The budget is 0, or the share exceeds 1; the message begins with `name`.
-    """
-    good = not isinstance(budget, bool) and (0 < budget <= 1 if isinstance(budget, float) else budget >= 1)
-    if not good:
-        raise SinkscopeError(
-            f"{name}: expected a whole number of tokens from 1, or a share of the prompt above 0.0 and up to 1.0"
-        )
-    return budget
-
-
-def check_whole(least: int = 1, **numbers: Any) -> None:
-    """Reject values that are not whole numbers or are too small; None means not given.
-
-    Raises:
-        SinkscopeError: One of the values is invalid; the message contains its name.
-    """
-    for name, value in numbers.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise SinkscopeError(f"{name}={value!r}: expected a whole number from {least}")
-
-
-def _choices(hint: Any) -> tuple[Any, ...]:
-    """Types, None and words that a field takes, of its annotation."""
-    if hint is NoneType:
-        return (None,)
-    if isinstance(hint, type):
-        return (hint,)
-    args = get_args(hint)
-    return tuple(choice for arg in args for choice in (_choices(arg) if not isinstance(arg, str) else (arg,)))
-
-
-def _read(text: str, choices: tuple[Any, ...], where: str) -> Any:
-    words: dict[str, Any] = {str(choice): choice for choice in choices if isinstance(choice, str)}
-    words |= {"none": None} if None in choices else {}
-    words |= {"true": True, "false": False} if bool in choices else {}
-    if text in words:
-        return words[text]
-    readers: list[Callable[[str], Any]] = [kind for kind in (int, float) if kind in choices]
-    for reader in readers:
-        try:
-            value = reader(text)
-        except ValueError:
-            continue
-        if not math.isnan(value):
-            return value
-    names = {int: "a whole number", float: "a number"}
-    expected = [*(names[kind] for kind in (int, float) if kind in choices), *words]
-    raise SinkscopeError(f"{where}={text!r}: expected {' or '.join(expected)}")
-
-
-def _written(value: Any) -> str:
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    return text, literal_eval(budgets[0]) if budgets else None

@@ -32,13 +32,14 @@ from sinkscope.bench.dialogues.recall import ANSWER, ASK, END, FACT, FILLER, KEY
 from sinkscope.bench.dialogues.run import AskedTurn, answer_anew, check_length, encode
 from sinkscope.bench.dialogues.tables import Said, written
 from sinkscope.bench.files import open_folder
-from sinkscope.bench.methods import at_settings, check_methods, check_whole, order_of
+from sinkscope.bench.methods import at_settings, check_methods, order_of
 from sinkscope.bench.runner import Asked, Batch, ask, check_can, named_model, run_batches
 from sinkscope.bench.scorers import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.names import BUNDLED, RECALL, TWO_HOPS
 from sinkscope.parallel import Tally, check_workers
 from sinkscope.rate import mean_known, wilson
+from sinkscope.records import Natural, check_values
 from sinkscope.registry import Count, Hidden, Option, Positive, command
 from sinkscope.results import ModelInfo, Result, provenance
 
@@ -410,7 +411,7 @@ def needle(
     if model is None or isinstance(model, str):
         model = named_model(model, backend, revision=revision, device=device, dtype=dtype)
     chosen = check_methods(at_settings(methods or METHODS, "equal", budget), ["cache"])
-    check_whole(samples=samples, batch_size=batch_size, new=max_new_tokens)
+    check_values(Natural | None, samples=samples, batch_size=batch_size, new=max_new_tokens)
     check_workers(workers, ray)
     to = ask(model, tokenizer, 1, budget)
     words = form or form_of(to.target.name)

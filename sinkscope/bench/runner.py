@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sinkscope.bench.methods import Budget, Method
+from sinkscope.bench.methods import Method
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.generate import ends_and_pad, padded
 from sinkscope.interventions.base import Event, Intervention, Run
@@ -21,6 +21,7 @@ from sinkscope.kv.session import Session
 from sinkscope.models.open import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.parallel import Pool, Tally, finish
+from sinkscope.records import Budget
 from sinkscope.results import ModelInfo
 from sinkscope.store import Folder
 

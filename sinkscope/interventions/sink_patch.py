@@ -23,7 +23,7 @@ from sinkscope.interventions.positions import Call, Memory
 from sinkscope.models.open import is_checkpoint
 from sinkscope.models.target import Target
 from sinkscope.output import write_output
-from sinkscope.records import Number, Whole, conform
+from sinkscope.records import Number, Whole, check, conform
 from sinkscope.text import resolve_bos, text_rows, typical_text
 
 # Why the calibrated value is used instead of the second token's; the names are in `edits._REASONS`.
@@ -41,8 +41,10 @@ class _FileSite(BaseModel):
 
 
 class _File(BaseModel):
-    """Content of patch.json besides schema and kind."""
+    """Content of patch.json."""
 
+    kind: Literal["sink-patch"]
+    version: Literal[1] = Field(alias="schema")
     model: dict[str, Any] | None = None
     site: Where
     value: Value
@@ -328,12 +330,5 @@ def read_patch(path: str | PathLike[str]) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise SinkscopeError(f"{name} is not JSON ({error}): expected a patch file of sinkscope", page=_PAGE) from None
-    kind = content.get("kind") if isinstance(content, dict) else type(content).__name__
-    if kind != KIND:
-        raise SinkscopeError(f'{name} has kind {kind!r}: expected a patch file, with kind "{KIND}"', page=_PAGE)
-    if content.get("schema") != SCHEMA:
-        raise SinkscopeError(
-            f"{name} has schema {content.get('schema')!r}, this version reads {SCHEMA}: make the patch again",
-            page=_PAGE,
-        )
-    return conform(_File, content, name, page=_PAGE).model_dump()
+    found = check(content, _File, name, "a patch that `sinkscope patch make` of this version wrote", page=_PAGE)
+    return found.model_dump(exclude={"kind", "version"})

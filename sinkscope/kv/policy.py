@@ -22,7 +22,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.cache import CacheLayer, Rotary
 from sinkscope.kv.session import Moment, Session
-from sinkscope.records import Natural, Whole, check_fields
+from sinkscope.records import Budget, Natural, Whole, check_fields, read_setting
 
 ENTRY_POINTS = "sinkscope.policies"
 _REGISTERED: dict[str, type[Intervention]] = {}
@@ -94,7 +94,7 @@ class Policy(Intervention):
         reduce: How the attention of query heads that share a kv head is combined into one number.
     """
 
-    budget: int | float = field(default=1024, kw_only=False)
+    budget: Budget = field(default=1024, kw_only=False)
     first: Whole = 0
     last: Whole = 0
     every: Natural | Literal["prefill"] = 1
@@ -108,20 +108,7 @@ class Policy(Intervention):
     def __post_init__(self) -> None:
         check_fields(self)
         name = type(self).__name__
-        whole = isinstance(self.budget, int)
-        if (whole and self.budget < 1) or (not whole and not 0 < self.budget <= 1):
-            raise SinkscopeError(
-                f"{name}: budget={self.budget!r}: expected a number of tokens from 1, or a fraction of the prompt "
-                "above 0.0 and up to 1.0",
-                page="kv-budget",
-            )
-        # Looked at here too: a policy may annotate these fields anew.
-        if min(self.first, self.last) < 0 or (self.every != "prefill" and self.every < 1):
-            raise SinkscopeError(
-                f"{name}: first={self.first}, last={self.last}, every={self.every}: expected numbers of tokens from 0, "
-                'and an interval from 1 or "prefill"'
-            )
-        if whole and self.budget < self.first + self.last:
+        if isinstance(self.budget, int) and self.budget < self.first + self.last:
             raise SinkscopeError(
                 f"{name}: budget={self.budget} is below the {self.first} first and {self.last} last tokens that are "
                 "always kept: raise the budget or protect fewer",
@@ -303,7 +290,7 @@ class Full(Policy):
         1.0
     """
 
-    budget: int | float = field(default=1.0, kw_only=False)
+    budget: Budget = field(default=1.0, kw_only=False)
 
     def enter(self, run: Run, key: int) -> None:
         """Count the tokens, and leave the cache as it is."""
@@ -362,25 +349,15 @@ def policy_named(text: str) -> Intervention:
         >>> policy_named("streaming:512").budget, policy_named("sinkscope.kv.h2o:H2O:0.25").budget
         (512, 0.25)
     """
+    where = f"policy {text!r}: budget="
     if given := next((name for name in sorted(NAMED, reverse=True) if f"{text}:".startswith(f"{name}:")), None):
         size = text.removeprefix(given).removeprefix(":")
-        return NAMED[given](**({"budget": _budget(text, given, size)} if size else {}))
+        return NAMED[given](**({"budget": read_setting(size, Budget, where)} if size else {}))
     name, *rest = text.split(":")
     own = rest[:1] if rest and (rest[0].isidentifier() or len(rest) > 1) and name not in _REGISTERED else []
     budget = ":".join(rest[len(own) :])
-    options = {} if len(rest) == len(own) else {"budget": _budget(text, ":".join([name, *own]), budget)}
+    options = {} if len(rest) == len(own) else {"budget": read_setting(budget, Budget, where)}
     return _made(text, _class(f"{name}:{own[0]}"), options) if own else make_policy(name, **options)
-
-
-def _budget(text: str, name: str, budget: str) -> int | float:
-    try:
-        return float(budget) if "." in budget else int(budget)
-    except ValueError:
-        raise SinkscopeError(
-            f"policy {text!r}: {budget!r} is no budget; give a number of tokens, as in {name}:512, or a fraction of "
-            f"the prompt, as in {name}:0.25",
-            page="kv-budget",
-        ) from None
 
 
 def _class(path: str) -> type[Intervention]:

@@ -25,12 +25,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.loopserve.serve import SparsePrompts, said_of_prompts
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines, last_votes, minference_lines
-from sinkscope.records import Natural, Whole, check_fields
+from sinkscope.records import Natural, Part, Whole, check_fields, conform
 
 
 class Shape(Intervention):
@@ -155,8 +154,7 @@ class ShapeShare(Intervention):
     budget: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.budget <= 1:
-            raise SinkscopeError(f"{self.name}: budget={self.budget!r}: expected a share of the context up to 1.0")
+        conform(Part, self.budget, f"{self.name}: budget=", strict=True)
 
     def enter(self, run: Run, key: int) -> None:
         """Replace the attention of prompts."""

@@ -33,6 +33,7 @@ from torch.nn.functional import pad
 
 from sinkscope.adding import add_at
 from sinkscope.errors import SinkscopeError
+from sinkscope.records import Natural, Part, Whole, check_values
 
 Variant = Literal["exact", "faithful"]
 _ROWS = 64  # queries whose attention is built at a time
@@ -241,8 +242,7 @@ def minference_lines(
     Raises:
         SinkscopeError: A number is below 1.
     """
-    if min(vertical, slash, last) < 1:
-        raise SinkscopeError(f"vertical={vertical}, slash={slash}, last={last}: expected numbers from 1")
+    check_values(Natural, vertical=vertical, slash=slash, last=last)
     votes = last_votes(query, key, last, scaling)
     chosen: list[Tensor] = []
     for weights, count, always in zip(votes, (vertical, slash), (first, local), strict=True):
@@ -259,14 +259,12 @@ def check_selection(alpha: float, sample: int, variant: str, recent: int = 0) ->
     Raises:
         SinkscopeError: alpha is outside (0, 1], the sample is below 1 or `recent`, or the variant is unknown.
     """
-    for wrong, message in (
-        (not 0 < alpha <= 1, f"alpha={alpha!r}: expected a share of the attention weight above 0 and up to 1"),
-        (sample < 1, f"sample={sample!r}: expected a number of queries from 1, such as 48"),
-        (not 0 <= recent <= sample, f"recent={recent!r}: expected a number of queries from 0 to sample={sample}"),
-        (variant not in ("exact", "faithful"), f'variant={variant!r}: expected "exact" or "faithful"'),
-    ):
-        if wrong:
-            raise SinkscopeError(message)
+    check_values(Part, alpha=alpha)
+    check_values(Natural, sample=sample)
+    check_values(Variant, variant=variant)
+    check_values(Whole, recent=recent)
+    if recent > sample:
+        raise SinkscopeError(f"recent={recent!r}: expected a number of queries from 0 to sample={sample}")
 
 
 def sample_queries(queries: int, sample: int, seed: int = 0, recent: int = 0) -> Int[Tensor, " row"]:

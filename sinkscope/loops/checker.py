@@ -13,7 +13,9 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import Field
 
 from sinkscope._plain import parse_json
 from sinkscope.console import silent
@@ -29,6 +31,7 @@ from sinkscope.loops.signals import (
     seq_rep,
     type_token_ratio,
 )
+from sinkscope.records import Natural, check_values, said
 from sinkscope.results import ModelInfo, Result, provenance
 
 Format = Literal["auto", "text", "jsonl"]
@@ -251,8 +254,7 @@ def check(
     """
     started = time.perf_counter()
     settings = settings or MonitorSettings()
-    if max_new is not None and max_new < 1:
-        raise SinkscopeError(f"max_new is {max_new}: expected the number of tokens that were allowed, at least 1")
+    check_values(Natural | None, max_new=max_new)
     records = as_records(given)
     checked: list[Checked] = []
     for i, record in enumerate(records):
@@ -426,8 +428,7 @@ def calibrate(
     from scipy.special import gammaincinv
 
     started, base = time.perf_counter(), settings or MonitorSettings()
-    if not rate > 0:
-        raise SinkscopeError(f"rate is {rate}: expected false alarms per million tokens, more than 0")
+    check_values(Annotated[float, Field(gt=0), said("false alarms per million tokens, more than 0")], rate=rate)
     if len(outputs) == 1:
         piece = -(-len(outputs[0]) // PIECES) or 1
         outputs = [outputs[0][i : i + piece] for i in range(0, len(outputs[0]), piece)]

@@ -15,7 +15,7 @@ from pydantic import Field, Strict, StrictFloat, StrictInt
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops.signals import THETA_CR, THETA_TTR, WINDOW, Novelty, Repeats, Runs, Tail, Types, compression_ratio
-from sinkscope.records import Natural, Share, Whole, checked
+from sinkscope.records import Natural, Share, Whole, between, checked, conform
 
 VOTERS: tuple[Literal["ttr", "cr", "p1"], ...] = ("ttr", "cr", "p1")
 GATES: tuple[Literal["stall", "tail"], ...] = ("stall", "tail")
@@ -91,10 +91,8 @@ class MonitorSettings:
         for name, given in (("voters", self.voters), ("gates", self.gates)):
             if len(set(given)) < len(given):
                 raise SinkscopeError(f"{name} is {given!r}: expected each name at most once")
-        if self.votes > len(self.voters):
-            raise SinkscopeError(f"votes is {self.votes}: expected at most {len(self.voters)}, the number of voters")
-        if self.window < self.novelty_n:
-            raise SinkscopeError(f"window is {self.window}: expected at least novelty_n, {self.novelty_n} tokens")
+        conform(between(int, None, len(self.voters)), self.votes, "votes", then=", the number of voters")
+        conform(between(int, self.novelty_n, None), self.window, "window", then=", the value of novelty_n")
         for name, given, least in (("repeats", self.tail_repeats, 3), ("shortest", self.tail_shortest, 12)):
             if self.rule == "repeats" and given < least:
                 raise SinkscopeError(f'tail_{name} is {given}: rule "repeats" needs at least {least}')

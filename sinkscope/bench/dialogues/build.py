@@ -37,12 +37,11 @@ from sinkscope.bench.files import (
     find_file,
     read_longbench,
 )
-from sinkscope.bench.methods import check_whole
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, command
 from sinkscope.models.load import open_tokenizer
 from sinkscope.published import FORMS, Asked, Record, read_published, set_of, spoken
-from sinkscope.records import refuse_twins
+from sinkscope.records import Natural, check_values, refuse_twins
 
 
 def published_file(task: str) -> str:
@@ -87,7 +86,7 @@ def build_published(
             line).
     """
     known, expected = set_of(task), published_file(task)
-    check_whole(turns=turns, count=count)
+    check_values(Natural | None, turns=turns, count=count)
     name, digest, commit, rows = _published_rows(task, source, expected, revision)
     if count is not None and count > len(rows):
         raise SinkscopeError(f"count={count}: {name} has {len(rows)} rows: give fewer")
@@ -336,8 +335,7 @@ def build(
     if task not in TASKS:
         raise SinkscopeError(f"task {task!r} is not of the paper: expected one of {', '.join(TASKS)}")
     known = TASKS[task]
-    if form not in ("faithful", "repaired"):
-        raise SinkscopeError(f"form {form!r} is unknown: expected faithful or repaired")
+    check_values(Form, form=form)
     n_turns, n = turns if turns is not None else known.turns, count if count is not None else known.dialogues
     if n_turns < 1 or n < 1:
         raise SinkscopeError(f"turns={n_turns}, count={n}: expected at least 1 of each")

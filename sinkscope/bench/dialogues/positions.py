@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from sinkscope.bench.methods import check_whole
 from sinkscope.errors import SinkscopeError
 from sinkscope.rate import wilson
-from sinkscope.records import read_records
+from sinkscope.records import Natural, Whole, check_values, read_records
 from sinkscope.registry import Count, Option, command
 from sinkscope.results import ModelInfo, Result, provenance
 
@@ -223,8 +222,8 @@ def count_positions(
         SinkscopeError: A number is invalid, or there are fewer conversations than requested.
     """
     started = time.perf_counter()
-    check_whole(min_turns=min_turns, count=count)
-    check_whole(0, examples=examples)
+    check_values(Natural | None, min_turns=min_turns, count=count)
+    check_values(Whole, examples=examples)
     every: dict[str, list[LabelledMessage]] = {}
     for message in messages:
         every.setdefault(message.conversation, []).append(message)

@@ -30,6 +30,7 @@ from typing import Annotated, Any, Literal, get_args
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
+from pydantic import Field
 from torch import Tensor
 
 from sinkscope.bench.dialogues.build import build_published
@@ -47,7 +48,7 @@ from sinkscope.bench.dialogues.tables import (
     tabulate_fidelity,
 )
 from sinkscope.bench.files import open_folder
-from sinkscope.bench.methods import SHARE, Budget, Method, at_settings, check_methods, check_whole, parse_budget
+from sinkscope.bench.methods import SHARE, Method, at_settings, check_methods
 from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, named_model, run_batches
 from sinkscope.bench.scorers import score
 from sinkscope.console import Progress
@@ -60,6 +61,7 @@ from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.kv.session import Rows, Session
 from sinkscope.parallel import Tally, check_workers
 from sinkscope.published import SETS, set_of
+from sinkscope.records import Budget, Natural, check_values, conform, read_setting, said
 from sinkscope.registry import Count, Hidden, Option, Positive, command
 from sinkscope.store import Folder
 from sinkscope.text import typical_text
@@ -441,7 +443,7 @@ def check_given(
     chosen, places = check_methods(methods, ["cache"]), check_positions(positions)
     if not dialogues:
         raise SinkscopeError("there are no dialogues: give at least one")
-    check_whole(**sizes)
+    check_values(Natural | None, **sizes)
     for method in chosen:
         method.make(budget)
     return chosen, places
@@ -453,11 +455,12 @@ def check_positions(positions: Sequence[str]) -> tuple[Position, ...]:
     Raises:
         SinkscopeError: The list is empty, or has an unknown position.
     """
-    for given in positions:
-        if given not in POSITIONS:
-            raise SinkscopeError(f"position {given!r} is unknown: expected some of {', '.join(POSITIONS)}")
-    if not positions:
-        raise SinkscopeError(f"no position is given: choose from {', '.join(POSITIONS)}")
+    conform(
+        Annotated[tuple[Position, ...], Field(min_length=1), said(f"some of {', '.join(POSITIONS)}")],
+        tuple(positions),
+        "positions=",
+        strict=True,
+    )
     return tuple(place for place in POSITIONS if place in positions)
 
 
@@ -594,7 +597,7 @@ def _methods_of(methods: Sequence[str], settings: Any, budget: str | None) -> tu
     if settings == "paper" and budget is not None:
         raise SinkscopeError(f"--budget {budget}: --settings paper has budgets of its own; give one of them")
     usual = {None: "256", "paper": "1024", "equal": str(SHARE)}[settings]
-    share = parse_budget(budget or usual)
+    share = read_setting(budget or usual, Budget, "--budget ")
     names = methods or ("full", "streaming", "h2o", "snapkv", "tova")
     check_methods(names, ["cache"])
     if settings is not None:

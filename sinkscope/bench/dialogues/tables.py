@@ -13,11 +13,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from sinkscope._plain import parse_json
 from sinkscope.bench.dialogues.form import POSITIONS, Position
 from sinkscope.bench.files import Contents, Finished, envelope, read_folder, written_by
-from sinkscope.bench.methods import METHODS, Budget, name_of, order_of, split_spec
+from sinkscope.bench.methods import METHODS, name_of, order_of, split_spec
 from sinkscope.bench.scorers import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.published import set_of
 from sinkscope.rate import mean_known, wilson
+from sinkscope.records import Budget
 from sinkscope.registry import Option, command
 from sinkscope.results import Result
 

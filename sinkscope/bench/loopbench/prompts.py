@@ -32,12 +32,11 @@ from sinkscope.bench.files import (
     check_out,
     read_longbench,
 )
-from sinkscope.bench.methods import check_whole
 from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Hidden, Option, Positive, command
 from sinkscope.models.load import open_tokenizer
-from sinkscope.records import read_records
+from sinkscope.records import Natural, between, check_values, conform, read_records
 
 Bench = Literal["dc", "ri", "stories", "organism", "2wiki"]
 TITLES: dict[Bench, str] = {
@@ -365,7 +364,7 @@ def build(
         SinkscopeError: The count or the length is impossible, or "2wiki" has fewer records than prompts.
     """
     wanted = count if count is not None else PAPER_COUNTS.get(bench, len(source.records))
-    check_whole(count=wanted)
+    check_values(Natural | None, count=wanted)
     if bench == "2wiki" and wanted > len(source.records):
         raise SinkscopeError(f"count={wanted}: {source.name} has {len(source.records)} questions, give at most as many")
     target = target_tokens if target_tokens is not None else PAPER_TOKENS.get(bench)
@@ -441,11 +440,13 @@ def _cap(lengths: Sequence[int], target: int) -> int:
 
 def _check_target(target: int, drafts: Sequence[_Draft], length: Callable[[str], int]) -> None:
     form = max(length(draft.form("")) for draft in drafts)
-    if isinstance(target, bool) or not isinstance(target, int) or target < form + _LEAST:
-        raise SinkscopeError(
-            f"target_tokens={target!r}: the form alone has {form} tokens for this tokenizer, expected a whole number "
-            f"from {form + _LEAST}"
-        )
+    conform(
+        between(int, form + _LEAST, None),
+        target,
+        "target_tokens=",
+        strict=True,
+        then=f", because the form alone has {form} tokens for this tokenizer",
+    )
 
 
 def _cut(draft: _Draft, whole: int, longest: int, length: Callable[[str], int], *, middle: bool) -> tuple[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import Counter
@@ -21,16 +20,17 @@ from sinkscope.bench.loopbench.metrics import INTERVENTION, TEXT, Continued, End
 from sinkscope.bench.loopbench.prompts import BenchPrompt, Honest, honest_texts, load_prompts
 from sinkscope.bench.loopbench.samplers import SAMPLERS, PerRow, StopRows, WatchedRows, sampled, stopper
 from sinkscope.bench.loopbench.tables import LoopBench, tabulate
-from sinkscope.bench.methods import Method, check_budget, check_methods, check_whole, parse_budget
+from sinkscope.bench.methods import Method, check_methods
 from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, named_model, run_batches
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
-from sinkscope.generate import COLDEST
+from sinkscope.generate import Temperature
 from sinkscope.interventions.base import Event
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import MAX_NEW, WINDOW
 from sinkscope.models.names import ORGANISM
 from sinkscope.parallel import Tally, check_workers
+from sinkscope.records import Budget, Natural, Whole, check_values, conform, read_setting
 from sinkscope.registry import Count, Hidden, Option, Positive, command
 
 QA_NEW = 32  # new tokens for 2WikiMultihopQA, LongBench's own number
@@ -122,7 +122,7 @@ def loopbench_run(
         sinkscope loopbench run --methods full,loopguard --out runs
     """
     check_methods(methods)
-    share = parse_budget(budget)
+    share = read_setting(budget, Budget, "--budget ")
     prompts = [p for name in bench for p in (honest_texts() if name == "honest" else load_prompts(name))]
     if ORGANISM in bench:
         if {*bench} != {ORGANISM} or model not in (None, ORGANISM):
@@ -210,11 +210,10 @@ def run_loopbench(
         raise SinkscopeError("there are no prompts: give at least one")
     qa = all(prompt.bench == "2wiki" for prompt in prompts)
     new = max_new_tokens if max_new_tokens is not None else QA_NEW if qa else MAX_NEW
-    check_whole(max_new_tokens=new, batch_size=batch_size, window=window, every=every, seeds=seeds)
-    if wrong := [t for t in temperatures if not (t == 0 or COLDEST <= t < math.inf)]:
-        raise SinkscopeError(f"temperature {wrong[0]}: expected 0 (greedy) or numbers from {COLDEST} on")
-    check_whole(0, seed=seed)
-    check_budget(budget, f"budget={budget!r}")
+    check_values(Natural | None, max_new_tokens=new, batch_size=batch_size, window=window, every=every, seeds=seeds)
+    conform(tuple[Temperature, ...], tuple(temperatures), "temperatures", strict=True)
+    check_values(Whole, seed=seed)
+    check_values(Budget, budget=budget)
     if not qa:
         check_window(window, new, "window W =", "max_new_tokens =")
     if twice := [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]:

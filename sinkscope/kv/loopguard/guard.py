@@ -23,7 +23,7 @@ from sinkscope.kv.session import Moment, Session
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.monitor import MonitorSettings
 from sinkscope.loops.signals import tail_period
-from sinkscope.records import Natural, Whole, check_fields
+from sinkscope.records import Budget, Natural, Whole, check_fields
 
 Escalation = Literal["none", "repeats", "ban", "sample", "both"]
 
@@ -93,7 +93,7 @@ class LoopGuard(Intervention):
         (256, 128)
     """
 
-    budget: int | float = field(default=1024, kw_only=False)
+    budget: Budget = field(default=1024, kw_only=False)
     anchors: Whole = 32
     window: Natural = 256
     between: Literal["full", "window"] = "full"
@@ -116,12 +116,6 @@ class LoopGuard(Intervention):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.budget <= 0 or (isinstance(self.budget, float) and self.budget > 1):
-            raise SinkscopeError(
-                f"LoopGuard: budget={self.budget!r}: expected a number of tokens from 1, or a fraction of the prompt "
-                "above 0.0 and up to 1.0",
-                page="kv-budget",
-            )
         if "window" in self.monitor:
             raise SinkscopeError("monitor has 'window': give it as window=..., the recent window follows it")
         _ = self.settings

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sinkscope._plain import build, parse_json, plain
+from sinkscope._plain import parse_json, plain
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention
 from sinkscope.interventions.positions import Memory, Sequence
@@ -29,6 +29,7 @@ from sinkscope.lines.choice import HeadLines
 from sinkscope.models.checkpoint import fingerprint
 from sinkscope.models.target import Target
 from sinkscope.output import check_writable, write_atomic
+from sinkscope.records import between, build, conform
 from sinkscope.results import versions
 
 Answers = Literal["recompute", "keep"]
@@ -192,12 +193,8 @@ def check_ids(ids: Iterable[Any], target: Target, where: str) -> None:
     Raises:
         SinkscopeError: An id is not a whole number, or is out of range; the message begins with `where`.
     """
-    size = int(target.config.vocab_size)
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
-            raise SinkscopeError(
-                f"{where}: {token!r} is no token id of {target.name}: expected whole numbers from 0 to {size - 1}"
-            )
+    known = between(int, 0, int(target.config.vocab_size) - 1)
+    conform(list[known], list(ids), where, strict=True, then=f" for a token id of {target.name}")
 
 
 def write(

@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from jaxtyping import Bool, Float
+from pydantic import Field
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -29,7 +30,7 @@ from sinkscope.lines.choice import (
     select_lines,
 )
 from sinkscope.lines.sparse import Kernel, Sparsity, dense_in_all, dense_limit, missing, sparse_attention
-from sinkscope.records import Natural, Whole, check_fields
+from sinkscope.records import Budget, Natural, Part, Whole, check_fields
 from sinkscope.trace.attention import Attention, View, stock_name
 
 _FOLLOWERS: WeakKeyDictionary[Run, Callable[[int, int, HeadLines], None]] = WeakKeyDictionary()
@@ -321,22 +322,16 @@ class Progressive(Policy):
         16
     """
 
-    every: int | Literal["prefill"] = 16
-    after: int = 16
+    every: Natural = 16
+    after: Whole = 16
     mode: Literal["evict", "select"] = "select"
     gather: bool = True
     per_head: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if self.per_head and self.mode == "evict":
             raise SinkscopeError(f'{type(self).__name__}: per_head=True hides tokens: give mode="select"')
-        if self.every == "prefill" or self.every < 1 or self.after < 0:
-            raise SinkscopeError(
-                f"{type(self).__name__}: every={self.every!r}, after={self.after}: expected an interval from 1 and a "
-                "number of steps from 0"
-            )
-        super().__post_init__()
 
     @property
     def interval(self) -> int:
@@ -497,40 +492,29 @@ class LoopServe(Intervention):
         16
     """
 
-    budget: int | float = field(default=1024, kw_only=False)
-    alpha: float = 0.75
-    interval: int = 16
-    sample: int = 48
-    recent: int = 0
+    budget: Budget = field(default=1024, kw_only=False)
+    alpha: Part = 0.75
+    interval: Natural = 16
+    sample: Natural = 48
+    recent: Whole = 0
     dense_rows: Whole = 16
-    first: int = 16
+    first: Whole = 16
     prefill: bool = True
     decode: bool = True
     variant: Variant = "exact"
-    shortest: int = 2048
-    dense_above: float | None = None
+    shortest: Whole = 2048
+    dense_above: Annotated[float, Field(ge=0)] | None = None
     kernel: Kernel = "auto"
     seed: int = 0
     per_head: bool = False
     begin: Natural = 4
     local: Natural = 16
-    sharp: float | None = 0.1
+    sharp: Annotated[float, Field(gt=0)] | None = 0.1
     checked: Whole = 64
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_selection(self.alpha, self.sample, self.variant, self.recent)
-        if self.sharp is not None and self.sharp <= 0:
-            raise SinkscopeError(f"sharp={self.sharp!r}: expected a share of a row's attention above 0, or None")
-        if self.shortest < 0 or (self.dense_above is not None and self.dense_above < 0):
-            raise SinkscopeError(
-                f"shortest={self.shortest!r}, dense_above={self.dense_above!r}: expected numbers from 0"
-            )
-        if self.interval < 1 or self.first < 0:
-            raise SinkscopeError(
-                f"interval={self.interval}, first={self.first}: expected an interval from 1 and a number of steps from "
-                "0"
-            )
         if not self.prefill and not self.decode:
             raise SinkscopeError("prefill=False, decode=False: nothing would be done; leave one of them on")
         _ = self.decoding
