@@ -2,6 +2,7 @@
 
 python -m experiments.gallery [--out docs/gallery.md]
 python -m experiments.gallery --draw [NAME ...]    # draws pictures again from the JSON beside them; measures nothing
+python -m experiments.gallery --html FILE          # one page of all results in figures/, also those of experiments/
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sinkscope.html import save_png, write_png
+from experiments.drawn import record_section
+from sinkscope.html import Section, document, result_section, save_document, save_png, write_png
 from sinkscope.output import write_atomic
 from sinkscope.results import Result, known_kinds, read_json
 
@@ -22,8 +24,9 @@ _HEAD = """# Gallery
 
 Each picture has the command that made it and a link to the page that explains how to read it. The model is the one in
 the package, unless the command names another. Files and folders in a command are outputs of earlier commands, which
-that page lists. In a clone, `sinkscope report figures` makes one page of the same results with interactive figures,
-tables and provenance ([report](report.md)), and `python -m experiments.gallery` makes this page.
+that page lists. In a clone, `sinkscope report figures` makes one page of the results of commands with interactive
+figures, tables and provenance ([report](report.md)), `python -m experiments.gallery --html all.html` makes such a page
+that also has the results of `experiments/`, and `python -m experiments.gallery` makes this page.
 """
 _OUTPUTS = ("--json", "--html", "--png", "--out", "--resume")
 # This result was made in Python. The command prints the same result together with its own.
@@ -45,6 +48,24 @@ def draw(picture: Path) -> None:
         save_png(Result.load(picture.with_suffix(".json")), picture)
     else:
         write_png(import_module(data["provenance"]["argv"][2]).figure(data), picture)
+
+
+def page(out: str | Path, folder: Path = FIGURES) -> Path:
+    """Write all results of a folder as one page, with the tables of each and the figures of those that have a picture.
+
+    Results of commands come first.
+    """
+    made: list[Section] = []
+    records: list[Section] = []
+    for path in sorted(folder.glob("*.json")):
+        data = read_json(path)
+        if data["kind"] in known_kinds():
+            made.append(result_section(Result.load(path), path.name))
+        elif "result" in data:
+            drawn = path.with_suffix(".png").is_file()
+            figure = import_module(data["provenance"]["argv"][2]).figure(data) if drawn else None
+            records.append(record_section(data, path.name, figure))
+    return save_document(out, document(folder.name, [*made, *records], f"{len(made) + len(records)} results"))
 
 
 def pictures(folder: Path = FIGURES) -> list[Path]:
@@ -103,9 +124,12 @@ def _command(data: dict[str, Any]) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="docs/gallery.md")
+    parser.add_argument("--html", metavar="FILE", help="write all results to this page instead")
     parser.add_argument("--draw", nargs="*", metavar="NAME", help="of pictures, such as repeat; none: all")
     args = parser.parse_args()
-    if args.draw is None:
+    if args.html is not None:
+        page(args.html)
+    elif args.draw is None:
         write_atomic(args.out, gallery())
     else:
         import_module("kaleido").start_sync_server(silence_warnings=True)  # one browser for all pictures

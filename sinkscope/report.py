@@ -1,11 +1,10 @@
-"""Show all results of a folder as one HTML file; records without a result class appear as tables of their data."""
+"""Show all results of a folder as one HTML file; other files are listed."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,13 +13,12 @@ from sinkscope._plain import visible
 from sinkscope.bench.files import PROMPTS
 from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
-from sinkscope.html import ENVELOPE, Section, document, picture, plot, result_section, save_document, section
+from sinkscope.html import Section, document, result_section, save_document
 from sinkscope.measure import Option, command
 from sinkscope.output import PAGE, check_output, check_writable
 from sinkscope.registry import Hidden, entries, kinds
-from sinkscope.results import SCHEMA, Result, known_kinds, read_json
+from sinkscope.results import Result, known_kinds, read_json
 from sinkscope.store import LOCK, RECORDS, SETTINGS
-from sinkscope.tables import Grid, cell
 
 _BESIDE = {".html", ".png"}  # files that commands write next to their JSON
 _OF_RUNS = {SETTINGS, RECORDS, LOCK, PROMPTS}
@@ -98,9 +96,8 @@ def report(
     """Write all results found in a folder and its subfolders as one self-contained HTML file.
 
     Results are the files that `--json` and `.save()` write, and the folders that `loopbench run`, `dialogues run` and
-    `dialogues fidelity` write, which are shown as their tables. An envelope whose kind has no result class, such as
-    those of `experiments/` or your own, is shown as tables of its data. Other files are left out and listed; hidden
-    files, and the HTML and PNG that commands write beside their JSON, are left out silently.
+    `dialogues fidelity` write, which are shown as their tables. Other files are left out and listed; hidden files, and
+    the HTML and PNG that commands write beside their JSON, are left out silently.
 
     Args:
         folder: Folder with the results.
@@ -131,7 +128,9 @@ def report(
         name = _name(path, root)
         for part, data in _parts(path, name):
             try:
-                sections.append(_section(data, part, path))
+                if isinstance(data, SinkscopeError):
+                    raise data
+                sections.append(result_section(Result.from_dict(data, path.name), part))
             except SinkscopeError as error:
                 skipped.append(Skipped(part, _line(error, path)))
             except Exception as error:  # a damaged result can have the right types and fail anywhere
@@ -173,10 +172,9 @@ def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
 
 
 def _place(kind: str) -> tuple[int, int]:
-    """First tokens come first, then the other measurements of sinks, then all other kinds of sinkscope."""
-    home = kinds().get(kind, "")
-    room = next((i for i, name in enumerate(_ROOMS) if home.startswith(name)), len(_ROOMS))
-    return room, list(known_kinds()).index(kind) if home else len(known_kinds())
+    """First tokens come first, then the other measurements of sinks, then all other kinds."""
+    room = next((i for i, name in enumerate(_ROOMS) if kinds().get(kind, "").startswith(name)), len(_ROOMS))
+    return room, list(known_kinds()).index(kind)
 
 
 def _parts(path: Path, name: str) -> list[tuple[str, Any]]:
@@ -204,18 +202,9 @@ def _runs(folder: Path, name: str) -> dict[str, Any]:
     return data
 
 
-def _section(data: Any, name: str, path: Path) -> Section:
-    if isinstance(data, SinkscopeError):
-        raise data
-    made = None
-    if isinstance(data, dict) and isinstance(data.get("kind"), str) and data["kind"] not in known_kinds():
-        made = record_section(data, name, path)
-    return made or result_section(Result.from_dict(data, path.name), name)
-
-
 def _line(error: Exception, path: Path) -> str:
-    """The message without its leading file name, which is shown separately."""
-    name, message = (" ".join(text.split()) for text in (path.name, str(error)))
+    """The message without its leading file name, which is shown separately, and without all kinds that there are."""
+    name, message = (" ".join(text.split()) for text in (path.name, str(error).partition(": this version knows")[0]))
     return visible(message.removeprefix(name).lstrip(": "))
 
 
@@ -228,99 +217,3 @@ def _named(skipped: list[Skipped]) -> str:
         return ""
     more = f" and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
     return f" ({'; '.join(map(str, skipped[:_SHOWN]))}{more})"
-
-
-ROWS = 2000  # of a table; the file holds them all
-PICTURE = 4 << 20  # bytes of a PNG beside a record: a larger one is left out
-_WIDTH = 80  # characters of a list in a cell
-
-
-def record_section(data: dict[str, Any], file: str, path: Path, figure: Any = None) -> Section | None:
-    """An envelope whose kind has no result class, with its figure; None if `data` is no envelope.
-
-    Args:
-        data: Content of the file.
-        file: Name of the file as shown to the reader.
-        path: Path of the file.
-        figure: A plotly figure. None uses the PNG beside the file, if there is one.
-    """
-    lists = {name: data[name] for name in ENVELOPE if isinstance(data.get(name), dict)}
-    result = data.get("result")
-    if data.get("schema") != SCHEMA or not isinstance(result, dict | list) or "provenance" not in lists:
-        return None
-    shown = "\n".join(part.html() for part in tables(result))
-    drawn = _picture(path.with_suffix(".png")) if figure is None else plot(figure)
-    return section(str(data["kind"]), file, lists, drawn + shown)
-
-
-def _picture(path: Path) -> str:
-    """The PNG beside a record that has no other figure."""
-    if not path.is_file() or path.stat().st_size > PICTURE:
-        return ""
-    content = path.read_bytes()
-    return picture(path.name, content) if content.startswith(b"\x89PNG\r\n\x1a\n") else ""
-
-
-def tables(value: Any, title: str = "") -> Iterator[Grid]:
-    """All data as tables: single values first, then one table per list of records."""
-    if isinstance(value, list):
-        if _records(value):
-            yield _table(title, [flat for row in value for flat in _flat(row)])
-        elif value:
-            yield _table(title, [{"value": item} for item in value])
-        return
-    inside = {key: v for key, v in value.items() if isinstance(v, dict) or _records(v)}
-    single = [{"name": key, "value": v} for key, v in value.items() if key not in inside]
-    if single:
-        yield _table(title, single)
-    if len(inside) > 1 and all(isinstance(v, dict) and not _nested(v) for v in inside.values()):
-        yield _table(title, [{"name": key, **v} for key, v in inside.items()])
-        return
-    for key, v in inside.items():
-        yield from tables(v, f"{title}, {key}" if title else key)
-
-
-def _nested(value: dict[str, Any]) -> bool:
-    return any(isinstance(v, dict) or _records(v) for v in value.values())
-
-
-def _records(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
-
-
-def _flat(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The row itself, or one row for each record in its lists; objects in it become columns."""
-    base: dict[str, Any] = {}
-    lists: dict[str, list[dict[str, Any]]] = {}
-    for key, value in row.items():
-        if isinstance(value, dict):
-            base |= {f"{key} {name}": v for name, v in value.items()}
-        elif _records(value):
-            lists[key] = value
-        else:
-            base[key] = value
-    if not lists:
-        yield base
-    for key, rows in lists.items():
-        named = {"list": key} if len(lists) > 1 else {}
-        for inner in rows:
-            for flat in _flat(inner):
-                yield {**base, **named, **{f"{key} {n}" if n in base else n: v for n, v in flat.items()}}
-
-
-def _table(title: str, rows: list[dict[str, Any]]) -> Grid:
-    head = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[_in_a_cell(row.get(name)) for name in head] for row in rows[:ROWS]]
-    cut = f" (the first {ROWS:,} of {len(rows):,} rows)" if len(rows) > ROWS else ""
-    return Grid(head, cells, title + cut)
-
-
-def _in_a_cell(value: Any) -> str:
-    if isinstance(value, list):
-        parts = [f"[{_in_a_cell(v)}]" if isinstance(v, list) else _in_a_cell(v) for v in value]
-        text = ", ".join(parts)
-        if len(text) <= _WIDTH:
-            return text
-        fitting = text[:_WIDTH].count(", ") if all(", " not in part for part in parts) else 1
-        return f"{', '.join(parts[:fitting])}, … ({len(parts)} values)"  # never a part of a number
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else cell(value)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from sample_results import NEURONS, sample_find_sinks, sample_without_sink
 
-from experiments.record import record
 from sinkscope import loops
-from sinkscope.results import ModelInfo
+from sinkscope.results import ModelInfo, Result
 from sinkscope.sinks.repetition.atlas import HeadRow, SinkAtlas
 
 BAD = "<img src=x onerror=alert(1)>&lt;"
@@ -23,6 +21,19 @@ WORSE = f"{BAD}</script><script>alert(2)</script><!--<script>\u2028"
 PIXEL = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain(Result):
+    """A result of a user: it has no figure."""
+
+    kind: ClassVar[str] = "test-plain"
+
+    word: str
+    share: float
+
+    def conclusion(self) -> str:
+        return f"The word is {self.word}."
 
 
 def atlas(token: str) -> SinkAtlas:
@@ -64,13 +75,15 @@ def fill(folder: Path, text: str) -> None:
     texts = [f"{text} the same again {i}" * 40 for i in range(3)] + [text]
     loops.check(texts, name=text).save(folder / "loops.json")
     (folder / "below").mkdir()
-    fill_records(folder / "below", text)
+    fill_plain(folder / "below", text)
 
 
-def fill_records(folder: Path, text: str) -> None:
-    data = {"ratio": 2.5, text: text, "runs": [{"seed": i, "word": text, "share": 0.125 * i} for i in range(30)]}
-    (folder / "speed.json").write_text(record("bench-speed", data, {"rounds": text}, started=time.perf_counter()))
-    (folder / "speed.png").write_bytes(PIXEL)
+def fill_plain(folder: Path, text: str) -> None:
+    made = sample_find_sinks()
+    Plain(word=text, share=0.125, model=made.model, settings={text: text}, provenance=made.provenance).save(
+        folder / "plain.json"
+    )
+    (folder / "plain.png").write_bytes(PIXEL)
 
 
 class Reader(HTMLParser):
@@ -118,6 +131,7 @@ def spoil(folder: Path) -> None:
     (folder / "deep.json").write_text("[" * 5000)
     newer = json.loads((folder / "atlas.json").read_text())
     (folder / "newer.json").write_text(json.dumps({**newer, "schema": 2}))
+    (folder / "unknown.json").write_text(json.dumps({**newer, "kind": BAD}))
     uneven = {**newer, "result": {**newer["result"], "tokens": ["a"]}}
     (folder / "uneven.json").write_text(json.dumps(uneven))
     half = {**json.loads((folder / "sinks.json").read_text()), "massive": {"schema": 1, "kind": "find-sinks"}}

@@ -199,12 +199,6 @@ def text(words: str) -> str:
     return escape(visible(words))
 
 
-def picture(name: str, content: bytes) -> str:
-    """A PNG as HTML."""
-    data = base64.b64encode(content).decode()
-    return f'<div class="picture"><img alt="{text(name)}" src="data:image/png;base64,{data}"></div>'
-
-
 def _entries(data: Mapping[str, object]) -> str:
     """Names and values as the inside of a `<dl>`, everything escaped."""
 
