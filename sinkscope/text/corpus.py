@@ -182,39 +182,23 @@ def build_index(files: list[tuple[str, bytes]], name: str, progress: Progress | 
     size = len(joined)
     if size >= 1 << 31:
         raise SinkscopeError(f"the corpus {name} has {size} bytes; at most 2,147,483,647 can be searched: give a part")
-    data = np.frombuffer(joined, dtype=np.uint8)
-    padded = np.concatenate([data, np.zeros(_FIRST, dtype=np.uint8)])
-    key = np.zeros(size, dtype=np.uint64)
-    for i in range(_FIRST):
-        key = (key << np.uint64(8)) | padded[i : i + size].astype(np.uint64)
-    order = np.argsort(key, kind="stable").astype(np.int32)
-    rank = _ranks(key[order], order, size)
-    length = _FIRST
-    while length < _DEPTH:
+    # The 8 bytes from every position on, as numbers whose first byte counts most.
+    key = np.ndarray(size, ">u8", joined + bytes(_FIRST), strides=(1,)).astype(np.uint64)
+    rank, order, length = np.empty_like(key), key.argsort(kind="stable"), _FIRST
+    while True:
+        key = key[order]
+        rank[order] = np.cumsum(np.append(True, key[1:] != key[:-1]))  # counts from 1
+        if length >= _DEPTH or rank[order[-1]] == size:
+            break
         if progress is not None:
             progress("index", length, _DEPTH)
-        # Only suffixes that still equal a neighbour are sorted again; places that share a rank stay together.
-        sorted_rank = rank[order]
-        same = np.zeros(size + 1, dtype=bool)
-        same[1:-1] = sorted_rank[1:] == sorted_rank[:-1]
-        tied = np.flatnonzero(same[1:] | same[:-1])
-        if not len(tied):
-            break
-        places = order[tied]
-        behind = places.astype(np.int64) + length
-        # Ranks count from 1; the end of the text sorts first.
-        second = np.where(behind < size, rank[np.minimum(behind, size - 1)], 0)
-        first = sorted_rank[tied]
-        moved = np.lexsort((second, first))
-        order[tied], first, second = places[moved], first[moved], second[moved]
-        new = np.empty(len(tied), dtype=bool)
-        new[0] = True
-        new[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
-        # A rank is the place of the first of its equals in the order, plus one.
-        rank[order[tied]] = tied[np.maximum.accumulate(np.where(new, np.arange(len(tied)), 0))] + 1
+        # Twice the length: the rank, and that of what follows it; the end of the text, 0, sorts first.
+        key = rank << np.uint64(32) | np.append(rank, np.zeros(length, np.uint64))[length:]
+        order = order[key[order].argsort(kind="stable")]  # fast, because it is nearly sorted
         length *= 2
     ends = np.cumsum([len(text) + 1 for _, text in files]).astype(np.int64)
-    return CorpusIndex(data, order, tuple(file for file, _ in files), ends, name)
+    names = tuple(file for file, _ in files)
+    return CorpusIndex(np.frombuffer(joined, np.uint8), order.astype(np.int32), names, ends, name)
 
 
 def library_texts(root: Path | None = None) -> list[tuple[str, bytes]]:
@@ -259,19 +243,6 @@ def _utf8(path: Path) -> bytes | None:
         return None
 
 
-def _ranks(sorted_key: npt.NDArray[np.uint64], order: npt.NDArray[np.int32], size: int) -> npt.NDArray[np.int64]:
-    new = np.empty(size, dtype=bool)
-    new[:1] = True
-    new[1:] = sorted_key[1:] != sorted_key[:-1]
-    rank = np.empty(size, dtype=np.int64)
-    rank[order] = np.maximum.accumulate(np.where(new, np.arange(size), 0)) + 1
-    return rank
-
-
 def _common(a: bytes, b: bytes) -> int:
     """Length of the common start."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle - 1)
-    return low
+    return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
