@@ -89,7 +89,8 @@ class CorpusIndex:
         for i in (low - 1, low):
             if 0 <= i < len(self.order):
                 place = int(self.order[i])
-                length = _common(text, data[place : place + len(text)])
+                both = zip(text, data[place : place + len(text)], strict=False)  # a zero byte differs, at the latest
+                length = next((n for n, (one, other) in enumerate(both) if one != other), len(text))
                 if length > max(found, least):
                     found, where = length, place
         return found, where
@@ -241,8 +242,3 @@ def _utf8(path: Path) -> bytes | None:
         return path.read_text(encoding="utf-8").encode()  # line ends become those that a tokenizer saw
     except (UnicodeDecodeError, OSError):
         return None
-
-
-def _common(a: bytes, b: bytes) -> int:
-    """Length of the common start."""
-    return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
