@@ -128,14 +128,14 @@ def test_neurons_and_layer_of_ones_own(tmp_path: Path) -> None:
     assert own.layer == 1 and own.sink_layer == o.truth.sink_layer
     assert own.neurons[1] in _found(o, tmp_path, words).neurons
     for name, said in (
-        ("1.2", "such as L3.E2.N7"),
-        ("9.0.1", "layers 0 to"),
+        ("1.2", "is a mixture of experts; give .layer, expert, neuron."),
+        ("9.0.1", "layer 9 is not in .*: give one from 0 to"),
         ("x", "expected a neuron"),
         ("1.", "1."),
     ):
         with pytest.raises(SinkscopeError, match=said):
             _found(o, tmp_path, words, neurons=[name])
-    with pytest.raises(SinkscopeError, match="--layer 99"):
+    with pytest.raises(SinkscopeError, match="layer 99 is not in"):
         _found(o, tmp_path, words, layer=99)
 
 

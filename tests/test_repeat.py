@@ -354,7 +354,7 @@ def test_the_largest_number_of_repetitions_runs(llama: Organism) -> None:
         repeat_norms(llama.model, tokenizer=llama.tokenizer, tokens=["poem"], prefix="of", max_repeats=2047)
     result = repeat_norms(llama.model, tokenizer=llama.tokenizer, tokens=["poem"], prefix="of", max_repeats=2046)
     assert result.counts[-1] == 2046
-    with pytest.raises(SinkscopeError, match=r"--layer 99: the model has layers 0 to"):
+    with pytest.raises(SinkscopeError, match=r"layer 99 is not in .*: give one from 0 to"):
         repeat_attention(llama.model, tokenizer=llama.tokenizer, layers=[99], max_repeats=4)
 
 

@@ -299,7 +299,7 @@ def test_bad_input_is_one_line() -> None:
         ({"ids": [5, 500]}, "id 500 is not in the vocabulary: expected 0 to 95"),
         ({"ids": []}, "no ids were given"),
         ({"ids": [5], "prompt": "word"}, "a prompt and ids are given"),
-        ({"ids": [5] * 30, "layers": [7]}, "layer 7 was given: .* has layers 0 to 2"),
+        ({"ids": [5] * 30, "layers": [7]}, "layer 7 is not in .*: give one from 0 to 2"),
         ({"prompt": " "}, "the prompt is empty"),
         ({"prompt": [5, 6], "max_new_tokens": 2000}, "ask for at most 1022 new tokens"),
         ({"prompt": [5, 6], "max_new_tokens": 0}, "--max-new-tokens 0: expected a whole number of at least 1"),

@@ -23,7 +23,6 @@ from sinkscope.attention.texts import (
     Mark,
     QueryHead,
     check_room,
-    chosen_layers,
     healthy_ids,
     loop_of,
     marks,
@@ -438,13 +437,12 @@ def _heads(count: int) -> str:
 def _chosen(setup: Setup, layers: Sequence[int] | None, heads: Sequence[Head] | None) -> list[Head]:
     count = setup.target.n_heads
     if heads is None:
-        return [(layer, head) for layer in chosen_layers(setup, layers) for head in range(count)]
+        return [(layer, head) for layer in setup.target.chosen_layers(layers) for head in range(count)]
     if layers is not None:
         raise SinkscopeError("layers and heads are given: expected one of them")
     wanted = list(dict.fromkeys((int(layer), int(head)) for layer, head in heads))
-    chosen_layers(setup, [layer for layer, _ in wanted])
-    if wrong := [head for _, head in wanted if not 0 <= head < count]:
-        raise SinkscopeError(f"head {wrong[0]} does not exist: {setup.target.name} has heads 0 to {count - 1}")
+    for layer, head in wanted:
+        setup.target.check_site(layer, head=head)
     return wanted
 
 

@@ -15,7 +15,6 @@ from sinkscope.attention.texts import (
     QueryHead,
     check_room,
     checked_ids,
-    chosen_layers,
     healthy_ids,
     loop_of,
     marks,
@@ -262,7 +261,7 @@ def locking(
     """
     if prompt is not None and ids is not None:
         raise SinkscopeError("a prompt and ids are given: expected one of them")
-    wanted = chosen_layers(setup, layers)
+    wanted = setup.target.chosen_layers(layers)
     setup.progress("locking", 0, 3)
     whole, prompted, events = _sequence(setup, prompt, ids, max_new_tokens, period)
     loop = loop_of(whole, prompted)

@@ -116,21 +116,6 @@ def checked_ids(made: Setup, ids: Sequence[int]) -> list[int]:
     return given
 
 
-def chosen_layers(made: Setup, layers: Sequence[int] | None) -> list[int]:
-    """The layers in order; None selects all.
-
-    Raises:
-        SinkscopeError: The list is empty, or names a layer that the model does not have.
-    """
-    count = made.target.n_layers
-    wanted = list(range(count)) if layers is None else sorted(set(layers))
-    wrong = [f"layer {i}" for i in wanted if not 0 <= i < count]
-    if wrong or not wanted:
-        given = wrong[0] if wrong else "no layer"
-        raise SinkscopeError(f"{given} was given: {made.target.name} has layers 0 to {count - 1}")
-    return wanted
-
-
 def check_room(made: Setup, prompt: int, new: int) -> None:
     """Check that prompt and new tokens fit into the context.
 
