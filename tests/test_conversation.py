@@ -354,7 +354,7 @@ def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes() -> None:
     model = model_of("llama", max_position_embeddings=64)
     chat = Conversation(model)
     ask(chat, 0)
-    with pytest.raises(SinkscopeError, match="turn 2: 46 tokens before it, 25 of its own and 6 of the answer"):
+    with pytest.raises(SinkscopeError, match="turn 2, with the 46 tokens before it, has 71 tokens and 6 more are to come, but the context of"):
         ask(chat, 2)
     with pytest.raises(SinkscopeError, match="at most 6 new tokens; the conversation is as it was"):
         chat.ask(said(1), max_new_tokens=7)

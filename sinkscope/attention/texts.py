@@ -116,24 +116,9 @@ def checked_ids(made: Setup, ids: Sequence[int]) -> list[int]:
     return given
 
 
-def check_room(made: Setup, prompt: int, new: int) -> None:
-    """Check that prompt and new tokens fit into the context.
-
-    Raises:
-        SinkscopeError: They do not fit.
-    """
-    limit = made.target.max_positions
-    if limit is not None and prompt + new > limit:
-        fewer = f" or ask for at most {limit - prompt} new tokens" if prompt < limit else ""
-        raise SinkscopeError(
-            f"prompt of {prompt} tokens and {new} new ones are {prompt + new}, but the context of "
-            f"{made.target.name} is {limit}: shorten the prompt{fewer}"
-        )
-
-
 def generated(made: Setup, prompt: list[int], new: int) -> Loop:
     """Continue `prompt` greedily by up to `new` tokens and look for a loop at the end."""
-    check_room(made, len(prompt), new)
+    made.target.check_room("the prompt", len(prompt), new)
     answer = greedy(made.target, torch.tensor([prompt]), new)[0]
     return loop_of([*prompt, *answer], len(prompt))
 

@@ -239,6 +239,30 @@ class Target:
         value = getattr(self.config, "max_position_embeddings", None) or getattr(self.config, "n_positions", None)
         return int(value) if value else None
 
+    def check_room(
+        self, what: str, tokens: int, new: int = 0, remedy: str = "shorten it", page: str | None = None
+    ) -> None:
+        """Refuse a text that does not fit the context together with the tokens that are to follow it.
+
+        Args:
+            what: The text, as the message names it.
+            tokens: Length of the text.
+            new: Number of tokens that are to follow.
+            remedy: What to do about a text that is too long.
+            page: Documentation page to name in the error.
+
+        Raises:
+            SinkscopeError: It does not fit.
+        """
+        limit = self.max_positions
+        if limit is not None and tokens + new > limit:
+            more = f" and {new} more are to come" * (new > 0)
+            fewer = f", or ask for at most {limit - tokens} new tokens" * (new > 0 and tokens < limit)
+            raise SinkscopeError(
+                f"{what} has {tokens} tokens{more}, but the context of {self.name} is {limit}: {remedy}{fewer}",
+                page=page,
+            )
+
     @property
     def end_ids(self) -> list[int]:
         """Ids after which generation ends, as the model's generation configuration says."""

@@ -264,7 +264,9 @@ def _rows(
     rows = [(each, [int(i) for i in to.target.tokenizer(each.prompt, verbose=False)["input_ids"]]) for each in prompts]
     written = [(each, ids) for each, ids in rows if isinstance(each, BenchPrompt)]
     for each, ids in written:
-        _check_length(each.id, len(ids), to.new, to)
+        if not ids:
+            raise SinkscopeError(f"prompt {each.id!r} has no tokens: write at least one word")
+        to.target.check_room(f"prompt {each.id!r}", len(ids), to.new, "give shorter prompts")
     check_can(to, [each for each in chosen if _edited(each)], [len(ids) for _, ids in written], window)
     return [(each, ids) for each, ids in rows if isinstance(each, Honest)], written
 
@@ -448,14 +450,3 @@ def _read(to: Asked, text: Honest, ids: list[int], plan: _Plan, seed: int) -> Co
         batch_size=1,
         seconds=round(time.perf_counter() - started, 3),
     )
-
-
-def _check_length(name: str, length: int, new: int, to: Asked) -> None:
-    limit = to.target.max_positions
-    if length < 1:
-        raise SinkscopeError(f"prompt {name!r} has no tokens: write at least one word")
-    if limit is not None and length + new > limit:
-        raise SinkscopeError(
-            f"prompt {name!r} has {length} tokens and {new} more are to come, but the context of {to.target.name} is "
-            f"{limit}: give at most {max(0, limit - length)} new tokens, or shorter prompts"
-        )

@@ -339,17 +339,6 @@ class Conversation:
             if name in _SINGLE and value not in (None, 1):
                 raise SinkscopeError(f"{name}={value!r}: a conversation is one row of text; give {name}=1")
 
-    def _check_length(self, new: int, more: int) -> None:
-        before, limit = len(self.ids), self.target.max_positions
-        if limit is None or before + new + more <= limit:
-            return
-        left = limit - before - new
-        remedy = f"ask for at most {left} new tokens" if left > 0 else "ask something shorter"
-        raise SinkscopeError(
-            f"turn {len(self.turns) + 1}: {before} tokens before it, {new} of its own and {more} of the answer exceed "
-            f"the context of {self.target.name}, {limit}: {remedy}; the conversation is as it was"
-        )
-
     def _prompt(self, prompt: str | Sequence[int]) -> list[int]:
         if not self.chat or not isinstance(prompt, str):
             return self._encode(prompt, "prompt", special=not self.turns)
@@ -454,7 +443,9 @@ class Conversation:
         first, count = chats[0], len(chats)
         target, edit, keep = first.target, first._edit, first.answers == "keep"
         for chat, prompt in zip(chats, new, strict=True):
-            chat._check_length(len(prompt), max_new_tokens)
+            before = len(chat.ids)
+            name = f"turn {len(chat.turns) + 1}, with the {before} tokens before it,"
+            target.check_room(name, before + len(prompt), max_new_tokens, "ask something shorter")
         first._check_generation(generation, count)
         whole = [[*chat.ids, *prompt] for chat, prompt in zip(chats, new, strict=True)]
         seen = [chat._held.seen for chat in chats]
