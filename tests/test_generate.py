@@ -194,7 +194,7 @@ def test_a_budget_too_small_for_a_prompt_is_refused_before_the_first_token(edit:
         ("", {}, ["prompt 1 is empty"]),
         (["the dog", " \n"], {}, ["prompt 2 is empty"]),
         ("the " * 1024, {}, ["1025 tokens", "1024", "shorten"]),
-        ("the " * 1000, {"max_new_tokens": 50}, ["1001 tokens", "1051", "at most 23"]),
+        ("the " * 1000, {"max_new_tokens": 50}, ["1001 tokens and 50 more", "context", "1024", "at most 23"]),
         ("the", {"max_new_tokens": 0}, ["max_new_tokens is 0"]),
         ("the", {"seed": -1}, ["seed is -1", "equal to 0"]),
         ("the", {"batch_size": 0}, ["batch_size is 0"]),

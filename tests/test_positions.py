@@ -205,7 +205,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--file", str(tmp_path / "empty.txt")], "the text is empty"),
         (["--file", str(tmp_path / "bytes.txt")], "not UTF-8"),
         (["--file", str(tmp_path)], "is a directory"),
-        (["--file", str(tmp_path / "long.txt")], "context of bundled holds"),
+        (["--file", str(tmp_path / "long.txt")], "but the context of bundled is"),
         (["a", "--chat"], "no chat template"),
         (["a", "--neuron", "7"], "l1.n338"),
         (["a", "b"], "unexpected"),

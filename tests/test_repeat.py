@@ -332,7 +332,10 @@ def test_a_model_without_a_sink_is_an_answer() -> None:
     [
         ({"tokens": ["poem book"]}, r"'poem book' is 2 tokens \('poem', 'book'\); give a string that is one token"),
         ({"tokens": ["poem"], "prefix": "a poem of"}, r"--prefix 'a poem of' contains the repeated token 'poem'"),
-        ({"max_repeats": 2048}, r"--max-repeats 2048 and .* the context of .* is 2048: the largest --max-repeats is \d+$"),
+        (
+            {"max_repeats": 2048},
+            r"--max-repeats 2048 and .* the context of .* is 2048: the largest --max-repeats is \d+$",
+        ),
         (
             {"prefix": "of " * 2048, "tokens": ["poem"]},
             r"2\d\d\d tokens around them has 2\d\d\d tokens, but the context .*: give a shorter --prefix",

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterable
 from copy import copy as duplicate
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from sinkscope.interventions.positions import Memory, Sequence
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.checkpoint import fingerprint
+from sinkscope.models.inputs import read_row
 from sinkscope.models.target import Target
 from sinkscope.output import check_writable, write_atomic
 from sinkscope.results import versions
@@ -186,20 +186,6 @@ class _Content:
     versions: dict[str, str]
 
 
-def check_ids(ids: Iterable[Any], target: Target, where: str) -> None:
-    """Refuse token ids for which the model has no embedding.
-
-    Raises:
-        SinkscopeError: An id is not a whole number, or is out of range; the message begins with `where`.
-    """
-    size = int(target.config.vocab_size)
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
-            raise SinkscopeError(
-                f"{where}: {token!r} is no token id of {target.name}: expected whole numbers from 0 to {size - 1}"
-            )
-
-
 def write(
     path: str | os.PathLike[str],
     target: Target,
@@ -326,7 +312,7 @@ def _foreign(folder: Path, why: str) -> SinkscopeError:
 
 
 def _turn(number: int, record: TurnRecord, tensors: dict[str, Tensor], target: Target) -> Turn:
-    check_ids((*record.prompt, *record.ids), target, f"{NAME}, turn {number + 1}")
+    read_row(target, (*record.prompt, *record.ids), f"{NAME}, turn {number + 1}")
     before = record.prompt_tokens - record.queries
     lines: list[HeadLines | None] = []
     for at in (f"turn.{number}.{layer}" for layer in range(target.n_layers)):
