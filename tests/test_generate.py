@@ -204,7 +204,7 @@ def test_a_budget_too_small_for_a_prompt_is_refused_before_the_first_token(edit:
         ("the", {"policy": "lru"}, ["'lru'", "streaming"]),
         ("the", {"policy": "streaming:"}, ["'' is no budget", "streaming:512"]),
         ("the", {"policy": "streaming:1.5"}, ["budget=1.5", "fraction"]),
-        ("the", {"patch": "nowhere.json"}, ["nowhere.json", "No such file"]),
+        ("the", {"patch": "nowhere.json"}, ["nowhere.json", "no such file"]),
         ("the", {"patch": SinkPatch(layer=1, neurons=[64])}, ["neuron 64", "0 to 63"]),
     ],
 )

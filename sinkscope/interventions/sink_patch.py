@@ -15,14 +15,13 @@ from jaxtyping import Float
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.interventions.base import Run, is_edited
 from sinkscope.interventions.edits import NeuronEdit, NeuronGroup, NeuronSite, Where, log_values, site_of
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.models.open import is_checkpoint
 from sinkscope.models.target import Target
-from sinkscope.output import write_output
+from sinkscope.output import read_json, write_output
 from sinkscope.records import Number, Whole, conform
 from sinkscope.text import resolve_bos, text_rows, typical_text
 
@@ -320,21 +319,5 @@ def read_patch(path: str | PathLike[str]) -> dict[str, Any]:
     Raises:
         SinkscopeError: The file does not exist, is not JSON, or has an invalid field.
     """
-    name = Path(path).name
-    try:
-        content = parse_json(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SinkscopeError(
-            f"cannot read {path}: {error.strerror or error}; make a patch with `sinkscope patch make`", page=_PAGE
-        ) from None
-    except ValueError as error:
-        raise SinkscopeError(f"{name} is not JSON ({error}): expected a patch file of sinkscope", page=_PAGE) from None
-    kind = content.get("kind") if isinstance(content, dict) else type(content).__name__
-    if kind != KIND:
-        raise SinkscopeError(f'{name} has kind {kind!r}: expected a patch file, with kind "{KIND}"', page=_PAGE)
-    if content.get("schema") != SCHEMA:
-        raise SinkscopeError(
-            f"{name} has schema {content.get('schema')!r}, this version reads {SCHEMA}: make the patch again",
-            page=_PAGE,
-        )
-    return conform(_File, content, name, page=_PAGE).model_dump()
+    content = read_json(path, "make a patch with `sinkscope patch make`", page=_PAGE, kind=KIND, schema=SCHEMA)
+    return conform(_File, content, Path(path).name, page=_PAGE).model_dump()

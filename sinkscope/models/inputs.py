@@ -151,8 +151,9 @@ def _ids(given: Any, page: str | None) -> tuple[Int[Tensor, "batch pos"], Int[Te
     """Ids, and a mask if rows had to be padded."""
     if isinstance(given, list | tuple) and given and all(isinstance(row, list | tuple) for row in given):
         if wrong := [i for row in given for i in row or (None,) if not _is_id(i)]:
-            said = f"token id {wrong[0]!r}: every row needs one, and whole numbers from 0"
-            raise SinkscopeError(f"{said}; {_EXPECTED}", page=page)
+            raise SinkscopeError(
+                f"token id {wrong[0]!r}: every row needs one, and whole numbers from 0; {_EXPECTED}", page=page
+            )
         return _filled([list(row) for row in given])
     try:
         rows = [torch.as_tensor(row) for row in given] if isinstance(given, list | tuple) else []

@@ -192,9 +192,7 @@ class Target:
         """
         self._check_number("layer", layer, self.n_layers)
         self._check_number("head", head or 0, self.n_heads)
-        if neuron is None:
-            return
-        if not self.has_mlp(layer, expert):
+        if neuron is not None and not self.has_mlp(layer, expert):
             mixture = self.is_mixture(layer)
             what, want = ("a mixture of experts", "expert, ") if mixture else ("one MLP without experts", "")
             raise SinkscopeError(
@@ -202,8 +200,9 @@ class Target:
                 f"{want}neuron)",
                 page="neuron-sites",
             )
-        self._check_number("expert", expert or 0, self.n_experts(layer) or 1)
-        self._check_number("neuron", neuron, self.width(layer, expert))
+        if neuron is not None:
+            self._check_number("expert", expert or 0, self.n_experts(layer) or 1)
+            self._check_number("neuron", neuron, self.width(layer, expert))
 
     def chosen_layers(self, layers: Sequence[int] | None) -> list[int]:
         """The layers in order; None selects all.

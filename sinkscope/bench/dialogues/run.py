@@ -392,8 +392,12 @@ def check_length(to: Asked, made: AskedTurn, tokens: int) -> None:
     Raises:
         SinkscopeError: This number of tokens and an answer exceed the context.
     """
-    name = f"dialogue {made.dialogue!r}, turn {made.turn + 1}, question at {made.position}:"
-    to.target.check_room(f"{name} the text", tokens, to.new, "give shorter or fewer turns")
+    to.target.check_room(
+        f"dialogue {made.dialogue!r}, turn {made.turn + 1}, question at {made.position}: the text",
+        tokens,
+        to.new,
+        "give shorter or fewer turns",
+    )
 
 
 def encode(to: Asked, said: Sequence[str], chat: bool) -> list[int]:

@@ -427,9 +427,12 @@ class Conversation:
         first, count = chats[0], len(chats)
         target, edit, keep = first.target, first._edit, first.answers == "keep"
         for chat, prompt in zip(chats, new, strict=True):
-            before = len(chat.ids)
-            name = f"turn {len(chat.turns) + 1}, with the {before} tokens before it,"
-            target.check_room(name, before + len(prompt), max_new_tokens, "ask something shorter")
+            target.check_room(
+                f"turn {len(chat.turns) + 1}, with the {len(chat.ids)} tokens before it,",
+                len(chat.ids) + len(prompt),
+                max_new_tokens,
+                "ask something shorter",
+            )
         first._check_generation(generation, count)
         whole = [[*chat.ids, *prompt] for chat, prompt in zip(chats, new, strict=True)]
         seen = [chat._held.seen for chat in chats]

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sinkscope._plain import build, parse_json, plain
+from sinkscope._plain import build, plain
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention
 from sinkscope.interventions.positions import Memory, Sequence
@@ -28,7 +28,7 @@ from sinkscope.lines.choice import HeadLines
 from sinkscope.models.checkpoint import fingerprint
 from sinkscope.models.inputs import read_row
 from sinkscope.models.target import Target
-from sinkscope.output import check_writable, write_atomic
+from sinkscope.output import check_writable, read_json, write_atomic
 from sinkscope.results import versions
 
 Answers = Literal["recompute", "keep"]
@@ -282,33 +282,17 @@ def read(
     except SinkscopeError:
         raise
     except Exception as error:  # files that were put together by hand may fail in any way
-        raise _foreign(folder, f"its two files do not fit ({type(error).__name__})") from None
+        raise SinkscopeError(
+            f"{folder.name} holds no conversation that this version reads: its two files do not fit "
+            f"({type(error).__name__}); give a folder that Conversation.save wrote",
+            page=_PAGE,
+        ) from None
     return content.answers, content.chat, turns, held
 
 
 def _content(folder: Path) -> _Content:
-    try:
-        data = parse_json((folder / NAME).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SinkscopeError(
-            f"cannot read {NAME} in {folder}: {(error.strerror or str(error)).lower()}; give a folder that "
-            "Conversation.save wrote",
-            page=_PAGE,
-        ) from None
-    except ValueError:
-        raise _foreign(folder, f"{NAME} is not JSON") from None
-    if not isinstance(data, dict) or data.get("kind") != KIND or data.get("schema") != SCHEMA:
-        kind = (data.get("kind"), data.get("schema")) if isinstance(data, dict) else type(data).__name__
-        raise _foreign(folder, f"{NAME} has kind and schema {kind!r}, expected {(KIND, SCHEMA)!r}")
+    data = read_json(folder / NAME, "give a folder that Conversation.save wrote", page=_PAGE, kind=KIND, schema=SCHEMA)
     return build(_Content, data, f"{NAME} in {folder.name}")
-
-
-def _foreign(folder: Path, why: str) -> SinkscopeError:
-    return SinkscopeError(
-        f"{folder.name} holds no conversation that this version reads: {why}; give a folder that Conversation.save "
-        "wrote",
-        page=_PAGE,
-    )
 
 
 def _turn(number: int, record: TurnRecord, tensors: dict[str, Tensor], target: Target) -> Turn:
