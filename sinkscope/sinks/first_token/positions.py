@@ -20,7 +20,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.edits import site_of
 from sinkscope.measure import Count, Option, Result, Setup, measurement
 from sinkscope.models.target import norm_of
-from sinkscope.notation import neuron_name
+from sinkscope.notation import neuron_name, read_neuron
 from sinkscope.output import read_text
 from sinkscope.sinks.first_token.ablation import prove
 from sinkscope.sinks.first_token.walk import SINK_RATIO, flat_number, view_layer, walk
@@ -250,7 +250,7 @@ def token_positions(
     """
     target = setup.target
     target.check_site(layer or 0)
-    asked = [site_of(name) for name in neurons or ()]
+    asked = [site_of(read_neuron(name)) for name in neurons or ()]
     for site in asked:
         target.check_site(*site)
     given = read_text(str(file)) if file is not None else passage

@@ -16,7 +16,7 @@ from sinkscope.interventions.edits import site_of
 from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.experts import bind, gate_up
 from sinkscope.models.target import Target
-from sinkscope.notation import neuron_name
+from sinkscope.notation import neuron_name, read_neuron
 from sinkscope.sinks.tokens import first_tokens
 from sinkscope.trace.run import trace
 
@@ -367,8 +367,8 @@ def separability(
     """
     target, bos = setup.target, setup.bos
     if neuron is not None:
-        number = isinstance(neuron, int) or neuron.isdigit()
-        layer, neuron, expert = (layer, int(neuron), expert) if number else site_of(neuron)
+        number = str(neuron).isdigit()
+        layer, neuron, expert = (layer, int(neuron), expert) if number else site_of(read_neuron(str(neuron)))
         setup.record(layer=layer, expert=expert, neuron=neuron)
     elif expert is not None:
         raise SinkscopeError(f"--expert {expert} says whose --neuron is looked at: give --neuron, too")
