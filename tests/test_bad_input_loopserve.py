@@ -179,10 +179,10 @@ def refused(
 LINES = [
     ("--model ./none", "no file or folder './none'"),
     ("--model ''", "the model name is empty"),
-    ("--text none", "'none' cannot be read"),
+    ("--text none", "cannot read none: no such file or directory"),
     ("--text empty", "'empty' is empty"),
-    ("--text binary", "'binary' cannot be read (not UTF-8)"),
-    ("--text folder", "'folder' cannot be read (Is a directory)"),
+    ("--text binary", "binary is not UTF-8 text: convert it"),
+    ("--text folder", "cannot read folder: is a directory"),
     ("--text words.txt", "give a longer --text"),
     ("--data none", "'none': no such file"),
     ("--data empty", "empty is empty: give a file of LongBench, LongBench v2, LongEval"),
