@@ -224,7 +224,7 @@ def test_gguf_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--top-k", "5000"], ("--top-k 5000 is more than the", "give at most")),
         (["--seed", "-1"], ("'--seed'", "it is '-1'")),
         (["--seed", "9" * 30], ("--seed", "at most 9223372036854775807")),
-        (["--max-repeats", "99999"], ("--max-repeats 99999 and", "but the context of", "the largest --max-repeats is")),
+        (["--max-repeats", "99999"], ("--max-repeats 99999 and", "but the context of", "the largest is")),
         (["--token", "poem poem"], ("'poem poem' is 2 tokens", "give a string that is one token")),
         (["--text", "none.txt"], ("cannot read none.txt: no such file", "give the path of a text file")),
         (["--text", os.devnull], ("is empty", "with some prose")),

@@ -182,7 +182,7 @@ def test_words_that_are_drawn_are_not_those_of_the_prefix() -> None:
     ("options", "says"),
     [
         ({"tokens": ["cat"]}, "--prefix 'cat the' contains the repeated token 'cat'"),
-        ({"max_repeats": 2046}, "the largest --max-repeats is 2045"),
+        ({"max_repeats": 2046}, "the largest is 2045"),
         (
             {"repeats": [2040]},
             "2040 repetitions .*and 8 more are to come, but the context of .* is 2048: repeat less often",

@@ -276,7 +276,7 @@ def test_perplexity_is_that_of_single_rows(tmp_path: Path) -> None:
         ({"tokens": ["poem", "no such word"]}, "is 3 tokens"),
         (
             {"max_repeats": 5000},
-            "--max-repeats 5000 and .* the context of .* is 2048: the largest --max-repeats is 2047",
+            "--max-repeats 5000 and .* the context of .* is 2048: the largest is 2047",
         ),
         ({"limit": -0.1}, "--limit -0.1: expected a number of at least 0"),
         ({"pieces": 1}, "--pieces 1: expected a whole number of at least 2"),

@@ -334,7 +334,7 @@ def test_a_model_without_a_sink_is_an_answer() -> None:
         ({"tokens": ["poem"], "prefix": "a poem of"}, r"--prefix 'a poem of' contains the repeated token 'poem'"),
         (
             {"max_repeats": 2048},
-            r"--max-repeats 2048 and .* the context of .* is 2048: the largest --max-repeats is \d+$",
+            r"--max-repeats 2048 and .* the context of .* is 2048: the largest is \d+$",
         ),
         (
             {"prefix": "of " * 2048, "tokens": ["poem"]},

@@ -216,7 +216,7 @@ def room(target: Target, asked: int | None, around: int = 1, most: int = REPEATS
         SinkscopeError: The context is too short.
     """
     largest, least = (target.max_positions or 1 << 30) - around, asked or 1
-    remedy = f"the largest --max-repeats is {largest}" if largest > 0 else "give a shorter --prefix"
+    remedy = f"the largest is {largest}" if largest > 0 else "give a shorter --prefix"
     target.check_room(f"a text of --max-repeats {least} and {around} tokens around them", least + around, remedy=remedy)
     return min(most, largest) if asked is None else asked
 
