@@ -190,16 +190,8 @@ class _Streamer(TextStreamer):
 
 
 def _check_prompts(rows: list[list[int]], edit: Intervention | None, new: int, target: Target) -> None:
-    limit = target.max_positions
     for number, length in enumerate(map(len, rows), 1):
-        if limit is not None and length + new > limit:
-            asked, less = (
-                f"and {new} more were asked for, {length + new} in all, but",
-                " or ask for at most {} new tokens",
-            )
-            problem = f"{asked if length < limit else 'and'} the context of {target.name} is {limit}"
-            remedy = "shorten the prompt" + (less.format(limit - length) if length < limit else "")
-            raise SinkscopeError(f"prompt {number} has {length} tokens {problem}: {remedy}", page="generate")
+        target.check_room(f"prompt {number}", length, new, "shorten the prompt", "generate")
         for part in () if edit is None else edit.parts:
             part.check_prompt(length)
 

@@ -208,10 +208,7 @@ class Setup:
         Raises:
             SinkscopeError: The model has no such layer.
         """
-        wanted = None if layers is None else list(layers)
-        if wrong := [layer for layer in wanted or () if not 0 <= layer < self.n_layers]:
-            last_layer = self.n_layers - 1
-            raise SinkscopeError(f"layer {wrong[0]} was given: {self.target.name} has layers 0 to {last_layer}")
+        wanted = None if layers is None else self.target.chosen_layers(layers)
         for text, row in enumerate(self.ids):
             parts: dict[int, list[Tensor]] = {}
             first = 0 if last is None else max(0, len(row) - last)

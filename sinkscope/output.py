@@ -13,7 +13,9 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError
 
 PAGE, FIGURE, ARRAYS = "page", "figure", "arrays"  # marks of files; that of a result is "json" and its kind
@@ -258,5 +260,35 @@ def read_text(name: str) -> str:
             raise SinkscopeError("standard input is not UTF-8 text: convert it, or give a file") from None
         raise SinkscopeError(f"{path.name} is not UTF-8 text: convert it, or give another file") from None
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise SinkscopeError(f"cannot read {path}: {reason}; give the path of a text file") from None
+        raise SinkscopeError(
+            f"cannot read {path}: {(error.strerror or str(error)).lower()}; give the path of a text file"
+        ) from None
+
+
+def read_json(
+    path: str | os.PathLike[str], remedy: str, *, page: str | None = None, kind: str | None = None, schema: int = 1
+) -> Any:
+    """The content of a JSON file.
+
+    Args:
+        path: The file.
+        remedy: What to do about a file that cannot be read, or is another one.
+        page: Documentation page to name in errors.
+        kind: The kind that the file must say it is of. None: the file says none.
+        schema: The schema of that kind that this version reads.
+
+    Raises:
+        SinkscopeError: The file cannot be read, is not JSON, or is of another kind or schema.
+    """
+    try:
+        content = parse_json(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SinkscopeError(
+            f"cannot read {path}: {(error.strerror or str(error)).lower()}; {remedy}", page=page
+        ) from None
+    except ValueError as error:
+        raise SinkscopeError(f"{Path(path).name} is not JSON ({error}); {remedy}", page=page) from None
+    found = (content.get("kind"), content.get("schema")) if isinstance(content, dict) else type(content).__name__
+    if kind is not None and found != (kind, schema):
+        raise SinkscopeError(f"{path} has kind and schema {found!r}, not {(kind, schema)!r}; {remedy}", page=page)
+    return content

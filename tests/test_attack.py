@@ -244,7 +244,7 @@ def test_lengths_that_no_cluster_has(tmp_path: Path) -> None:
         ({"thresholds": [0.0]}, "above 0"),
         ({"clusters": {0: [5, 100_000]}}, "token 100000 of head 0 is not in the vocabulary"),
         ({"bos": True}, "no BOS token"),
-        ({"lengths": [100_000]}, "does not fit the context"),
+        ({"lengths": [100_000]}, "--length 100000 .*but the context of"),
     ],
 )
 def test_bad_input(options: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -282,13 +282,13 @@ def test_bad_input_is_one_line(
     model, tokenizer = tiny_model("llama")
     for options, message in (
         ({"raw": True}, "12 heads one position at a time: expected up to 4; give --head"),
-        ({"heads": [(0, 4)]}, "head 4 does not exist: .* has heads 0 to 3"),
-        ({"heads": [(3, 0)]}, "layer 3 was given: .* has layers 0 to 2"),
+        ({"heads": [(0, 4)]}, "head 4 is not in .*: give one from 0 to 3"),
+        ({"heads": [(3, 0)]}, "layer 3 is not in .*: give one from 0 to 2"),
         ({"heads": [(0, 0)], "layers": [0]}, "layers and heads are given"),
         ({"bins": 0}, "--bins 0: expected a whole number from 1"),
         ({"max_new_tokens": 0}, "--max-new-tokens 0"),
         ({"max_new_tokens": 5000}, "ask for at most"),
-        ({"prompt": [5, 200]}, "id 200 is not in the vocabulary"),
+        ({"prompt": [5, 200]}, "token id 200 is none of"),
     ):
         with pytest.raises(SinkscopeError, match=message):
             barcode(model, tokenizer=tokenizer, **options)

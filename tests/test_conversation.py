@@ -354,9 +354,12 @@ def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes() -> None:
     model = model_of("llama", max_position_embeddings=64)
     chat = Conversation(model)
     ask(chat, 0)
-    with pytest.raises(SinkscopeError, match="turn 2: 46 tokens before it, 25 of its own and 6 of the answer"):
+    with pytest.raises(
+        SinkscopeError,
+        match="turn 2, with the 46 tokens before it, has 71 tokens and 6 more are to come, but the context of",
+    ):
         ask(chat, 2)
-    with pytest.raises(SinkscopeError, match="at most 6 new tokens; the conversation is as it was"):
+    with pytest.raises(SinkscopeError, match="ask for at most 6 new tokens"):
         chat.ask(said(1), max_new_tokens=7)
     assert len(chat.ids) == 46
     close(
@@ -368,12 +371,12 @@ def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes() -> None:
 @pytest.mark.parametrize(
     ("prompt", "more", "words"),
     [
-        ([], {}, "turn 1: the prompt is empty"),
-        (" \n", {}, "turn 1: the prompt is empty"),
-        ([5, 96], {}, "turn 1: [1] is 96, expected a whole number from 0 up to 95 for a token id of "),
-        ([5, -1], {}, "turn 1: [1] is -1, expected a whole number from 0 up to 95 for a token id of "),
-        ([True], {}, "turn 1: [0] is True, expected a whole number from 0 up to 95 for a token id of "),
-        ("text", {}, "give tokenizer=..., or token ids"),
+        ([], {}, "turn 1, the prompt: token id None: every row needs one, and whole numbers from 0"),
+        (" \n", {}, "turn 1, the prompt: prompt 1 is empty: write at least one word"),
+        ([5, 96], {}, "turn 1, the prompt: token id 96 is none of"),
+        ([5, -1], {}, "turn 1, the prompt: token id -1: every row needs one, and whole numbers from 0"),
+        ([True], {}, "turn 1, the prompt: token id True: every row needs one, and whole numbers from 0"),
+        ("text", {}, "carries no tokenizer; pass tokenizer="),
         ([5], {"max_new_tokens": 0}, "max_new_tokens=0"),
         ([5], {"use_cache": False}, "use_cache is made by the conversation"),
         ([5], {"num_beams": 2}, "num_beams=2: a conversation is one row"),
@@ -395,7 +398,7 @@ def test_what_cannot_be_begun() -> None:
         Conversation(model, answers="none")
     with pytest.raises(SinkscopeError, match="no chat template"):
         Conversation(model, chat=True)
-    with pytest.raises(SinkscopeError, match="the answer is empty"):
+    with pytest.raises(SinkscopeError, match="turn 1, the answer: token id None: every row needs one"):
         Conversation(model).say([5], [])
 
 

@@ -142,10 +142,7 @@ def _other_tensors(folder: Path) -> None:
         (_edit(lambda data: data.update(schema=9)), "has kind and schema ('conversation', 9)"),
         (_edit(lambda data: data.pop("layers")), "layers is missing"),
         (_edit(lambda data: data.update(turns=3)), "turns is 3"),
-        (
-            _edit(lambda data: data["turns"][0].update(ids=[96])),
-            "is 96, expected a whole number from 0 up to 95 for",
-        ),
+        (_edit(lambda data: data["turns"][0].update(ids=[96])), "conversation.json, turn 1: token id 96 is none of"),
         (_edit(lambda data: data["turns"][0].update(prompt=[5, 6])), "its two files do not fit"),
         (_edit(lambda data: data["layers"].pop()), "its two files do not fit"),
         (_edit(lambda data: data["layers"][0].update(seen=3)), "its two files do not fit"),

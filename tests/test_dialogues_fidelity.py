@@ -305,7 +305,10 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--prompt-tokens", "99"], "--prompt-tokens 99 is of --dialogues text: leave it out for recall"),
         (["--along", "me"], "Invalid value for '--along'"),
         (["--dialogues", "text", "--count", "999"], "the text has"),
-        (["--dialogues", "recall", "--answer-tokens", "40000"], "exceed the context of recall"),
+        (
+            ["--dialogues", "recall", "--answer-tokens", "40000"],
+            "and 40000 more are to come, but the context of recall",
+        ),
     ],
 )
 def test_bad_input_is_one_line(

@@ -96,7 +96,7 @@ def test_a_conversation_cut_off_ends_the_same(tmp_path: Path) -> None:
     assert work("cut") == whole and len(whole) == 10
     with pytest.raises(SinkscopeError, match='history was "model", now "gold"'):
         run_dialogues(hf, some, ["full"], out=tmp_path / "cut", **{**given, "history": "gold"})
-    with pytest.raises(SinkscopeError, match=r"turn 2, question at end: .* exceed the context"):
+    with pytest.raises(SinkscopeError, match=r"turn 2, question at end: .* but the context"):
         run_dialogues(hf, some[:1], ["full"], out=tmp_path / "x", **{**given, "max_new_tokens": 500})
     assert not (tmp_path / "x").exists()  # nothing was computed
 

@@ -194,7 +194,7 @@ def test_a_budget_too_small_for_a_prompt_is_refused_before_the_first_token(edit:
         ("", {}, ["prompt 1 is empty"]),
         (["the dog", " \n"], {}, ["prompt 2 is empty"]),
         ("the " * 1024, {}, ["1025 tokens", "1024", "shorten"]),
-        ("the " * 1000, {"max_new_tokens": 50}, ["1001 tokens", "1051", "at most 23"]),
+        ("the " * 1000, {"max_new_tokens": 50}, ["1001 tokens and 50 more", "context", "1024", "at most 23"]),
         ("the", {"max_new_tokens": 0}, ["max_new_tokens=0"]),
         ("the", {"seed": -1}, ["seed=-1", "from 0"]),
         ("the", {"batch_size": 0}, ["batch_size=0"]),
@@ -204,7 +204,7 @@ def test_a_budget_too_small_for_a_prompt_is_refused_before_the_first_token(edit:
         ("the", {"policy": "lru"}, ["'lru'", "streaming"]),
         ("the", {"policy": "streaming:"}, ["budget=''", "number of tokens", "fraction"]),
         ("the", {"policy": "streaming:1.5"}, ["budget=1.5", "fraction"]),
-        ("the", {"patch": "nowhere.json"}, ["nowhere.json", "No such file"]),
+        ("the", {"patch": "nowhere.json"}, ["nowhere.json", "no such file"]),
         ("the", {"patch": SinkPatch(layer=1, neurons=[64])}, ["neuron 64", "0 to 63"]),
     ],
 )

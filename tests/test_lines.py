@@ -222,7 +222,7 @@ def test_a_file_of_prompts_and_the_command(tmp_path: Path, capsys: pytest.Captur
         (["--length", "100000"], "--length 100000: expected 16 to"),
         (["--head", "x"], "--head 'x': expected a head such as L5.H3"),
         (["--head", "1.99"], "head 1.99 is not measured"),
-        (["--layer", "77"], "layer 77 was given"),
+        (["--layer", "77"], "layer 77 is not in"),
         (["--data", "nowhere.jsonl"], "'nowhere.jsonl': no such file"),
         (["--count", "9999", "--length", "4000"], "pieces of 4000 tokens, 9999 were asked for"),
     ],

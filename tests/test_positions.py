@@ -128,14 +128,14 @@ def test_neurons_and_layer_of_ones_own(tmp_path: Path) -> None:
     assert own.layer == 1 and own.sink_layer == o.truth.sink_layer
     assert own.neurons[1] in _found(o, tmp_path, words).neurons
     for name, said in (
-        ("1.2", "such as L3.E2.N7"),
-        ("9.0.1", "layers 0 to"),
+        ("1.2", "is a mixture of experts; give .layer, expert, neuron."),
+        ("9.0.1", "layer 9 is not in .*: give one from 0 to"),
         ("x", "expected a neuron"),
         ("1.", "1."),
     ):
         with pytest.raises(SinkscopeError, match=said):
             _found(o, tmp_path, words, neurons=[name])
-    with pytest.raises(SinkscopeError, match="--layer 99"):
+    with pytest.raises(SinkscopeError, match="layer 99 is not in"):
         _found(o, tmp_path, words, layer=99)
 
 
@@ -205,7 +205,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--file", str(tmp_path / "empty.txt")], "the text is empty"),
         (["--file", str(tmp_path / "bytes.txt")], "not UTF-8"),
         (["--file", str(tmp_path)], "is a directory"),
-        (["--file", str(tmp_path / "long.txt")], "context of bundled holds"),
+        (["--file", str(tmp_path / "long.txt")], "but the context of bundled is"),
         (["a", "--chat"], "no chat template"),
         (["a", "--neuron", "7"], "l1.n338"),
         (["a", "b"], "unexpected"),

@@ -332,10 +332,13 @@ def test_a_model_without_a_sink_is_an_answer() -> None:
     [
         ({"tokens": ["poem book"]}, r"'poem book' is 2 tokens \('poem', 'book'\); give a string that is one token"),
         ({"tokens": ["poem"], "prefix": "a poem of"}, r"--prefix 'a poem of' contains the repeated token 'poem'"),
-        ({"max_repeats": 2048}, r"--max-repeats 2048 does not fit the context of 2048 tokens.*the largest is \d+$"),
+        (
+            {"max_repeats": 2048},
+            r"--max-repeats 2048 and .* the context of .* is 2048: the largest is \d+$",
+        ),
         (
             {"prefix": "of " * 2048, "tokens": ["poem"]},
-            r"2\d\d\d tokens around the repetitions leave no room.*give a shorter --prefix",
+            r"2\d\d\d tokens around them has 2\d\d\d tokens, but the context .*: give a shorter --prefix",
         ),
         ({"max_repeats": 0}, "--max-repeats 0: expected a whole number from 1"),
         ({"batch_size": 0}, "--batch-size 0"),
@@ -354,7 +357,7 @@ def test_the_largest_number_of_repetitions_runs(llama: Organism) -> None:
         repeat_norms(llama.model, tokenizer=llama.tokenizer, tokens=["poem"], prefix="of", max_repeats=2047)
     result = repeat_norms(llama.model, tokenizer=llama.tokenizer, tokens=["poem"], prefix="of", max_repeats=2046)
     assert result.counts[-1] == 2046
-    with pytest.raises(SinkscopeError, match=r"--layer 99: the model has layers 0 to"):
+    with pytest.raises(SinkscopeError, match=r"layer 99 is not in .*: give one from 0 to"):
         repeat_attention(llama.model, tokenizer=llama.tokenizer, layers=[99], max_repeats=4)
 
 

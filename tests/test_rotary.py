@@ -296,11 +296,11 @@ def test_bad_input_is_one_line() -> None:
     found = rotary_invariance(half.bfloat16(), ids=_looping().tolist(), tokenizer=words)
     assert "near the rounding of bfloat16" in str(found) and "Eq. 15 holds" in str(found)
     for options, message in (
-        ({"ids": [5, 500]}, "id 500 is not in the vocabulary: expected 0 to 95"),
-        ({"ids": []}, "no ids were given"),
+        ({"ids": [5, 500]}, "token id 500 is none of .*: expected 0 to 95"),
+        ({"ids": []}, "token id None: every row needs one"),
         ({"ids": [5], "prompt": "word"}, "a prompt and ids are given"),
-        ({"ids": [5] * 30, "layers": [7]}, "layer 7 was given: .* has layers 0 to 2"),
-        ({"prompt": " "}, "the prompt is empty"),
+        ({"ids": [5] * 30, "layers": [7]}, "layer 7 is not in .*: give one from 0 to 2"),
+        ({"prompt": " "}, "prompt 1 is empty"),
         ({"prompt": [5, 6], "max_new_tokens": 2000}, "ask for at most 1022 new tokens"),
         ({"prompt": [5, 6], "max_new_tokens": 0}, "--max-new-tokens 0: expected a whole number from 1"),
     ):

@@ -265,7 +265,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         ({"count": 3}, r"--count 3: expected a whole number from 4"),
         ({"texts": 1}, r"--texts 1: expected a whole number from 2"),
         ({"batch_size": 0}, r"--batch-size 0: expected a whole number from 1"),
-        ({"layer": 99}, r"--layer 99 is not in the model: it has layers 0 to \d"),
+        ({"layer": 99}, r"layer 99 is not in .*: give one from 0 to \d"),
         ({"tokens": ["poem", "book"]}, r"2 first tokens are too few .*give more words"),
     ):
         with pytest.raises(SinkscopeError, match=says):
@@ -295,9 +295,9 @@ def test_a_neuron_that_is_not_there_is_refused(tmp_path: Path) -> None:
     width = Target.of(dense.model).d_mlp
     for o, asked, words in (
         (dense, {"neuron": width}, f"0 to {width - 1}"),
-        (dense, {"neuron": 0, "expert": 1}, "leave --expert out"),
+        (dense, {"neuron": 0, "expert": 1}, "is one MLP without experts; give .layer, neuron."),
         (dense, {"expert": 1}, "give --neuron"),
-        (mixture, {"neuron": 0}, "say with --expert"),
+        (mixture, {"neuron": 0}, "is a mixture of experts; give .layer, expert, neuron."),
         (mixture, {"neuron": 0, "expert": 4}, "0 to 3"),
     ):
         with pytest.raises(SinkscopeError, match=words):

@@ -22,8 +22,6 @@ from sinkscope.adding import add_at
 from sinkscope.attention.texts import (
     Mark,
     QueryHead,
-    check_room,
-    chosen_layers,
     healthy_ids,
     loop_of,
     marks,
@@ -394,7 +392,7 @@ def barcode(
     if raw and len(kept) > RAW_HEADS:
         raise SinkscopeError(f"{len(kept)} heads one position at a time: expected up to {RAW_HEADS}; give --head")
     start = prompt_ids(setup, prompt)
-    check_room(setup, len(start), max_new_tokens)
+    setup.target.check_room("the prompt", len(start), max_new_tokens)
     positions = len(start) + max_new_tokens
     with Live(f"{setup.target.name}, mean over {_heads(len(kept))}", live) as shown:
 
@@ -438,13 +436,12 @@ def _heads(count: int) -> str:
 def _chosen(setup: Setup, layers: Sequence[int] | None, heads: Sequence[Head] | None) -> list[Head]:
     count = setup.target.n_heads
     if heads is None:
-        return [(layer, head) for layer in chosen_layers(setup, layers) for head in range(count)]
+        return [(layer, head) for layer in setup.target.chosen_layers(layers) for head in range(count)]
     if layers is not None:
         raise SinkscopeError("layers and heads are given: expected one of them")
     wanted = list(dict.fromkeys((int(layer), int(head)) for layer, head in heads))
-    chosen_layers(setup, [layer for layer, _ in wanted])
-    if wrong := [head for _, head in wanted if not 0 <= head < count]:
-        raise SinkscopeError(f"head {wrong[0]} does not exist: {setup.target.name} has heads 0 to {count - 1}")
+    for layer, head in wanted:
+        setup.target.check_site(layer, head=head)
     return wanted
 
 

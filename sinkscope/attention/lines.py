@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.attention.texts import Input, Question, chosen_layers, inputs, means, questions, shares
+from sinkscope.attention.texts import Input, Question, inputs, means, questions, shares
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.decode import greedy
 from sinkscope.lines.choice import HeadLines, top_lines
@@ -221,7 +221,7 @@ def line_weights(
     """
     chosen = shares(etas)
     setup.record(etas=chosen)
-    target, wanted = setup.target, chosen_layers(setup, layers)
+    target, wanted = setup.target, setup.target.chosen_layers(layers)
     if head is not None and not (head[0] in wanted and 0 <= head[1] < target.n_heads):
         raise SinkscopeError(
             f"head {head[0]}.{head[1]} is not measured: expected one of layers {wanted[0]} to {wanted[-1]}, heads 0 to "
@@ -557,7 +557,7 @@ def line_overlap(
     """
     chosen, parts = shares(etas), shares(budgets, "--budget")
     setup.record(etas=chosen, budgets=parts)
-    wanted = chosen_layers(setup, layers)
+    wanted = setup.target.chosen_layers(layers)
     rows = inputs(setup, texts, data, count, length)
     if len(rows) < 2:
         raise SinkscopeError("one text cannot be compared with another: expected two or more")

@@ -13,9 +13,6 @@ from torch import Tensor
 from sinkscope.attention.texts import (
     Mark,
     QueryHead,
-    check_room,
-    checked_ids,
-    chosen_layers,
     healthy_ids,
     loop_of,
     marks,
@@ -27,6 +24,7 @@ from sinkscope.interventions.decode import decode
 from sinkscope.kv.session import Observe, Rows
 from sinkscope.loops.signals import Novelty, collapse_point, diversity
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
+from sinkscope.models.inputs import read_row
 from sinkscope.tables import cell
 
 _QUERIES = 32  # rows converted to offsets at a time
@@ -262,7 +260,7 @@ def locking(
     """
     if prompt is not None and ids is not None:
         raise SinkscopeError("a prompt and ids are given: expected one of them")
-    wanted = chosen_layers(setup, layers)
+    wanted = setup.target.chosen_layers(layers)
     setup.progress("locking", 0, 3)
     whole, prompted, events = _sequence(setup, prompt, ids, max_new_tokens, period)
     loop = loop_of(whole, prompted)
@@ -308,11 +306,11 @@ def _sequence(
 ) -> tuple[list[int], int, list[Event]]:
     """Ids, how many of them are the prompt, and what interventions did while the rest was generated."""
     if ids is not None:
-        whole = checked_ids(setup, ids)
+        whole = read_row(setup.target, ids)
         _check_period(period, len(whole))
         return whole, 1, []
     start = prompt_ids(setup, prompt)
-    check_room(setup, len(start), new)
+    setup.target.check_room("the prompt", len(start), new)
     _check_period(period, len(start) + new)  # before the work
     answer, events = decode(setup.target, start, new, setup.edit)
     _check_period(period, len(start) + len(answer))
@@ -342,7 +340,7 @@ def _control(setup: Setup, control: bool | Sequence[int], length: int) -> list[i
     if isinstance(control, bool):
         found = healthy_ids(setup, length) if control else None
         return None if found is None else found.tolist()
-    given = checked_ids(setup, control)
+    given = read_row(setup.target, control)
     if len(given) < length:
         raise SinkscopeError(f"a control of {len(given)} ids: expected {length}, as many as the sequence has")
     return given[:length]

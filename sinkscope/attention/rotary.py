@@ -13,9 +13,10 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
-from sinkscope.attention.texts import QueryHead, checked_ids, chosen_layers, generated, healthy_ids, loop_of, prompt_ids
+from sinkscope.attention.texts import QueryHead, generated, healthy_ids, loop_of, prompt_ids
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
+from sinkscope.models.inputs import read_row
 from sinkscope.models.target import Target, first_tensor, on_input
 from sinkscope.trace.attention import Attention, listening, queries_and_keys, refuse_opaque
 
@@ -677,9 +678,9 @@ def rotary_invariance(
             "a model with rotary positions (barcode and locking work on this one, also with backend='hf')"
         )
     refuse_opaque(target)
-    wanted = chosen_layers(setup, layers)
+    wanted = setup.target.chosen_layers(layers)
     setup.progress("loop", 0, 4)
-    given = None if ids is None else loop_of(checked_ids(setup, ids), 0)
+    given = None if ids is None else loop_of(read_row(setup.target, ids), 0)
     loop = given or generated(setup, prompt_ids(setup, prompt), max_new_tokens)
     period, count = loop.period, len(loop.ids)
     if period is None:

@@ -18,6 +18,7 @@ from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import greedy
 from sinkscope.loops.signals import tail_period
 from sinkscope.measure import Setup
+from sinkscope.models.inputs import read_row
 from sinkscope.published import read_prompts
 from sinkscope.records import Part, conform
 from sinkscope.text import text_rows
@@ -92,64 +93,13 @@ def prompt_ids(made: Setup, prompt: str | Sequence[int] | None) -> list[int]:
     """
     if prompt is None:
         return made.ids[0].tolist()
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise SinkscopeError("the prompt is empty: write at least one word")
-        ids = made.target.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        return [int(i) for i in ids] if made.bos is None else [made.bos, *(int(i) for i in ids if i != made.bos)]
-    return checked_ids(made, prompt)
-
-
-def checked_ids(made: Setup, ids: Sequence[int]) -> list[int]:
-    """The ids as a list.
-
-    Raises:
-        SinkscopeError: The list is empty, exceeds the context, or contains an id unknown to the model.
-    """
-    given = [int(i) for i in ids]
-    size, limit = int(made.target.config.vocab_size), made.target.max_positions
-    if not given:
-        raise SinkscopeError("no ids were given: expected at least one")
-    if wrong := [i for i in given if not 0 <= i < size]:
-        raise SinkscopeError(f"id {wrong[0]} is not in the vocabulary: expected 0 to {size - 1}")
-    if limit is not None and len(given) > limit:
-        raise SinkscopeError(f"{len(given)} ids, but the context of {made.target.name} is {limit}: give fewer")
-    return given
-
-
-def chosen_layers(made: Setup, layers: Sequence[int] | None) -> list[int]:
-    """The layers in order; None selects all.
-
-    Raises:
-        SinkscopeError: The list is empty, or names a layer that the model does not have.
-    """
-    count = made.target.n_layers
-    wanted = list(range(count)) if layers is None else sorted(set(layers))
-    wrong = [f"layer {i}" for i in wanted if not 0 <= i < count]
-    if wrong or not wanted:
-        given = wrong[0] if wrong else "no layer"
-        raise SinkscopeError(f"{given} was given: {made.target.name} has layers 0 to {count - 1}")
-    return wanted
-
-
-def check_room(made: Setup, prompt: int, new: int) -> None:
-    """Check that prompt and new tokens fit into the context.
-
-    Raises:
-        SinkscopeError: They do not fit.
-    """
-    limit = made.target.max_positions
-    if limit is not None and prompt + new > limit:
-        fewer = f" or ask for at most {limit - prompt} new tokens" if prompt < limit else ""
-        raise SinkscopeError(
-            f"prompt of {prompt} tokens and {new} new ones are {prompt + new}, but the context of "
-            f"{made.target.name} is {limit}: shorten the prompt{fewer}"
-        )
+    ids = read_row(made.target, prompt, special=False)
+    return [made.bos, *(i for i in ids if i != made.bos)] if isinstance(prompt, str) and made.bos is not None else ids
 
 
 def generated(made: Setup, prompt: list[int], new: int) -> Loop:
     """Continue `prompt` greedily by up to `new` tokens and look for a loop at the end."""
-    check_room(made, len(prompt), new)
+    made.target.check_room("the prompt", len(prompt), new)
     answer = greedy(made.target, torch.tensor([prompt]), new)[0]
     return loop_of([*prompt, *answer], len(prompt))
 
@@ -313,7 +263,7 @@ def _ids(setup: Setup, text: Text, most: int | None) -> list[int]:
         start = [] if setup.bos is None else [setup.bos]
         body = _tokens(setup, text)
         return [*start, *(body if most is None else _middle_cut(body, most - len(start)))]
-    given = checked_ids(setup, text)
+    given = read_row(setup.target, text)
     if most is not None and len(given) > most:
         raise SinkscopeError(f"{len(given)} ids were given, at most {most} were asked for: give fewer")
     return given

@@ -252,23 +252,12 @@ class NeuronEdit(Intervention):
         adapter = target.adapter
         gated = adapter.gate is not None or adapter.fused_gate_up
         for layer, head in self._heads:
-            _check_range("layer", layer, target.n_layers, target)
-            _check_range("head", head, target.n_heads, target)
+            target.check_site(layer, head=head)
         for s in self.checked_sites:
-            _check_range("layer", s.layer, target.n_layers, target)
-            if not target.has_mlp(s.layer, s.expert):
-                mixture = target.is_mixture(s.layer)
-                what, want = ("a mixture of experts", "expert, ") if mixture else ("one MLP without experts", "")
-                raise SinkscopeError(
-                    f"{s}: layer {s.layer} of {target.name} is {what}; give (layer, {want}neuron)", page=_PAGE
-                )
-            if s.expert is None:
-                width = target.width(s.layer)
-            else:
-                experts, width = check_experts(target, s.layer)
-                _check_range("expert", s.expert, experts, target)
-            _check_range("neuron", s.neuron, width, target)
-            if self.site == "up" and s.expert is None and not gated:
+            target.check_site(*s)
+            if s.expert is not None:
+                check_experts(target, s.layer)
+            elif self.site == "up" and not gated:
                 raise UnsupportedError(
                     f'site="up": the MLP of {target.name} ({adapter.model_type}) has no gate and so no up factor; use '
                     'site="post"',
@@ -459,19 +448,11 @@ def _up_module(target: Target, layer: int) -> tuple[nn.Module, int]:
     return target.mlp_part(layer, "up"), target.width(layer) if target.adapter.fused_gate_up else 0
 
 
-def _check_range(what: str, value: int, count: int, target: Target) -> None:
-    if not 0 <= value < count:
-        raise SinkscopeError(
-            f"{what} {value} is not in {target.name}, which has {count} there: give one from 0 to {count - 1}",
-            page=_PAGE,
-        )
-
-
 _last = threading.local()  # values already edited in this call of an experts module, by other hooks
 
 
-def check_experts(target: Target, layer: int) -> tuple[int, int]:
-    """Number of experts in a layer, and of neurons in each.
+def check_experts(target: Target, layer: int) -> None:
+    """Refuse experts whose neurons cannot be edited.
 
     Raises:
         UnsupportedError: Their weights are not plain tensors.
@@ -484,7 +465,6 @@ def check_experts(target: Target, layer: int) -> tuple[int, int]:
             "neurons of an expert",
             page="quantised-experts",
         )
-    return int(weight.shape[0]), int(weight.shape[1 if experts.is_transposed else 2])
 
 
 def expert_hook(expert: int, neurons: list[int], site: str, edit: Edit) -> Callable[..., Any]:

@@ -15,14 +15,13 @@ from jaxtyping import Float
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.interventions.base import Run, is_edited
 from sinkscope.interventions.edits import NeuronEdit, NeuronGroup, NeuronSite, Where, log_values, site_of
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.models.open import is_checkpoint
 from sinkscope.models.target import Target
-from sinkscope.output import write_output
+from sinkscope.output import read_json, write_output
 from sinkscope.records import Number, Whole, check, conform
 from sinkscope.text import resolve_bos, text_rows, typical_text
 
@@ -43,8 +42,6 @@ class _FileSite(BaseModel):
 class _File(BaseModel):
     """Content of patch.json."""
 
-    kind: Literal["sink-patch"]
-    version: Literal[1] = Field(alias="schema")
     model: dict[str, Any] | None = None
     site: Where
     value: Value
@@ -321,14 +318,6 @@ def read_patch(path: str | PathLike[str]) -> dict[str, Any]:
     Raises:
         SinkscopeError: The file does not exist, is not JSON, or has an invalid field.
     """
-    name = Path(path).name
-    try:
-        content = parse_json(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SinkscopeError(
-            f"cannot read {path}: {error.strerror or error}; make a patch with `sinkscope patch make`", page=_PAGE
-        ) from None
-    except ValueError as error:
-        raise SinkscopeError(f"{name} is not JSON ({error}): expected a patch file of sinkscope", page=_PAGE) from None
-    found = check(content, _File, name, "a patch that `sinkscope patch make` of this version wrote", page=_PAGE)
-    return found.model_dump(exclude={"kind", "version"})
+    content = read_json(path, "make a patch with `sinkscope patch make`", page=_PAGE, kind=KIND, schema=SCHEMA)
+    expected = "a patch that `sinkscope patch make` of this version wrote"
+    return check(content, _File, Path(path).name, expected, page=_PAGE).model_dump()

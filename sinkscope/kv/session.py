@@ -545,8 +545,5 @@ class Observe(Intervention):
 
     def enter(self, run: Run, key: int) -> None:
         """Watch."""
-        layers = None if self.layers is None else list(self.layers)
-        for layer in layers or []:
-            if not 0 <= layer < run.target.n_layers:
-                raise SinkscopeError(f"layer {layer}: {run.target.name} has layers 0 to {run.target.n_layers - 1}")
+        layers = None if self.layers is None else run.target.chosen_layers(self.layers)
         Session.of(run).watch(self.fn, layers, self.last)

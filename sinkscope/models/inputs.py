@@ -46,6 +46,7 @@ def read_inputs(
     more: Mapping[str, Any] | None = None,
     *,
     bos: bool | None = None,
+    special: bool = True,
     page: str | None = None,
 ) -> Inputs:
     """Read a user's input for a model.
@@ -55,6 +56,7 @@ def read_inputs(
         given: One or several texts; ids as a list, lists, an array or a tensor; or a mapping such as a `BatchEncoding`.
         more: Entries of such a mapping given as keyword arguments: `input_ids`, `attention_mask`.
         bos: Whether texts begin with the BOS token. By default the tokenizer decides.
+        special: Whether the tokenizer adds its special tokens to texts.
         page: Documentation page to name in errors.
 
     Raises:
@@ -74,7 +76,7 @@ def read_inputs(
         raise SinkscopeError(f"no tokens are given: {_EXPECTED}", page=page)
     texts = [given] if isinstance(given, str) else given
     if isinstance(texts, list | tuple) and texts and all(isinstance(text, str) for text in texts):
-        return _of_texts(target, list(texts), bos, mask, page)
+        return _of_texts(target, list(texts), bos, special, mask, page)
     if bos is not None:
         raise SinkscopeError(f"bos={bos}: token ids are read as they are given; give bos with texts", page=page)
     ids, filled = _ids(given, page)
@@ -82,6 +84,28 @@ def read_inputs(
         raise SinkscopeError("attention_mask: rows of several lengths need none, the padding is added here", page=page)
     _check_ids(target, ids, page)
     return Inputs(ids, filled if mask is None else _mask(mask, ids, page), None)
+
+
+def read_row(target: Target, given: Any, what: str = "", *, special: bool = True) -> list[int]:
+    """The ids of one text, or of one row of ids.
+
+    Args:
+        target: The model, whose tokenizer encodes a text.
+        given: A text; or ids as a list, an array or a tensor.
+        what: What it is, as errors name it.
+        special: Whether the tokenizer adds its special tokens to a text.
+
+    Raises:
+        SinkscopeError: As for `read_inputs`; or there are several rows, or more tokens than the context holds.
+    """
+    try:
+        rows = read_inputs(target, [given] if isinstance(given, list | tuple) else given, special=special).rows()
+    except SinkscopeError as error:
+        raise SinkscopeError(f"{what}: {error}" if what else str(error), page=error.page) from None
+    if len(rows) > 1:
+        raise SinkscopeError(f"{what or 'the input'} has {len(rows)} rows: expected one text, or one row of token ids")
+    target.check_room(what or "the input", len(rows[0]))
+    return rows[0]
 
 
 def _mask(given: Any, ids: Int[Tensor, "batch pos"], page: str | None) -> Int[Tensor, "batch pos"]:
@@ -101,7 +125,7 @@ def _mask(given: Any, ids: Int[Tensor, "batch pos"], page: str | None) -> Int[Te
     return mask.long()
 
 
-def _of_texts(target: Target, texts: list[str], bos: bool | None, mask: Any, page: str | None) -> Inputs:
+def _of_texts(target: Target, texts: list[str], bos: bool | None, special: bool, mask: Any, page: str | None) -> Inputs:
     if mask is not None:
         raise SinkscopeError("attention_mask: texts need none, the padding is added here", page=page)
     tok = target.need_tokenizer()
@@ -113,7 +137,7 @@ def _of_texts(target: Target, texts: list[str], bos: bool | None, mask: Any, pag
     for i, text in enumerate(texts):
         if not text.strip():
             raise SinkscopeError(f"prompt {i + 1} is empty: write at least one word", page=page)
-        row = [int(token) for token in tok(text)["input_ids"]]
+        row = [int(token) for token in tok(text, add_special_tokens=special, verbose=False)["input_ids"]]
         if bos is not None and tok.bos_token_id is not None:
             rest = row[1:] if row[:1] == [tok.bos_token_id] else row
             row = [tok.bos_token_id, *rest] if bos else rest
@@ -126,8 +150,10 @@ def _of_texts(target: Target, texts: list[str], bos: bool | None, mask: Any, pag
 def _ids(given: Any, page: str | None) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"] | None]:
     """Ids, and a mask if rows had to be padded."""
     if isinstance(given, list | tuple) and given and all(isinstance(row, list | tuple) for row in given):
-        if not all(row and all(_is_id(i) for i in row) for row in given):
-            raise SinkscopeError(f"token ids: every row needs one, and whole numbers from 0; {_EXPECTED}", page=page)
+        if wrong := [i for row in given for i in row or (None,) if not _is_id(i)]:
+            raise SinkscopeError(
+                f"token id {wrong[0]!r}: every row needs one, and whole numbers from 0; {_EXPECTED}", page=page
+            )
         return _filled([list(row) for row in given])
     try:
         rows = [torch.as_tensor(row) for row in given] if isinstance(given, list | tuple) else []

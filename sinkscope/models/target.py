@@ -17,6 +17,7 @@ from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.models import experts
 from sinkscope.models.adapters import Adapter, adapter_for
 from sinkscope.models.config import without_cache
+from sinkscope.notation import neuron_name
 
 Kind = Literal["hf", "bridge", "nnsight"]
 
@@ -181,6 +182,48 @@ class Target:
         """Convert a layer number, where -1 is the last, to one counted from 0; unchanged if out of range."""
         return layer + self.n_layers if -self.n_layers <= layer < 0 else layer
 
+    def check_site(
+        self, layer: int, neuron: int | None = None, expert: int | None = None, *, head: int | None = None
+    ) -> None:
+        """Refuse a layer, neuron, expert or query head that the model does not have.
+
+        Raises:
+            SinkscopeError: A number is out of range, an expert is missing, or the layer has no experts.
+        """
+        self._check_number("layer", layer, self.n_layers)
+        self._check_number("head", head or 0, self.n_heads)
+        if neuron is not None and not self.has_mlp(layer, expert):
+            mixture = self.is_mixture(layer)
+            what, want = ("a mixture of experts", "expert, ") if mixture else ("one MLP without experts", "")
+            raise SinkscopeError(
+                f"{neuron_name(layer, expert, neuron)}: layer {layer} of {self.name} is {what}; give (layer, "
+                f"{want}neuron)",
+                page="neuron-sites",
+            )
+        if neuron is not None:
+            self._check_number("expert", expert or 0, self.n_experts(layer) or 1)
+            self._check_number("neuron", neuron, self.width(layer, expert))
+
+    def chosen_layers(self, layers: Sequence[int] | None) -> list[int]:
+        """The layers in order; None selects all.
+
+        Raises:
+            SinkscopeError: The list is empty, or names a layer that the model does not have.
+        """
+        wanted = list(range(self.n_layers)) if layers is None else sorted(set(layers))
+        if not wanted:
+            raise SinkscopeError("no layer was given: expected at least one", page="neuron-sites")
+        for layer in wanted:
+            self.check_site(layer)
+        return wanted
+
+    def _check_number(self, what: str, value: int, count: int) -> None:
+        if not 0 <= value < count:
+            raise SinkscopeError(
+                f"{what} {value} is not in {self.name}, which has {count} there: give one from 0 to {count - 1}",
+                page="neuron-sites",
+            )
+
     @property
     def d_mlp(self) -> int:
         """Neurons of one MLP (of one expert in a mixture)."""
@@ -194,6 +237,30 @@ class Target:
         """Longest context according to the configuration."""
         value = getattr(self.config, "max_position_embeddings", None) or getattr(self.config, "n_positions", None)
         return int(value) if value else None
+
+    def check_room(
+        self, what: str, tokens: int, new: int = 0, remedy: str = "shorten it", page: str | None = None
+    ) -> None:
+        """Refuse a text that does not fit the context together with the tokens that are to follow it.
+
+        Args:
+            what: The text, as the message names it.
+            tokens: Length of the text.
+            new: Number of tokens that are to follow.
+            remedy: What to do about a text that is too long.
+            page: Documentation page to name in the error.
+
+        Raises:
+            SinkscopeError: It does not fit.
+        """
+        limit = self.max_positions
+        if limit is not None and tokens + new > limit:
+            more = f" and {new} more are to come" * (new > 0)
+            fewer = f", or ask for at most {limit - tokens} new tokens" * (new > 0 and tokens < limit)
+            raise SinkscopeError(
+                f"{what} has {tokens} tokens{more}, but the context of {self.name} is {limit}: {remedy}{fewer}",
+                page=page,
+            )
 
     @property
     def end_ids(self) -> list[int]:

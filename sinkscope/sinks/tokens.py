@@ -215,18 +215,9 @@ def room(target: Target, asked: int | None, around: int = 1, most: int = REPEATS
     Raises:
         SinkscopeError: The context is too short.
     """
-    context = target.max_positions or 1 << 30
-    largest = context - around
-    if largest < 1:
-        raise SinkscopeError(
-            f"{around} tokens around the repetitions leave no room for one in the context of {context} tokens; give a "
-            "shorter --prefix"
-        )
-    if asked is not None and asked > largest:
-        others = f", {around} of which stand around the repetitions" * (around > 1)
-        raise SinkscopeError(
-            f"--max-repeats {asked} does not fit the context of {context} tokens{others}; the largest is {largest}"
-        )
+    largest, least = (target.max_positions or 1 << 30) - around, asked or 1
+    remedy = f"the largest is {largest}" if largest > 0 else "give a shorter --prefix"
+    target.check_room(f"a text of --max-repeats {least} and {around} tokens around them", least + around, remedy=remedy)
     return min(most, largest) if asked is None else asked
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.output import read_text
 
 ONE_TOKEN = 0.9  # a text of which more is one token (mostly the unknown one) is refused
 ENOUGH = 8  # tokens that this can be said of
@@ -28,11 +29,7 @@ def typical_text(path: str | Path | None = None) -> str:
     """
     if path is None:
         return resources.files("sinkscope.text").joinpath("typical.txt").read_text("utf-8")
-    try:
-        text = Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise SinkscopeError(f"text file {str(path)!r} cannot be read ({reason}); give a UTF-8 text file") from None
+    text = read_text(str(path))
     if not text.strip():
         raise SinkscopeError(f"text file {str(path)!r} is empty; give a UTF-8 text file with some prose")
     return text

@@ -394,12 +394,12 @@ def check_length(to: Asked, made: AskedTurn, tokens: int) -> None:
     Raises:
         SinkscopeError: This number of tokens and an answer exceed the context.
     """
-    limit = to.target.max_positions
-    if limit is not None and tokens + to.new > limit:
-        raise SinkscopeError(
-            f"dialogue {made.dialogue!r}, turn {made.turn + 1}, question at {made.position}: {tokens} tokens and "
-            f"{to.new} new ones exceed the context of {to.target.name}, {limit}: give shorter or fewer turns"
-        )
+    to.target.check_room(
+        f"dialogue {made.dialogue!r}, turn {made.turn + 1}, question at {made.position}: the text",
+        tokens,
+        to.new,
+        "give shorter or fewer turns",
+    )
 
 
 def encode(to: Asked, said: Sequence[str], chat: bool) -> list[int]:

@@ -28,6 +28,7 @@ from sinkscope.generate import Temperature
 from sinkscope.interventions.base import Event
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import MAX_NEW, WINDOW
+from sinkscope.models.inputs import read_row
 from sinkscope.models.names import ORGANISM
 from sinkscope.parallel import Tally, check_workers
 from sinkscope.records import Budget, Natural, Whole, check_values, conform, read_setting
@@ -260,12 +261,12 @@ def _rows(
     to: Asked, prompts: Sequence[BenchPrompt | Honest], chosen: Sequence[Method], window: int
 ) -> tuple[list[tuple[Honest, list[int]]], list[tuple[BenchPrompt, list[int]]]]:
     """Ids of the texts that are read, and of the prompts that are continued, which must fit what the methods can."""
-    rows = [(each, [int(i) for i in to.target.tokenizer(each.prompt, verbose=False)["input_ids"]]) for each in prompts]
-    written = [(each, ids) for each, ids in rows if isinstance(each, BenchPrompt)]
+    written = [(p, read_row(to.target, p.prompt, f"prompt {p.id!r}")) for p in prompts if isinstance(p, BenchPrompt)]
     for each, ids in written:
-        _check_length(each.id, len(ids), to.new, to)
+        to.target.check_room(f"prompt {each.id!r}", len(ids), to.new, "give shorter prompts")
     check_can(to, [each for each in chosen if _edited(each)], [len(ids) for _, ids in written], window)
-    return [(each, ids) for each, ids in rows if isinstance(each, Honest)], written
+    texts = [each for each in prompts if isinstance(each, Honest)]  # these are cut where they do not fit
+    return [(each, to.target.tokenizer(each.prompt, verbose=False)["input_ids"]) for each in texts], written
 
 
 def _edited(method: Method) -> bool:
@@ -447,14 +448,3 @@ def _read(to: Asked, text: Honest, ids: list[int], plan: _Plan, seed: int) -> Co
         batch_size=1,
         seconds=round(time.perf_counter() - started, 3),
     )
-
-
-def _check_length(name: str, length: int, new: int, to: Asked) -> None:
-    limit = to.target.max_positions
-    if length < 1:
-        raise SinkscopeError(f"prompt {name!r} has no tokens: write at least one word")
-    if limit is not None and length + new > limit:
-        raise SinkscopeError(
-            f"prompt {name!r} has {length} tokens and {new} more are to come, but the context of {to.target.name} is "
-            f"{limit}: give at most {max(0, limit - length)} new tokens, or shorter prompts"
-        )

@@ -27,11 +27,12 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopguard.steer import generate_in_pieces
 from sinkscope.kv.loopserve import rows, saved
-from sinkscope.kv.loopserve.saved import Answers, Held, Stock, Turn, check_ids
+from sinkscope.kv.loopserve.saved import Answers, Held, Stock, Turn
 from sinkscope.kv.loopserve.serve import LoopServe, follow_lines
 from sinkscope.kv.policy import Policy
 from sinkscope.kv.session import Session, layer_window
 from sinkscope.lines.choice import HeadLines
+from sinkscope.models.inputs import read_row
 from sinkscope.models.target import Target
 from sinkscope.text.chat import chat_text
 
@@ -339,22 +340,11 @@ class Conversation:
             if name in _SINGLE and value not in (None, 1):
                 raise SinkscopeError(f"{name}={value!r}: a conversation is one row of text; give {name}=1")
 
-    def _check_length(self, new: int, more: int) -> None:
-        before, limit = len(self.ids), self.target.max_positions
-        if limit is None or before + new + more <= limit:
-            return
-        left = limit - before - new
-        remedy = f"ask for at most {left} new tokens" if left > 0 else "ask something shorter"
-        raise SinkscopeError(
-            f"turn {len(self.turns) + 1}: {before} tokens before it, {new} of its own and {more} of the answer exceed "
-            f"the context of {self.target.name}, {limit}: {remedy}; the conversation is as it was"
-        )
-
     def _prompt(self, prompt: str | Sequence[int]) -> list[int]:
         if not self.chat or not isinstance(prompt, str):
             return self._encode(prompt, "prompt", special=not self.turns)
         if not prompt.strip():
-            raise SinkscopeError(f"turn {len(self.turns) + 1}: the prompt is empty")
+            raise SinkscopeError(f"turn {len(self.turns) + 1}, the prompt is empty: write at least one word")
         messages = [{"role": "user", "content": prompt}]
         if self.turns:
             messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}, *messages]
@@ -373,25 +363,8 @@ class Conversation:
         return new[1:] if ended else new
 
     def _encode(self, given: str | Sequence[int], what: str, *, special: bool) -> list[int]:
-        turn, name = len(self.turns) + 1, self.target.name
-        ids: list[Any]
-        if isinstance(given, str):
-            if self.tokenizer is None:
-                raise SinkscopeError(
-                    f"{name} carries no tokenizer: give tokenizer=..., or token ids instead of text",
-                    page="no-tokenizer",
-                )
-            blank = not given.strip()
-            ids = [] if blank else self.tokenizer(given, add_special_tokens=special, verbose=False)["input_ids"]
-        else:
-            try:
-                ids = list(given)
-            except TypeError:
-                raise SinkscopeError(f"turn {turn}: the {what} is {given!r}: expected a text, or token ids") from None
-        if not ids:
-            raise SinkscopeError(f"turn {turn}: the {what} is empty: write at least one word")
-        check_ids(ids, self.target, f"turn {turn}")
-        return ids
+        target = replace(self.target, tokenizer=self.tokenizer)  # also a tokenizer that was set later
+        return read_row(target, given, f"turn {len(self.turns) + 1}, the {what}", special=special)
 
     def _pad(self) -> int:
         """A padding token. Nothing is padded with it, but `generate` warns if it has to choose one itself."""
@@ -454,7 +427,12 @@ class Conversation:
         first, count = chats[0], len(chats)
         target, edit, keep = first.target, first._edit, first.answers == "keep"
         for chat, prompt in zip(chats, new, strict=True):
-            chat._check_length(len(prompt), max_new_tokens)
+            target.check_room(
+                f"turn {len(chat.turns) + 1}, with the {len(chat.ids)} tokens before it,",
+                len(chat.ids) + len(prompt),
+                max_new_tokens,
+                "ask something shorter",
+            )
         first._check_generation(generation, count)
         whole = [[*chat.ids, *prompt] for chat, prompt in zip(chats, new, strict=True)]
         seen = [chat._held.seen for chat in chats]

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterable
 from copy import copy as duplicate
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -20,16 +19,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sinkscope._plain import parse_json, plain
+from sinkscope._plain import plain
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention
 from sinkscope.interventions.positions import Memory, Sequence
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.checkpoint import fingerprint
+from sinkscope.models.inputs import read_row
 from sinkscope.models.target import Target
-from sinkscope.output import check_writable, write_atomic
-from sinkscope.records import between, build, conform
+from sinkscope.output import check_writable, read_json, write_atomic
+from sinkscope.records import build
 from sinkscope.results import versions
 
 Answers = Literal["recompute", "keep"]
@@ -187,16 +187,6 @@ class _Content:
     versions: dict[str, str]
 
 
-def check_ids(ids: Iterable[Any], target: Target, where: str) -> None:
-    """Refuse token ids for which the model has no embedding.
-
-    Raises:
-        SinkscopeError: An id is not a whole number, or is out of range; the message begins with `where`.
-    """
-    known = between(int, 0, int(target.config.vocab_size) - 1)
-    conform(list[known], list(ids), where, strict=True, then=f" for a token id of {target.name}")
-
-
 def write(
     path: str | os.PathLike[str],
     target: Target,
@@ -293,37 +283,21 @@ def read(
     except SinkscopeError:
         raise
     except Exception as error:  # files that were put together by hand may fail in any way
-        raise _foreign(folder, f"its two files do not fit ({type(error).__name__})") from None
+        raise SinkscopeError(
+            f"{folder.name} holds no conversation that this version reads: its two files do not fit "
+            f"({type(error).__name__}); give a folder that Conversation.save wrote",
+            page=_PAGE,
+        ) from None
     return content.answers, content.chat, turns, held
 
 
 def _content(folder: Path) -> _Content:
-    try:
-        data = parse_json((folder / NAME).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SinkscopeError(
-            f"cannot read {NAME} in {folder}: {(error.strerror or str(error)).lower()}; give a folder that "
-            "Conversation.save wrote",
-            page=_PAGE,
-        ) from None
-    except ValueError:
-        raise _foreign(folder, f"{NAME} is not JSON") from None
-    if not isinstance(data, dict) or data.get("kind") != KIND or data.get("schema") != SCHEMA:
-        kind = (data.get("kind"), data.get("schema")) if isinstance(data, dict) else type(data).__name__
-        raise _foreign(folder, f"{NAME} has kind and schema {kind!r}, expected {(KIND, SCHEMA)!r}")
+    data = read_json(folder / NAME, "give a folder that Conversation.save wrote", page=_PAGE, kind=KIND, schema=SCHEMA)
     return build(_Content, data, f"{NAME} in {folder.name}")
 
 
-def _foreign(folder: Path, why: str) -> SinkscopeError:
-    return SinkscopeError(
-        f"{folder.name} holds no conversation that this version reads: {why}; give a folder that Conversation.save "
-        "wrote",
-        page=_PAGE,
-    )
-
-
 def _turn(number: int, record: TurnRecord, tensors: dict[str, Tensor], target: Target) -> Turn:
-    check_ids((*record.prompt, *record.ids), target, f"{NAME}, turn {number + 1}")
+    read_row(target, (*record.prompt, *record.ids), f"{NAME}, turn {number + 1}")
     before = record.prompt_tokens - record.queries
     lines: list[HeadLines | None] = []
     for at in (f"turn.{number}.{layer}" for layer in range(target.n_layers)):

@@ -128,11 +128,7 @@ def make_trials(
     target, folder = setup.target, None if resume is None else Path(resume)
     contexts = _contexts(setup, bos, prefix)
     longest, before = max(lengths), max(len(c.lead) for c in contexts)
-    if target.max_positions is not None and longest + before > target.max_positions:
-        raise SinkscopeError(
-            f"--length {longest} does not fit the context of {target.max_positions} tokens with {before} before it; "
-            f"the largest is {target.max_positions - before}"
-        )
+    target.check_room(f"--length {longest} behind {before} tokens", longest + before, remedy="give a smaller --length")
     ordinary = vocabulary(target, None)
     if clusters is None:
         kept = None if folder is None else folder / "clusters"

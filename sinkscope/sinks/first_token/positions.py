@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sinkscope._plain import visible
 from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.edits import site_of
 from sinkscope.measure import Count, Option, Result, Setup, measurement
 from sinkscope.models.target import norm_of
 from sinkscope.notation import neuron_name, read_neuron
@@ -248,22 +249,19 @@ def token_positions(
         sinkscope positions "Sch Com" --model llama-2-7b --no-bos
     """
     target = setup.target
-    if layer is not None and layer >= target.n_layers:
-        raise SinkscopeError(f"--layer {layer} is not in the model: it has layers 0 to {target.n_layers - 1}")
-    asked = [_site(setup, name) for name in neurons or ()]
+    target.check_site(layer or 0)
+    asked = [site_of(read_neuron(name)) for name in neurons or ()]
+    for site in asked:
+        target.check_site(*site)
     given = read_text(str(file)) if file is not None else passage
     words = _words(setup, given, chat)
-    if target.max_positions is not None and len(words) > target.max_positions:
-        raise SinkscopeError(
-            f"the text has {len(words)} tokens, and the context of {target.name} holds {target.max_positions}: give a "
-            "shorter one"
-        )
+    target.check_room("the text", len(words))
     setup.record(passage=None)  # the result contains the tokens instead
     own, pieces = getattr(setup.tokenizer, "bos_token_id", None), setup.ids
     if setup.bos is None and own is not None:  # spikes are compared with BOS even if the text has none
         pieces = torch.cat([torch.full((len(pieces), 1), own), pieces[:, :-1]], 1)
     seen = walk(target, pieces, whole=True, progress=setup.progress)
-    found, sites = seen.sink_layer, asked
+    found, sites = seen.sink_layer, [site.numbers for site in asked]
     if found is not None and not asked:
         generator = torch.Generator().manual_seed(setup.seed)
         proof = prove(target, pieces, found, CANDIDATES, generator, without=seen.shared)
@@ -297,20 +295,6 @@ def _refuse(passage: str | None, file: object) -> None:
         raise SinkscopeError("the text is given twice: give either TEXT or --file")
     if passage is not None and not passage.strip():
         raise SinkscopeError("the text is empty: give at least one word")
-
-
-def _site(setup: Setup, name: str) -> tuple[int, ...]:
-    """The neuron with a name such as L1.N338, if the model has it."""
-    site, target = read_neuron(name), setup.target
-    there = site[0] < target.n_layers
-    if there and not target.has_mlp(site[0], site[1] if len(site) == 3 else None):
-        raise SinkscopeError(f"--neuron {name}: only a neuron of a mixture has an expert in its name, such as L3.E2.N7")
-    width = target.width(site[0], *site[1:-1]) if there else target.d_mlp
-    if not there or site[-1] >= width:
-        raise SinkscopeError(
-            f"--neuron {name}: the model has layers 0 to {target.n_layers - 1} of {width} neurons each"
-        )
-    return site
 
 
 def _words(setup: Setup, given: str | None, chat: bool) -> list[TextToken]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.interventions.edits import site_of
 from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.experts import bind, gate_up
 from sinkscope.models.target import Target
@@ -366,11 +367,12 @@ def separability(
     """
     target, bos = setup.target, setup.bos
     if neuron is not None:
-        layer, expert, neuron = _place(layer, expert, neuron)
+        number = str(neuron).isdigit()
+        layer, neuron, expert = (layer, int(neuron), expert) if number else site_of(read_neuron(str(neuron)))
         setup.record(layer=layer, expert=expert, neuron=neuron)
-    if layer >= target.n_layers:
-        raise SinkscopeError(f"--layer {layer} is not in the model: it has layers 0 to {target.n_layers - 1}")
-    _check_neuron(target, layer, neuron, expert)
+    elif expert is not None:
+        raise SinkscopeError(f"--expert {expert} says whose --neuron is looked at: give --neuron, too")
+    target.check_site(layer, neuron, expert)
     setup.record(texts=len(setup.ids))
     words = first_tokens(target, setup.ids, count, setup.seed, tokens)
     samples = draw_samples(setup.ids, [w for w in words if w != bos], bos, setup.seed)
@@ -429,35 +431,6 @@ def separability(
             for i in shown
         ),
     )
-
-
-def _place(layer: int, expert: int | None, neuron: str | int) -> tuple[int, int | None, int]:
-    """Layer, expert and number of a neuron that is given by its name, or by its number in `layer`."""
-    if isinstance(neuron, int) or neuron.isdigit():
-        return layer, expert, int(neuron)
-    site = read_neuron(neuron)
-    return site[0], site[1] if len(site) == 3 else None, site[-1]
-
-
-def _check_neuron(target: Target, layer: int, neuron: int | None, expert: int | None) -> None:
-    """Refuse a neuron that the layer does not have.
-
-    Raises:
-        SinkscopeError: The number is too large, an expert is missing, or an expert is given for a layer without
-            experts.
-    """
-    if neuron is None:
-        if expert is not None:
-            raise SinkscopeError(f"--expert {expert} says whose --neuron is looked at: give --neuron, too")
-        return
-    mixture = target.is_mixture(layer)
-    if not target.has_mlp(layer, expert):
-        said = "a mixture of experts: say with --expert whose neuron" if mixture else "no mixture: leave --expert out"
-        raise SinkscopeError(f"--neuron {neuron}: layer {layer} is {said}")
-    if expert is not None and expert >= (count := target.n_experts(layer)):
-        raise SinkscopeError(f"--expert {expert} is not in the layer: it has experts 0 to {count - 1}")
-    if neuron >= (width := target.width(layer, expert)):
-        raise SinkscopeError(f"--neuron {neuron} is not in the layer: it has neurons 0 to {width - 1}")
 
 
 def auroc(values: Float[Tensor, "n k"], first: Bool[Tensor, " n"]) -> Float[Tensor, " k"]:

@@ -334,15 +334,8 @@ def _continued(target: Target, head: int, repeats: Sequence[int] | None, new: in
     Raises:
         SinkscopeError: The repetitions and the answer do not fit the context.
     """
-    context = target.max_positions or 1 << 30
-    largest = context - head - new
-    if largest < 1:
-        raise SinkscopeError(f"--new-tokens {new} leaves no room in the context of {context} tokens; give fewer")
-    if repeats and max(repeats) > largest:
-        raise SinkscopeError(
-            f"{max(repeats)} repetitions and {new} new tokens do not fit the context of {context} tokens behind a "
-            f"prefix of {head}; expected 1 to {largest} repetitions"
-        )
+    largest, most = (target.max_positions or 1 << 30) - head - new, max(repeats or (1,))
+    target.check_room(f"a text of {most} repetitions behind {head} tokens", head + most, new, "repeat less often")
     return tuple(repeats or dict.fromkeys(min(n, largest) for n in REPEATS))
 
 

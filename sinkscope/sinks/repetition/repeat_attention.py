@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.results import cell
@@ -229,10 +228,7 @@ def repeat_attention(
         sinkscope repeat --attention --model llama-2-7b
     """
     target = setup.target
-    if layers and max(layers) >= target.n_layers:
-        raise SinkscopeError(
-            f"--layer {max(layers)}: the model has layers 0 to {target.n_layers - 1}; give one of those"
-        )
+    chosen = target.chosen_layers(layers)
     words, replaced = choose(setup, tokens, prefix, ("the",))
     asked = repetitions(setup, [(w,) for w in words], prefix, max_repeats, after=TAIL)
     length = asked.ids.shape[1] + TAIL
@@ -245,7 +241,7 @@ def repeat_attention(
         norms = norms_after(target, layer, ids, batch_size, setup.progress)
         halves = [None, *(until_half(row[asked.start : -TAIL], seen.first[layer]) for row in norms[1:])]
     keys, tail = _weights(norms, None if layer is None else seen.typical[layer])
-    shown = _shown(layer, target.n_layers) if layers is None else sorted(set(layers))
+    shown = _shown(layer, target.n_layers) if layers is None else chosen
     edges, parts = _edges(length), list[tuple[Tensor, Tensor, Tensor]]()
     for rows, sets, late in zip(*(part.split(batch_size) for part in (ids, keys, _mean_of(tail))), strict=True):
         parts.append(attention_sums(target, rows, sets, late, shown, edges))
