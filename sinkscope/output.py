@@ -288,7 +288,7 @@ def read_json(
         ) from None
     except ValueError as error:
         raise SinkscopeError(f"{Path(path).name} is not JSON ({error}); {remedy}", page=page) from None
-    found = (content.get("kind"), content.get("schema")) if isinstance(content, dict) else type(content).__name__
+    found = (content.get("kind"), content.get("schema")) if isinstance(content, dict) else (None, None)
     if kind is not None and found != (kind, schema):
         raise SinkscopeError(f"{path} has kind and schema {found!r}, not {(kind, schema)!r}; {remedy}", page=page)
     return content

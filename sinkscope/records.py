@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
@@ -40,6 +41,7 @@ Budget = Annotated[
     said("a number of tokens from 1, or a fraction of the prompt above 0.0 and up to 1.0", page="kv-budget"),
 ]
 T = TypeVar("T")
+_HALF = re.compile("[\ud800-\udfff]")
 _type_adapter: Callable[[Any], Any] = lru_cache(256)(TypeAdapter)
 _WORDS = {
     "Input should be ": "",
@@ -112,7 +114,7 @@ def read_setting(text: str, kind: Any, name: str) -> Any:
     try:
         value = literal_eval(text.capitalize())  # "true", "false" and "none" as well
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        value = text
+        value = float(text) if text in ("inf", "-inf") else text
     return conform(kind, value, name, strict=True)
 
 
@@ -209,8 +211,9 @@ def check(value: Any, type_: type[T], where: str, expected: str, page: str | Non
 
 
 def _from_json(reader: Any, value: Any, where: str, then: str, page: str | None = None) -> Any:
-    # Written as JSON again, because pydantic takes an array for a tuple there alone.
-    text = json.dumps(value, ensure_ascii=False, default=repr).encode("utf-8", "replace")
+    # Written as JSON again, because pydantic takes an array for a tuple there alone. It refuses half of a surrogate
+    # pair, which a token may hold, so that becomes the text of its escape.
+    text = _HALF.sub(lambda half: rf"\\u{ord(half[0]):04x}", json.dumps(value, ensure_ascii=False, default=repr))
     try:
         return reader.validate_json(text, strict=True)
     except ValidationError as error:
@@ -222,7 +225,6 @@ def _from_json(reader: Any, value: Any, where: str, then: str, page: str | None 
 @cache
 def _lenient(kind: Any) -> SchemaValidator:
     """A reader of what `plain` wrote: null is NaN where only a number fits, and an array of numpy is a list."""
-    import numpy as np  # slow to load, and monitors of tokens need none
 
     def changed(part: Any) -> Any:
         if isinstance(part, list):
@@ -230,6 +232,8 @@ def _lenient(kind: Any) -> SchemaValidator:
         if not isinstance(part, dict):
             return part
         if part.get("type") == "is-instance" and hasattr(part["cls"], "array_type"):
+            import numpy as np  # slow to load, and few results hold arrays
+
             dtype = float if any("float" in str(name) for name in part["cls"].dtypes) else None
             return core_schema.no_info_after_validator_function(
                 lambda value: np.asarray(value, dtype), core_schema.list_schema()

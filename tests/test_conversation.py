@@ -371,11 +371,11 @@ def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes() -> None:
 @pytest.mark.parametrize(
     ("prompt", "more", "words"),
     [
-        ([], {}, "turn 1, the prompt: token id None: every row needs one, and whole numbers from 0"),
+        ([], {}, "turn 1, the prompt: there is no token id in a row"),
         (" \n", {}, "turn 1, the prompt: prompt 1 is empty: write at least one word"),
         ([5, 96], {}, "turn 1, the prompt: token id 96 is none of"),
-        ([5, -1], {}, "turn 1, the prompt: token id -1: every row needs one, and whole numbers from 0"),
-        ([True], {}, "turn 1, the prompt: token id True: every row needs one, and whole numbers from 0"),
+        ([5, -1], {}, "turn 1, the prompt: token id -1: expected whole numbers from 0"),
+        ([True], {}, "turn 1, the prompt: token id True: expected whole numbers from 0"),
         ("text", {}, "carries no tokenizer; pass tokenizer="),
         ([5], {"max_new_tokens": 0}, "max_new_tokens=0"),
         ([5], {"use_cache": False}, "use_cache is made by the conversation"),
@@ -398,7 +398,7 @@ def test_what_cannot_be_begun() -> None:
         Conversation(model, answers="none")
     with pytest.raises(SinkscopeError, match="no chat template"):
         Conversation(model, chat=True)
-    with pytest.raises(SinkscopeError, match="turn 1, the answer: token id None: every row needs one"):
+    with pytest.raises(SinkscopeError, match="turn 1, the answer: there is no token id in a row"):
         Conversation(model).say([5], [])
 
 

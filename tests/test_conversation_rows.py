@@ -141,7 +141,7 @@ def test_what_cannot_be_asked_at_once() -> None:
         ([chat, Conversation(model, cache="offloaded")], [[5], [6]], {}, "conversation 2 has cache='offloaded'"),
         (*both, {"stop_strings": "a"}, "stop_strings is for one row of text, and here are 2"),
         (*both, {"num_beams": 2}, "num_beams=2"),
-        ([chat, other], [[5], []], {}, "turn 1, the prompt: token id None: every row needs one"),
+        ([chat, other], [[5], []], {}, "turn 1, the prompt: there is no token id in a row"),
     ]
     for chats, prompts, more, words in cases:
         with pytest.raises(SinkscopeError, match=re.escape(words)):

@@ -228,7 +228,7 @@ def test_the_labels_of_a_log_are_counted_like_the_log(tmp_path: Path, capsys: py
     assert isinstance(found, Positions) and found.accuracy is None and log.accuracy is not None
     assert (found.places, found.examples, counts(found)) == (log.places, log.examples, counts(log))
     assert "rules" not in capsys.readouterr().out
-    for row, says in ({"place": "end"}, "no field 'conversation'"), ({"conversation": "a", "place": "top"}, "place is"):
+    for row, says in ({"place": "end"}, "conversation is missing"), ({"conversation": "a", "place": "top"}, "place is"):
         assert sinkscope(["dialogues", "positions", str(put(labels, [row]))]) == 2
         said = capsys.readouterr().err
         assert says in said and "labelled messages" in said and said.count("\n") == 1

@@ -90,7 +90,7 @@ def test_the_documentation_of_building(capsys: pytest.CaptureFixture[str]) -> No
         ({"truncated": 0}, "line 2: truncated is 0, expected True or False"),
         ({"prompt": " "}, "line 2: the prompt is empty"),
         ({"id": "dc-0000"}, "line 2: id 'dc-0000' is that of p.jsonl line 1 too"),
-        ({"colour": "red"}, "line 2: the field 'colour' is unknown"),
+        ({"colour": "red"}, "line 2: colour is 'red', expected no field of this name"),
         ({"answers": "yes"}, "line 2: answers is 'yes', expected a list"),
         ({"bench": "2wiki"}, "line 2: answers is missing or empty, expected at least one"),
         ("without prompt", "line 2: prompt is missing"),

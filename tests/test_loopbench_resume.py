@@ -213,7 +213,7 @@ def test_command_runs_resumes_and_refuses(
     for more, says in (
         (["--methods", "full,loopgard"], "method 'loopgard' is unknown: did you mean 'loopguard'?"),
         (["--window", "40"], "--window 40 is more than --max-new-tokens 32"),
-        (["--budget", "1.5"], "--budget 1.5: expected a whole number"),
+        (["--budget", "1.5"], "--budget 1.5: expected a number of tokens from 1, or a fraction"),
         (["--budget", "65"], "budget was 64, now 65"),
         (["--bench", "nowhere.jsonl"], "nowhere.jsonl"),
     ):

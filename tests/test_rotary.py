@@ -297,7 +297,7 @@ def test_bad_input_is_one_line() -> None:
     assert "near the rounding of bfloat16" in str(found) and "Eq. 15 holds" in str(found)
     for options, message in (
         ({"ids": [5, 500]}, "token id 500 is none of .*: expected 0 to 95"),
-        ({"ids": []}, "token id None: every row needs one"),
+        ({"ids": []}, "there is no token id in a row"),
         ({"ids": [5], "prompt": "word"}, "a prompt and ids are given"),
         ({"ids": [5] * 30, "layers": [7]}, "layer 7 is not in .*: give one from 0 to 2"),
         ({"prompt": " "}, "prompt 1 is empty"),

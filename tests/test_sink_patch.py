@@ -589,7 +589,8 @@ def test_bad_patch_files(tmp_path: Path, change: dict[str, Any], words: list[str
 
 
 @pytest.mark.parametrize(
-    ("content", "word"), [(b"{", "not JSON"), (b"[1]", "is .1., expected an object"), (b"\xff\xfe{", "not JSON")]
+    ("content", "word"),
+    [(b"{", "not JSON"), (b"[1]", r"has kind and schema \(None, None\)"), (b"\xff\xfe{", "not JSON")],
 )
 def test_files_that_are_no_patch(tmp_path: Path, content: bytes, word: str) -> None:
     path = tmp_path / "patch.json"

@@ -150,10 +150,10 @@ def _of_texts(target: Target, texts: list[str], bos: bool | None, special: bool,
 def _ids(given: Any, page: str | None) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"] | None]:
     """Ids, and a mask if rows had to be padded."""
     if isinstance(given, list | tuple) and given and all(isinstance(row, list | tuple) for row in given):
-        if wrong := [i for row in given for i in row or (None,) if not _is_id(i)]:
-            raise SinkscopeError(
-                f"token id {wrong[0]!r}: every row needs one, and whole numbers from 0; {_EXPECTED}", page=page
-            )
+        if not all(given):
+            raise SinkscopeError(f"there is no token id in a row; {_EXPECTED}", page=page)
+        if wrong := [i for row in given for i in row if not _is_id(i)]:
+            raise SinkscopeError(f"token id {wrong[0]!r}: expected whole numbers from 0; {_EXPECTED}", page=page)
         return _filled([list(row) for row in given])
     try:
         rows = [torch.as_tensor(row) for row in given] if isinstance(given, list | tuple) else []
