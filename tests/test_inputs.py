@@ -125,7 +125,7 @@ def test_interventions_may_be_anything(tmp_path: Any) -> None:
         (None, {}, ["no tokens are given", "list of texts"]),
         ([], {}, ["token ids", "(1, 0)"]),
         ([[]], {}, ["no token id in a row"]),
-        ([[1, 2], []], {}, ["every row"]),
+        ([[1, 2], []], {}, ["no token id in a row"]),
         ([[1, -2]], {}, ["whole numbers from 0"]),
         ([1, 96], {}, ["token id 96", "0 to 95"]),
         (torch.tensor([[1, -1]]), {}, ["token id -1", "0 to 95"]),
