@@ -347,7 +347,7 @@ def test_a_stranger_needs_one_file(
 def test_a_layer_that_the_model_lacks_is_refused() -> None:
     from sinkscope.measure import Setup
 
-    with pytest.raises(SinkscopeError, match="layer 9 is not in bundled, which has 6 there: give one from 0 to 5"):
+    with pytest.raises(SinkscopeError, match="layer 9 is not in bundled, which has 6 layers: give one from 0 to 5"):
         list(Setup.open(texts=1).attention(layers=[0, 9]))
 
 

@@ -220,7 +220,8 @@ class Target:
     def _check_number(self, what: str, value: int, count: int) -> None:
         if not 0 <= value < count:
             raise SinkscopeError(
-                f"{what} {value} is not in {self.name}, which has {count} there: give one from 0 to {count - 1}",
+                f"{what} {value} is not in {self.name}, which has {count} {what}s{' in a layer' * (what != 'layer')}: "
+                f"give one from 0 to {count - 1}",
                 page="neuron-sites",
             )
 
