@@ -368,3 +368,23 @@ def test_a_second_guard_is_refused() -> None:
     model = tiny()
     with pytest.raises(UnsupportedError, match="two guards"), (LoopGuard() | LoopGuard(anchors=4)).on(model):
         pass
+
+
+def test_a_drawn_token_is_never_a_banned_one() -> None:
+    """A loop of one token that nearly every draw would give again: the only drawn token must not be banned after it."""
+    model = tiny(num_hidden_layers=1)
+    bias = 8.0 * torch.nn.functional.one_hot(torch.tensor(33), len(model.lm_head.weight)).float()
+    model.lm_head.bias = torch.nn.Parameter(bias)
+    model.lm_head.weight.data /= 10
+    model.generation_config.eos_token_id = None
+    guard = LoopGuard(budget=64, anchors=4, window=64, monitor={"warmup": 0, "tail_shortest": 12, "cooldown": 20})
+    options: dict[str, Any] = {"max_new_tokens": 60, "output_logits": True, "return_dict_in_generate": True}
+    for sample in (False, True):
+        with guard.on(model) as run:
+            prompt, mask = padded(10)
+            found = model.generate(input_ids=prompt, attention_mask=mask, do_sample=sample, pad_token_id=0, **options)
+        assert any(e.data["escalated"] == "both" for e in run.events)
+        chosen = [float(logits[0, token]) for logits, token in zip(found.logits, found.sequences[0, 10:], strict=True)]
+        assert min(chosen) > -torch.inf and [33] * 4 not in [
+            found.sequences[0, i : i + 4].tolist() for i in range(10 + 33 + 4, 70)
+        ]

@@ -310,13 +310,13 @@ class _Guarding:
 
     def _steer(self, followed: _Followed, logits: Float[Tensor, "row vocab"], drawn: list[int]) -> None:
         """Remove banned tokens from the logits in place; where a token is to be drawn, leave only the drawn one."""
-        for row in drawn:
-            token = torch.multinomial(logits[row].float().softmax(-1), 1, generator=self._random)
-            logits[row] = torch.full_like(logits[row], -torch.inf).scatter(0, token, 0.0)
         followed.bans = {row: ban for row, ban in followed.bans.items() if len(followed.calls) <= ban.until}
         for row, ban in followed.bans.items():
             latest = torch.cat(followed.ids[-self._guard.ban_length :], 1)[row, 1 - self._guard.ban_length :]
             logits[row, ban.banned(latest.tolist())] = -torch.inf
+        for row in drawn:
+            token = torch.multinomial(logits[row].float().softmax(-1), 1, generator=self._random)
+            logits[row] = torch.full_like(logits[row], -torch.inf).scatter(0, token, 0.0)
 
     def _turn(self, moment: Moment, followed: _Followed | None, ids: Int[Tensor, "batch pos"]) -> _Followed:
         """Start following rows at a prompt or a new turn; ids of earlier turns stay known."""
