@@ -311,9 +311,11 @@ class _Guarding:
     def _steer(self, followed: _Followed, logits: Float[Tensor, "row vocab"], drawn: list[int]) -> None:
         """Remove banned tokens from the logits in place; where a token is to be drawn, leave only the drawn one."""
         followed.bans = {row: ban for row, ban in followed.bans.items() if len(followed.calls) <= ban.until}
-        for row, ban in followed.bans.items():
-            latest = torch.cat(followed.ids[-self._guard.ban_length :], 1)[row, 1 - self._guard.ban_length :]
-            logits[row, ban.banned(latest.tolist())] = -torch.inf
+        if followed.bans:
+            length = self._guard.ban_length
+            latest = torch.cat(followed.ids[-length:], 1)[:, 1 - length :].tolist()
+            for row, ban in followed.bans.items():
+                logits[row, ban.banned(latest[row])] = -torch.inf
         for row in drawn:
             token = torch.multinomial(logits[row].float().softmax(-1), 1, generator=self._random)
             logits[row] = torch.full_like(logits[row], -torch.inf).scatter(0, token, 0.0)
