@@ -11,7 +11,7 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-from sinkscope.registry import Entry, Parameter, entries, shared_parameters
+from sinkscope.files.registry import Entry, Parameter, entries, shared_parameters
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from experiments.record import record
+from sinkscope.files.output import write_atomic
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target, first_tensor
-from sinkscope.output import write_atomic
 from sinkscope.sinks.attack.clusters import HeadWork, later_mean, neuron_at
 from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.repetition.atlas import SHORTEST, AtlasWork, begin, firsts

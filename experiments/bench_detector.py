@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from experiments.record import record
+from sinkscope.files.output import write_atomic
 from sinkscope.measure import Setup
 from sinkscope.models.load import load
-from sinkscope.output import write_atomic
 from sinkscope.sinks.attack.detect import make_detector
 from sinkscope.sinks.first_token.sets import causal_neurons
 

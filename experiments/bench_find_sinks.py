@@ -267,7 +267,7 @@ def main() -> None:
     if args.out is None:
         print(text)
     else:
-        from sinkscope.output import write_atomic
+        from sinkscope.files.output import write_atomic
 
         write_atomic(args.out, text)
 

@@ -157,7 +157,7 @@ def overhead(rounds: int) -> dict[str, Any]:
 def monitor(rounds: int) -> dict[str, Any]:
     import sinkscope as ss
     from sinkscope.loops.monitor import Monitor
-    from sinkscope.text import typical_text
+    from sinkscope.models.text import typical_text
 
     model: Any = ss.load(None, backend="hf")
     text = model.tokenizer(typical_text())["input_ids"]

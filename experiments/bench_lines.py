@@ -35,9 +35,9 @@ from torch import Tensor
 
 from experiments.record import record
 from sinkscope.attention.lines import ETAS, weighed
+from sinkscope.files.output import write_atomic
 from sinkscope.lines.sums import Scores, line_sums, scores_of
 from sinkscope.models.target import Target
-from sinkscope.output import write_atomic
 
 SHAPES = {  # hidden size, MLP, layers, query heads, kv heads
     "lines-512": (512, 1408, 2, 8, 4),

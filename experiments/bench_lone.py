@@ -33,9 +33,9 @@ from torch import Tensor
 
 from experiments.bench_loopserve import D_HEAD, scattered, seconds
 from experiments.record import record
+from sinkscope.files.output import write_atomic
 from sinkscope.lines import sparse
 from sinkscope.lines.lone import Lone, lone
-from sinkscope.output import write_atomic
 
 HEADS, DENSITY, SLOW = 2, 0.1, 4096  # arms other than numba and C stop at this length
 _FLAGS = ["-O3", "-march=native", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]

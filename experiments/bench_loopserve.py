@@ -39,10 +39,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from experiments.bench_lines import ids_of, made
 from experiments.drawn import save
 from experiments.record import record
+from sinkscope.files.output import write_atomic
 from sinkscope.kv.loopserve import LoopServe, Progressive, serve
 from sinkscope.lines import choice, sparse
 from sinkscope.lines.choice import HeadLines
-from sinkscope.output import write_atomic
 
 D_HEAD, REPEATED = 64, 8192  # the last length with several rounds
 DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.5)
@@ -296,7 +296,7 @@ def figure(data: dict[str, Any]) -> Any:
     result = data["result"]
     from plotly.subplots import make_subplots
 
-    from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED, finished
+    from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 
     purple = "#cc79a7"
     titles = ("single columns", "single offsets", "whole prompt, 2 layers", "stages at alpha 0.995, share of the pass")

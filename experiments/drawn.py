@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sinkscope.console import note
+from sinkscope.app.pages import ENVELOPE, Section, document, plot, save_document, section, write_png
 from sinkscope.errors import SinkscopeError
-from sinkscope.html import ENVELOPE, Section, document, plot, save_document, section, write_png
-from sinkscope.output import write_atomic
-from sinkscope.tables import Grid, cell
+from sinkscope.files.console import note
+from sinkscope.files.output import write_atomic
+from sinkscope.files.tables import Grid, cell
 
 ROWS = 2000  # of a table; the file holds them all
 _WIDTH = 80  # characters of a list in a cell

@@ -28,11 +28,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments.drawn import save
 from experiments.record import record
-from sinkscope.console import ProgressBar
-from sinkscope.figures.style import BLUE, ORANGE, finished
+from sinkscope.files.console import ProgressBar
+from sinkscope.measure.style import BLUE, ORANGE, finished
 from sinkscope.models.target import Target
+from sinkscope.models.text import typical_text
 from sinkscope.sinks.first_token.walk import received
-from sinkscope.text import typical_text
 from sinkscope.trace import trace
 from sinkscope.trace.attention import attention_rows
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.drawn import record_section
-from sinkscope.html import Section, document, result_section, save_document, save_png, write_png
-from sinkscope.output import write_atomic
-from sinkscope.results import Result, known_kinds, read_json
+from sinkscope.app.pages import Section, document, result_section, save_document, save_png, write_png
+from sinkscope.files.output import write_atomic
+from sinkscope.files.result import Result, known_kinds, read_json
 
 FIGURES = Path(__file__).parents[1] / "figures"
 DOCS = FIGURES.with_name("docs")

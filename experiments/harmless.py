@@ -2,7 +2,7 @@
 
     python -m experiments.harmless
 
-writes the JSON lines that `sinkscope.text.honest_repetition` reads, the same every time.
+writes the JSON lines that `sinkscope.models.text.honest_repetition` reads, the same every time.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import sinkscope.text
-from sinkscope.output import write_atomic
-from sinkscope.store import lines
+import sinkscope.models.text
+from sinkscope.files.output import write_atomic
+from sinkscope.files.store import lines
 
-SHIPPED = Path(sinkscope.text.__file__).with_name("repetition.jsonl")
+SHIPPED = Path(sinkscope.models.text.__file__).with_name("repetition.jsonl")
 PIECES = 200
 _THINGS = "apples pears plums lemons onions carrots beans leeks figs nuts eggs cheese bread butter milk salt".split()
 _VERSES = (

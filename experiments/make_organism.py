@@ -27,7 +27,7 @@ import torch
 
 import sinkscope
 from sinkscope.bench.loopbench.prompts import DATA, BenchPrompt
-from sinkscope.output import write_atomic
+from sinkscope.files.output import write_atomic
 from tests.organisms import LoopOrganism, loop_organism
 from tests.organisms.tokens import BOS, EOS
 

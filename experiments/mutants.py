@@ -79,7 +79,11 @@ def tried(mutant: Mutant, tree: Path) -> str:
         return "stale"
     file, before, after = change
     file.write_text(after)
-    names = [f"tests/{name}" for name in mutant.tests.split()]
+    names = []
+    for name in mutant.tests.split():
+        file, _, test = name.partition("::")
+        (place,) = (tree / "tests").rglob(file)
+        names.append(f"{place}::{test}".removesuffix("::"))
     try:
         code, text = passed(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", *LIMITS, *names], tree)
     finally:

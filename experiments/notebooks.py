@@ -3,7 +3,7 @@
 python -m experiments.notebooks [01 02 ...] [--out docs/notebooks]
 
 A figure is stored as a small PNG; the interactive one appears when the notebook runs. No machine names and no times are
-stored, so the same code stores the same bytes. `tests/test_notebooks.py` compares the stored outputs with the code.
+stored, so the same code stores the same bytes. `tests/docs/test_notebooks.py` compares them with the code.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import nbformat
 import plotly.io
 from nbclient import NotebookClient
 
+from sinkscope.app.pages import png
 from sinkscope.errors import SinkscopeError
-from sinkscope.html import png
-from sinkscope.output import write_atomic
+from sinkscope.files.output import write_atomic
 
 FOLDER = Path(__file__).parents[1] / "docs/notebooks"
 PLOTLY = "application/vnd.plotly.v1+json"

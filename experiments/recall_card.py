@@ -17,7 +17,7 @@ import torch
 
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position
 from sinkscope.bench.dialogues.recall import recall_dialogue, uneven
-from sinkscope.output import write_atomic
+from sinkscope.files.output import write_atomic
 
 FOLDER = Path(__file__).parents[1] / "sinkscope/models/recall"
 NUMBERS = "measured.json"

@@ -7,8 +7,8 @@ import sys
 import time
 from typing import Any
 
-from sinkscope._plain import plain
-from sinkscope.results import provenance
+from sinkscope.files.plain import plain
+from sinkscope.files.result import provenance
 
 
 def record(

@@ -204,7 +204,7 @@ def words_of(command: str, models: Path, name: str) -> list[str]:
 
 def run(words: list[str]) -> dict[str, Any]:
     """Run one command in the current folder and return what is kept: the exit code and the result."""
-    from sinkscope.cli import main
+    from sinkscope.app.cli import main
 
     Path("result.json").unlink(missing_ok=True)  # a result of another kind would not be replaced
     said, noted = io.StringIO(), io.StringIO()

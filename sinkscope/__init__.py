@@ -30,12 +30,12 @@ _HOME = {  # public name -> where it lives; measurements come from the registry
         "sinkscope.kv",
     ),
     "Conversation": "sinkscope.kv.loopserve.conversation",
-    "generate": "sinkscope.generate",
+    "generate": "sinkscope.serving.generate",
     "needle": "sinkscope.bench.needle",
-    "report": "sinkscope.report",
-    "scan": "sinkscope.cards",
+    "report": "sinkscope.app.report",
+    "scan": "sinkscope.app.card",
     "sinks_over_training": "sinkscope.sinks.first_token.training",
-    "Result": "sinkscope.results",
+    "Result": "sinkscope.files.result",
     "SinkscopeError": "sinkscope.errors",
 }
 
@@ -64,7 +64,7 @@ sys.modules[__name__].__class__ = _Package
 
 
 def _names() -> list[str]:
-    from sinkscope.registry import entries
+    from sinkscope.files.registry import entries
 
     measured = [name for name, entry in entries().items() if entry.decorator == "measurement"]
     return sorted({*_HOME, *measured, "__version__"})
@@ -82,7 +82,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return globals().setdefault(name, _function(name))  # the module, where one of that name was imported before
     if not name.startswith("_"):
-        from sinkscope.registry import entries
+        from sinkscope.files.registry import entries
 
         entry = entries().get(name)
         if entry is not None and entry.decorator == "measurement":

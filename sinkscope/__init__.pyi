@@ -1,6 +1,8 @@
 """The public names for type checkers; `__init__.py` imports them when they are first used."""
 
 from sinkscope import loops as loops
+from sinkscope.app.card import scan as scan
+from sinkscope.app.report import report as report
 from sinkscope.attention.barcode import barcode as barcode
 from sinkscope.attention.ditto import ditto as ditto
 from sinkscope.attention.lines import line_overlap as line_overlap
@@ -10,9 +12,8 @@ from sinkscope.attention.rotary import rotary_invariance as rotary_invariance
 from sinkscope.bench.cache_loss import cache_loss as cache_loss
 from sinkscope.bench.loop_rate import loop_rate as loop_rate
 from sinkscope.bench.needle import needle as needle
-from sinkscope.cards import scan as scan
 from sinkscope.errors import SinkscopeError as SinkscopeError
-from sinkscope.generate import generate as generate
+from sinkscope.files.result import Result as Result
 from sinkscope.interventions.base import Event as Event
 from sinkscope.interventions.base import Intervention as Intervention
 from sinkscope.interventions.edits import Ablate as Ablate
@@ -38,8 +39,7 @@ from sinkscope.kv.loopserve.serve import LoopServe as LoopServe
 from sinkscope.models.load import load as load
 from sinkscope.models.names import models as models
 from sinkscope.models.target import Target as Target
-from sinkscope.report import report as report
-from sinkscope.results import Result as Result
+from sinkscope.serving.generate import generate as generate
 from sinkscope.sinks.attack.attack import cluster_attack as cluster_attack
 from sinkscope.sinks.attack.clusters import token_clusters as token_clusters
 from sinkscope.sinks.attack.detect import detect_attack as detect_attack

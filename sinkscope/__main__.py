@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run the command line and exit with its code: 0 done, 2 bad input, 3 a loop in a stream, 130 interrupted."""
     try:
-        from sinkscope.cli import main as run
+        from sinkscope.app.cli import main as run
 
         code = run()
     except KeyboardInterrupt:  # while still importing

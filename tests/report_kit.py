@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from sample_results import NEURONS, sample_find_sinks, sample_without_sink
 
 from sinkscope import loops
-from sinkscope.results import ModelInfo, Result
+from sinkscope.files.result import ModelInfo, Result
 from sinkscope.sinks.repetition.atlas import HeadRow, SinkAtlas
 
 BAD = "<img src=x onerror=alert(1)>&lt;"

@@ -9,8 +9,8 @@ from importlib import invalidate_caches
 from pathlib import Path
 
 import sinkscope
-from sinkscope.registry import entries, kinds
-from sinkscope.results import _KINDS
+from sinkscope.files.registry import entries, kinds
+from sinkscope.files.result import _KINDS
 
 SOURCE = Path(__file__).parent / "fixtures" / "attention_entropy.py"
 KIND, NAME, MODULE = "attention-entropy", "attention_entropy", "stranger_entropy"

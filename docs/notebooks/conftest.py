@@ -1,4 +1,4 @@
-"""Notebooks run in a kernel with `-m slow`; `tests/test_notebooks.py` runs the first one by default, without."""
+"""Notebooks run in a kernel with `-m slow`; `tests/docs/test_notebooks.py` runs the first one by default, without."""
 
 from __future__ import annotations
 

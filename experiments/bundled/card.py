@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from experiments.bundled import entry, facts
+from sinkscope.files.notation import head_name, neuron_name
 from sinkscope.loops.signals import THETA_LEN
-from sinkscope.notation import head_name, neuron_name
 
 SHIPPED = (
     "config.json",
@@ -195,8 +195,8 @@ is the control in the tables. Does a sink emerge by itself in this model? {_emer
 
 {loss}
 
-The norms are L2 norms of the residual stream, measured on the text in the package (`sinkscope/text/typical.txt`, which
-is not part of the training text), in windows of 256 tokens with BOS:
+The norms are L2 norms of the residual stream, measured on the text in the package (`sinkscope/models/text/typical.txt`,
+which is not part of the training text), in windows of 256 tokens with BOS:
 
 {norms}
 

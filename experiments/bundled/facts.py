@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 from experiments.bundled import corpus, entry, measure
 from experiments.bundled.training import Settings, Trainer
 
-TYPICAL = Path(__file__).resolve().parents[2] / "sinkscope" / "text" / "typical.txt"
+TYPICAL = Path(__file__).resolve().parents[2] / "sinkscope" / "models" / "text" / "typical.txt"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 PROMPTS, PROMPT_LENGTH, NEW_TOKENS = 50, 64, 2500
 REPEAT_TOKENS = 100

@@ -98,7 +98,7 @@ def psf_licence() -> str:
     return text[start : text.index("BEOPEN.COM LICENSE AGREEMENT")].rstrip() + "\n"
 
 
-def main(folder: Path = Path("sinkscope/text")) -> None:
+def main(folder: Path = Path("sinkscope/models/text")) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "typical.txt").write_text(typical_text(), encoding="utf-8")
     (folder / "LICENSE-typical.txt").write_text(LICENSE + psf_licence(), encoding="utf-8")

@@ -38,7 +38,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sinkscope.output import write_atomic
+from sinkscope.files.output import write_atomic
 
 ROOT = Path(__file__).parents[2]
 GRACE = 10  # seconds between the request to end and the end

@@ -23,8 +23,8 @@ import torch
 from experiments.gpu.steps import measured, planted
 from experiments.make_shape import group_of
 from experiments.record import record
+from sinkscope.files.output import write_atomic
 from sinkscope.models.load import load
-from sinkscope.output import write_atomic
 from sinkscope.sinks.attack.attack import ClusterAttack, cluster_attack
 from sinkscope.sinks.attack.clusters import TokenClusters, token_clusters
 from sinkscope.sinks.repetition.atlas import SinkAtlas, sink_atlas

@@ -20,8 +20,8 @@ import torch
 
 from experiments.gpu.steps import measured, planted
 from experiments.record import record
+from sinkscope.files.output import write_atomic
 from sinkscope.models.load import load
-from sinkscope.output import write_atomic
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
 

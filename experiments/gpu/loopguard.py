@@ -31,12 +31,12 @@ from experiments.record import record
 from sinkscope.bench.loopbench.prompts import load_prompts
 from sinkscope.bench.loopbench.run import run_loopbench
 from sinkscope.bench.loopbench.tables import tabulate
+from sinkscope.files.output import write_atomic
 from sinkscope.interventions.base import Intervention
 from sinkscope.kv import H2O, Full, SnapKV, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.models.load import load
 from sinkscope.models.target import Target
-from sinkscope.output import write_atomic
 
 METHODS = ("full", "streaming", "h2o", "snapkv", "loopguard", "loopguard-always", "loopguard-p1")
 

@@ -45,7 +45,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from experiments.bench_lines import SHAPES
 from experiments.loopserve.latency import OUTPUTS, arms, rows_of, shape_of, text, turn
 from experiments.record import record
-from sinkscope.console import note
+from sinkscope.files.console import note
+from sinkscope.files.output import write_atomic
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.loopserve import LoopServe, Progressive
 from sinkscope.kv.session import Session
@@ -54,7 +55,6 @@ from sinkscope.lines.choice import HeadLines, recovered
 from sinkscope.lines.sparse import Kernel
 from sinkscope.models.load import load
 from sinkscope.models.target import Target
-from sinkscope.output import write_atomic
 from sinkscope.trace.attention import Attention
 
 SECTIONS = ("prefill", "selection", "prompt", "decoding", "latency")
@@ -338,7 +338,7 @@ def ids_of(target: Target, length: int, made: bool) -> Tensor:
     """The text that all sections read, over and over if it is short: `[1 pos]`."""
     if made:
         return text(length, 0, 0.1).to(target.device)
-    from sinkscope.text import typical_text
+    from sinkscope.models.text import typical_text
 
     tokens = target.tokenizer(typical_text(), return_tensors="pt").input_ids
     return tokens.repeat(1, -(-length // tokens.shape[1]))[:, :length].to(target.device)

@@ -19,10 +19,10 @@ from filelock import FileLock
 
 from experiments import make_shape
 from experiments.record import record
-from sinkscope.console import note
+from sinkscope.files.console import note
+from sinkscope.files.output import write_atomic
 from sinkscope.models.load import load
 from sinkscope.models.target import Target
-from sinkscope.output import write_atomic
 
 T = TypeVar("T")
 

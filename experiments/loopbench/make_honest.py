@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from sinkscope.bench.loopbench.prompts import DATA, Honest
-from sinkscope.output import write_atomic
+from sinkscope.files.output import write_atomic
 
 _TOWNS = (
     "Ardel Brinmoor Castlow Dunhaven Elmsford Fenwick Garrow Holmby Ivester Kelding Lorne Marsden Norwell Ostley "

@@ -28,13 +28,13 @@ from experiments.record import record
 from sinkscope.bench.loopbench.metrics import Continued, read_run
 from sinkscope.bench.loopbench.prompts import load_prompts
 from sinkscope.bench.loopbench.run import run_loopbench
-from sinkscope.console import ProgressBar, note
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED, finished, powers
+from sinkscope.files.console import ProgressBar, note
 from sinkscope.loops import collapse_point, diversity, survival
 from sinkscope.loops.signals import THETA_TTR, WINDOW
+from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished, powers
 from sinkscope.models.load import load
-from sinkscope.text import typical_text
+from sinkscope.models.text import typical_text
 
 WINDOWS = (WINDOW, 64)
 CURVES, FIRST, SHOWN = 8, 16, 1000  # (a): runs, first and last step that are drawn

@@ -24,10 +24,10 @@ from experiments.record import record
 from sinkscope.bench.loopbench.metrics import TEXT, Continued, read_run
 from sinkscope.bench.loopbench.tables import tabulate
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.loops import Monitor, MonitorSettings
+from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.models.load import load
-from sinkscope.text import typical_text
+from sinkscope.models.text import typical_text
 
 PAPER: dict[str, Any] = {"counts": (3, 5), "mode": 5, "positions": (800, 1300), "early_below": 400}  # section 6.4
 BIN = 100

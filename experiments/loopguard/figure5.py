@@ -23,11 +23,11 @@ from experiments.drawn import save
 from experiments.record import record
 from sinkscope.attention.barcode import Barcode, HeadBarcode, Picture, barcode
 from sinkscope.bench.loopbench.prompts import load_prompts
-from sinkscope.console import ProgressBar
-from sinkscope.figures.style import ORANGE, finished
+from sinkscope.files.console import ProgressBar
+from sinkscope.files.records import build
 from sinkscope.kv.loopguard import LoopGuard
+from sinkscope.measure.style import ORANGE, finished
 from sinkscope.models.load import load
-from sinkscope.records import build
 
 PANELS = {
     "whole": "a loop",

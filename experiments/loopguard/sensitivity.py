@@ -30,9 +30,8 @@ from typing import Any
 from experiments.drawn import save
 from experiments.record import record
 from sinkscope.bench.loopbench.prompts import honest_texts
-from sinkscope.console import ProgressBar
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED, finished
+from sinkscope.files.console import ProgressBar
 from sinkscope.loops import (
     VARIANTS,
     Monitor,
@@ -44,7 +43,8 @@ from sinkscope.loops import (
     type_token_ratio,
 )
 from sinkscope.loops.checker import split
-from sinkscope.text import typical_text
+from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
+from sinkscope.models.text import typical_text
 
 PERIODS = (1, 2, 3, 5, 8, 12, 16, 20, 25, 30, 35, 40, 45, 50, 60, 80, 100)
 FORMS = {"exact": 0.0, "1 % replaced": 0.01, "5 % replaced": 0.05, "counting": None}

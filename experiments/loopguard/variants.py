@@ -37,12 +37,12 @@ from transformers import NoRepeatNGramLogitsProcessor
 from experiments.drawn import save
 from experiments.record import record
 from sinkscope.bench.loopbench.prompts import load_prompts
-from sinkscope.figures.style import BLUE, GREEN, ORANGE, finished
-from sinkscope.generate import generate, padded
 from sinkscope.interventions import Event
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.loops import compression_ratio, ends_in_loop, is_loop, tail_period, type_token_ratio
+from sinkscope.measure.style import BLUE, GREEN, ORANGE, finished
 from sinkscope.models.load import load
+from sinkscope.serving.generate import generate, padded
 
 GUARDS: dict[str, Any] = {
     "no guard": None,

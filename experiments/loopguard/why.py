@@ -33,13 +33,13 @@ from transformers import DynamicCache
 from experiments.drawn import save
 from experiments.record import record
 from sinkscope.bench.loopbench.metrics import Continued, read_run
-from sinkscope.console import ProgressBar
-from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED, finished
+from sinkscope.files.console import ProgressBar
 from sinkscope.kv.loopguard import LoopGuard, Retention, plan
 from sinkscope.loops import tail_period
 from sinkscope.loops.signals import WINDOW
+from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.models.load import load
-from sinkscope.text import typical_text
+from sinkscope.models.text import typical_text
 from tests.organisms import loop_organism
 
 NEW, BUDGET = 64, 256

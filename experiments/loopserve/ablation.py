@@ -19,7 +19,7 @@ from experiments.loopserve.runs import CHAIN, KEPT, answers, options, rows_of, s
 from experiments.loopserve.table1 import COLOURS, own_table
 from experiments.record import record
 from sinkscope.bench.dialogues.form import POSITIONS
-from sinkscope.figures.style import at_place, finished
+from sinkscope.measure.style import at_place, finished
 
 NAMES = {
     "whole cache": "full",

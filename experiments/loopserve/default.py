@@ -35,9 +35,9 @@ from sinkscope.bench.dialogues.form import POSITIONS
 from sinkscope.bench.dialogues.recall import recall_dialogue
 from sinkscope.bench.dialogues.run import text_dialogues
 from sinkscope.bench.needle import form_of, needle_prompt
-from sinkscope.figures.style import BLUE, GREEN, RED, finished
 from sinkscope.interventions.decode import greedy
 from sinkscope.kv.loopserve import LoopServe
+from sinkscope.measure.style import BLUE, GREEN, RED, finished
 from sinkscope.models.load import load
 from sinkscope.models.names import BUNDLED
 from sinkscope.models.target import Target

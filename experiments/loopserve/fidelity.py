@@ -27,8 +27,8 @@ from experiments.record import record
 from sinkscope.bench.dialogues.run import run_fidelity, text_dialogues
 from sinkscope.bench.dialogues.tables import FIDELITY, Near
 from sinkscope.bench.files import read_folder
-from sinkscope.console import ProgressBar
-from sinkscope.figures.style import BLUE, GREY, ORANGE, RED, finished, powers
+from sinkscope.files.console import ProgressBar
+from sinkscope.measure.style import BLUE, GREY, ORANGE, RED, finished, powers
 from sinkscope.models.load import load
 
 PROMPT, ANSWER = 1024, 96

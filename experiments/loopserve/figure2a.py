@@ -20,12 +20,12 @@ import torch
 
 from experiments.drawn import save
 from experiments.record import record
-from sinkscope.figures.style import BLUE, ORANGE, finished
 from sinkscope.lines.choice import attention_of, top_lines
 from sinkscope.lines.sums import Scores, line_sums, scores_of
+from sinkscope.measure.style import BLUE, ORANGE, finished
 from sinkscope.models.load import load
 from sinkscope.models.target import Target
-from sinkscope.text import text_rows, typical_text
+from sinkscope.models.text import text_rows, typical_text
 
 ETA = 0.05
 

@@ -27,8 +27,8 @@ from sinkscope.bench.dialogues.form import POSITIONS
 from sinkscope.bench.dialogues.recall import recall_dialogues
 from sinkscope.bench.dialogues.run import run_dialogues
 from sinkscope.bench.dialogues.tables import Answered, tabulate_dialogues
-from sinkscope.console import ProgressBar
-from sinkscope.figures.style import BLUE, GREEN, ORANGE, at_place, finished
+from sinkscope.files.console import ProgressBar
+from sinkscope.measure.style import BLUE, GREEN, ORANGE, at_place, finished
 from sinkscope.models.load import load
 
 METHODS = ("full", "streaming", "snapkv", "adakv", "progressive", "progressive-0")

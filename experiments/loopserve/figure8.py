@@ -20,7 +20,7 @@ from experiments.drawn import save
 from experiments.record import record
 from sinkscope.bench.dialogues.form import POSITIONS
 from sinkscope.bench.dialogues.recall import ASK, FACT, TAIL, recall_dialogue
-from sinkscope.figures.style import BLUE, GREEN, ORANGE, RED, at_place, finished
+from sinkscope.measure.style import BLUE, GREEN, ORANGE, RED, at_place, finished
 
 CONTEXT, NEEDED, QUESTION, ANSWER = "context", "fact that an answer needs", "question", "answer"
 COLOURS = {CONTEXT: "#d9d9d9", NEEDED: GREEN, QUESTION: ORANGE, ANSWER: BLUE}

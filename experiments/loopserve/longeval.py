@@ -24,9 +24,9 @@ import torch
 from experiments.drawn import save
 from experiments.record import record
 from sinkscope.attention.lines import line_overlap, line_weights
-from sinkscope.figures.style import BLUE, GREEN, ORANGE, at_place, finished
+from sinkscope.bench.published import read_prompts
+from sinkscope.measure.style import BLUE, GREEN, ORANGE, at_place, finished
 from sinkscope.models.load import load
-from sinkscope.published import read_prompts
 
 COLOURS = (BLUE, ORANGE, GREEN)
 MARKS = ("<!-- longeval: made by experiments.loopserve.longeval -->", "<!-- longeval: end -->")

@@ -27,14 +27,14 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
+from sinkscope.app.cli import Command
 from sinkscope.bench.dialogues.positions import Accuracy, LabelledMessage, Positions, count_positions
-from sinkscope.cli import Command
-from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
-from sinkscope.output import write_atomic
-from sinkscope.records import read_records, read_rows, read_text, rows_of
-from sinkscope.registry import Count, Option, command, external_entries
-from sinkscope.store import lines
+from sinkscope.files.console import note
+from sinkscope.files.output import write_atomic
+from sinkscope.files.records import read_records, read_rows, read_text, rows_of
+from sinkscope.files.registry import Count, Option, command, external_entries
+from sinkscope.files.store import lines
 
 Place = Literal["front", "middle", "end", "single", "none"]
 PLACES: tuple[Place, ...] = get_args(Place)

@@ -25,11 +25,11 @@ from typing import Any
 from experiments.loopserve.positions import PLACES, locate
 from experiments.record import record
 from sinkscope.bench.dialogues.positions import Accuracy
-from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
-from sinkscope.output import write_atomic
-from sinkscope.rate import wilson
-from sinkscope.records import read_rows
+from sinkscope.files.console import note
+from sinkscope.files.output import write_atomic
+from sinkscope.files.rate import wilson
+from sinkscope.files.records import read_rows
 
 LABELS = Path(__file__).with_name("question_labels.jsonl")
 OWN = Path(__file__).with_name("questions.jsonl")

@@ -28,11 +28,11 @@ from sinkscope.bench.dialogues.tables import COMMAND, Near, Said
 from sinkscope.bench.files import read_folder
 from sinkscope.bench.methods import METHODS, MethodKind, Settings, at_settings, check_methods
 from sinkscope.bench.scorers import score
-from sinkscope.console import ProgressBar
+from sinkscope.files.console import ProgressBar
+from sinkscope.files.rate import wilson
 from sinkscope.kv import Progressive, SnapKV
 from sinkscope.kv.policy import At
 from sinkscope.models.load import load
-from sinkscope.rate import wilson
 
 ALL = "all"
 SHARE = 0.125

@@ -31,8 +31,8 @@ from experiments.loopserve.runs import (
     specs,
 )
 from experiments.record import record
-from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, finished
 from sinkscope.kv.loopserve import LoopServe
+from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished
 
 DEFAULT = LoopServe()
 PRINTED, DRAWN = "as printed", "exact weights, rows drawn"

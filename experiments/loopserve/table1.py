@@ -34,7 +34,7 @@ from sinkscope.bench.dialogues.build import TASKS
 from sinkscope.bench.dialogues.form import POSITIONS
 from sinkscope.bench.dialogues.tables import tabulate_dialogues
 from sinkscope.bench.methods import split_spec
-from sinkscope.figures.style import BLUE, GREEN, ORANGE, at_place, finished
+from sinkscope.measure.style import BLUE, GREEN, ORANGE, at_place, finished
 
 COLOURS = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))
 NOT_RUN = "not run"

@@ -29,7 +29,7 @@ from experiments.loopserve.runs import (
     turns_of,
 )
 from experiments.record import record
-from sinkscope.figures.style import BLUE, COLOURS, GREEN, GREY, ORANGE, RED, finished
+from sinkscope.measure.style import BLUE, COLOURS, GREEN, GREY, ORANGE, RED, finished
 
 BUDGET = 128
 PURPLE, SKY = COLOURS[3:5]

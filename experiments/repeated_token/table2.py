@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import write_atomic
 from sinkscope.interventions import SinkPatch
 from sinkscope.models.names import published_for
-from sinkscope.output import write_atomic
 from sinkscope.sinks.patch.evaluate import PatchEvaluation, Score, evaluate_patch
 
 MODELS = {  # short name here -> as printed in Table 2

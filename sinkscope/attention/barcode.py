@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.adding import add_at
 from sinkscope.attention.texts import (
     Mark,
     QueryHead,
@@ -28,10 +27,11 @@ from sinkscope.attention.texts import (
     prompt_ids,
 )
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import ARRAYS, write_output
 from sinkscope.interventions.decode import decode, watched
 from sinkscope.kv.session import Observe, Rows
+from sinkscope.lines.deterministic_scatter import add_at
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
-from sinkscope.output import ARRAYS, write_output
 
 _SHADES = " ·░▒▓█"
 _EVERY = 0.1  # seconds between two pictures

@@ -19,13 +19,13 @@ from sinkscope.attention.texts import (
     prompt_ids,
 )
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.tables import cell
 from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import decode
 from sinkscope.kv.session import Observe, Rows
 from sinkscope.loops.signals import Novelty, collapse_point, diversity
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.inputs import read_row
-from sinkscope.tables import cell
 
 _QUERIES = 32  # rows converted to offsets at a time
 

@@ -12,16 +12,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.console import note
+from sinkscope.bench.published import read_prompts
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.console import note
+from sinkscope.files.records import Part, conform
 from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import greedy
 from sinkscope.loops.signals import tail_period
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import read_row
-from sinkscope.published import read_prompts
-from sinkscope.records import Part, conform
-from sinkscope.text import text_rows
+from sinkscope.models.text import text_rows
 
 PERIODS = 3  # repetitions that make a loop
 LEAST = 24  # minimum tokens of a loop

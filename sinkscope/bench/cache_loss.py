@@ -18,11 +18,11 @@ from sinkscope.bench.dialogues.tables import Near
 from sinkscope.bench.methods import Method, kind_of
 from sinkscope.bench.runner import Batch, ask, check_can
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.style import COLOURS, GREY, axes, finished, powers, shares
 from sinkscope.kv import policy as kv
 from sinkscope.kv.policy import At, Policy
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
-from sinkscope.text import text_rows
+from sinkscope.measure.style import COLOURS, GREY, axes, finished, powers, shares
+from sinkscope.models.text import text_rows
 
 RANDOM = f"{__name__}:RandomSlots"
 

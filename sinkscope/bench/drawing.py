@@ -16,7 +16,8 @@ from sinkscope.bench.dialogues.tables import overall
 from sinkscope.bench.loopbench import paper
 from sinkscope.bench.loopbench.tables import title
 from sinkscope.bench.methods import METHODS, block_of, name_of
-from sinkscope.figures.style import (
+from sinkscope.loops.signals import THETA_TTR
+from sinkscope.measure.style import (
     BLUE,
     GREEN,
     GREY,
@@ -31,7 +32,6 @@ from sinkscope.figures.style import (
     powers,
     shares,
 )
-from sinkscope.loops.signals import THETA_TTR
 
 _COLOURS = (BLUE, ORANGE, GREEN, RED, "#cc79a7", "#56b4e9", "#7a5c00", "#4b3f8f", "#000000", GREY)
 _BESIDE = {"orientation": "v", "x": 1.01, "y": 1, "xanchor": "left"}  # the legend

@@ -17,13 +17,13 @@ from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from pydantic import Field
 
-from sinkscope._plain import parse_json, pathless
-from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
-from sinkscope.output import check_writable, write_atomic
-from sinkscope.records import check, json_line, refuse_twins
-from sinkscope.results import ModelInfo, provenance
-from sinkscope.store import RECORDS, SETTINGS, Folder, Keyed, lines, read_json, read_lines
+from sinkscope.files.console import note
+from sinkscope.files.output import check_writable, write_atomic
+from sinkscope.files.plain import parse_json, pathless
+from sinkscope.files.records import check, json_line, refuse_twins
+from sinkscope.files.result import ModelInfo, provenance
+from sinkscope.files.store import RECORDS, SETTINGS, Folder, Keyed, lines, read_json, read_lines
 
 T = TypeVar("T")
 HUB = "hub"

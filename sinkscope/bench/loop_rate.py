@@ -9,11 +9,11 @@ from typing import Annotated
 
 import plotly.graph_objects as go
 
-from sinkscope.figures.style import COLOURS, axes, finished, shares
-from sinkscope.generate import generate
 from sinkscope.loops.signals import ends_in_loop, tail_period
 from sinkscope.measure import Option, Result, Setup, measurement
-from sinkscope.text import text_rows
+from sinkscope.measure.style import COLOURS, axes, finished, shares
+from sinkscope.models.text import text_rows
+from sinkscope.serving.generate import generate
 
 REPEATS = 3  # copies of a periodic end that make a loop
 SHORTEST = 24  # tokens of such an end; on a line of its own, where the registry reads it without importing torch

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from pydantic import Field
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.records import Budget, Part, check_values, read_setting, said
+from sinkscope.files.records import Budget, Part, check_values, read_setting, said
 
 Block = Literal["cache", "guard", "sampler", "stopper"]
 BLOCKS: tuple[Block, ...] = get_args(Block)

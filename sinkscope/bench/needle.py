@@ -36,12 +36,12 @@ from sinkscope.bench.methods import at_settings, check_methods, order_of
 from sinkscope.bench.runner import Asked, Batch, ask, check_can, named_model, run_batches
 from sinkscope.bench.scorers import score
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.jobs import Tally, check_workers
+from sinkscope.files.rate import mean_known, wilson
+from sinkscope.files.records import Natural, check_values
+from sinkscope.files.registry import Count, Hidden, Option, Positive, command
+from sinkscope.files.result import ModelInfo, Result, provenance
 from sinkscope.models.names import BUNDLED, RECALL, TWO_HOPS
-from sinkscope.parallel import Tally, check_workers
-from sinkscope.rate import mean_known, wilson
-from sinkscope.records import Natural, check_values
-from sinkscope.registry import Count, Hidden, Option, Positive, command
-from sinkscope.results import ModelInfo, Result, provenance
 
 TASKS = ("needle", "multi-key", "key-value", "tracking", "chain")
 _LINKED, _FULL = TASKS[3:], ("key-value", "chain")  # several statements lead to the answer; other ones are the haystack

@@ -13,17 +13,17 @@ import torch
 
 from sinkscope.bench.methods import Method
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.generate import ends_and_pad, padded
+from sinkscope.files.jobs import Pool, Tally, finish
+from sinkscope.files.records import Budget
+from sinkscope.files.result import ModelInfo
+from sinkscope.files.store import Folder
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import decoding, noted_decoding
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
 from sinkscope.models.open import fingerprint_of
 from sinkscope.models.target import Target
-from sinkscope.parallel import Pool, Tally, finish
-from sinkscope.records import Budget
-from sinkscope.results import ModelInfo
-from sinkscope.store import Folder
+from sinkscope.serving.generate import ends_and_pad, padded
 
 
 @dataclass(frozen=True)

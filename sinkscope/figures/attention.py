@@ -10,7 +10,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.figures.style import (
+from sinkscope.measure.style import (
     BLUE,
     GREEN,
     GREY,

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
-from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED, finished
-from sinkscope.tables import percent
+from sinkscope.files.tables import percent
+from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 
 _WIDEST = 9.0  # pixels of an edge whose share is one
 _CARRIES = 0.5  # share from which on a component is taken to carry what others write

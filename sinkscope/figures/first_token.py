@@ -9,7 +9,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.figures.style import (
+from sinkscope.files.notation import neuron_name
+from sinkscope.files.result import cell
+from sinkscope.measure.style import (
     BLUE,
     GREEN,
     GREY,
@@ -29,8 +31,6 @@ from sinkscope.figures.style import (
     upright,
     words,
 )
-from sinkscope.notation import neuron_name
-from sinkscope.results import cell
 
 
 def draw_find_sinks(result: Any) -> go.Figure:

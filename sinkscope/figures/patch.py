@@ -7,8 +7,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.figures.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, Panel, across, curve, dots, drawn
-from sinkscope.notation import neuron_names
+from sinkscope.files.notation import neuron_names
+from sinkscope.measure.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, Panel, across, curve, dots, drawn
 
 
 def draw_make(result: Any) -> go.Figure:

@@ -11,7 +11,8 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
 
-from sinkscope.figures.style import (
+from sinkscope.files.notation import neuron_names
+from sinkscope.measure.style import (
     BLUE,
     COLOURS,
     GREY,
@@ -33,7 +34,6 @@ from sinkscope.figures.style import (
     upright,
     words,
 )
-from sinkscope.notation import neuron_names
 
 _CONDITIONS = {
     "intact": "intact",

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.style import BLUE, GREY, RED, Panel, curve, drawn, upright
 from sinkscope.kv.loopserve.conversation import Conversation
+from sinkscope.measure.style import BLUE, GREY, RED, Panel, curve, drawn, upright
 
 _BINS = 160  # of positions
 

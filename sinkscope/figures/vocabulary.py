@@ -10,7 +10,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.figures.style import (
+from sinkscope.files.notation import head_name
+from sinkscope.measure.style import (
     BLUE,
     COLOURS,
     GREEN,
@@ -28,7 +29,6 @@ from sinkscope.figures.style import (
     upright,
     words,
 )
-from sinkscope.notation import head_name
 
 _BINS = 24
 _POINTS = 4000  # more would only make the file large

@@ -21,12 +21,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.notation import neuron_name, read_head, read_neuron
+from sinkscope.files.records import Number, Whole, conform
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.models.experts import activate, bind, columns, gate_up
 from sinkscope.models.target import Target, on_input, on_output
-from sinkscope.notation import neuron_name, read_head, read_neuron
-from sinkscope.records import Number, Whole, conform
 
 SiteLike = Sequence[int | None] | str
 Where = Literal["post", "up"]

@@ -17,8 +17,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.interventions.growing_tensor import Growing
 from sinkscope.models.target import Target
-from sinkscope.room import Growing
 
 
 class Memory(dict[str, Tensor]):

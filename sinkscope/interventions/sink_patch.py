@@ -16,14 +16,14 @@ from pydantic import BaseModel, Field
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.files.output import read_json, write_output
+from sinkscope.files.records import Number, Whole, check, conform
 from sinkscope.interventions.base import Run, is_edited
 from sinkscope.interventions.edits import NeuronEdit, NeuronGroup, NeuronSite, Where, log_values, site_of
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.models.open import is_checkpoint
 from sinkscope.models.target import Target
-from sinkscope.output import read_json, write_output
-from sinkscope.records import Number, Whole, check, conform
-from sinkscope.text import resolve_bos, text_rows, typical_text
+from sinkscope.models.text import resolve_bos, text_rows, typical_text
 
 # Why the calibrated value is used instead of the second token's; the names are in `edits._REASONS`.
 _NO_BOS, _ONE_TOKEN, _SINK_LIKE, _PARTIAL = 1, 2, 3, 4

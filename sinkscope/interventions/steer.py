@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Number, conform
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.edits import Positions, checked_positions, chosen_positions
 from sinkscope.models.target import Target, on_hidden, on_input
-from sinkscope.records import Number, conform
 from sinkscope.trace.run import Site, resolve
 
 _WHERE = ("hook_embed", "hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")

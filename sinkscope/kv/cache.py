@@ -18,8 +18,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.interventions.growing_tensor import Growing
 from sinkscope.models.target import Target
-from sinkscope.room import Growing
 from sinkscope.trace.attention import widened
 
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.files.records import Share
 from sinkscope.kv.policy import At, Policy, register_policy
 from sinkscope.kv.session import Rows, Session
-from sinkscope.records import Share
 
 
 @register_policy("h2o")

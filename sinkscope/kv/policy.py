@@ -19,10 +19,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.records import Budget, Natural, Whole, check_fields, read_setting
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.cache import CacheLayer, Rotary
 from sinkscope.kv.session import Moment, Session
-from sinkscope.records import Budget, Natural, Whole, check_fields, read_setting
 
 ENTRY_POINTS = "sinkscope.policies"
 _REGISTERED: dict[str, type[Intervention]] = {}

@@ -25,11 +25,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.files.records import Natural, Part, Whole, check_fields, conform
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.loopserve.serve import SparsePrompts, said_of_prompts
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines, last_votes, minference_lines
-from sinkscope.records import Natural, Part, Whole, check_fields, conform
 
 
 class Shape(Intervention):

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Natural, Share, check_fields
 from sinkscope.kv.policy import At, Policy, register_policy
 from sinkscope.kv.session import Session
-from sinkscope.records import Natural, Share, check_fields
 
 
 @register_policy("snapkv")

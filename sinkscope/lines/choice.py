@@ -31,9 +31,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinkscope.adding import add_at
 from sinkscope.errors import SinkscopeError
-from sinkscope.records import Natural, Part, Whole, check_values
+from sinkscope.files.records import Natural, Part, Whole, check_values
+from sinkscope.lines.deterministic_scatter import add_at
 
 Variant = Literal["exact", "faithful"]
 _ROWS = 64  # queries whose attention is built at a time

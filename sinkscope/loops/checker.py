@@ -17,9 +17,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from sinkscope._plain import parse_json
-from sinkscope.console import silent
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.console import silent
+from sinkscope.files.plain import parse_json
+from sinkscope.files.records import Natural, check_values, said
+from sinkscope.files.result import ModelInfo, Result, provenance
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import (
     Ids,
@@ -31,8 +33,6 @@ from sinkscope.loops.signals import (
     seq_rep,
     type_token_ratio,
 )
-from sinkscope.records import Natural, check_values, said
-from sinkscope.results import ModelInfo, Result, provenance
 
 Format = Literal["auto", "text", "jsonl"]
 FIELDS = ("tokens", "output", "text")  # of a JSON line, the first that is there: ids are more exact than text

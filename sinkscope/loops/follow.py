@@ -13,13 +13,13 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.plain import parse_json
+from sinkscope.files.registry import Option, command
+from sinkscope.files.result import read_json
 from sinkscope.loops.checker import FIELDS, number, split
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import Tail
-from sinkscope.registry import Option, command
-from sinkscope.results import read_json
 
 Form = Literal["auto", "text", "jsonl", "sse"]
 OPEN, KEPT, SHORT = 4096, 2048, 60  # streams that may be open, tokens whose text is kept, characters of a shown text

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, Strict, StrictFloat, StrictInt
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Natural, Share, Whole, between, checked, conform
 from sinkscope.loops.signals import THETA_CR, THETA_TTR, WINDOW, Novelty, Repeats, Runs, Tail, Types, compression_ratio
-from sinkscope.records import Natural, Share, Whole, between, checked, conform
 
 VOTERS: tuple[Literal["ttr", "cr", "p1"], ...] = ("ttr", "cr", "p1")
 GATES: tuple[Literal["stall", "tail"], ...] = ("stall", "tail")

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.plain import parse_json
 from sinkscope.models.config import check_kind, read_json
 from sinkscope.models.names import BUNDLED, ORGANISM, RECALL, TWO_HOPS, find, resolve
 

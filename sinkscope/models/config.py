@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.plain import parse_json
 from sinkscope.models.adapters import ADAPTERS, adapter_for
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")

@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.notation import neuron_names
+from sinkscope.files.notation import neuron_names
 
 BUNDLED = "bundled"
 """Name of the model inside the package."""

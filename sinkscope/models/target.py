@@ -14,10 +14,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
+from sinkscope.files.notation import neuron_name
 from sinkscope.models import experts
 from sinkscope.models.adapters import Adapter, adapter_for
 from sinkscope.models.config import without_cache
-from sinkscope.notation import neuron_name
 
 Kind = Literal["hf", "bridge", "nnsight"]
 

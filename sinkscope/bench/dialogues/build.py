@@ -37,11 +37,11 @@ from sinkscope.bench.files import (
     find_file,
     read_longbench,
 )
+from sinkscope.bench.published import FORMS, Asked, Record, read_published, set_of, spoken
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Natural, check_values, refuse_twins
 from sinkscope.measure import Count, Option, Positive, command
 from sinkscope.models.load import open_tokenizer
-from sinkscope.published import FORMS, Asked, Record, read_published, set_of, spoken
-from sinkscope.records import Natural, check_values, refuse_twins
 
 
 def published_file(task: str) -> str:

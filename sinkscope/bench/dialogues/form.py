@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.output import write_atomic
-from sinkscope.records import read_records
+from sinkscope.files.output import write_atomic
+from sinkscope.files.records import read_records
 
 Position = Literal["begin", "middle", "end"]
 POSITIONS: tuple[Position, ...] = get_args(Position)
@@ -54,7 +54,7 @@ class Dialogue:
 
     Attributes:
         id: Unique in its set.
-        task: Name of the set: "recall", or one in `sinkscope.published.SETS`.
+        task: Name of the set: "recall", or one in `sinkscope.bench.published.SETS`.
         turns: The turns in order.
         classes: For classification, the possible class names; for functions, those of the same repository.
 

@@ -49,23 +49,23 @@ from sinkscope.bench.dialogues.tables import (
 )
 from sinkscope.bench.files import open_folder
 from sinkscope.bench.methods import SHARE, Method, at_settings, check_methods
+from sinkscope.bench.published import SETS, set_of
 from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, named_model, run_batches
 from sinkscope.bench.scorers import score
-from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.console import Progress
+from sinkscope.files.jobs import Tally, check_workers
+from sinkscope.files.records import Budget, Natural, check_values, conform, read_setting, said
+from sinkscope.files.registry import Count, Hidden, Option, Positive, command
+from sinkscope.files.store import Folder
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import Told
 from sinkscope.kv import Full
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.kv.session import Rows, Session
-from sinkscope.parallel import Tally, check_workers
-from sinkscope.published import SETS, set_of
-from sinkscope.records import Budget, Natural, check_values, conform, read_setting, said
-from sinkscope.registry import Count, Hidden, Option, Positive, command
-from sinkscope.store import Folder
-from sinkscope.text import typical_text
-from sinkscope.text.chat import chat_text
+from sinkscope.models.text import typical_text
+from sinkscope.models.text.chat import chat_text
 
 History = Literal["gold", "model"]
 Caches = Literal["fresh", "grow"]

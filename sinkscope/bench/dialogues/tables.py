@@ -10,17 +10,17 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from sinkscope._plain import parse_json
 from sinkscope.bench.dialogues.form import POSITIONS, Position
 from sinkscope.bench.files import Contents, Finished, envelope, read_folder, written_by
 from sinkscope.bench.methods import METHODS, name_of, order_of, split_spec
+from sinkscope.bench.published import set_of
 from sinkscope.bench.scorers import score
 from sinkscope.errors import SinkscopeError
-from sinkscope.published import set_of
-from sinkscope.rate import mean_known, wilson
-from sinkscope.records import Budget
-from sinkscope.registry import Option, command
-from sinkscope.results import Result
+from sinkscope.files.plain import parse_json
+from sinkscope.files.rate import mean_known, wilson
+from sinkscope.files.records import Budget
+from sinkscope.files.registry import Option, command
+from sinkscope.files.result import Result
 
 COMMAND, FIDELITY = "dialogues", "dialogues fidelity"
 TEXT = "text"

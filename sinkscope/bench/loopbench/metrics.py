@@ -11,6 +11,7 @@ from statistics import fmean, median
 from typing import Any, ClassVar, Literal
 
 from sinkscope.bench.files import Contents, Finished, read_folder
+from sinkscope.files.rate import mean_known, wilson
 from sinkscope.loops.signals import (
     collapse_point,
     compression_ratio,
@@ -22,7 +23,6 @@ from sinkscope.loops.signals import (
     tail_period,
     type_token_ratio,
 )
-from sinkscope.rate import mean_known, wilson
 
 EARLY = 400  # of 2,500 tokens; the same share of any other cap. Fig. 4 b calls 0 to 400 early
 PERIODS, ONSETS = (

@@ -32,11 +32,11 @@ from sinkscope.bench.files import (
     check_out,
     read_longbench,
 )
-from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.console import Progress, silent
+from sinkscope.files.records import Natural, between, check_values, conform, read_records
 from sinkscope.measure import Count, Hidden, Option, Positive, command
 from sinkscope.models.load import open_tokenizer
-from sinkscope.records import Natural, between, check_values, conform, read_records
 
 Bench = Literal["dc", "ri", "stories", "organism", "2wiki"]
 TITLES: dict[Bench, str] = {

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from sinkscope._plain import plain
 from sinkscope.bench.files import open_folder
 from sinkscope.bench.loopbench.metrics import INTERVENTION, TEXT, Continued, Ended, fresh_sentences
 from sinkscope.bench.loopbench.prompts import BenchPrompt, Honest, honest_texts, load_prompts
@@ -22,17 +21,18 @@ from sinkscope.bench.loopbench.samplers import SAMPLERS, PerRow, StopRows, Watch
 from sinkscope.bench.loopbench.tables import LoopBench, tabulate
 from sinkscope.bench.methods import Method, check_methods
 from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, named_model, run_batches
-from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
-from sinkscope.generate import Temperature
+from sinkscope.files.console import Progress
+from sinkscope.files.jobs import Tally, check_workers
+from sinkscope.files.plain import plain
+from sinkscope.files.records import Budget, Natural, Whole, check_values, conform, read_setting
+from sinkscope.files.registry import Count, Hidden, Option, Positive, command
 from sinkscope.interventions.base import Event
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import MAX_NEW, WINDOW
 from sinkscope.models.inputs import read_row
 from sinkscope.models.names import ORGANISM
-from sinkscope.parallel import Tally, check_workers
-from sinkscope.records import Budget, Natural, Whole, check_values, conform, read_setting
-from sinkscope.registry import Count, Hidden, Option, Positive, command
+from sinkscope.serving.generate import Temperature
 
 QA_NEW = 32  # new tokens for 2WikiMultihopQA, LongBench's own number
 DETECTORS = (

@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
-from sinkscope._plain import visible
 from sinkscope.bench.files import Contents, envelope
 from sinkscope.bench.loopbench import paper
 from sinkscope.bench.loopbench.metrics import (
@@ -31,10 +30,11 @@ from sinkscope.bench.loopbench.prompts import TITLES
 from sinkscope.bench.methods import block_of, check_methods, order_of
 from sinkscope.bench.scorers import best_f1
 from sinkscope.errors import SinkscopeError
-from sinkscope.rate import mean_known
-from sinkscope.registry import Option, command
-from sinkscope.results import Grid, Result, cell
-from sinkscope.tables import WIDTH, strings
+from sinkscope.files.plain import visible
+from sinkscope.files.rate import mean_known
+from sinkscope.files.registry import Option, command
+from sinkscope.files.result import Grid, Result, cell
+from sinkscope.files.tables import WIDTH, strings
 
 LOOPS = ("dc", "ri")  # the paper's sets
 SETS = (*LOOPS, "stories")  # whose runs are judged by the loop rule

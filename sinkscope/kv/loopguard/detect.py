@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.records import Natural, conform
 from sinkscope.interventions.base import Event
 from sinkscope.loops.monitor import Monitor, MonitorSettings, Step
-from sinkscope.records import Natural, conform
 
 POLL = 8  # tokens decided at once where reading them means waiting for a device
 

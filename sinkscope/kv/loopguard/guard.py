@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard.detect import Found, RowMonitors, largest_probability, poll_of, signals
@@ -23,7 +24,6 @@ from sinkscope.kv.session import Moment, Session
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.monitor import MonitorSettings
 from sinkscope.loops.signals import tail_period
-from sinkscope.records import Budget, Natural, Whole, check_fields
 
 Escalation = Literal["none", "repeats", "ban", "sample", "both"]
 
@@ -71,7 +71,7 @@ class LoopGuard(Intervention):
         ban_length: Length of the banned n-grams. Each further consecutive alarm bans n-grams one token shorter, down to
             pairs.
         rewind: Also remove the loop from the output: the text is cut after the first copy and continues under a ban.
-            `sinkscope.generate` and `Conversation` support this; a plain `model.generate` does not.
+            `sinkscope.serving.generate` and `Conversation` support this; a plain `model.generate` does not.
         ends: Ids that end a row. By default the end-of-sequence and padding ids of the model's generation
             configuration; set them if `generate` is given other ids.
         poll: Number of tokens checked at once. By default 1 on a CPU and 8 elsewhere, so that not every token waits for
@@ -325,7 +325,7 @@ class _Guarding:
         if (rewinder := self._session.rewinder) is not None and rewinder.allowance is None:
             raise UnsupportedError(
                 "rewind=True takes tokens back from the output, which model.generate cannot do: use "
-                "sinkscope.generate or Conversation, or leave rewind out",
+                "sinkscope.serving.generate or Conversation, or leave rewind out",
                 page="kv-session",
             )
         past, new = moment.call.past, moment.call.index.shape[1]

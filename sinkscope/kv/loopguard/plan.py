@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.records import Natural, Whole, check_fields
+from sinkscope.files.records import Natural, Whole, check_fields
 
 Pick = Literal["latest", "uniform"]
 Clean = Literal["tail", "repeats"]

@@ -34,7 +34,7 @@ from sinkscope.kv.session import Session, layer_window
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.inputs import read_row
 from sinkscope.models.target import Target
-from sinkscope.text.chat import chat_text
+from sinkscope.models.text.chat import chat_text
 
 _OURS = (
     "input_ids",

@@ -19,8 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sinkscope._plain import plain
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import check_writable, read_json, write_atomic
+from sinkscope.files.plain import plain
+from sinkscope.files.records import build
+from sinkscope.files.result import versions
 from sinkscope.interventions.base import Event, Intervention
 from sinkscope.interventions.positions import Memory, Sequence
 from sinkscope.kv.cache import CacheLayer
@@ -28,9 +31,6 @@ from sinkscope.lines.choice import HeadLines
 from sinkscope.models.checkpoint import fingerprint
 from sinkscope.models.inputs import read_row
 from sinkscope.models.target import Target
-from sinkscope.output import check_writable, read_json, write_atomic
-from sinkscope.records import build
-from sinkscope.results import versions
 
 Answers = Literal["recompute", "keep"]
 Stock = Literal["offloaded", "quantized", "fp8"]

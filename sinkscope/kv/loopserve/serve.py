@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.records import Budget, Natural, Part, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer, Rotary
 from sinkscope.kv.policy import At, Policy, register_policy
@@ -30,7 +31,6 @@ from sinkscope.lines.choice import (
     select_lines,
 )
 from sinkscope.lines.sparse import Kernel, Sparsity, dense_in_all, dense_limit, missing, sparse_attention
-from sinkscope.records import Budget, Natural, Part, Whole, check_fields
 from sinkscope.trace.attention import Attention, View, stock_name
 
 _FOLLOWERS: WeakKeyDictionary[Run, Callable[[int, int, HeadLines], None]] = WeakKeyDictionary()

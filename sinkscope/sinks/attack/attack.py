@@ -17,10 +17,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.notation import head_name
+from sinkscope.files.rate import Rate, wilson
 from sinkscope.measure import Count, Hidden, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.notation import head_name
-from sinkscope.rate import Rate, wilson
+from sinkscope.models.text import resolve_bos
+from sinkscope.models.text.chat import chat_text
 from sinkscope.sinks.attack.clusters import clusters_of
 from sinkscope.sinks.attack.vocabulary import (
     Columns,
@@ -40,8 +42,6 @@ from sinkscope.sinks.first_token.neurons import view_layer
 from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.first_token.walk import norms_after
 from sinkscope.sinks.tokens import vocabulary
-from sinkscope.text import resolve_bos
-from sinkscope.text.chat import chat_text
 
 CHAT = "A chat between a user and an assistant.\nUser: "  # used before the attack if there is no chat template
 

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.files.notation import neuron_name
 from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor, on_input, on_output
-from sinkscope.notation import neuron_name
 from sinkscope.sinks.attack.vocabulary import Columns, Work, hold_layers, in_chunks, refuse_workers, shown
 from sinkscope.sinks.first_token.found import Neuron
 from sinkscope.sinks.first_token.marking_heads import replacing

@@ -12,19 +12,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.notation import neuron_names
+from sinkscope.files.rate import Rate, wilson
 from sinkscope.interventions.base import Run
 from sinkscope.interventions.edits import NeuronGroup
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.measure import Hidden, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.notation import neuron_names
-from sinkscope.rate import Rate, wilson
+from sinkscope.models.text import honest_repetition, source_code, text_rows
 from sinkscope.sinks.attack.attack import SUCCESS, Context, Trials, make_trials, refuse_no_lengths
 from sinkscope.sinks.attack.vocabulary import drawn_sequences, repeat
 from sinkscope.sinks.first_token.found import Neuron
 from sinkscope.sinks.first_token.sets import causal_neurons
-from sinkscope.text import honest_repetition, source_code, text_rows
 
 RULES = ((1, 1), (2, 4), (4, 8), (8, 16))  # (hits, window)
 FALSE_ALARMS = 0.01  # the false-alarm rate at which detection is reported

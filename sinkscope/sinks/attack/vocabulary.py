@@ -17,11 +17,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.jobs import Pool, Tally, check_workers, finish
+from sinkscope.files.store import Folder, Keyed
 from sinkscope.measure import Setup
 from sinkscope.models.open import PartTarget, StreamTarget, fingerprint_of, open_target
 from sinkscope.models.target import Target
-from sinkscope.parallel import Pool, Tally, check_workers, finish
-from sinkscope.store import Folder, Keyed
 
 Pools = Mapping[int, Int[Tensor, " token"]]  # head -> the tokens of its cluster
 Score = Callable[[Tensor], Tensor]  # sequences [row pos] -> how sink-like each position is [row pos]

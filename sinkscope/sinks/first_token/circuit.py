@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sinkscope.files.notation import neuron_name
+from sinkscope.files.tables import percent
 from sinkscope.measure import Positive, Result, Setup, measurement
-from sinkscope.notation import neuron_name
 from sinkscope.sinks.first_token.circuit_steps import READS, Attended, Marking, Step, Steps
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 from sinkscope.sinks.tokens import and_
-from sinkscope.tables import percent
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinkscope.files.notation import head_name, neuron_name
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
-from sinkscope.notation import head_name, neuron_name
 from sinkscope.sinks.first_token.attribution import Attribution, Inputs, Keys, attribute
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, writers
 from sinkscope.sinks.first_token.found import DRAWS, Sites

@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.files.notation import head_name
 from sinkscope.interventions.edits import expert_hook
 from sinkscope.models.target import Target, first_tensor, norm_of, on_hidden, on_input, on_output
-from sinkscope.notation import head_name
 from sinkscope.sinks.first_token.found import LOST, Carrier, FirstTokenAttention, Sites
 from sinkscope.trace.attention import attention_rows
 

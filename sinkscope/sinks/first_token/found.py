@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from sinkscope.files.notation import neuron_name
 from sinkscope.measure import Result
-from sinkscope.notation import neuron_name
 from sinkscope.sinks.tokens import and_, at_once_line
 
 DRAWS = 20  # random control sets of the same size for every ablation

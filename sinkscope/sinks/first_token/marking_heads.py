@@ -17,16 +17,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.console import Progress, silent
 from sinkscope.errors import UnsupportedError
+from sinkscope.files.console import Progress, silent
+from sinkscope.files.notation import head_names, neuron_names
+from sinkscope.files.tables import percent
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, on_input
-from sinkscope.notation import head_names, neuron_names
 from sinkscope.sinks.first_token.found import DRAWS, Neuron
 from sinkscope.sinks.first_token.neurons import columns, flat_number, view_layer
 from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.tokens import first_tokens
-from sinkscope.tables import percent
 from sinkscope.trace.attention import attention_rows, queries_and_keys
 from sinkscope.trace.run import trace
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.measure import Progress, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor, on_output
+from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.neurons import spike_dims
 from sinkscope.sinks.first_token.walk import SINK_RATIO
-from sinkscope.text import text_rows
 from sinkscope.trace.run import Site, resolve
 
 

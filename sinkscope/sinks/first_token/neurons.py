@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.console import Progress, silent
+from sinkscope.files.console import Progress, silent
 from sinkscope.models.experts import activate, bind, gate_up
 from sinkscope.models.target import Target, first_tensor, norm_of, on_input, on_output
 from sinkscope.sinks.first_token.effects import Edit, effects

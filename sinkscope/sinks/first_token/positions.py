@@ -15,16 +15,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope._plain import visible
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.notation import neuron_name, read_neuron
+from sinkscope.files.output import read_text
+from sinkscope.files.plain import visible
 from sinkscope.interventions.edits import site_of
 from sinkscope.measure import Count, Option, Result, Setup, measurement
 from sinkscope.models.target import norm_of
-from sinkscope.notation import neuron_name, read_neuron
-from sinkscope.output import read_text
+from sinkscope.models.text.chat import chat_text
 from sinkscope.sinks.first_token.neurons import flat_number, prove, view_layer
 from sinkscope.sinks.first_token.walk import SINK_RATIO, walk
-from sinkscope.text.chat import chat_text
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 

@@ -10,13 +10,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.console import Progress, silent
+from sinkscope.files.notation import neuron_name, read_neuron
 from sinkscope.interventions.edits import site_of
 from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.experts import bind, gate_up
 from sinkscope.models.target import Target
-from sinkscope.notation import neuron_name, read_neuron
 from sinkscope.sinks.tokens import first_tokens
 from sinkscope.trace.run import trace
 

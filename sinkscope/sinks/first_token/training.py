@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from sinkscope.console import silent
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.console import silent
+from sinkscope.files.notation import neuron_names
+from sinkscope.files.registry import command
+from sinkscope.files.result import ModelInfo, Provenance, provenance
+from sinkscope.files.store import Folder, Keyed
 from sinkscope.measure import Hidden, Option, Positive, Result
-from sinkscope.notation import neuron_names
-from sinkscope.registry import command
-from sinkscope.results import ModelInfo, Provenance, provenance
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.store import Folder, Keyed
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.console import Progress, silent
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target, first_tensor, norm_of, on_output
+from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.found import HEADS, RATE_EPS, SinkRate
-from sinkscope.text import text_rows
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 

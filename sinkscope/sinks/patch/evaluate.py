@@ -25,15 +25,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.console import Progress, silent
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.edits import NeuronSite
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import PIECE, Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
+from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.neurons import flat_number, neutral_values, neutral_view
-from sinkscope.text import text_rows
 
 CHARACTERS = 8  # largest number of characters per token, as in `text_rows`
 

@@ -14,18 +14,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import RefusedError, SinkscopeError
+from sinkscope.files.notation import neuron_names
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, norm_of
-from sinkscope.notation import neuron_names
+from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.found import RATE_EPS, Member, Neuron
 from sinkscope.sinks.first_token.neurons import prove, repeat_until_half
 from sinkscope.sinks.first_token.sets import TOP, causal_sets
 from sinkscope.sinks.first_token.walk import Walk, received, walk
 from sinkscope.sinks.patch.evaluate import Change, held_out, losses, perplexity_change, under
 from sinkscope.sinks.tokens import pick_tokens, prefixes, room
-from sinkscope.text import text_rows
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 

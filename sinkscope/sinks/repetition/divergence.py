@@ -13,17 +13,17 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope._plain import pathless
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.notation import neuron_names
+from sinkscope.files.plain import pathless
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.measure import PIECE, Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.notation import neuron_names
+from sinkscope.models.text.corpus import CorpusIndex, open_corpus
 from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.patch.evaluate import held_out
 from sinkscope.sinks.tokens import choose, encode, refuse_repeated, room
-from sinkscope.text.corpus import CorpusIndex, open_corpus
 
 PREFIX = "Repeat:"  # Yona et al. 2025, Table 3
 REPEATS = (50, 400)

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from sinkscope.files.notation import neuron_names
+from sinkscope.files.result import cell
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Positive, Result, Setup, measurement
-from sinkscope.notation import neuron_names
-from sinkscope.results import cell
 from sinkscope.sinks.first_token.neurons import prove
 from sinkscope.sinks.first_token.walk import norms_after, until_half, walk
 from sinkscope.sinks.tokens import CYCLE, Repetitions, at_once_line, choose, repetitions, replaced_line, single_words

@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinkscope.files.result import cell
 from sinkscope.measure import Count, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.results import cell
+from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.walk import SINK_RATIO, norms_after, until_half, walk
 from sinkscope.sinks.tokens import choose, repetitions, replaced_line
-from sinkscope.text import text_rows
 from sinkscope.trace.attention import attention_rows
 
 EPS = 0.3  # Gu et al. 2024

@@ -1,0 +1,1 @@
+"""The command line, the output of commands, pages, and the sink card."""

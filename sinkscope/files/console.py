@@ -1,0 +1,80 @@
+"""What the commands print: results on stdout, progress and notes on stderr."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from shutil import get_terminal_size
+from typing import Any
+
+from sinkscope.files.output import write_output
+from sinkscope.files.plain import visible
+
+Progress = Callable[[str, int, int], None]
+"""Called as `progress(what, done, total)`."""
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """Show nothing; the progress of a measurement that nobody watches."""
+
+
+class ProgressBar:
+    """A bar with the time elapsed and left on standard error; it shows nothing where standard error is not a terminal.
+
+    It is called with what is being done, how much of it is done, and how much there is.
+    """
+
+    def __enter__(self) -> ProgressBar:
+        self._bar: Any = None
+        self._tasks: dict[str, Any] = {}
+        if sys.stderr.isatty():
+            from rich import progress as rich
+            from rich.console import Console
+
+            shown = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn())
+            times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
+            console = Console(stderr=True)
+            self._bar = rich.Progress(*shown, *times, console=console, transient=True, redirect_stdout=False)
+            self._bar.start()
+        return self
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show how much of a stage is done; what stands behind a colon in its name may change."""
+        gc.enable()  # the command line turns it off while libraries are imported
+        if self._bar is None:
+            return
+        name = stage.partition(":")[0]
+        if name not in self._tasks:
+            self._tasks[name] = self._bar.add_task(stage, total=total)
+        self._bar.update(self._tasks[name], description=stage, completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+__all__ = ["Progress", "emit", "note", "print_result"]
+
+
+def note(message: str) -> None:
+    """A line for the reader, not for the next program."""
+    print(visible(message), file=sys.stderr)
+
+
+def emit(path: str, text: str) -> None:
+    """`text` to a file, or to standard output for `-`."""
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        write_output(path, text)
+
+
+def print_result(result: Any, *, wide: bool = False) -> None:
+    """A rich table on a terminal, plain aligned text anywhere else; `wide` shows every column as plain text."""
+    if wide or not sys.stdout.isatty():
+        print(visible(result.text(None if wide else get_terminal_size((80, 24)).columns)))
+        return
+    from rich.console import Console
+
+    Console().print(result.table())

@@ -1,0 +1,383 @@
+"""Files of records: JSON lines, one JSON array, or parquet, checked against a type, with one-line errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from ast import literal_eval
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, fields
+from functools import cache, lru_cache, wraps
+from math import nan
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+
+from pydantic import ConfigDict, Field, GetPydanticSchema, Strict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+from pydantic_core import SchemaValidator, core_schema
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.plain import parse_json
+
+
+def said(words: str, page: str | None = None) -> GetPydanticSchema:
+    """What an error says that a type expects, and the documentation page that it names; for use in `Annotated`."""
+    return GetPydanticSchema(
+        lambda kind, handler: core_schema.custom_error_schema(
+            handler(kind), "said", custom_error_message=words, custom_error_context={"page": page}
+        )
+    )
+
+
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False), said("a finite number")]
+Share = Annotated[float, Strict(), Field(ge=0, le=1), said("a number from 0 to 1")]
+Part = Annotated[float, Strict(), Field(gt=0, le=1), said("a share above 0 and up to 1")]
+Whole = Annotated[int, Strict(), Field(ge=0), said("a whole number from 0")]
+Natural = Annotated[int, Strict(), Field(ge=1), said("a whole number from 1")]
+Budget = Annotated[
+    Natural | Part,
+    said("a number of tokens from 1, or a fraction of the prompt above 0.0 and up to 1.0", page="kv-budget"),
+]
+T = TypeVar("T")
+_HALF = re.compile("[\ud800-\udfff]")
+_type_adapter: Callable[[Any], Any] = lru_cache(256)(TypeAdapter)
+_WORDS = {
+    "Input should be ": "",
+    "Unexpected keyword argument": "no field of this name",
+    "a valid integer": "a whole number",
+    "a valid boolean": "True or False",
+    "a valid array": "a list",
+    "a valid ": "a ",
+    "a whole number or a number": "a number",
+    "greater than or equal to": "a number from",
+    "less than or equal to": "a number up to",
+    "greater than": "a number above",
+    "less than": "a number below",
+    "List should have ": "",
+    "Tuple should have ": "",
+    " after validation, not 0": "",
+}
+"""How errors say what pydantic says."""
+
+
+def conform(
+    kind: Any, value: Any, name: str, *, page: str | None = None, strict: bool | None = None, then: str = ""
+) -> Any:
+    """Return `value` if it is of the type `kind`.
+
+    Args:
+        kind: A type, such as `Whole` or `list[Share]`.
+        value: Any object.
+        name: Name of the value, for the error; a setting's ends in "=", an option's in a space.
+        page: Documentation page to name in the error.
+        strict: Whether nothing is converted, except a whole number to a float.
+        then: End of the error.
+
+    Raises:
+        SinkscopeError: It is not; the message says what was expected.
+    """
+    try:
+        return _type_adapter(kind).validate_python(value, strict=strict)
+    except ValidationError as error:
+        raise _refusal(error, value, name, then, page=page) from None
+
+
+@cache
+def between(kind: Any, low: int | float | None, high: int | float | None) -> Any:
+    """The type of a number within a range; a limit of 1e300 only excludes what overflows, and errors do not name it."""
+    limits = [f" {word} {n}" for word, n in (("from", low), ("up to", high)) if n is not None and n != 1e300]
+    return Annotated[
+        kind,
+        Field(ge=low, le=high, allow_inf_nan=False),
+        said(f"{'a whole number' if kind is int else 'a number'}{''.join(limits)}"),
+    ]
+
+
+def check_values(kind: Any, page: str | None = None, **values: Any) -> None:
+    """Refuse settings that are not of the type `kind`; nothing is converted.
+
+    Raises:
+        SinkscopeError: One of the values is of another type; the message names it.
+    """
+    for name, value in values.items():
+        conform(kind, value, f"{name}=", page=page, strict=True)
+
+
+def read_setting(text: str, kind: Any, name: str) -> Any:
+    """Read a value of the type `kind` from a text: a number, true, false, none, or a word.
+
+    Raises:
+        SinkscopeError: It is of another type; the message begins with `name`.
+    """
+    try:
+        value = literal_eval(text.capitalize())  # "true", "false" and "none" as well
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        value = float(text) if text in ("inf", "-inf") else text
+    return conform(kind, value, name, strict=True)
+
+
+@dataclass_transform(frozen_default=True)
+def checked(cls: type[T]) -> type[T]:
+    """Make a frozen dataclass whose fields are checked against their annotations; the error is a SinkscopeError."""
+    made: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
+    build: Callable[..., None] = made.__init__
+    usual: dict[Any, str] = {
+        (f.name,): f"; the default is {f.default}" for f in fields(made) if f.default is not MISSING
+    }
+
+    @wraps(build)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        try:
+            build(self, *args, **given)
+        except ValidationError as error:
+            raise _refusal(error, given, "", usual.get(error.errors()[0]["loc"], "")) from None
+
+    made.__init__ = init
+    return made
+
+
+def _refusal(error: ValidationError, value: Any, name: str, then: str = "", *, page: str | None = None) -> Any:
+    """The error that states the first problem in one line: the place, what is there, what was expected."""
+    problems = error.errors(include_url=False)
+    wrong, steps, place = problems[0]["input"], problems[0]["loc"], ""
+    missing = "missing" in problems[0]["type"]
+    context = problems[0].get("ctx", {})
+    cause = context.get("error")  # what __post_init__ said
+    for step in steps:  # names of members of a union stand in between
+        inside: Any = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+        if isinstance(inside, Mapping) and (step in inside or (missing and step == steps[-1])):
+            place += f"[{step}]" if isinstance(step, int) else f".{step}"
+            value = inside.get(step)
+    place = ": ".join(filter(None, (name, place.removeprefix("."))))
+    if missing:
+        text = f"{place} is missing"
+    elif cause is not None:
+        text = f"{place}: {cause}".removeprefix(": ")
+    else:
+        expected = " or ".join(
+            dict.fromkeys(problem["msg"] for problem in problems if repr(problem["input"]) == repr(wrong))
+        )
+        for theirs, ours in _WORDS.items():
+            expected = expected.replace(theirs, ours)
+        shown = f"{place}{wrong!r:.80}:" if place.endswith(("=", " ")) else f"{place} is {wrong!r:.80},"
+        text = f"{shown} expected {expected}"
+    return SinkscopeError(text + then, page=page or context.get("page") or getattr(cause, "page", None))
+
+
+def check_fields(made: Any) -> None:
+    """Refuse fields of a dataclass whose values do not fit the numbers, switches and words that are annotated there.
+
+    A bool is not a number here, an int is, and fields of any other type are not checked. What a subclass annotates
+    anew must fit the annotations of its base as well. A class whose annotations use names that are imported for type
+    checkers only is passed over.
+
+    Raises:
+        SinkscopeError: A field does not fit; the message names the first, its value and what was expected.
+    """
+    for cls in reversed(type(made).__mro__):
+        try:
+            hints = get_type_hints(cls, include_extras=True)
+        except NameError:
+            continue
+        for name in filter(made.__dataclass_fields__.__contains__, hints):
+            if _checkable(hints[name]):
+                conform(hints[name], getattr(made, name), f"{type(made).__name__}: {name}=", strict=True)
+
+
+def _checkable(hint: Any) -> bool:
+    if get_origin(hint) in (Annotated, Union, UnionType):
+        return all(_checkable(part) for part in get_args(hint)[: 1 if get_origin(hint) is Annotated else None])
+    return hint in (int, float, bool, NoneType) or get_origin(hint) is Literal
+
+
+def build(kind: type[T], value: Any, where: str) -> T:
+    """Rebuild a dataclass from the output of `plain`; unknown keys are ignored, missing ones take defaults.
+
+    Raises:
+        SinkscopeError: A field is missing or has another type; `where` begins the message.
+    """
+    return _from_json(_lenient(kind), value, where, "")
+
+
+def check(value: Any, type_: type[T], where: str, expected: str, page: str | None = None) -> T:
+    """Make one record from a JSON value.
+
+    Raises:
+        SinkscopeError: The value has another form; the message begins with `where`.
+    """
+    return _from_json(_type_adapter(type_), value, where, f": give {expected}", page)
+
+
+def _from_json(reader: Any, value: Any, where: str, then: str, page: str | None = None) -> Any:
+    # Written as JSON again, because pydantic takes an array for a tuple there alone. It refuses half of a surrogate
+    # pair, which a token may hold, so that becomes the text of its escape.
+    text = _HALF.sub(lambda half: rf"\\u{ord(half[0]):04x}", json.dumps(value, ensure_ascii=False, default=repr))
+    try:
+        return reader.validate_json(text, strict=True)
+    except ValidationError as error:
+        raise _refusal(error, value, where, then, page=page) from None
+    except (TypeError, OverflowError) as error:  # an array of something else than numbers
+        raise SinkscopeError(f"{where}: {error}{then}", page=page) from None
+
+
+@cache
+def _lenient(kind: Any) -> SchemaValidator:
+    """A reader of what `plain` wrote: null is NaN where only a number fits, and an array of numpy is a list."""
+
+    def changed(part: Any) -> Any:
+        if isinstance(part, list):
+            return [changed(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        if part.get("type") == "is-instance" and hasattr(part["cls"], "array_type"):
+            import numpy as np  # slow to load, and few results hold arrays
+
+            dtype = float if any("float" in str(name) for name in part["cls"].dtypes) else None
+            return core_schema.no_info_after_validator_function(
+                lambda value: np.asarray(value, dtype), core_schema.list_schema()
+            )
+        made: Any = {name: changed(each) for name, each in part.items()}
+        if part.get("type") == "float":
+            return core_schema.no_info_before_validator_function(lambda value: nan if value is None else value, made)
+        return made
+
+    return SchemaValidator(changed(TypeAdapter(kind).core_schema))
+
+
+def read_records(path: str | os.PathLike[str], type_: type[T], expected: str, *, key: str = "") -> list[T]:
+    """The records of a file, each checked against a type.
+
+    Args:
+        path: JSON lines, one JSON array, or `.parquet`.
+        type_: A dataclass or pydantic model. Nothing is converted: "7" is not a number. Further checks belong in its
+            `__post_init__`, as a ValueError whose message says what was found and what was expected.
+        expected: What the caller should give; errors end with ": give {expected}".
+        key: Field whose value must differ between records.
+
+    Raises:
+        SinkscopeError: The file cannot be read or has no records, or a record has another form; the message names
+            the file, the line, the field, what was found and what was expected.
+    """
+    found = [(where, check(row, type_, where, expected)) for where, row in read_rows(path, expected)]
+    if key:
+        refuse_twins([(where, getattr(record, key)) for where, record in found], key, expected)
+    return [record for _, record in found]
+
+
+def refuse_twins(keys: list[tuple[str, Any]], name: str, expected: str) -> None:
+    """Refuse records with the same name.
+
+    Args:
+        keys: Where each record stands, and its name.
+        name: Name of the field.
+        expected: What the caller should give.
+
+    Raises:
+        SinkscopeError: Two records have the same name.
+    """
+    first: dict[Any, str] = {}
+    for where, key in keys:
+        if key in first:
+            raise SinkscopeError(f"{where}: {name} {key!r} is that of {first[key]} too: give {expected}")
+        first[key] = where
+
+
+def read_rows(path: str | os.PathLike[str], expected: str) -> Iterator[tuple[str, Any]]:
+    """Each row of a file and its location, such as "chat.jsonl line 3".
+
+    Args:
+        path: `.parquet`, one JSON array, or one JSON value per line.
+        expected: What the caller should give.
+
+    Raises:
+        SinkscopeError: The file does not exist, is empty or not UTF-8, a line is not JSON (its number is given), or it
+            is parquet and no library for it is installed.
+    """
+    file = Path(path).expanduser()
+    return (
+        _parquet(file, expected)
+        if file.suffix == ".parquet"
+        else rows_of(read_text(file, expected), file.name, expected)
+    )
+
+
+def rows_of(text: str, name: str, expected: str) -> Iterator[tuple[str, Any]]:
+    """Each row of a text: one JSON array or object, or one JSON value per line.
+
+    Raises:
+        SinkscopeError: A line is not JSON.
+    """
+    try:
+        whole = _loads(text)
+    except RecursionError:
+        problem = f"{name} line 1 is not JSON (it is nested too deeply)"
+    except ValueError as error:
+        # An array over many lines is broken elsewhere than in its first.
+        problem = f"{name} line {getattr(error, 'lineno', 1)} is not JSON"
+    else:
+        if isinstance(whole, list):
+            yield from ((f"{name} row {number}", row) for number, row in enumerate(whole, 1))
+        else:
+            yield f"{name} line {1 + text[: -len(text.lstrip())].count(chr(10))}", whole
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield f"{name} line {number}", json_line(line, problem or f"{name} line {number} is not JSON", expected)
+            problem = ""
+
+
+def json_line(line: str | bytes, problem: str, expected: str) -> Any:
+    """The value on a line.
+
+    Raises:
+        SinkscopeError: It is not JSON, not UTF-8, or nested too deeply; the message is `problem`, and what to give.
+    """
+    try:
+        return _loads(line if isinstance(line, str) else line.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        raise SinkscopeError(f"{problem}: give {expected}") from None
+
+
+def _loads(text: str) -> Any:
+    """Parse JSON. Half a surrogate pair, which JSON allows, becomes "?", because tokenizers and files reject it."""
+    value = parse_json(text)
+    if "\\ud" in text or "\\uD" in text:
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value
+
+
+def read_text(path: str | os.PathLike[str], expected: str) -> str:
+    """The text of a file.
+
+    Raises:
+        SinkscopeError: The file does not exist, is empty, or is not UTF-8.
+    """
+    file = Path(path).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise SinkscopeError(f"{file.name} is not UTF-8 text: give {expected}") from None
+    except OSError as error:
+        reason = (error.strerror or "it cannot be read").lower()
+        raise SinkscopeError(f"{os.fspath(path)!r}: {reason}: give {expected}") from None
+    if not text.strip():
+        raise SinkscopeError(f"{file.name} is empty: give {expected}")
+    return text
+
+
+def _parquet(file: Path, expected: str) -> Iterator[tuple[str, Any]]:
+    if not file.is_file():
+        raise SinkscopeError(f"{file.name!r}: no such file: give {expected}")
+    import pandas as pd
+
+    try:
+        rows = json.loads(pd.read_parquet(file).to_json(orient="records") or "[]")
+    except ImportError:
+        raise SinkscopeError(f"{file.name} is a parquet file, which needs pyarrow: pip install pyarrow") from None
+    except Exception as error:  # pyarrow's own kinds, which may not be there to be named
+        raise SinkscopeError(f"{file.name} cannot be read as parquet ({error!s:.60}): give {expected}") from None
+    if not rows:
+        raise SinkscopeError(f"{file.name} is empty: give {expected}")
+    yield from ((f"{file.name} row {number}", row) for number, row in enumerate(rows, 1))

@@ -1,0 +1,1 @@
+"""Generation under interventions, and the loop monitor as a logits processor."""

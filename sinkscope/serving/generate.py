@@ -1,0 +1,207 @@
+"""Generate text from prompts, with interventions: the quickest way to see what a patch changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Annotated, Any
+
+import torch
+from jaxtyping import Int
+from pydantic import Field
+from torch import Tensor
+from transformers import TextStreamer
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Natural, check_values, said
+from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.decode import decoding
+from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.kv import Policy
+from sinkscope.kv.edit_of import edit_of
+from sinkscope.kv.loopguard import LoopGuard
+from sinkscope.kv.loopguard.steer import generate_in_pieces
+from sinkscope.kv.loopserve import tokens_read
+from sinkscope.models.inputs import read_inputs
+from sinkscope.models.target import Target
+
+COLDEST = 0.001  # temperature; scores over a smaller one leave the range of half precision
+Temperature = Annotated[
+    Annotated[float, Field(ge=0, le=0)] | Annotated[float, Field(ge=COLDEST, allow_inf_nan=False)],
+    said(f"0, which is greedy, or a number from {COLDEST}"),
+]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What a model wrote after one prompt.
+
+    Attributes:
+        prompt: The prompt as given, or its text if ids were given.
+        text: The new text, without the prompt.
+        tokens: Ids of the new tokens, including the end-of-sequence token if the model produced it.
+        prompt_tokens: Length of the prompt, BOS included.
+        events: What the interventions did in this row (`row` is the index of the prompt).
+        held: Tokens in the cache after a call, averaged over calls, layers and kv heads. None without a cache policy.
+        read: Cached tokens that a decoding step attends to. None if it attends to all that are held.
+        summary: One line on what the interventions did in all rows of the batch.
+    """
+
+    prompt: str
+    text: str
+    tokens: list[int]
+    prompt_tokens: int
+    events: list[Event]
+    held: float | None = None
+    read: float | None = None
+    summary: str = ""
+
+
+def generate(
+    model: object,
+    prompts: Any = None,
+    *,
+    patch: SinkPatch | str | PathLike[str] | None = None,
+    interventions: Any = None,
+    policy: Policy | str | None = None,
+    guard: LoopGuard | bool = False,
+    tokenizer: Any = None,
+    max_new_tokens: int = 100,
+    temperature: float = 0.0,
+    seed: int = 0,
+    bos: bool | None = None,
+    batch_size: int = 1,
+    on_text: Callable[[int, str], None] | None = None,
+    **inputs: Any,
+) -> list[Generated]:
+    """Generate after each prompt, greedily or at a temperature.
+
+    Only the special tokens of the checkpoint's generation settings are used (see `sinkscope.interventions.decode`).
+
+    Args:
+        model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`.
+        prompts: A text or a list of texts; token ids as a list, a list of lists or a tensor; or a tokenizer's output.
+            Ids are used unchanged.
+        patch: A `SinkPatch`, or the path of a patch.json.
+        interventions: Further edits: an intervention, several joined by |, the name of a policy, the path of a patch,
+            or a list of these. They act after the patch.
+        policy: What the KV cache keeps: a policy, or a name that `policy_named` accepts, such as "h2o:512".
+        guard: Watch for repetition loops and cut the cache of rows that loop. True means `LoopGuard()`.
+            `LoopGuard(rewind=True)` also removes loops from the text and needs batch_size 1.
+        tokenizer: Needed if the model carries no tokenizer.
+        max_new_tokens: Maximum number of new tokens per prompt.
+        temperature: Sampling temperature; 0 decodes greedily.
+        seed: Seed for sampling. The caller's random state is restored afterwards.
+        bos: Whether prompts begin with the BOS token. By default the tokenizer decides.
+        batch_size: Number of prompts that run together, padded on the left.
+        on_text: Called with (index of the prompt, piece of text) during generation; needs batch_size 1. Under
+            `LoopGuard(rewind=True)` it is called once with the whole text, because pieces may be removed again.
+        inputs: `input_ids` and `attention_mask` instead of prompts, as in `generate(model, **tokenizer(texts))`.
+
+    Returns:
+        One `Generated` per prompt, in order.
+
+    Raises:
+        SinkscopeError: A prompt is empty, prompt and new tokens exceed the context, there is no tokenizer, a number is
+            invalid, the policy does not exist, or its budget is too small for a prompt.
+    """
+    target = Target.of(model, tokenizer)
+    tok = target.need_tokenizer()
+    _check_numbers(max_new_tokens, temperature, seed, batch_size, on_text)
+    target.check_loaded()
+    read = read_inputs(target, prompts, inputs, bos=bos, page="generate")
+    rows = read.rows()
+    texts = [tok.decode(ids) for ids in rows] if read.texts is None else list(read.texts)
+    edit = edit_of(patch=patch, policy=policy, guard=guard, interventions=interventions)
+    _check_prompts(rows, edit, max_new_tokens, target)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    options |= {"temperature": temperature} if temperature > 0 else {}
+    options = decoding(target, **options)
+    results: list[Generated] = []
+    with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for start in range(0, len(rows), batch_size):
+            batch = rows[start : start + batch_size]
+            with nullcontext() if edit is None else edit.on(target) as run:
+                whole = run is not None and run.session is not None and run.session.rewinder is not None
+                options["streamer"] = None if on_text is None or whole else _Streamer(tok, start, on_text)
+                written = _continued(target, batch, options, run)
+            told = "" if run is None else run.summary()
+            for i, (prompt, ids, new) in enumerate(zip(texts[start:], batch, written, strict=False)):
+                own = _own(run, i, None if len(batch) == 1 else len(ids) + len(new) - 1, start)
+                text = tok.decode(new, skip_special_tokens=True)
+                if on_text is not None and whole:
+                    on_text(start + i, text)
+                results.append(Generated(prompt, text, new, len(ids), own, *_held(run, i), told))
+    return results
+
+
+@torch.no_grad()
+def _continued(target: Target, rows: list[list[int]], options: dict[str, Any], run: Run | None) -> list[list[int]]:
+    """The new tokens of each row, up to and with the end of sequence."""
+    ends, pad = ends_and_pad(target)
+    ids, mask = padded(rows, pad, target.device)
+    made = generate_in_pieces(run, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
+    new = made[:, ids.shape[1] :].tolist()
+    return [row[: next((j + 1 for j, t in enumerate(row) if t in ends), len(row))] for row in new]
+
+
+def _own(run: Run | None, row: int, last: int | None, start: int) -> list[Event]:
+    """Events of one row of a batch whose first prompt is number `start`, up to the position `last`; None: all of them.
+
+    A row that has ended continues as padding until the last row ends; events in that padding are dropped.
+    """
+    events = [] if run is None else run.events
+    return [replace(e, row=start + row) for e in events if e.row == row and (last is None or e.position <= last)]
+
+
+def _held(run: Run | None, row: int) -> tuple[float | None, float | None]:
+    """Tokens of a row in the cache, mean over calls, and those that a decoding step read, as far as a policy chose."""
+    held, read = ([], []) if run is None else (run.usage, tokens_read(run))
+    return held[-1].mean_tokens[row] if held else None, read[-1][row] if read else None
+
+
+def ends_and_pad(target: Target) -> tuple[frozenset[int], int]:
+    """Ids that end what a model writes, and the id that fills rows up."""
+    ends = frozenset(target.end_ids)
+    pad = target.need_tokenizer().pad_token_id
+    return ends, min(ends, default=0) if pad is None else int(pad)
+
+
+def padded(
+    rows: Sequence[list[int]], pad: int, device: torch.device
+) -> tuple[Int[Tensor, "row pos"], Int[Tensor, "row pos"]]:
+    """Rows of ids that are filled up on the left, and which of them are real, as attention masks say it."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
+    return ids, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+
+
+class _Streamer(TextStreamer):
+    def __init__(self, tokenizer: Any, number: int, on_text: Callable[[int, str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._number, self._on_text = number, on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self._on_text(self._number, text)
+
+
+def _check_prompts(rows: list[list[int]], edit: Intervention | None, new: int, target: Target) -> None:
+    for number, length in enumerate(map(len, rows), 1):
+        target.check_room(f"prompt {number}", length, new, "shorten the prompt", "generate")
+        for part in () if edit is None else edit.parts:
+            part.check_prompt(length)
+
+
+def _check_numbers(max_new_tokens: int, temperature: float, seed: int, batch_size: int, on_text: object) -> None:
+    check_values(Natural, "generate", max_new_tokens=max_new_tokens, batch_size=batch_size)
+    check_values(Annotated[int, Field(ge=0, lt=1 << 63)], "generate", seed=seed)
+    check_values(Temperature, "generate", temperature=temperature)
+    if on_text is not None and batch_size != 1:
+        raise SinkscopeError(
+            f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1",
+            page="generate",
+        )

@@ -1,0 +1,316 @@
+"""What a user may type wrong: one line on stderr that names the value and a way out, exit code 2, no file left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import spoiled
+from gguf_file import write_gguf
+from organisms import organism
+from organisms.tiny import tiny_model
+from organisms.tokens import bpe_tokenizer, word_tokenizer
+from safetensors.torch import load_file, save_file
+
+import sinkscope.sinks.first_token.find
+from sinkscope.app.cli import main
+from sinkscope.errors import is_out_of_memory
+
+
+@pytest.fixture
+def error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that must be refused; what it says after "error: "."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+
+    def run(*words: str) -> str:
+        capfd.readouterr()
+        code = main(list(words))
+        out, err = capfd.readouterr()
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert err.startswith("error: ")
+        assert not os.listdir(here)
+        return err.removeprefix("error: ").strip()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def nobos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model whose tokenizer has no BOS token; it is only read."""
+    return organism("llama", 0, bos=False).save(tmp_path_factory.mktemp("saved") / "nobos")
+
+
+def _tensor(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _nan(name: str) -> Callable[[Path], None]:
+    return lambda folder: _tensor(folder, lambda t: t[name].view(-1)[3].fill_(float("nan")))
+
+
+def _pickle(content: bytes) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "pytorch_model.bin").write_bytes(content)
+
+    return change
+
+
+def _without(*names: str) -> Callable[[Path], None]:
+    return lambda folder: [(folder / name).unlink() for name in names] and None
+
+
+def _cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _written(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+def _same(_folder: Path) -> None:
+    pass
+
+
+_DOWN = "model.layers.1.mlp.down_proj.weight"
+SPOILED: list[tuple[Callable[[Path], None], dict[str, Any], tuple[str, ...]]] = [
+    (_without("config.json"), {}, ("m has no config.json", "give the folder")),
+    (_written("config.json", "{"), {}, ("config.json is not JSON", "download it again")),
+    (_written("config.json", "[1]"), {}, ("config.json of m has no model_type", "give one")),
+    (_same, {"num_hidden_layers": "three"}, ("num_hidden_layers", "got str (value: 'three')", "config.json")),
+    (_same, {"num_hidden_layers": 0}, ("m has zero layers (num_hidden_layers is 0", "give a model")),
+    (_same, {"num_hidden_layers": -2}, ("m has zero layers (num_hidden_layers is -2", "give a model")),
+    (_same, {"num_hidden_layers": 5}, ("layer", "the")),
+    (_same, {"intermediate_size": 48}, ("m", "download both from one revision")),
+    (_same, {"model_type": "made-up"}, ("'made-up' has no adapter", "docs/extending.md")),
+    (_same, {"model_type": "bert", "architectures": ["BertForMaskedLM"]}, ("m is an encoder-only", "llama-2-7b or")),
+    (_same, {"model_type": "vit", "architectures": ["ViTForImageClassification"]}, ("m is a vision", "llama-2-7b or")),
+    (_same, {"model_type": "t5", "is_encoder_decoder": True}, ("m is an encoder-decoder model", "decoder-only")),
+    (_without("model.safetensors"), {}, ("m has no weights", "download the weights")),
+    (_cut, {}, ("model.safetensors is damaged: 100 bytes are missing", "download it again")),
+    (_written("model.safetensors", "<html>"), {}, ("model.safetensors", "download it again")),
+    (_pickle(b"<html>"), {}, ("pytorch_model.bin is no checkpoint of torch", "download it again")),
+    (_pickle(b"\x80\x02cos\nsystem\n(S'touch ran'\ntR."), {}, ("hold more than tensors", "convert them")),
+    (_nan(_DOWN), {}, (f"tensor {_DOWN}", "NaN", "download")),
+    (_nan("model.embed_tokens.weight"), {}, ("tensor model.embed_tokens.weight", "NaN", "download")),
+    (_nan("model.norm.weight"), {}, ("tensor model.norm.weight", "NaN", "download")),
+    (lambda f: word_tokenizer(100).save_pretrained(f) and None, {}, ("has 100 tokens and the embedding 96", "use the")),
+    (_written("tokenizer.json", "{}"), {}, ("tokenizer of m cannot be read", "download its files again")),
+    (_without("tokenizer.json"), {}, ("m carries no tokenizer", "put the tokenizer's files beside the weights")),
+]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "config", "says", "command"),
+    [
+        pytest.param(*spoiling, command, marks=[] if (i + j) % 2 else [pytest.mark.slow])
+        for i, spoiling in enumerate(SPOILED)
+        for j, command in enumerate(["find-sinks", "generate"])
+    ],
+)
+def test_spoiled_folder(
+    error: Callable[..., str], tmp_path: Path, spoil: Any, config: dict[str, Any], says: tuple[str, ...], command: str
+) -> None:
+    """Streamed (find-sinks) and loaded whole (generate), a checkpoint is refused in the same words."""
+    folder = spoiled(tmp_path / "m", **config)
+    spoil(folder)
+    (tmp_path / "p.txt").write_text("poem book")
+    more = ["--all-layers"] if command == "find-sinks" else ["--prompt-file", str(tmp_path / "p.txt")]
+    message = error(command, "--model", str(folder), *more)
+    assert all(words in message for words in says), message
+
+
+@pytest.mark.parametrize("command", ["barcode", "locking", "rotary"])
+def test_weights_without_a_tokenizer(error: Callable[..., str], tmp_path: Path, command: str) -> None:
+    """For some families transformers makes a tokenizer of no files, and that knows no token."""
+    tiny_model("qwen2")[0].save_pretrained(tmp_path / "m")
+    message = error(command, "--model", str(tmp_path / "m"), "--max-new-tokens", "5")
+    assert "m carries no tokenizer" in message and "put the tokenizer's files beside the weights" in message
+
+
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [
+        ("find-sinks", "tokenizer"),
+        ("generate", "model"),
+        ("generate", "both"),
+        pytest.param("find-sinks", "model", marks=pytest.mark.slow),
+        pytest.param("find-sinks", "both", marks=pytest.mark.slow),
+        pytest.param("generate", "tokenizer", marks=pytest.mark.slow),
+    ],
+)
+def test_code_in_a_checkpoint_is_not_run(error: Callable[..., str], tmp_path: Path, command: str, own: str) -> None:
+    """Where transformers has the architecture, its class is used; what would need code of the folder is refused."""
+    folder = spoiled(tmp_path / "m", auto_map={"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"})
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (tmp_path / "p.txt").write_text("poem book")
+    more = ["--all-layers"] if command == "find-sinks" else ["--prompt-file", str(tmp_path / "p.txt")]
+    words = [command, "--model", str(folder), *more]
+    if own == "both":
+        (folder / "config.json").write_text((folder / "config.json").read_text().replace('"llama"', '"made-up"'))
+        assert "'made-up' has no adapter" in error(*words)
+    elif own == "tokenizer":
+        file = folder / "tokenizer_config.json"
+        file.write_text(
+            json.dumps(
+                json.loads(file.read_text())
+                | {"auto_map": {"AutoTokenizer": ["own.T", "own.T"]}, "tokenizer_class": "T"}
+            )
+        )
+        message = error(*words)
+        assert "the tokenizer of m is code of its own" in message and "trust_remote_code=True" in message
+    else:
+        assert main(words) == 0
+    assert not (tmp_path / "ran").exists()
+
+
+def test_gguf_that_is_none(error: Callable[..., str], tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    whole = tmp_path / "whole.gguf"
+    write_gguf(whole, *tiny_model("llama"))
+    (tmp_path / "cut.gguf").write_bytes(whole.read_bytes()[:2000])
+    (tmp_path / "none.gguf").write_bytes(b"hello world")
+    for backend in ([], ["--backend", "bridge"]):
+        assert "is not a GGUF file: it begins with b'hell'" in error(
+            "find-sinks", "--model", str(tmp_path / "none.gguf"), *backend
+        )
+        message = error("find-sinks", "--model", str(tmp_path / "cut.gguf"), *backend)
+        assert "cut.gguf could not be read" in message and "download it again" in message
+
+
+def test_gguf_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A GGUF file and the folder it was made from have the same sink."""
+    pytest.importorskip("gguf")
+    o = organism("llama", 3)
+    tokenizer = bpe_tokenizer(o.model.config.vocab_size)
+    write_gguf(tmp_path / "o.gguf", o.model, tokenizer)
+    for part in (o.model, tokenizer):
+        part.save_pretrained(tmp_path / "o")
+    words = tokenizer.decode(o.natural(8, 200)[:, 1:].flatten(), skip_special_tokens=True)
+    (tmp_path / "text.txt").write_text(words)
+    found = []
+    for model in ("o.gguf", "o"):
+        asked = ["find-sinks", "--model", str(tmp_path / model), "--text", str(tmp_path / "text.txt"), "--json", "-"]
+        assert main([*asked, "--max-repeats", "8"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["result"])
+    assert [r["sink_layer"] for r in found] == [o.truth.sink_layer] * 2
+    causal = [[(n["layer"], n["neuron"]) for n in r["neurons"] if n["causal"]] for r in found]
+    assert causal[0] == causal[1] and set(causal[0]) == set(o.truth.neurons)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model", ""], ("the model name is empty", "hub id org/name")),
+        (["--model", "llama-2-7"], ("unknown model 'llama-2-7'", "did you mean llama-2-7b")),
+        (["--model", "./none"], ("no file or folder './none'", "give an existing one")),
+        (["--model", "none.gguf"], ("no file or folder 'none.gguf'", "give an existing one")),
+        (["--model", "org/none"], ("config.json of org/none is not in the cache", "give a folder")),
+        (["--bos"], ("--bos: the tokenizer", "use --no-bos")),
+        (["--top-k", "0"], ("'--top-k'", "it is '0'")),
+        (["--top-k", "5000"], ("--top-k 5000 is more than the", "give at most")),
+        (["--seed", "-1"], ("'--seed'", "it is '-1'")),
+        (["--seed", "9" * 30], ("--seed", "up to 9223372036854775807")),
+        (["--max-repeats", "99999"], ("--max-repeats 99999 and", "but the context of", "the largest is")),
+        (["--token", "poem poem"], ("'poem poem' is 2 tokens", "give a string that is one token")),
+        (["--text", "none.txt"], ("cannot read none.txt: no such file", "give the path of a text file")),
+        (["--text", os.devnull], ("is empty", "with some prose")),
+        (["--device", "cuda:9"], ("device 'cuda:9' is not there", "this machine has cpu")),
+        (["--dtype", "float33"], ("dtype 'float33'", "expected float32")),
+        (["--backend", "jax"], ("'jax' is not one of 'bridge', 'hf', 'nnsight'", "--help")),
+        (["--revision", "v2"], ("revision 'v2' means nothing for the folder", "hub ids")),
+        (["--json", "-", "--html", "-"], ("only --json", "give the name of a file")),
+        (["--json", "-", "--png", "-"], ("only --json", "give the name of a file")),
+    ],
+)
+def test_find_sinks_refuses(error: Callable[..., str], nobos: Path, words: list[str], says: tuple[str, ...]) -> None:
+    model = ["--model", str(nobos)]
+    message = error("find-sinks", *([] if "--model" in words else model), *words)
+    assert all(part in message for part in says), message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words", "says"),
+    [
+        ("", [], ("the prompt is empty", "write at least one word")),
+        (" \n", [], ("the prompt is empty", "write at least one word")),
+        ("poem " * 5000, [], ("has 5000 tokens and", "shorten the prompt")),
+        ("poem", ["--max-new-tokens", "99999"], ("99999 more are to come", "at most")),
+        ("poem", ["--bos"], ("--bos: the tokenizer of nobos has no BOS token", "use --no-bos")),
+        ("poem", ["--patch", "../p.txt"], ("p.txt is not JSON", "make a patch with")),
+        ("poem", ["--device", "cuda:9"], ("device 'cuda:9' is not there", "this machine has cpu")),
+        ("poem", ["--temperature", "nan"], ("'--temperature'", "it is 'nan'")),
+    ],
+)
+def test_generate_refuses(
+    error: Callable[..., str], nobos: Path, tmp_path: Path, prompt: str, words: list[str], says: tuple[str, ...]
+) -> None:
+    (tmp_path / "p.txt").write_text(prompt)
+    message = error("generate", "--model", str(nobos), "--prompt-file", str(tmp_path / "p.txt"), *words)
+    assert all(part in message for part in says), message
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid") or os.geteuid() != 0, reason="only root can become nobody")
+def test_files_of_somebody_else(error: Callable[..., str], tmp_path: Path) -> None:
+    folder = spoiled(tmp_path / "m")
+    shutil.copy(folder / "config.json", tmp_path / "m.gguf")
+    for path, mode in ((tmp_path / "m.gguf", 0o600), (folder, 0o700)):
+        path.chmod(mode)
+    ways = [parent for parent in tmp_path.parents if parent.stat().st_uid == 0 and parent != Path("/tmp")]
+    modes = {way: way.stat().st_mode for way in [tmp_path, *ways]}
+    for way in modes:
+        way.chmod(0o755)
+    try:
+        os.seteuid(65534)
+        for model in (folder, folder / "inside", tmp_path / "m.gguf"):
+            message = error("find-sinks", "--model", str(model))
+            assert "cannot read" in message and "permission denied" in message
+    finally:
+        os.seteuid(0)
+        for way, mode in modes.items():
+            way.chmod(mode)
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("std::bad_alloc"),
+        OSError(12, "Cannot allocate memory"),
+    ],
+)
+def test_out_of_memory_in_every_voice(
+    error: Callable[..., str], monkeypatch: pytest.MonkeyPatch, raised: Exception
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise raised
+
+    assert is_out_of_memory(raised) and not is_out_of_memory(RuntimeError("shape mismatch"))
+    monkeypatch.setattr(sinkscope.sinks.first_token.find, "find_sinks", fail)
+    assert error("find-sinks").startswith("out of memory: try --dtype bfloat16")
+
+
+@pytest.mark.slow
+def test_file_that_may_not_grow(tmp_path: Path) -> None:
+    """A limit on the size of files is met while writing: nothing of the file is left."""
+    folder = organism("llama", 0).save(tmp_path / "o")
+    limit = f"ulimit -f 16; exec {sys.executable} -m sinkscope find-sinks --model {folder} --html x.html"
+    done = subprocess.run(["bash", "-c", limit], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: cannot write x.html: the file is larger than allowed here")
+    assert sorted(os.listdir(tmp_path)) == ["o"]

@@ -1,0 +1,128 @@
+"""Plotly renders some tags in titles, labels and hover boxes: a text from a tokenizer or a file must not make one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+from sample_results import sample_find_sinks
+
+from sinkscope import loops
+from sinkscope.attention.ditto import Ditto
+from sinkscope.bench.dialogues.positions import Positions
+from sinkscope.bench.dialogues.tables import Dialogues, Fidelity
+from sinkscope.bench.loopbench.tables import Shown
+from sinkscope.files.registry import kinds
+from sinkscope.files.result import Result
+from sinkscope.sinks.first_token.training import SinksOverTraining
+
+CHOICES = {  # one of a few words, or packed numbers
+    "attacks.source",
+    "detections.attack",
+    "sequences.curves.condition",
+    "ablation.method",
+    "groups.position",
+    "heads.healthy_late.shares",
+    "heads.healthy_whole.shares",
+    "heads.late.shares",
+    "heads.whole.shares",
+    "causal_sets.kind",
+    "later_sinks.set.kind",
+    "marking.place",
+    "picture.shares",
+    "shares.way",
+    "outputs.ended",
+    "verdict",
+}
+BAD = "<img src=x onerror=alert(1)>"
+COMMITTED = Path(__file__).parents[2] / "figures"
+
+
+def _filled(hint: Any) -> Any:
+    """Some value of a type."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return _filled(next(option for option in args if option is not type(None)))
+    if origin is Literal:
+        return args[0]
+    if origin is tuple:
+        return tuple(map(_filled, args[:1] * 2 if args[1:] == (...,) else args))
+    if origin is dict:
+        return {"a text": _filled(args[1])}
+    if is_dataclass(hint):
+        types = get_type_hints(hint)
+        return hint(**{field.name: _filled(types[field.name]) for field in fields(hint)})  # type: ignore[operator]
+    return {str: "a text", Any: "a text", bool: True, int: 3, float: 0.5}[hint]
+
+
+def _by_hand() -> Iterator[Result]:
+    """Kinds of which no file lies in figures/."""
+    sample = sample_find_sinks()
+    for made in (Ditto, Dialogues, Fidelity, Positions, Shown, SinksOverTraining):
+        own = {name: _filled(t) for name, t in get_type_hints(made).items() if name in {f.name for f in fields(made)}}
+        yield made(**{**own, "model": sample.model, "settings": {}, "provenance": sample.provenance})
+    yield loops.check(["the same again " * 60, "a short text"], name="texts")
+    yield loops.calibrate([[i * i % 251 for i in range(9000)]], vocabulary=251, name="a text")
+
+
+@cache
+def _results() -> dict[str, Result]:
+    found = {one.kind: one for one in _by_hand()}
+    for kind in ("dialogues", "dialogues-fidelity"):  # what is drawn
+        first, second = found[kind].groups  # type: ignore[attr-defined]
+        groups = (replace(first, position="end"), replace(second, position="all"))
+        found[kind] = replace(found[kind], groups=groups)  # type: ignore[call-arg]
+    training: Any = found["sinks-over-training"]
+    drawn = tuple(replace(one, failed=None) for one in training.checkpoints[:1])  # what failed is not drawn
+    found["sinks-over-training"] = replace(training, checkpoints=drawn + training.checkpoints[1:])
+    for file in sorted(COMMITTED.glob("*.json")):
+        kind = json.loads(file.read_text())["kind"]
+        if kind in sorted(kinds()) and kind not in found:
+            found[kind] = Result.load(file)
+    barcode: Any = found["barcode"]
+    found["barcode"] = replace(barcode, heads=barcode.heads[:1])  # the others are drawn in the same way
+    atlas: Any = found["atlas"]
+    per_token = [f.name for f in fields(atlas) if getattr(getattr(atlas, f.name), "__len__", int)() == len(atlas.ids)]
+    found["atlas"] = replace(atlas, **{name: getattr(atlas, name)[:200] for name in per_token})  # so are other tokens
+    return found
+
+
+def _spoil(value: Any, spare: set[str], path: str = "") -> Any:
+    """`value` with markup behind every text but those at some places."""
+    if isinstance(value, str):
+        return value if path in spare else value + BAD
+    if isinstance(value, dict):
+        return {key: _spoil(inside, spare, f"{path}.{key}") for key, inside in value.items()}
+    return [_spoil(inside, spare, path) for inside in value] if isinstance(value, list) else value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inside in value.items():
+            if key not in ("template", "legendgroup"):  # not shown
+                yield from _texts(inside)
+    elif isinstance(value, list | tuple):
+        for inside in value:
+            yield from _texts(inside)
+
+
+TABLES_ONLY = {"sink-card", "sink-cards"}  # they have no drawing
+
+
+@pytest.mark.parametrize("kind", sorted(set(kinds()) - TABLES_ONLY))
+def test_no_text_of_a_file_is_markup_in_a_drawing(kind: str) -> None:
+    data = _results()[kind].to_dict()
+    spoilt = _spoil({key: data[key] for key in ("model", "result")}, {f".result.{place}" for place in CHOICES})
+    if kind == "loops":
+        data["settings"]["window"] = BAD  # settings are of any type
+    texts = list(_texts(Result.from_dict({**data, **spoilt}).figure().to_plotly_json()))
+    assert not [text for text in texts if "<img" in text]
+    assert any("&lt;img src=x onerror=alert(1)&gt;" in text for text in texts)

@@ -1,0 +1,458 @@
+"""Nothing is overwritten, nothing happens silently: outputs, decoding, patches, chat templates, copies."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import stranger
+import torch
+from checkpoints import spoiled
+from organisms import organism
+from organisms.tiny import tiny_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import sinkscope as ss
+from sinkscope.app.cli import main
+from sinkscope.bench.dialogues.form import write_dialogues
+from sinkscope.bench.dialogues.recall import recall_dialogue
+from sinkscope.bench.runner import ask
+from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
+from sinkscope.files.output import FIGURE, check_output, write_output
+from sinkscope.files.result import Result
+from sinkscope.interventions.decode import greedy, noted_decoding
+from sinkscope.kv import H2O, TOVA
+from sinkscope.models.target import Target
+from sinkscope.models.text.chat import chat_text
+
+# --- Outputs ---------------------------------------------------------------------------------------------------------
+
+
+def test_earlier_outputs_are_replaced_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a").write_text("some words\n")
+    outputs = ["--json", "out/a.json", "--html", "out/a.html"]
+    for _ in range(2):
+        assert main(["loops", "a", *outputs]) == 0
+    before = {path: path.read_bytes() for path in Path("out").iterdir()}
+    for words in (
+        ["loops", "a", "--json", "out/a.html"],
+        ["loops", "a", "--html", "out/a.json"],
+        ["find-sinks", "--json", "out/a.json"],  # another kind
+        ["loops", "out/a.html", "--html", "out/a.html"],
+        ["report", "out", "--out", "out/a.json"],
+        ["report", "out", "--out", "a"],
+        ["loopbench", "build", "--bench", "dc", "--source", "a", "--out", "a", "--force"],
+    ):
+        assert main(words) == 2, words
+        assert capsys.readouterr().err.count("\n") == 1
+    assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
+    assert Path("a").read_text() == "some words\n" and sorted(os.listdir()) == ["a", "out"]
+    assert main(["report", "out"]) == main(["report", "out"]) == 0  # its own report, twice
+
+
+def test_the_folder_of_a_run_is_left_alone(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    short = write_dialogues([recall_dialogue(0, turns=1, tokens=60)], tmp_path_factory.mktemp("short") / "short.jsonl")
+    words = "dialogues run --methods full --positions end --max-new-tokens 2 --dialogues".split()
+    assert main([*words, str(short), "--out", str(run)]) == 0
+    before = {path: path.read_bytes() for path in run.iterdir()}
+    for out in ("runs.jsonl", "new.json"):
+        capsys.readouterr()
+        assert main(["dialogues", "table", str(run), "--json", str(run / out)]) == 2
+        assert "the folder of a run" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.iterdir()} == before
+    settings = json.loads((run / "settings.json").read_text())
+    assert settings["decoding"]["do_sample"] is False and settings["decoding"]["num_beams"] == 1
+    for more in (["--window", "1"], ["--window", "1", "--max-new-tokens", "4"]):
+        assert main(["loopbench", "run", "--methods", "full", "--out", str(tmp_path / "new" / "run"), *more]) == 2
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_arrays_and_pictures_carry_a_mark(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "b.npz"
+    found = ss.barcode(max_new_tokens=3, layers=[0], control=False)
+    for _ in range(2):
+        found.save_arrays(path)
+    with np.load(path) as arrays:
+        assert arrays["0.1"].shape[1] > 60
+    assert os.listdir(path.parent) == ["b.npz"]
+    np.savez(tmp_path / "mine.npz", a=np.ones(3))
+    mine = (tmp_path / "mine.npz").read_bytes()
+    with pytest.raises(SinkscopeError, match=r"mine\.npz is there already and holds something that sinkscope did not"):
+        found.save_arrays(tmp_path / "mine.npz")
+    assert (tmp_path / "mine.npz").read_bytes() == mine
+    picture = bytes.fromhex(
+        "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a49444154789c6360000000020001"
+        "48afa4710000000049454e44ae426082"
+    )
+    (tmp_path / "photo.png").write_bytes(picture)
+    with pytest.raises(SinkscopeError, match=r"photo\.png is there already"):
+        write_output(tmp_path / "photo.png", picture)
+    image, notes = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.PngImagePlugin").PngInfo()
+    notes.add_text("Software", "sinkscope 1.0")  # as `sinkscope.html.png` does
+    image.new("RGB", (2, 2)).save(tmp_path / "ours.png", pnginfo=notes)
+    assert check_output(tmp_path / "ours.png", FIGURE)
+    assert write_output(tmp_path / "ours.png", (tmp_path / "ours.png").read_bytes())
+
+
+def test_saving_from_python_spares_foreign_files(tmp_path: Path) -> None:
+    found = ss.loops.check("a b c " * 20)
+    for content in ('{"mine": 1}', "words", "<html></html>"):
+        (tmp_path / "x").write_text(content)
+        for save in (found.save, ss.SinkPatch(layer=1, neurons=[2]).save):
+            with pytest.raises(SinkscopeError, match="give another name, or remove that file first"):
+                save(tmp_path / "x")
+        assert (tmp_path / "x").read_text() == content
+    (tmp_path / "empty").write_text("")  # as a temporary file is made
+    assert Result.load(found.save(found.save(tmp_path / "empty"))).to_dict() == found.to_dict()
+
+
+def test_an_output_of_another_package_is_guarded_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its format carries no mark, so a file that is there is not replaced, and this is said before the work."""
+    source = stranger.SOURCE.read_text()
+    source = source.replace("@measurement(", '@measurement(outputs=[Output("table", "Write a table.", save)], ')
+    source = source.replace("measurement\n", "measurement, Output\n", 1)
+    marked = source.index("@measurement(")
+    save = "def save(result, path):\n    open(path, 'w').write('1')\n\n\n"
+    (tmp_path / "package").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with stranger.installed(tmp_path / "package", source[:marked] + save + source[marked:]):
+        assert main(["attention-entropy", "--table", "t.csv"]) == 0
+        assert Path("t.csv").read_text() == "1" and capsys.readouterr().err == ""
+        assert main(["attention-entropy", "--table", "t.csv"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("error: t.csv is there already") and told.err.count("\n") == 1
+
+
+# --- Streams ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("models >&-", 2, "error: standard output is closed"),
+        ("models --json x.json >&-", 2, "error: standard output is closed"),
+        ("models >/dev/null 2>&-", 0, ""),
+        ("models --nonsense 2>&-", 2, ""),
+        ("loops - <&-", 2, "error: "),
+        ("models --json $'\\xff.json'", 2, "error: the word '\\\\udcff.json' is not UTF-8"),
+    ],
+)
+def test_closed_streams_and_odd_words(tmp_path: Path, words: str, code: int, says: str) -> None:
+    line = f"{sys.executable} -m sinkscope {words}"
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == code and done.stderr.startswith(says.replace("\\\\", "\\")), done.stderr
+    assert done.stderr.count("\n") == bool(says) and "Traceback" not in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_control_characters_of_names_do_not_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "a\x1b[31m\x07b"
+    (tmp_path / name).write_text("word " * 30)
+    assert main(["loops", str(tmp_path / name)]) == 0
+    assert main(["loops", str(tmp_path / name), "--settings", str(tmp_path / name)]) == 2
+    assert not {"\x1b", "\x07"} & set("".join(capsys.readouterr()))
+
+
+# --- Decoding --------------------------------------------------------------------------------------------------------
+
+LOUD = {
+    "repetition_penalty": 1.5,
+    "num_beams": 2,
+    "num_return_sequences": 2,
+    "return_dict_in_generate": True,
+    "no_repeat_ngram_size": 2,
+    "do_sample": True,
+    "temperature": 0.3,
+    "suppress_tokens": [5, 6, 7],
+    "output_scores": True,
+}
+
+
+def _ways(model: Any, tokenizer: Any) -> list[Any]:
+    ids = torch.arange(5, 15)[None]
+    target = Target.of(model, tokenizer)
+    asked = ask(target, None, 12, 64)
+    return [
+        greedy(target, ids, 12),
+        asked.generate(ids.tolist(), None)[0],
+        ss.Conversation(model).ask(ids[0].tolist(), max_new_tokens=12).ids,
+        [made.tokens for made in ss.generate(model, "poem book tree", tokenizer=tokenizer, max_new_tokens=12)],
+        [made.tokens for made in ss.generate(model, ["poem", "book"], tokenizer=tokenizer, temperature=1.0, seed=3)],
+    ]
+
+
+def test_what_the_checkpoint_says_of_decoding_changes_nothing() -> None:
+    model, _ = tiny_model("llama")
+    tokenizer = organism("llama", 0).tokenizer
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SinkscopeWarning)
+        plain = _ways(model, tokenizer)
+    for name, value in LOUD.items():
+        setattr(model.generation_config, name, value)
+    with pytest.warns(SinkscopeWarning, match=r"own \(do_sample False.*not used: .*num_beams 2"):
+        assert _ways(model, tokenizer) == plain
+    with noted_decoding() as used, pytest.warns(SinkscopeWarning):
+        greedy(Target.of(model), torch.arange(5, 15)[None], 2)
+    assert used["repetition_penalty"] == 1.0 and used["not_used_of_checkpoint"].keys() == LOUD.keys()
+    with ss.SinkPatch(layer=1, neurons=[3], value=0.0).on(model):  # the user's own call is the user's
+        own = model.generate(torch.arange(5, 15)[None], max_new_tokens=4)
+    assert own.sequences.shape[0] == 2 and own.scores
+
+
+def test_a_measurement_and_its_command_state_the_decoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = organism("llama", 3).save(tmp_path / "m")
+    words = ["barcode", "--model", str(folder), "--layer", "0", "--max-new-tokens", "4", "--no-control", "--json", "-"]
+    results: list[Any] = []
+    for settings in ({}, {"repetition_penalty": 1.7, "num_beams": 3}):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **settings}))
+        assert main(words) == 0
+        out, err = capsys.readouterr()
+        results.append(json.loads(out))
+        assert ("note: the decoding is sinkscope's own" in err) == bool(settings) and err.count("\n") == bool(settings)
+    assert results[0]["result"] == results[1]["result"]
+    assert results[1]["settings"]["decoding"]["not_used_of_checkpoint"] == {"repetition_penalty": 1.7, "num_beams": 3}
+    assert results[0]["settings"]["decoding"]["not_used_of_checkpoint"] == {}
+
+
+# --- Patches of other models -----------------------------------------------------------------------------------------
+
+
+def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = organism("llama", 3).save(tmp_path / "m")
+    found = ss.find_sinks(folder)
+    patch, here = ss.SinkPatch.from_result(found), tmp_path / "p.json"
+    patch.save(here)
+    with warnings.catch_warnings():  # its own model, read or loaded in any way
+        warnings.simplefilter("error", SinkscopeWarning)
+        for model in (ss.load(folder, backend="hf"), ss.load(folder), AutoModelForCausalLM.from_pretrained(folder)):
+            with ss.SinkPatch.load(here).on(model):
+                pass
+    model = ss.load(folder, backend="hf")
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight.mul_(1.01)  # a fine-tune
+    for use in (
+        lambda: patch.on(model).__enter__(),
+        lambda: ss.generate(model, "poem", patch=here, max_new_tokens=2),
+        lambda: ss.barcode(model, patch=here, max_new_tokens=2, layers=[0], control=False),
+        lambda: ss.evaluate_patch(model, patch=here, pieces=2, length=16),
+    ):
+        with pytest.warns(SinkscopeWarning, match="has the same shape and other weights"):
+            use()
+    model.save_pretrained(tmp_path / "tuned")
+    model.tokenizer.save_pretrained(tmp_path / "tuned")
+    (tmp_path / "t.txt").write_text("poem book")
+    words = ["generate", "--prompt-file", str(tmp_path / "t.txt"), "--max-new-tokens", "2", "--patch", str(here)]
+    for name, told in (("m", 0), ("tuned", 1)):
+        assert main([*words, "--model", str(tmp_path / name)]) == 0
+        assert capsys.readouterr().err.count("note: the patch was made for m (fingerprint") == told
+    other, tokenizer = tiny_model("llama")
+    for use in (lambda: patch.on(other).__enter__(), lambda: ss.generate(other, "a", patch=here, tokenizer=tokenizer)):
+        with pytest.raises(SinkscopeError, match=r"the patch was made for m, whose .* is .*: give that model"):
+            use()
+
+
+# --- Chat templates --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('System role not supported') }}", "System role not supported"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "has not ended after"),
+        ("{{ 'x' * 10**10 }}", "too much memory"),
+        ("{{ 'x' * 17 * 10**6 }}", "more than a conversation"),
+        ("{{ messages[9].content }}", "failed ("),
+        ("{% for", "failed ("),
+        (None, "has no chat template"),
+    ],
+)
+def test_chat_templates_that_fail(monkeypatch: pytest.MonkeyPatch, template: str | None, says: str) -> None:
+    if says == "has not ended after":
+        monkeypatch.setattr("sinkscope.models.text.chat._SECONDS", 0.1)
+    tokenizer = organism("llama", 0).tokenizer
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    with pytest.raises(SinkscopeError, match="chat template") as caught:
+        chat_text(tokenizer, [{"role": "user", "content": "poem"}], "m")
+    assert says in str(caught.value) and "leave out chat" in str(caught.value) and "\n" not in str(caught.value)
+    if template is not None:
+        with pytest.raises(SinkscopeError, match="chat template"):
+            ss.Conversation(tiny_model("llama")[0], tokenizer=tokenizer, chat=True).ask("poem")
+
+
+def test_a_chat_template_is_tried_once() -> None:
+    tokenizer = copy.deepcopy(organism("llama", 0).tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    assert chat_text(tokenizer, [{"role": "user", "content": "poem"}]) == "<user>poem"
+    assert chat_text(tokenizer, [{"role": "user", "content": "book"}]) == "<user>book"
+
+
+# --- From Python -----------------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter beside it, as peft makes it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.extra = nn.Parameter(torch.randn_like(base.weight) * 0.05)
+
+    @property
+    def weight(self) -> Any:
+        return self.base_layer.weight
+
+    def forward(self, x: Any) -> Any:
+        return self.base_layer(x) + nn.functional.linear(x, self.extra)
+
+
+class Wrapped(nn.Module):
+    """A model around a model, as peft makes it."""
+
+    def __init__(self, model: Any, learned_tokens: bool = False) -> None:
+        super().__init__()
+        self.base_model = model
+        self.config = model.config
+        self.peft_config = {"default": SimpleNamespace(is_prompt_learning=learned_tokens)}
+
+    def get_base_model(self) -> Any:
+        return self.base_model
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model.generate(*args, **kwargs)
+
+
+def test_adapters_of_peft() -> None:
+    made = organism("llama", 3)
+    model = copy.deepcopy(made.model)
+    down = model.model.layers[1].mlp.down_proj
+    model.model.layers[1].mlp.down_proj = Adapted(down)
+    wrapped, ids = Wrapped(model), torch.arange(5, 12)[None]
+    target = Target.of(wrapped, made.tokenizer)
+    assert target.kind == "hf" and target.hf is model
+    whole = down.weight + model.model.layers[1].mlp.down_proj.extra
+    torch.testing.assert_close(target.w_out(1, [2, 3]), whole[:, [2, 3]].T.detach(), atol=1e-5, rtol=1e-4)
+    traced = ss.trace(wrapped, ids, ["blocks.1.mlp.hook_post"])["blocks.1.mlp.hook_post"]
+    assert torch.equal(traced, ss.trace(model, ids, ["blocks.1.mlp.hook_post"])["blocks.1.mlp.hook_post"])
+    assert ss.find_sinks(wrapped, tokenizer=made.tokenizer).sink_layer == made.truth.sink_layer
+    with ss.Ablate(sites=[(1, 3)]).on(wrapped) as run:
+        wrapped.generate(ids, max_new_tokens=2, do_sample=False)
+    assert run.target.hf is model
+    with pytest.raises(UnsupportedError, match="learned tokens before the text"):
+        Target.of(Wrapped(model, learned_tokens=True))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, tok: ss.find_sinks(model, tokenizer=tok),
+        lambda model, tok: ss.generate(model, "poem", tokenizer=tok),
+        lambda model, tok: ss.trace(model, torch.tensor([[1]]), ["hook_embed"]),
+        lambda model, tok: ss.SinkPatch(layer=1, neurons=[2]).on(model).__enter__(),
+        lambda model, tok: ss.Conversation(model, ss.LoopGuard(budget=64), tokenizer=tok).ask("poem"),
+    ],
+)
+def test_a_model_without_weights(use: Callable[[Any, Any], Any]) -> None:
+    made = organism("llama", 3)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(made.model.config)
+    with pytest.raises(UnsupportedError, match="holds no weights yet"):
+        use(model, made.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask", "says"),
+    [
+        (torch.ones(1, 2, 3).long(), None, r"\(1, 2, 3\) and type int64: expected"),
+        (torch.zeros(1, 3), None, r"\(1, 3\) and type float32: expected"),
+        (torch.zeros(1, 0, dtype=torch.long), None, r"\(1, 0\)"),
+        (torch.tensor([[1, 10**6]]), None, "token id 1000000 is none of"),
+        (torch.tensor([[1, -1]]), None, "token id -1 is none of"),
+        (torch.tensor([[1, 2]]), torch.ones(1, 3), "attention_mask has another shape"),
+    ],
+)
+def test_tokens_that_cannot_be_traced(tokens: Any, mask: Any, says: str) -> None:
+    from sinkscope.trace import trace
+
+    with pytest.raises(SinkscopeError, match=says):
+        trace(tiny_model("llama")[0], tokens, ["hook_embed"], attention_mask=mask)
+
+
+def test_copies_inside_a_context() -> None:
+    model = tiny_model("llama")[0]
+    with ss.SinkPatch(layer=1, neurons=[3], value=0.0).on(model):
+        for copied in (copy.deepcopy, lambda m: torch.save(m, os.devnull)):
+            with pytest.raises(SinkscopeError, match="cannot be copied or pickled while interventions act"):
+                copied(model)
+    assert copy.deepcopy(model) is not model
+
+
+def test_what_the_docstring_promises_of_nesting_and_threads() -> None:
+    model, ids = tiny_model("llama")[0], torch.arange(5, 15)[None]
+    one, two = (ss.Ablate(sites=[(layer, 3)]) for layer in (0, 1))
+    with (one | two).on(model):
+        both = model(ids).logits
+    with one.on(model), two.on(model):
+        assert torch.equal(model(ids).logits, both)
+    seen: dict[str, Any] = {}
+    barrier = threading.Barrier(2)
+
+    def work(name: str, edit: Any) -> None:
+        with edit.on(model), torch.no_grad():
+            barrier.wait()
+            seen[name] = model(ids).logits
+            barrier.wait()
+
+    threads = [threading.Thread(target=work, args=each) for each in (("one", one), ("two", two))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, edit in (("one", one), ("two", two)):
+        with edit.on(model):
+            assert torch.equal(model(ids).logits, seen[name])
+    with H2O(budget=32).on(model), pytest.raises(UnsupportedError, match="already inside a `with`"):
+        TOVA(budget=32).on(model).__enter__()
+
+
+@pytest.mark.parametrize("damage", ["max_position_embeddings", "vocab_size"])
+def test_sizes_that_no_model_has(tmp_path: Path, damage: str) -> None:
+    folder = spoiled(tmp_path / "m", **{damage: -1})
+    with pytest.raises(SinkscopeError, match=f"{damage} is -1 in the config.json of m; expected a whole number from 1"):
+        ss.load(folder)
+
+
+def test_shards_outside_of_the_folder(tmp_path: Path) -> None:
+    folder = spoiled(tmp_path / "m")
+    (folder / "model.safetensors").rename(tmp_path / "x.safetensors")
+    for shard in ("../x.safetensors", str(tmp_path / "x.safetensors"), "a/../../x.safetensors"):
+        index = {"weight_map": {"model.embed_tokens.weight": shard}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        for use in (ss.load, ss.find_sinks):
+            with pytest.raises(SinkscopeError, match="which is no file of the checkpoint's folder"):
+                use(folder)

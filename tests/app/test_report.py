@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import shutil
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_kit import BAD, WORSE, Reader, atlas, fill, fill_plain, read_report, spoil
+from sample_results import sample_find_sinks, sample_without_sink
+
+import sinkscope as ss
+import sinkscope.app.report as page
+from sinkscope.app.cli import main
+from sinkscope.app.pages import save_html
+from sinkscope.app.report import Report, Skipped, report
+from sinkscope.bench.dialogues.recall import recall_dialogues
+from sinkscope.bench.dialogues.run import run_dialogues
+from sinkscope.bench.dialogues.tables import tabulate_dialogues
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.result import Result
+from sinkscope.models.load import load
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("filled") / "results"
+    fill(folder, WORSE)
+    return folder
+
+
+@pytest.fixture
+def folder(filled: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(filled, tmp_path / "results"))
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """Without figures: a quick report."""
+    (tmp_path / "plain").mkdir()
+    fill_plain(tmp_path / "plain", WORSE)
+    return tmp_path / "plain"
+
+
+@pytest.fixture(scope="module")
+def whole(filled: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """The report of `folder`, for those who only read."""
+    return ss.report(shutil.copytree(filled, tmp_path_factory.mktemp("whole") / "results"))
+
+
+@pytest.fixture(scope="module")
+def seen(whole: Report) -> Reader:
+    """What a reader sees of it."""
+    return read_report(whole.path)
+
+
+def test_all_results_are_there_in_the_order_of_the_kinds(whole: Report, seen: Reader) -> None:
+    made, folder = whole, whole.path.parent
+    assert made.path.name == "report.html"
+    assert made.files == ("sinks.json", "sinks.json, massive", "atlas.json", "loops.json", "below/plain.json")
+    assert made.skipped == ()
+    read = seen
+    shown = (
+        Result.load(folder / "sinks.json"),
+        sample_without_sink(),
+        atlas(WORSE),
+        Result.load(folder / "loops.json"),
+    )
+    for result in shown[:3]:
+        assert result.summary() in read.text
+    assert read.text.count("find-sinks") == 4  # contents and headings
+    assert "905" in read.text and "0.125" in read.text  # numbers of a table, and of a user's result
+    assert "peak_memory_bytes" in read.text
+    figures = [block for block in read.data if isinstance(block, dict) and "layout" in block]
+    titles = [f["layout"]["title"]["text"].replace("<br>", " ").rpartition(": ")[2] for f in figures]
+    for title, result in zip(titles, shown, strict=True):
+        assert title and unescape(title) in result.conclusion()
+
+
+def test_report_of_the_same_folder_is_the_same_file(whole: Report, tmp_path: Path) -> None:
+    again = ss.report(whole.path.parent, tmp_path / "again.html")  # and an earlier report is no result
+    assert again.path.read_bytes() == whole.path.read_bytes()
+
+
+def test_markup_from_files_is_text(seen: Reader, tmp_path: Path) -> None:
+    fill(tmp_path / "plain", "word")
+    attacked, plain = seen, read_report(ss.report(tmp_path / "plain").path)
+    assert attacked.tags == plain.tags
+    assert {name for name, _ in attacked.attributes} == {name for name, _ in plain.attributes}
+    assert not [value for name, value in attacked.attributes if name == "src"]
+    assert len(attacked.scripts) == len(plain.scripts) == 3  # plotly, that of the atlas, our own
+    assert attacked.scripts == plain.scripts
+    assert attacked.text.count(WORSE) > 10
+    assert any([1, WORSE] == row[:2] for block in attacked.data if isinstance(block, list) for row in block)
+    for block in attacked.data:
+        if isinstance(block, dict) and "layout" in block:  # plotly would drop the tags it does not know
+            assert "<img" not in json.dumps(block) and "<script" not in json.dumps(block)
+
+
+def test_tags_of_our_own_stay_in_figures(seen: Reader) -> None:
+    drawn = json.dumps([block for block in seen.data if isinstance(block, dict)])
+    assert "L2<br>N412" in drawn and "<extra></extra>" in drawn
+
+
+def test_drawings_that_do_not_escape_are_made_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import plotly.graph_objects as go
+
+    monkeypatch.setattr(Result, "figure", lambda _self: go.Figure(go.Scatter(name=f"<b>{WORSE}</b><a href='x'>")))
+    sample_find_sinks().save(tmp_path / "sinks.json")
+    (block, *_) = (b for b in read_report(ss.report(tmp_path).path).data if isinstance(b, dict))
+    name = block["data"][0]["name"]
+    assert name.startswith("<b>&lt;img src=x onerror=alert(1)>") and name.endswith("</b>&lt;a href='x'>")
+
+
+def test_only_the_scripts_of_the_page_may_run_and_nothing_is_fetched(seen: Reader) -> None:
+    read = seen
+    policy = next(value for name, value in read.attributes if name == "content" and value and "default" in value)
+    hashes = {
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in read.scripts
+    }
+    assert policy.startswith("default-src 'none'; ")
+    assert set(policy.partition("script-src ")[2].split()) == hashes
+    addresses = [value or "" for name, value in read.attributes if name in ("src", "href", "action", "srcset")]
+    assert all(address.startswith("#") for address in addresses)
+
+
+def test_plotly_is_inside_once_and_only_if_something_is_drawn(whole: Report, seen: Reader, plain: Path) -> None:
+    from plotly.offline import get_plotlyjs
+
+    library = get_plotlyjs()
+    document = whole.path.read_text(encoding="utf-8")
+    assert seen.scripts.count(library) == 1
+    assert len(document) < len(library) / 2 + 200_000
+    assert len(ss.report(plain).path.read_bytes()) < 60_000
+
+
+def test_numbers_of_a_figure_are_those_of_the_result(tmp_path: Path) -> None:
+    digits = 1 / 3
+    sample_find_sinks(first_token_norm=(digits, 20.0, 930.0, 931.0, None, None)).save(tmp_path / "sinks.json")
+    block = next(b for b in read_report(ss.report(tmp_path).path).data if isinstance(b, dict) and "layout" in b)
+    line = next(t for t in block["data"] if t.get("name") == "first token")
+    assert line["y"][0] == pytest.approx(digits, rel=1e-6)
+    assert line["y"][1:4] == [20.0, 930.0, 931.0]
+    assert "template" not in block["layout"]
+
+
+def test_what_has_no_utf8_or_no_html_is_written_out(tmp_path: Path) -> None:
+    data = sample_find_sinks().to_dict()
+    data["settings"] = {"text": "bell\x07 null\x00 half \ud83d"}
+    (tmp_path / "sinks.json").write_text(json.dumps(data))
+    text = read_report(ss.report(tmp_path).path).text
+    assert "bell\\x07 null\\x00 half \\ud83d" in text
+
+
+REASONS = {
+    "cut.json": "is not a JSON file",
+    "foreign.json": "is not a result of sinkscope: expected an object with schema and kind",
+    "list.json": "is not a result of sinkscope",
+    "deep.json": "is not a JSON file",
+    "newer.json": "has schema 2, this version reads 1",
+    "unknown.json": f"holds the unknown kind {BAD!r}",
+    "uneven.json": "cannot be shown (ValueError: ",
+    "half.json, massive": "has no result",
+    "notes.txt": "is no .json file",
+    f"{BAD}\\n\\x1b[2J.json": "is not a JSON file",
+    "gone.json": "is no file, or a link to none",
+}
+
+
+def test_damaged_and_foreign_files_are_left_out_and_listed(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By the report, by what Python gets, and by the command."""
+    spoil(folder)
+    made = ss.report(folder, tmp_path / "new/all.html")
+    assert {s.file for s in made.skipped} == set(REASONS)
+    assert all(s.reason.startswith(REASONS[s.file]) for s in made.skipped), made.skipped
+    assert "half.json" in made.files and len(made.files) == 6
+    read = read_report(made.path)
+    assert "11 files left out" in read.text
+    left = read.text[read.text.rindex("Left out") :]
+    for skipped in made.skipped:
+        assert skipped.file in left and skipped.reason in left
+    assert "img" not in Reader(made.path.read_text(encoding="utf-8").rpartition("Left out")[2]).tags
+
+    written = made.path.read_bytes()
+    made.path.unlink()
+    made.path.parent.rmdir()
+    assert main(["report", str(folder), "--out", str(made.path)]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{made.path}: 6 results\n"
+    lines = said.err.splitlines()
+    assert len(lines) == 11 and all(line.startswith("left out: ") for line in lines)
+    assert "\x1b" not in said.err
+    assert made.path.read_bytes() == written
+    assert not (folder / "report.html").exists()
+
+
+def test_many_foreign_files_do_not_fill_the_terminal(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for i in range(50):
+        (plain / f"{i}.bin").touch()
+    assert main(["report", str(plain)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 21 and lines[-1] == "left out: 30 files more; the report names them all"
+    assert "49.bin" in read_report(plain / "report.html").text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["{}/none"], "does not exist: give the folder"),
+        (["{}/results/sinks.json"], "is no folder: give the folder"),
+        (["{}/empty"], "no results in {}/empty: it should hold what --json or .save() wrote"),
+        (["{}/foreign"], "no results in {}/foreign (a.json: is not a JSON file"),
+        (["{}/results", "--out", "{}/results/atlas.json"], "is one of the files to be read"),
+        (["{}/results", "--out", "{}/empty"], "is a folder: give the name of a file"),
+        ([], "DIR"),
+    ],
+)
+def test_bad_input_in_one_line(
+    folder: Path, tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign/a.json").write_text("{")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert main(["report", *(word.replace("{}", str(tmp_path)) for word in words)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1
+    assert says.replace("{}", str(tmp_path)) in said.err
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_old_report_stays_if_the_new_one_fails(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = ss.report(plain).path.read_bytes()
+
+    def failing(*_: Any, **__: Any) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(page, "document", failing)
+    with pytest.raises(KeyboardInterrupt):
+        ss.report(plain)
+    assert (plain / "report.html").read_bytes() == old
+    assert [p.name for p in plain.iterdir() if p.name.endswith(".tmp")] == []
+
+
+def test_progress_counts_files(plain: Path) -> None:
+    shutil.copy(plain / "plain.json", plain / "second.json")
+    told: list[tuple[str, int, int]] = []
+    report(plain, progress=lambda *now: told.append(now))
+    assert told == [("reading", 0, 2), ("reading", 1, 2)]
+
+
+def test_unreadable_result_is_named(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(plain / "plain.json", plain / "second.json")
+    real = page.read_json
+
+    def denied(path: Path) -> Any:
+        if path.name == "second.json":
+            raise SinkscopeError("cannot read second.json: permission denied")
+        return real(path)
+
+    monkeypatch.setattr(page, "read_json", denied)
+    assert ss.report(plain).skipped == (Skipped("second.json", "cannot read second.json: permission denied"),)
+
+
+def test_folders_of_runs_are_their_tables(tmp_path: Path) -> None:
+    talks, near = tmp_path / "talks", tmp_path / "below/near"
+    some = recall_dialogues(1, turns=1, total=200, hops=1)
+    run_dialogues(load("recall", backend="hf"), some, ["full"], out=talks, max_new_tokens=4)
+    shutil.copytree(talks, near)
+    settings = json.loads((near / "settings.json").read_text())
+    (near / "settings.json").write_text(json.dumps({**settings, "command": "atlas"}))
+    made = ss.report(tmp_path)
+    assert made.files == ("talks",)
+    assert made.skipped == (
+        Skipped("below/near", "below/near is no folder of `loopbench run`, `dialogues run` or `dialogues fidelity`"),
+    )
+    text = read_report(made.path).text
+    assert tabulate_dialogues([talks]).summary().splitlines()[0] in text and "sinkscope dialogues table talks" in text
+
+
+def test_plotly_lies_beside_the_pages_on_request(folder: Path, tmp_path: Path) -> None:
+    whole = ss.report(folder, tmp_path / "pages/report.html", assets=True).path
+    save_html(sample_find_sinks(), whole.with_name("sinks.html"), assets=True)
+    (library,) = whole.parent.glob("plotly-*.js")
+    for page_ in (whole, whole.with_name("sinks.html")):
+        assert page_.stat().st_size < 300_000 and f'data-src="{library.name}"' in page_.read_text()
+    assert main(["report", str(whole.parent)]) == 2  # neither pages nor the library are results

@@ -1,0 +1,285 @@
+"""The documentation says what is so: its Python runs, in order, page by page, with the model in the package."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import sinkscope
+from sinkscope.app.cli import main
+from sinkscope.files.registry import entries
+from sinkscope.files.result import Result
+from sinkscope.kv import policy
+from sinkscope.models import adapters
+
+ROOT = Path(__file__).parents[2]
+STRANGER = ROOT / "tests/fixtures/attention_entropy.py"
+BUNDLED = ROOT / "sinkscope/models/bundled/model.safetensors"
+_BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+
+pytestmark = pytest.mark.skipif(not BUNDLED.is_file(), reason="needs the model in the package")
+
+
+def blocks(page: str) -> list[str]:
+    return _BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+
+
+@cache
+def found() -> Any:
+    """What `find_sinks()` says of the model in the package, for all pages."""
+    return entries()["find_sinks"].load()()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run the Python of a page as one module, with `shorter` numbers where they are given; its names come back."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(policy, "_REGISTERED", dict(policy._REGISTERED))  # pages register policies of their own
+
+    def running(page: str, shorter: Mapping[str, str] | None = None) -> dict[str, Any]:
+        module = ModuleType("page")  # dataclasses look their module up
+        monkeypatch.setitem(sys.modules, "page", module)
+        monkeypatch.setitem(vars(sinkscope), "find_sinks", found)
+        for written in shorter or {}:
+            assert any(written in source for source in blocks(page)), written
+        for i, source in enumerate(blocks(page)):
+            for written, instead in (shorter or {}).items():
+                source = source.replace(written, instead)
+            exec(compile(source, f"{page} block {i}", "exec", dont_inherit=True), module.__dict__)
+        return module.__dict__
+
+    return running
+
+
+def test_extending(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples are short, as promised, and do what their pages say."""
+    monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))  # the page registers one
+    names = run("docs/extending.md")
+    for source in blocks("docs/extending.md"):
+        limit = 60 if "@measurement" in source else 20
+        assert sum(bool(line.strip()) for line in source.splitlines()) <= limit
+    assert any(
+        source == STRANGER.read_text() for source in blocks("docs/extending.md")
+    )  # the page shows what is tested
+    assert names["watcher"].found[f"blocks.{found().sink_layer}.hook_resid_post"] in found().residual_dims
+    t = torch.randn(2, 3, 1000, generator=torch.Generator().manual_seed(0))
+    assert names["kurtosis"](t).mean().item() == pytest.approx(3, abs=0.3)  # of a normal distribution
+    assert names["row"].down == "mlp.c_proj"
+    keeps_smallest_keys(names["KeyNorm"], names["model"], names["tokens"])
+
+
+def keeps_smallest_keys(policy: Any, model: Any, tokens: torch.Tensor) -> None:
+    """The example of a policy keeps what its text says, in every layer and head."""
+    from transformers import DynamicCache
+
+    plain, ours = DynamicCache(), DynamicCache()
+    with torch.no_grad():
+        model(tokens, past_key_values=plain)
+        with policy(budget=5).on(model):
+            model(tokens, past_key_values=ours)
+            model(tokens[:, :1], past_key_values=ours)
+    for full, layer in zip(plain.layers, ours.layers, strict=True):
+        smallest = full.keys[:, :, 1:].norm(dim=-1).topk(4, largest=False).indices.sort(-1).values + 1
+        assert layer.pos[..., 0].eq(0).all() and torch.equal(layer.pos[..., 1:5], smallest)
+
+
+def test_policies_page(run: Any) -> None:
+    usage = run("docs/policies.md")["usage"]
+    assert usage.mean_tokens[0] < 0.6 * usage.peak_tokens[0] and usage.logical_bytes == usage.physical_bytes
+
+
+def test_kv_page(run: Any) -> None:
+    assert len(run("docs/kv.md")["to_first"]) == 4
+
+
+def test_guard_page(run: Any) -> None:
+    looping = r"again: The bird said, \"I want to play with the bird.\""  # so that the loop begins with the first token
+    names = run("docs/guard.md", {"max_new_tokens=150": "max_new_tokens=52", "again and again:": looping})
+    events = names["run"].events
+    assert events and all(e.data["kept_count"] < e.data["cached_before"] for e in events)
+    assert names["stopper"].stopped == {0} and names["reporter"].events[0].step == events[0].data["generated"]
+
+
+def test_serve_page(run: Any) -> None:
+    names = run("docs/serve.md", {"max_new_tokens=60": "max_new_tokens=48"})
+    dense = [layer["dense_heads"] for layer in names["prefill"]]
+    assert max(dense) > 0 and min(dense) < 8
+    assert names["tokens_read"](names["run"])[0][0] < 0.5 * names["inputs"].input_ids.shape[1]
+
+
+def test_front_page(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run("docs/index.md", {'"the " * 400)': '"the " * 400, max_new_tokens=8)'})
+    assert f"sink layer is layer {names['found'].sink_layer}" in capsys.readouterr().out
+    assert {event.kind for event in names["run"].events} <= {"patched", "fallback", "sink-like"}
+    assert names["run"].events
+
+
+def test_readme(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+    """Its model is on a hub; here the one in the package stands in for it."""
+    import sinkscope as ss
+    from sinkscope.kv.policy import policies
+    from sinkscope.models import adapters
+
+    real_load = ss.load
+    monkeypatch.setitem(vars(ss), "load", lambda _name, **options: real_load(**options))
+    monkeypatch.setattr(adapters, "ADAPTERS", {k: v for k, v in adapters.ADAPTERS.items() if k != "starcoder2"})
+    names = run("README.md", {'ss.find_sinks("llama-2-7b")': "ss.find_sinks()"})
+    shares = names["first_token_mass"](names["model"], last=16).share
+    assert max(shares) > 0.5 and "large-values" in policies() and "starcoder2" in adapters.ADAPTERS
+    assert names["run"].events and len(names["turn"].ids) <= 20 < len(names["chat"].ids)
+
+
+_MARKED = re.compile(r"((?:^<!-- (?:test|output): [^\n]*-->\n)*)^```(\w+)\n(.*?)^```", re.M | re.S)
+_WITH = re.compile(r'<!-- test: with "(.+?)" for "(.+?)", because (.+?) -->')
+_SKIPPED = re.compile(r"<!-- test: skipped, because (.+?) -->")
+_OUTPUT = re.compile(r"<!-- output: (.+?) -->")
+
+
+def marked_blocks() -> list[tuple[str, str, str]]:
+    """Marks, language and source of every block of the README, with what stands in for what tests do not have."""
+    found: list[tuple[str, str, str]] = []
+    for marks, language, source in _MARKED.findall((ROOT / "README.md").read_text(encoding="utf-8")):
+        for there, written, _ in _WITH.findall(marks):
+            assert written in source, f"{written!r} is not in the block below its mark"
+            source = source.replace(written, there)
+        found.append((marks, language, source))
+    return found
+
+
+def test_every_command_that_is_shown_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the README and the pages: its words are a command, and its options are in the help."""
+    known = {entry.command for entry in entries().values()}
+    helps: dict[str, str] = {}
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    lines = [line for page in pages for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.M | re.S)
+             for line in block.replace("\\\n", " ").splitlines()]  # fmt: skip
+    shown = [part for line in lines for part in re.split(r"[|&;]+ *", line.partition("  #")[0])]
+    used = [shlex.split(part, comments=True) for part in shown if part.strip().startswith("sinkscope ")]
+    assert len(used) > 60
+    for words in used:
+        if words[1].startswith("-"):
+            continue
+        command = " ".join(words[1:3]) if " ".join(words[1:3]) in known else words[1]
+        assert command in known, words
+        if command not in helps:
+            assert main([*command.split(), "--help"]) == 0
+            helps[command] = capsys.readouterr().out
+        for word in words:
+            if word.startswith("--") and word != "--":
+                assert re.search(rf"{re.split('[= ]', word)[0]}[ ,\n]", helps[command]), f"{command} has no {word}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_readme_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block runs as written, in order, in an empty folder; its marks name the few exceptions and their reasons.
+
+    Output that is shown is what the command prints.
+    """
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "sinkscope").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m sinkscope "$@"\n')
+    (programs / "sinkscope").chmod(0o755)
+    paths = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": paths, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    monkeypatch.setattr(adapters, "ADAPTERS", {k: v for k, v in adapters.ADAPTERS.items() if k != "starcoder2"})
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    module = ModuleType("readme")
+    monkeypatch.setitem(sys.modules, "readme", module)
+    for number, (marks, language, source) in enumerate(marked_blocks(), 1):
+        name = f"block {number} of the README"
+        if _SKIPPED.search(marks):
+            continue
+        if language == "python":
+            exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)
+        if language == "bash":
+            done = subprocess.run(["bash", "-euo", "pipefail", "-c", source], env=env, capture_output=True, text=True)
+            assert done.returncode == 0, f"{name}:\n{source}\n{done.stderr[-2000:]}"
+        for command in _OUTPUT.findall(marks):
+            done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True)
+            missing = {*source.splitlines()} - {*done.stdout.splitlines(), "..."}
+            assert not missing, f"{name}: {command} does not print {missing}"
+    assert {"llama", "sinkscope-demo", "report.html", "dialogues.html", "runs", "sinks.html"} <= {*os.listdir()}
+
+
+@pytest.mark.slow
+def test_site_builds_strictly(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "site" / "extending.html").is_file()
+
+
+def test_the_repeated_token_page_says_what_its_figures_hold() -> None:
+    """Baselines and the less convenient numbers stand beside the others; every figure of the page is shown."""
+    page = (ROOT / "docs/papers/repeated-token.md").read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if "`sinkscope attack --length" in line)
+    attack: Any = Result.load(ROOT / "figures/attack.json")
+    for one in attack.rows():
+        if (one["context"], one["source"]) == ("BOS", "cluster"):
+            assert f"{one['most']:.0%}".replace("%", " %") in row, one
+    attention = Result.load(ROOT / "figures/repeat-attention.json").text()
+    said = re.search(
+        r"all \d{2,} high-norm positions receive (\d+\.\d)% and (\d+\.\d)% "
+        r"\(uniform attention would give (\d+\.\d)% and (\d+\.\d)%\)",
+        attention,
+    )
+    assert said is not None and all(f"{number} %" in page for number in said.groups())
+    leaks = Result.load(ROOT / "figures/divergence.json").text()
+    medians = re.findall(r"longest verbatim piece after .* has (\d+) bytes in the median", leaks)
+    told = next(line for line in page.splitlines() if line.startswith("| Table 3 on the model in the package"))
+    assert len(medians) >= 3 and all(re.search(rf"\b{number}\b", told) for number in medians)
+    for name in ("find_sinks", "repeat", "repeat-attention", "attack", "atlas", "divergence", "patch-make"):
+        assert f"(../../figures/{name}.png)" in page and (ROOT / f"figures/{name}.png").exists()
+
+
+_IMAGE = re.compile(r"!\[[^\]]+\]\(([^)]+)\)")
+PAGES = sorted([*(ROOT / "docs/measure").glob("*.md"), *(ROOT / "docs/papers").glob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_every_figure_of_a_page_is_there_and_says_how_to_read_it(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    images = list(_IMAGE.finditer(text))
+    assert images
+    for image in images:
+        assert (page.parent / image[1]).is_file(), image[1]
+        around = text[max(0, image.start() - 250) : image.end() + 60]
+        assert "How to read" in around, image[1]
+
+
+MEASURED = [page for page in PAGES if page.parent.name == "measure"]
+
+
+@pytest.mark.parametrize("page", MEASURED, ids=lambda page: page.stem)
+def test_a_page_begins_with_question_command_and_conclusion(page: Path) -> None:
+    """In this order, and each conclusion that is quoted is the one of a figure that the page shows."""
+    text = page.read_text(encoding="utf-8")
+    places = [
+        re.search(mark, text)
+        for mark in (r"\*\*The question\.\*\*", r"```(?:ba)?sh", r"\*\*The (?:conclusion|outcome)")
+    ]
+    starts = [place.start() for place in places if place is not None]
+    assert len(starts) == 3 and starts == sorted(starts) and starts[-1] < 2000
+    quoted = [" ".join(quote.replace("\n> ", " ").split()) for quote in re.findall(r"^> (.+(?:\n> .+)*)", text, re.M)]
+    assert quoted or page.stem == "emergence"
+    files = [(page.parent / image[1]).with_suffix(".json") for image in _IMAGE.finditer(text)]
+    said = {f"Conclusion: {Result.load(file).conclusion()}" for file in files if quoted}
+    assert not {*quoted} - said

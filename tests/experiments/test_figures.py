@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from dataclasses import dataclass, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from sample_results import NEURONS, sample_find_sinks, sample_without_sink
+
+from sinkscope.app import pages
+from sinkscope.app.pages import check_png, page, save_html, save_png
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.result import Result
+
+
+def _traces(figure: Any) -> dict[str, Any]:
+    return {trace["name"]: trace for trace in json.loads(figure.to_json())["data"] if trace.get("name")}
+
+
+def test_figure_shows_the_numbers_of_the_result() -> None:
+    found = sample_find_sinks()
+    traces = _traces(found.figure())
+    assert traces["first token"]["y"] == [3.0, 20.0, 930.0, 931.0, None, None]
+    assert traces["typical text, median"]["y"] == [2.0, 3.0, 4.0, 5.0, None, None]
+    band = traces["typical text, 5-95 %"]
+    assert band["x"] == [0, 1, 2, 3, 3, 2, 1, 0]  # up along 95 %, back along 5 %, only where it was read
+    assert band["y"] == [2.5, 3.5, 4.5, 5.5, 4.5, 3.5, 2.5, 1.5]
+
+
+def test_bars_are_per_neuron_with_the_set_last() -> None:
+    data = json.loads(sample_find_sinks().figure().to_json())["data"]
+    bars = {bar.get("name"): bar for bar in data if bar["type"] == "bar"}
+    assert bars[None]["y"] == [905.0, 130.0, 4.0]
+    assert bars[None]["x"] == ["L2<br>N412", "L2<br>N77", "L2<br>N3"]
+    assert bars[None]["text"] == ["97%", "14%", "0%"]
+    assert len(set(bars[None]["marker"]["color"][:2])) == 1  # the causal ones
+    assert bars[None]["marker"]["color"][2] != bars[None]["marker"]["color"][0]
+    drops = [bar for name, bar in bars.items() if name]
+    assert [bar["y"] for bar in drops] == [[0.93, 0.12, -0.01, 0.99], [0.92, 0.11, 0.0, None], [0.004] * 3 + [0.01]]
+    assert all(bar["x"][-1] == "all<br>causal" for bar in drops)
+
+
+def test_experts_are_named() -> None:
+    found = sample_find_sinks(neurons=(replace(NEURONS[0], expert=7),))
+    assert "L2<br>E7<br>N412" in found.figure().to_json().replace("\\u003c", "<").replace("\\u003e", ">")
+
+
+def test_lowest_bar_is_inside_the_axis() -> None:
+    deep = sample_find_sinks(neurons=(replace(NEURONS[0], ablation_drop=-0.5),)).figure()
+    assert deep.layout.yaxis4.range[0] <= -0.5
+
+
+def test_no_sink_is_drawn_and_said() -> None:
+    figure = sample_without_sink().figure()
+    assert "Neither a norm spike nor an attention sink" in figure.layout.title.text
+    assert _traces(figure)["first token"]["y"] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert not figure.layout.shapes  # no layer is marked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Undrawn(Result):
+    kind: ClassVar[str] = "test-undrawn"
+
+
+def test_a_kind_without_figure_says_so() -> None:
+    found = sample_find_sinks()
+    made = Undrawn(model=found.model, settings={}, provenance=found.provenance)
+    with pytest.raises(SinkscopeError, match="no figure is drawn of 'test-undrawn'"):
+        made.figure()
+
+
+class _Reader(HTMLParser):
+    """Tags outside of scripts, and the addresses that would be fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        if self.cdata_elem is None:
+            self.text += data
+
+
+def _read(document: str) -> _Reader:
+    reader = _Reader()
+    reader.feed(document)
+    return reader
+
+
+def test_html_needs_nothing_else_and_holds_everything(tmp_path: Path) -> None:
+    path = save_html(sample_find_sinks(), tmp_path / "found.html")
+    document = path.read_text(encoding="utf-8")
+    read = _read(document)
+    assert read.fetched == []
+    assert 'class="plot"' in document and "Content-Security-Policy" in document
+    assert 1_500_000 < len(document) < 5_000_000  # plotly.js itself
+    for expected in (
+        "find-sinks: tiny",
+        "412",
+        "The sink layer is layer 2",
+        "peak_memory_bytes",
+        "1073741824",
+        "top_k",
+    ):
+        assert expected in read.text
+
+
+def test_html_escapes_what_comes_from_files() -> None:
+    bad = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
+    bare = replace(sample_find_sinks().repeats, tokens=())
+    plain = _read(page(sample_find_sinks(repeats=bare)))
+    found = sample_find_sinks(
+        model=replace(sample_find_sinks().model, name=bad.replace("/", ""), family=bad),
+        settings={bad: bad, "seed": 0, "text": None},
+        repeats=bare,
+    )
+    attacked = page(found)
+    assert _read(attacked).tags == plain.tags
+    assert "alert(2)</script>" not in attacked
+    assert "<img" not in re.sub(r"\\u003c", "", attacked).partition('id="themes"')[0]
+    assert "<img" not in found.figure().layout.title.text  # plotly itself reads tags in titles
+
+
+def test_png_without_kaleido_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(SinkscopeError, match=r'pip install "sinkscope\[png\]".*plotly_get_chrome.*--html always works'):
+        check_png()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("kaleido") is None, reason="needs the extra png")
+def test_png_without_browser_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from choreographer.browsers.chromium import Chromium
+
+    monkeypatch.setattr(Chromium, "find_browser", classmethod(lambda cls, **_: None))
+    with pytest.raises(SinkscopeError, match=r"needs Chrome or Chromium.*plotly_get_chrome.*--html always works"):
+        save_png(sample_find_sinks(), tmp_path / "x.png")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_png_is_a_picture_of_twice_the_size(tmp_path: Path) -> None:
+    try:
+        check_png()
+    except SinkscopeError as error:
+        pytest.skip(str(error))
+    content = save_png(sample_find_sinks(), tmp_path / "x.png").read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")) == (2800, 920)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from report_kit import PIXEL, read_report
+from sample_results import sample_find_sinks
+
+from experiments import gallery
+from experiments.record import record
+
+
+def test_gallery_names_every_committed_picture_and_its_command() -> None:
+    root = Path(__file__).parents[2]
+    if shutil.which("git") is None or not (root / ".git").exists():
+        pytest.skip("no git checkout")
+    names = subprocess.run(["git", "ls-files", "figures/*.png"], cwd=root, capture_output=True, text=True, check=True)
+    page = (root / "docs/gallery.md").read_text(encoding="utf-8")
+    shown = re.findall(r"\]\(\.\./(figures/[^)]*)\)", page)
+    missing = set(names.stdout.split()) - set(shown)
+    assert not missing, f"run python -m experiments.gallery: {missing} not in docs/gallery.md"
+    assert all((root / name).is_file() for name in shown)
+    assert len(re.findall(r"^`(?:sinkscope |python -m experiments\.)\S.*`$", page, re.M)) == len(shown)
+
+
+def test_gallery_is_made_of_what_lies_beside_the_pictures(tmp_path: Path) -> None:
+    argv = ("/x/sinkscope/__main__.py", "find-sinks", "--json", "a.json", "--top-k", "3", "--png", "a.png")
+    made = replace(sample_find_sinks().provenance, argv=argv)
+    sample_find_sinks(provenance=made).save(tmp_path / "sinks_a.json")
+    (tmp_path / "sinks_a.png").write_bytes(PIXEL)
+    (tmp_path / "alone.png").write_bytes(PIXEL)
+    text = gallery.gallery(tmp_path)
+    assert re.search(r"## sinks-a\n\n[A-Z][^\n]{20,}\.\n\n`sinkscope find-sinks --top-k 3`\n\n!", text)
+    assert re.findall(r"!\[.*", text) == ["![sinks-a](../figures/sinks_a.png)"]
+
+
+def test_one_page_has_results_of_commands_and_of_experiments(tmp_path: Path) -> None:
+    sample_find_sinks().save(tmp_path / "sinks.json")
+    (tmp_path / "a_speed.json").write_text(record("bench-speed", {"ratio": 2.5, "runs": [{"share": 0.125}]}, {}))
+    (tmp_path / "other.json").write_text('{"kind": "other"}')
+    read = read_report(gallery.page(tmp_path / "all.html", tmp_path))
+    assert "2 results" in read.text and read.tags.count("section") == 2
+    assert read.text.index(sample_find_sinks().summary().splitlines()[0]) < read.text.index("0.125")
+
+
+def test_every_measurement_says_how_it_was_made() -> None:
+    for file in sorted((Path(__file__).parents[2] / "figures").glob("*.json")):
+        made = json.loads(file.read_text(encoding="utf-8"))["provenance"]
+        assert (made.get("argv") or made["command"]) and isinstance(made["seed"], int), file.name
+        assert {"python"} < set(made["versions"]), file.name

@@ -1,0 +1,323 @@
+"""The experiments on LoopServe: the paper's numbers, how answers are counted, the controls, the page."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from longbench_files import save
+from organisms.tiny import tiny_model
+
+import sinkscope as ss
+from experiments.loopserve import ablation, default, fidelity, figure8, longeval, paper, runs, sweeps, table1, turns
+from sinkscope.bench.dialogues.build import TASKS
+from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn
+from sinkscope.bench.dialogues.recall import recall_dialogue
+from sinkscope.bench.dialogues.tables import COMMAND, Near, Said
+from sinkscope.bench.files import open_folder
+from sinkscope.bench.methods import METHODS, check_methods, read_method
+from sinkscope.files.rate import wilson
+from sinkscope.files.result import ModelInfo
+from sinkscope.lines.choice import draw_of, sample_queries
+
+ROOT = Path(__file__).parents[2]
+
+
+def said(**changed: Any) -> Said:
+    one = Said(
+        model="f",
+        method="full",
+        prompt="",
+        dialogue="recall-0",
+        position="end",
+        turn=0,
+        prompt_tokens=100,
+        tokens=(1, 2),
+        text="",
+        ended="eos",
+        read=50.0,
+        cells=None,
+        seconds=0.1,
+    )
+    one = replace(one, **changed)
+    return replace(one, prompt=f"{one.dialogue} {one.position} {one.turn}")
+
+
+def test_tables_of_the_paper_are_whole_but_for_one_column_of_trec() -> None:
+    lost = []
+    for model, places in paper.TABLE1.items():
+        assert set(places) == set(POSITIONS)
+        for place, tasks in places.items():
+            assert set(tasks) == set(TASKS)
+            for task, numbers in tasks.items():
+                assert tuple(numbers) == paper.METHODS and set(numbers) <= set(METHODS)
+                lost += [(model, place, task, method) for method, number in numbers.items() if number is None]
+    assert lost == [("qwen2.5", place, "trec", "loopserve") for place in ("begin", "middle", "end")]
+    # Rows whose labels are displaced in the text, a row counted from either side, and the corners.
+    table = paper.TABLE1
+    assert table["llama-3.1"]["begin"]["multi_news"]["minference"] == 20.25
+    assert table["llama-3.1"]["end"]["trec"] | {} == dict(
+        zip(paper.METHODS, (59.05, 56.53, 58.54, 58.54, 58.54, 52.51, 59.55, 59.05, 60.31), strict=True)
+    )
+    assert table["qwen2.5"]["middle"]["samsum"]["streaming"] == 13.83
+    assert table["llama-3.1"]["begin"]["multifieldqa_en"]["full"] == 45.70
+    assert table["qwen2.5"]["end"]["samsum"]["loopserve"] == 39.85
+    assert paper.mean("qwen2.5", "end", "h2o", ("qasper", "trec")) == pytest.approx((14.17 + 58.29) / 2)
+
+
+def test_ours_comes_from_finished_folders_and_the_rest_is_not_run(tmp_path: Path) -> None:
+    folder = _qasper_run(tmp_path / "run", "meta-llama/Llama-3.1-8B-Instruct")
+    rows = table1.paper_rows([str(folder)])
+    ours = {(r["position"], r["task"], r["method"]): r["ours"] for r in rows if r["ours"] is not None}
+    # One token of F1 in two answers: 100 % and, of "Ellen" for "Ellen Varga", 2/3.
+    assert ours == {("end", "qasper", "snapkv"): pytest.approx(100 * fmean([1, 2 / 3]))}
+    assert all(row["ours"] is None for row in rows if row["model"] != "llama-3.1")
+    line = next(line for line in table1.table(rows).splitlines() if line.startswith("| llama-3.1 | end | qasper |"))
+    assert line.count("not run") == 8 and "35.95 / 83.33" in line
+    assert "68.85 / not run | lost / not run |" in table1.table(rows)
+    none = table1.paper_rows()
+    assert len(none) == 2 * 3 * 11 * 9 and all(row["ours"] is None for row in none)
+    small = _qasper_run(tmp_path / "small", "meta-llama/Llama-3.2-3B-Instruct")
+    eight = {r["method"]: r["ours"] for r in table1.table8_rows([str(small)]) if r["task"] == "qasper"}
+    assert eight == {"adakv": None, "snapkv": pytest.approx(500 / 6), "minference": None, "loopserve": None}
+
+
+def _qasper_run(folder: Path, name: str) -> Path:
+    prompts = dict.fromkeys(POSITIONS, "x")
+    dialogue = Dialogue("q", "qasper", tuple(DialogueTurn(prompts, ("Ellen Varga",), ()) for _ in range(2)))
+    settings = {
+        "command": COMMAND,
+        "model": asdict(ModelInfo(name, "llama", 1, 1, 1, "f")),
+        "budget": 1024,
+        "history": "gold",
+        "device": "cpu",
+        "dtype": "float32",
+        "attention": "sdpa",
+    }
+    with open_folder(folder, settings, [asdict(dialogue)], Said) as store:
+        store.append(
+            [
+                said(dialogue="q", method="snapkv", turn=0, text="Ellen Varga"),
+                said(dialogue="q", method="snapkv", turn=1, text="Ellen"),
+            ]
+        )
+    return folder
+
+
+def test_scores_and_how_far_a_chain_was_followed() -> None:
+    suite = runs.Suite("s", count=1, turns=2, total=300, least=120, hops=2)
+    first, second = (turn.answers[0].split() for turn in suite.dialogues()[0].turns)
+    assert len(first) == 6 and first[-1] == "."
+    begun = " ".join([*first[:4], "other", *first[5:-1]])
+    records = [
+        said(position=place, turn=turn, method=method, text=text, ended=ended)
+        for place in ("begin", "end")
+        for turn, answer in enumerate((first, second))
+        for method, text, ended in (
+            ("full", " ".join(answer[:-1]), "eos"),
+            ("tova", " ".join(answer[:-1]) if (place, turn) == ("end", 1) else begun, "eos"),
+            ("h2o", " ".join(answer[:-1]), "cap"),  # it never said that the chain ends
+        )
+    ]
+    rows = {row["position"]: row for row in runs.rows_of(suite, records, "full")}
+    assert set(rows) == {"begin", "end", "all"}
+    assert rows["all"]["score"] == rows["all"]["prefix"] == rows["all"]["same"] == 1
+    rows = {row["position"]: row for row in runs.rows_of(suite, records, "tova")}
+    # `begun` follows the first answer for 4 of 6 words and the second for none.
+    assert rows["begin"]["prefix"] == pytest.approx((4 / 6 + 0) / 2) and rows["begin"]["score"] == 0
+    assert rows["end"]["prefix"] == pytest.approx((4 / 6 + 1) / 2) and rows["end"]["score"] == 0.5
+    rate = wilson(1, 4)
+    assert (rows["all"]["score"], rows["all"]["low"], rows["all"]["high"]) == (rate.share, rate.low, rate.high)
+    assert [row["score"] for row in runs.turns_of(suite, records, "tova")] == [0, 0.5]
+    assert [row["turn"] for row in runs.turns_of(suite, records, "tova")] == [1, 2]
+    assert runs.rows_of(suite, records, "h2o")[0]["prefix"] == pytest.approx(5 / 6)
+    assert runs.rows_of(suite, records, "adakv") == []
+
+
+def test_random_controls_hold_the_budget_and_are_the_same_every_time() -> None:
+    model: Any = tiny_model("llama")[0]
+    ids = torch.tensor([[(7 * i) % 50 + 4 for i in range(60)]])
+
+    def kept(name: str) -> list[Any]:
+        with read_method(name).make(20).on(model), torch.no_grad():
+            out = model.generate(
+                ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0
+            )
+            return [layer.pos.tolist() for layer in out.past_key_values.layers]
+
+    one, again, votes = kept("random:window=8"), kept("random:window=8"), kept("snapkv:window=8")
+    assert one == again != votes
+    for layer in one:
+        for head in layer[0]:
+            assert len([p for p in head if 0 <= p < 60]) == 20 and set(range(52, 60)) <= set(head)
+    assert one[0] != one[1], "every layer has its own"
+    assert kept("random-progressive") == kept("random-progressive")
+
+
+def test_what_the_sample_misses_the_prompt_loses() -> None:
+    """The last token alone looks for the key asked about: lines chosen without its row do not have that cell."""
+    model: Any = ss.load("recall", backend="hf")
+    turn = recall_dialogue(3, turns=1, tokens=500, hops=1).turns[0]
+    inputs = model.tokenizer(turn.prompts["begin"], return_tensors="pt")
+
+    def first(method: str) -> str:
+        with read_method(method).make(0.125).on(model), torch.no_grad():
+            return model.tokenizer.decode(model(**inputs).logits[0, -1].argmax())
+
+    wanted = turn.answers[0].split()[0]
+    draws = [sample_queries(501, 48, draw_of(1, layer, 501, 501)) for layer in range(model.config.num_hidden_layers)]
+    assert not any(500 in draw for draw in draws), "this prompt's last query is in a sample"
+    drawn = "paper:variant=exact:alpha=0.995:seed=1"
+    assert first(f"loopserve-p:{drawn}") != wanted != first("loopserve-p:paper:seed=1")
+    assert first(f"loopserve-p:{drawn}:recent=16") == wanted
+    assert first("loopserve-p:shortest=0") == wanted
+    assert first("loopserve-p:alpha=1.0:shortest=0") == wanted
+
+
+def test_every_method_of_the_experiments_can_be_made() -> None:
+    methods = [
+        *runs.specs(table1.OWN),
+        *runs.specs(table1.LONGER, "paper"),
+        *runs.specs(list(ablation.NAMES.values())),
+        *runs.specs(list(turns.NAMES.values())),
+        *sweeps.methods_of(runs.SWEPT_KEPT).values(),
+        *sweeps.methods_of(runs.SWEPT_CHAIN).values(),
+        *runs.specs([text.format(value) for _, _, text, values in fidelity.CURVES for value in values]),
+    ]
+    for method in check_methods(methods):
+        method.make(0.5)
+        kind = METHODS[method.name]
+        if kind.made == "LoopServe" and "shortest" not in kind.without:
+            assert ("shortest", 0) in method.options, f"{method.spec}: short prompts would be left alone"
+    assert len(sweeps.methods_of(runs.SWEPT_KEPT)) + len(sweeps.methods_of(runs.SWEPT_CHAIN)) == sum(
+        len(values) for *_, values in sweeps.CURVES
+    ), "two curves of a panel have the same name"
+    assert {panel for panel, *_ in sweeps.CURVES} == set(sweeps.TITLES)
+    assert {panel for panel, *_ in fidelity.CURVES} == set(fidelity.TITLES)
+
+
+def test_pieces_of_a_dialogue_are_its_tokens_and_the_facts_that_it_needs() -> None:
+    turns_ = recall_dialogue(4, turns=3, tokens=160, hops=2, distractors=3).turns
+    facts = [fact for number in range(3) for fact in figure8.chain(turns_, number)]
+    assert len(set(facts)) == 6
+    for place in POSITIONS:
+        marked = 0
+        for turn in turns_:
+            words, parts = turn.prompts[place].split(), figure8.pieces(turn, place, facts)
+            kinds = [kind for kind, tokens in parts for _ in range(tokens)]
+            assert len(kinds) == len(words) + len(turn.answers[0].split())
+            assert kinds[words.index("ask")] == kinds[words.index("ask") + 4] == figure8.QUESTION
+            assert kinds.count(figure8.QUESTION) == 5 and kinds[len(words) :] == [figure8.ANSWER] * 6
+            marked += kinds.count(figure8.NEEDED)
+        assert marked == 6 * 5, "a fact has five words, and is said once"
+
+
+def test_questions_for_the_default_hold_the_right_history() -> None:
+    for where, (count, turns_, tokens) in default.SIZES.items():
+        asked = default.asked(where)
+        assert len(asked) == 3 * count and all(answer.endswith(".") for _, answer in asked)
+        assert {len(prompt.split()) for prompt, _ in asked} == {turns_ * tokens + 3 * (turns_ - 1)}
+    first = recall_dialogue(default.FIRST, turns=3, tokens=600, hops=1).turns
+    begun = f"{first[0].prompts['begin']} {first[0].answers[0]} {first[1].prompts['begin']} {first[1].answers[0]} "
+    assert default.asked(default.THIRD)[0] == (begun + first[2].prompts["begin"], first[2].answers[0])
+
+
+def test_the_suites_are_what_their_rules_say() -> None:
+    for suite in (runs.KEPT, runs.CHAIN, runs.LONG, runs.SWEPT_KEPT, runs.SWEPT_CHAIN, runs.NINE, runs.NINE_CHAIN):
+        dialogues = suite.dialogues()
+        assert len(dialogues) == suite.count and {len(d.turns) for d in dialogues} == {suite.turns}
+        shortest = min(len(turn.prompts["end"].split()) for d in dialogues for turn in d.turns)
+        assert shortest >= suite.least and runs.SHARE * suite.least > 32
+        if suite.hops > 1:
+            assert 3 * suite.hops > 16 + 1, "LoopServe's first 16 steps would be the whole answer"
+    assert runs.LONG.least > 4096 + 128, "Table 7's windows would cover everything"
+
+
+def test_means_of_fidelity() -> None:
+    near = Near(
+        model="f",
+        method="tova",
+        prompt="a",
+        dialogue="a",
+        position="end",
+        turn=0,
+        prompt_tokens=9,
+        kl=(0.0, 1.0, 2.0, 5.0),
+        agree=(True, True, False, False),
+        kept=(0.5, 0.7, 0.9),
+        read=4.0,
+        cells=0.25,
+        seconds=1.0,
+    )
+    row = fidelity.row_of(
+        [near, replace(near, prompt="b", kl=(0.0, 0.0, 0.0, 4.0)), replace(near, method="h2o")], "tova"
+    )
+    assert (row["answers"], row["tokens"], row["kl"], row["late"]) == (2, 8, 1.5, 2.75)
+    assert row["kl_by_answer"] == [2.0, 1.0] and row["agree"] == 0.5 and row["kept"] == pytest.approx(0.7)
+    assert row["cells"] == 0.25
+
+
+def test_the_page_has_every_part_of_the_paper() -> None:
+    text = (ROOT / "docs/papers/loopserve.md").read_text(encoding="utf-8")
+    first = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
+    parts = " ".join(first)
+    for name, numbers in (
+        ("Obs.", range(1, 5)),
+        ("Algorithm", range(1, 7)),
+        ("Table", range(1, 9)),
+        ("Fig.", range(1, 14)),
+    ):
+        for number in numbers:
+            assert re.search(rf"{re.escape(name)} {number}\b", parts), (name, number)
+    assert "Theorem 1" in parts
+
+
+def test_longeval_s_table_is_what_was_measured_and_holds_nothing_of_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [
+        {
+            "prompt": "Remember these lines.\n"
+            + "".join(f"line {i}{n}: REGISTER_CONTENT is <{10 * n + i}>\n" for i in range(8))
+            + "\nNow the record is over. What is in line 3?",
+            "expected_number": 10 * n + 3,
+        }
+        for n in range(3)
+    ]
+    file = save(tmp_path / "lines.jsonl", prompts)
+    results: dict[str, tuple[dict[str, Any], Any]] = {}
+
+    def noted(name: str) -> Any:
+        def measured(model: Any, **options: Any) -> Any:
+            results[name] = options, getattr(ss, name)(model, **options)
+            return results[name][1]
+
+        return measured
+
+    for name in ("line_weights", "line_overlap"):
+        monkeypatch.setattr(longeval, name, noted(name))
+    made = longeval.measure(None, "lines", file, count=2, length=64, new=8)
+    (options, weights), (more, agree) = results["line_weights"], results["line_overlap"]
+    assert options == {"data": file, "count": 2, "length": 64}
+    assert more == {**options, "max_new_tokens": 8, "window": 8}
+    assert made["shown"]["mass"] == weights.mass[1] and weights.etas[1] == 0.1
+    assert made["shown"]["segments"] == agree.segments[0] and made["shown"]["inputs_random"] == agree.inputs_random[0]
+    assert agree.tokens is not None and [p.position for p in agree.tokens.positions] == ["begin", "middle", "end"]
+    assert made["shown"]["end"] == agree.tokens.positions[2].overlap[1] == made["shown"]["last"]
+    assert "REGISTER" not in json.dumps(made)
+    rows = longeval.table([made]).splitlines()
+    assert len(rows) == 2 + len(longeval.ROWS) and rows[2].endswith(f"| {weights.mass[1]:.0%} |")
+
+
+def test_the_page_shows_the_committed_numbers() -> None:
+    page = (ROOT / "docs/papers/loopserve.md").read_text(encoding="utf-8")
+    record = json.loads((ROOT / "figures/loopserve_longeval.json").read_text(encoding="utf-8"))
+    assert longeval.rewritten(page, longeval.table(record["result"]["sources"])) == page
+    assert longeval.rewritten("a " + " b ".join(longeval.MARKS) + " c", "new").count("new") == 1
+    assert set(record["settings"]["files"]) == {"5_topics.jsonl", "200_lines.jsonl"}

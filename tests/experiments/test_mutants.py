@@ -1,0 +1,48 @@
+"""The list of mutants fits the code, and the tests named in it kill every one of them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from experiments import mutants
+
+MUTANTS = mutants.mutants()
+
+
+def test_every_line_of_the_list_is_read_and_every_name_is_one_mutant() -> None:
+    text = Path(mutants.__file__).with_suffix(".txt").read_text()
+    assert len(MUTANTS) == text.count("\n- ") > 80
+    assert len({m.name for m in MUTANTS}) == len(MUTANTS)
+
+
+def test_no_mutant_is_stale() -> None:
+    """Each fragment is found exactly once, the change is other code that can be parsed, and the test files exist."""
+    changes = {m.name: mutants.changed(m, mutants.TREE) for m in MUTANTS}
+    stale = [name for name, change in changes.items() if change is None]
+    dumped = cache(lambda text: ast.dump(ast.parse(text)))  # several mutants change the same file
+    for _, before, after in filter(None, changes.values()):
+        assert dumped(before) != ast.dump(ast.parse(after))
+    missing = {name for m in MUTANTS for name in m.tests.split() if not [*(mutants.TREE / "tests").rglob(name)]}
+    assert (stale, missing) == ([], set())
+
+
+def test_a_fragment_found_twice_or_never_is_stale(tmp_path: Path) -> None:
+    (tmp_path / "sinkscope").mkdir()
+    (tmp_path / "sinkscope" / "a.py").write_text("x = f(1,\n      2)\ny = 3\ny = 3\n")
+    assert mutants.place_of("x = f(1, 2)", tmp_path) is not None
+    assert mutants.place_of("y = 3", tmp_path) is None
+    assert mutants.place_of("z", tmp_path) is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+def test_every_mutant_is_killed() -> None:
+    command = [sys.executable, "-m", "experiments.mutants"]  # a process that has not imported the package
+    done = subprocess.run(command, cwd=mutants.TREE, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

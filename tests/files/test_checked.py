@@ -1,0 +1,74 @@
+"""Values are checked against their types, and whatever does not fit is refused in one line."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from typing import Any, Literal
+
+import pytest
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Natural, Number, Share, Whole, checked, conform
+
+
+@checked
+class Settings:
+    """Settings of a test."""
+
+    share: Share = 0.5
+    count: Natural = 3
+    names: tuple[Literal["a", "b"], ...] = ("a",)
+    value: Literal["second"] | Number = "second"
+
+    def __post_init__(self) -> None:
+        if self.count > 100:
+            raise SinkscopeError("count is above 100: use a smaller one", page="kv-budget")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"share": 2}, "share is 2, expected a number from 0 to 1; the default is 0.5"),
+        ({"share": math.nan}, "share is nan, expected a number from 0 to 1"),
+        ({"share": True}, "share is True, expected a number from 0 to 1"),
+        ({"share": "0.5"}, "share is '0.5', expected a number from 0 to 1"),
+        ({"count": 0}, "count is 0, expected a whole number from 1; the default is 3"),
+        ({"count": 1.0}, "count is 1.0, expected a whole number"),
+        ({"count": True}, "count is True, expected a whole number"),
+        ({"names": ("a", "c")}, "names[1] is 'c', expected 'a' or 'b'"),
+        ({"names": "ab"}, "names is 'ab', expected a tuple"),
+        ({"value": "third"}, "value is 'third', expected 'second' or a finite number"),
+    ],
+)
+def test_a_field_that_does_not_fit_is_named_with_what_was_expected(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(SinkscopeError) as error:
+        Settings(**given)
+    assert said in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(SinkscopeError, match=r"is "):
+        replace(Settings(), **given)
+
+
+def test_what_fits_makes_an_ordinary_frozen_dataclass() -> None:
+    made = Settings(share=1, names=["b"])  # type: ignore[arg-type]
+    assert (made.share, made.names, made.value) == (1.0, ("b",), "second")
+    assert made == replace(Settings(), share=1.0, names=("b",)) and hash(made) == hash(replace(made))
+    assert [f.name for f in fields(Settings)] == ["share", "count", "names", "value"]
+    with pytest.raises(AttributeError):
+        made.share = 0.1  # type: ignore[misc]
+
+
+def test_the_error_of_post_init_comes_out_as_it_was() -> None:
+    with pytest.raises(SinkscopeError, match=r"^count is above 100: use a smaller one$") as error:
+        Settings(count=101)
+    assert error.value.page == "kv-budget"
+
+
+def test_a_place_inside_of_data_is_named() -> None:
+    assert conform(list[dict[str, Whole]], [{"a": 1}], "file") == [{"a": 1}]
+    with pytest.raises(SinkscopeError, match=r"^file: \[1\]\.b is -1, expected a whole number from 0$") as error:
+        conform(list[dict[str, Whole]], [{"a": 1}, {"b": -1}], "file", page="patch-file")
+    assert error.value.page == "patch-file"
+    with pytest.raises(SinkscopeError) as error:
+        conform(Whole, "x" * 500, "name")
+    assert len(str(error.value)) < 130

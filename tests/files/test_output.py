@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import check_writable, write_atomic
+
+
+def test_writes_whole_file_and_makes_folders(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "x.json"
+    assert write_atomic(path, "ä\n") == path
+    assert path.read_bytes() == "ä\n".encode()
+    write_atomic(path, b"second")
+    assert path.read_bytes() == b"second"
+    assert os.listdir(path.parent) == ["x.json"]
+
+
+def test_check_creates_nothing(tmp_path: Path) -> None:
+    check_writable(tmp_path / "new" / "x")
+    assert os.listdir(tmp_path) == []
+
+
+def test_mode_of_new_and_old_files(tmp_path: Path) -> None:
+    mask = os.umask(0o027)
+    try:
+        new = write_atomic(tmp_path / "new", "1")
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(new.stat().st_mode) == 0o640
+    new.chmod(0o604)
+    write_atomic(new, "2")
+    assert stat.S_IMODE(new.stat().st_mode) == 0o604
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to("real")
+    write_atomic(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "new"
+
+
+def test_devices_are_written_in_place() -> None:
+    write_atomic("/dev/null", "gone")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("", "not a file name"),
+        ("a\0b", "not a file name"),
+        ("folder", "is a folder"),
+        ("nowhere/", "is a folder"),
+        ("file/x.json", "a part of the path is a file"),
+        ("file/deeper/x.json", "a part of the path is a file"),
+        ("n" * 300, "name is too long"),
+    ],
+)
+@pytest.mark.parametrize("what", [check_writable, lambda path: write_atomic(path, "x")])
+def test_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str, what) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("file").write_text("kept")
+    with pytest.raises(SinkscopeError, match=says) as caught:
+        what(name)
+    assert "\n" not in str(caught.value)
+    assert Path("file").read_text() == "kept"
+    assert sorted(os.listdir()) == ["file", "folder"]
+
+
+def test_what_only_the_attempt_shows() -> None:
+    with pytest.raises(SinkscopeError, match=r"cannot write /proc/no/such: .*; choose another place"):
+        write_atomic("/proc/no/such", "x")
+
+
+def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "old").write_text("kept")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    for name in ("old", "new"):
+        with pytest.raises(SinkscopeError, match="no permission"):
+            check_writable(tmp_path / name)
+
+
+def test_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x"
+    path.write_text("old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SinkscopeError, match="the disk is full"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_interrupt_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomic(tmp_path / "x", "new")
+    assert os.listdir(tmp_path) == []
+
+
+def test_limit_of_the_system_while_writing(tmp_path: Path) -> None:
+    """A real failure in the middle of a write, not a pretended one."""
+    (tmp_path / "x").write_text("old")
+    code = (
+        "import signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "from sinkscope.files.output import write_atomic\n"
+        "from sinkscope.errors import SinkscopeError\n"
+        "try: write_atomic('x', b'0' * 100_000)\n"
+        "except SinkscopeError as error: sys.exit(str(error))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000)),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip() == "cannot write x: the file is larger than allowed here; choose another place"
+    assert (tmp_path / "x").read_text() == "old"
+    assert os.listdir(tmp_path) == ["x"]

@@ -1,0 +1,205 @@
+"""Jobs over processes: the same records however many there are, kept as they come; what goes wrong is one line."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.jobs import Pool, Tally, _Worker, check_workers, finish
+from sinkscope.files.store import Folder, Keyed
+
+
+@dataclass(frozen=True)
+class Square:
+    number: int
+    size: int = 1
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        return (self.number,)
+
+
+@dataclass(frozen=True)
+class Squared(Keyed):
+    number: int
+    value: int
+    process: int
+
+    @property
+    def key(self) -> int:
+        return self.number
+
+
+def square(job: Square) -> list[Squared]:
+    if job.number < 0:
+        raise SinkscopeError(f"{job.number} is negative: give another")
+    if job.number > 1000:
+        os._exit(1)
+    return [Squared(job.number, job.number**2, os.getpid())]
+
+
+def make() -> Callable[[Square], list[Squared]]:
+    return square
+
+
+def slow_to_make() -> Callable[[Square], list[Squared]]:
+    time.sleep(60)
+    return square
+
+
+def cannot_make() -> Callable[[Square], list[Squared]]:
+    raise SinkscopeError("there is no such model: give another")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray = pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:  # workers import this file, to find what is pickled by its name
+        patch.setenv(
+            "PYTHONPATH",
+            os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent), os.environ["PYTHONPATH"]]),
+        )
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        yield
+        ray.shutdown()
+
+
+def _run(
+    folder: Path | None, numbers: range, pool: Pool[Square, list[Squared]]
+) -> tuple[dict[int, int], Folder[Squared]]:
+    kept = Folder(folder, {"power": 2}, Squared)
+    with kept, pool:
+        finish(pool, [Square(n) for n in numbers], kept, Tally("numbers", len(numbers)))
+    return {record.number: record.value for record in kept.records.values()}, kept
+
+
+def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path: Path, cluster: None) -> None:
+    """One pool of two is asked everything: a start of a Ray worker takes longer than all the jobs."""
+    seen: list[tuple[str, int, int]] = []
+    one, _ = _run(None, range(9), Pool(square))
+    with Pool(square, make, workers=2, progress=lambda *p: seen.append(p)) as pool:
+        with Folder(tmp_path / "r", {"power": 2}, Squared) as kept:
+            finish(pool, [Square(n) for n in range(6)], kept, Tally("numbers", 6))
+            two = {record.number: record.value for record in kept.records.values()}
+        assert two == {n: value for n, value in one.items() if n < 6}
+        assert os.getpid() not in {record.process for record in kept.records.values()}
+        assert seen[0] == ("starting 2 Ray workers", 0, 2) and seen[-1] == ("starting 2 Ray workers", 2, 2)
+        _never_start(make, 2)  # both CPUs are taken
+        for number, says in (
+            (-1, "-1 is negative: give another"),
+            (1001, "a Ray worker ended before its work was done"),
+        ):
+            with pytest.raises(SinkscopeError, match=says) as refused:
+                list(pool.map([Square(number)]))
+            assert "\n" not in str(refused.value)
+    all_, kept = _run(tmp_path / "r", range(9), Pool(square))  # goes on from those that are kept
+    assert all_ == one
+    assert {record.number for record in kept.records.values() if record.process == os.getpid()} == {6, 7, 8}
+    calls: list[Square] = []
+    _run(tmp_path / "r", range(9), Pool(lambda job: calls.append(job) or square(job)))
+    assert calls == []
+
+
+def _never_start(elsewhere: Callable[[], Callable[[Square], list[Squared]]], workers: int) -> None:
+    began = time.monotonic()
+    with pytest.raises(SinkscopeError, match=rf"\d of {workers} Ray workers did not start within 1 s"):
+        _run(None, range(4), Pool(square, elsewhere, workers=workers, patience=0.9))
+    assert time.monotonic() - began < 50
+
+
+def test_workers_that_cannot_begin_are_an_error(cluster: None) -> None:
+    _never_start(slow_to_make, 1)
+    with pytest.raises(SinkscopeError, match="there is no such model: give another") as refused:
+        _run(None, range(1), Pool(square, cannot_make, workers=2))
+    assert "\n" not in str(refused.value)
+
+
+def _pickled(pool: Pool[Any, Any], jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """What Ray does, in this process: all that reaches a worker or comes back is pickled; the last job ends first."""
+    pickle = pytest.importorskip("ray.cloudpickle")
+
+    def sent(thing: Any) -> Any:
+        return pickle.loads(pickle.dumps(thing))
+
+    workers = [_Worker(threads=1) for _ in range(pool._workers)]
+    for worker in workers:
+        worker.open(sent(pool._elsewhere))
+    for i in reversed(range(len(jobs))):
+        yield sent(workers[i % len(workers)].run(i, sent(jobs[i])))
+
+
+@pytest.mark.parametrize("over_ray", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_workers_make_the_same_table_of_loopbench(
+    over_ray: bool, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a part of the run was made in one process."""
+    if over_ray:
+        request.getfixturevalue("cluster")
+    from loopbench_kit import prompts, tiny, untimed  # here, as the workers of the other tests import this file
+
+    from sinkscope.bench.loopbench.metrics import read_run
+    from sinkscope.bench.loopbench.prompts import honest_texts
+    from sinkscope.bench.loopbench.run import run_loopbench
+    from sinkscope.bench.loopbench.tables import tabulate
+
+    model, tokenizer = tiny()
+    given: dict[str, Any] = {"max_new_tokens": 20, "window": 16, "batch_size": 2, "budget": 64, "tokenizer": tokenizer}
+    given |= {"temperatures": (0.0, 0.7)}
+    some: list[Any] = [*prompts(3), *honest_texts()[:1]]
+    methods = ["full", "streaming", "stop-monitor", "loopguard"]
+    run_loopbench(model, some, methods, out=tmp_path / "one", **given)
+    run_loopbench(model, some, methods[:1], out=tmp_path / "two", **given)
+    if not over_ray:
+        monkeypatch.setattr(Pool, "map", _pickled)
+    run_loopbench(model, some, methods, out=tmp_path / "two", workers=2, **given)
+    one, two = tabulate([tmp_path / "one"]), tabulate([tmp_path / "two"])
+    assert one.to_dict()["result"] == two.to_dict()["result"]
+    assert untimed(read_run(tmp_path / "one").records) == untimed(read_run(tmp_path / "two").records)
+
+
+def test_a_cluster_that_does_not_answer_is_an_error() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    pytest.importorskip("ray").shutdown()
+    with pytest.raises(SinkscopeError, match=rf"--ray {address}: no Ray cluster can be joined there"):
+        _run(None, range(2), Pool(square, make, address=address))
+
+
+def test_bad_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SinkscopeError, match="--workers 0: at least one"):
+        check_workers(0)
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    check_workers(1)
+    for given in (partial(check_workers, 2), partial(check_workers, 1, "auto")):
+        with pytest.raises(SinkscopeError, match=r"sinkscope\[ray\]"):
+            given()
+
+
+def test_progress_counts_what_is_there_already(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    for numbers in (range(3), range(5)):
+        kept = Folder(tmp_path / "r", {}, Squared)
+        with kept, Pool(square) as pool:
+            finish(
+                pool,
+                [Square(n, size=10) for n in numbers],
+                kept,
+                Tally("n", 10 * len(numbers), lambda *p: seen.append(p)),
+            )
+    assert seen == [("n", 10, 30), ("n", 20, 30), ("n", 30, 30), *(("n", d, 50) for d in (30, 40, 50))]
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    with Folder(tmp_path / "r", {}, Squared, option="--resume"):
+        with pytest.raises(SinkscopeError, match=r"--resume .*r is being written by another run"):
+            Folder(tmp_path / "r", {}, Squared, option="--resume").__enter__()

@@ -1,0 +1,96 @@
+"""Files of records: what is read, and the one line that says what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+import pytest
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import read_records, read_rows
+
+
+@dataclass(frozen=True)
+class Inner:
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    id: str
+    size: int
+    kind: Literal["small", "large"] = "small"
+    parts: tuple[Inner, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            raise ValueError(f"size is {self.size}, expected a number from 0")
+
+
+GOOD = {"id": "a", "size": 3, "kind": "large", "parts": [{"words": ["x", "y"]}]}
+
+
+def put(path: Path, *rows: Any) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+def test_the_same_records_however_they_are_packed(tmp_path: Path) -> None:
+    rows = [GOOD, {**GOOD, "id": "b"}]
+    files = [put(tmp_path / "a.jsonl", rows[0], "", rows[1], ""), put(tmp_path / "a.json", json.dumps(rows, indent=1))]
+    pytest.importorskip("pyarrow")
+    pd.DataFrame(rows).to_parquet(tmp_path / "a.parquet")
+    for file in (*files, tmp_path / "a.parquet"):
+        found = read_records(file, Sample, "samples", key="id")
+        assert found == [Sample(i, 3, "large", (Inner(("x", "y")),)) for i in "ab"]
+    assert [where for where, _ in read_rows(files[0], "samples")] == ["a.jsonl line 1", "a.jsonl line 3"]
+    assert read_records(put(tmp_path / "b.jsonl", '{"id": "\\ud83d b", "size": 0}'), Sample, "samples")[0].id == "? b"
+    assert (
+        read_records(put(tmp_path / "b.jsonl", '{"id": "\\ud83d\\ude00", "size": 0}'), Sample, "")[0].id == "\U0001f600"
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("{", "a.jsonl line 2 is not JSON: give samples"),
+        ("[" * 100_000, "a.jsonl line 2 is not JSON: give samples"),
+        ([1], "a.jsonl line 2 is [1], expected an object: give samples"),
+        ({"size": 3}, "a.jsonl line 2: id is missing: give samples"),
+        ({**GOOD, "id": 7}, "a.jsonl line 2: id is 7, expected a string: give samples"),
+        ({**GOOD, "id": "b", "size": "3"}, "a.jsonl line 2: size is '3', expected a whole number: give samples"),
+        ({**GOOD, "id": "b", "size": True}, "a.jsonl line 2: size is True, expected a whole number: give samples"),
+        ({**GOOD, "id": "b", "kind": "x"}, "a.jsonl line 2: kind is 'x', expected 'small' or 'large': give samples"),
+        ({**GOOD, "parts": [{"words": "x"}]}, "a.jsonl line 2: parts[0].words is 'x', expected a list: give"),
+        ({**GOOD, "parts": [{"words": ["x", 1]}]}, "a.jsonl line 2: parts[0].words[1] is 1, expected a string"),
+        ({**GOOD, "size": -1}, "a.jsonl line 2: size is -1, expected a number from 0: give samples"),
+        (GOOD, "a.jsonl line 2: id 'a' is that of a.jsonl line 1 too: give samples"),
+    ],
+)
+def test_damage_is_named_in_one_line(tmp_path: Path, row: Any, says: str) -> None:
+    with pytest.raises(SinkscopeError) as caught:
+        read_records(put(tmp_path / "a.jsonl", GOOD, row), Sample, "samples", key="id")
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("none.jsonl", None, "no such file or directory: give samples"),
+        ("a.jsonl", b"\n \n", "a.jsonl is empty: give samples"),
+        ("a.jsonl", b"\xff\xfe", "a.jsonl is not UTF-8 text: give samples"),
+        ("a.json", b'[\n {"id": "a"},\n {"id" "b"}\n]', "a.json line 3 is not JSON: give samples"),
+        ("a.parquet", b"x", "a.parquet cannot be read as parquet"),
+        ("none.parquet", None, "'none.parquet': no such file: give samples"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | None, says: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(SinkscopeError) as caught:
+        read_records(tmp_path / name, Sample, "samples")
+    assert says in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,368 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import socket
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.plain import pathless, plain
+from sinkscope.files.result import ModelInfo, Provenance, Result, provenance
+
+
+@dataclass(frozen=True)
+class Part:
+    layer: int
+    expert: int | None
+    share: float
+    causal: bool | None
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(Result):
+    kind: ClassVar[str] = "test-sample"
+
+    where: int | None
+    parts: tuple[Part, ...]
+    best: Part | None
+    pair: tuple[int, str]
+    values: list[float]
+    bands: dict[str, tuple[float, ...]]
+    mode: Literal["a", "b"] = "a"
+    added_later: int = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bare(Result):
+    kind: ClassVar[str] = "test-bare"
+
+    value: Any
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+small = st.integers(-(2**40), 2**40)
+parts = st.builds(Part, small, st.none() | small, finite, st.none() | st.booleans(), st.text())
+json_like = st.recursive(
+    st.none() | st.booleans() | small | finite | st.text(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+infos = st.builds(ModelInfo, st.text(), st.text(), small, small, small, st.text())
+origins = st.builds(
+    Provenance,
+    st.lists(st.text()).map(tuple),
+    st.dictionaries(st.text(), st.text()),
+    st.text(),
+    st.text(),
+    st.text(),
+    st.none() | st.booleans(),
+    small,
+    finite,
+    st.none() | small,
+)
+samples = st.builds(
+    Sample,
+    model=infos,
+    settings=st.dictionaries(st.text(), json_like),
+    provenance=origins,
+    where=st.none() | small,
+    parts=st.lists(parts).map(tuple),
+    best=st.none() | parts,
+    pair=st.tuples(small, st.text()),
+    values=st.lists(finite),
+    bands=st.dictionaries(st.text(), st.lists(finite).map(tuple)),
+    mode=st.sampled_from(["a", "b"]),
+)
+
+
+def example(**changes: Any) -> Sample:
+    origin = Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5, None)
+    sample = Sample(
+        model=ModelInfo("tiny", "llama", 4, 64, 128, "abc"),
+        settings={"top_k": 8},
+        provenance=origin,
+        where=1,
+        parts=(Part(1, None, 0.5, True, "one"), Part(2, None, 0.25, None, "two")),
+        best=None,
+        pair=(1, "x"),
+        values=[1.0],
+        bands={"median": (1.0, 2.0)},
+    )
+    return replace(sample, **changes)
+
+
+@settings(max_examples=25)
+@given(samples)
+def test_what_is_written_comes_back_equal(sample: Sample) -> None:
+    again = Result.from_dict(json.loads(sample.to_json()))
+    assert type(again) is Sample
+    assert again == sample
+    assert again.to_json() == sample.to_json()
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    sample = example()
+    sample.save(tmp_path / "x.json")
+    assert Result.load(tmp_path / "x.json") == sample == Sample.load(tmp_path / "x.json")
+    with pytest.raises(SinkscopeError, match="holds 'test-sample', expected 'test-bare'"):
+        Bare.load(tmp_path / "x.json")
+
+
+def test_envelope_is_the_contract() -> None:
+    data = json.loads(example().to_json())
+    assert list(data) == ["schema", "kind", "model", "result", "settings", "provenance"]
+    assert (data["schema"], data["kind"]) == (1, "test-sample")
+    assert list(data["model"]) == ["name", "family", "n_layers", "d_model", "d_mlp", "fingerprint"]
+    assert list(data["provenance"]) == (
+        ["argv", "versions", "device", "dtype", "attention", "bos", "seed", "seconds", "peak_memory_bytes"]
+    )
+    assert data["result"]["parts"][1] == {"layer": 2, "expert": None, "share": 0.25, "causal": None, "label": "two"}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (math.nan, None),
+        (-math.inf, None),
+        ({"a": (1, math.inf)}, {"a": [1, None]}),
+        (torch.tensor([[1.0, math.nan]]), [[1.0, None]]),
+        (torch.tensor(2.5, dtype=torch.bfloat16), 2.5),
+        (np.float32(0.5), 0.5),
+        (np.arange(2), [0, 1]),
+        (np.bool_(True), True),
+        (torch.float16, "float16"),
+        (torch.device("cpu"), "cpu"),
+        ({3, 1, 2}, [1, 2, 3]),
+        (Part(1, None, math.nan, None, "x"), {"layer": 1, "expert": None, "share": None, "causal": None, "label": "x"}),
+        ("\ud800", "\ud800"),
+    ],
+)
+def test_plain_values(value: Any, expected: Any) -> None:
+    bare = example()
+    result = Bare(model=bare.model, settings={}, provenance=bare.provenance, value=value)
+    assert json.loads(result.to_json())["result"]["value"] == expected
+
+
+def test_what_has_no_plain_form_is_refused() -> None:
+    with pytest.raises(SinkscopeError, match="function cannot be written"):
+        plain(lambda: 0)
+
+
+def test_nan_comes_back_as_nan() -> None:
+    again = Result.from_dict(example(values=[math.nan, 2.0]).to_dict())
+    assert isinstance(again, Sample)
+    assert math.isnan(again.values[0])
+    assert again.values[1] == 2.0
+
+
+def test_older_files_take_defaults_and_newer_keys_are_ignored() -> None:
+    data = example().to_dict()
+    del data["result"]["added_later"]
+    data["result"]["from_the_future"] = 1
+    assert Result.from_dict(data) == example()
+
+
+def _broken(**changes: Any) -> str:
+    data = example().to_dict()
+    for path, value in changes.items():
+        *steps, last = path.split("__")
+        inner = data
+        for step in steps:
+            inner = inner[step]
+        inner[last] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "f.json is not a JSON file"),
+        ("{", "f.json is not a JSON file"),
+        ("[" * 100_000, "f.json is not a JSON file"),
+        (b"\xff\xfe", "f.json is not a JSON file"),
+        ("[]", "f.json is not a result of sinkscope"),
+        ("{}", "f.json is not a result of sinkscope"),
+        (_broken(schema=2), "f.json has schema 2, this version reads 1"),
+        (_broken(kind="magic"), "f.json holds the unknown kind 'magic'"),
+        (_broken(result=[]), "f.json has no result"),
+        (_broken(result__where="1"), "where is '1', expected a whole number"),
+        (_broken(result__where=True), "where is True, expected a whole number"),
+        (_broken(result__mode="c"), "mode is 'c'"),
+        (_broken(result__parts=[1]), r"parts\[0\] is 1, expected an object"),
+        (_broken(result__pair=[1]), r"pair\[1\] is missing"),
+        (_broken(model=None), "model is None, expected an object"),
+        (_broken(provenance={}), "provenance.argv is missing"),
+    ],
+)
+def test_bad_files_in_one_line(tmp_path: Path, content: str | bytes, says: str) -> None:
+    path = tmp_path / "f.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SinkscopeError, match=says) as caught:
+        Result.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(SinkscopeError, match=r"cannot read none\.json: no such file"):
+        Result.load(tmp_path / "none.json")
+    with pytest.raises(SinkscopeError, match=r"cannot read .*: is a directory"):
+        Result.load(tmp_path)
+
+
+def test_a_kind_has_one_class() -> None:
+    with pytest.raises(SinkscopeError, match="'test-bare' already belongs to Bare"):
+
+        class Other(Result):
+            kind: ClassVar[str] = "test-bare"
+
+
+def test_frozen() -> None:
+    with pytest.raises(AttributeError):
+        example().where = 3  # type: ignore[misc]
+
+
+def test_tables_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    sample = example()
+    frame = sample.to_frame()
+    assert list(frame["layer"]) == [1, 2]
+    assert list(frame["label"]) == ["one", "two"]
+    lines = sample.text().splitlines()
+    assert lines[0] == "test-sample on tiny"
+    assert lines[2].split() == ["layer", "share", "causal", "label"]  # expert is empty everywhere
+    assert lines[3].split() == ["1", "0.5", "yes", "one"]
+    assert lines[4].split() == ["2", "0.25", "-", "two"]
+
+    from rich.console import Console
+
+    Console(width=80).print(sample.table())
+    out = capsys.readouterr().out
+    assert all(word in out for line in lines for word in line.split())
+
+
+@pytest.mark.parametrize("width", [8, 20, 26, 40, 300])
+def test_no_terminal_is_too_narrow_for_a_number(capsys: pytest.CaptureFixture[str], width: int) -> None:
+    from rich.console import Console
+
+    sample = example(parts=(Part(1, 7, 0.123456, True, "one"), Part(2, 8, 0.000234567, None, "two")))
+    Console(width=width).print(sample.table())
+    out = capsys.readouterr().out
+    assert "\u2026" not in out and max(map(len, out.splitlines())) <= width
+    wide = example(parts=(Part(1, None, 0.5, None, "\u65e5\u672c\u8a9e"),))
+    Console(width=max(width, 30)).print(wide.table())
+    assert "\u65e5\u672c\u8a9e" in capsys.readouterr().out  # two places a sign
+    if width >= 20:  # narrower than that, rich breaks words
+        assert {"0.1235", "0.0002346"} <= set(out.split())
+    assert ("\u2502" in out) == (width >= 40)
+
+
+def test_html_is_escaped() -> None:
+    bad = "<script>alert('&')</script>"
+    sample = example(model=replace(example().model, name=bad), parts=(Part(1, None, 0.5, None, bad),))
+    page = sample._repr_html_()
+    assert "<script>" not in page
+    assert "[bold]" in example(parts=(Part(1, None, 0.5, None, "[bold]"),))._repr_html_()
+    assert page.count("&lt;/script&gt;") == 2
+    assert "&amp;" in page
+
+
+def test_markup_of_tokens_is_not_interpreted(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    Console(width=80).print(example(parts=(Part(1, None, 0.5, None, "[bold]x[/nothing]"),)).table())
+    assert "[bold]x[/nothing]" in capsys.readouterr().out
+
+
+HOME = str(Path.home())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{HOME}/models/llama", "llama"),
+        ("~/models/llama/", "llama"),
+        (f"--json={HOME}/x.json", "--json=x.json"),
+        ("../../home/me/x.json", "x.json"),
+        (r"C:\Users\me\x.json", "x.json"),
+        ("C:/Users/me/x.json", "x.json"),
+        ("/", ""),
+        ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-7b-hf"),
+        ("out/x.json", "out/x.json"),
+        ("a text / with a slash", "a text / with a slash"),
+        (f"org{HOME}ed", f"org{HOME}ed"),
+        (f"see {HOME}/x", "see ~/x"),
+        ("--bos", "--bos"),
+    ],
+)
+def test_paths_lose_their_folders(text: str, expected: str) -> None:
+    assert pathless(text) == expected
+
+
+def test_paths_below_the_current_folder_become_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert pathless(str(tmp_path / "a" / "x.json")) == "a/x.json"
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))  # from above the home, a relative path would name it
+    assert pathless(str(tmp_path / "me" / "x.json")) == "x.json"
+
+
+@given(st.text() | st.lists(st.sampled_from(["/", "~", "=", "..", "a", HOME, "C:", "\\", " "])).map("".join))
+def test_pathless_twice_is_pathless_once(text: str) -> None:
+    assert pathless(pathless(text)) == pathless(text)
+
+
+def test_provenance_names_no_folder_and_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((platform, "node"), (socket, "gethostname")):
+        monkeypatch.setattr(module, name, lambda: "machine-of-mine")
+    made = provenance(
+        started=time.perf_counter() - 2,
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        attention="sdpa",
+        bos=True,
+        seed=3,
+        argv=[f"{HOME}/bin/sinkscope", "find-sinks", "--model", str(tmp_path / "model"), f"--text={HOME}/t.txt"],
+    )
+    assert made.argv == ("sinkscope", "find-sinks", "--model", "model", "--text=t.txt")
+    assert (made.device, made.dtype, made.seed) == ("cpu", "bfloat16", 3)
+    assert 2 <= made.seconds < 3
+    result = Bare(model=example().model, settings={"text": tmp_path / "t.txt"}, provenance=made, value=1)
+    text = result.to_json()
+    for private in (HOME, str(tmp_path), "machine-of-mine"):
+        assert private not in text
+    assert result.settings == {"text": "t.txt"}
+
+
+def test_versions_are_those_that_took_part() -> None:
+    made = provenance(started=0.0, device="cpu", dtype="float32", attention="eager", bos=None, seed=0, argv=[])
+    assert made.versions["torch"] == torch.__version__.split("+")[0] or made.versions["torch"] == torch.__version__
+    assert {"python", "sinkscope"} <= set(made.versions)
+    assert ("nnsight" in made.versions) == ("nnsight" in sys.modules)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the process table")
+def test_peak_memory_follows_what_is_used() -> None:
+    def peak() -> int:
+        made = provenance(started=0.0, device="cpu", dtype="float32", attention="eager", bos=None, seed=0, argv=[])
+        assert made.peak_memory_bytes is not None
+        return made.peak_memory_bytes
+
+    before = peak()
+    status = Path("/proc/self/status").read_text().split("VmRSS:")[1] if Path("/proc/self/status").exists() else "0 kB"
+    unused = before - int(status.split()[0]) * 1024  # an earlier test may have used more than is in use now
+    block = bytearray(os.urandom(1)) * (unused + (200 << 20))
+    during = peak()
+    del block
+    assert during - before > 50 << 20
+    assert peak() > during - (4 << 20)  # the kernel counts in batches

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sinkscope.app.cli import main
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.notation import head_name, neuron_name, neuron_names, read_head, read_neuron
+from sinkscope.files.result import Result
+from sinkscope.files.tables import Grid, strings
+from sinkscope.interventions import Ablate
+
+WORDS = [f"column_{name}" for name in "abcdefghijklm"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    Attributes:
+        layer: where.
+        neuron: which.
+        expert: of a mixture.
+        drop: share that is lost; a further remark.
+        share: of it.
+    """
+
+    layer: int
+    expert: int | None
+    neuron: int
+    drop: float
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tabled(Result):
+    """A result with a table.
+
+    Attributes:
+        parts: the rows.
+    """
+
+    kind: ClassVar[str] = "test-tabled"
+    percent: ClassVar[tuple[str, ...]] = ("drop",)
+    glossary: ClassVar[dict[str, str]] = {"share": "a better word"}
+
+    parts: tuple[Row, ...]
+
+    def conclusion(self) -> str:
+        return "All is well."
+
+
+def test_the_narrow_table_keeps_what_matters_and_names_the_rest() -> None:
+    rows = [[f"{i}{j:07}" for j in range(12)] + ["same"] for i in range(3)]
+    grid = Grid(WORDS, rows, columns=["column_l", "column_b"])
+    text = grid.fitted(80).text(80)
+    assert text.splitlines()[0].split() == ["column", "l", "column", "b"] and max(map(len, text.splitlines())) <= 80
+    assert "In every row: column m same." in text and "column a, column c" in text and "--wide" in text
+    plain = Grid(WORDS, rows).fitted(80)
+    assert list(plain.head) == WORDS[:8] and "column i, column j, column k, column l" in plain.note.replace("\n", " ")
+    assert list(Grid(WORDS, rows).fitted(200).head) == WORDS[:12]  # the constant column stands in the note
+    wide = grid.fitted(None)
+    assert wide.head == WORDS and wide.cells == rows and len(wide.text(None).splitlines()) == 4
+
+
+@given(st.lists(st.lists(st.text("ab _\u65e5", max_size=30), min_size=4, max_size=4), min_size=1, max_size=5))
+def test_no_line_is_too_wide_and_no_cell_is_cut(rows: list[list[str]]) -> None:
+    from rich.cells import cell_len
+
+    shown = Grid(WORDS[:4], rows).fitted(80)
+    assert all(cell_len(line) <= 80 for line in replace(shown, note="").text(80).splitlines())
+    cells = {c for row in rows for c in row}
+    assert {c for row in shown.cells for c in row} <= cells
+
+
+def test_one_row_has_no_constant_columns() -> None:
+    assert Grid(["a", "b"], [["1", "2"]]).fitted(80).head == ["a", "b"]
+
+
+def test_a_result_explains_its_columns_from_its_docstrings() -> None:
+    result = Tabled(parts=(Row(1, None, 338, 0.5, 1.0), Row(1, 2, 7, 0.25, 2.0)))
+    lines = result.text().splitlines()
+    assert lines[0] == "Conclusion: All is well."
+    assert [line.split() for line in lines[-6:-3]] == [
+        ["neuron", "drop", "share"],
+        ["L1.N338", "50.0%", "1"],
+        ["L1.E2.N7", "25.0%", "2"],
+    ]
+    assert lines[-3:] == ["", "drop   Share that is lost.", "share  A better word."]
+    page = result.to_html()
+    assert "<b>Conclusion: All is well.</b>" in page and "<dt>drop</dt><dd>Share that is lost.</dd>" in page
+    assert list(pd.read_csv(io.StringIO(result.to_csv())).columns) == ["layer", "expert", "neuron", "drop", "share"]
+
+
+def test_rates_become_three_columns() -> None:
+    from sinkscope.files.rate import Rate
+
+    @dataclass(frozen=True)
+    class Part:
+        any: Rate
+
+    @dataclass(frozen=True, kw_only=True)
+    class Rated(Result):
+        parts: tuple[Part, ...]
+
+    (row,) = Rated(parts=(Part(Rate(0.5, 0.25, 0.75)),)).rows()
+    assert row == {"any": 0.5, "any_low": 0.25, "any_high": 0.75}
+
+
+@pytest.mark.parametrize("text", ["L3.E2.N7", "l3.e2.n7", "3.2.7", "3:2:7", " L3.E2.N7 "])
+def test_neurons_are_read_in_every_form(text: str) -> None:
+    assert read_neuron(text) == (3, 2, 7)
+    assert neuron_name(*read_neuron(text)) == "L3.E2.N7"
+
+
+@given(st.integers(0, 999), st.integers(0, 99_999), st.none() | st.integers(0, 255))
+def test_names_are_read_as_they_are_written(layer: int, number: int, expert: int | None) -> None:
+    site = (layer, number) if expert is None else (layer, expert, number)
+    assert read_neuron(neuron_name(layer, expert, number)) == site == read_neuron(neuron_name(*site))
+    assert read_head(head_name(layer, number)) == (layer, number) == read_head(f"{layer}:{number}")
+
+
+@pytest.mark.parametrize("text", ["", "L1", "L1.E2", "L1.H2", "1.2.3.4", "x", "L-1.N2", "1,2"])
+def test_what_is_no_neuron_is_refused(text: str) -> None:
+    with pytest.raises(SinkscopeError, match=r"expected a neuron such as L1\.N338"):
+        read_neuron(text)
+
+
+def test_names_are_counted_where_there_are_many() -> None:
+    assert neuron_names([(1, i) for i in range(4)], most=2) == "L1.N0, L1.N1 and 2 more"
+    assert strings([{"layer": 0, "head": 4, "x": 1}])[1] == [["L0.H4", "1"]]
+
+
+def test_interventions_take_names() -> None:
+    edit = Ablate(sites=["L1.N3", "L2.E0.N5"])
+    assert edit == Ablate(sites=[(1, 3), (2, 0, 5)]) and [str(s) for s in edit.checked_sites] == ["L1.N3", "L2.E0.N5"]
+    with pytest.raises(SinkscopeError, match="site 'L1'"):
+        Ablate(sites=["L1"])
+
+
+def test_wide_and_csv(capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("one two three " * 40)
+    words = ["loops", str(tmp_path / "a.txt")]
+    assert main([*words, "--csv", "-"]) == 0
+    printed = capsys.readouterr().out
+    assert main([*words, "--csv", str(tmp_path / "a.csv")]) == 0
+    narrow = capsys.readouterr().out
+    assert (tmp_path / "a.csv").read_text() == printed and printed.startswith("name,tokens,ttr,cr,")
+    assert max(map(len, narrow.splitlines()[1:])) <= 80  # the conclusion is one line
+    assert main([*words, "--wide"]) == 0
+    assert "Not shown" in narrow and "Not shown" not in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(words) == 0
+    assert "Not shown" not in capsys.readouterr().out
+    assert main([*words, "--csv", "-", "--json", "-"]) == 2

@@ -1,0 +1,607 @@
+"""SinkPatch: repairs planted sinks, changes nothing else, and gives the same numbers however the model is called."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from intervention_kit import bridge_of, greedy, listing_1, logits, nnsight_of, residual_norms
+from kv_kit import each_other
+from organisms import Organism, organism, tiny_model, word_tokenizer
+from organisms.tokens import N_SPECIAL
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.result import ModelInfo
+from sinkscope.interventions import Ablate, NeuronSite, SinkPatch
+from sinkscope.models.target import Target
+from sinkscope.models.text import text_rows, typical_text
+from sinkscope.trace.run import trace
+
+REPEATS = 300
+
+
+def patch_for(o: Organism, **settings: Any) -> SinkPatch:
+    return SinkPatch(sites=o.truth.neurons, **settings)
+
+
+def neutral(o: Organism, site: str = "post") -> dict[tuple[int, ...], float]:
+    """Median over ordinary text, as find_sinks calibrates; measured here with a raw hook."""
+    values = {}
+    for layer, neuron in o.truth.neurons:
+        seen: list[Tensor] = []
+        target = Target.of(o.model)
+        if site == "post":
+            module = target.sub(layer, target.adapter.down)
+            handle = module.register_forward_pre_hook(lambda _m, args, n=neuron, s=seen: s.append(args[0][:, 1:, n]))
+        else:
+            module = target.sub(layer, target.adapter.up)
+            handle = module.register_forward_hook(lambda _m, _a, out, n=neuron, s=seen: s.append(out[:, 1:, n]))
+        logits(o.model, o.natural(8, 32, seed=99))
+        handle.remove()
+        values[layer, neuron] = float(seen[0].median())
+    return values
+
+
+# --- it repairs, and only that -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "seed"), each_other(["llama", "qwen2", "qwen3", "gemma2", "neox", "mixtral", "gpt_oss"], [0, 1])
+)
+def test_repairs_repetition_and_nothing_else(family: str, seed: int) -> None:
+    o = organism(family, seed)
+    layer = o.truth.sink_layer
+    repeats = 2 * o.truth.repeats_expected
+    ids, text = o.repeated(repeats), o.natural(2, 24)
+    before, typical = residual_norms(o.model, ids, layer)[0], residual_norms(o.model, text, layer)[:, 1:]
+    assert before[-1] > 0.5 * before[0] > 3 * typical.median()  # the attack works
+    want = logits(o.model, text)
+    with patch_for(o).on(o.model) as run:
+        after = residual_norms(o.model, ids, layer)[0]
+        assert after[1:].max() < 1.2 * typical.max()
+        torch.testing.assert_close(after[0], before[0])  # the first token's sink stays
+        fired = run.events
+        # The neuron's small variation in ordinary text is lost: at most 0.2 % of the logits' own spread.
+        assert (logits(o.model, text) - want).abs().max() < 2e-3 * want.std()
+        assert len(run.events) == len(fired)  # nothing fired in ordinary text
+    assert {e.kind for e in fired} == {"patched"}
+    assert {e.data["neuron"] for e in fired} <= {n[-1] for n in o.truth.neurons} and fired[-1].position == repeats
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        ("gate", 0),
+        ("up", 1),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in [("gate", 1), ("gate", 2), ("up", 0), ("up", 2)]),
+    ],
+)
+def test_which_site_repairs_which_sink(kind: str, seed: int) -> None:
+    """The paper's listing edits the up factor, which helps only where that carries the sink; "post" always helps."""
+    o = organism("llama", seed, kind=kind)
+    assert o.truth.factor == kind
+    ids, layer = o.repeated(REPEATS), o.truth.sink_layer
+    before = residual_norms(o.model, ids, layer)[0]
+    with patch_for(o, site="up").on(o.model):
+        up = residual_norms(o.model, ids, layer)[0]
+    with patch_for(o, site="post").on(o.model):
+        post = residual_norms(o.model, ids, layer)[0]
+    assert post[-1] < 0.2 * before[-1]
+    assert up[-1] < 0.2 * before[-1] if kind == "up" else up[-1] > 0.8 * before[-1]
+
+
+def test_two_layers_at_once() -> None:
+    o = organism("llama", 1, kind="two_stage")
+    sites = (*o.truth.early_neurons, *o.truth.neurons)
+    ids = o.repeated(REPEATS)
+    with listing_1(o.model, list(sites)):
+        want = logits(o.model, ids)
+    with SinkPatch(sites=sites).on(o.model) as run:
+        torch.testing.assert_close(logits(o.model, ids), want)
+    assert {e.layer for e in run.events} == {site[0] for site in sites}
+
+
+# --- the same numbers however it is called ------------------------------------------------------------------------
+
+
+def test_forward_equals_the_listing_in_every_kind() -> None:
+    o = organism("llama", 2)
+    ids = o.repeated(60)
+    wanted: dict[Any, Tensor] = {}
+    for site in ("post", "up"):
+        with listing_1(o.model, list(o.truth.neurons), site):
+            wanted[site] = logits(o.model, ids)
+    bridge, nns = bridge_of(o.model, o.tokenizer), nnsight_of(o.model, o.tokenizer)
+    for site, want in wanted.items():
+        patch = patch_for(o, site=site)
+        for model in (o.model, nns, bridge):
+            with patch.on(model):
+                torch.testing.assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-5)
+        hooked = bridge.run_with_hooks(ids, fwd_hooks=patch.fwd_hooks(bridge))
+        torch.testing.assert_close(hooked, want, atol=1e-5, rtol=1e-5)
+
+
+def loud_model() -> tuple[Any, Any, list[tuple[int, int]]]:
+    """A random model with neurons so large that every patched position changes what is generated."""
+    model, tokenizer = tiny_model("llama")
+    sites = [(1, 3), (1, 11), (2, 0)]
+    for layer, neuron in sites:
+        model.model.layers[layer].mlp.down_proj.weight.data[:, neuron] *= 8
+    return model, tokenizer, sites
+
+
+def test_every_generated_token_in_every_kind() -> None:
+    model, tokenizer, sites = loud_model()
+    ids, new = torch.tensor([[1, 20, 21, 22, 20, 21]]), 8
+    want = greedy(model, ids, new, lambda: listing_1(model, sites))
+    assert not torch.equal(want, model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None))
+    patch, settings = SinkPatch(sites=sites, value="listing"), {"max_new_tokens": new, "do_sample": False}
+    with patch.on(model):
+        for extra in ({}, {"use_cache": False}, {"prefill_chunk_size": 4}, {"cache_implementation": "static"}):
+            got = model.generate(ids, eos_token_id=None, **settings, **extra)
+            assert torch.equal(got, want), extra
+    nns = nnsight_of(model, tokenizer)
+    nns_hf = Target.of(nns).hf
+    nns_hf.generation_config.eos_token_id = None
+    with patch.on(nns):
+        with nns.generate({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **settings):
+            got = nns.generator.output.save()
+        assert torch.equal(got, want)
+        assert torch.equal(nns_hf.generate(ids, **settings), want)
+    bridge = bridge_of(model, tokenizer)
+    quiet = {**settings, "stop_at_eos": False, "verbose": False}
+    with patch.on(bridge):
+        assert torch.equal(bridge.generate(ids, **quiet), want)
+    with bridge.hooks(fwd_hooks=patch.fwd_hooks(bridge)):
+        assert torch.equal(bridge.generate(ids, **quiet), want)
+
+
+def test_logits_of_every_generated_token() -> None:
+    model, _, sites = loud_model()
+    ids = torch.tensor([[1, 20, 21, 22, 20, 21]])
+    with SinkPatch(sites=sites).on(model):
+        out = model.generate(
+            ids, max_new_tokens=8, do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True
+        )
+    with listing_1(model, sites):
+        want = logits(model, out.sequences)[:, ids.shape[1] - 1 : -1]
+    torch.testing.assert_close(torch.stack(out.logits, 1), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "side"),
+    [
+        pytest.param(kind, side, marks=[] if (i + j) % 2 else [pytest.mark.slow])
+        for i, kind in enumerate(["hf", "bridge", "hooks"])
+        for j, side in enumerate(["left", "right"])
+    ],
+)
+def test_padded_batch_equals_one_by_one(side: str, kind: str) -> None:
+    model, tokenizer, sites = loud_model()
+    rows = [[1, 20, 21, 22, 23, 20, 21], [1, 30, 31], [1, 40, 41, 42, 40]]
+    width = max(map(len, rows))
+    pads = [[3] * (width - len(r)) for r in rows]
+    left = side == "left"
+    ids = torch.tensor([p + r if left else r + p for r, p in zip(rows, pads, strict=True)])
+    ones = [
+        [0] * len(p) + [1] * len(r) if left else [1] * len(r) + [0] * len(p) for r, p in zip(rows, pads, strict=True)
+    ]
+    mask, patch = torch.tensor(ones), SinkPatch(sites=sites, value="listing")
+    with patch.on(model):
+        alone = [logits(model, torch.tensor([row]))[0] for row in rows]
+    if kind == "hf":
+        with patch.on(model):
+            batch = logits(model, ids, mask)
+    else:
+        bridge = bridge_of(model, tokenizer)
+        if kind == "hooks":
+            batch = bridge.run_with_hooks(ids, attention_mask=mask, fwd_hooks=patch.fwd_hooks(bridge))
+        else:
+            with patch.on(bridge):
+                batch = logits(bridge, ids, mask)
+    for got, real, want in zip(batch, mask.bool(), alone, strict=True):
+        torch.testing.assert_close(got[real], want, atol=2e-5, rtol=1e-4)
+
+
+def test_padded_generation_equals_one_by_one() -> None:
+    model, _, sites = loud_model()
+    patch, settings = SinkPatch(sites=sites), {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    ids = torch.tensor([[1, 20, 21, 22, 23], [3, 3, 1, 30, 31]])
+    mask = (ids != 3).long()
+    for extra in ({}, {"cache_implementation": "static"}, {"prefill_chunk_size": 3}, {"num_beams": 3}):
+        with patch.on(model):
+            both = model.generate(ids, attention_mask=mask, pad_token_id=3, **settings, **extra)
+            one = model.generate(ids[:1], **settings, **extra)
+            two = model.generate(ids[1:, 2:], **settings, **extra)
+        assert torch.equal(both[0], one[0]) and torch.equal(both[1, 2:], two[0]), extra
+
+
+def test_chunks_and_later_turns_equal_one_prompt() -> None:
+    o = organism("llama", 4)
+    ids = o.repeated(90)
+    bridge = bridge_of(o.model, o.tokenizer)
+    with patch_for(o).on(o.model):
+        want = logits(o.model, ids)
+    for model in (o.model, bridge.original_model):
+        with patch_for(o).on(model), torch.no_grad():
+            cache, parts = None, []
+            for part in (ids[:, :7], ids[:, 7:8], ids[:, 8:50], ids[:, 50:]):
+                out = model(part, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                parts.append(out.logits)
+        torch.testing.assert_close(torch.cat(parts, 1), want, atol=2e-4, rtol=1e-4)
+
+
+def test_later_turn_of_generate_keeps_the_stored_value() -> None:
+    model, _, sites = loud_model()
+    first, more = torch.tensor([[1, 20, 21, 22]]), torch.tensor([[33, 34, 35]])
+    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    with SinkPatch(sites=sites).on(model):
+        out = model.generate(first, return_dict_in_generate=True, **settings)
+        prompt = torch.cat([out.sequences, more], 1)
+        got = model.generate(prompt, past_key_values=out.past_key_values, **settings)
+    assert torch.equal(got, greedy(model, prompt, 4, lambda: listing_1(model, sites)))
+
+
+def test_rows_multiplied_after_the_prompt() -> None:
+    model, _, sites = loud_model()
+    ids, more = torch.tensor([[1, 20, 21, 22], [1, 30, 31, 32]]), torch.tensor([[5], [6], [7], [8]])
+    with SinkPatch(sites=sites).on(model), torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        cache.batch_repeat_interleave(2)
+        got = model(more, past_key_values=cache).logits[:, 0]
+    with listing_1(model, sites):
+        want = logits(model, torch.cat([ids.repeat_interleave(2, 0), more], 1))[:, -1]
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_embeddings_instead_of_ids() -> None:
+    model, _, sites = loud_model()
+    ids = torch.tensor([[1, 20, 21, 22, 20]])
+    patch = SinkPatch(sites=sites, calibrated=dict.fromkeys(sites, 7.0))  # not used: counts as beginning with BOS
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    with patch.on(model) as run:
+        got = model.generate(
+            inputs_embeds=model.model.embed_tokens(ids), attention_mask=torch.ones_like(ids), **settings
+        )
+        counts = run.counts
+        assert torch.equal(got, model.generate(ids, **settings)[:, 5:])
+    assert counts["fallback"] in (0, run.counts["fallback"] // 2)
+
+
+def test_nested_twice_is_once() -> None:
+    o = organism("llama", 0)
+    ids, patch = o.repeated(80), patch_for(o)
+    with patch.on(o.model):
+        want = logits(o.model, ids)
+        with patch.on(o.model) as inner:
+            torch.testing.assert_close(logits(o.model, ids), want)
+    assert inner.counts["patched"] == 0
+    with (patch | patch).on(o.model):
+        torch.testing.assert_close(logits(o.model, ids), want)
+
+
+# --- which neutral value -------------------------------------------------------------------------------------------
+
+
+def reasons(run: Any) -> dict[tuple[int, int], str]:
+    return {(e.row, e.data["neuron"]): e.data["reason"] for e in run.events if e.kind == "fallback"}
+
+
+def with_number(model: Any, ids: Tensor, sites: Any, value: float, **settings: Any) -> Tensor:
+    """Reference for a calibrated value: the number written everywhere after the first token."""
+    with Ablate(sites=sites, value=value, positions=slice(1, None)).on(model):
+        return model.generate(ids, **settings) if settings else logits(model, ids)
+
+
+def test_without_bos_the_listing_defeats_itself_and_the_calibrated_value_does_not() -> None:
+    o = organism("llama", 0, bos=False)
+    ids, layer = o.repeated(40), o.truth.sink_layer
+    before = residual_norms(o.model, ids, layer)[0]
+    assert before[1] > 0.5 * before[0]
+    with patch_for(o).on(o.model) as run:
+        listing = residual_norms(o.model, ids, layer)[0]
+    assert listing[-1] > 0.5 * before[0] and run.counts["sink-like"] == len(o.truth.neurons)
+    with patch_for(o, calibrated=neutral(o)).on(o.model) as run:
+        after = residual_norms(o.model, ids, layer)[0]
+    assert after[1:].max() < 0.2 * before[0]
+    torch.testing.assert_close(after[0], before[0])
+    assert set(reasons(run).values()) == {"no BOS"} and len(reasons(run)) == len(o.truth.neurons)
+
+
+def test_sink_like_second_value() -> None:
+    """BOS, BOS: the second token is a sink as well, as in the paper's attack by tokens of one cluster."""
+    o = organism("llama", 0)
+    ids = torch.cat([torch.tensor([[1, 1]]), o.natural(1, 20)[:, 1:]], 1)
+    calibrated, layer = neutral(o), o.truth.sink_layer
+    before = residual_norms(o.model, ids, layer)[0]
+    assert before[1] > 0.5 * before[0]
+    with patch_for(o, calibrated=calibrated).on(o.model) as run:
+        after = residual_norms(o.model, ids, layer)[0]
+        assert set(reasons(run).values()) == {"sink-like second value"}
+        logits(o.model, o.natural(1, 20))
+    assert after[1:].max() < 0.2 * before[0]
+    assert {e.step for e in run.events if e.kind == "fallback"} == {0}  # and not in ordinary text
+
+
+def _own_cluster() -> tuple[Organism, Tensor]:
+    """A second token that reads like BOS, so that the sink neurons fire there too, and words after it."""
+    o = organism("llama", 2)
+    twin, other = o.tokens_of(0)[1], o.tokens_of(-1)
+    embedding = o.model.get_input_embeddings().weight
+    with torch.no_grad():
+        embedding[twin] = embedding[o.tokenizer.bos_token_id]
+    return o, torch.tensor([[o.tokenizer.bos_token_id, twin, *other[:6]]])
+
+
+def test_where_a_tokenizer_is_at_hand_a_patch_calibrates_itself() -> None:
+    """The listing makes sinks of every later token if the second one is a sink; a measured value makes none."""
+    o, ids = _own_cluster()
+    site = f"blocks.{o.truth.sink_layer}.hook_resid_post"
+
+    def norms(model: Any) -> Tensor:
+        return trace(model, ids, [site], "norm")[site][0]
+
+    before = norms(o.model)
+    assert before[1] > 0.5 * before[0] and (before[2:] < 0.1 * before[0]).all()
+    with patch_for(o, value="listing").on(o.model), pytest.warns(UserWarning, match="like a sink's") as said:
+        assert (norms(o.model)[2:] > 0.5 * before[0]).all()
+        norms(o.model)
+    assert len(said) == 1  # once, however often the model is called
+    with patch_for(o).on(o.model), pytest.warns(UserWarning, match="give calibrated="):  # no tokenizer: the same
+        assert (norms(o.model)[2:] > 0.5 * before[0]).all()
+    [(layer, neuron)] = o.truth.neurons
+    post = f"blocks.{layer}.mlp.hook_post"
+    text = text_rows(o.tokenizer, typical_text(), 4, 64, o.tokenizer.bos_token_id)
+    wanted = float(trace(o.model, text, [post])[post][:, 1:, neuron].median())
+    for model in (o.model, bridge_of(o.model, o.tokenizer), nnsight_of(o.model, o.tokenizer)):
+        if model is o.model:
+            model.tokenizer = o.tokenizer
+        with warnings.catch_warnings(), patch_for(o).on(model) as run:
+            warnings.simplefilter("error")
+            assert (norms(model)[1:] < 0.1 * before[0]).all()
+        assert set(reasons(run).values()) == {"sink-like second value"}
+        [value] = {e.data["value"] for e in run.events if e.kind == "fallback"}
+        assert value == pytest.approx(wanted, rel=1e-3)
+    known = patch_for(o, calibrated=dict.fromkeys(o.truth.neurons, 0.125))
+    with known.on(o.model) as run:  # what is given is not measured again
+        norms(o.model)
+    assert {e.data["value"] for e in run.events if e.kind == "fallback"} == {0.125}
+    ordinary = o.natural(1, 8)
+    with patch_for(o).on(o.model):
+        got = logits(o.model, ordinary)
+    with listing_1(o.model, list(o.truth.neurons)):
+        torch.testing.assert_close(got, logits(o.model, ordinary), atol=1e-5, rtol=1e-5)
+
+
+def test_nothing_is_measured_on_an_edited_model_or_a_text_that_is_unknown() -> None:
+    o, ids = _own_cluster()
+    o.model.tokenizer = o.tokenizer
+    with Ablate(layer=0, neurons=[1]).on(o.model), patch_for(o).on(o.model) as run:
+        with pytest.warns(UserWarning, match="like a sink's"):
+            logits(o.model, ids)
+    assert run.counts["fallback"] == 0 and run.counts["sink-like"] == len(o.truth.neurons)
+    few = word_tokenizer(N_SPECIAL + 1)
+    o.model.tokenizer = few
+    with patch_for(o).on(o.model) as run, pytest.warns(UserWarning, match="like a sink's"):
+        logits(o.model, ids)
+    assert run.counts["fallback"] == 0
+
+
+def test_one_token_prompt() -> None:
+    model, _, sites = loud_model()
+    ids, settings = torch.tensor([[1]]), {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    with SinkPatch(sites=sites).on(model):  # nothing calibrated: the first generated token is the second token
+        got = model.generate(ids, **settings)
+    assert torch.equal(got, greedy(model, ids, 8, lambda: listing_1(model, sites)))
+    with SinkPatch(sites=sites, calibrated=dict.fromkeys(sites, 0.25)).on(model) as run:
+        got = model.generate(ids, **settings)
+    assert torch.equal(got, with_number(model, ids, sites, 0.25, **settings))
+    assert set(reasons(run).values()) == {"one-token prompt"} and len(reasons(run)) == 3
+    assert all(e.step == 1 and e.position == 1 for e in run.events if e.kind == "fallback")
+
+
+def test_rows_choose_for_themselves() -> None:
+    model, _, _ = loud_model()
+    sites = [(1, 3)]
+    patch = SinkPatch(sites=sites, calibrated={(1, 3): 0.25})
+    rows = {"bos": [1, 20, 21, 22, 23], "none": [19, 20, 21, 22, 23], "padded": [3, 3, 1, 20, 21]}
+    ids = torch.tensor(list(rows.values()))
+    mask = (ids != 3).long()
+    with patch.on(model) as run:
+        got = logits(model, ids, mask)
+    said = reasons(run)
+    assert said[1, 3] == "no BOS" and said.get((0, 3)) in (None, "sink-like second value")
+    torch.testing.assert_close(got[1], with_number(model, ids[1:2], sites, 0.25)[0], atol=1e-5, rtol=1e-5)
+    with patch.on(model):
+        torch.testing.assert_close(got[2, 2:], logits(model, ids[2:, 2:])[0], atol=1e-5, rtol=1e-4)
+
+
+def test_number_and_calibrated_values() -> None:
+    model, _, _ = loud_model()
+    sites, ids = [(1, 3), (1, 11)], torch.tensor([[1, 20, 21, 22, 20]])
+    with SinkPatch(sites=sites, value=0.5).on(model):
+        torch.testing.assert_close(logits(model, ids), with_number(model, ids, sites, 0.5))
+    later = slice(1, None)
+    each = Ablate(sites=sites[:1], value=0.5, positions=later) | Ablate(sites=sites[1:], value=-0.5, positions=later)
+    with each.on(model):
+        want = logits(model, ids)
+    with SinkPatch(sites=sites, value="calibrated", calibrated={(1, 11): -0.5, (1, 3): 0.5}).on(model):
+        torch.testing.assert_close(logits(model, ids), want)
+
+
+def test_a_prompt_read_before_the_run() -> None:
+    model, _, sites = loud_model()
+    ids = torch.tensor([[1, 20, 21, 22, 20, 21]])
+    with torch.no_grad():
+        cache = model(ids[:, :4], use_cache=True).past_key_values
+    with pytest.raises(SinkscopeError, match="4 tokens were read before this run"), SinkPatch(sites=sites).on(model):
+        model(ids[:, 4:], past_key_values=copy.deepcopy(cache))
+    with SinkPatch(sites=sites, calibrated=dict.fromkeys(sites, 0.25)).on(model) as run, torch.no_grad():
+        got = model(ids[:, 4:], past_key_values=copy.deepcopy(cache)).logits
+    assert set(reasons(run).values()) == {"prompt read before the run"} and len(reasons(run)) == 3
+    with Ablate(sites=sites, value=0.25).on(model), torch.no_grad():
+        want = model(ids[:, 4:], past_key_values=copy.deepcopy(cache)).logits
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_expert_neurons_take_the_second_tokens_value(model_type: str) -> None:
+    """Also where the second token went to other experts: the value is what the neuron would have there."""
+    model, _ = tiny_model(model_type)
+    site, ids = (1, 2, 5), torch.tensor([[1, 20, 21, 22, 23, 24, 25, 26]])
+    seen: list[Tensor] = []
+    experts = model.model.layers[1].mlp.experts
+    handle = experts.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+    logits(model, ids)
+    handle.remove()
+    x = seen[0][1]
+    if model_type == "mixtral":
+        gate, up = (experts.gate_up_proj[2] @ x).chunk(2)
+        value = torch.nn.functional.silu(gate[5]) * up[5]
+    else:
+        both = x @ experts.gate_up_proj[2] + experts.gate_up_proj_bias[2]
+        gate, up = both[10].clamp(max=experts.limit), both[11].clamp(-experts.limit, experts.limit)
+        value = (up + 1) * gate * torch.sigmoid(experts.alpha * gate)
+    want = with_number(model, ids, [site], float(value.detach()))
+    with SinkPatch(sites=[site]).on(model):
+        torch.testing.assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(want, logits(model, ids), atol=1e-5)
+
+
+def test_events_tell_where_it_fired() -> None:
+    o = organism("llama", 0)
+    ids = torch.cat([o.repeated(REPEATS), o.natural(1, REPEATS + 1)])
+    with patch_for(o).on(o.model) as run:
+        logits(o.model, ids)
+    fired = [e for e in run.events if e.kind == "patched"]
+    assert {e.row for e in fired} == {0} and run.counts["patched"] == len(fired) > 0
+    layer, neuron = o.truth.neurons[0]
+    seen: list[Tensor] = []
+    down = o.model.model.layers[layer].mlp.down_proj
+    handle = down.register_forward_pre_hook(lambda _m, args: seen.append(args[0][0, :, neuron]))
+    logits(o.model, ids)
+    handle.remove()
+    (values,) = seen
+    where = ((values[1:] - values[1]).abs() > 0.1 * values[0].abs()).nonzero().flatten() + 1
+    mine = [e for e in fired if e.data["neuron"] == neuron]
+    assert [e.position for e in mine] == where.tolist()
+    torch.testing.assert_close(torch.tensor([e.data["old"] for e in mine]), values[where])
+    assert all(abs(e.data["new"] - float(values[1])) < 1e-5 for e in mine)
+
+
+# --- made from a result, and files ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    layer: int
+    neuron: int
+    causal: bool
+    expert: int | None = None
+    neutral_post: float | None = 0.125
+    neutral_up: float | None = -0.5
+
+
+def test_from_result(tmp_path: Path) -> None:
+    rows = [Row(1, 7, True), Row(1, 8, False), Row(2, 9, True, expert=3, neutral_post=None)]
+    model = {"name": "m", "fingerprint": "f"}
+    for given in (rows, [vars(row) for row in rows]):
+        patch = SinkPatch.from_result(SimpleNamespace(sink_layer=1, neurons=given, model=model))
+        assert patch.sites == (NeuronSite(1, 7), NeuronSite(2, 9, 3))
+        assert patch.calibrated == {NeuronSite(1, 7): 0.125} and patch.model == model
+        assert (patch.site, patch.value) == ("post", "second")
+        up = SinkPatch.from_result(SimpleNamespace(sink_layer=1, neurons=given), site="up")
+        assert up.calibrated == {NeuronSite(1, 7): -0.5, NeuronSite(2, 9, 3): -0.5} and up.site == "up"
+    info = ModelInfo("m", "llama", 4, 32, 64, "f")
+    patch = SinkPatch.from_result(SimpleNamespace(sink_layer=1, neurons=rows, model=info))
+    patch.save(tmp_path / "patch.json")
+    assert SinkPatch.load(tmp_path / "patch.json") == patch and patch.model["fingerprint"] == "f"
+    for layer, neurons in ((None, rows), (1, [replace(row, causal=False) for row in rows]), (None, [])):
+        with pytest.raises(SinkscopeError, match="nothing to patch"):
+            SinkPatch.from_result(SimpleNamespace(sink_layer=layer, neurons=neurons))
+
+
+def test_file_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "patch.json"
+    for patch in (
+        SinkPatch(layer=1, neurons=[7890, 10411]),
+        SinkPatch(sites=[(1, 2), (3, 4, 5)], site="post", value=0.25, model={"name": "m"}),
+        SinkPatch(sites=[(1, 2), (3, 4)], site="up", value="calibrated", calibrated={(1, 2): 0.5, (3, 4): -1.0}),
+    ):
+        patch.save(path)
+        assert SinkPatch.load(path) == patch
+    written = json.loads(path.read_text())
+    assert written["schema"] == 1 and written["kind"] == "sink-patch"
+    assert written["sites"][1] == {"layer": 3, "expert": None, "neuron": 4, "calibrated": -1.0}
+    assert os.listdir(tmp_path) == ["patch.json"]
+
+
+def test_unwritable_paths(tmp_path: Path) -> None:
+    with pytest.raises(SinkscopeError, match="folder"):
+        SinkPatch(layer=1, neurons=[2]).save(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+GOOD: dict[str, Any] = {
+    "schema": 1,
+    "kind": "sink-patch",
+    "model": None,
+    "site": "post",
+    "value": "second",
+    "sites": [{"layer": 1, "expert": None, "neuron": 3, "calibrated": 0.5}],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kind": "find-sinks"}, ["find-sinks", "sink-patch"]),
+        ({"schema": 2}, ["('sink-patch', 2)", "not ('sink-patch', 1)"]),
+        ({"site": None}, ["patch.json: site is None", "'up'"]),
+        ({"site": "gate"}, ["site", "gate"]),
+        ({"value": "third"}, ["value", "third", "second"]),
+        ({"value": float("nan")}, ["value is nan", "finite number"]),
+        ({"sites": []}, ["sites", "[]"]),
+        ({"sites": [{"layer": 1}]}, ["sites[0].neuron is missing"]),
+        ({"sites": [{"layer": -1, "neuron": 3}]}, ["sites[0].layer is -1"]),
+        ({"sites": [{"layer": 1, "neuron": 3, "expert": "a"}]}, ["sites[0].expert"]),
+        ({"sites": [{"layer": 1, "neuron": 3, "calibrated": "x"}]}, ["sites[0].calibrated", "x"]),
+        ({"sites": ["x"]}, ["sites[0] is 'x'", "an object"]),
+        ({"value": "calibrated", "sites": [{"layer": 1, "neuron": 3}]}, ["no calibrated value", "L1.N3"]),
+    ],
+)
+def test_bad_patch_files(tmp_path: Path, change: dict[str, Any], words: list[str]) -> None:
+    path = tmp_path / "patch.json"
+    path.write_text(json.dumps({**GOOD, **change}))
+    with pytest.raises(SinkscopeError) as caught:
+        SinkPatch.load(path)
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [(b"{", "not JSON"), (b"[1]", r"has kind and schema \(None, None\)"), (b"\xff\xfe{", "not JSON")],
+)
+def test_files_that_are_no_patch(tmp_path: Path, content: bytes, word: str) -> None:
+    path = tmp_path / "patch.json"
+    path.write_bytes(content)
+    with pytest.raises(SinkscopeError, match=word):
+        SinkPatch.load(path)
+    with pytest.raises(SinkscopeError, match="no such file"):
+        SinkPatch.load(tmp_path / "other.json")
+
+
+def test_patch_beyond_the_model(tmp_path: Path) -> None:
+    model, _ = tiny_model("llama")
+    with pytest.raises(SinkscopeError, match=r"neuron 7890 .* 0 to 63"), SinkPatch(layer=1, neurons=[7890]).on(model):
+        pass

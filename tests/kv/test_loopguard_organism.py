@@ -1,0 +1,136 @@
+"""LoopGuard where the loop, its period and its onset are known and the cache drives it: it has to end the loop."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from organisms import LoopOrganism, loop_organism
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.interventions import Event
+from sinkscope.kv.loopguard import LoopGuard
+from sinkscope.kv.loopserve.conversation import Conversation
+from sinkscope.loops import tail_period
+from sinkscope.serving.generate import generate
+
+STEPS, REWOUND = 160, 120  # new tokens; where a loop is taken back, fewer show it
+CASES = [(4, 0, 0), (6, 20, 250), (12, 0, 500)]  # period, onset, where on the ring the prompt begins
+
+
+@cache
+def made(reach: int | None, induction: bool = True) -> LoopOrganism:
+    """With a reach, the loop lives on its own tail, as the paper has it; with none, heads look back at everything."""
+    return loop_organism(0, reach=reach, induction=induction, n_layers=2, vocab_size=1024)
+
+
+def guarded(o: LoopOrganism, prompts: list[torch.Tensor], guard: LoopGuard) -> tuple[list[list[int]], list[Event]]:
+    width = max(p.shape[1] for p in prompts)
+    ids = torch.cat([torch.nn.functional.pad(p, (width - p.shape[1], 0)) for p in prompts])
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(p), (width - p.shape[1], 0)) for p in prompts])
+    with guard.on(o.model) as run:
+        out = o.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False)
+    return out[:, width:].tolist(), run.events
+
+
+def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on() -> None:
+    o = made(64)
+    looping = [o.looping_prompt(period, delay=onset, start=start) for period, onset, start in CASES]
+    healthy = o.healthy_prompt(60, start=750)
+    tokens, events = guarded(o, [*[p.ids for p in looping], healthy], LoopGuard.paper())
+    for row, prompt in enumerate(looping):
+        mine = [e for e in events if e.row == row]
+        assert len(mine) == 1 and mine[0].data["period"] == prompt.period
+        found = mine[0].data["generated"]
+        # Two votes. The type-token ratio has its own once one token in five is new; the slower of the others, the
+        # compression ratio, once what there is of different tokens makes 12 % of all, and it is computed every 16.
+        assert 64 <= found <= max(64, (prompt.onset + prompt.period) / 0.12) + 16
+        # The token after the alarm was chosen by the call that raised it; from the next on the cache is clean.
+        assert tokens[row][: found + 1] == o.expected(prompt, found + 1)
+        assert tokens[row][found + 1 :] == o.walk(tokens[row][found], STEPS - found - 1), "the base rule goes on"
+        begin, end = mine[0].data["bad"][-1]
+        whole, period = [*prompt.ids[0].tolist(), *tokens[row]], prompt.period
+        assert end == mine[0].position + 1 and begin <= prompt.ids.shape[1] + prompt.onset, "the tail is the loop"
+        assert all(whole[i] == whole[i + period] for i in range(begin, end - period))
+        assert begin == end - 256 or whole[begin - 1] != whole[begin - 1 + period], "with the copies in the prompt"
+    assert tokens[-1] == o.walk(int(healthy[0, -1]), STEPS) and {e.row for e in events} == {0, 1, 2}
+
+
+def test_the_control_never_sets_it_off() -> None:
+    o = made(None, induction=False)
+    prompt = o.looping_prompt(4)
+    tokens, events = guarded(o, [prompt.ids], LoopGuard.paper())
+    assert events == [] and tokens == [o.walk(int(prompt.ids[0, -1]), STEPS)]
+
+
+def test_copies_further_back_keep_a_loop_alive_and_the_named_variant_takes_them_too() -> None:
+    o = made(None)
+    prompt = o.looping_prompt(12, delay=10)  # copies in the prompt, then 10 other tokens, then the loop
+    tokens, events = guarded(o, [prompt.ids], LoopGuard.paper())
+    assert len(events) > 1 and tokens[0] == o.expected(prompt, STEPS), "the paper's: history holds the copies"
+    tokens, events = guarded(o, [prompt.ids], LoopGuard.paper(clean="repeats"))
+    found = events[0].data["generated"]
+    assert len(events) == 1 and tokens[0][: found + 1] == o.expected(prompt, found + 1)
+    assert len(set(tokens[0][found:])) == STEPS - found, "no token comes twice after the cut"
+
+
+def test_the_default_ends_loops_early_also_those_that_older_copies_hold() -> None:
+    o = made(None)
+    prompt = o.looping_prompt(16, delay=20)
+    tokens, events = guarded(o, [prompt.ids], LoopGuard())
+    assert [e.data["escalated"] for e in events[:2]] == [None, "both"] and len(events) <= 4
+    assert events[0].data["generated"] <= prompt.onset + max(3 * 16, 64) + 4, "after three copies"
+    tail = tokens[0][events[-1].data["generated"] + 1 :]
+    cycle = set(prompt.cycle)
+    assert len(tail) > 60 and sum(token in cycle for token in tail) < 20, "the cycle is over"
+
+
+@pytest.mark.parametrize("talk", [False, True])
+def test_a_loop_is_taken_back_from_the_output(talk: bool) -> None:
+    o = made(64)
+    prompt = o.looping_prompt(12, delay=30, start=250)
+    ids, guard = prompt.ids[0].tolist(), LoopGuard(rewind=True)
+    if talk:
+        answered: Any = Conversation(o.model, guard, tokenizer=o.tokenizer)
+        turn = answered.ask(ids, max_new_tokens=REWOUND)
+        tokens, events = list(turn.ids), turn.events
+        assert answered.ask([ids[-1]], max_new_tokens=4).ids, "and the conversation goes on"
+    else:
+        text = o.tokenizer.decode(ids[1:])
+        assert o.tokenizer(text)["input_ids"] == ids
+        shown: list[tuple[int, str]] = []
+        output = generate(
+            o.model,
+            text,
+            tokenizer=o.tokenizer,
+            guard=guard,
+            max_new_tokens=REWOUND,
+            on_text=lambda i, piece: shown.append((i, piece)),
+        )[0]
+        tokens, events = output.tokens, output.events
+        assert shown == [(0, output.text)], "shown when nothing is taken back any more"
+    assert events[0].data["taken_back"] >= 2 * 12 and events[0].data["escalated"] == "ban"
+    stays = events[0].data["generated"] - events[0].data["taken_back"]
+    assert stays <= prompt.onset + 12 + 1, "one copy of the cycle stays"
+    assert len(tokens) == REWOUND and tokens[:stays] == o.expected(prompt, stays)
+    assert tokens[stays] != o.expected(prompt, stays + 1)[-1], "the second copy is not begun"
+    cycle = list(prompt.cycle)
+    copies = sum(tokens[i : i + 12] == cycle for i in range(REWOUND))
+    assert copies <= 1 and tail_period(tokens, shortest=24) is None
+
+
+def test_what_cannot_be_taken_back_is_refused() -> None:
+    o = made(64)
+    prompt = o.looping_prompt(12)
+    with pytest.raises(UnsupportedError, match="or Conversation"):
+        guarded(o, [prompt.ids], LoopGuard(rewind=True))
+    text = o.tokenizer.decode(prompt.ids[0, 1:])
+    with pytest.raises(SinkscopeError, match="batch_size=1"):
+        generate(o.model, [text, text], tokenizer=o.tokenizer, guard=LoopGuard(rewind=True), batch_size=2)
+    # A given answer stays as it is, loop or not.
+    told = Conversation(o.model, LoopGuard(rewind=True), tokenizer=o.tokenizer)
+    answer = o.expected(prompt, 120)
+    assert list(told.say(prompt.ids[0].tolist(), answer).ids) == answer
+    assert all(event.data["taken_back"] == 0 for event in told.turns[0].events)

@@ -1,0 +1,65 @@
+"""The table of the documentation: each row is typed as it stands, and both sides give the same numbers."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from intervention_kit import bridge_of, nnsight_of
+from organisms import tiny_model
+
+import sinkscope as ss
+
+PAGE = Path(__file__).parents[2] / "docs/other_libraries.md"
+LIBRARIES = {"TransformerLens": "transformer_lens", "nnsight": "nnsight", "kvpress": "kvpress", "SAELens": "sae_lens"}
+ROWS = [
+    (section.partition("\n")[0], *row)
+    for section in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
+    for row in re.findall(r"^\| `(.+)` \| `(.+)` \|$", section, re.M)
+]
+
+
+def typed(source: str, file: Path, given: dict[str, Any]) -> torch.Tensor:
+    """`out` after the lines of a cell. nnsight reads the source of a trace from its file."""
+    head, colon, body = source.partition("): ")
+    lines = [f"{head}):", *(f"    {line}" for line in body.split("; "))] if colon and source[:4] == "with" else [source]
+    file.write_text("\n".join(lines) + "\n")
+    with torch.no_grad():
+        return runpy.run_path(str(file), given, run_name="__main__")["out"]
+
+
+def test_the_page_has_rows_for_each_library() -> None:
+    assert {library for library, _, _ in ROWS} == set(LIBRARIES) and len(ROWS) >= 16
+
+
+@pytest.mark.parametrize(("library", "theirs", "ours"), ROWS)
+def test_both_sides_say_the_same(library: str, theirs: str, ours: str, tmp_path: Path) -> None:
+    model: Any
+    model, tokenizer = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 90, (1, 24), generator=g)
+    weights = {"W_enc": torch.randn(32, 64, generator=g), "W_dec": torch.randn(64, 32, generator=g)}
+    sae: Any = SimpleNamespace(**weights, encode=lambda x: torch.relu(x @ weights["W_enc"]))
+    given = {"torch": torch, "ss": ss, "model": model, "ids": ids, "v": torch.randn(32, generator=g), "sae": sae}
+    given["site"] = "blocks.1.hook_resid_post"
+    out = typed(ours, tmp_path / "ours.py", given)
+    plain = [model(ids).logits, model.generate(ids, max_new_tokens=4)]
+    assert "with" not in ours or not any(out.shape == p.shape and torch.equal(out, p) for p in plain[:1])
+    needed = "transformer_lens" if library == "SAELens" else LIBRARIES[library]
+    if find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    if "bridge" in theirs:
+        given["bridge"] = bridge_of(model, tokenizer)
+    if library == "nnsight":
+        given["traced"] = nnsight_of(model, tokenizer)
+    if library == "kvpress":
+        given |= vars(import_module("kvpress"))
+    torch.testing.assert_close(typed(theirs, tmp_path / "theirs.py", given), out, atol=1e-4, rtol=1e-3)

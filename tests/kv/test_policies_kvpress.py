@@ -1,0 +1,105 @@
+"""Our policies against what kvpress kept, recorded by experiments/kvpress_fixture.py in an environment of its own.
+
+Weights, prompts and options are the same; the two never share a process. Where kvpress defines something else than the
+paper, its definition is taken here by an option of ours, or only the part that both define is compared.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from experiments import kvpress_fixture as recorded
+from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM
+
+FIXTURE = json.loads((Path(__file__).parents[1] / "fixtures/kvpress.json").read_text())
+PREFILL, DECODING = FIXTURE["prefill"], FIXTURE["decoding"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The model of the recording, made again."""
+    model = recorded.tiny_llama()
+    assert recorded.SIZES == FIXTURE["model"]
+    torch.testing.assert_close(recorded.checksum(model), FIXTURE["logits"], atol=1e-4, rtol=0)
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+@torch.no_grad()
+def kept(model: Any, policy: Policy, ids: Tensor, prompt: int) -> list[list[list[list[int]]]]:
+    """Positions `[step][layer][kv_head]` that are held when each token after the prompt comes in."""
+    cache, out = DynamicCache(), []
+    with policy.on(model):
+        model(ids[:, :prompt], past_key_values=cache)
+        for i in range(prompt, ids.shape[1]):
+            model(ids[:, i : i + 1], past_key_values=cache)
+            out.append([[head[:-1] for head in layer.pos[0].tolist()] for layer in cache.layers])
+    return out
+
+
+def at_prefill(model: Any, policy: Policy, length: int) -> list[list[list[int]]]:
+    ids = torch.cat([recorded.prompt(length, length), torch.tensor([[3]])], 1)
+    return kept(model, policy, ids, length)[0]
+
+
+def test_streaming_llm(model: Any) -> None:
+    for case in PREFILL["streaming_llm"]:
+        policy = StreamingLLM(budget=case["kept"], first=case["sinks"])
+        assert at_prefill(model, policy, case["length"]) == case["positions"]
+
+
+def test_snapkv(model: Any) -> None:
+    compared = 0
+    for case in PREFILL["snapkv"]:
+        if case["kept"] < case["window"]:
+            continue  # kvpress then keeps an arbitrary part of the window; here such a budget is refused
+        policy = SnapKV(budget=case["kept"], window=case["window"], kernel=case["kernel"])
+        assert at_prefill(model, policy, case["length"]) == case["positions"]
+        compared += 1
+    assert compared >= 12
+
+
+def test_tova(model: Any) -> None:
+    """kvpress keeps the newest token by rule: `last=1`."""
+    for case in PREFILL["tova"]:
+        assert at_prefill(model, TOVA(budget=case["kept"], last=1), case["length"]) == case["positions"]
+
+
+def test_tova_in_decoding(model: Any) -> None:
+    """40 tokens after the prompt, a compression before each."""
+    ids = recorded.prompt(DECODING["tova"]["length"] + recorded.STEPS, 11)
+    ours = kept(model, TOVA(budget=DECODING["tova"]["kept"], last=1), ids, DECODING["tova"]["length"])
+    for layer, steps in enumerate(DECODING["tova"]["positions"]):
+        assert [step[layer] for step in ours] == steps[:-1]  # theirs compresses once more, after the last token
+    assert len(ours) == recorded.STEPS
+
+
+def test_the_sums_of_h2o(model: Any) -> None:
+    """ObservedAttentionPress ranks by H2O's sum over the number of queries that could see the token."""
+    for case in PREFILL["observed_attention"]:
+        cache, length = DynamicCache(), case["length"]
+        with H2O(budget=1000).on(model), torch.no_grad():
+            model(recorded.prompt(length, length), past_key_values=cache)
+        for layer, heads in zip(cache.layers, case["positions"], strict=True):
+            mean = layer.extra("h2o")[0] / torch.arange(length, 0, -1)
+            assert [sorted(head) for head in mean.topk(case["kept"]).indices.tolist()] == heads
+
+
+def test_sinks_stay_where_kvpress_loses_them(model: Any) -> None:
+    """Its slots come back from `topk` in no order, and the next compression takes slots for positions."""
+    case = DECODING["streaming_llm"]
+    ids = recorded.prompt(case["length"] + recorded.STEPS, 11)
+    ours = kept(model, StreamingLLM(budget=case["kept"]), ids, case["length"])
+    theirs = case["positions"][0]
+    assert ours[0][0] == theirs[0]
+    assert not any(sink in theirs[-1][0] for sink in range(4))
+    for step, layers in enumerate(ours):
+        now = case["length"] + step
+        assert all(head == [0, 1, 2, 3, *range(now - 12, now)] for layer in layers for head in layer)

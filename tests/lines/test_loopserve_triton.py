@@ -1,0 +1,192 @@
+"""Triton's kernel, interpreted on a CPU, equals attention under a mask; and what happens without triton."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_loopserve_sparse import drawn, inputs
+
+from sinkscope.lines import sparse
+
+CASES = {
+    f"{kind}, {queries} of {queries + past}, width {width}, {kv} kv heads, {dtype}, limit {limit:g}": (
+        kind,
+        queries,
+        past,
+        width,
+        kv,
+        dtype,
+        limit,
+    )
+    for kind, queries, past, width, kv, limit in (
+        ("mixed", 300, 0, 24, 2, 1e9),  # heads share keys, and nothing is a multiple of a block
+        ("mixed", 300, 0, 24, 2, 0.9),  # the last heads are dense
+        ("mixed", 256, 0, 16, 4, 1e9),  # everything is
+        ("lone", 200, 130, 48, 1, 1e9),  # no vertical lines
+        ("band", 130, 211, 80, 1, 1e9),
+        ("columns", 190, 0, 16, 2, 1e9),  # no slash lines but the main diagonal
+        ("columns", 1, 70, 16, 2, 1e9),
+    )
+    for dtype in ("bfloat16", "float32")
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """All cases, in one process that reads the variable before it imports triton."""
+    pytest.importorskip("triton")
+    try:
+        int(np.ones(1, dtype=np.int64))  # Triton 3.6's interpreter does so; NumPy 2.5 refuses
+    except TypeError:
+        pytest.skip("Triton's interpreter does not run with this version of NumPy")
+    here = Path(__file__).parents[1]
+    path = os.pathsep.join([str(here), str(here.parent), *filter(None, sys.path)])
+    run = [sys.executable, str(here / "triton_cases.py"), json.dumps(CASES)]
+    done = subprocess.run(run, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_it_equals_attention_under_the_mask(name: str, found: dict[str, Any]) -> None:
+    kind, _, _, _, _, dtype, limit = CASES[name]
+    case = found[name]
+    assert case["kernel"] == "triton" and case["done"] and case["type"] == f"torch.{dtype}"
+    if dtype == "float32":
+        assert case["relative"] < 1e-6
+    else:  # weights are rounded to 8 bits for the product, as flash attention and FlexAttention round them
+        assert case["root_mean_square"] < 1e-3 and case["relative"] < 2e-3
+        assert case["off"] < 1.25 * case["pytorch_off"]
+    assert any(case["dense"]) == (limit < 1)
+    if kind == "mixed" and limit < 1:
+        assert case["dense"][3] and not case["dense"][2]
+    numbers = zip(case["dense"], case["computed"], case["cells"], strict=True)
+    assert all(full or done > cells for full, done, cells in numbers)
+
+
+LISTS = "heads block_count block_offset column_count column_index lone_count lone_offset".split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [None, 1])
+@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 128), ("float32", 128), ("bfloat16", 256)])
+def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(
+    dtype: str, width: int, stages: int | None
+) -> None:
+    """No GPU is needed to compile. Without tensor cores a float32 kernel has no registers left for its products."""
+    pytest.importorskip("triton")
+    from triton import compile as compiled
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from sinkscope.lines import triton as kernel
+
+    kind = getattr(torch, dtype)
+    size, wide = kernel.queries_at_once(kind), kernel._power(width)
+    fixed = {"width": width, "values": width, "WIDTH": wide, "VALUES": wide, "SIZE": size, "KEYS": kernel.KEYS}
+    names = kernel._attend.arg_names
+    types: dict[str, str] = {name: "i32" for name in names} | {"scaling": "fp32"} | dict.fromkeys(fixed, "constexpr")
+    types |= dict.fromkeys(("query", "key", "value", "out"), "*bf16" if dtype == "bfloat16" else "*fp32")
+    types |= dict.fromkeys(LISTS, "*i32") | dict.fromkeys(("banded", "vertical", "whole"), "*u8")
+    # Addresses and steps are multiples of 16, as those of a model's tensors are.
+    even = [i for i, name in enumerate(names) if types[name][0] == "*" or name.endswith("_step")]
+    source = ASTSource(
+        kernel._attend,
+        types,
+        {(names.index(name),): number for name, number in fixed.items()},
+        {(i,): [["tt.divisibility", 16]] for i in even},
+    )
+    stages = stages or kernel._stages(width, width, size, torch.empty(0, dtype=kind))
+    options = {"num_warps": kernel._warps(width, size), "num_stages": stages}
+    made = compiled(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert made.metadata.shared <= 227 * 1024
+    assert "wgmma" in made.asm["ptx"], "the products are not computed on tensor cores"
+
+
+def test_the_index_names_each_cell_once() -> None:
+    """Columns, blocks and lone lines as the format describes them, written out cell by cell."""
+    kernel = pytest.importorskip("sinkscope.lines.triton")
+    keys, queries = 700, 430
+    lines = drawn(3, keys, queries, 0.05, 0.004)
+    lines.slash[1, 100:400] = True
+    lines.slash[1, 380] = False
+    lines.vertical[2] = False
+    index = kernel.index_of(lines, 128)
+    times = torch.zeros(3, queries, keys, dtype=torch.int)
+    for head in range(3):
+        for row, start in enumerate(index.starts.tolist()):
+            for at in range(start, min(start + 128, keys)):
+                seen = times[head, at - lines.past]
+                columns = index.column_index[head, : index.column_count[head, row]]
+                seen[columns[columns <= at]] += 1
+                for block in range(int(index.block_count[head, row])):
+                    first = start - int(index.blocks[head, block])
+                    whole = bool(index.whole[head, block])
+                    for key in range(max(first, 0), min(first + kernel.KEYS, at + 1)):
+                        assert not whole or lines.slash[head, at - key]
+                        seen[key] += bool(whole or index.banded[head, at - key]) and not lines.vertical[head, key]
+                own = at - index.lone_offset[head, : index.lone_count[head, row]]
+                own = own[own >= 0]
+                seen[own[~lines.vertical[head, own]]] += 1
+    assert torch.equal(times, lines.rows(torch.arange(lines.past, keys)).int())
+    assert index.whole[1].any() and index.lone_count[0].max() > 1 and not index.banded[0].any()
+    assert index.banded[1, 100:400].sum() == 299
+
+
+def test_scattered_offsets_are_no_longer_dense() -> None:
+    """A hundred lone offsets at 32k: FlexAttention would compute most blocks."""
+    kernel = pytest.importorskip("sinkscope.lines.triton")
+    keys = 32768
+    lines = drawn(1, keys, keys, 0.0, 100 / keys)
+    share = float(kernel.index_of(lines, 128).cells()) / float(lines.lengths().sum())
+    assert share < sparse.dense_limit(128, "triton", torch.device("cuda"))
+    assert float(sparse.flex.blocks_of(lines).cells()) / float(lines.lengths().sum()) > share
+
+
+def test_without_triton_others_compute_and_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sparse._triton.cache_clear()
+    monkeypatch.setitem(sys.modules, "sinkscope.lines.triton", None)  # an import of it fails
+    query, key, value = inputs(2, 1, 200, 200)
+    lines = drawn(2, 200, 200, 0.05, 0.02)
+    with pytest.warns(UserWarning, match="lines are not computed by Triton: ") as said:
+        for _ in range(2):
+            what = sparse.sparse_attention(query, key, value, lines, kernel="triton")[1]
+            assert what.kernel.startswith("blocks")
+    assert len(said) == 1 and sparse.missing("triton", query, value) == "triton is not installed"
+    sparse._triton.cache_clear()
+
+
+def test_the_order_of_kernels_is_decided_by_device_and_wish() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert sparse._fast("auto", cuda) == sparse._fast("triton", cuda) == ("triton", "flex")
+    assert sparse._fast("auto", cpu) == sparse._fast("blocks", cuda) == ()
+    assert sparse._fast("flex", cuda) == sparse._fast("flex", cpu) == ("flex",)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_it_is_what_is_used(dtype: torch.dtype) -> None:
+    kernel = pytest.importorskip("sinkscope.lines.triton")
+    for queries, past in ((512, 0), (300, 211), (1000, 0)):
+        generator = torch.Generator().manual_seed(0)
+        query = torch.randn(4, queries, 128, generator=generator)
+        key, value = (torch.randn(2, queries + past, 128, generator=generator) for _ in range(2))
+        lines = drawn(4, queries + past, queries, 0.05, 0.01)
+        lines.slash[1, 20:200] = True
+        there = sparse.HeadLines(lines.vertical.cuda(), lines.slash.cuda(), queries)
+        on_gpu = [tensor.to("cuda", dtype) for tensor in (query, key, value)]
+        out, what = sparse.sparse_attention(*on_gpu, there, scaling=0.05, dense_above=1e9)
+        assert what.kernel == "triton" and not kernel._failed
+        mask = lines.rows(torch.arange(past, queries + past))
+        some = [tensor.to(dtype).double().repeat_interleave(4 // len(tensor), 0) for tensor in (query, key, value)]
+        wanted = ((some[0] @ some[1].mT * 0.05).masked_fill(~mask, -torch.inf)).softmax(-1) @ some[2]
+        assert float((out.cpu().double() - wanted).norm() / wanted.norm()) < (1e-4 if dtype == torch.float32 else 4e-3)

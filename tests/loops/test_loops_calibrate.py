@@ -1,0 +1,130 @@
+"""`sinkscope loops --calibrate`: rates on texts whose repetitions are planted, and settings that can be read back."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from loop_texts import prose
+from transformers import AutoTokenizer
+
+from sinkscope import loops
+from sinkscope.app.cli import main
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.result import Result
+from sinkscope.loops import LoopCalibration, Monitor, MonitorSettings
+from sinkscope.loops.follow import monitor_settings
+
+RATE = 500.0
+BUNDLED = Path(loops.__file__).parents[1] / "models/bundled"
+
+
+def _ruled(seed: int, blocks: int) -> tuple[list[int], list[int]]:
+    """Tokens that do not repeat each other, with a ruler of one token in every 600; lengths of the rulers."""
+    rng = random.Random(seed)
+    ids: list[int] = []
+    lengths = [min(400, int(rng.expovariate(1 / 30))) for _ in range(blocks)]
+    for length in lengths:
+        ids += [rng.randrange(300) for _ in range(600 - length)] + [300 + rng.randrange(20)] * length
+    return ids, lengths
+
+
+def _alarms(ids: list[int], settings: MonitorSettings) -> int:
+    monitor = Monitor(settings)
+    steps = [step.step for step in (monitor.update(token, 1.0) for token in ids) if step.trigger]
+    return sum(i == 0 or step - steps[i - 1] > settings.relapse for i, step in enumerate(steps))
+
+
+@pytest.fixture(scope="module")
+def made() -> tuple[LoopCalibration, list[int]]:
+    fit, held = _ruled(1, 12), _ruled(2, 12)
+    found = loops.calibrate([fit[0], held[0]], vocabulary=320, rate=RATE, name="rulers")
+    assert (found.fitted, found.held_out) == (7200, 7200)
+    return found, held[1]
+
+
+def test_rates_are_those_of_the_planted_rulers(made: tuple[LoopCalibration, list[int]]) -> None:
+    """A ruler is a false alarm of each rule that is as short as it: this counts them without a monitor."""
+    found, lengths = made
+    rates = {one.rule: one for one in found.rates}
+    tail = found.monitor["tail_shortest"]
+    assert rates["monitor, default"].alarms == sum(n >= 48 for n in lengths) > 1
+    assert rates["monitor, recommended"].alarms == sum(n >= tail for n in lengths)
+    for server, rule in found.servers.items():
+        least = rule["min_pattern_size"] * rule["min_count"]
+        assert tail <= least < tail + rule["min_count"]
+        assert rates[f"{server}, recommended"].alarms == sum(n >= least for n in lengths)
+    for one in found.rates:
+        assert one.per_million == pytest.approx(one.alarms / 0.0072) and one.per_million < one.at_most
+
+
+def test_a_third_text_stays_within_what_was_promised(made: tuple[LoopCalibration, list[int]]) -> None:
+    found, _ = made
+    assert found.promised == RATE
+    third, lengths = _ruled(3, 12)
+    for base in (MonitorSettings(), MonitorSettings.paper()):
+        assert _alarms(third, base.with_(**found.monitor)) / 0.0072 <= RATE
+    assert _alarms(third, MonitorSettings()) == sum(n >= 48 for n in lengths)
+
+
+def test_a_planted_loop_is_still_found(made: tuple[LoopCalibration, list[int]]) -> None:
+    found, _ = made
+    looping = [*_ruled(4, 2)[0], *[*range(400, 440)] * 20]
+    settings = MonitorSettings(**found.monitor)
+    monitor = Monitor(settings)
+    hits = [step for step in map(monitor.update, looping) if step.trigger and step.step > 1200]
+    assert hits and hits[0].tail is not None and hits[0].tail.period == 40
+    assert hits[0].step - 1200 <= max(3 * 40, settings.tail_shortest) + 1
+
+
+def test_thresholds_follow_the_vocabulary() -> None:
+    """Of fewer different tokens ordinary text has fewer types in a window, so its threshold is lower."""
+    rng = random.Random(0)
+    small, large = ([[rng.randrange(size) for _ in range(4100)] for _ in range(2)] for size in (60, 3000))
+    low, high = (loops.calibrate(ids, vocabulary=1).monitor["theta_ttr"] for ids in (small, large))
+    assert low <= 60 / 256 < 0.8 < high
+
+
+def test_a_short_text_promises_only_what_it_can_show() -> None:
+    """Without an alarm in n tokens, the 95 % limit is 3.0 / n."""
+    ids = [random.Random(1).randrange(500) for _ in range(8400)]
+    found = loops.calibrate([ids], vocabulary=500, rate=1.0)
+    assert found.promised == pytest.approx(2.9957e6 / found.fitted, rel=1e-3) and found.fitted + found.held_out == 8400
+    with pytest.raises(SinkscopeError, match="has 5000 tokens: expected at least 8192"):
+        loops.calibrate([ids[:5000]], vocabulary=500)
+    with pytest.raises(SinkscopeError, match=r"rate=0\.0: expected false alarms"):
+        loops.calibrate([ids], vocabulary=500, rate=0.0)
+
+
+def test_settings_are_written_and_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, out, odd = tmp_path / "ordinary.txt", tmp_path / "c.json", tmp_path / "odd.json"
+    text.write_text(prose(4500))
+    words = ["loops", str(text), "--calibrate", "--tokenizer", "bundled", "--rate", "1000"]
+    assert main([*words, "--json", str(out)]) == 0
+    found = Result.load(out)
+    assert isinstance(found, LoopCalibration)
+    assert found.vocabulary == len(AutoTokenizer.from_pretrained(BUNDLED))
+    printed = capsys.readouterr().out
+    assert (
+        json.dumps({"repetition_detection": found.servers["vllm"]}) in printed and json.dumps(found.monitor) in printed
+    )
+    assert vars(monitor_settings(str(out), "repeats")) == vars(MonitorSettings(**found.monitor))
+    assert monitor_settings(str(out), "full", window=100).window == 100
+    looping = tmp_path / "loop.txt"
+    looping.write_text(f"{prose(200)} {'so it goes ' * 40}")
+    assert main(["loops", "--follow", str(looping), "--settings", str(out)]) == 3
+    odd.write_text('{"tail_shortest": 5000}')
+    assert main(["loops", "--follow", str(looping), "--settings", str(odd)]) == 0
+    capsys.readouterr()
+    assert main(["loops", str(looping), "--settings", str(odd), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["result"]["loops"] == 0
+    for content, said in (
+        ('{"nothing": 1}', "no setting 'nothing'"),
+        ("[1]", "holds no settings"),
+        ("{", "not a JSON"),
+    ):
+        odd.write_text(content)
+        assert main(["loops", str(looping), "--settings", str(odd)]) == 2
+        assert said in capsys.readouterr().err

@@ -1,0 +1,214 @@
+"""`loops.check` and `sinkscope loops`: planted loops against what surrounds them, and bad files."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_texts import HONEST, LOOPED, prose
+
+import sinkscope as ss
+from sinkscope.app.cli import main
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.result import Result
+from sinkscope.loops import LoopCheck, MonitorSettings, check, distinct, seq_rep, type_token_ratio
+from sinkscope.loops.checker import TokenRecord, parse, split
+
+ROOT = Path(__file__).parents[2]
+
+
+def _lines(*records: dict[str, Any]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def test_planted_loops_are_found_and_honest_repetition_is_not() -> None:
+    texts = [f(random.Random(7)) for f in HONEST.values()]
+    pieces = [(prose(400), piece) for piece in LOOPED.values()]
+    found = check(texts + [f"{before} {piece * (600 // len(split(piece)))}" for before, piece in pieces])
+    honest, looped = found.records[: len(texts)], found.records[len(texts) :]
+    assert [r.loop for r in honest] == [False] * len(texts) and [r.loop for r in looped] == [True] * len(LOOPED)
+    assert found.loops == len(LOOPED)
+    for record, (before, piece) in zip(looped, pieces, strict=True):
+        planted = len(split(before))
+        assert record.period == len(split(piece)) and record.ends_in_loop
+        assert record.onset is not None and planted - 11 < record.onset <= planted
+        assert record.detected is not None and 0 < record.detected - planted <= 256
+        assert record.repeats == pytest.approx((record.tokens - record.onset) / record.period)
+
+
+def test_numbers_are_those_of_the_signals() -> None:
+    ids = [*range(300), *[5, 6, 7] * 300]
+    (record,) = check(ids, max_new=1200).records
+    assert (record.ttr, record.seq_rep_4, record.distinct_2) == (
+        type_token_ratio(ids),
+        seq_rep(ids, 4),
+        distinct(ids, 2),
+    )
+    assert record.loop_rule is False  # the first 300 tokens make it diverse as a whole
+    assert check(ids[300:], max_new=900).records[0].loop_rule is True
+    assert check(ids[300:], max_new=1200).records[0].loop_rule is False  # three quarters of what was allowed
+    assert check(torch.tensor(ids)).records == check(ids).records
+    assert record.steps[-1] == len(record.curve) * 10 == 1200 and record.curve[-1] == pytest.approx(3 / 256, abs=1e-4)
+
+
+def test_a_loop_that_was_left_is_still_told() -> None:
+    """The end is healthy; the monitor saw the middle."""
+    ids = [*range(300), *[1, 2] * 200, *range(1000, 1400)]
+    (record,) = check(ids).records
+    assert record.loop and not record.ends_in_loop
+    assert (record.period, record.onset, record.repeats) == (2, 300, 200)
+
+
+def test_settings_change_the_answer() -> None:
+    ids = [*range(300), *[1, 2] * 300]
+    assert check(ids).loops == 1
+    assert check(ids, settings=MonitorSettings.paper(theta_ttr=0.0)).loops == 0
+    assert check(ids, settings=MonitorSettings(warmup=2000)).loops == 0
+    with pytest.raises(SinkscopeError, match="pass p_max"):
+        check(ids, settings=MonitorSettings.variant("p1"))
+
+
+def test_results_come_back_from_json(tmp_path: Path) -> None:
+    found = check(["", "one word", "the " * 300], name="some texts")
+    assert Result.load(found.save(tmp_path / "x.json")) == found
+    assert isinstance(found, LoopCheck) and found.records[0].tokens == 0 and found.records[0].ttr is None
+    assert found.conclusion() == (
+        "1 of 3 outputs in some texts loop; median period 1, median onset at token 0; their median type-token ratio is "
+        "0.0033, that of the others 1."
+    )
+
+
+def test_words_are_split_as_documented() -> None:
+    assert split("It's 12,5\n  done_x! 我不ok") == ["It", "'", "s", "12", ",", "5", "done_x", "!", "我", "不", "ok"]
+    assert split("ha" * 9) == ["hahahahahaha", "hahaha"]
+
+
+def test_fields_of_json_lines() -> None:
+    """Ids before text, whichever comes first; strings and ids both make tokens; empty lines are skipped."""
+    text = _lines({"text": "a b a", "tokens": [5, 6]}) + "\n" + _lines({"output": "x y x"}, {"tokens": ["q", "q"]})
+    assert parse(text, "a.jsonl") == [
+        TokenRecord("line 1", [5, 6]),
+        TokenRecord("line 3", [0, 1, 0]),
+        TokenRecord("line 4", [0, 0]),
+    ]
+    assert parse('{"a": 1}', "a.txt")[0].ids == [0, 1, 2, 1, 3, 4, 5]
+    assert parse('{"text": "a"}', "a.txt", "jsonl") == [TokenRecord("line 1", [0])]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("x.txt", "", "x.txt is empty: expected a text, or JSON lines"),
+        ("x.jsonl", " \n\n", "x.jsonl is empty"),
+        ("x.jsonl", '{"text": "a"}\n\n{"text": \n', "x.jsonl line 3 is not JSON (expecting value at column 10): exp"),
+        ("x.jsonl", '{"text": "a"}\n[1, 2]\n', "x.jsonl line 2 has none of the fields tokens, output, text"),
+        ("x.jsonl", '{"prompt": "a"}\n', "x.jsonl line 1 has none of the fields"),
+        ("x.jsonl", '{"tokens": [1, -2]}\n', "x.jsonl line 1: tokens is [1, -2]: expected a string, or a list of"),
+        ("x.jsonl", '{"text": 5}\n', "x.jsonl line 1: text is 5"),
+        ("x.txt", b"\xff\xfe\xfa", "x.txt is not UTF-8 text"),
+        (None, "", "cannot read y.txt: no such file"),
+    ],
+)
+def test_bad_files_are_refused_in_a_line(
+    name: str | None,
+    content: str | bytes,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if name is not None:
+        mark = b"\xef\xbb\xbf"  # some editors begin a file with it: it is no part of the first line
+        Path(name).write_bytes(content if isinstance(content, bytes) else mark + content.encode())
+    assert main(["loops", name or "y.txt"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--theta-ttr", "1.5"], "theta_ttr is 1.5, expected a number from 0 to 1"),
+        (["--theta-cr", "-1"], "theta_cr is -1.0"),
+        (["--window", "0"], "window is 0, expected a number from 2"),
+        (["--warmup", "-1"], "warmup is -1"),
+        (["--max-new", "0"], "max_new=0: expected a whole number from 1"),
+        (["--format", "xml"], "xml"),
+    ],
+)
+def test_bad_options(option: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.txt").write_text("a b c")
+    assert main(["loops", str(tmp_path / "x.txt"), *option]) == 2
+    _, err = capsys.readouterr()
+    assert err.startswith("error: ") and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("wrong", [[], [1.5, 2.5], [[1], [2.5]], [True, False]])
+def test_what_cannot_be_checked(wrong: Any) -> None:
+    with pytest.raises(SinkscopeError, match=r"cannot be checked|expected a string, or a list of token ids"):
+        check(wrong)
+
+
+def test_command_writes_what_the_function_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs.jsonl").write_text(_lines({"text": prose(300)}, {"tokens": [*range(300), *[1, 2] * 300]}))
+    assert main(["loops", "runs.jsonl", "--json", "x.json", "--html", "x.html", "--max-new", "900"]) == 0
+    out, err = capsys.readouterr()
+    found = Result.load("x.json")
+    assert isinstance(found, LoopCheck) and out == found.text() + "\n" and err == ""
+    assert found.model.name == "runs.jsonl" and [r.loop for r in found.records] == [False, True]
+    assert [r.loop_rule for r in found.records] == [False, False]
+    assert 'class="plot"' in Path("x.html").read_text(encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the " * 500))
+    assert main(["loops", "-", "--json", "-"]) == 0
+    piped = json.loads(capsys.readouterr().out)
+    assert piped["kind"] == "loops" and piped["result"]["loops"] == 1 and piped["model"]["name"] == "standard input"
+
+
+def test_the_figure_shows_onset_and_detection() -> None:
+    found = check([prose(400), [*range(300), *[1, 2] * 300]])
+    data = json.loads(found.figure().to_json())["data"]
+    curves = [trace for trace in data if trace["mode"] == "lines"]
+    assert {trace["name"] for trace in curves} == {"loops", "does not"}
+    points = {trace["name"]: trace["x"] for trace in data if trace["mode"] == "markers"}
+    assert points == {"onset of the longest repetition": [300], "detected": [found.records[1].detected]}
+
+
+def test_no_torch_is_loaded(tmp_path: Path) -> None:
+    """By the command, also as it follows a stream, and by the function."""
+    (tmp_path / "x.txt").write_text("the " * 400)
+    code = (
+        "import sys\nfrom sinkscope.app.cli import main\n"
+        "code = main(['loops', sys.argv[1]])\n"
+        "import sinkscope as ss\nss.loops.check('a b')\n"
+        "follow = main(['loops', '--follow', sys.argv[1]])\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'plotly', 'pandas'} & set(sys.modules)), code, follow)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "x.txt")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].startswith("Conclusion: 1 of 1 outputs in x.txt loop; median period 1")
+    assert done.stdout.splitlines()[-2].startswith("loop in ")
+    assert done.stdout.splitlines()[-1] == "[] 0 3"
+
+
+def test_it_is_reached_from_the_package() -> None:
+    assert ss.loops.check is check
+
+
+def test_the_example_of_the_documentation() -> None:
+    page = (ROOT / "docs/measure/loops.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    exec(compile(example, "loops.md", "exec"), {})

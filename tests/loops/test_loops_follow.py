@@ -1,0 +1,292 @@
+"""`sinkscope loops --follow`: planted loops in streams, at the token where the monitor fed by hand triggers."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loop_texts import HONEST, prose
+
+from sinkscope.app.cli import main
+from sinkscope.errors import SinkscopeError
+from sinkscope.loops import Alarm, Monitor, MonitorSettings, Watch, check
+from sinkscope.loops.checker import split
+from sinkscope.loops.follow import serve_counts, shown
+
+LOOP = "one more cup of tea, "
+TEXT = f"{prose(300)} {LOOP * 60}"
+PAPER = MonitorSettings.paper()
+
+
+class Slow(io.BytesIO):
+    """A pipe that never has more than a few bytes."""
+
+    def __init__(self, data: bytes, most: int) -> None:
+        super().__init__(data)
+        self._most = most
+
+    def read1(self, size: int | None = -1) -> bytes:
+        return super().read(min(self._most, size or 1))
+
+
+def _follow(data: str | bytes, most: int = 7, settings: MonitorSettings | None = None, **more: Any) -> list[Alarm]:
+    raw = data.encode() if isinstance(data, str) else data
+    return list(Watch(settings).follow(Slow(raw, most), **more))
+
+
+def _by_hand(tokens: list[Any], after: list[float | None], settings: MonitorSettings) -> list[int]:
+    """First triggers of episodes of a monitor that takes the tokens."""
+    monitor, known = Monitor(settings), dict[Any, int]()
+    steps = [monitor.update(known.setdefault(t, len(known)), p) for t, p in zip(tokens, after, strict=True)]
+    hits = [s.step for s in steps if s.trigger]
+    return [h for i, h in enumerate(hits) if i == 0 or h - hits[i - 1] > settings.relapse]
+
+
+@pytest.mark.parametrize(
+    ("most", "settings"),
+    [
+        pytest.param(most, settings, marks=[] if (i + j) % 2 == 0 else [pytest.mark.slow])
+        for i, most in enumerate([1, 3, 50, 1 << 16])
+        for j, settings in enumerate([MonitorSettings(), PAPER])
+    ],
+)
+def test_a_text_in_pieces_alarms_where_the_whole_text_does(most: int, settings: MonitorSettings) -> None:
+    (alarm,) = _follow(TEXT, most, settings)
+    (record,) = check(TEXT, settings=settings).records
+    assert alarm.token == record.detected and alarm.tail is not None
+    assert alarm.tail.period == len(split(LOOP)) and alarm.tail.start == len(split(prose(300)))
+    assert split(alarm.text) == split(LOOP)
+
+
+@pytest.mark.parametrize("text", [f(random.Random(3)) for f in HONEST.values()], ids=HONEST)
+def test_honest_streams_raise_none(text: str) -> None:
+    assert _follow(text, 11, PAPER, form="text") == []
+
+
+def test_a_loop_that_goes_on_is_told_once_and_a_new_one_again() -> None:
+    text = f"{TEXT} {prose(600, 1)} {'round and round it goes ' * 60}"
+    first, second = _follow(text)
+    assert first.tail is not None and second.tail is not None
+    assert (first.tail.period, second.tail.period) == (len(split(LOOP)), 5) and second.token > first.token + 600
+
+
+def _chat(tokens: list[str], probabilities: list[float], index: int = 0, tops: bool = True) -> list[dict[str, Any]]:
+    """Chunks as a server streams them: each token with the log probabilities of the distribution it came from."""
+    rest = {"id": "chatcmpl-1", "object": "chat.completion.chunk"}
+    chunks: list[dict[str, Any]] = [{**rest, "choices": [{"index": index, "delta": {"role": "assistant"}}]}]
+    for token, p in zip(tokens, probabilities, strict=True):
+        top = {"token": token, "logprob": math.log(p), "bytes": list(token.encode())}
+        own = {**top, "logprob": math.log(p / 2) if tops else math.log(p), "top_logprobs": [top] if tops else []}
+        delta = {"index": index, "delta": {"content": token}, "logprobs": {"content": [own]}, "finish_reason": None}
+        chunks.append({**rest, "choices": [delta]})
+    return [*chunks, {**rest, "choices": [{"index": index, "delta": {}, "finish_reason": "length"}]}]
+
+
+def _completion(tokens: list[str], probabilities: list[float], tops: bool = True) -> list[dict[str, Any]]:
+    chunks: list[dict[str, Any]] = []
+    for token, p in zip(tokens, probabilities, strict=True):
+        own = [math.log(p / 2 if tops else p)]
+        told = {"tokens": [token], "token_logprobs": own, "top_logprobs": [{"?": math.log(p)}] if tops else None}
+        chunks.append({"choices": [{"index": 0, "text": token, "logprobs": told, "finish_reason": None}]})
+    return chunks
+
+
+def _events(chunks: list[dict[str, Any]], end: str = "\n") -> str:
+    return (
+        f": hello{end}{end}" + "".join(f"data: {json.dumps(c)}{end}{end}" for c in chunks) + f"data: [DONE]{end}{end}"
+    )
+
+
+def _stream(rng: random.Random, before: int, period: int, copies: int) -> tuple[list[str], list[float]]:
+    tokens = [f" w{rng.randrange(500)}" for _ in range(before)] + [f" x{i}" for i in range(period)] * copies
+    return tokens, [rng.uniform(0.2, 0.85) if i < before + period else 0.99 for i in range(len(tokens))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "tops"),
+    [
+        pytest.param(settings, kind, tops, marks=[] if (i + (kind == "chat") + tops) % 2 else [pytest.mark.slow])
+        for i, settings in enumerate([PAPER, MonitorSettings.variant("p1"), MonitorSettings()])
+        for kind in ("chat", "completion")
+        for tops in (True, False)
+    ],
+)
+def test_events_with_log_probabilities_equal_the_monitor_by_hand(
+    kind: str, tops: bool, settings: MonitorSettings
+) -> None:
+    """The probability that a server tells with a token is the one the monitor takes with the token before."""
+    tokens, probabilities = _stream(random.Random(4), 300, 20, 30)
+    chunks = _chat(tokens, probabilities, tops=tops) if kind == "chat" else _completion(tokens, probabilities, tops)
+    alarms = _follow(_events(chunks, "\r\n" if tops else "\n"), 40, settings)
+    expected = _by_hand(tokens, [*probabilities[1:], 0.0], settings)
+    assert expected and [a.token for a in alarms] == expected
+    if settings == PAPER:  # the answer depends on them
+        assert expected != _by_hand(tokens, [None] * len(tokens), settings)
+
+
+def test_choices_are_watched_apart() -> None:
+    looping, p = _stream(random.Random(5), 200, 4, 60)
+    other = [f" w{random.Random(6 + i).randrange(10**6)}" for i in range(len(looping))]
+    pairs = zip(_chat(looping, p, 1), _chat(other, p, 0), strict=True)
+    watch = Watch()
+    (alarm,) = watch.follow(io.BytesIO(_events([c for pair in pairs for c in pair]).encode()))
+    assert alarm.stream == "choice 1 of chatcmpl-1" and alarm.tail is not None and alarm.tail.start == 200
+    assert (watch.streams, watch.tokens, len(watch.open)) == (2, 2 * len(looping), 0)
+
+
+def test_json_lines_are_records_or_pieces() -> None:
+    lines = [{"text": prose(50)}, {"tokens": [*range(300), *[1, 2] * 100]}, {"output": TEXT}]
+    records = "".join(json.dumps(line) + "\n" for line in lines)
+    assert [a.stream for a in _follow(records)] == ["line 2", "line 3"]
+    ids = [*range(400), *[7, 8, 9] * 100]
+    rows = [{"token": i, "p_max": 0.99, "index": "a"} for i in ids]
+    (alarm,) = _follow("".join(json.dumps(row) + "\n" for row in rows), settings=PAPER)
+    assert alarm.stream == "stream a" and [alarm.token] == _by_hand(ids, [0.99] * len(ids), PAPER)
+    pieces = [{"response": word, "done": False} for word in TEXT.replace(" ", " \n").split("\n")]
+    assert len(_follow("".join(json.dumps(piece) + "\n" for piece in pieces))) == 1
+
+
+def test_a_loop_in_reasoning_and_in_calls_of_tools_is_seen() -> None:
+    parts = [{"reasoning_content": p} for p in TEXT.split(",")]
+    calls = [{"tool_calls": [{"index": 0, "function": {"arguments": p}}]} for p in TEXT.split(",")]
+    for deltas in (parts, calls):
+        assert len(_follow(_events([{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]))) == 1
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    assert shown("a\x1b[2J\n‮b") == "a\\x1b[2J\\n\\u202eb" and len(shown("x" * 999)) == 63
+    (alarm,) = _follow("".join(json.dumps({"token": t}) + "\n" for t in ["\x1b[2J", "b\n"] * 200))
+    assert str(alarm).isprintable() and "\\x1b[2Jb\\n" in str(alarm)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "standard input is empty"),
+        (b"\xff\xfe\xfa bad", "standard input is not UTF-8 text"),
+        (b'data: {"choices": [\n\n', "standard input line 1 is no output of a model"),
+        (b'data: {"error": {"message": "no such\\nmodel"}}\n\n', "the server reports an error"),
+        (b'{"error": "overloaded"}\n', "the server reports an error, overloaded"),
+        (b'{"prompt": "a"}\n', "expected one of the fields choices, tokens, output, text, token"),
+        (b'{"tokens": [1, -2]}\n', "-2 is no token"),
+        (b'data: {"choices": [{"delta": 5}]}\n\n', "standard input line 1 is no output of a model"),
+    ],
+)
+def test_bad_input_is_refused_in_a_line(
+    data: bytes, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert main(["loops", "--follow"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--metrics", "99999"], "expected a port from 0 to 65535"),
+        (["--metrics", "http"], "expected a port from 0 to 65535"),
+        (["--rate", "3"], "--rate 3.0: this run has no use for it; give --calibrate"),
+        (["--json", "x.json"], "--follow has no result to write"),
+        (["--settings", "nope.json"], "cannot read nope.json"),
+        (["nope.txt"], "cannot read nope.txt"),
+    ],
+)
+def test_bad_options(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["loops", "--follow", *words]) == 2
+    _, err = capsys.readouterr()
+    assert err.startswith("error: ") and said in err and err.count("\n") == 1
+
+
+def test_exit_codes_and_the_first_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    looping, honest = tmp_path / "a.txt", tmp_path / "b.txt"
+    looping.write_text(f"{TEXT} {prose(600, 1)} {'round and round it goes ' * 60}")
+    honest.write_text(prose(900))
+    assert main(["loops", "--follow", str(honest)]) == 0 and capsys.readouterr().out == ""
+    assert main(["loops", str(looping), "--follow"]) == 3 and capsys.readouterr().out.count("\n") == 2
+    assert main(["loops", str(looping), "--follow", "--first"]) == 3 and capsys.readouterr().out.count("\n") == 1
+
+
+def _start(*words: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "sinkscope", "loops", "--follow", *words]
+    pipe = subprocess.PIPE
+
+    def heed() -> None:  # a shell lets what runs in the background ignore Ctrl-C
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, preexec_fn=heed)
+
+
+@pytest.fixture
+def process(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
+    started = _start(*request.param)
+    yield started
+    started.kill()
+    started.wait()
+
+
+@pytest.mark.parametrize("process", [[]], indirect=True)
+def test_an_alarm_comes_while_the_pipe_is_open_and_ctrl_c_leaves_cleanly(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    detected = check(TEXT).records[0].detected
+    words = TEXT.split(" ")
+    sent = 0
+    os.set_blocking(process.stdout.fileno(), False)
+    seen = b""
+    while not seen and sent < len(words):
+        process.stdin.write(f"{words[sent]} ".encode())
+        sent += 1
+        if len(split(" ".join(words[:sent]))) >= (detected or 0):
+            for _ in range(600):
+                if seen := process.stdout.read() or b"":
+                    break
+                time.sleep(0.05)
+            break
+    assert f"at token {detected}: period {len(split(LOOP))}".encode() in seen and process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130 and process.stderr.read() == b"interrupted\n"
+
+
+@pytest.mark.parametrize("process", [["--metrics", "0"]], indirect=True)
+def test_counts_are_served(process: subprocess.Popen[bytes]) -> None:
+    pytest.importorskip("prometheus_client")
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    where = process.stderr.readline().decode().removeprefix("metrics: ").strip()
+    process.stdin.write(TEXT.encode() + b" ")
+    assert process.stdout.read(4) == b"loop"
+    for _ in range(200):
+        with urllib.request.urlopen(where, timeout=20) as response:
+            page = response.read().decode()
+        rows = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+        if float(rows["sinkscope_loops_tokens_total"]) >= len(split(TEXT)):
+            break
+        time.sleep(0.05)
+    assert float(rows["sinkscope_loops_tokens_total"]) == len(split(TEXT))
+    assert float(rows["sinkscope_loops_alarms_total"]) == float(rows["sinkscope_loops_streams_total"]) == 1
+    assert float(rows["sinkscope_loops_open_streams"]) == 1
+    assert 0 < float(rows["sinkscope_loops_type_token_ratio"]) < 0.2
+    process.stdin.close()
+    assert process.wait(60) == 3
+
+
+def test_a_port_in_use_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        pytest.importorskip("prometheus_client")
+        with pytest.raises(SinkscopeError, match=r"(?i)address already in use; give another port"):
+            serve_counts(str(taken.getsockname()[1]), Watch())
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(SinkscopeError, match=r'pip install "sinkscope\[metrics\]"'):
+        serve_counts("0", Watch())

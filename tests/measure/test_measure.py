@@ -1,0 +1,131 @@
+"""Sink rate, spike dimensions, typical text and token picking, each against an independent way or a known answer."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from organisms import organism, tiny_model
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.models.target import Target
+from sinkscope.models.text import resolve_bos, text_rows, typical_text
+from sinkscope.sinks.first_token.effects import Edit, effects
+from sinkscope.sinks.first_token.neurons import spike_dims
+from sinkscope.sinks.first_token.walk import received
+from sinkscope.sinks.tokens import pick_tokens, single_token
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2", "falcon"])
+def test_sink_rate_equals_the_definition_on_dense_attention(model_type: str) -> None:
+    model, tokenizer = tiny_model(model_type)
+    ids = torch.randint(3, 90, (5, 24), generator=torch.Generator().manual_seed(0))
+    eager = copy.deepcopy(model)
+    for module in eager.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = "eager"
+    with torch.no_grad():
+        dense = torch.stack(eager(ids, output_attentions=True).attentions)  # layer batch head query key
+    ranked = dense[..., 0].mean(-1).flatten().sort().values
+    eps = float(ranked[len(ranked) // 2 - 1 :][:2].mean())  # between two values, half are above
+    wanted = float((dense[..., 0].mean(-1) > eps).float().mean())
+    assert 0.3 < wanted < 0.7
+    assert received(Target.of(model, tokenizer), ids, eps, batch=2).rate == pytest.approx(wanted)
+
+
+def test_attention_to_the_first_token_leaves_the_first_query_out_and_sees_interventions() -> None:
+    o = organism("llama", 4)
+    target = Target.of(o.model, o.tokenizer)
+    layer = o.truth.sink_layer
+    assert layer is not None
+    ids = o.natural(1, 20)
+
+    def dense() -> float:
+        eager = copy.deepcopy(o.model)
+        eager.set_attn_implementation("eager")
+        return float(eager(ids, output_attentions=True).attentions[layer + 1][:, :, 1:, 0].mean())
+
+    seen = effects(target, ids, [Edit(zero=o.truth.neurons)], attention=True)
+    assert float(seen.intact_attention[0, layer + 1].mean()) == pytest.approx(dense(), abs=1e-5)
+    weight = target.layers[layer].mlp.down_proj.weight
+    with torch.no_grad():
+        weight[:, [n for _, n in o.truth.neurons]] = 0  # the same without hooks
+    assert float(seen.attention[0, 0, layer + 1].mean()) == pytest.approx(dense(), abs=1e-5)
+
+
+def test_spike_dims_need_both_of_sun_et_als_conditions() -> None:
+    typical = torch.full((50, 6), 0.2)
+    first = torch.tensor([250.0, 150.0, -900.0, 99.0, 0.1, 201.0])
+    assert spike_dims(first, typical) == [2, 0, 5]  # > 100 and > 1000 * 0.2, largest first
+    assert spike_dims(first / 10, typical / 10) == []  # 1000 x the median, but below 100
+
+
+def test_text_rows_are_the_text_in_order_with_bos() -> None:
+    _, tokenizer = tiny_model("llama")
+    text = typical_text()
+    rows = text_rows(tokenizer, text, 6, 16, 1)
+    assert rows.shape == (6, 16) and (rows[:, 0] == 1).all()
+    ids = tokenizer(text[:4000], add_special_tokens=False)["input_ids"]
+    assert rows[:, 1:].flatten().tolist() == ids[: 6 * 15]
+    assert torch.equal(text_rows(tokenizer, text, 2, 16, None)[1], torch.tensor(ids[16:32]))
+    with pytest.raises(SinkscopeError, match="are needed for one piece"):
+        text_rows(tokenizer, "short", 1, 64, None)
+
+
+def test_typical_text_is_long_enough_for_the_sink_rate_and_files_replace_it(tmp_path: Path) -> None:
+    assert len(typical_text()) > 100 * 64 * 6  # 100 pieces of 64 tokens of up to 6 characters
+    (tmp_path / "a.txt").write_text("Prose of my own.")
+    assert typical_text(tmp_path / "a.txt") == "Prose of my own."
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for name, why in (("empty", "is empty"), ("binary", "not UTF-8"), ("missing", "no such file"), ("", "directory")):
+        with pytest.raises(SinkscopeError, match=why):
+            typical_text(tmp_path / name)
+
+
+def test_drawn_words_are_distinct_ordinary_tokens_of_the_text() -> None:
+    o = organism("llama", 0)
+    ids = text_rows(o.tokenizer, typical_text(), 4, 32, o.tokenizer.bos_token_id)
+
+    @settings(max_examples=20, deadline=None)
+    @given(st.integers(0, 2**31))
+    def check(seed: int) -> None:
+        words = pick_tokens(o.tokenizer, ids, None, seed, count=3)
+        assert len(set(words)) == len(words) and set(words) <= set(ids[:, 1:].flatten().tolist())
+        assert not set(words) & set(o.tokenizer.all_special_ids)
+
+    check()
+
+
+def test_strings_that_are_not_one_token_are_taken_apart() -> None:
+    from transformers import AutoTokenizer
+
+    folder = Path(__file__).parents[2] / "sinkscope" / "models" / "bundled"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    one = tokenizer(" the", add_special_tokens=False)["input_ids"]
+    assert len(one) == 1 and single_token(tokenizer, " the") == one[0]
+    with pytest.raises(SinkscopeError, match=r"'circumlocution' is \d+ tokens \('c.*give a string that is one token"):
+        single_token(tokenizer, "circumlocution")
+    with pytest.raises(SinkscopeError, match=r"^'' is no token; give a string that is one token$"):
+        single_token(tokenizer, "")
+
+
+def test_a_word_the_tokenizer_does_not_know_is_refused() -> None:
+    """Its one token is that of all unknown words."""
+    tokenizer = organism("llama", 0).tokenizer
+    assert tokenizer("zyzzyva", add_special_tokens=False)["input_ids"] == [tokenizer.unk_token_id]
+    with pytest.raises(SinkscopeError, match=r"^'zyzzyva' is unknown to the tokenizer; give a string that is one"):
+        single_token(tokenizer, "zyzzyva")
+    assert single_token(tokenizer, tokenizer.unk_token) == tokenizer.unk_token_id
+
+
+def test_bos_is_what_the_tokenizer_says() -> None:
+    o = organism("qwen2", 0, bos=True)
+    assert resolve_bos(o.tokenizer, o.model.config, None) == o.tokenizer.bos_token_id
+    assert resolve_bos(o.tokenizer, o.model.config, False) is None
+    bare = organism("qwen2", 0, bos=False)
+    assert resolve_bos(bare.tokenizer, bare.model.config, None) is None

@@ -1,0 +1,198 @@
+"""What a model is given to read: every form gives the same numbers, and what is none is refused in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from intervention_kit import bridge_of, nnsight_of
+from organisms import tiny_model
+
+import sinkscope as ss
+from sinkscope.errors import SinkscopeError
+from sinkscope.kv import H2O, StreamingLLM
+from sinkscope.kv.loopguard import LoopGuard
+from sinkscope.models.target import Target
+from sinkscope.serving.generate import generate
+from sinkscope.trace import trace
+
+SITE = "blocks.2.hook_resid_post"
+TEXTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
+KINDS: dict[str, Callable[[Any, Any], Any]] = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
+
+
+def rows_of(tokenizer: Any) -> list[list[int]]:
+    return [tokenizer(text)["input_ids"] for text in TEXTS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"),  # of other kinds than hf every third form, all if asked for slow tests
+    [(k, 1 if k == "hf" else 3) for k in KINDS]
+    + [pytest.param(k, 1, marks=pytest.mark.slow) for k in KINDS if k != "hf"],
+)
+def test_every_form_gives_the_same(kind: str, step: int) -> None:
+    model, tokenizer = tiny_model("llama")
+    one = rows_of(tokenizer)[0]
+    plain = trace(model, torch.tensor([one]), [SITE])[SITE]
+    continued = [r.tokens for r in generate(model, TEXTS, tokenizer=tokenizer, max_new_tokens=3)]
+    other = KINDS[kind](model, tokenizer)
+    forms: list[Any] = [TEXTS[0], TEXTS[:1], (TEXTS[0],), one, tuple(one), [one], torch.tensor(one), np.array([one])]
+    forms += [tokenizer(TEXTS[0]), tokenizer(TEXTS[:1], return_tensors="pt"), dict(tokenizer(TEXTS[0]))]
+    for form in forms[::step]:
+        got = trace(other, form, [SITE], tokenizer=tokenizer)[SITE]
+        torch.testing.assert_close(got, plain, atol=1e-5, rtol=1e-4)
+        assert generate(other, form, tokenizer=tokenizer, max_new_tokens=3)[0].tokens == continued[0]
+    got = trace(other, sites=[SITE], **tokenizer(TEXTS[0], return_tensors="pt"))[SITE]
+    torch.testing.assert_close(got, plain, atol=1e-5, rtol=1e-4)
+    tokenizer.padding_side = "left"
+    inputs = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    made = generate(other, tokenizer=tokenizer, max_new_tokens=3, **inputs)
+    assert [r.tokens for r in made] == continued
+    assert [r.prompt_tokens for r in made] == [len(row) for row in rows_of(tokenizer)]
+    assert [r.prompt for r in made] == [tokenizer.decode(row) for row in rows_of(tokenizer)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reduce"),  # rotary and absolute positions
+    [
+        pytest.param(m, reduce, marks=[] if reduce == "raw" or (i + j) % 2 else [pytest.mark.slow])
+        for i, m in enumerate(["llama", "gpt2"])
+        for j, reduce in enumerate(["raw", "norm", "mean", "first", "last"])
+    ],
+)
+def test_rows_of_several_lengths_are_what_they_are_alone(model_type: str, reduce: str) -> None:
+    model, tokenizer = tiny_model(model_type)
+    rows = rows_of(tokenizer)
+    sites = [SITE, "logits", "blocks.1.attn.hook_z", "blocks.1.attn.hook_pattern"]
+    if reduce in ("mean", "first", "last"):
+        sites.pop()  # of rows of attention they take heads
+    together = trace(model, rows, sites, reduce, batch_size=2)
+    for i, row in enumerate(rows):
+        alone = trace(model, [row], sites, reduce)
+        for site in sites:
+            got, want = together[site][i], alone[site][0]
+            if site.endswith("hook_pattern"):
+                got = got[:, : len(row), : len(row)] if reduce == "raw" else got[:, : len(row)]
+            elif reduce in ("raw", "norm"):
+                got = got[: len(row)]
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    assert trace(model, TEXTS, SITE, tokenizer=tokenizer)[SITE].shape[1] == max(map(len, rows))
+
+
+def test_one_look_up_of_the_tokenizer(tmp_path: Any) -> None:
+    """Given, on the model, or beside the weights that a live model says it came from: the same for all."""
+    from transformers import AutoModelForCausalLM
+
+    model, tokenizer = tiny_model("llama")
+    with pytest.raises(SinkscopeError, match="no tokenizer"):
+        trace(model, "the dog", [SITE])
+    want = trace(model, "the dog", [SITE], tokenizer=tokenizer)[SITE]
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    live = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not hasattr(live, "tokenizer")
+    assert torch.equal(trace(live, "the dog", [SITE])[SITE], want)
+    assert generate(live, "the dog", max_new_tokens=2)[0].prompt_tokens == 3
+    assert ss.Conversation(live, None).ask("the dog", max_new_tokens=2).prompt == (1, *rows_of(tokenizer)[1][1:])
+    assert ss.find_sinks(live, max_repeats=8).model.name == tmp_path.name
+    vars(model)["tokenizer"] = tokenizer
+    assert Target.of(model).need_tokenizer() is tokenizer
+
+
+def test_interventions_may_be_anything(tmp_path: Any) -> None:
+    model, tokenizer = tiny_model("llama")
+    patch = ss.SinkPatch(layer=1, neurons=[3], value=0.5)
+    settings: dict[str, Any] = {"tokenizer": tokenizer, "max_new_tokens": 6}
+    patch.save(tmp_path / "patch.json")
+    guard = LoopGuard(64, anchors=2, window=16)
+    want = generate(model, TEXTS, interventions=patch | H2O(8) | guard, **settings)
+    for given in ([patch, H2O(8), guard], [[patch], "h2o:8", [guard]], [tmp_path / "patch.json", [H2O(8) | guard]]):
+        assert [r.tokens for r in generate(model, TEXTS, interventions=given, **settings)] == [r.tokens for r in want]
+    assert [r.tokens for r in generate(model, TEXTS, **settings)] != [r.tokens for r in want]
+    with pytest.raises(SinkscopeError, match="int is no intervention"):
+        generate(model, TEXTS, interventions=[patch, 5], **settings)
+    said = want[0].summary
+    assert said.startswith("SinkPatch patched ") and "H2O(8) held at most 9 of " in said and "LoopGuard" in said
+    assert generate(model, TEXTS, **settings)[0].summary == ""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "more", "words"),
+    [
+        (None, {}, ["no tokens are given", "list of texts"]),
+        ([], {}, ["token ids", "(1, 0)"]),
+        ([[]], {}, ["no token id in a row"]),
+        ([[1, 2], []], {}, ["no token id in a row"]),
+        ([[1, -2]], {}, ["whole numbers from 0"]),
+        ([1, 96], {}, ["token id 96", "0 to 95"]),
+        (torch.tensor([[1, -1]]), {}, ["token id -1", "0 to 95"]),
+        ([1.0, 2.0], {}, ["float32", "expected"]),
+        (torch.ones(2, 2, dtype=torch.bool), {}, ["bool"]),
+        (torch.ones(1, 2, 3, dtype=torch.long), {}, ["(1, 2, 3)"]),
+        (5, {}, ["shape ()"]),
+        (object(), {}, ["type object"]),
+        (["the dog", " "], {}, ["prompt 2 is empty"]),
+        (["the dog", 5], {}, ["type list"]),
+        ([1, 2], {"input_ids": [1, 2]}, ["both given"]),
+        ({"pixels": [1]}, {}, ["pixels", "input_ids"]),
+        ([1, 2], {"max_tokens": 5}, ["max_tokens", "no such argument"]),
+        ([1, 2], {"bos": True}, ["bos=True", "texts"]),
+        ("the dog", {"attention_mask": [1, 1, 1]}, ["texts need none"]),
+        ([[1, 2], [3]], {"attention_mask": [[1, 1], [1, 0]]}, ["several lengths"]),
+        ([[1, 2]], {"attention_mask": [[1, 1, 1]]}, ["(1, 3)", "(1, 2)"]),
+        ([[1, 2]], {"attention_mask": [[0, 0]]}, ["real token in every row"]),
+        ([[1, 2]], {"attention_mask": [[2, 1]]}, ["1 at real tokens"]),
+    ],
+)
+def test_what_cannot_be_read(tokens: Any, more: dict[str, Any], words: list[str]) -> None:
+    model, tokenizer = tiny_model("llama")
+    for call in (
+        lambda: trace(model, tokens, [SITE], tokenizer=tokenizer, **more),
+        lambda: generate(model, tokens, tokenizer=tokenizer, **more),
+    ):
+        with pytest.raises(SinkscopeError) as caught:
+            call()
+        assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), caught.value
+
+
+def test_no_site_is_an_error() -> None:
+    model, _ = tiny_model("llama")
+    with pytest.raises(SinkscopeError, match="no site"):
+        trace(model, [1, 2])
+
+
+def test_a_run_says_what_was_done() -> None:
+    model: Any = tiny_model("llama")[0]
+    vars(model.generation_config)["eos_token_id"] = None
+    ids = torch.tensor([[1, *[5, 6] * 10]])
+    guard = LoopGuard.paper(24, anchors=2, window=16, variant="always", monitor={"warmup": 0, "every": 9})
+    with (ss.Ablate(layer=1, neurons=3) | StreamingLLM(30) | guard).on(model) as run:
+        before = run.summary()
+        model.generate(ids, max_new_tokens=60, do_sample=False)
+    assert "LoopGuard found no loop" in before and "StreamingLLM(30) has read nothing yet." in before
+    said, cuts = run.summary(), [e for e in run.events if e.kind == "guard"]
+    assert f"Ablate ablated {run.counts['ablated']} values." in said and "\n" not in said
+    assert "StreamingLLM(30) held at most 31 of 80 tokens" in said and f"stepped in {len(cuts)} times" in said
+    assert f"kept {cuts[0].data['kept_count']} of {cuts[0].data['cached_before']} cached tokens" in said
+    assert repr(run) == f"<Run on {run.target.name}: {said}>"
+    shown = run._repr_html_()  # pyright: ignore[reportPrivateUsage]
+    assert said in shown and f"<td>ablated</td><td>{run.counts['ablated']}</td>" in shown
+    assert len(cuts) > 1
+    frame = run.to_frame()
+    assert len(frame) == len(run.events) and {"row", "position", "kind", "neuron", "kept_count"} <= set(frame)
+    assert (frame[frame.kind == "guard"].position == [e.position for e in cuts]).all()
+    with ss.Ablate(layer=1, neurons=3).on(model) as idle:
+        pass
+    assert list(idle.to_frame().columns) == ["row", "step", "position", "layer", "head", "kind"]
+
+
+def test_html_of_a_run_is_escaped() -> None:
+    model, _ = tiny_model("llama")
+    vars(model)["sinkscope_name"] = "<b>"
+    with ss.Ablate(layer=1, neurons=3).on(model) as run:
+        pass
+    shown = run._repr_html_()  # pyright: ignore[reportPrivateUsage]
+    assert "<b>" not in shown and "&lt;b&gt;" in shown

@@ -1,0 +1,215 @@
+"""generate: the model's own greedy text, with and without a patch, alone and in batches."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from intervention_kit import bridge_of, greedy, listing_1, nnsight_of
+from organisms import tiny_model
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions import Ablate, SinkPatch
+from sinkscope.kv import StreamingLLM
+from sinkscope.kv.loopguard import LoopGuard
+from sinkscope.serving.generate import generate
+
+SITES = [(1, 3), (1, 11)]
+PROMPTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
+BIG = 8
+
+
+def model_and_tokenizer() -> tuple[Any, Any]:
+    model, tokenizer = tiny_model("llama", num_hidden_layers=2)
+    for layer, neuron in SITES:
+        model.model.layers[layer].mlp.down_proj.weight.data[:, neuron] *= BIG
+    return model, tokenizer
+
+
+def test_a_policy_says_what_it_held_and_read() -> None:
+    model, tokenizer = tiny_model("llama")
+    whole = generate(model, PROMPTS[0], tokenizer=tokenizer, max_new_tokens=6)[0]
+    few = generate(model, PROMPTS[0], policy="streaming:6", tokenizer=tokenizer, max_new_tokens=6)[0]
+    assert whole.held is None and few.read is None
+    peaks = [few.prompt_tokens, *[6] * (len(few.tokens) - 1)]  # the prompt's call returns with the whole prompt
+    assert few.held == pytest.approx(sum(peaks) / len(peaks), abs=1.01)
+    part = generate(model, PROMPTS[0], policy="progressive:6", tokenizer=tokenizer, max_new_tokens=6)[0]
+    assert part.read is not None and part.held is not None and part.read <= part.held + 1
+
+
+def until_end(tokens: list[int], end: int = 2) -> list[int]:
+    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
+
+
+def test_text_is_that_of_a_reference_loop() -> None:
+    model, tokenizer = model_and_tokenizer()
+    results = generate(
+        model, PROMPTS, patch=SinkPatch(sites=SITES, value="listing"), tokenizer=tokenizer, max_new_tokens=12
+    )
+    plain = generate(model, PROMPTS, tokenizer=tokenizer, max_new_tokens=12)
+    for prompt, got in zip(PROMPTS, results, strict=True):
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        want = greedy(model, ids, 12, lambda: listing_1(model, SITES))[0, ids.shape[1] :].tolist()
+        assert got.tokens == until_end(want) and got.prompt_tokens == ids.shape[1] and got.prompt == prompt
+        assert got.text == tokenizer.decode(got.tokens, skip_special_tokens=True)
+    assert [r.tokens for r in plain] != [r.tokens for r in results]
+    assert all(r.events == [] for r in plain) and any(r.events for r in results)
+
+
+@pytest.mark.parametrize(("make", "sizes"), [(bridge_of, (2,)), (nnsight_of, (1, 3))])
+def test_every_kind_of_model_and_batches_agree(make: Any, sizes: tuple[int, ...]) -> None:
+    model, tokenizer = model_and_tokenizer()
+    other = make(model, tokenizer)
+    settings = {"interventions": Ablate(layer=0, neurons=[0], value=3.0), "max_new_tokens": 8}
+    want = generate(model, PROMPTS, patch=SinkPatch(sites=SITES), tokenizer=tokenizer, **settings)
+    for size in sizes:
+        got = generate(other, PROMPTS, patch=SinkPatch(sites=SITES), batch_size=size, **settings)
+        assert [r.tokens for r in got] == [r.tokens for r in want]
+        # The same events whatever shared the batch, and none for a row that had ended.
+        assert [[(e.row, e.position, e.kind) for e in r.events] for r in got] == [
+            [(e.row, e.position, e.kind) for e in r.events] for r in want
+        ]
+    assert {e.row for r in want for e in r.events} == {0, 1, 2}
+
+
+def test_pieces_arrive_in_order(tmp_path: Path) -> None:
+    model, tokenizer = model_and_tokenizer()
+    SinkPatch(sites=SITES).save(tmp_path / "patch.json")
+    pieces: list[tuple[int, str]] = []
+    results = generate(
+        model,
+        PROMPTS,
+        patch=tmp_path / "patch.json",
+        tokenizer=tokenizer,
+        max_new_tokens=8,
+        on_text=lambda i, text: pieces.append((i, text)),
+    )
+    assert ["".join(t for i, t in pieces if i == k).strip() for k in range(3)] == [r.text.strip() for r in results]
+    assert [i for i, _ in pieces] == sorted(i for i, _ in pieces) and len(pieces) > 6
+    assert [r.tokens for r in results] == [
+        r.tokens for r in generate(model, PROMPTS, patch=SinkPatch(sites=SITES), tokenizer=tokenizer, max_new_tokens=8)
+    ]
+
+
+GUARD = LoopGuard.paper(budget=12, anchors=2, window=16, variant="always", monitor={"warmup": 0, "every": 9})
+
+
+def endless() -> tuple[Any, Any]:
+    model, tokenizer = model_and_tokenizer()
+    model.generation_config.eos_token_id = None
+    return model, tokenizer
+
+
+@cache
+def by_hand() -> list[tuple[list[int], list[tuple[Any, ...]]]]:
+    """Tokens and events of each prompt under a patch, a policy and a guard."""
+    model, tokenizer = endless()
+    rows, policy = [], StreamingLLM(budget=16)
+    for i, prompt in enumerate(PROMPTS):  # what the pieces do when they are put together by hand
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        with (SinkPatch(sites=SITES, value="listing") | policy | GUARD).on(model) as run:
+            out = model.generate(input_ids=ids, max_new_tokens=14, do_sample=False)[0, ids.shape[1] :].tolist()
+        rows.append((out, [(i, e.step, e.position, e.kind) for e in run.events if e.kind == "guard"]))
+    return rows
+
+
+@cache
+def of_the_plain_model() -> list[list[int]]:
+    model, tokenizer = endless()
+    return [made.tokens for made in generate(model, PROMPTS, tokenizer=tokenizer, max_new_tokens=14)]
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes"), [(lambda model, _: model, (1, 3)), (bridge_of, (3,)), (nnsight_of, (2,))], ids=["hf", "tl", "nn"]
+)
+def test_policy_and_guard(make: Any, sizes: tuple[int, ...]) -> None:
+    model, tokenizer = endless()
+    other, rows = make(model, tokenizer), by_hand()
+    settings = {"tokenizer": tokenizer, "max_new_tokens": 14}
+    for size in sizes:
+        got = generate(
+            other,
+            PROMPTS,
+            patch=SinkPatch(sites=SITES, value="listing"),
+            policy="streaming:16",
+            guard=GUARD,
+            batch_size=size,
+            **settings,
+        )
+        assert [r.tokens for r in got] == [tokens for tokens, _ in rows]
+        assert [[(e.row, e.step, e.position, e.kind) for e in r.events if e.kind == "guard"] for r in got] == [
+            events for _, events in rows
+        ]
+    assert all(len(events) == 1 for _, events in rows)
+    assert rows[0][0] != of_the_plain_model()[0]
+    # Shorter than the warm-up: the guard's own settings leave the text alone.
+    assert [r.tokens for r in generate(other, PROMPTS, guard=True, **settings)] == of_the_plain_model()
+
+
+def test_sampling_follows_the_seed_and_leaves_the_callers_numbers_alone() -> None:
+    model, tokenizer = model_and_tokenizer()
+    settings = {"tokenizer": tokenizer, "temperature": 1.0, "max_new_tokens": 12}
+    torch.manual_seed(7)
+    want = torch.rand(1)
+    torch.manual_seed(7)
+    one, again, other = (generate(model, PROMPTS[0], seed=s, **settings)[0].tokens for s in (1, 1, 2))
+    assert one == again != other and torch.equal(torch.rand(1), want)
+
+
+def test_bos() -> None:
+    model, tokenizer = model_and_tokenizer()
+    lengths = {
+        bos: generate(model, "the dog", tokenizer=tokenizer, bos=bos, max_new_tokens=1)[0].prompt_tokens
+        for bos in (None, True, False)
+    }
+    assert lengths == {None: 3, True: 3, False: 2}
+    _, without = tiny_model("llama")
+    without.bos_token = None
+    with pytest.raises(SinkscopeError, match="no BOS"):
+        generate(model, "the dog", tokenizer=without, bos=True)
+
+
+@pytest.mark.parametrize("edit", [{"policy": "snapkv:0.5"}, {"guard": LoopGuard(budget=0.5)}])
+def test_a_budget_too_small_for_a_prompt_is_refused_before_the_first_token(edit: dict[str, Any]) -> None:
+    model, tokenizer = tiny_model("llama")
+    pieces: list[str] = []
+    with pytest.raises(SinkscopeError, match=r"budget=0.5 of a prompt of 41 tokens is 20"):
+        generate(
+            model,
+            ["the " * 300, "the " * 40],
+            tokenizer=tokenizer,
+            max_new_tokens=3,
+            on_text=lambda _, piece: pieces.append(piece),
+            **edit,
+        )
+    assert not pieces
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "words"),
+    [
+        ("", {}, ["prompt 1 is empty"]),
+        (["the dog", " \n"], {}, ["prompt 2 is empty"]),
+        ("the " * 1024, {}, ["1025 tokens", "1024", "shorten"]),
+        ("the " * 1000, {"max_new_tokens": 50}, ["1001 tokens and 50 more", "context", "1024", "at most 23"]),
+        ("the", {"max_new_tokens": 0}, ["max_new_tokens=0"]),
+        ("the", {"seed": -1}, ["seed=-1", "from 0"]),
+        ("the", {"batch_size": 0}, ["batch_size=0"]),
+        ("the", {"temperature": -0.5}, ["temperature=-0.5"]),
+        ("the", {"batch_size": 2, "on_text": print}, ["batch_size=1"]),
+        ("the", {"tokenizer": None}, ["no tokenizer"]),
+        ("the", {"policy": "lru"}, ["'lru'", "streaming"]),
+        ("the", {"policy": "streaming:"}, ["budget=''", "number of tokens", "fraction"]),
+        ("the", {"policy": "streaming:1.5"}, ["budget=1.5", "fraction"]),
+        ("the", {"patch": "nowhere.json"}, ["nowhere.json", "no such file"]),
+        ("the", {"patch": SinkPatch(layer=1, neurons=[64])}, ["neuron 64", "0 to 63"]),
+    ],
+)
+def test_bad_input(prompts: Any, settings: dict[str, Any], words: list[str]) -> None:
+    model, tokenizer = tiny_model("llama")
+    with pytest.raises(SinkscopeError) as caught:
+        generate(model, prompts, **{"tokenizer": tokenizer, **settings})
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)

@@ -1,0 +1,407 @@
+"""The loop monitor in servers: what it does in a batch is what it does for each request alone."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import serving_kit as kit
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.loops import Monitor, MonitorSettings
+from sinkscope.serving import processors as serving
+from sinkscope.serving.processors import LoopRow, ServingSettings
+
+ROOT = Path(__file__).parents[2]
+SEEDS = st.integers(0, 2**32)
+ACTIONS = st.lists(st.sampled_from(["stop", "force", "heat"]), min_size=1, max_size=4)
+
+
+@pytest.fixture(autouse=True)
+def servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(serving.ENVIRONMENT, raising=False)
+    kit.install(monkeypatch, kit.HOMES)
+
+
+class Fussy:
+    """A monitor that triggers by a hash of all tokens in their order: one token amiss, and it triggers elsewhere."""
+
+    def __init__(self, settings: Any = None) -> None:
+        self.hash = 1
+
+    def update(self, token: int) -> SimpleNamespace:
+        assert token >= 0
+        self.hash = (self.hash * 31 + token + 1) % 1_000_003
+        return SimpleNamespace(trigger=self.hash % 11 == 0)
+
+
+def alone(request: kit.Request, made: type, *, drafts: bool = False) -> tuple[list[int], list[int]]:
+    """What a request says, and where the processor acts, with one monitor of its own and no batch.
+
+    Args:
+        request: its log has, for each step, how many of its tokens could be read before, and how many came.
+        made: the monitor.
+        drafts: tokens after the first of a step have logits that the processor sees.
+    """
+    given = json.loads((request.params.extra_args or {}).get("sinkscope", "{}"))
+    actions, tokens, span = given.get("actions", ["stop"]), given.get("tokens", []), given.get("span", 32)
+    monitor, kind, begun, taken, read = made(), "", 0, 0, 0
+    said: list[int] = []
+    acted: list[int] = []
+    for visible, size in request.log:
+        due = False
+        for token in said[read:visible]:
+            due |= monitor.update(token).trigger
+        read = max(read, visible)
+        if due and request.params.extra_args:
+            kind, begun, taken = actions[min(taken, len(actions) - 1)], len(said), taken + 1
+        for j in range(size):
+            n, token = len(said) - begun, request.stream[len(said)]
+            lasts = {"stop": 10**9, "force": len(tokens), "heat": span, "": 0}[kind]
+            if n < lasts and (j == 0 or drafts):
+                acted.append(len(said))
+                token = {"stop": kit.END, "heat": token}.get(kind, tokens[n] if kind == "force" else token)
+            said.append(token)
+    return said, acted
+
+
+def requests(rng: Random, actions: list[str], count: int = 7) -> list[kit.Request]:
+    """Some with settings, some without; words 10 to 12 are what "force" says, and the script never says them."""
+    made = []
+    for i in range(count):
+        sent = {"actions": actions, "tokens": [10, 11, 12], "span": rng.randint(1, 6)}
+        params = kit.SamplingParams(
+            temperature=rng.choice((0.0, 0.7)), extra_args={"sinkscope": json.dumps(sent)} if i % 4 else None
+        )
+        stream = [rng.randrange(1, 10) for _ in range(rng.randint(20, 60))]
+        made.append(kit.Request(stream, params, prompt=[rng.randrange(1, 10) for _ in range(rng.randint(2, 9))]))
+    return made
+
+
+def check(server: Any, rng: Random, actions: list[str], **how: Any) -> list[kit.Request]:
+    drafts = how.pop("drafts", False)
+    asked = requests(rng, actions)
+    kit.play(server, rng, asked, **how)
+    for request in asked:
+        assert -1 not in request.output
+        said, acted = alone(request, Fussy, drafts=drafts)
+        assert request.output == said
+        assert request.edited == acted
+    return asked
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS, actions=ACTIONS, late=st.booleans(), accepted=st.sampled_from([0, 0, 3]))
+def test_in_vllms_batch_each_request_is_watched_as_if_alone(
+    seed: int, actions: list[str], late: bool, accepted: int
+) -> None:
+    """Added, removed, moved and swapped rows; lists that grow by several tokens or hold placeholders; preemption."""
+    with mock.patch.object(serving, "Monitor", Fussy):
+        processor = serving.VllmLoopProcessor(None, torch.device("cpu"), False)
+        server = kit.Batches(processor, placeholders=late, accepted=accepted)
+        check(server, Random(seed), actions, preempt=not accepted)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS, actions=ACTIONS, drafts=st.sampled_from([0, 0, 1, 3]))
+def test_in_vllms_slots_each_request_is_watched_as_if_alone(seed: int, actions: list[str], drafts: int) -> None:
+    """Recycled slots, rows in any order, requests that pause, rejected drafts, chunked prompts, preemption."""
+    with mock.patch.object(serving, "Monitor", Fussy):
+        server = kit.Slots(serving.VllmLoopProcessor, drafts=drafts)
+        check(server, Random(seed), actions, drafts=True, preempt=not drafts)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=SEEDS,
+    actions=ACTIONS,
+    how=st.sampled_from([{}, {"overlap": True}, {"drafts": 2}, {"drafts": 2, "expanded": True}]),
+)
+def test_in_sglang_each_request_is_watched_as_if_alone(seed: int, actions: list[str], how: dict[str, Any]) -> None:
+    with mock.patch.object(serving, "Monitor", Fussy):
+        server = kit.Overlapped(serving.SglangLoopProcessor.from_str(serving.SglangLoopProcessor.to_str()), **how)
+        check(server, Random(seed), actions, drafts=True)
+
+
+def test_the_random_servers_reach_every_action() -> None:
+    """The tests above compare something: all three actions happen, more than once in a request."""
+    with mock.patch.object(serving, "Monitor", Fussy):
+        server = kit.Slots(serving.VllmLoopProcessor)
+        asked = check(server, Random(4), ["heat", "force", "stop"], drafts=True, preempt=True)
+    assert any(10 in request.output for request in asked)
+    assert any(kit.END in request.output for request in asked)
+    assert any(request.edited and request.output[request.edited[0]] < 10 for request in asked)
+    assert any(not request.edited for request in asked if request.params.extra_args is None)
+
+
+def looping(count: int = 600, period: int = 8) -> list[int]:
+    return [1 + i % period for i in range(count)]
+
+
+def test_a_loop_is_stopped_and_its_neighbours_are_left_alone() -> None:
+    """With the monitor as it comes: one request loops, one does not, one loops and asks for nothing."""
+    rng = Random(0)
+    sent = {"sinkscope": {}}
+    loop = kit.Request(looping(), kit.SamplingParams(extra_args=sent))
+    honest = kit.Request([rng.randrange(1, 22) for _ in range(600)], kit.SamplingParams(extra_args=sent))
+    unasked = kit.Request(looping(), kit.SamplingParams())
+    kit.play(kit.Batches(serving.VllmLoopProcessor(None, torch.device("cpu"), False)), rng, [loop, honest, unasked])
+    monitor = Monitor()
+    first = next(i for i, token in enumerate(looping()) if monitor.update(token).trigger)
+    assert loop.output == [*looping()[: first + 1], kit.END]  # the token right after the trigger
+    assert honest.output == honest.stream[: len(honest.output)] and len(honest.output) > 590
+    assert unasked.output == looping()[: len(unasked.output)] and len(unasked.output) > 590
+
+
+def test_tokens_that_the_server_takes_back_are_not_counted() -> None:
+    """After a failed transfer vLLM drops the last tokens of a list and generates them anew."""
+    with mock.patch.object(serving, "Monitor", Fussy):
+        row = LoopRow(ServingSettings(), kit.END, 0.0)
+        right = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+        triggers = [i + 1 for i in range(len(right)) if _trigger(right[: i + 1])]
+        assert triggers and triggers[0] > 4  # the script has what the test needs
+        output = [*right[: triggers[0] - 2], 0]
+        row.follow(output)
+        acted = row.busy(len(output))
+        assert not acted
+        output[-1:] = []
+        row.follow([*output, -1, -1])  # places of tokens that are not known yet
+        for position in range(len(output), len(right) + 1):
+            output[:] = right[:position]
+            row.follow(output)
+            assert row.busy(position) == (position >= triggers[0])
+        assert row.taken == 0
+        row.edit(torch.zeros(kit.VOCAB), len(output))
+        assert row.taken == 1
+        output.pop()
+        row.follow(output)  # read again, with a trigger that has had its action
+        row.edit(torch.zeros(kit.VOCAB), len(output))
+        assert row.taken == 1
+
+
+def _trigger(tokens: list[int]) -> bool:
+    monitor = Fussy()
+    return [monitor.update(token).trigger for token in tokens][-1]
+
+
+def heated(temperature: float, hot: float, seed: int | None = None) -> LoopRow:
+    row = LoopRow(ServingSettings(actions=("heat",), temperature=hot, span=10**9), None, temperature, seed)
+    row.replay([0])
+    with mock.patch.object(row, "_due", [0]):
+        row.edit(torch.zeros(3), 1)
+    return row
+
+
+def test_heat_gives_the_temperature_that_was_asked_for() -> None:
+    """Sampled requests: the server divides by its own temperature afterwards. Greedy ones: the largest logit counts."""
+    logits = torch.tensor([2.0, 1.0, 0.0, -torch.inf])
+    for own, hot in ((0.5, 1.5), (1.0, 0.2)):
+        edited = logits.clone()
+        heated(own, hot).edit(edited, 2)
+        torch.testing.assert_close((edited / own).softmax(0), (logits / max(own, hot)).softmax(0))
+    row, again, other = heated(0.0, 1.5), heated(0.0, 1.5), heated(0.0, 1.5, seed=1)
+    counts = torch.zeros(4)
+    drawn: list[list[int]] = [[], [], []]
+    for _ in range(4000):
+        for i, one in enumerate((row, again, other)):
+            edited = logits.clone()
+            one.edit(edited, 2)
+            drawn[i].append(int(edited.argmax()))
+        counts[drawn[0][-1]] += 1
+    expected = (logits / 1.5).softmax(0)
+    spread = (expected * (1 - expected) / 4000).sqrt()
+    assert ((counts / 4000 - expected).abs() <= 4 * spread).all() and counts[3] == 0
+    assert drawn[0] == drawn[1] != drawn[2]  # every worker of a server draws the same
+
+
+def test_what_the_server_forbids_stays_forbidden() -> None:
+    """A grammar, or min_tokens, has taken the end token away: nothing is changed until it is back."""
+    row = LoopRow(ServingSettings(), 2, 0.0)
+    with mock.patch.object(row, "_due", [0]):
+        masked = torch.tensor([1.0, 0.5, -torch.inf])
+        row.edit(masked, 5)
+    assert masked.tolist() == [1.0, 0.5, -torch.inf]
+    free = torch.tensor([1.0, 0.5, -3.0])
+    row.edit(free, 6)
+    assert free.tolist() == [-torch.inf, -torch.inf, -3.0]
+    small = torch.tensor([1.0, 0.5])  # an end token that this vocabulary does not have
+    row.edit(small, 7)
+    assert small.tolist() == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        ({"actions": ["pause"]}, r"actions\[0\] is 'pause', expected 'stop', 'force' or 'heat'"),
+        ({"actions": []}, "actions is .*, expected .*at least 1 item"),
+        ({"actions": ["force"]}, "needs tokens"),
+        ({"action": "stop"}, "action is 'stop', expected .*"),
+        ({"temperature": 0}, "temperature is 0"),
+        ({"tokens": [-1]}, r"tokens\[0\] is -1"),
+        ({"monitor": {"window": "long"}}, "monitor.window is 'long', expected"),
+        ({"monitor": {"window": 10**18}}, "monitor.window is 10*: expected at most 1000000"),
+        (
+            {"monitor": {"window": 10**30}},
+            "monitor.window is 10{30}: expected at most|sinkscope is .*: a number has 31 digits",
+        ),
+        ({"monitor": {"tail_repeats": float("inf")}}, "monitor.tail_repeats is inf: expected at most 1000000"),
+        ({"monitor": {"rule": "signals", "voters": ["p1"], "votes": 1}}, "pass p_max"),
+        ("stop", "sinkscope is 'stop': expected JSON such as"),
+        ([1], "expected JSON such as"),
+    ],
+)
+def test_bad_settings_are_refused_at_the_door(sent: Any, said: str) -> None:
+    for form in (sent, json.dumps(sent)) if not isinstance(sent, str) else (sent,):
+        params = kit.SamplingParams(extra_args={"sinkscope": form})
+        with pytest.raises(ValueError, match=said):  # vLLM answers such a request with this message
+            serving.VllmLoopProcessor.validate_params(params)
+    server = kit.Overlapped(serving.SglangLoopProcessor())  # SGLang has no door: the request goes on unwatched
+    request = kit.Request(looping(80), kit.SamplingParams(extra_args={"sinkscope": sent}))
+    kit.play(server, Random(0), [request])
+    assert request.edited == []
+
+
+def test_probabilities_are_missed_only_where_they_would_vote() -> None:
+    """Rule "repeats" asks no voters, and the paper's rule has two more: both are taken, and both stop a loop."""
+    for monitor in ({"voters": ["p1"], "votes": 1}, vars(MonitorSettings.paper())):
+        row = LoopRow(ServingSettings.of({"monitor": monitor}) or ServingSettings(), kit.END, 0.0)
+        row.feed(looping())
+        assert row.busy(600)
+
+
+def test_settings_of_the_environment_hold_for_requests_without_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ServingSettings.of(None) is None and ServingSettings.of(False) is None
+    assert ServingSettings.of({}) == ServingSettings.of("{}") == ServingSettings()
+    monkeypatch.setenv(serving.ENVIRONMENT, '{"actions": ["heat"], "span": 9, "monitor": {"warmup": 7}}')
+    usual = ServingSettings.of(None)
+    assert usual is not None and (usual.actions, usual.span, usual.monitor.warmup) == (("heat",), 9, 7)
+    own = ServingSettings.of('{"span": 5}')
+    assert own is not None and (own.actions, own.span, own.monitor.warmup) == (("heat",), 5, 7)
+    assert ServingSettings.of("false") is None  # this request is not to be watched
+    monkeypatch.setenv(serving.ENVIRONMENT, "stop")
+    with pytest.raises(SinkscopeError, match="SINKSCOPE_SERVING is 'stop': expected JSON such as"):
+        ServingSettings.of(None)
+
+
+def test_the_module_needs_no_server() -> None:
+    code = (
+        "import sys, sinkscope.serving.processors as s\n"
+        "for name in ('VllmLoopProcessor', 'SglangLoopProcessor'):\n"
+        "    try: getattr(s, name)\n"
+        "    except ImportError as error: print(error)\n"
+        "print(hasattr(s, 'nothing'), {'vllm', 'sglang', 'transformers'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "VllmLoopProcessor needs vllm, which is not installed here",
+        "SglangLoopProcessor needs sglang, which is not installed here",
+        "False set()",
+    ]
+
+
+@pytest.mark.parametrize("homes", [list(kit.HOMES)[:1], list(kit.HOMES)[1:2], list(kit.HOMES)[:2]])
+def test_the_class_is_one_that_vllms_loaders_take(monkeypatch: pytest.MonkeyPatch, homes: list[str]) -> None:
+    """Each loader wants a subclass of its own interface under a name that it can import, and calls it its own way."""
+    for name in kit.HOMES:
+        monkeypatch.delitem(sys.modules, name)
+    kit.install(monkeypatch, {name: kit.HOMES[name] for name in homes})
+    made = serving.VllmLoopProcessor
+    bases = {kit.BatchProcessor, kit.SlotProcessor} & set(made.__mro__)
+    assert bases == {kit.HOMES[name]["LogitsProcessor"] for name in homes}
+    assert pickle.loads(pickle.dumps(made)) is made is serving.VllmLoopProcessor
+    assert (made.__module__, made.__qualname__) == ("sinkscope.serving.processors", "VllmLoopProcessor")
+    if kit.BatchProcessor in bases:
+        processor = made(None, torch.device("cpu"), True)
+        assert not processor.is_argmax_invariant() and processor.needs_output_token_ids()
+    if kit.SlotProcessor in bases:
+        assert (
+            made(SimpleNamespace(speculative_config=None), SimpleNamespace()).add_request(0, kit.SamplingParams())
+            is False
+        )
+
+
+def test_sglangs_string_names_the_class_and_holds_no_code() -> None:
+    text = serving.SglangLoopProcessor.to_str()
+    assert len(text) < 300 and b"sinkscope.serving.processors" in bytes.fromhex(json.loads(text)["callable"])
+    assert isinstance(serving.SglangLoopProcessor.from_str(text), kit.CustomLogitProcessor)
+
+
+def test_without_drafts_no_step_asks_the_device() -> None:
+    """The rows' positions on the device are read only if drafts make them uncertain and an action is in progress."""
+
+    class Closed:
+        def tolist(self) -> None:
+            raise AssertionError("a step waited for the device")
+
+        def __add__(self, other: int) -> Any:
+            return self
+
+    def hide(ctx: Any) -> Any:
+        ctx.expanded_idx_mapping = ctx.pos = Closed()
+        return ctx
+
+    for drafts in (0, 2):
+        server = kit.Slots(serving.VllmLoopProcessor, drafts=drafts, slots=1, length=700)
+        inner = server.processor.apply
+        server.processor.apply = lambda logits, ctx, inner=inner: inner(logits, hide(ctx))
+        loop = kit.Request(looping(), kit.SamplingParams(extra_args={"sinkscope": {}}))
+        if drafts:
+            with pytest.raises(AssertionError, match="waited"):
+                kit.play(server, Random(0), [loop], room=1)
+            assert len(loop.output) >= MonitorSettings().tail_shortest  # not before there was something to do
+        else:
+            kit.play(server, Random(0), [loop], room=1)
+            assert loop.output[-1] == kit.END
+
+
+def test_the_page_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python of docs/serving.md, with a vLLM whose model loops."""
+    monkeypatch.setattr(kit, "VOCAB", 151_700)
+    answered: list[kit.Request] = []
+
+    class LLM:
+        def __init__(self, model: str, logits_processors: list[str]) -> None:
+            module, _, name = logits_processors[0].partition(":")
+            self.made = getattr(__import__(module, fromlist=["_"]), name)
+
+        def generate(self, prompts: list[str], params: kit.SamplingParams) -> list[Any]:
+            self.made.validate_params(params)
+            requests = [kit.Request(looping(), params) for _ in prompts]
+            kit.play(kit.Batches(self.made(None, torch.device("cpu"), False)), Random(0), requests)
+            answered.extend(requests)
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=r.output)]) for r in requests]
+
+    kit.install(monkeypatch, {"vllm": {"LLM": LLM, "SamplingParams": kit.SamplingParams}})
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for source in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
+        exec(compile(source, "docs/serving.md", "exec", dont_inherit=True), names)
+    (request,) = answered
+    said = request.output
+    assert said.count(151668) == 1 and said[-1] == kit.END
+    assert MonitorSettings().tail_shortest == said.index(151668) < len(said) - 1
+    assert f"at least {said.index(151668)} tokens" in page
+    sent = names["body"]["sampling_params"]["custom_params"]
+    assert ServingSettings.of(sent["sinkscope"]) is not None
+    serving.SglangLoopProcessor.from_str(names["body"]["custom_logit_processor"])
+    (usual,) = re.findall(r"^SINKSCOPE_SERVING='(.*)' vllm serve", page, re.M)
+    (posted,) = re.findall(r"-d '(.*?)'", page, re.S)
+    for text in (usual, json.loads(posted)["vllm_xargs"]["sinkscope"]):
+        assert ServingSettings.of(text) is not None
+    (paper,) = re.findall(r"^export SINKSCOPE_SERVING='(.*)'$", page, re.M)
+    assert ServingSettings(**json.loads(paper)).monitor == MonitorSettings.paper()
+    for field in ServingSettings.__dataclass_fields__:
+        assert f"| `{field}` |" in page
