@@ -132,7 +132,7 @@ def _version(name: str) -> str:
         return str(getattr(sys.modules[name], "__version__", "unknown"))
 
 
-__all__ = ["Grid", "ModelInfo", "Provenance", "Result", "cell", "provenance"]
+__all__ = ["Grid", "ModelInfo", "Number", "Provenance", "Result", "cell", "provenance"]
 
 SCHEMA = 1
 UNKNOWN = 0.1  # share of unknown tokens from which results carry a warning
@@ -154,6 +154,23 @@ class ModelInfo:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", pathless(self.name))
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number of a result by which two models are compared, as on a sink card.
+
+    Attributes:
+        label: What it is, in a few words.
+        value: The number. None: it was not measured.
+        control: The same number for the control, if there is one.
+        margin: Two standard errors over texts. None: differences of this number are not judged.
+    """
+
+    label: str
+    value: float | None
+    control: float | None = None
+    margin: float | None = None
 
 
 UNKNOWN_MODEL = ModelInfo("unknown", "unknown", 0, 0, 0, "")
@@ -289,6 +306,10 @@ class Result:
     def conclusion(self) -> str:
         """The conclusion in one sentence that includes the control; every kind of sinkscope has one."""
         return ""
+
+    def numbers(self) -> list[Number]:
+        """The numbers by which two models are compared; a subclass overrides it."""
+        return []
 
     def details(self) -> list[str]:
         """Lines of plain text below the conclusion; a subclass overrides it."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sinkscope.files.console import Progress, silent
 from sinkscope.files.registry import Count, Hidden, Option, Parameter, Positive, command, parameter, shared_parameters
-from sinkscope.files.result import ModelInfo, Provenance, Result, provenance
+from sinkscope.files.result import ModelInfo, Number, Provenance, Result, provenance
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.decode import decode, noted_decoding, watched
 from sinkscope.kv.edit_of import edit_of
@@ -43,6 +43,7 @@ __all__ = [
     "Hidden",
     "Measurement",
     "ModelInfo",
+    "Number",
     "Option",
     "Output",
     "Positive",
