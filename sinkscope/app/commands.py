@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import emit, note, silent
-from sinkscope.files.output import read_text
-from sinkscope.files.registry import Count, Hidden, Option, Positive, command
+from sinkscope.files.console import emit, note
+from sinkscope.files.registry import Count, Option, Positive, command
 from sinkscope.files.tables import Grid
 
 if TYPE_CHECKING:
-    from sinkscope.loops import LoopCalibration, LoopCheck
+    pass
 
 
 @command(group="Look", command="models")
@@ -123,83 +120,3 @@ def _line(event: Any) -> str:
     data |= event.data
     told = [f"{name} {f'{value:.3g}' if isinstance(value, float) else value}" for name, value in data.items()]
     return ", ".join([f"{event.kind}: step {event.step}", f"position {event.position}", *told])
-
-
-@command(group="Loops", command="loops")
-def check_loops(
-    file: Annotated[str | None, Option(argument=True, metavar="FILE|-")] = None,
-    *,
-    form: Annotated[Literal["auto", "text", "jsonl", "sse"], Option("--format")] = "auto",
-    settings: Annotated[str | None, Option(metavar="FILE")] = None,
-    window: int | None = None,
-    theta_ttr: float | None = None,
-    theta_cr: float | None = None,
-    warmup: int | None = None,
-    max_new: int | None = None,
-    variant: str = "repeats",
-    progress: Hidden = None,
-) -> LoopCheck:
-    """Check whether outputs repeat themselves: diversity, redundancy, period and onset of each record. Loads no model.
-
-    Args:
-        file: Text, or JSON lines with text, output or tokens; - is standard input.
-        form: What the file is. By default .jsonl and .ndjson are JSON lines, anything else is one text; with --follow
-            the first line decides, and it may also be server-sent events (sse).
-        settings: Settings of the monitor, as --calibrate writes them with --json.
-        window: Tokens that the signals look at; 256 by default.
-        theta_ttr: Type-token ratio below which a window is repetitive; 0.2 by default.
-        theta_cr: Compression ratio below which a window is repetitive; 0.12 by default.
-        warmup: First token at which a loop may be found; 64 by default in the paper's monitor, else none.
-        max_new: Tokens that were allowed: adds the loop rule with length.
-        variant: Which monitor decides. "repeats" finds three copies of anything, "full" is the paper's.
-        progress: Called as `progress(what, done, total)`.
-
-    Example:
-        sinkscope loops answers.jsonl --max-new 2500
-    """
-    from sinkscope.loops.checker import check, parse
-    from sinkscope.loops.follow import monitor_settings
-
-    if file is None or form == "sse":
-        raise SinkscopeError("give the file to check, or - for standard input; --format sse is for --follow")
-    used = monitor_settings(settings, variant, window=window, theta_ttr=theta_ttr, theta_cr=theta_cr, warmup=warmup)
-    name = "standard input" if file == "-" else Path(file).name
-    records = parse(read_text(file), name, form)
-    return check(records, settings=used, max_new=max_new, name=name, progress=progress)
-
-
-@command(group="Loops", command="loops", flag="calibrate")
-def calibrate_loops(
-    file: Annotated[str | None, Option(argument=True, metavar="FILE|-")] = None,
-    *,
-    form: Annotated[Literal["auto", "text", "jsonl", "sse"], Option("--format")] = "auto",
-    tokenizer: Annotated[str | None, Option(metavar="NAME")] = None,
-    rate: float = 10.0,
-    window: int | None = None,
-    progress: Hidden = None,
-) -> LoopCalibration:
-    """Fit the monitor to a vocabulary: settings with few false alarms on ordinary text, also for vLLM and llama.cpp.
-
-    Args:
-        file: Ordinary text, or outputs without loops.
-        form: Text, JSON lines or server-sent events. By default the first line decides.
-        tokenizer: With --calibrate: the model whose vocabulary it is. By default text is split into words.
-        rate: With --calibrate: false alarms per million tokens that are accepted.
-        window: Tokens that the signals look at.
-        progress: Called as `progress(what, done, total)`.
-
-    Example:
-        sinkscope loops ordinary.txt --calibrate --json settings.json
-    """
-    from sinkscope.loops import MonitorSettings, calibrate
-    from sinkscope.loops.follow import read_outputs
-
-    encode = None
-    if tokenizer is not None:
-        from sinkscope.models.load import open_tokenizer
-
-        encode = open_tokenizer(tokenizer)[0]
-    used = MonitorSettings() if window is None else MonitorSettings(window=window)
-    outputs, vocabulary = read_outputs(file or "-", form, encode)
-    name = "standard input" if file in (None, "-") else Path(file).name
-    return calibrate(outputs, vocabulary=vocabulary, rate=rate, settings=used, name=name, progress=progress or silent)
