@@ -345,9 +345,9 @@ class Progressive(Policy):
         Session.of(run).before_prompt(lambda moment: self._open(moment.layers))
         run.stack.callback(lambda: self._open(list(record.layers)))
 
-    def told(self, run: Run) -> str:
+    def summary(self, run: Run) -> str:
         """The tokens that a decoding step read, and those held in the cache."""
-        return f"{said_of_steps(type(self).__name__, run)} {super().told(run)}".strip()
+        return f"{said_of_steps(type(self).__name__, run)} {super().summary(run)}".strip()
 
     def watch(self, session: Session, key: int) -> None:
         """Keep the latest queries, also those of generated tokens."""
@@ -570,7 +570,7 @@ class LoopServe(Intervention):
         more = {name: getattr(self, name) for name in ("variant", "begin", "local", "sharp", "checked")}
         return select_lines(query, key, self.alpha, **draw, **more, scaling=scaling, dense_above=limit)
 
-    def told(self, run: Run) -> str:
+    def summary(self, run: Run) -> str:
         """The share of attention that prompts computed, and the tokens that a decoding step read."""
         return " ".join(filter(None, [said_of_prompts("LoopServe", run), said_of_steps("LoopServe", run)]))
 
