@@ -149,19 +149,10 @@ def figure(data: dict[str, Any]) -> go.Figure:
         fig.add_scatter(x=layers, y=one["value_ratio"], line_color=RED, name="value ratio", row=row, col=2)
         created = [sink["created"] for sink in one["secondary"]]
         lifetime = [sink["lifetime"] for sink in one["secondary"]]
-        fig.add_histogram2d(
-            x=created,
-            y=lifetime,
-            xbins={"start": -0.5, "size": 1},
-            ybins={"start": -0.5, "size": 1},
-            colorscale="Blues",
-            showscale=False,
-            texttemplate="%{z}",
-            row=row,
-            col=3,
-        )
-        fig.update_xaxes(title_text="created after layer", row=row, col=3)
-        fig.update_yaxes(title_text="lifetime in layers", row=row, col=3)
+        marker = {"color": BLUE, "opacity": 0.5, "size": 12}
+        fig.add_scatter(x=created, y=lifetime, mode="markers", marker=marker, row=row, col=3)
+        fig.update_xaxes(title_text="created after layer", range=[-0.5, len(layers) - 0.5], row=row, col=3)
+        fig.update_yaxes(title_text="lifetime in layers", range=[0, len(layers) + 0.5], row=row, col=3)
     fig.update_yaxes(type="log", exponentformat="power", col=1)
     fig.update_yaxes(type="log", exponentformat="power", col=2)
     layers = conditions[0]["layers"]
