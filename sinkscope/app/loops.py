@@ -130,7 +130,8 @@ def draw_check(result: LoopCheck) -> go.Figure:
 
     from sinkscope.measure.style import BLUE, GREY, ORANGE, RED, finished
 
-    threshold, window = result.settings["theta_ttr"], result.settings["window"]
+    threshold = result.settings["theta_ttr"]
+    window = html.escape(str(result.settings["window"]))
     records = sorted(result.records, key=lambda record: not record.loop)[:SHOWN_RECORDS]
     figure = go.Figure()
     for loops, color, name in ((False, GREY, "does not"), (True, ORANGE, "loops")):
