@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import silent
 from sinkscope.files.notation import neuron_names
-from sinkscope.files.registry import command
+from sinkscope.files.options import command
 from sinkscope.files.result import ModelInfo, Provenance, provenance
 from sinkscope.files.store import Folder, Keyed
 from sinkscope.measure import Hidden, Option, Positive, Result
