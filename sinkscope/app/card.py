@@ -138,7 +138,7 @@ class SinkCard(Result):
 
     quick: bool
     parts: tuple[CardPart, ...]
-    numbers: tuple[CardNumber, ...] = ()
+    numbers: tuple[CardNumber, ...]  # pyright: ignore[reportIncompatibleMethodOverride] = ()
     facts: tuple[CardFact, ...] = ()
     against: str | None = None
     changes: tuple[CardChange, ...] = ()

@@ -134,23 +134,37 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
 
 def click_command(command: Command) -> click.Command:
     """The click command of a line of the table; this imports its function."""
+    page = ""
+    if command.module.startswith("sinkscope."):  # our pages do not describe the commands of other packages
+        page = f"docs/cli.md#sinkscope-{command.words.replace(' ', '-')}"
+    return function_command(command.load(), command.words.split()[-1], page)
+
+
+def function_command(function: Callable[..., Any], name: str, page: str = "") -> click.Command:
+    """The click command of a function.
+
+    Args:
+        function: A measurement, or any function whose options its signature and docstring describe.
+        name: Name of the command.
+        page: Page of the documentation about it.
+    """
     from sinkscope.files.options import example_lines, introduction
 
-    run = CommandRun.of(command)
-    doc = inspect.getdoc(run.function) or ""
+    run = CommandRun.of(function)
+    doc = inspect.getdoc(function) or ""
     examples = example_lines(doc)
     end = ["\b"]
     if examples:
         end.append("Examples:")
     end += [f"  {line}" for line in examples]
-    if command.module.startswith("sinkscope."):  # our pages do not describe the commands of other packages
-        end.append(f"Documentation: docs/cli.md#sinkscope-{command.words.replace(' ', '-')}")
+    if page:
+        end.append(f"Documentation: {page}")
     text = introduction(doc) + "\n\n"
     for one in run.parameters.values():
         if one.option.argument:
             text += f"{one.option.metavar}: {one.help}\n\n"
     text += "\n".join(end)
-    return click.Command(command.words.split()[-1], params=run.click_parameters(), callback=run, help=text)
+    return click.Command(name, params=run.click_parameters(), callback=run, help=text)
 
 
 @dataclass(frozen=True)
@@ -172,11 +186,10 @@ class CommandRun:
     returns_result: bool
 
     @classmethod
-    def of(cls, command: Command) -> CommandRun:
-        """Import the function of a command and read its signature."""
+    def of(cls, function: Any) -> CommandRun:
+        """Read the signature of a function."""
         from sinkscope.files.options import parameters_of
 
-        function = command.load()
         parameters = getattr(function, "all_parameters", None)
         measures = parameters is not None
         if parameters is None:
@@ -247,8 +260,9 @@ class CommandRun:
             return self.outputs[name].kind
         classes = get_type_hints(getattr(self.function, "function", self.function)).get("return")
         for one in get_args(classes) or [classes]:
-            if hasattr(one, "kind"):
-                return one.kind
+            kind = getattr(one, "kind", None)
+            if kind is not None:
+                return kind
         return None
 
     def _result(self, arguments: dict[str, Any], backend: str | None) -> Any:
@@ -394,16 +408,19 @@ def _comma_list(one: Parameter, words: Any) -> list[Any]:
         raise SinkscopeError(f"{one.flag} {','.join(names)}: expected {what} with commas between") from None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: click.Command | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: Arguments after `sinkscope`. By default those of this process.
+        argv: Arguments after the name of the program. By default those of this process.
+        program: The command line of a script, from `function_command`. By default that of `sinkscope`.
 
     Returns:
         0 done, 1 a patch that was not made because it does not repair or would harm, 2 bad input (each with one line on
         stderr), 3 a stream with a loop, 130 interrupted.
     """
+    if program is None:
+        program = command_line()
     output_is_closed = _prepare_streams()
     gc.disable()  # importing torch and transformers makes no garbage; `ProgressBar` turns it on when work begins
     try:
@@ -411,14 +428,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise SinkscopeError("standard output is closed: give it a file, a pipe or /dev/null")
         words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
         _refuse_broken_words(words)
-        code = command_line().main(args=words, prog_name="sinkscope", standalone_mode=False)
+        code = program.main(args=words, prog_name=program.name, standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except SinkscopeError as error:
         return _print_error(str(error), error.exit_code)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
-        path = context.command_path if context else "sinkscope"
+        path = context.command_path if context else program.name
         return _print_error(f"{error.format_message().rstrip('.')} (see {path} --help)")
     except (KeyboardInterrupt, click.Abort):
         note("interrupted")

@@ -19,17 +19,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {  # words of the command: (module:f
         "Sinks",
         "Find the layer and the neurons that make the sink.",
     ),
-    "massive": (
-        "sinkscope.sinks.first_token.massive:massive_activations",
-        "Sinks",
-        "Find massive activations of any position.",
-    ),
-    "screen": ("sinkscope.sinks.first_token.screen:neuron_screen", "Sinks", "Ablate every neuron of one layer."),
-    "training": (
-        "sinkscope.sinks.first_token.training:sinks_over_training",
-        "Sinks",
-        "Follow the sink over checkpoints.",
-    ),
     "circuit": ("sinkscope.sinks.first_token.circuit:circuit", "Sinks", "Trace the circuit of the sink."),
     "heads": (
         "sinkscope.sinks.first_token.marking_heads:marking_heads",
@@ -116,12 +105,10 @@ KIND_MODULES = {  # kinds of results that no command returns under the name of i
     "loopbench": "sinkscope.bench.loopbench.tables",
     "loopbench-show": "sinkscope.bench.loopbench.tables",
     "loops": "sinkscope.loops.checker",
-    "massive-activations": "sinkscope.sinks.first_token.massive",
     "patch-eval": "sinkscope.sinks.patch.evaluate",
     "patch-make": "sinkscope.sinks.patch.make",
     "sink-card": "sinkscope.app.card",
     "sink-cards": "sinkscope.app.card",
-    "sinks-over-training": "sinkscope.sinks.first_token.training",
 }
 
 

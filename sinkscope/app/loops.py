@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import click
 
@@ -13,7 +13,7 @@ from sinkscope.files.options import Hidden, Option, refuse_unused
 from sinkscope.files.output import read_text
 from sinkscope.loops import LoopCalibration, LoopCheck, MonitorSettings, calibrate, check
 from sinkscope.loops.checker import parse
-from sinkscope.loops.follow import follow_loops, monitor_settings, read_outputs
+from sinkscope.loops.follow import Form, follow_loops, monitor_settings, read_outputs
 
 LOOP_IN_STREAM = 3
 """Exit status of `--follow` if there was a loop."""
@@ -24,7 +24,7 @@ def check_loops(
     *,
     follow: bool = False,
     calibration: Annotated[bool, Option("--calibrate")] = False,
-    form: Annotated[Literal["auto", "text", "jsonl", "sse"], Option("--format")] = "auto",
+    form: Annotated[Form, Option("--format")] = "auto",
     settings: Annotated[str | None, Option(metavar="FILE")] = None,
     window: int | None = None,
     theta_ttr: float | None = None,
@@ -75,7 +75,7 @@ def check_loops(
     if calibration:
         refuse_unused("--calibrate finds it", settings=settings, theta_ttr=theta_ttr, theta_cr=theta_cr, warmup=warmup)
         return _calibrated(file, form, tokenizer, rate, window, progress)
-    thresholds = {"window": window, "theta_ttr": theta_ttr, "theta_cr": theta_cr, "warmup": warmup}
+    thresholds: dict[str, Any] = {"window": window, "theta_ttr": theta_ttr, "theta_cr": theta_cr, "warmup": warmup}
     if follow:
         if follow_loops(
             file, form=form, settings=settings, variant=variant, metrics=metrics, first=first, **thresholds
@@ -91,7 +91,7 @@ def check_loops(
 
 
 def _calibrated(
-    file: str | None, form: str, tokenizer: str | None, rate: float | None, window: int | None, progress: Hidden
+    file: str | None, form: Form, tokenizer: str | None, rate: float | None, window: int | None, progress: Hidden
 ) -> LoopCalibration:
     """Settings of the monitor that fit a text."""
     encode = None
