@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import click
+
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import silent
+from sinkscope.files.options import Hidden, Option
 from sinkscope.files.output import read_text
-from sinkscope.files.registry import Hidden, Option, command
 from sinkscope.loops import LoopCalibration, LoopCheck, MonitorSettings, Watch, calibrate, check
 from sinkscope.loops.check import CheckedOutput
 from sinkscope.loops.forms import StreamForm
@@ -21,11 +23,11 @@ from sinkscope.loops.streams import monitor_settings, open_bytes, read_outputs, 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+LOOP_IN_STREAM = 3  # exit status of --follow if there was a loop
 SHOWN_RECORDS = 60  # lines in the figure
 
 
-@command(group="Loops", command="loops")
-def loops(
+def check_loops(
     file: Annotated[str | None, Option(argument=True, metavar="FILE|-")] = None,
     *,
     follow: bool = False,
@@ -95,8 +97,6 @@ def _name(file: str) -> str:
 
 def _follow(file: str, form: StreamForm, monitor: MonitorSettings, metrics: str | None, first: bool) -> None:
     """Print the loops of a stream as they occur, and exit with status 3 if there was one."""
-    import typer
-
     gc.enable()  # the command line turns it off while libraries are imported
     watch = Watch(monitor)
     if metrics is not None:
@@ -107,7 +107,7 @@ def _follow(file: str, form: StreamForm, monitor: MonitorSettings, metrics: str 
         if first:
             break
     if watch.alarms:
-        raise typer.Exit(3)
+        raise click.exceptions.Exit(LOOP_IN_STREAM)
 
 
 def _calibrate(
