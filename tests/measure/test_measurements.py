@@ -42,9 +42,7 @@ LESS: dict[str, dict[str, Any]] = {  # what is looked at here, forms and roundin
     "barcode": {"max_new_tokens": 8, "layers": [0]},
     "cache_loss": {"prompt": 64, "answer": 2, "policies": ["streaming", "h2o"]},
     "circuit": {"max_repeats": 16, "texts": 1},
-    "ditto": {"units": 1},
     "loop_rate": {"openings": 2, "max_new_tokens": 24},
-    "rotary_invariance": {"ids": LOOP, "layers": [0]},  # instead of a loop that is generated
     "separability": {"count": 32, "texts": 8},
     "token_clusters": {"tokens": "the of and a in to is that it was he for on as with his at be this from".split()},
 }
@@ -53,7 +51,7 @@ LESS: dict[str, dict[str, Any]] = {  # what is looked at here, forms and roundin
 def arguments(name: str) -> dict[str, Any]:
     """Of a quick run, or of a still shorter one."""
     quick = entries()[name].load().quick
-    return LESS[name] if name == "rotary_invariance" else {**quick, **LESS.get(name, {})}
+    return {**quick, **LESS.get(name, {})}
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +176,9 @@ def test_a_model_without_a_sink_is_an_answer(entry: Entry) -> None:
     assert result.conclusion()
 
 
-LONG = {"ditto", "divergence", "make_patch"}
+LONG = {"divergence", "make_patch"}
 """Measurements that are compared on a smaller model."""
-PLAIN_ONLY = {"line_overlap", "line_weights", "rotary_invariance"}  # a bridge does not offer queries and keys
+PLAIN_ONLY = {"line_overlap", "line_weights"}  # a bridge does not offer queries and keys
 KINDS = [
     pytest.param(entry, kind, id=f"{entry.name}-{kind}", marks=pytest.mark.slow if later else [])
     for i, entry in enumerate(ALL)
