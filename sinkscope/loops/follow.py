@@ -11,11 +11,10 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import parse_json
-from sinkscope.files.registry import Option, command
 from sinkscope.files.result import read_json
 from sinkscope.loops.checker import FIELDS, number, split
 from sinkscope.loops.monitor import Monitor, MonitorSettings
@@ -336,21 +335,20 @@ def monitor_settings(file: str | None, variant: str, **given: Any) -> MonitorSet
     return MonitorSettings.variant(variant).with_(**changed)
 
 
-@command(group="Loops", command="loops", flag="follow")
 def follow_loops(
-    file: Annotated[str | None, Option(argument=True, metavar="FILE|-")] = None,
+    file: str | None = None,
     *,
-    form: Annotated[Form, Option("--format")] = "auto",
-    settings: Annotated[str | None, Option(metavar="FILE")] = None,
+    form: Form = "auto",
+    settings: str | None = None,
     window: int | None = None,
     theta_ttr: float | None = None,
     theta_cr: float | None = None,
     warmup: int | None = None,
     variant: str = "repeats",
-    metrics: Annotated[str | None, Option(metavar="[HOST:]PORT")] = None,
+    metrics: str | None = None,
     first: bool = False,
-) -> None:
-    """Watch a stream, print each loop as it occurs, and exit with status 3 if there was one.
+) -> bool:
+    """Watch a stream, print each loop as it occurs, and return whether there was one.
 
     Args:
         file: The stream. By default standard input.
@@ -363,12 +361,7 @@ def follow_loops(
         variant: Which monitor decides: "repeats" detects three copies of anything, "full" is the paper's.
         metrics: With --follow: serve counts to Prometheus on this port.
         first: With --follow: stop at the first loop.
-
-    Example:
-        tail -f server.log | sinkscope loops --follow
     """
-    import typer
-
     gc.enable()  # the command line turns it off while libraries are imported
     used = monitor_settings(settings, variant, window=window, theta_ttr=theta_ttr, theta_cr=theta_cr, warmup=warmup)
     watch = Watch(used)
@@ -380,8 +373,7 @@ def follow_loops(
         print(alarm, flush=True)
         if first:
             break
-    if watch.alarms:
-        raise typer.Exit(3)
+    return bool(watch.alarms)
 
 
 def open_bytes(file: str | None) -> Any:
