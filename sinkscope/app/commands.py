@@ -68,8 +68,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {  # words of the command: (module:f
     "loops": ("sinkscope.app.loops:check_loops", "Loops", "Check outputs for repetition, watch a stream, calibrate."),
     "barcode": ("sinkscope.attention.barcode:barcode", "Loops", "Draw the attention of heads in a loop."),
     "locking": ("sinkscope.attention.locking:locking", "Loops", "Rank heads that lock onto the loop."),
-    "ditto": ("sinkscope.attention.ditto:ditto", "Loops", "Measure how repetition makes a text more probable."),
-    "rotary": ("sinkscope.attention.rotary:rotary_invariance", "Loops", "Check that scores repeat with the period."),
     "loop-rate": ("sinkscope.bench.loop_rate:loop_rate", "Loops", "Measure how often a model loops."),
     "loopbench build": ("sinkscope.bench.loopbench.prompts:build_prompts", "Loops", "Build a set of prompts."),
     "loopbench run": ("sinkscope.bench.loopbench.run:loopbench_run", "Loops", "Run methods on prompts."),
