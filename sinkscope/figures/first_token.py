@@ -251,39 +251,3 @@ def _points(result: Any, x: str, y: str, *, listed: bool) -> list[Any]:
         )
         for (first, held), points in groups.items()
     ]
-
-
-def draw_positions(result: Any) -> go.Figure:
-    """Norm over the typical one and attention received, layer by position."""
-    names = [f"{i} {html.escape(repr(token.text))}" for i, token in enumerate(result.tokens)]
-    layers, places = list(range(len(result.norm))), list(range(len(names)))
-    ratio = [[v / usual for v in row] for row, usual in zip(result.norm, result.typical_norm, strict=True)]
-    given = [[None if math.isnan(v) else v for v in row] for row in result.attention.tolist()]
-    ticks = list(range(-3, 8))
-    bar = {"tickvals": ticks, "ticktext": [f"{10.0**t:g}" for t in ticks], "x": 0.44, "thickness": 12}
-    few = {"tickvals": places, "ticktext": names, "tickangle": -60, "tickfont": {"size": 10}}
-    parts = [
-        Panel(
-            title,
-            [
-                go.Heatmap(
-                    x=places,
-                    y=layers,
-                    z=z,
-                    text=[[f"{name}: {cell(v)}" for name, v in zip(names, row, strict=True)] for row in text],
-                    hovertemplate="layer %{y}, %{text}<extra></extra>",
-                    colorscale=[[0, "#f7f7f7"], [1, color]],
-                    zmin=0,
-                    colorbar=scale,
-                )
-            ],
-            {"title_text": "position"} | (few if len(names) <= 40 else {}),
-            by_layer(len(layers)),
-        )
-        for title, z, text, color, scale in (
-            ("Norm over the typical one", [[math.log10(max(v, 1e-3)) for v in row] for row in ratio], ratio, BLUE, bar),
-            ("Attention received, mean of heads and later queries", given, given, ORANGE, {"thickness": 12}),
-        )
-    ]
-    bottom = 150 if len(names) <= 40 else 80
-    return drawn(result, parts, grid={"spacing": 0.12}, width=1400, height=520, bottom=bottom)
