@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from typing import Any
 
 import plotly.graph_objects as go
@@ -20,7 +19,6 @@ from sinkscope.measure.style import (
     across,
     band,
     bars,
-    by_layer,
     counted,
     curve,
     dots,

@@ -153,7 +153,7 @@ def _ids(setup: Setup, text: str) -> Int[Tensor, "1 pos"]:
         raise SinkscopeError(f"the text {text!r} has no word that this tokenizer knows: give another text")
     if setup.bos is not None and ids[0] != setup.bos:
         ids = [setup.bos, *ids]
-    setup.target.check_room("the text", len(ids))
+    setup.target.check_length("the text", len(ids))
     return torch.tensor([ids])
 
 
