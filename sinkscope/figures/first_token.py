@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from typing import Any
 
 import plotly.graph_objects as go
 
 from sinkscope.files.notation import neuron_name
-from sinkscope.files.result import cell
 from sinkscope.measure.style import (
     BLUE,
     GREEN,
@@ -21,7 +19,6 @@ from sinkscope.measure.style import (
     bars,
     counted,
     curve,
-    dots,
     drawn,
     powers,
     shares,
@@ -124,83 +121,3 @@ def _ablation(result: Any) -> Panel:
     axis = _by_neuron("neuron (dotted: least drop of a causal one)")
     lost = shares("share of the norm lost", max(lowest * 1.1, -1.0), 1.05)
     return Panel("Norm lost by ablation", traces, axis, lost, [across(0.1)])
-
-
-def draw_heads(result: Any) -> go.Figure:
-    """What each layer's heads carry, which head marks which first token, and how the heads look at themselves."""
-    marked = result.marking_layer is not None
-    parts = [_head_layers(result)] if result.layer_drops else [Panel("")]
-    parts += [_head_tokens(result), _self_attention(result)] if marked else []
-    legend = {"y": -0.16, "x": 1.0, "xanchor": "right"}
-    size = {"width": 1400 if marked else 800, "height": 560, "bottom": 100}
-    return drawn(result, parts, [0.16, 0.42, 0.42], grid={"spacing": 0.12}, legend=legend, **size)
-
-
-def _head_layers(result: Any) -> Panel:
-    layers = list(range(len(result.layer_drops)))
-    dropped = bars(
-        layers,
-        result.layer_drops,
-        [ORANGE if i == result.marking_layer else GREY for i in layers],
-        text=[f"{d:.0%}".replace("-0%", "0%") for d in result.layer_drops],
-        hovertemplate="layer %{x}: %{y:.1%} lost<extra></extra>",
-    )
-    lowest = min([0.0, *(d - 0.1 for d in result.layer_drops)])
-    lost = shares("share of the sink neurons' activation lost", lowest, 1.15)
-    return Panel("All heads of a layer replaced", [dropped], counted("layer", len(layers)), lost)
-
-
-def _head_tokens(result: Any) -> Panel:
-    """Tokens that share a head lie beside each other."""
-    tokens = sorted((t for t in result.first_tokens if t.drops), key=lambda t: (t.heads, t.id))
-    names = [html.escape(repr(t.token)) for t in tokens]
-    places = [f"{name} ({t.id})" for name, t in zip(names, tokens, strict=True)]
-    scale: dict[str, Any] = {"y": places, "zmin": 0, "zmax": 1, "colorscale": [[0, "#f7f7f7"], [1, BLUE]], "ygap": 1}
-    heads = len(tokens[0].drops)
-    drops = go.Heatmap(
-        x=list(range(heads)),
-        z=[t.drops for t in tokens],
-        xgap=1,
-        colorbar={"title": {"text": "lost"}, "tickformat": ".0%", "x": 0.575, "thickness": 12},
-        hovertemplate="%{y} first, head %{x}: %{z:.1%} lost<extra></extra>",
-        **scale,
-    )
-    control = go.Heatmap(  # a column of its own
-        x=[heads + 0.5],
-        z=[[t.control_drop] for t in tokens],
-        showscale=False,
-        hovertemplate="%{y} first, as many other heads, largest of 20 draws: %{z:.1%} lost<extra></extra>",
-        **scale,
-    )
-    shown = list(range(0, heads, max(1, heads // 16)))
-    ticks = {"tickvals": [*shown, heads + 0.5], "ticktext": [*map(str, shown), "random"]}
-    return Panel(
-        "One head replaced, by first token",
-        [drops, control],
-        {"title_text": f"head of layer {result.marking_layer}"} | ticks,
-        {"tickvals": places, "ticktext": names, "tickfont": {"size": 9}, "autorange": "reversed"},
-    )
-
-
-def _self_attention(result: Any) -> Panel:
-    here = [h for h in result.heads if h.layer == result.marking_layer]
-    traces = [
-        dots(
-            [h.head for h in here],
-            [getattr(h, field) for h in here],
-            name,
-            color,
-            11,
-            marker_symbol=symbol,
-            customdata=[[cell(h.self_cosine), cell(h.served_self_cosine)] for h in here],
-            hovertemplate="head %{x}: %{y:.3f} of uniform<br>cosine of query and key %{customdata[0]}, at tokens it "
-            "serves %{customdata[1]}<extra></extra>",
-        )
-        for name, field, color, symbol in (
-            ("all later tokens", "self_attention", GREY, "circle"),
-            ("tokens that the head serves", "served_self_attention", ORANGE, "diamond"),
-        )
-    ]
-    head = counted(f"head of layer {result.marking_layer}", len(here))
-    uniform = {"title_text": "over uniform attention (dotted)", "rangemode": "tozero"}
-    return Panel("Attention to itself", traces, head, uniform, [across(1.0)])
