@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.interventions.growing_tensor import Growing
+from sinkscope.interventions.growing_tensor import GrowingTensor
 from sinkscope.models.target import Target
 from sinkscope.trace.attention import widened
 
@@ -123,9 +123,9 @@ class CacheLayer(DynamicLayer):
 
     def _forget_growth(self) -> None:
         """Start with new room: keys, values and positions are other tensors now."""
-        self._growing_keys = Growing(-2)
-        self._growing_values = Growing(-2)
-        self._growing_pos = Growing(-1)
+        self._growing_keys = GrowingTensor(-2)
+        self._growing_values = GrowingTensor(-2)
+        self._growing_pos = GrowingTensor(-1)
 
     # What the layer holds ------------------------------------------------------------------------------------------
 
@@ -354,8 +354,8 @@ class CacheLayer(DynamicLayer):
             self.values = self._growing_values.append(self.values, value_states)
         else:
             super().update(key_states, value_states, *args, **kwargs)
-            self._growing_keys = Growing(-2, self.keys)
-            self._growing_values = Growing(-2, self.values)
+            self._growing_keys = GrowingTensor(-2, self.keys)
+            self._growing_values = GrowingTensor(-2, self.values)
         self.seen += new
         if new > 1:  # there may be padding among the new tokens
             self._holes = None

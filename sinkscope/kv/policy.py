@@ -134,7 +134,7 @@ class Policy(Intervention):
 
     # Done here ----------------------------------------------------------------------------------------------------
 
-    def told(self, run: Run) -> str:
+    def summary(self, run: Run) -> str:
         """How many tokens the run's caches held, out of how many were read."""
         name = f"{type(self).__name__}({self.budget})"
         if not run.usage:

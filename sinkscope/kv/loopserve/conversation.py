@@ -19,7 +19,7 @@ from transformers import DynamicCache, LogitsProcessorList
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import positions
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.interventions.decode import Told, decoding
+from sinkscope.interventions.decode import ForcedAnswer, decoding
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard.steer import generate_in_pieces
 from sinkscope.kv.loopserve.serve import follow_lines
@@ -218,7 +218,7 @@ class Conversation:
         if edit is not None and not isinstance(edit, Intervention):
             raise SinkscopeError(f"edit={edit!r}: expected LoopServe(...), a policy, patch or guard, or None")
         self.target = Target.of(model, tokenizer)
-        self.tokenizer = self.target.found_tokenizer if tokenizer is None else tokenizer
+        self.tokenizer = self.target.available_tokenizer if tokenizer is None else tokenizer
         if chat and not getattr(self.tokenizer, "chat_template", None):
             raise SinkscopeError(f"the tokenizer of {self.target.name} has no chat template: leave out chat")
         self.chat = chat
@@ -263,7 +263,7 @@ class Conversation:
         """
         new = self._prompt_ids(prompt)
         gold = self._encode(answer, "answer", special=False)
-        force = LogitsProcessorList([Told([gold], len(self.ids) + len(new))])
+        force = LogitsProcessorList([ForcedAnswer([gold], len(self.ids) + len(new))])
         return self._take_turn(new, len(gold), {"logits_processor": force}, gold)
 
     def branch(self) -> Conversation:
@@ -282,7 +282,7 @@ class Conversation:
         target = self.target
         whole = [*self.ids, *new]
         turn_name = f"turn {len(self.turns) + 1}, with the {len(self.ids)} tokens before it,"
-        target.check_room(turn_name, len(whole), max_new_tokens, "ask something shorter")
+        target.check_length(turn_name, len(whole), max_new_tokens, "ask something shorter")
         _check_generation(generation)
         recorder = TurnRecorder(self._snapshot, self._snapshot.cache())
         edit = recorder if self._edit is None else recorder | self._edit
