@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sinkscope.kv.h2o import H2O
-from sinkscope.kv.loopserve.serve import Progressive
+from sinkscope.kv.loopserve.progressive import Progressive
 from sinkscope.kv.policy import At, Full, Policy, make_policy, policies, policy_named, register_policy
 from sinkscope.kv.session import AttentionRows, Moment, Observe, Session
 from sinkscope.kv.shapes import AShape, MInference, TriShape

@@ -108,7 +108,7 @@ class Policy(Intervention):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        name = type(self).__name__
+        name = self.shown_name
         if isinstance(self.budget, int) and self.budget < self.first + self.last:
             raise SinkscopeError(
                 f"{name}: budget={self.budget} is below the {self.first} first and {self.last} last tokens that are "
@@ -132,11 +132,16 @@ class Policy(Intervention):
     def watch(self, session: Session, key: int) -> None:
         """Ask `session` for the attention that `scores` needs; by default none."""
 
+    @property
+    def shown_name(self) -> str:
+        """Name in messages."""
+        return type(self).__name__
+
     # Done here ----------------------------------------------------------------------------------------------------
 
     def summary(self, run: Run) -> str:
         """How many tokens the run's caches held, out of how many were read."""
-        name = f"{type(self).__name__}({self.budget})"
+        name = f"{self.shown_name}({self.budget})"
         if not run.usage:
             return f"{name} has read nothing yet."
         read_tokens = 0
@@ -156,7 +161,7 @@ class Policy(Intervention):
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache and act at the right moments."""
         session = Session.of(run)
-        session.claim(self)
+        session.claim(self.shown_name)
         session.own_cache()
         session.anchors = max(session.anchors, self.first)
         rotary = Rotary(run.target) if self.positions == "rebased" else None
@@ -175,7 +180,7 @@ class Policy(Intervention):
         always_kept = max(1, self.first + self.last)
         if int(budget.min()) < always_kept:
             raise SinkscopeError(
-                f"{type(self).__name__}: budget={self.budget} of a prompt of {int(prompt.min())} tokens is "
+                f"{self.shown_name}: budget={self.budget} of a prompt of {int(prompt.min())} tokens is "
                 f"{int(budget.min())}, below the {always_kept} that are always kept: raise it",
                 page="kv-budget",
             )
@@ -268,7 +273,7 @@ class Policy(Intervention):
         Raises:
             SinkscopeError: The scores have the wrong shape, or some are NaN.
         """
-        name = type(self).__name__
+        name = self.shown_name
         pos = at.kv.pos
         scores = self.scores(at)
         if not isinstance(scores, Tensor) or scores.shape != pos.shape:
@@ -320,7 +325,7 @@ class Full(Policy):
     def enter(self, run: Run, key: int) -> None:
         """Count the tokens, and leave the cache as it is."""
         session = Session.of(run)
-        session.claim(self)
+        session.claim(self.shown_name)
         session.own_cache()
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:

@@ -223,13 +223,12 @@ class Session:
 
     # What policies and observers ask for ------------------------------------------------------------------------
 
-    def claim(self, policy: object) -> None:
-        """Let `policy` decide what the cache keeps.
+    def claim(self, name: str) -> None:
+        """Let the policy of this name decide what the cache keeps.
 
         Raises:
             UnsupportedError: Another policy was entered before.
         """
-        name = type(policy).__name__
         if self._policy_name is not None:
             raise UnsupportedError(
                 f"{self._policy_name} and {name} would both choose what the cache keeps: enter one of them",

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sinkscope.files.records import Natural, Part, Whole, check_fields, conform
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv.loopserve.serve import SparsePrompts, said_of_prompts
+from sinkscope.kv.loopserve.sparse_prompts import SparsePrompts, prompts_summary
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines, last_votes, minference_lines
 
@@ -48,7 +48,7 @@ class Shape(Intervention):
 
     def summary(self, run: Run) -> str:
         """The share of attention that was computed for prompts."""
-        return said_of_prompts(type(self).__name__, run)
+        return prompts_summary(type(self).__name__, run)
 
 
 @dataclass(frozen=True, kw_only=True)

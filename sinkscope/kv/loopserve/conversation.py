@@ -22,7 +22,6 @@ from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import ForcedAnswer, decoding
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard.steer import generate_in_pieces
-from sinkscope.kv.loopserve.serve import follow_lines
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.inputs import read_row
@@ -135,7 +134,7 @@ class TurnRecorder(Intervention):
             no_tokens = earlier.columns[:, :0]
             call = positions.Call(0, self.before.seen, no_tokens, earlier.columns, earlier.length, earlier.copy())
             run.tracker.bind(call, self.cache)
-        follow_lines(run, self._keep_lines)
+        session.line_follower = self._keep_lines
         session.follow(self._note_call)
 
     def _keep_lines(self, layer: int, _row: int, lines: HeadLines) -> None:
