@@ -35,6 +35,7 @@ from sinkscope.interventions.base import Event
 from sinkscope.kv import Progressive
 from sinkscope.kv.loopserve import tokens_read
 from sinkscope.kv.loopserve.sparse_prompts import PromptRead
+from sinkscope.lines.choice import HeadLines
 from sinkscope.lines.sparse import Sparsity
 
 SOME = recall_dialogues(3, turns=2, total=160)
