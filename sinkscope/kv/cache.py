@@ -63,6 +63,7 @@ class Rotary:
                 f'positions="rebased" does not work on {target.name}: {reason}; use positions="original"',
                 page="kv-session",
             )
+        assert isinstance(frequencies, Tensor)
         self._frequencies: Float[Tensor, " half"] = frequencies.float()
 
     def rebase(self, kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> None:

@@ -23,8 +23,7 @@ from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import H2O, TOVA, AdaKV, Full, Observe, Policy, SnapKV, StreamingLLM
 from sinkscope.kv.loopserve import LoopServe
-from sinkscope.kv.loopserve.conversation import Conversation
-from sinkscope.kv.loopserve.conversation import Turn
+from sinkscope.kv.loopserve.conversation import Conversation, Turn
 from sinkscope.lines import select_lines
 from sinkscope.lines.choice import draw_of
 

@@ -11,7 +11,7 @@ from kv_kit import FAMILIES, Drawn, Everywhere, Ragged, close, decode, dense, ma
 from kv_kit import shallow_of as model_of
 from transformers import DynamicCache
 
-from sinkscope.kv import Moment, Observe, AttentionRows, Session, StreamingLLM
+from sinkscope.kv import AttentionRows, Moment, Observe, Session, StreamingLLM
 from sinkscope.kv.policy import Policy
 
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gpt_neox", "gpt2")]

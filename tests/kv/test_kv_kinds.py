@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.kv import Full, Observe, AttentionRows, StreamingLLM
+from sinkscope.kv import AttentionRows, Full, Observe, StreamingLLM
 from sinkscope.kv.policy import Policy
 
 QUICK = ("gemma2", "gpt_neox", "opt")

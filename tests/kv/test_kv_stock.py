@@ -11,7 +11,7 @@ from kv_kit import FAMILIES, Drawn, close, decode, dense, masks_of, prompts
 from kv_kit import shallow_of as model_of
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.kv import Full, Observe, AttentionRows, StreamingLLM
+from sinkscope.kv import AttentionRows, Full, Observe, StreamingLLM
 
 
 def ignore(_rows: AttentionRows) -> None:

@@ -23,8 +23,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Observe, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.loopserve import LoopServe, tokens_read
-from sinkscope.kv.loopserve import sparse_prompts
+from sinkscope.kv.loopserve import LoopServe, sparse_prompts, tokens_read
 from sinkscope.lines.choice import draw_of, held_out, sample_queries, select_lines
 from sinkscope.models.target import Target
 

@@ -171,7 +171,7 @@ class SparsePrompts:
                 if row is None:
                     continue
                 rows[number] = row
-                reads[number] = self._read(row)
+                reads[number] = self.read(row)
                 if session.line_follower is not None:
                     session.line_follower(prompt.layer, number, reads[number].lines)
         _log_prompt(session.run, call, prompt.layer, view, why_dense, reads)
@@ -189,7 +189,7 @@ class SparsePrompts:
                 whole[number, row.real] = torch.cat(parts).to(whole.dtype)
         return whole
 
-    def _read(self, row: PromptRow) -> PromptRead:
+    def read(self, row: PromptRow) -> PromptRead:
         """Read a row as it would be read alone, also if it shares a batch with longer prompts."""
         queries, keys = row.query.shape[1], row.key.shape[1]
         if keys < self.shortest or queries <= self.dense_rows:
