@@ -7,7 +7,7 @@ from typing import Any
 
 from sinkscope.files.result import ModelInfo, Provenance
 from sinkscope.sinks.first_token.find import FindSinks
-from sinkscope.sinks.first_token.found import (
+from sinkscope.sinks.first_token.result import (
     AttentionSink,
     Carrier,
     CausalSet,

@@ -16,7 +16,7 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import resolve_bos, text_rows, typical_text
 from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.neurons import spike_dims
-from sinkscope.sinks.first_token.walk import received
+from sinkscope.sinks.first_token.attention_received import attention_received
 from sinkscope.sinks.tokens import pick_tokens, single_token
 
 
@@ -34,7 +34,7 @@ def test_sink_rate_equals_the_definition_on_dense_attention(model_type: str) -> 
     eps = float(ranked[len(ranked) // 2 - 1 :][:2].mean())  # between two values, half are above
     wanted = float((dense[..., 0].mean(-1) > eps).float().mean())
     assert 0.3 < wanted < 0.7
-    assert received(Target.of(model, tokenizer), ids, eps, batch=2).rate == pytest.approx(wanted)
+    assert attention_received(Target.of(model, tokenizer), ids, eps, batch=2).rate == pytest.approx(wanted)
 
 
 def test_attention_to_the_first_token_leaves_the_first_query_out_and_sees_interventions() -> None:

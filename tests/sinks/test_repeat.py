@@ -439,7 +439,7 @@ def test_table1_claims_nothing_that_was_not_measured(capsys: pytest.CaptureFixtu
 def test_table1_measures_the_weights_it_is_given(
     two: Organism, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sinkscope.sinks.first_token.walk.RATE_TEXTS", 4)
+    monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 4)
     marked = [_word(two, 0), _word(two, 1)]
     folder = two.save(tmp_path / "weights")
     words = [part for word in marked for part in ("--token", word)]

@@ -17,7 +17,7 @@ from sinkscope.measure import Progress, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor, on_output
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.neurons import spike_dims
-from sinkscope.sinks.first_token.walk import SINK_RATIO
+from sinkscope.sinks.first_token.layer_scan import SPIKE_RATIO
 from sinkscope.trace.run import Site, resolve
 
 
@@ -248,7 +248,7 @@ def _condition(target: Target, ids: Int[Tensor, "row pos"], bos: bool, progress:
     with target.hooks(*pairs):
         target.forward(ids)
     stack = torch.stack(norms)  # layer row pos
-    high = stack > SINK_RATIO * torch.tensor([one.other_norm for one in layers])[:, None, None]
+    high = stack > SPIKE_RATIO * torch.tensor([one.other_norm for one in layers])[:, None, None]
     return Condition(
         bos=bos,
         layers=tuple(layers),

@@ -24,7 +24,7 @@ from sinkscope.measure import Count, Option, Result, Setup, measurement
 from sinkscope.models.target import norm_of
 from sinkscope.models.text.chat import chat_text
 from sinkscope.sinks.first_token.neurons import flat_number, prove, view_layer
-from sinkscope.sinks.first_token.walk import SINK_RATIO, walk
+from sinkscope.sinks.first_token.layer_scan import SPIKE_RATIO, scan_layers
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
@@ -111,7 +111,7 @@ class TokenPositions(Result):
     def spiking(self, layer: int) -> tuple[int, ...]:
         """Positions whose norm spikes after a layer: half of the first token's or more, and three times the typical."""
         usual, first = self.typical_norm[layer], self.first_norm[layer]
-        bar = SINK_RATIO * usual if first <= SINK_RATIO * usual else max(SINK_SHARE * first, SINK_RATIO * usual)
+        bar = SPIKE_RATIO * usual if first <= SPIKE_RATIO * usual else max(SINK_SHARE * first, SPIKE_RATIO * usual)
         return tuple(int(i) for i in np.flatnonzero(self.norm[layer] >= bar))
 
     @property
@@ -260,7 +260,7 @@ def token_positions(
     own, pieces = getattr(setup.tokenizer, "bos_token_id", None), setup.ids
     if setup.bos is None and own is not None:  # spikes are compared with BOS even if the text has none
         pieces = torch.cat([torch.full((len(pieces), 1), own), pieces[:, :-1]], 1)
-    seen = walk(target, pieces, whole=True, progress=setup.progress)
+    seen = scan_layers(target, pieces, whole=True, progress=setup.progress)
     found, sites = seen.sink_layer, [site.numbers for site in asked]
     if found is not None and not asked:
         generator = torch.Generator().manual_seed(setup.seed)
@@ -383,7 +383,7 @@ def _values(setup: Setup, ids: Int[Tensor, "1 pos"], sites: Sequence[tuple[int, 
 def _share(result: TokenPositions, position: int) -> float:
     """How dark a token is shown at first: its norm after the layer, scaled from the typical to the largest one."""
     norms, usual = result.norm[result.layer], result.typical_norm[result.layer]
-    top = max(float(norms.max()), SINK_RATIO * usual)
+    top = max(float(norms.max()), SPIKE_RATIO * usual)
     return min(1.0, max(0.0, float(norms[position] - usual) / (top - usual)))
 
 
@@ -407,7 +407,7 @@ def _page(result: TokenPositions) -> str:
         "neurons": [[float(f"{v:.4g}") for v in neuron.values] for neuron in result.neurons],
         "kinds": [token.kind for token in result.tokens],
         "colours": _COLOURS,
-        "ratio": SINK_RATIO,
+        "ratio": SPIKE_RATIO,
     }
     packed = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return (

@@ -22,7 +22,7 @@ from torch import Tensor
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.experts import in_rows
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.found import Member
+from sinkscope.sinks.first_token.result import Member
 from sinkscope.sinks.first_token.neurons import column_norms, gain_of
 
 _NORMS = ("post_attention_layernorm", "ln_mlp", "input_layernorm")  # norms before an MLP parallel to the attention

@@ -20,12 +20,12 @@ from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, norm_of
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.found import RATE_EPS, Member, Neuron
+from sinkscope.sinks.first_token.result import RATE_EPS, Member, Neuron
 from sinkscope.sinks.first_token.neurons import prove, repeat_until_half
 from sinkscope.sinks.first_token.sets import TOP, causal_sets
-from sinkscope.sinks.first_token.walk import Walk, received, walk
+from sinkscope.sinks.first_token.layer_scan import Walk, received, walk
 from sinkscope.sinks.patch.evaluate import Change, held_out, losses, perplexity_change, under
-from sinkscope.sinks.tokens import pick_tokens, prefixes, room
+from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
@@ -311,7 +311,7 @@ def make_patch(
         sinkscope patch make --model llama-2-7b --out patch.json
     """
     target = setup.target
-    most = room(target, max_repeats)
+    most = repetition_limit(target, max_repeats)
     setup.record(max_repeats=most)
     fields: dict[str, Any] = {"limit": limit}
     seen = walk(target, setup.ids, whole=True, progress=setup.progress)

@@ -16,8 +16,8 @@ from sinkscope.files.result import cell
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.sinks.first_token.neurons import prove
-from sinkscope.sinks.first_token.walk import norms_after, until_half, walk
-from sinkscope.sinks.tokens import CYCLE, Repetitions, at_once_line, choose, repetitions, replaced_line, single_words
+from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half, scan_layers
+from sinkscope.sinks.tokens import CYCLE, Repetitions, left_out_line, words_to_repeat, repetitions, replaced_line, single_words
 
 Sites = tuple[tuple[int, ...], ...]
 POINTS = 1024  # points per curve; longer curves are thinned after `repeats` is read
@@ -148,7 +148,7 @@ class RepeatNorms(Result):
         single = [s for s in self.sequences if len(s.ids) == 1]
         if never := sum(s.repeats is None for s in single):
             lines.append(f"{never} of {len(single)} tokens never reach half of the first token's norm.")
-        lines += at_once_line([s.label for s in single if s.repeats == 1])
+        lines += left_out_line([s.label for s in single if s.repeats == 1])
         for s in self.sequences:
             if len(s.ids) > 1:
                 when = "never reaches it" if s.repeats is None else f"reaches it after {s.repeats} tokens"
@@ -237,13 +237,13 @@ def repeat_norms(
         sinkscope repeat --model llama-2-7b --ablate --html repeat.html
     """
     target = setup.target
-    words, replaced = choose(setup, tokens, prefix, CYCLE if ablate else ())
+    words, replaced = words_to_repeat(setup, tokens, prefix, CYCLE if ablate else ())
     cycles: list[tuple[int, ...]] = [(w,) for w in words]
     if ablate and len(words) > 1:
         cycles.append(tuple(words))
     asked = repetitions(setup, cycles, prefix, max_repeats)
     setup.record(max_repeats=asked.count)
-    seen = walk(target, setup.ids, whole=target.resident, progress=setup.progress)
+    seen = scan_layers(target, setup.ids, whole=target.resident, progress=setup.progress)
     layer, counts = seen.sink_layer, _counts(asked.count)
     found: dict[str, Any] = {
         "max_repeats": asked.count,
@@ -305,7 +305,7 @@ def _sequence(
     return RepeatedSequence(
         asked.labels[row],
         asked.cycles[row],
-        until_half(intact[asked.start :], first_norm),
+        repeats_until_half(intact[asked.start :], first_norm),
         tuple(curve(name) for name in norms),
     )
 
