@@ -4,210 +4,25 @@ from __future__ import annotations
 
 import html
 import math
-from collections import Counter
 from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.files.notation import neuron_name
 from sinkscope.files.result import cell
 from sinkscope.measure.style import (
     BLUE,
-    GREEN,
     GREY,
     ORANGE,
-    RED,
     Panel,
     across,
-    band,
     bars,
     by_layer,
     counted,
-    curve,
     dots,
     drawn,
-    powers,
     shares,
     upright,
-    words,
 )
-
-
-def draw_find_sinks(result: Any) -> go.Figure:
-    """Norms and attention per layer, contributions of the neurons, and their ablation against the control."""
-    parts = [_norms(result), _attention(result.attention_sink, len(result.first_token_norm))]
-    parts += [_contributions(result.neurons), _ablation(result)] if result.neurons else []
-    return drawn(
-        result,
-        parts,
-        [0.24, 0.18, 0.27, 0.31] if result.neurons else None,
-        grid={"spacing": 0.06},
-        width=1600 if result.neurons else 1000,
-        height=460,
-        barmode="group",
-        bargap=0.25,
-    )
-
-
-def _norms(result: Any) -> Panel:
-    layers = list(range(len(result.first_token_norm)))
-    known = [i for i in layers if result.typical_low[i] is not None]
-    marks = [
-        mark
-        for layer in (result.norm_spike.step_down if result.norm_spike else ())
-        for mark in (upright(layer, GREEN), words(" falls", layer, 0.1, GREEN))
-    ]
-    if (sink := result.sink_layer) is not None:
-        marks += [upright(sink, RED, "dash"), words(f" layer {sink}", sink, 0.5, RED, xanchor="left")]
-    traces = [
-        band(known, [result.typical_low[i] for i in known], [result.typical_high[i] for i in known]),
-        curve(layers, result.typical_norm, "typical text, median", GREY),
-        curve(layers, result.first_token_norm, "first token", BLUE, width=3),
-    ]
-    return Panel("Norm of the residual stream", traces, counted("layer", len(layers)), powers("L2 norm"), marks)
-
-
-def _attention(sink: Any, layers: int) -> Panel:
-    """The sink rate of each layer at position 0 (Gu et al. 2024)."""
-    rates = [] if sink is None else list(sink.by_layer)
-    hover = "layer %{x}: %{y:.0%} of the heads<extra></extra>"
-    return Panel(
-        "Heads that attend to the first token",
-        [bars(list(range(len(rates))), rates, BLUE, hovertemplate=hover)],
-        counted("layer", layers),
-        shares("share of the layer's heads", 0.0, 1.02),
-    )
-
-
-def _named(neurons: Any) -> list[str]:
-    return [neuron_name(n.layer, n.expert, n.neuron).replace(".", "<br>") for n in neurons]
-
-
-def _by_neuron(title: str) -> dict[str, Any]:
-    return {"title_text": title, "type": "category", "tickangle": 0, "tickfont": {"size": 10}}
-
-
-def _contributions(neurons: Any) -> Panel:
-    written = bars(
-        _named(neurons),
-        [n.contribution_norm for n in neurons],
-        [ORANGE if n.causal else GREY for n in neurons],
-        text=["" if n.share is None else f"{n.share:.0%}" for n in neurons],
-        hovertemplate="%{x}: norm %{y:.4g}, %{text} of the MLP's<extra></extra>",
-    )
-    axis = _by_neuron("neuron (orange: causal; label: share)")
-    return Panel("What each neuron writes", [written], axis, "norm of its contribution")
-
-
-def _ablation(result: Any) -> Panel:
-    together = ["all<br>causal"] if result.set_drop is not None else []
-    series = {
-        (name, field, color): [getattr(n, field) for n in result.neurons] + [of_set for _ in together]
-        for name, field, color, of_set in (
-            ("lost at the first token", "ablation_drop", BLUE, result.set_drop),
-            ("lost at the last repeated token", "repeat_drop", GREEN, None),
-            ("lost in the control: largest of 20 random draws", "control_drop", GREY, result.set_control_drop),
-        )
-    }
-    lowest = min([0.0, *(v for values in series.values() for v in values if v is not None)])
-    traces = [
-        bars(
-            _named(result.neurons) + together,
-            values,
-            color,
-            name=name,
-            # bars of the control are mostly too low to be seen: its number says that it is there
-            text=[f"{v:.0%}" if field == "control_drop" and v is not None else "" for v in values],
-            textfont_size=10,
-            textangle=0,
-        )
-        for (name, field, color), values in series.items()
-        if any(v is not None for v in values)
-    ]
-    axis = _by_neuron("neuron (dotted: least drop of a causal one)")
-    lost = shares("share of the norm lost", max(lowest * 1.1, -1.0), 1.05)
-    return Panel("Norm lost by ablation", traces, axis, lost, [across(0.1)])
-
-
-def draw_massive_activations(result: Any) -> go.Figure:
-    """A row per condition: magnitudes per layer, norms of value vectors, and where secondary sinks begin."""
-    count = len(result.conditions)
-    parts = [
-        panel(condition, f"{kind}, {'with' if condition.bos else 'without'} BOS", first)
-        for first, condition in zip([True] + [False] * count, result.conditions, strict=False)
-        for kind, panel in (
-            ("largest activations", _magnitudes),
-            ("first token's values over others'", _values),
-            ("secondary sinks", _secondary_sinks),
-        )
-    ]
-    return drawn(
-        result,
-        parts,
-        grid={"spacing": 0.075, "rows": count, "cols": 3, "vertical_spacing": 0.16},
-        width=1400,
-        height=120 + 340 * count,
-        bottom=90,
-        legend=-0.12 if count > 1 else -0.2,
-    )
-
-
-def _magnitudes(condition: Any, title: str, listed: bool) -> Panel:
-    layers = [one.layer for one in condition.layers]
-    sizes = zip(*((*one.top[:3], one.median) for one in condition.layers), strict=True)
-    names = (("top 1", BLUE), ("top 2", ORANGE), ("top 3", GREEN), ("median", GREY))
-    traces = [curve(layers, y, *name, showlegend=listed) for name, y in zip(names, sizes, strict=True)]
-    return Panel(title, traces, counted("layer", len(layers)), powers("magnitude"))
-
-
-def _values(condition: Any, title: str, listed: bool) -> Panel:
-    if not condition.values:
-        return Panel(title, marks=[words("this architecture shows no value vectors")])
-    layers = [v.layer for v in condition.values]
-    heads = [
-        dots(
-            layers,
-            [v.sink[head] / v.others[head] if v.others[head] else None for v in condition.values],
-            "a kv head",
-            GREY,
-            5,
-            marker_opacity=0.6,
-            showlegend=listed and head == 0,
-            hovertemplate=f"kv head {head}: %{{y:.3g}}",
-        )
-        for head in range(len(condition.values[0].sink))
-    ]
-    ratios = [v.ratio for v in condition.values]
-    mean = curve(layers, ratios, "mean over kv heads", RED, width=2.5, showlegend=listed)
-    axis = counted("layer", len(layers))
-    return Panel(title, [*heads, mean], axis, powers("ratio of norms"), [across(1.0, GREY)])
-
-
-def _secondary_sinks(condition: Any, title: str, listed: bool) -> Panel:
-    n = len(condition.layers)
-    counts = Counter((s.created, s.lifetime) for s in condition.secondary)
-    cells = [[counts.get((x, y)) for x in range(n)] for y in range(1, n + 1)]
-    found = go.Heatmap(
-        x=list(range(n)),
-        y=list(range(1, n + 1)),
-        z=cells,
-        colorscale="Blues",
-        showscale=False,
-        zmin=0,
-        xgap=1,
-        ygap=1,
-        text=[[str(v) if v else "" for v in line] for line in cells] if n <= 16 else None,
-        texttemplate="%{text}",
-        hovertemplate="created after layer %{x}, %{y} layers: %{z} positions<extra></extra>",
-    )
-    none = words("none", (n - 1) / 2, (n + 1) / 2, yref=None)
-    return Panel(
-        title,
-        [found] if counts else [],
-        counted("created after layer", n) | {"range": [-0.5, n - 0.5]},
-        counted("lifetime in layers", n) | {"range": [0.5, n + 0.5]},
-        [] if counts else [none],
-    )
 
 
 def draw_heads(result: Any) -> go.Figure:
@@ -335,28 +150,6 @@ def _points(result: Any, x: str, y: str, *, listed: bool) -> list[Any]:
     ]
 
 
-def draw_screen(result: Any) -> go.Figure:
-    """Median and largest reach of every layer, and the candidates."""
-    layers = [one.layer for one in result.layers]
-    reach = [
-        curve(layers, [one.median for one in result.layers], "median", GREY),
-        curve(layers, [one.largest for one in result.layers], "largest", BLUE),
-    ]
-    labels = [f"z {c.z:.1f}" for c in result.candidates]
-    candidates = bars(_named(result.candidates), [c.reach for c in result.candidates], ORANGE, text=labels)
-    title, norm = "What the neurons of each layer can write", "largest norm written"
-    parts = [
-        Panel(title, reach, counted("layer", len(layers)), powers(norm)),
-        Panel(
-            "Candidates",
-            [candidates],
-            {"type": "category", "tickangle": 0},
-            {"title_text": norm, "rangemode": "tozero"},
-        ),
-    ]
-    return drawn(result, parts, [0.55, 0.45], width=1200, height=460)
-
-
 def draw_positions(result: Any) -> go.Figure:
     """Norm over the typical one and attention received, layer by position."""
     names = [f"{i} {html.escape(repr(token.text))}" for i, token in enumerate(result.tokens)]
@@ -391,32 +184,3 @@ def draw_positions(result: Any) -> go.Figure:
     ]
     bottom = 150 if len(names) <= 40 else 80
     return drawn(result, parts, grid={"spacing": 0.12}, width=1400, height=520, bottom=bottom)
-
-
-def draw_training(result: Any) -> go.Figure:
-    """Sink rate, spike, and layer with neurons, checkpoint by checkpoint."""
-    known, depth = result.measured, result.model.n_layers
-    at, names = [html.escape(c.name) for c in known], [html.escape(c.name) for c in result.checkpoints]
-    x = {"type": "category", "categoryorder": "array", "categoryarray": names}
-    found = dots(
-        at,
-        [c.sink_layer for c in known],
-        None,
-        GREEN,
-        9,
-        text=[c.shown for c in known],
-        textposition="top center",
-        hovertemplate="%{x}: layer %{y}, %{text}<extra></extra>",
-        showlegend=False,
-    )
-    if len(known) <= 12:
-        found.mode = "markers+text"
-    rate = curve(at, [c.rate for c in known], None, ORANGE, showlegend=False)
-    spike = curve(at, [c.spike for c in known], None, BLUE, showlegend=False)
-    downward = by_layer(depth) | {"autorange": False, "range": [depth - 0.5, -0.5]}
-    parts = [
-        Panel("Sink rate", [rate], x, shares("share of heads") | {"rangemode": "tozero"}),
-        Panel("Largest norm of the first token", [spike], x, powers("over the typical norm")),
-        Panel("Layer and neurons of the sink", [found], x, downward),
-    ]
-    return drawn(result, parts, grid={"spacing": 0.08}, width=1400, height=460, bottom=120)

@@ -205,7 +205,8 @@ def repetition_limit(target: Target, requested: int | None, around: int = 1, def
     remedy = "give a shorter --prefix"
     if largest > 0:
         remedy = f"the largest is {largest}"
-    target.check_room(f"a text of --max-repeats {least} and {around} tokens around them", least + around, remedy=remedy)
+    what = f"a text of --max-repeats {least} and {around} tokens around them"
+    target.check_length(what, least + around, remedy=remedy)
     if requested is None:
         return min(default, largest)
     return requested

@@ -17,7 +17,9 @@ from sinkscope.sinks.first_token.neurons import LayerView, columns, prove, view_
 
 @pytest.fixture(autouse=True)
 def _few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 8)  # the sink rate has tests of its own
+    monkeypatch.setattr(
+        "sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 8
+    )  # the sink rate has tests of its own
 
 
 @cache

@@ -17,6 +17,7 @@ from sinkscope.files.result import Result
 from sinkscope.interventions import Ablate
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
+from sinkscope.sinks.first_token.layer_scan import Walk, walk
 from sinkscope.sinks.first_token.neurons import (
     columns,
     contribution_norms,
@@ -25,7 +26,6 @@ from sinkscope.sinks.first_token.neurons import (
     repeat_until_half,
     view_layer,
 )
-from sinkscope.sinks.first_token.layer_scan import Walk, walk
 from sinkscope.sinks.repetition.repeat import repeat_norms
 from sinkscope.trace.run import trace
 
@@ -34,7 +34,9 @@ SINKLESS = ("none", "massive_dim")
 
 @pytest.fixture(autouse=True)
 def _few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 8)  # the sink rate has tests of its own
+    monkeypatch.setattr(
+        "sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 8
+    )  # the sink rate has tests of its own
 
 
 def _found(o: Organism, **kwargs: Any) -> FindSinks:

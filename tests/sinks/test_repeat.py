@@ -20,7 +20,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import neuron_names
 from sinkscope.files.result import Result
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.neurons import columns, norm_without, view_layer
+from sinkscope.sinks.first_token.layer_view import columns, norm_without, view_layer
 from sinkscope.sinks.repetition import repeat as module
 from sinkscope.sinks.repetition.repeat import RepeatNorms, repeat_norms
 from sinkscope.sinks.repetition.repeat_attention import TAIL, RepeatAttention, _edges, repeat_attention

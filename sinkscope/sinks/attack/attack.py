@@ -37,10 +37,10 @@ from sinkscope.sinks.attack.vocabulary import (
     repeat,
     round_trip,
 )
-from sinkscope.sinks.first_token.result import Neuron
-from sinkscope.sinks.first_token.neurons import view_layer
-from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.first_token.layer_scan import norms_after
+from sinkscope.sinks.first_token.layer_view import view_layer
+from sinkscope.sinks.first_token.result import Neuron
+from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.tokens import vocabulary
 
 CHAT = "A chat between a user and an assistant.\nUser: "  # used before the attack if there is no chat template
@@ -128,7 +128,9 @@ def make_trials(
     target, folder = setup.target, None if resume is None else Path(resume)
     contexts = _contexts(setup, bos, prefix)
     longest, before = max(lengths), max(len(c.lead) for c in contexts)
-    target.check_room(f"--length {longest} behind {before} tokens", longest + before, remedy="give a smaller --length")
+    target.check_length(
+        f"--length {longest} behind {before} tokens", longest + before, remedy="give a smaller --length"
+    )
     ordinary = vocabulary(target, None)
     if clusters is None:
         kept = None if folder is None else folder / "clusters"

@@ -15,11 +15,11 @@ from sinkscope.files.notation import neuron_name
 from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor, on_input, on_output
 from sinkscope.sinks.attack.vocabulary import Columns, Work, hold_layers, in_chunks, refuse_workers, shown
-from sinkscope.sinks.first_token.result import Neuron
-from sinkscope.sinks.first_token.marking_heads import replacing
-from sinkscope.sinks.first_token.neurons import flat_number, view_layer
-from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.first_token.layer_scan import norms_after
+from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
+from sinkscope.sinks.first_token.marking_heads import replacing
+from sinkscope.sinks.first_token.result import Neuron
+from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.tokens import sample_tokens, vocabulary
 from sinkscope.trace.run import trace
 

@@ -134,10 +134,10 @@ class Circuit(Result):
 def _opened(setup: Setup, found: FindSinks) -> tuple[int | None, Steps]:
     """The layer that completes the spike, and the steps about the neurons that `find_sinks` found."""
     best = next((s for s in found.causal_sets if s.kind != "backup"), None)
-    every = [*(() if best is None else best.numbers), *(n.site for n in found.causal)]
+    every = [*(() if best is None else best.edit_sites), *(n.site for n in found.causal)]
     sites = () if found.sink_layer is None else tuple(dict.fromkeys(every))
     layer = None if found.sink_layer is None else max(found.sink_layer, *(site[0] for site in sites), 0)
-    backups = tuple(site for one in found.causal_sets if one.kind == "backup" for site in one.numbers)
+    backups = tuple(site for one in found.causal_sets if one.kind == "backup" for site in one.edit_sites)
     return layer, Steps.of(setup, layer, sites, found.shared_dims).pruned(backups)
 
 

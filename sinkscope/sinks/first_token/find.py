@@ -204,7 +204,9 @@ def attention_sink(
         rate, carrier = received.learned_rate, "learned logits"
     elif received.later:
         rate = positions[0].rate
-        if any(sink.set is not None and sink.set.carries_attention for sink in later if sink.token == positions[0].token):
+        if any(
+            sink.set is not None and sink.set.carries_attention for sink in later if sink.token == positions[0].token
+        ):
             carrier = "spike"
         else:
             tried = _carriers_of_later(context, received)

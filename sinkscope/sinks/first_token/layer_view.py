@@ -84,7 +84,9 @@ def view_layer(target: Target, layer: int, ids: Int[Tensor, "row pos"], where: B
         if target.has_shared(layer):
             hooks.append((target.mlp_part(layer, "down"), "pre", keep_input(shared)))
             if adapter.shared_gate is not None:
-                hooks.append((target.sub(layer, adapter.shared_gate), "post", keep_output(shared_weight, torch.sigmoid)))
+                hooks.append(
+                    (target.sub(layer, adapter.shared_gate), "post", keep_output(shared_weight, torch.sigmoid))
+                )
     with target.hooks(*hooks):
         target.forward(ids, upto=layer)
     if shared:

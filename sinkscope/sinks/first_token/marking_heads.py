@@ -23,8 +23,8 @@ from sinkscope.files.notation import head_names, neuron_names
 from sinkscope.files.tables import percent
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, on_input
+from sinkscope.sinks.first_token.layer_view import columns, flat_number, view_layer
 from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron
-from sinkscope.sinks.first_token.neurons import columns, flat_number, view_layer
 from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.tokens import first_tokens
 from sinkscope.trace.attention import attention_rows, queries_and_keys

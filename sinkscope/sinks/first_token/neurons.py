@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -129,7 +128,7 @@ def verify_neurons(context: SinkContext, top_k: int, repeated: LayerView | None 
         repeated: The layer's view at the last repetition of each token that reached half of the first token's norm.
     """
     target, layer, scan = context.target, context.layer, context.scan
-    verified = _verify_at_sink_layer(context, top_k, repeated)
+    verified = verify_sink_layer(context, top_k, repeated)
     others: list[Neuron] = []
     for stage in scan.stages:
         if stage != layer:
@@ -237,8 +236,8 @@ def _candidates(context: SinkContext, layer: int, top_k: int, at: int = 0) -> _C
         return _Candidates(first, neutral_view(target, layer, ids), contribution, top)
 
 
-def _verify_at_sink_layer(context: SinkContext, top_k: int, repeated: LayerView | None) -> VerifiedNeurons:
-    """Candidates of the sink layer, without a forward pass for each ablation."""
+def verify_sink_layer(context: SinkContext, top_k: int, repeated: LayerView | None = None) -> VerifiedNeurons:
+    """Candidate neurons of the sink layer alone, without a forward pass for each ablation (see `verify_neurons`)."""
     target, layer, shared_dims = context.target, context.layer, context.scan.shared_dims
     candidates = _candidates(context, layer, top_k)
     first, top = candidates.first, candidates.top

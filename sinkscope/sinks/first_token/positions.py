@@ -6,7 +6,7 @@ import html
 import json
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -23,8 +23,10 @@ from sinkscope.interventions.edits import site_of
 from sinkscope.measure import Count, Option, Result, Setup, measurement
 from sinkscope.models.target import norm_of
 from sinkscope.models.text.chat import chat_text
-from sinkscope.sinks.first_token.neurons import flat_number, prove, view_layer
+from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.layer_scan import SPIKE_RATIO, scan_layers
+from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
+from sinkscope.sinks.first_token.neurons import verify_sink_layer
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
@@ -255,7 +257,7 @@ def token_positions(
         target.check_site(*site)
     given = read_text(str(file)) if file is not None else passage
     words = _words(setup, given, chat)
-    target.check_room("the text", len(words))
+    target.check_length("the text", len(words))
     setup.record(passage=None)  # the result contains the tokens instead
     own, pieces = getattr(setup.tokenizer, "bos_token_id", None), setup.ids
     if setup.bos is None and own is not None:  # spikes are compared with BOS even if the text has none
@@ -263,17 +265,16 @@ def token_positions(
     seen = scan_layers(target, pieces, whole=True, progress=setup.progress)
     found, sites = seen.sink_layer, [site.numbers for site in asked]
     if found is not None and not asked:
-        generator = torch.Generator().manual_seed(setup.seed)
-        proof = prove(target, pieces, found, CANDIDATES, generator, without=seen.shared)
+        proof = verify_sink_layer(replace(SinkContext.of(setup, seen), ids=pieces), CANDIDATES)
         sites = [n.site for n in proof.causal or proof.neurons[:2]]
     ids = torch.tensor([[token.id for token in words]])
-    norm, total = _pass(setup, ids, seen.shared)
+    norm, total = _pass(setup, ids, seen.shared_dims)
     later = torch.arange(len(words) - 1, -1, -1)
     received = torch.where(later > 0, total / later.clamp(min=1), torch.nan)  # layer head pos
     uniform = torch.cat([(1 / torch.arange(1.0, len(words) + 1)).flip(0).cumsum(0).flip(0)[1:], torch.zeros(1)])
     shown = found if layer is None else layer
     if shown is None:
-        shown = int((norm.amax(1) / torch.tensor(seen.usual)).argmax())
+        shown = int((norm.amax(1) / torch.tensor(seen.typical_norm)).argmax())
     return TokenPositions(
         tokens=tuple(words),
         layer=shown,
@@ -282,10 +283,10 @@ def token_positions(
         attention=received.mean(1).numpy(),
         largest=received.amax(1).numpy(),
         uniform=torch.where(later > 0, uniform / later.clamp(min=1), torch.nan).numpy(),
-        first_norm=tuple(seen.spike),
-        typical_norm=tuple(seen.usual),
+        first_norm=tuple(seen.first_norm),
+        typical_norm=tuple(seen.typical_norm),
         bos=own is not None,
-        shared_dims=tuple(seen.shared),
+        shared_dims=tuple(seen.shared_dims),
         neurons=tuple(_values(setup, ids, sites)),
     )
 

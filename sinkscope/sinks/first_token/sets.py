@@ -28,7 +28,7 @@ from sinkscope.sinks.first_token.layer_scan import (
     STAGE_OUTLIER,
     scan_layers,
 )
-from sinkscope.sinks.first_token.neurons import stage_neurons, verify_neurons
+from sinkscope.sinks.first_token.neurons import stage_neurons, verify_sink_layer
 from sinkscope.sinks.first_token.result import (
     CONTROL_DRAWS,
     NEEDED,
@@ -403,7 +403,7 @@ def _causal_neurons(setup: Setup) -> tuple[int | None, tuple[Neuron, ...]]:
     if scan.sink_layer is None:
         return None, ()
     context = SinkContext.of(setup, scan)
-    verified = verify_neurons(context, CANDIDATES)
+    verified = verify_sink_layer(context, CANDIDATES)
     if verified.causal:
         return scan.sink_layer, verified.causal
     return scan.sink_layer, causal_sets(context, verified.neurons).members

@@ -17,8 +17,8 @@ from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.clusters import clusters_of
 from sinkscope.sinks.attack.vocabulary import Columns, Work, hold_layers, in_chunks, refuse_workers, shown
-from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half
+from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.tokens import left_out_line, repetition_limit, sample_tokens, vocabulary
 
 PILOT = 16  # tokens that determine the length of the first pass

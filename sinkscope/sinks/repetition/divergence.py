@@ -23,7 +23,7 @@ from sinkscope.models.target import Target
 from sinkscope.models.text.corpus import CorpusIndex, open_corpus
 from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.patch.evaluate import held_out
-from sinkscope.sinks.tokens import words_to_repeat, encode, refuse_repeated, repetition_limit
+from sinkscope.sinks.tokens import encode, refuse_repeated, repetition_limit, words_to_repeat
 
 PREFIX = "Repeat:"  # Yona et al. 2025, Table 3
 REPEATS = (50, 400)
@@ -335,7 +335,7 @@ def _continued(target: Target, head: int, repeats: Sequence[int] | None, new: in
         SinkscopeError: The repetitions and the answer do not fit the context.
     """
     largest, most = (target.max_positions or 1 << 30) - head - new, max(repeats or (1,))
-    target.check_room(f"a text of {most} repetitions behind {head} tokens", head + most, new, "repeat less often")
+    target.check_length(f"a text of {most} repetitions behind {head} tokens", head + most, new, "repeat less often")
     return tuple(repeats or dict.fromkeys(min(n, largest) for n in REPEATS))
 
 

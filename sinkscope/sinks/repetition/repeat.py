@@ -15,9 +15,18 @@ from sinkscope.files.notation import neuron_names
 from sinkscope.files.result import cell
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Positive, Result, Setup, measurement
-from sinkscope.sinks.first_token.neurons import prove
-from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half, scan_layers
-from sinkscope.sinks.tokens import CYCLE, Repetitions, left_out_line, words_to_repeat, repetitions, replaced_line, single_words
+from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.sinks.first_token.layer_scan import LayerScan, norms_after, repeats_until_half, scan_layers
+from sinkscope.sinks.first_token.neurons import verify_sink_layer
+from sinkscope.sinks.tokens import (
+    CYCLE,
+    Repetitions,
+    left_out_line,
+    repetitions,
+    replaced_line,
+    single_words,
+    words_to_repeat,
+)
 
 Sites = tuple[tuple[int, ...], ...]
 POINTS = 1024  # points per curve; longer curves are thinned after `repeats` is read
@@ -253,31 +262,31 @@ def repeat_norms(
     }
     if layer is None:
         return RepeatNorms(sink_layer=None, **found)
-    neurons, conditions = _conditions(setup, layer) if ablate else ((), {})
+    neurons, conditions = _conditions(setup, seen) if ablate else ((), {})
     zeroed = {"intact": (), **conditions}
     norms: dict[str, Tensor] = {}
     for name, sites in zeroed.items():
         with Ablate(sites=list(sites)).on(target) if sites else nullcontext():
             norms[name] = norms_after(target, layer, asked.ids, batch_size, setup.progress, f"repetitions, {name}")
-    low, typical, high = seen.typical[layer]
+    low, typical, high = seen.layers[layer].typical_norms
     return RepeatNorms(
         sink_layer=layer,
         neurons=neurons,
-        first_norm=_short(seen.first[layer]),
+        first_norm=_short(seen.layers[layer].first_norm),
         typical_norm=typical,
         typical_low=low,
         typical_high=high,
         sequences=tuple(
-            _sequence(asked, row, counts, seen.first[layer], {n: v[row] for n, v in norms.items()}, zeroed)
+            _sequence(asked, row, counts, seen.layers[layer].first_norm, {n: v[row] for n, v in norms.items()}, zeroed)
             for row in range(len(asked.ids))
         ),
         **found,
     )
 
 
-def _conditions(setup: Setup, layer: int) -> tuple[Sites, dict[str, Sites]]:
+def _conditions(setup: Setup, scan: LayerScan) -> tuple[Sites, dict[str, Sites]]:
     """The causal neurons, and the neurons zeroed under each condition; empty if no neuron is causal."""
-    proof = prove(setup.target, setup.ids, layer, 8, torch.Generator().manual_seed(setup.seed), None)
+    proof = verify_sink_layer(SinkContext.of(setup, scan), 8)
     causal = tuple(n.site for n in proof.neurons if n.causal)
     if not causal:
         return (), {}

@@ -15,7 +15,7 @@ from sinkscope.measure import Count, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.layer_scan import SPIKE_RATIO, norms_after, repeats_until_half, scan_layers
-from sinkscope.sinks.tokens import words_to_repeat, repetitions, replaced_line
+from sinkscope.sinks.tokens import repetitions, replaced_line, words_to_repeat
 from sinkscope.trace.attention import attention_rows
 
 EPS = 0.3  # Gu et al. 2024
@@ -239,8 +239,11 @@ def repeat_attention(
     layer, norms, halves = seen.sink_layer, torch.zeros(ids.shape), [None] * len(ids)
     if layer is not None:
         norms = norms_after(target, layer, ids, batch_size, setup.progress)
-        halves = [None, *(repeats_until_half(row[asked.start : -TAIL], seen.first[layer]) for row in norms[1:])]
-    keys, tail = _weights(norms, None if layer is None else seen.typical[layer])
+        halves = [
+            None,
+            *(repeats_until_half(row[asked.start : -TAIL], seen.layers[layer].first_norm) for row in norms[1:]),
+        ]
+    keys, tail = _weights(norms, None if layer is None else seen.layers[layer].typical_norms)
     shown = _shown(layer, target.n_layers) if layers is None else chosen
     edges, parts = _edges(length), list[tuple[Tensor, Tensor, Tensor]]()
     for rows, sets, late in zip(*(part.split(batch_size) for part in (ids, keys, _mean_of(tail))), strict=True):
