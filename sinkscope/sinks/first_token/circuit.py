@@ -99,7 +99,8 @@ class Circuit(Result):
         if marks.necessity_control is not None:
             control = f", and at most {percent(marks.necessity_control)} without as many random heads"
         return (
-            f"{by} write{writes} the first token's spike because {in_words(marks.by)} mark{'s' * (len(marks.by) == 1)} it: "
+            f"{by} write{writes} the first token's spike because {in_words(marks.by)} "
+            f"mark{'s' * (len(marks.by) == 1)} it: "
             f"without {'this mark' if len(marks.by) == 1 else 'these marks'} {percent(marks.necessity)} of the spike "
             f"is lost{control}"
         )

@@ -1,8 +1,9 @@
 """Which neurons make the attention sink, verified by ablation (Yona et al. 2025, sections 4.2 and 4.4).
 
-`find_sinks` goes one way. Typical text shows in which layers the first token's norm rises (`layer_scan`) and which heads
-attend to it (`attention_received`). The neurons of these layers are zeroed one by one (`neurons`) and in sets (`sets`).
-Then components are replaced to see what the heads need (`carriers`). All edits are rows of one pass (`effects`).
+`find_sinks` goes one way. Typical text shows in which layers the first token's norm rises (`layer_scan`) and which
+heads attend to it (`attention_received`). The neurons of these layers are zeroed one by one (`neurons`) and in sets
+(`sets`). Then components are replaced to see what the heads need (`carriers`). All edits are rows of one pass
+(`effects`).
 """
 
 from __future__ import annotations

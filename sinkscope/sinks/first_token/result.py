@@ -441,8 +441,8 @@ class FindSinks(Result):
             if sink is not None:
                 what = "the spike that the heads attend to"
             return (
-                f"{minimal.names} {makes} {what}; zeroing {them} removes {minimal.drop_sink_layer:.1%} of the first "
-                f"token's norm, random neurons at most {minimal.control:.1%}"
+                f"{minimal.names} {makes} {what}; zeroing {them} removes {minimal.drop_sink_layer:.1%} of its norm, "
+                f"random neurons at most {minimal.control:.1%}"
             )
         size = f"the first token's norm reaches {spike.ratio:.0f} times the typical one"
         if self.sink_layer is not None:
