@@ -55,8 +55,8 @@ from sinkscope.bench.scorers import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress
 from sinkscope.files.jobs import Tally, check_workers
+from sinkscope.files.options import Count, Hidden, Option, Positive, command
 from sinkscope.files.records import Budget, Natural, check_values, conform, read_setting, said
-from sinkscope.files.registry import Count, Hidden, Option, Positive, command
 from sinkscope.files.store import Folder
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import ForcedAnswer
