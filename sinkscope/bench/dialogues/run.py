@@ -55,15 +55,15 @@ from sinkscope.bench.scorers import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress
 from sinkscope.files.jobs import Tally, check_workers
+from sinkscope.files.options import Count, Hidden, Option, Positive, command
 from sinkscope.files.records import Budget, Natural, check_values, conform, read_setting, said
-from sinkscope.files.registry import Count, Hidden, Option, Positive, command
 from sinkscope.files.store import Folder
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import ForcedAnswer
 from sinkscope.kv import Full
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopserve.conversation import Conversation
-from sinkscope.kv.session import Rows, Session
+from sinkscope.kv.session import AttentionRows, Session
 from sinkscope.models.text import typical_text
 from sinkscope.models.text.chat import chat_text
 
@@ -805,7 +805,7 @@ class _Weigh(Intervention):
     def _next(self, layers: int) -> None:
         self._calls, self._layers = self._calls + 1, layers
 
-    def _add(self, rows: Rows) -> None:
+    def _add(self, rows: AttentionRows) -> None:
         if not self._calls:  # the prompt
             return
         for left, sums in zip(self._left, self._sums, strict=True):

@@ -24,9 +24,9 @@ from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, named_
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress
 from sinkscope.files.jobs import Tally, check_workers
+from sinkscope.files.options import Count, Hidden, Option, Positive, command
 from sinkscope.files.plain import plain
 from sinkscope.files.records import Budget, Natural, Whole, check_values, conform, read_setting
-from sinkscope.files.registry import Count, Hidden, Option, Positive, command
 from sinkscope.interventions.base import Event
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import MAX_NEW, WINDOW

@@ -27,8 +27,8 @@ from sinkscope.files.tables import percent
 from sinkscope.measure import Number, Positive, Result, Setup, measurement
 from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
 from sinkscope.models.target import Target, on_input
-from sinkscope.sinks.first_token.found import DRAWS, Neuron
-from sinkscope.sinks.first_token.neurons import columns, flat_number, view_layer
+from sinkscope.sinks.first_token.layer_view import columns, flat_number, view_layer
+from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron
 from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.tokens import first_tokens
 from sinkscope.trace.attention import attention_rows, queries_and_keys
@@ -516,11 +516,11 @@ class _Marks:
         size = enough.int().argmax(1) + 1
         heads = rank < rearrange(size, "token -> token 1")
         generator = torch.Generator().manual_seed(seed)
-        edits = torch.zeros(len(score), DRAWS + 1, count, dtype=torch.bool)
+        edits = torch.zeros(len(score), CONTROL_DRAWS + 1, count, dtype=torch.bool)
         edits[:, 0] = heads
         for token, n in enumerate(size.tolist()):
             others = (~heads[token]).nonzero().flatten()
-            for draw_number in range(1, DRAWS + 1):
+            for draw_number in range(1, CONTROL_DRAWS + 1):
                 chosen = others[torch.randperm(len(others), generator=generator)[:n]]
                 edits[token, draw_number, chosen] = True
         lost = 1 - self.kept(self.bench.in_layer(layer, edits))

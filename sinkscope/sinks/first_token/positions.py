@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -19,8 +19,10 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Option, Result, Setup, measurement
 from sinkscope.measure.style import BLUE, ORANGE, finished
 from sinkscope.models.target import norm_of
-from sinkscope.sinks.first_token.neurons import flat_number, prove, view_layer
-from sinkscope.sinks.first_token.walk import SINK_RATIO, walk
+from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.sinks.first_token.layer_scan import SPIKE_RATIO, scan_layers
+from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
+from sinkscope.sinks.first_token.neurons import verify_sink_layer
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
@@ -59,7 +61,7 @@ class TokenPositions(Result):
     @property
     def spikes(self) -> list[int]:
         """Positions with at least half of BOS's norm and three times the typical one after `layer`."""
-        bar = SINK_RATIO * self.typical_norm[self.layer]
+        bar = SPIKE_RATIO * self.typical_norm[self.layer]
         if self.bos_norm[self.layer] > bar:
             bar = max(bar, SPIKE_SHARE * self.bos_norm[self.layer])
         return np.flatnonzero(self.norm[self.layer] >= bar).tolist()
@@ -122,14 +124,14 @@ def token_positions(
     setup.record(passage=None)  # the result contains the tokens instead
     if setup.bos is None and bos is not None:  # norms are compared with BOS even if the text has none
         pieces = torch.cat([torch.full((len(pieces), 1), bos), pieces[:, :-1]], 1)
-    typical = walk(target, pieces, whole=True, progress=setup.progress)
-    norm, attention = _norm_and_attention(setup, ids, typical.shared)
+    typical = scan_layers(target, pieces, whole=True, progress=setup.progress)
+    norm, attention = _norm_and_attention(setup, ids, typical.shared_dims)
     layer, neurons, activation = typical.sink_layer, (), None
     if layer is None:
-        layer = int((norm.max(1) / np.array(typical.usual)).argmax())
+        layer = int((norm.max(1) / np.array(typical.typical_norm)).argmax())
     else:
-        generator = torch.Generator().manual_seed(setup.seed)
-        neurons = prove(target, pieces, layer, CANDIDATES, generator, without=typical.shared).causal
+        context = replace(SinkContext.of(setup, typical), ids=pieces)
+        neurons = verify_sink_layer(context, CANDIDATES).causal
     if neurons:
         flat = [flat_number(target, layer, neuron.expert, neuron.neuron) for neuron in neurons]
         post = view_layer(target, layer, ids, torch.ones_like(ids, dtype=torch.bool)).post[:, flat]
@@ -139,8 +141,8 @@ def token_positions(
         layer=layer,
         norm=norm,
         attention=attention,
-        bos_norm=np.array(typical.spike),
-        typical_norm=np.array(typical.usual),
+        bos_norm=np.array(typical.first_norm),
+        typical_norm=np.array(typical.typical_norm),
         neurons=tuple(map(str, neurons)),
         activation=activation,
     )
