@@ -282,7 +282,7 @@ class MarkingHeads(Result):
         if self.drop is None or self.self_attention is None:
             return []
         rows: list[dict[str, Any]] = []
-        mean_drop = np.nanmean(self.drop, 0, dtype=np.float64)
+        mean_drop: np.ndarray = np.nanmean(self.drop, 0, dtype=np.float64)
         for layer, head in np.ndindex(mean_drop.shape):
             row: dict[str, Any] = {"head": head_name(layer, head), "serves": 0, "drop": float(mean_drop[layer, head])}
             row["bos_drop"] = _entry(self.drop[0, layer], head) if self.settings.get("bos") else None
