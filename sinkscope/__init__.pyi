@@ -4,11 +4,9 @@ from sinkscope import loops as loops
 from sinkscope.app.card import scan as scan
 from sinkscope.app.report import report as report
 from sinkscope.attention.barcode import barcode as barcode
-from sinkscope.attention.ditto import ditto as ditto
 from sinkscope.attention.lines import line_overlap as line_overlap
 from sinkscope.attention.lines import line_weights as line_weights
 from sinkscope.attention.locking import locking as locking
-from sinkscope.attention.rotary import rotary_invariance as rotary_invariance
 from sinkscope.bench.cache_loss import cache_loss as cache_loss
 from sinkscope.bench.loop_rate import loop_rate as loop_rate
 from sinkscope.bench.needle import needle as needle
@@ -43,11 +41,8 @@ from sinkscope.sinks.attack.attack import cluster_attack as cluster_attack
 from sinkscope.sinks.first_token.circuit import circuit as circuit
 from sinkscope.sinks.first_token.find import find_sinks as find_sinks
 from sinkscope.sinks.first_token.marking_heads import marking_heads as marking_heads
-from sinkscope.sinks.first_token.massive import massive_activations as massive_activations
 from sinkscope.sinks.first_token.positions import token_positions as token_positions
-from sinkscope.sinks.first_token.screen import neuron_screen as neuron_screen
 from sinkscope.sinks.first_token.separate import separability as separability
-from sinkscope.sinks.first_token.training import sinks_over_training as sinks_over_training
 from sinkscope.sinks.patch.evaluate import evaluate_patch as evaluate_patch
 from sinkscope.sinks.patch.make import make_patch as make_patch
 from sinkscope.sinks.repetition.repeat import repeat as repeat

@@ -25,15 +25,13 @@ from itertools import dropwhile, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import typer
-
-from sinkscope.app.cli import Command
+from sinkscope.app.cli import function_command
+from sinkscope.app.cli import main as run_command
 from sinkscope.bench.dialogues.positions import Accuracy, LabelledMessage, Positions, count_positions
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import note
+from sinkscope.files.options import Count, Option, command
 from sinkscope.files.output import write_atomic
 from sinkscope.files.records import read_records, read_rows, read_text, rows_of
-from sinkscope.files.registry import Count, Option, command, external_entries
 from sinkscope.files.store import lines
 
 Place = Literal["front", "middle", "end", "single", "none"]
@@ -371,14 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 done, 2 bad input.
     """
-    app = typer.Typer(help=(__doc__ or "").splitlines()[0], add_completion=False, rich_markup_mode=None)
-    app.command(help=question_positions.__doc__)(Command(external_entries("experiments.loopserve.positions")))
-    try:
-        app(args=argv, prog_name="python -m experiments.loopserve.positions", standalone_mode=False)
-    except (SinkscopeError, typer.TyperException) as error:
-        note(f"error: {' '.join(str(error).split())}")
-        return 2
-    return 0
+    return run_command(argv, function_command(question_positions, "python -m experiments.loopserve.positions"))
 
 
 if __name__ == "__main__":

@@ -1,329 +1,95 @@
-"""How well sink neurons at later positions distinguish attacks from text, code and honest repetition."""
+"""How well sink neurons at later positions distinguish attacks from text, code and honest repetition.
+
+    python -m experiments.repeated_token.detect [--model NAME] [--length N ...] [--sequences N] [--out figures]
+
+The score of a position is the value of each sink neuron over its value at a first token, averaged over the neurons. A
+rule "2 of 4" raises the alarm when two of the last four positions score enough. The score of a sequence under a rule is
+the largest threshold at which the alarm would be raised somewhere, so one pass gives the whole curve. Positives are the
+cluster attacks and repetitions that made a sink at some position (norm >= half of a first token's); negatives are
+pieces of the same length in the same context.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import plotly.express as px
 import torch
+from einops import reduce
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import neuron_names
-from sinkscope.files.rate import Rate, wilson
-from sinkscope.interventions.base import Run
-from sinkscope.interventions.edits import NeuronGroup
-from sinkscope.interventions.positions import Call, Memory
-from sinkscope.interventions.sink_detector import SinkDetector
-from sinkscope.measure import Hidden, Option, Positive, Result, Setup, measurement
-from sinkscope.models.target import Target
+import sinkscope as ss
+from experiments.drawn import save
+from experiments.record import record
+from sinkscope.files.rate import wilson
+from sinkscope.measure import Setup
+from sinkscope.measure.style import finished
 from sinkscope.models.text import honest_repetition, source_code, text_rows
-from sinkscope.sinks.attack.attack import SUCCESS, Context, Trials, make_trials, refuse_no_lengths
-from sinkscope.sinks.attack.vocabulary import drawn_sequences, repeat
-from sinkscope.sinks.first_token.found import Neuron
-from sinkscope.sinks.first_token.sets import causal_neurons
+from sinkscope.sinks.attack.sequences import attack_contexts, drawn_sequences, make_pools, repeated_first
 
 RULES = ((1, 1), (2, 4), (4, 8), (8, 16))  # (hits, window)
 FALSE_ALARMS = 0.01  # the false-alarm rate at which detection is reported
-FALSE_RATES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+THRESHOLD = 0.5  # share of a first token's score that counts as a hit
+BATCH = 64  # sequences per pass
 
 
 @dataclass(frozen=True)
-class DetectRow:
-    """One rule tested against one kind of harmless text.
+class Watch:
+    """The sink neurons of one MLP or expert, and what their values are compared with.
 
     Attributes:
-        context: "BOS", "no BOS" or "chat".
-        length: Tokens per sequence, attacks and harmless ones.
-        attack: "cluster" or "repeated".
-        harmless: Kind of harmless text; "all" for all kinds together.
-        hits: Number of positions that must exceed the threshold,
-        window: within this number of latest positions.
-        attacks: Sequences that made a sink at some position; these are to be detected.
-        tried: Number of sequences tried.
-        harmless_pieces: Number of pieces of harmless text.
-        auroc: Probability that an attack scores above a harmless piece. None if no attack made a sink.
-        detected: Share of attacks detected at no more than 1 % false alarms on this text. None if no attack made a
-            sink.
-        cut: Score from which that rule raises the alarm.
-        detected_here: Share of attacks detected at the default threshold.
-        false_alarms: Share of harmless pieces that raise the alarm at the default threshold.
-        roc: Share detected at each of `false_rates`. Empty if no attack made a sink.
+        model: The model.
+        layer: Their layer, after which norms are read.
+        neurons: Their numbers.
+        levels: Value of each at a first token.
+        reference: Norm of a first token.
     """
 
-    context: str
-    length: int
-    attack: str
-    harmless: str
-    hits: int
-    window: int
-    attacks: int
-    tried: int
-    harmless_pieces: int
-    auroc: float | None
-    detected: float | None
-    cut: float | None
-    detected_here: Rate | None
-    false_alarms: Rate
-    roc: tuple[float, ...]
+    model: Any
+    layer: int
+    neurons: list[int]
+    levels: Float[Tensor, " neuron"]
+    reference: float
+
+    def values(self, ids: Int[Tensor, "row pos"]) -> tuple[Float[Tensor, "row pos neuron"], Float[Tensor, "row pos"]]:
+        """Values of the neurons, and norms after their layer."""
+        post, resid = f"blocks.{self.layer}.mlp.hook_post", f"blocks.{self.layer}.hook_resid_post"
+
+        def shortened(tensor: Tensor) -> Tensor:
+            if tensor.shape[-1] == self.model.config.hidden_size:
+                return tensor.float().norm(dim=-1)
+            return tensor[..., self.neurons].float()
+
+        traced = ss.trace(self.model, ids, [post, resid], reduce=shortened, batch_size=BATCH)
+        return traced[post], traced[resid]
+
+    def scores(self, lead: Sequence[int], rows: Int[Tensor, "row pos"]) -> tuple[Tensor, Tensor]:
+        """How sink-like the positions of each sequence are, and whether its norm makes it an attack."""
+        before = torch.tensor(lead, dtype=torch.long).expand(len(rows), -1)
+        values, norms = self.values(torch.cat([before, rows], dim=1))
+        attacked = slice(max(len(lead), 1), None)
+        scores = reduce(values / self.levels, "row pos neuron -> row pos", "mean")
+        return scores[:, attacked], (norms[:, attacked] >= self.reference / 2).any(1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttackDetection(Result):
-    """What an online rule on the sink neurons detects.
-
-    Attributes:
-        sink_layer: Sink layer. None if the model has no sink.
-        sites: The neurons that are watched.
-        levels: Value of each neuron at the first token.
-        threshold: Default score that counts as a hit, as a share of a first token's score.
-        false_rates: False-alarm rates at which `roc` is given.
-        detections: One row for each context, length, attack, harmless text and rule.
-    """
-
-    page: ClassVar[str] = "measure/attack"
-    kind: ClassVar[str] = "attack-detection"
-    percent: ClassVar[tuple[str, ...]] = ("detected", "detected_here", "false_alarms")
-
-    table_without: ClassVar[tuple[str, ...]] = ("roc", "tried")
-    columns: ClassVar[tuple[str, ...]] = ("context", "length", "attack", "rule", "attacks", "auroc", "detected")
-    glossary: ClassVar[dict[str, str]] = {"rule": '"2 of 4": an alarm is raised when two of the last four tokens count'}
-
-    sink_layer: int | None
-    sites: tuple[tuple[int, ...], ...] = ()
-    levels: tuple[float, ...] = ()
-    threshold: float
-    false_rates: tuple[float, ...]
-    detections: tuple[DetectRow, ...] = ()
-
-    def detector(self, hits: int = 2, window: int = 4, threshold: float | None = None) -> SinkDetector:
-        """The detector that was measured, ready to be applied to a model.
-
-        Raises:
-            SinkscopeError: The model has no sink, so there is nothing to watch.
-        """
-        if not self.sites:
-            raise SinkscopeError(f"{self.model.name} has no sink, so there is no neuron to watch: use another model")
-        cut = self.threshold if threshold is None else threshold
-        return SinkDetector(sites=self.sites, levels=self.levels, threshold=cut, hits=hits, window=window)
-
-    @property
-    def only_harmless(self) -> str | None:
-        """Name of the harmless text if there is only one, in which case there is no row "all"."""
-        names = {d.harmless for d in self.detections}
-        return names.pop() if len(names) == 1 else None
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per context, length, attack, harmless text and rule."""
-        return [row | {"rule": f"{row.pop('hits')} of {row.pop('window')}"} for row in super().rows()]
-
-    def shown_rows(self) -> list[dict[str, Any]]:
-        """The rows against all harmless texts together."""
-        return [row for row in self.rows() if row["harmless"] in ("all", self.only_harmless)]
-
-    def conclusion(self) -> str:
-        """How well the best rule detects attacks, with its false alarms."""
-        if self.sink_layer is None:
-            return "The model has no sink, so there is nothing to detect."
-        best = max((b for b in self._best().values() if b is not None), key=_merit, default=None)
-        if best is None:
-            return "No cluster attack made a sink, so there is nothing to detect."
-        verdict = "can be detected" if (best.detected or 0.0) >= 0.5 else "are mostly missed"
-        return f"Cluster attacks {verdict}: {_said(best)} ({best.length} tokens, {best.context})."
-
-    def details(self) -> list[str]:
-        """What is watched, and how well it separates attacks in each context and length."""
-        if not self.sites:
-            return []
-        lines = [
-            f"The rule watches {neuron_names(self.sites)}. A position counts if its value is at least "
-            f"{self.threshold:g} of that at a first token."
-        ]
-        for (context, length), best in self._best().items():
-            said = "no cluster attack made a sink" if best is None else _said(best)
-            lines.append(f"{context}, {length} tokens: {said}.")
-        return lines
-
-    def _best(self) -> dict[tuple[str, int], DetectRow | None]:
-        """The rule that detects most cluster attacks against all harmless text, for each context and length."""
-        ours = [d for d in self.detections if d.attack == "cluster" and d.harmless in ("all", self.only_harmless)]
-        places: dict[tuple[str, int], list[DetectRow]] = {}
-        for d in ours:
-            places.setdefault((d.context, d.length), []).extend([d] if d.detected is not None else [])
-        return {place: max(here, key=_merit, default=None) for place, here in places.items()}
-
-
-def _merit(row: DetectRow) -> tuple[float, float]:
-    return row.detected or 0.0, row.auroc or 0.0
-
-
-def _said(row: DetectRow) -> str:
-    return (
-        f"the rule {row.hits} of {row.window} finds {row.detected:.1%} of the {row.attacks} attacks that made a sink "
-        f"({row.tried} were tried) at {FALSE_ALARMS:.0%} false alarms on harmless text, AUROC {row.auroc:.4f}"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Recorder(SinkDetector):
-    """Keeps the neurons' values instead of watching them."""
-
-    into: list[Tensor] = field(default_factory=list)
-
-    def new_values(
-        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
-    ) -> None:
-        self.into.append(old.float().cpu())
-
-
-@torch.no_grad()
-def neuron_values(
-    target: Target, sites: Sequence[tuple[int, ...]], ids: Int[Tensor, "row pos"], batch: int
-) -> Float[Tensor, "row pos neuron"]:
-    """`hook_post` of the neurons, from passes that end at their layer (for an expert, also where it was not chosen)."""
-    recorder = _Recorder(sites=sites, levels=[1.0] * len(sites))
-    with recorder.on(target):
-        for part in ids.split(batch):
-            target.forward(part, upto=sites[0][0])
-    return torch.cat(recorder.into)
-
-
-def make_detector(setup: Setup, neurons: Sequence[Neuron], threshold: float = 0.5) -> SinkDetector:
-    """A detector for sink neurons, calibrated on the first tokens of the typical text.
-
-    It watches neurons of one expert only: the one that writes most.
-    """
-    sites = [n.site for n in neurons if n.expert == neurons[0].expert]
-    levels = neuron_values(setup.target, sites, setup.ids[:, :1], len(setup.ids))[:, 0].median(0).values
-    return SinkDetector(sites=sites, levels=levels.tolist(), threshold=threshold)
-
-
-@measurement(
-    group="Repetition",
-    figure="sinkscope.figures.vocabulary:detection",
-    command="attack",
-    flag="detect",
-    quick={"lengths": [8], "sequences": 6, "prefix": ""},
-    check=refuse_no_lengths,
-)
-def detect_attack(
-    setup: Setup,
-    *,
-    clusters: Hidden = None,
-    lengths: Sequence[Annotated[int, Option(min=2)]] = (8, 32, 128),
-    sequences: Positive = 1000,
-    harmless: Hidden = None,
-    rules: Hidden = RULES,
-    threshold: Annotated[float, Option(hidden=True)] = 0.5,
-    bos: Annotated[bool | None, Option(own=True)] = None,
-    prefix: str | None = None,
-    batch: Annotated[int, Option(name="--batch-size", min=1)] = 64,
-) -> AttackDetection:
-    """Measure how well sink neurons reveal the attack: `SinkDetector` against text, code and honest repetition.
-
-    The score of a sequence under a rule is the largest threshold at which the rule would raise the alarm somewhere, so
-    one pass gives the whole curve. Positives are the attacks that made a sink at some position (norm >= half of BOS's);
-    negatives are pieces of the same length in the same context. If the model has no sink, `sink_layer` is None.
-
-    Args:
-        clusters: Head -> token ids. By default `token_clusters` finds them.
-        lengths: Tokens per sequence.
-        sequences: Attacks of each kind, and the maximum number of pieces of each harmless text.
-        harmless: Name -> text. By default the typical text, source code of Python's library, tables and songs.
-        rules: Pairs (hits, window) of the running rule.
-        threshold: Default score that counts as a hit.
-        bos: Try the attack only with BOS, or only without. By default both are tried.
-        prefix: Text of the chat before the attack; "" leaves the chat out. By default that of the tokenizer's chat
-            template, or of a plain chat.
-        batch: Sequences per pass.
-
-    Example:
-        sinkscope attack --detect --model llama-2-7b
-    """
-    if not rules:
-        raise SinkscopeError("rules: none is given; give pairs of hits and window, such as (2, 4)")
-    layer, neurons = causal_neurons(setup)
-    lengths = sorted(set(lengths))
-    setup.record(
-        lengths=lengths,
-        rules=[list(rule) for rule in rules],
-        harmless=None if harmless is None else list(harmless),
-        clusters="given" if clusters is not None else "token_clusters",
-    )
-    if layer is None or not neurons:
-        return AttackDetection(sink_layer=layer, threshold=threshold, false_rates=FALSE_RATES)
-    texts: Mapping[str, str] = harmless or {
-        "text": setup.text,
-        "code": source_code(),
-        "repetition": honest_repetition(seed=setup.seed),
-    }
-    setup.record(harmless=list(texts))
-    detector = make_detector(setup, neurons, threshold)
-    for hits, window in rules:
-        replace(detector, hits=hits, window=window)  # refuses an invalid rule
-    trials = make_trials(setup, layer, neurons, bos=bos, prefix=prefix, clusters=clusters, lengths=lengths, batch=batch)
-    found = list[DetectRow]()
-    for done, length in enumerate(lengths):
-        pieces = {name: text_rows(setup.tokenizer, text, sequences, length, None) for name, text in texts.items()}
-        drawn, _ = drawn_sequences(trials.pools, length, sequences, setup.seed)
-        for i, context in enumerate(trials.contexts, 1):
-            if len(drawn):
-                found += _compare(trials, context, detector, drawn, pieces, rules)
-            setup.progress("detection", done * len(trials.contexts) + i, len(lengths) * len(trials.contexts))
-    return AttackDetection(
-        sink_layer=layer,
-        sites=tuple(site.numbers for site in detector.checked_sites),
-        levels=tuple(detector.levels),
-        threshold=threshold,
-        false_rates=FALSE_RATES,
-        detections=tuple(found),
-    )
-
-
-def _compare(
-    trials: Trials,
-    context: Context,
-    detector: SinkDetector,
-    drawn: Int[Tensor, "row pos"],
-    pieces: Mapping[str, Tensor],
-    rules: Sequence[tuple[int, int]],
-) -> list[DetectRow]:
-    quiet = {name: _measure(trials, context, detector, rows)[0] for name, rows in pieces.items()}
-    if len(quiet) > 1:
-        quiet["all"] = torch.cat(list(quiet.values()))
-    found = []
-    for attack, rows in (("cluster", drawn), ("repeated", repeat(drawn))):
-        scores, norms = _measure(trials, context, detector, rows)
-        made_a_sink = (norms >= SUCCESS).any(1)
-        for name, of_text in quiet.items():
-            for hits, window in rules:
-                if hits > scores.shape[1]:
-                    continue
-                loud, low = peak(scores, hits, window)[made_a_sink], peak(of_text, hits, window)
-                what = {
-                    "context": context.name,
-                    "length": drawn.shape[1],
-                    "attack": attack,
-                    "harmless": name,
-                    "hits": hits,
-                    "window": window,
-                    "tried": len(rows),
-                }
-                found.append(_row(what, loud, low, detector.threshold))
-    return found
-
-
-def _measure(
-    trials: Trials, context: Context, detector: SinkDetector, rows: Int[Tensor, "row pos"]
-) -> tuple[Float[Tensor, "row attacked"], Float[Tensor, "row attacked"]]:
-    """Scores and norms at the positions of a sequence that the rule sees, from the same passes."""
-    recorder = _Recorder(sites=detector.sites, levels=detector.levels)
-    with recorder.on(trials.setup.target):
-        norms = trials.norms(context, rows)
-    return detector.scores(torch.cat(recorder.into))[:, max(len(context.lead), 1) :], norms
+def watched(setup: Setup) -> tuple[Watch, ss.Result] | None:
+    """The causal neurons, and the attack with its clusters; None if the model has no causal neuron."""
+    found = ss.find_sinks.on(setup)
+    causal = sorted(found.causal, key=lambda neuron: -neuron.contribution_norm)
+    if not causal or causal[0].expert is not None:
+        return None
+    same = [neuron.neuron for neuron in causal if neuron.layer == causal[0].layer]
+    nothing = Watch(setup.target.hf, causal[0].layer, same, torch.ones(len(same)), 1.0)
+    values, norms = nothing.values(setup.ids[:, :1])
+    levels = values[:, 0].median(0).values
+    return Watch(setup.target.hf, causal[0].layer, same, levels, float(norms[:, 0].median())), found
 
 
 def peak(scores: Float[Tensor, "row pos"], hits: int, window: int) -> Float[Tensor, " row"]:
@@ -332,33 +98,94 @@ def peak(scores: Float[Tensor, "row pos"], hits: int, window: int) -> Float[Tens
     return padded.unfold(1, window, 1).topk(hits, dim=-1).values[..., -1].max(1).values
 
 
-def _row(
-    what: dict[str, Any], loud: Float[Tensor, " attack"], quiet: Float[Tensor, " piece"], threshold: float
-) -> DetectRow:
-    """The row of a rule from the scores of attacks and of harmless pieces; `what` are its other fields."""
-    cut = cut_at(quiet, FALSE_ALARMS)
-    some = len(loud) > 0
-    return DetectRow(
-        **what,
-        attacks=len(loud),
-        harmless_pieces=len(quiet),
-        auroc=area(loud, quiet) if some else None,
-        detected=(loud > cut).float().mean().item() if some else None,
-        cut=cut if some and math.isfinite(cut) else None,
-        detected_here=wilson(int((loud >= threshold).sum()), len(loud)) if some else None,
-        false_alarms=wilson(int((quiet >= threshold).sum()), len(quiet)),
-        roc=tuple((loud > cut_at(quiet, rate)).float().mean().item() for rate in FALSE_RATES) if some else (),
-    )
-
-
 def cut_at(quiet: Float[Tensor, " piece"], rate: float) -> float:
     """The lowest score that at most a share `rate` of harmless pieces exceeds; minus infinity if all may."""
     allowed = math.floor(rate * len(quiet) + 1e-9)
-    return -math.inf if allowed >= len(quiet) else float(quiet.sort(descending=True).values[allowed])
+    if allowed >= len(quiet):
+        return -math.inf
+    return float(quiet.sort(descending=True).values[allowed])
 
 
 def area(loud: Float[Tensor, " attack"], quiet: Float[Tensor, " piece"]) -> float:
     """Area under the ROC curve: share of pairs in which the attack scores higher, ties counted half."""
     order = quiet.sort().values
-    below, not_above = torch.searchsorted(order, loud), torch.searchsorted(order, loud, right=True)
+    below = torch.searchsorted(order, loud)
+    not_above = torch.searchsorted(order, loud, right=True)
     return float((below + not_above).double().mean() / 2 / len(quiet))
+
+
+def measure(setup: Setup, lengths: Sequence[int], sequences: int) -> list[dict[str, Any]]:
+    """One row for each context, length, attack, harmless text and rule."""
+    found = watched(setup)
+    if found is None:
+        return []
+    watch, _ = found
+    clusters = ss.cluster_attack.on(setup, sequences=0).clusters
+    contexts = attack_contexts(setup, None, None)
+    left_out = {int(token) for token in setup.tokenizer.all_special_ids}
+    for context in contexts:
+        left_out |= set(context.lead)
+    served = {head: clusters.tokens_of(head) for head in clusters.heads}
+    pools = make_pools(served, int(setup.target.config.vocab_size), left_out)
+    texts = {"text": setup.text, "code": source_code(), "repetition": honest_repetition(seed=setup.seed)}
+    rows: list[dict[str, Any]] = []
+    for length in lengths:
+        pieces = {name: text_rows(setup.tokenizer, text, sequences, length, None) for name, text in texts.items()}
+        drawn = drawn_sequences(pools, length, sequences, setup.seed).rows
+        if not len(drawn):
+            continue
+        for context in contexts:
+            quiet = {name: watch.scores(context.lead, piece)[0] for name, piece in pieces.items()}
+            quiet["all"] = torch.cat(list(quiet.values()))
+            for attack, ids in (("cluster", drawn), ("repeated", repeated_first(drawn))):
+                scores, sinks = watch.scores(context.lead, ids)
+                for harmless, of_text in quiet.items():
+                    for hits, window in RULES:
+                        if hits <= scores.shape[1]:
+                            loud, low = peak(scores, hits, window)[sinks], peak(of_text, hits, window)
+                            place = {"context": context.name, "length": length, "attack": attack, "harmless": harmless}
+                            rows.append({**place, "rule": f"{hits} of {window}", **judged(loud, low), "tried": len(ids)})
+            setup.progress("detection", len(rows), 0)
+    return rows
+
+
+def judged(loud: Float[Tensor, " attack"], quiet: Float[Tensor, " piece"]) -> dict[str, Any]:
+    """How well a rule separates attacks from harmless pieces."""
+    alarms = wilson(int((quiet >= THRESHOLD).sum()), len(quiet))
+    row: dict[str, Any] = {"attacks": len(loud), "harmless_pieces": len(quiet), "false_alarms": alarms.share}
+    if len(loud):
+        cut = cut_at(quiet, FALSE_ALARMS)
+        row["auroc"] = area(loud, quiet)
+        row["detected"] = float((loud > cut).float().mean())
+        row["detected_here"] = wilson(int((loud >= THRESHOLD).sum()), len(loud)).share
+    return row
+
+
+def figure(data: dict[str, Any]) -> Any:
+    """Draw the share of cluster attacks detected at 1 % false alarms, by length, rule and context."""
+    rows = [row for row in data["result"]["rows"] if row["attack"] == "cluster" and row["harmless"] == "all"]
+    rows = [row for row in rows if "detected" in row]
+    axes = {"x": "length", "y": "detected", "color": "rule", "facet_col": "context"}
+    fig = px.line(rows, **axes, log_x=True, markers=True, range_y=(-0.03, 1.03))
+    return finished(fig, None, "Cluster attacks detected at 1 % false alarms", width=1200, height=480)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", help="short name, hub id or folder; default: the model in the package")
+    parser.add_argument("--length", type=int, action="append")
+    parser.add_argument("--sequences", type=int, default=1000)
+    parser.add_argument("--out", type=Path, default=Path("figures"))
+    args = parser.parse_args()
+    started = time.perf_counter()
+    setup = Setup.open(ss.load(args.model, backend="hf"))
+    lengths = args.length or [8, 32, 128]
+    rows = measure(setup, lengths, args.sequences)
+    settings = {"model": setup.target.name, "lengths": lengths, "sequences": args.sequences, "threshold": THRESHOLD}
+    text = record("attack-detect", {"rows": rows}, settings, started=started, device=setup.target.device)
+    save("attack_detect", text, figure, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -37,9 +37,9 @@ from sinkscope.bench.runner import Asked, Batch, ask, check_can, named_model, ru
 from sinkscope.bench.scorers import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.jobs import Tally, check_workers
+from sinkscope.files.options import Count, Hidden, Option, Positive, command
 from sinkscope.files.rate import mean_known, wilson
 from sinkscope.files.records import Natural, check_values
-from sinkscope.files.registry import Count, Hidden, Option, Positive, command
 from sinkscope.files.result import ModelInfo, Result, provenance
 from sinkscope.models.names import BUNDLED, RECALL, TWO_HOPS
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.options import Count, Option, command
 from sinkscope.files.rate import wilson
 from sinkscope.files.records import Natural, Whole, check_values, read_records
-from sinkscope.files.registry import Count, Option, command
 from sinkscope.files.result import ModelInfo, Result, provenance
 
 PAPER = {"front": 1562, "middle": 1457, "end": 3657}

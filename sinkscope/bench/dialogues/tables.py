@@ -16,10 +16,10 @@ from sinkscope.bench.methods import METHODS, name_of, order_of, split_spec
 from sinkscope.bench.published import set_of
 from sinkscope.bench.scorers import score
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.options import Option, command
 from sinkscope.files.plain import parse_json
 from sinkscope.files.rate import mean_known, wilson
 from sinkscope.files.records import Budget
-from sinkscope.files.registry import Option, command
 from sinkscope.files.result import Result
 
 COMMAND, FIDELITY = "dialogues", "dialogues fidelity"

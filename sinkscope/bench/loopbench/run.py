@@ -24,9 +24,9 @@ from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, named_
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress
 from sinkscope.files.jobs import Tally, check_workers
+from sinkscope.files.options import Count, Hidden, Option, Positive, command
 from sinkscope.files.plain import plain
 from sinkscope.files.records import Budget, Natural, Whole, check_values, conform, read_setting
-from sinkscope.files.registry import Count, Hidden, Option, Positive, command
 from sinkscope.interventions.base import Event
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import MAX_NEW, WINDOW
@@ -263,7 +263,7 @@ def _rows(
     """Ids of the texts that are read, and of the prompts that are continued, which must fit what the methods can."""
     written = [(p, read_row(to.target, p.prompt, f"prompt {p.id!r}")) for p in prompts if isinstance(p, BenchPrompt)]
     for each, ids in written:
-        to.target.check_room(f"prompt {each.id!r}", len(ids), to.new, "give shorter prompts")
+        to.target.check_length(f"prompt {each.id!r}", len(ids), to.new, "give shorter prompts")
     check_can(to, [each for each in chosen if _edited(each)], [len(ids) for _, ids in written], window)
     texts = [each for each in prompts if isinstance(each, Honest)]  # these are cut where they do not fit
     return [(each, to.target.tokenizer(each.prompt, verbose=False)["input_ids"]) for each in texts], written

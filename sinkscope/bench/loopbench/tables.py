@@ -30,9 +30,9 @@ from sinkscope.bench.loopbench.prompts import TITLES
 from sinkscope.bench.methods import block_of, check_methods, order_of
 from sinkscope.bench.scorers import best_f1
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.options import Option, command
 from sinkscope.files.plain import visible
 from sinkscope.files.rate import mean_known
-from sinkscope.files.registry import Option, command
 from sinkscope.files.result import Grid, Result, cell
 from sinkscope.files.tables import WIDTH, strings
 

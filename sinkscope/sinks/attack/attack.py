@@ -291,7 +291,7 @@ def cluster_attack(
     contexts = attack_contexts(setup, bos, prefix)
     before = max(len(context.lead) for context in contexts)
     remedy = "give a smaller --length"
-    target.check_room(f"--length {lengths[-1]} behind {before} tokens", lengths[-1] + before, remedy=remedy)
+    target.check_length(f"--length {lengths[-1]} behind {before} tokens", lengths[-1] + before, remedy=remedy)
     run = ChunkRun(workers, None if resume is None else Path(resume))
     layer, neurons = causal_neurons(setup)
     ordinary = vocabulary(target, tokens)

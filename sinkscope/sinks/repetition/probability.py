@@ -128,7 +128,7 @@ def read_probabilities(
     """
     target, sweep = setup.target, rows.sweep
     around = f"a text of {max(after)} repetitions behind {rows.start} tokens"
-    target.check_room(around, rows.start + max(after), new_tokens, "repeat less often before an answer")
+    target.check_length(around, rows.start + max(after), new_tokens, "repeat less often before an answer")
     edit = chosen_patch(setup, patch)
     edits: dict[str, SinkPatch | None] = {"intact": None}
     if edit is not None:
