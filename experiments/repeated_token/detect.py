@@ -79,17 +79,17 @@ class Watch:
         return scores[:, attacked], (norms[:, attacked] >= self.reference / 2).any(1)
 
 
-def watched(setup: Setup) -> tuple[Watch, ss.Result] | None:
-    """The causal neurons, and the attack with its clusters; None if the model has no causal neuron."""
-    found = ss.find_sinks.on(setup)
-    causal = sorted(found.causal, key=lambda neuron: -neuron.contribution_norm)
+def watched(setup: Setup) -> Watch | None:
+    """The causal neurons of one layer; None if the model has none, or if the first is of an expert."""
+    sinks = ss.find_sinks.on(setup)
+    causal = sorted(sinks.causal, key=lambda neuron: -neuron.contribution_norm)
     if not causal or causal[0].expert is not None:
         return None
     same = [neuron.neuron for neuron in causal if neuron.layer == causal[0].layer]
     nothing = Watch(setup.target.hf, causal[0].layer, same, torch.ones(len(same)), 1.0)
     values, norms = nothing.values(setup.ids[:, :1])
     levels = values[:, 0].median(0).values
-    return Watch(setup.target.hf, causal[0].layer, same, levels, float(norms[:, 0].median())), found
+    return Watch(setup.target.hf, causal[0].layer, same, levels, float(norms[:, 0].median()))
 
 
 def peak(scores: Float[Tensor, "row pos"], hits: int, window: int) -> Float[Tensor, " row"]:
@@ -116,11 +116,10 @@ def area(loud: Float[Tensor, " attack"], quiet: Float[Tensor, " piece"]) -> floa
 
 def measure(setup: Setup, lengths: Sequence[int], sequences: int) -> list[dict[str, Any]]:
     """One row for each context, length, attack, harmless text and rule."""
-    found = watched(setup)
-    if found is None:
-        return []
-    watch, _ = found
+    watch = watched(setup)
     clusters = ss.cluster_attack.on(setup, sequences=0).clusters
+    if watch is None or clusters is None:
+        return []
     contexts = attack_contexts(setup, None, None)
     left_out = {int(token) for token in setup.tokenizer.all_special_ids}
     for context in contexts:
@@ -144,7 +143,9 @@ def measure(setup: Setup, lengths: Sequence[int], sequences: int) -> list[dict[s
                         if hits <= scores.shape[1]:
                             loud, low = peak(scores, hits, window)[sinks], peak(of_text, hits, window)
                             place = {"context": context.name, "length": length, "attack": attack, "harmless": harmless}
-                            rows.append({**place, "rule": f"{hits} of {window}", **judged(loud, low), "tried": len(ids)})
+                            rows.append(
+                                {**place, "rule": f"{hits} of {window}", **judged(loud, low), "tried": len(ids)}
+                            )
             setup.progress("detection", len(rows), 0)
     return rows
 
@@ -165,7 +166,7 @@ def figure(data: dict[str, Any]) -> Any:
     """Draw the share of cluster attacks detected at 1 % false alarms, by length, rule and context."""
     rows = [row for row in data["result"]["rows"] if row["attack"] == "cluster" and row["harmless"] == "all"]
     rows = [row for row in rows if "detected" in row]
-    axes = {"x": "length", "y": "detected", "color": "rule", "facet_col": "context"}
+    axes: dict[str, Any] = {"x": "length", "y": "detected", "color": "rule", "facet_col": "context"}
     fig = px.line(rows, **axes, log_x=True, markers=True, range_y=(-0.03, 1.03))
     return finished(fig, None, "Cluster attacks detected at 1 % false alarms", width=1200, height=480)
 

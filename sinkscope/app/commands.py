@@ -35,7 +35,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {  # words of the command: (module:f
         "Sinks",
         "Separate first from later tokens by a direction.",
     ),
-    "patch make": ("sinkscope.sinks.patch.make:make_patch", "Sinks", "Make a patch and prove that it repairs repetition."),
+    "patch make": (
+        "sinkscope.sinks.patch.make:make_patch",
+        "Sinks",
+        "Make a patch and prove that it repairs repetition.",
+    ),
     "patch eval": ("sinkscope.sinks.patch.evaluate:evaluate_patch", "Sinks", "Measure what a patch costs."),
     "repeat": (
         "sinkscope.sinks.repetition.repeat:repeat",

@@ -19,7 +19,7 @@ from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.walk import norms_after
+from sinkscope.sinks.first_token.layer_scan import norms_after
 from sinkscope.sinks.repetition.atlas import AtlasReading, AtlasWork, auroc
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 

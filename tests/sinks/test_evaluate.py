@@ -18,7 +18,14 @@ from sinkscope.files.result import Result
 from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.patch.evaluate import PatchEvaluation, evaluate_patch, held_out, losses, perplexity_change, random_patch
+from sinkscope.sinks.patch.evaluate import (
+    PatchEvaluation,
+    evaluate_patch,
+    held_out,
+    losses,
+    perplexity_change,
+    random_patch,
+)
 
 TASK = """task: tiny
 dataset_path: json
@@ -166,7 +173,11 @@ def test_harness_under_the_patch_against_countingby_hand(tmp_path: Path, capfd: 
     o = organism("llama", 2)
     rng = random.Random(3)
     questions = [
-        {"q": words_of(o, rng, 6), "choices": [words_of(o, rng, rng.choice([1, 2, 3])) for _ in range(3)], "gold": i % 3}
+        {
+            "q": words_of(o, rng, 6),
+            "choices": [words_of(o, rng, rng.choice([1, 2, 3])) for _ in range(3)],
+            "gold": i % 3,
+        }
         for i in range(40)
     ]
     data, task = tmp_path / "tiny.jsonl", tmp_path / "tiny.yaml"

@@ -33,9 +33,9 @@ from sinkscope.sinks.attack.sequences import (
     round_trip,
 )
 from sinkscope.sinks.chunks import ChunkRun, ChunkWork, Columns, digest_of, hold_layers, in_chunks
-from sinkscope.sinks.first_token.neurons import view_layer
+from sinkscope.sinks.first_token.layer_scan import norms_after
+from sinkscope.sinks.first_token.layer_view import view_layer
 from sinkscope.sinks.first_token.sets import causal_neurons
-from sinkscope.sinks.first_token.walk import norms_after
 from sinkscope.sinks.tokens import vocabulary
 
 SUCCESS = 0.5  # share of the first token's norm from which a position counts as a sink
@@ -150,7 +150,7 @@ class ClusterAttack(Result):
             context, length, source = place
             if np.isnan(self.positions[place]):
                 continue
-            interval = wilson(round(self.most[place] * self.sequences), self.sequences)
+            interval = wilson(round(float(self.most[place]) * self.sequences), self.sequences)
             first = self.first[place]
             table.append(
                 {
@@ -202,7 +202,7 @@ def draw(result: ClusterAttack) -> go.Figure:
         fig = px.bar(clusters, x="head", y="tokens")
     else:
         labels = {"most": "sequences that succeed at half of their positions"}
-        axes = {"x": "length", "y": "most", "color": "source", "facet_col": "context"}
+        axes: dict[str, Any] = {"x": "length", "y": "most", "color": "source", "facet_col": "context"}
         fig = px.line(result.rows(), **axes, log_x=True, markers=True, range_y=(-0.03, 1.03), labels=labels)
     return finished(fig, result, width=1200, height=480)
 
@@ -349,7 +349,7 @@ class AttackTrials:
         self.reference = float("nan")
         shape = len(contexts), len(lengths), len(SOURCES)
         names = ("positions", "any", "most", "first", "norm")
-        self.arrays = {name: np.full(shape, np.nan) for name in names}
+        self.arrays: dict[str, Any] = {name: np.full(shape, np.nan) for name in names}
         self.round_trip = np.full(shape[1:], np.nan)
         self.most_by_head = np.full((*shape[:2], len(pools)), np.nan)
 

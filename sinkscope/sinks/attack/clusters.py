@@ -14,11 +14,11 @@ from torch import Tensor
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.sinks.chunks import ChunkRun, ChunkWork, Columns, hold_layers, in_chunks, token_texts
-from sinkscope.sinks.first_token.found import Neuron
+from sinkscope.sinks.first_token.layer_scan import norms_after
+from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
 from sinkscope.sinks.first_token.marking_heads import replacing
-from sinkscope.sinks.first_token.neurons import flat_number, view_layer
-from sinkscope.sinks.first_token.walk import norms_after
-from sinkscope.sinks.tokens import draw
+from sinkscope.sinks.first_token.result import Neuron
+from sinkscope.sinks.tokens import sample_tokens
 from sinkscope.trace.run import trace
 
 FIRES = 0.5  # share of the sink neuron's usual activation from which it counts as firing
@@ -215,7 +215,7 @@ def paired_tokens(setup: Setup, ids: list[int], head: np.ndarray, count: int) ->
     for token, own in zip(ids, head.tolist(), strict=True):
         if own == own:  # not NaN
             served[token] = own
-    drawn = draw(list(served), count, setup.seed)
+    drawn = sample_tokens(list(served), count, setup.seed)
     return sorted(drawn, key=lambda token: (served[token], token))
 
 

@@ -87,9 +87,7 @@ def make_pools(
     return pools
 
 
-def drawn_sequences(
-    pools: Mapping[int, Int[Tensor, " token"]], length: int, count: int, seed: int
-) -> DrawnSequences:
+def drawn_sequences(pools: Mapping[int, Int[Tensor, " token"]], length: int, count: int, seed: int) -> DrawnSequences:
     """`count` sequences of distinct tokens, each from one cluster, the clusters taken in turn.
 
     No rows if no cluster has `length` tokens.

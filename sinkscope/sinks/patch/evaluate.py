@@ -32,14 +32,14 @@ from torch.nn import functional
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
 from sinkscope.files.notation import neuron_names
+from sinkscope.interventions import NeuronSite
 from sinkscope.interventions.base import Intervention
-from sinkscope.interventions.edits import NeuronSite
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import PIECE, Count, Option, Positive, Result, Setup, measurement
 from sinkscope.measure.style import finished
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.neurons import flat_number, neutral_values, neutral_view
+from sinkscope.sinks.first_token.layer_view import flat_number, neutral_post, neutral_up, neutral_view
 
 CHARACTERS = 8  # largest number of characters per token, as in `text_rows`
 
@@ -339,10 +339,9 @@ def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
         others = [neuron for neuron in order if neuron not in taken]
         for neuron in others[: len(taken)]:
             flat = flat_number(setup.target, group.layer, group.expert, neuron)
-            post, up = neutral_values(setup.target, view, flat)
-            value = post
-            if patch.site == "up" and up is not None:
-                value = up
+            value = neutral_up(view, flat)
+            if patch.site == "post" or value is None:
+                value = neutral_post(setup.target, view, flat)
             calibrated[NeuronSite(group.layer, neuron, group.expert)] = value
     return SinkPatch(sites=tuple(calibrated), site=patch.site, value=patch.value, calibrated=calibrated)
 

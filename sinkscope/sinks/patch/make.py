@@ -22,11 +22,12 @@ from sinkscope.measure import Option, Output, Positive, Result, Setup, measureme
 from sinkscope.measure.style import finished
 from sinkscope.models.target import Target, norm_of
 from sinkscope.models.text import text_rows
+from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.find import find_sinks
+from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.first_token.neurons import repeat_until_half
-from sinkscope.sinks.first_token.walk import Walk, walk
 from sinkscope.sinks.patch.evaluate import Change, held_out, losses, perplexity_change, random_patch, under
-from sinkscope.sinks.tokens import pick_tokens, prefixes, room
+from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
@@ -223,7 +224,7 @@ def make_patch(
         sinkscope patch make --model llama-2-7b --out patch.json
     """
     target = setup.target
-    most = room(target, max_repeats)
+    most = repetition_limit(target, max_repeats)
     setup.record(max_repeats=most)
     sinks = find_sinks.on(setup)
     if sinks.sink_layer is None:
@@ -232,10 +233,10 @@ def make_patch(
         patch = SinkPatch.from_result(sinks)
     except SinkscopeError:
         return PatchMade(verdict="not-repaired", reason="no neuron is causal, alone or in a set.")
-    spike = walk(target, setup.ids, whole=True, progress=setup.progress)
+    spike = scan_layers(target, setup.ids, whole=True, progress=setup.progress)
     drawn = pick_tokens(setup.tokenizer, setup.ids, None, setup.seed, words)
     starts = prefixes(setup, drawn)
-    repeats = repeat_until_half(target, sinks.sink_layer, drawn, starts, most, setup.progress, spike.shared).repeats
+    repeats = repeat_until_half(SinkContext.of(setup, spike), drawn, starts, most, setup.progress).repeats
     reached = [place for place, count in enumerate(repeats) if count is not None]
     if not reached:
         reason = f"none of {len(drawn)} words becomes a sink when it is repeated {most} times."
@@ -245,7 +246,7 @@ def make_patch(
     rows = torch.tensor([[starts[place], *[drawn[place]] * count] for place in reached])
     edits = (None, patch, random_patch(setup, patch))
     layers = list(range(max(spike.stages), target.n_layers))
-    norms = [largest_norms(target, layers, spike.shared, rows, edit) for edit in edits]
+    norms = [largest_norms(target, layers, spike.shared_dims, rows, edit) for edit in edits]
     attention = [attention_to_first(target, layers[1:], rows, edit) for edit in edits]
     text = held_out(setup, pieces, length)
     intact, patched, random = [losses(target, text, edit, SEQUENCES, setup.progress) for edit in edits]
@@ -267,13 +268,13 @@ def make_patch(
     return PatchMade(verdict=verdict, reason=reason, sites=numbers, calibrated=calibrated, proof=proof)
 
 
-def typical_ceiling(spike: Walk, layers: list[int]) -> Float[np.ndarray, " layer"]:
+def typical_ceiling(spike: LayerScan, layers: list[int]) -> Float[np.ndarray, " layer"]:
     """Norms up to this value count as typical, in each layer."""
     ceilings: list[float] = []
     for layer in layers:
         ceiling = HEADROOM * float(spike.norms[layer][:, 1:].flatten().quantile(0.95))
         if layer > layers[0]:  # where the spike is made, the norm must be typical
-            ceiling = max(ceiling, SLACK * spike.spike[layer])
+            ceiling = max(ceiling, SLACK * spike.first_norm[layer])
         ceilings.append(ceiling)
     return np.array(ceilings)
 

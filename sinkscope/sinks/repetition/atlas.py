@@ -16,9 +16,9 @@ from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.clusters import find_clusters
 from sinkscope.sinks.chunks import ChunkRun, ChunkWork, Columns, hold_layers, in_chunks, token_texts
+from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half
 from sinkscope.sinks.first_token.sets import causal_neurons
-from sinkscope.sinks.first_token.walk import norms_after, until_half
-from sinkscope.sinks.tokens import draw, room, vocabulary
+from sinkscope.sinks.tokens import repetition_limit, sample_tokens, vocabulary
 
 PILOT = 16  # tokens that determine the length of the first pass
 SHORTEST = 128  # smallest number of repetitions in that pass
@@ -57,9 +57,9 @@ class AtlasWork(ChunkWork):
                 norms = norms_after(target, self.layer, torch.tensor([self.row(items[i], length) for i in part]))
                 for i, norm in zip(part, norms, strict=True):
                     share = norm[1:] / norm[0]
-                    repeats[i] = until_half(share, 1.0)
-                    at = share.argmax() if repeats[i] is None else repeats[i] - 1
-                    largest[i] = round(float(share[at]), 4)
+                    count = repeats_until_half(share, 1.0)
+                    repeats[i] = count
+                    largest[i] = round(float(share.max() if count is None else share[count - 1]), 4)
             left = [i for i in left if repeats[i] is None]
             if length >= self.max_repeats:
                 break
@@ -162,9 +162,8 @@ class AtlasReading:
         for head in self.head:
             names.append("no single head" if np.isnan(head) else head_name(0, int(head)))
         never = np.where(self.resists, 2.0 * self.max_repeats, self.repeats)
-        bins = {"x": np.log2(never), "color": names, "nbins": 48}
         labels = {"x": f"log2 of the repetitions until a sink (last bar: never within {self.max_repeats})"}
-        return px.histogram(**bins, labels=labels)
+        return px.histogram(x=np.log2(never), color=names, nbins=48, labels=labels)
 
 
 def auroc(resisting: np.ndarray, others: np.ndarray) -> float:
@@ -179,11 +178,11 @@ def read_vocabulary(
 ) -> tuple[int | None, AtlasReading | None]:
     """The sink layer, and the repetitions that every token needs; (None, None) if the model has no sink."""
     target = setup.target
-    limit = room(target, max_repeats, 1)
+    limit = repetition_limit(target, max_repeats, 1)
     setup.record(max_repeats=limit)
     ids = vocabulary(target, None)
     if sample is not None:
-        ids = sorted(draw(ids, sample, setup.seed))
+        ids = sorted(sample_tokens(ids, sample, setup.seed))
     layer, neurons = causal_neurons(setup)
     if layer is None:
         return None, None
@@ -221,7 +220,7 @@ def firsts(setup: Setup) -> tuple[int, int]:
 
 def begin(work: AtlasWork, setup: Setup, ids: list[int]) -> AtlasWork:
     """`work` with a first pass in which most tokens become sinks. This affects only the time, not the columns."""
-    repeats = work(setup.target, draw(ids, PILOT, setup.seed))["repeats"]
+    repeats = work(setup.target, sample_tokens(ids, PILOT, setup.seed))["repeats"]
     reached = sorted(count for count in repeats if count is not None)
     enough = work.max_repeats
     if reached:

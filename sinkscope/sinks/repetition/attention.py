@@ -15,7 +15,7 @@ from torch import Tensor
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.walk import SINK_RATIO, norms_after, walk
+from sinkscope.sinks.first_token.layer_scan import SPIKE_RATIO, norms_after, scan_layers
 from sinkscope.sinks.repetition.sweep import Sweep, SweepRows, rounded
 from sinkscope.trace.attention import attention_rows
 
@@ -116,7 +116,13 @@ class AttentionReading:
                     curves["token"] += [token] * len(shares_of)
                     curves["to"] += [to] * len(shares_of)
         colors = px.colors.sample_colorscale("viridis", max(2, len(self.to_first)))
-        axes = {"x": "repetitions", "y": "attention", "color": "layer", "facet_col": "to", "facet_row": "token"}
+        axes: dict[str, Any] = {
+            "x": "repetitions",
+            "y": "attention",
+            "color": "layer",
+            "facet_col": "to",
+            "facet_row": "token",
+        }
         return px.line(curves, **axes, log_x=True, color_discrete_sequence=colors)
 
 
@@ -133,14 +139,14 @@ def read_attention(setup: Setup, rows: SweepRows) -> tuple[int | None, Attention
     tail_ids = natural[:, -TAIL:].expand(len(rows.ids), -1)
     ids = torch.cat([natural, torch.cat([rows.ids, tail_ids], dim=1)])
 
-    spike = walk(target, setup.ids, whole=target.resident, progress=setup.progress)
+    spike = scan_layers(target, setup.ids, whole=target.resident, progress=setup.progress)
     layer = spike.sink_layer
     high = torch.zeros(ids.shape, dtype=torch.bool)
     tail = (torch.arange(length) >= length - TAIL).expand(len(ids), -1)
     if layer is not None:
         norms = norms_after(target, layer, ids, 1, setup.progress)
-        _, median, highest = spike.typical[layer]
-        high = norms > SINK_RATIO * median
+        _, median, highest = spike.layers[layer].typical_norms
+        high = norms > SPIKE_RATIO * median
         high[:, 0] = True
         tail = tail & (norms <= highest)
 
@@ -175,7 +181,9 @@ def read_attention(setup: Setup, rows: SweepRows) -> tuple[int | None, Attention
     )
 
 
-def mean_where(values: Float[Tensor, "*axes row query"], chosen: Bool[Tensor, "row query"]) -> Float[Tensor, "*axes row"]:
+def mean_where(
+    values: Float[Tensor, "*axes row query"], chosen: Bool[Tensor, "row query"]
+) -> Float[Tensor, "*axes row"]:
     """Mean over the chosen queries of each row; NaN where none is chosen."""
     count = reduce(chosen.float(), "row query -> row", "sum")
     return reduce(values * chosen, "... row query -> ... row", "sum") / count
@@ -190,9 +198,7 @@ def received_attention(
     received = torch.zeros(sets, target.n_layers, rows, length)
 
     def add(layer: int, start: int, probs: Tensor) -> None:
-        to_sets = einsum(
-            probs, keys.to(probs.device), "row head query key, set row key -> set row head query"
-        )
+        to_sets = einsum(probs, keys.to(probs.device), "row head query key, set row key -> set row head query")
         queries = slice(start, start + probs.shape[2])
         received[:, layer, :, queries] = reduce(to_sets, "set row head query -> set row query", "mean").cpu()
 

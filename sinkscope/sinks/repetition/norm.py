@@ -15,10 +15,11 @@ from sinkscope.files.notation import neuron_names
 from sinkscope.files.result import Number
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
-from sinkscope.sinks.first_token.neurons import prove
-from sinkscope.sinks.first_token.walk import norms_after, until_half, walk
+from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.sinks.first_token.layer_scan import LayerScan, norms_after, repeats_until_half, scan_layers
+from sinkscope.sinks.first_token.neurons import verify_sink_layer
 from sinkscope.sinks.repetition.sweep import Sweep, SweepRows, curves_figure, rounded
-from sinkscope.sinks.tokens import at_once_line
+from sinkscope.sinks.tokens import left_out_line
 
 SEQUENCES = 4  # sequences per pass
 CANDIDATES = 8  # neurons of the sink layer that ablation verifies
@@ -104,7 +105,7 @@ class NormReading:
         never = [row for row in sweep.single if np.isnan(self.repeats[row])]
         if never:
             lines.append(f"{len(never)} of {len(sweep.single)} tokens never reach half of the first token's norm.")
-        lines += at_once_line([sweep.tokens[row] for row in sweep.single if self.repeats[row] == 1])
+        lines += left_out_line([sweep.tokens[row] for row in sweep.single if self.repeats[row] == 1])
         for ids, count in zip(sweep.ids, self.repeats, strict=True):
             if len(ids) > 1:
                 when = "never reaches it" if np.isnan(count) else f"reaches it after {count:.0f} tokens"
@@ -167,21 +168,21 @@ class NormReading:
 def read_norms(setup: Setup, rows: SweepRows, ablate: bool) -> tuple[int | None, NormReading | None]:
     """The sink layer, and the norms of repeated tokens there; (None, None) if the model has no sink."""
     target = setup.target
-    spike = walk(target, setup.ids, whole=target.resident, progress=setup.progress)
+    spike = scan_layers(target, setup.ids, whole=target.resident, progress=setup.progress)
     layer = spike.sink_layer
     if layer is None:
         return None, None
     zeroed: dict[str, Neurons] = {"intact": ()}
     if ablate:
-        zeroed |= ablated_neurons(setup, layer)
+        zeroed |= ablated_neurons(setup, spike)
     norms: list[Tensor] = []
     for name, neurons in zeroed.items():
         edit = Ablate(sites=list(neurons)).on(target) if neurons else nullcontext()
         with edit:
             norms.append(norms_after(target, layer, rows.ids, SEQUENCES, setup.progress, f"repetitions, {name}"))
     table = torch.stack(norms)  # condition token pos
-    first_norm = spike.first[layer]
-    repeats = [until_half(intact[rows.start :], first_norm) for intact in table[0]]
+    first_norm = spike.layers[layer].first_norm
+    repeats = [repeats_until_half(intact[rows.start :], first_norm) for intact in table[0]]
     return layer, NormReading(
         conditions=tuple(zeroed),
         zeroed=tuple(zeroed.values()),
@@ -189,14 +190,13 @@ def read_norms(setup: Setup, rows: SweepRows, ablate: bool) -> tuple[int | None,
         first_norms=rounded(table[:, :, 0]),
         repeats=np.array(repeats, dtype=float),
         first_norm=first_norm,
-        typical=np.array(spike.typical[layer]),
+        typical=np.array(spike.layers[layer].typical_norms),
     )
 
 
-def ablated_neurons(setup: Setup, layer: int) -> dict[str, Neurons]:
+def ablated_neurons(setup: Setup, spike: LayerScan) -> dict[str, Neurons]:
     """The neurons zeroed under each condition; none if no single neuron of the layer is causal."""
-    generator = torch.Generator().manual_seed(setup.seed)
-    proof = prove(setup.target, setup.ids, layer, CANDIDATES, generator, None)
+    proof = verify_sink_layer(SinkContext.of(setup, spike), CANDIDATES)
     causal = tuple(neuron.site for neuron in proof.neurons if neuron.causal)
     if not causal:
         return {}

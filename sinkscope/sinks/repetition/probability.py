@@ -112,7 +112,11 @@ def in_memory(setup: Setup) -> Setup:
 
 
 def read_probabilities(
-    setup: Setup, rows: SweepRows, patch: SinkPatch | str | os.PathLike[str] | None, after: Sequence[int], new_tokens: int
+    setup: Setup,
+    rows: SweepRows,
+    patch: SinkPatch | str | os.PathLike[str] | None,
+    after: Sequence[int],
+    new_tokens: int,
 ) -> ProbabilityReading:
     """Run every sequence with and without the patch, and let the model answer after some repetitions.
 

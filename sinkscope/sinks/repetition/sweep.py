@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.measure import Setup
-from sinkscope.sinks.tokens import CYCLE, choose, repetitions, single_words
+from sinkscope.sinks.tokens import CYCLE, repetitions, single_words, words_to_repeat
 
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
 FIRST_LAYER_WORDS = ("cat", "dog", "the", "bla")  # the words of Fig. 5 of Yona et al. 2025
@@ -98,8 +98,8 @@ def sweep_rows(
         paper = FIRST_LAYER_WORDS
     elif cycle:
         paper = CYCLE
-    words, replaced = choose(setup, tokens, prefix, paper)
-    cycles = [(word,) for word in words]
+    words, replaced = words_to_repeat(setup, tokens, prefix, paper)
+    cycles: list[tuple[int, ...]] = [(word,) for word in words]
     if cycle and len(words) > 1:
         cycles.append(tuple(words))
     rows = repetitions(setup, cycles, prefix, max_repeats, after=after)
