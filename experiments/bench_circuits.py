@@ -10,7 +10,7 @@ Rows, with the same threads and the model loaded once:
   the other heads replaced by a hook; `batched` is the same with all tokens of a head in one batch. Arm B is what
   `cluster_attack` runs first.
 - `converge`: distance of the first attention's output to the single token's, for every n. Arm A is N forward passes of
-  1 to N repetitions, with hooks on every layer. Arm B is `repeat --read distance`, opening the text and bounds included.
+  1 to N repetitions, with hooks on every layer. Arm B is `repeat --read distance`, with text and bounds.
 
 The slow arms take a sample of the tokens, and seconds are per token. Every row says whether both arms gave the same.
 Ratios are medians over interleaved rounds; machines are noisy, absolute times are only there to be divided.

@@ -61,7 +61,7 @@ def made_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, Pat
 @pytest.fixture(autouse=True)
 def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sink rate that `find_sinks` reports as well plays no part here."""
-    monkeypatch.setattr("sinkscope.sinks.first_token.walk.RATE_TEXTS", 4)
+    monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 4)
 
 
 @pytest.mark.parametrize(

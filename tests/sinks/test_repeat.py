@@ -19,7 +19,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows, typical_text
-from sinkscope.sinks.first_token.neurons import columns, norm_without, view_layer
+from sinkscope.sinks.first_token.layer_view import columns, norm_without, view_layer
 from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.norm import NormReading
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
@@ -341,7 +341,7 @@ def test_table1_claims_nothing_that_was_not_measured(capsys: pytest.CaptureFixtu
 def test_table1_measures_the_weights_it_is_given(
     two: Organism, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sinkscope.sinks.first_token.walk.RATE_TEXTS", 4)
+    monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 4)
     folder = two.save(tmp_path / "weights")
     words = ["--token", word_of(two, 0), "--token", word_of(two, 1)]
     assert table1.main(["--run", f"llama-1-7b={folder}", "--run", f"mine={folder}", *words]) == 0

@@ -308,8 +308,8 @@ def cluster_attack(
     largest = max(map(len, pools.values()), default=0)
     if 0 < largest < lengths[0] and sequences:
         raise SinkscopeError(
-            f"--length {lengths[0]} is more than the {largest} tokens of the largest cluster, and no token is repeated; "
-            "give at most that"
+            f"--length {lengths[0]} is more than the {largest} tokens of the largest cluster, and no token is "
+            "repeated; give at most that"
         )
     trials = AttackTrials(setup, contexts, lengths, pools, make_pools({-1: ordinary}, size, left_out))
     if layer is None or not pools or not sequences:

@@ -174,8 +174,8 @@ class PatchEvaluation(Result):
         known = np.isfinite(self.errors).all(0)
         patch, random = ((np.abs(self.differences) > 2 * self.errors) & known).sum(1).tolist()
         return (
-            f"The patch of {neuron_names(self.neurons)} moves {patch} of {known.sum()} numbers by more than two standard "
-            f"errors; a patch of as many random neurons moves {random}."
+            f"The patch of {neuron_names(self.neurons)} moves {patch} of {known.sum()} numbers by more than two "
+            f"standard errors; a patch of as many random neurons moves {random}."
         )
 
     def details(self) -> list[str]:

@@ -129,8 +129,8 @@ class PatchMade(Result):
             return f"No patch was made: {self.reason}"
         intact, patched, random = self.proof.repaired
         return (
-            f"The patch of {neuron_names(self.sites)} repairs repetition: {patched} of {len(self.proof.words)} repeated "
-            f"words keep a typical norm, {intact} without it and {random} with random neurons."
+            f"The patch of {neuron_names(self.sites)} repairs repetition: {patched} of {len(self.proof.words)} "
+            f"repeated words keep a typical norm, {intact} without it and {random} with random neurons."
         )
 
     def details(self) -> list[str]:

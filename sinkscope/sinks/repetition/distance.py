@@ -307,7 +307,7 @@ def rounding(target: Target, size: Float[Tensor, "*axes"]) -> Float[Tensor, "*ax
 
 
 def slope(distance: Float[Tensor, " n"], floor: float) -> float:
-    """Exponent of n in the last decade of a curve, by log-log least squares; NaN where the curve is lost in rounding."""
+    """Exponent of n in the last decade of a curve, by log-log least squares; NaN if the curve is lost in rounding."""
     counts = torch.arange(1, len(distance) + 1, dtype=torch.float64)
     decade = counts >= len(distance) / 10
     if len(distance) < FIT_POINTS or bool((distance[decade] <= floor).any()):
