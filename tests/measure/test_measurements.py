@@ -35,12 +35,10 @@ ROOT = Path(__file__).parents[2]
 ALL = [command for command in commands().values() if isinstance(command.load(), Measurement)]
 EVERY = pytest.mark.parametrize("command", ALL, ids=lambda command: command.name)
 MARKUP = "<img src=x onerror=alert(1)>"
-LOOP = [1, *[20, 31, 12, 44, 25, 36, 17] * 9]
 LESS: dict[str, dict[str, Any]] = {  # forms and rounding need less than a quick run
     "barcode": {"max_new_tokens": 8, "layers": [0]},
     "cache_loss": {"prompt": 64, "answer": 2, "policies": ["streaming", "h2o"]},
     "circuit": {"max_repeats": 16, "texts": 1},
-    "ditto": {"units": 1},
     "loop_rate": {"openings": 2, "max_new_tokens": 24},
     "separability": {"count": 32, "texts": 8},
     "token_clusters": {"tokens": "the of and a in to is that it was he for on as with his at be this from".split()},
@@ -49,8 +47,6 @@ LESS: dict[str, dict[str, Any]] = {  # forms and rounding need less than a quick
 
 def arguments(command: Command) -> dict[str, Any]:
     """Those of a quick run, or of a still shorter one."""
-    if command.name == "rotary_invariance":
-        return {"ids": LOOP, "layers": [0]}  # instead of a loop that is generated
     return command.load().quick | LESS.get(command.name, {})
 
 
@@ -143,9 +139,9 @@ def test_a_model_without_a_sink_is_an_answer(command: Command) -> None:
         assert result.conclusion()
 
 
-LONG = {"ditto", "divergence", "make_patch"}
+LONG = {"divergence", "make_patch"}
 """Measurements that are compared on a smaller model."""
-PLAIN_ONLY = {"line_overlap", "line_weights", "rotary_invariance"}
+PLAIN_ONLY = {"line_overlap", "line_weights"}
 """A bridge does not offer their queries and keys."""
 
 
