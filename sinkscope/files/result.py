@@ -343,7 +343,7 @@ class Result:
             for name, sentence in meaning.items():
                 parts.append(f"<dt>{html.escape(name.replace('_', ' '))}</dt><dd>{html.escape(sentence)}</dd>")
             parts.append("</dl></details>")
-        return "".join([*parts, "</div>"])
+        return "\n".join([*parts, "</div>"])
 
 
 def _named_axes(cls: type[Result]) -> dict[str, tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import re
@@ -82,7 +83,7 @@ def result_section(result: Result, file: str = "") -> Section:
     data = result.to_dict()
     html = result.to_html()
     if type(result).drawing is not None:
-        html += plot(result.figure())
+        html += plot(result.figure(), file)
     return section(result.kind, file, {name: data[name] for name in ENVELOPE}, html)
 
 
@@ -191,10 +192,12 @@ def text(words: str) -> str:
     return escape(visible(words))
 
 
-def plot(figure: Any) -> str:
-    """A plotly figure as a part of a page."""
-    safe = import_module("plotly.io").from_json(_TAG.sub("&lt;", figure.to_json()), skip_invalid=True)
-    html = safe.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
+def plot(figure: Any, file: str = "") -> str:
+    """A plotly figure as a part of a page; `file` tells it from the same figure of another file."""
+    drawing = _TAG.sub("&lt;", figure.to_json())
+    name = f"plot-{hashlib.sha256((file + drawing).encode(errors='replace')).hexdigest()[:12]}"
+    safe = import_module("plotly.io").from_json(drawing, skip_invalid=True)
+    html = safe.to_html(full_html=False, include_plotlyjs=False, div_id=name, config={"displaylogo": False})
     return f'<div class="plot">{html}</div>'
 
 
