@@ -62,7 +62,9 @@ def fill(folder: Path, text: str) -> None:
         neurons=NEURONS * 10,
         provenance=replace(sample_find_sinks().provenance, argv=("sinkscope", text)),
     )
-    (folder / "sinks.json").write_text(found.to_json(massive=sample_without_sink()))
+    (folder / "sinks.json").write_text(
+        json.dumps({**found.to_dict(), "massive": sample_without_sink().to_dict()}, indent=1)
+    )
     atlas(text).save(folder / "atlas.json")
     texts = [f"{text} the same again {i}" * 40 for i in range(3)] + [text]
     loops.check(texts, name=text).save(folder / "loops.json")

@@ -12,9 +12,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from sample_results import sample_find_sinks
-from sinkscope.files.registry import kinds
 
 from sinkscope import loops
+from sinkscope.app.commands import kind_modules as kinds
 from sinkscope.bench.dialogues.positions import Positions
 from sinkscope.bench.dialogues.tables import Dialogues, Fidelity
 from sinkscope.bench.loopbench.tables import Shown

@@ -120,7 +120,7 @@ def test_its_table_fits_80_columns_and_is_explained(command: Command, measured: 
 @pytest.mark.parametrize("kind", sorted(kind_modules()))
 def test_every_kind_concludes_and_has_a_page(kind: str) -> None:
     import_module(kind_modules()[kind])
-    cls = results._KINDS[kind]
+    cls = results._RESULT_CLASSES[kind]
     assert (ROOT / cls.link()).is_file(), f"{kind}: set `page`"
     assert cls.conclusion is not Result.conclusion
 

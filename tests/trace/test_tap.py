@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 import sinkscope as ss
 from sinkscope.errors import UnsupportedError
 from sinkscope.interventions.base import Intervention
-from sinkscope.kv import H2O, TOVA, AShape, Full, Observe, AttentionRows, SnapKV, StreamingLLM
+from sinkscope.kv import H2O, TOVA, AShape, AttentionRows, Full, Observe, SnapKV, StreamingLLM
 from sinkscope.lines.sums import scores_of
 from sinkscope.models.target import Target
 from sinkscope.trace import attention as tap
