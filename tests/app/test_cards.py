@@ -11,48 +11,29 @@ from typing import Any
 import pytest
 from organisms import Organism, organism
 
-<<<<<<< HEAD
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardNumber, SinkCard, read_card
 from sinkscope.app.cli import main
 from sinkscope.app.scan import PARTS, scan
-=======
-from sinkscope.app import card as run
-from sinkscope.app.card import CardNumber, Clock, SinkCard, at_path, read_card, scan, scanned
-from sinkscope.app.cli import main
-from sinkscope.app.commands import commands
->>>>>>> main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.interventions import SinkPatch
 from sinkscope.measure import Measurement, Setup
 
-BY_NAME = {command.name: command for command in commands().values()}
 FEW = ("find_sinks", "marking_heads", "separability")
 LIGHT = ("marking_heads", "separability")
 
 
-<<<<<<< HEAD
 def only(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
     """Scan with these parts alone."""
     by_name = {part.name: part for part in PARTS}
     monkeypatch.setattr(scanning, "PARTS", tuple(by_name[name] for name in names))
-=======
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quick parts alone."""
-    monkeypatch.setattr(run, "scanned", lambda quick: [BY_NAME[name] for name in FEW])
->>>>>>> main
 
 
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two quickest parts, for tests of what a scan does between parts."""
-<<<<<<< HEAD
     only(monkeypatch, LIGHT)
-=======
-    monkeypatch.setattr(run, "scanned", lambda quick: [BY_NAME[name] for name in LIGHT])
->>>>>>> main
 
 
 @cache
@@ -77,11 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """The folder of a scan of the small model; for those who only read."""
     folder = tmp_path_factory.mktemp("made") / "scan"
     with pytest.MonkeyPatch.context() as patch:
-<<<<<<< HEAD
         only(patch, FEW)
-=======
-        patch.setattr(run, "scanned", lambda quick: [BY_NAME[name] for name in FEW])
->>>>>>> main
         scan(model, out=folder, quick=True)
     return folder
 
@@ -174,12 +151,7 @@ def test_a_part_that_fails_says_why_and_the_next_begins(
 def test_a_model_that_does_not_fit_is_streamed_and_opened_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-<<<<<<< HEAD
     only(monkeypatch, ("marking_heads", "circuit"))
-=======
-    names = ("marking_heads", "loop_rate", "circuit")
-    monkeypatch.setattr(run, "scanned", lambda quick: [BY_NAME[name] for name in names])
->>>>>>> main
     opened: list[str] = []
     real = Setup.open
 
@@ -192,15 +164,6 @@ def test_a_model_that_does_not_fit_is_streamed_and_opened_once(
     card = scan(model, out=tmp_path / "small", quick=True)
     assert opened == ["stream"]
     assert card.parts[0].problem is None and "whole model in memory" in str(card.parts[1].problem)
-<<<<<<< HEAD
-=======
-    assert "many times" in str(card.parts[2].problem) and all("--memory" in str(p.problem) for p in card.parts[1:])
-    opened.clear()
-    monkeypatch.undo()
-    monkeypatch.setattr(run, "scanned", lambda quick: [BY_NAME[name] for name in names[:1]])
-    card = scan(model, out=tmp_path / "large", quick=True)
-    assert isinstance(card, SinkCard) and card.parts[0].problem is None
->>>>>>> main
 
 
 def test_a_card_against_itself_has_no_change(folder: Path) -> None:
@@ -253,7 +216,6 @@ def test_names_of_a_model_are_text_on_the_card(folder: Path) -> None:
 
 
 def test_a_scan_under_a_patch(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-<<<<<<< HEAD
     """The patch holds the sink neuron at an ordinary value, so that the card loses the spike."""
     only(monkeypatch, ("find_sinks",))
     layer, index = planted().truth.neurons[0]
@@ -262,28 +224,11 @@ def test_a_scan_under_a_patch(model: Path, tmp_path: Path, monkeypatch: pytest.M
     patched = scan(model, out=tmp_path / "patched", quick=True, patch=tmp_path / "patch.json", against=tmp_path / "plain")
     assert patched.model.name == f"{plain.model.name} patched"
     assert any(change.label == "neurons that make the spike" or change.changed for change in patched.changes)
-=======
-    """The patched neuron no longer makes a sink of repeated tokens; the card says whose it is."""
-    entry = BY_NAME["repeat_norms"]
-    measure: Any = entry.load()
-    monkeypatch.setattr(measure, "scan", {**measure.scan, "quick": {"max_repeats": 160}})
-    monkeypatch.setattr(run, "scanned", lambda quick: [entry])
-    SinkPatch(sites=list(planted().truth.neurons)).save(patch := tmp_path / "patch.json")
-    before = scan(model, out=tmp_path / "before", quick=True)
-    after = scan(model, out=tmp_path / "after", quick=True, patch=patch, against=tmp_path / "before")
-    assert isinstance(before, SinkCard) and isinstance(after, SinkCard)
-    assert after.model.name == "model patched"
-    norm = next(c for c in after.changes if c.label == "norm after the last repetition")
-    assert norm.changed and float(norm.after) < 0.1 * float(norm.before)
-    with pytest.raises(SinkscopeError, match="begun with other settings"):
-        scan(model, out=tmp_path / "before", quick=True, patch=patch)
->>>>>>> main
 
 
 def test_the_command_and_the_demo(
     light: None, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-<<<<<<< HEAD
     assert main(["scan", str(model), "--quick", "--out", str(tmp_path / "s")]) == 0
     assert capsys.readouterr().out.startswith("Conclusion: ")
     assert main(["scan", str(model), "--against", str(tmp_path / "nothing"), "--out", str(tmp_path / "t")]) == 2
@@ -292,30 +237,3 @@ def test_the_command_and_the_demo(
     assert main(["demo", "--out", str(tmp_path / "d"), "--no-open"]) == 0
     shown = capsys.readouterr().out
     assert "$ sinkscope heads" in shown and (tmp_path / "d/card.html").is_file()
-=======
-    monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--no-open"]) == 0
-    out = capsys.readouterr().out
-    card = read_card(tmp_path / "sinkscope-demo")
-    assert all(p.problem is None for p in card.parts) and len(card.parts) == len(scanned(quick=True)) >= 14
-    assert out.count("   $ sinkscope ") == len(card.parts) and "sinkscope-demo/card.html" in out
-    assert all(n.control is not None for n in card.numbers)
-    assert max(len(n.label) for n in card.numbers) <= 42  # tables fit 80 columns
-
-
-@dataclass(frozen=True)
-class Inner:
-    x: float | None
-
-
-def test_paths_of_numbers() -> None:
-    result = SimpleNamespace(a=Inner(2.0), b=(Inner(1.0), Inner(None), Inner(5.0)), c=None, d=(3.0, 9.0), e=True)
-    assert at_path(result, "a.x") == 2
-    assert at_path(result, "b.*.x") == 3  # the median of those that there are
-    assert at_path(result, "b.-1.x") == 5 and at_path(result, "b.7.x") is None
-    assert at_path(result, "c.x") is None and at_path(result, "") is None and at_path(result, "e") is None
-    assert at_path(result, "a.x - b.-1.x") == 3 and at_path(result, "a.x - c") is None
-    assert at_path(result, "d") == 6
-    with pytest.raises(AttributeError):
-        at_path(result, "a.y")
->>>>>>> main
