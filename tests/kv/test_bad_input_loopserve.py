@@ -213,33 +213,15 @@ LINES = [
 
 
 @pytest.mark.parametrize(
-    ("command", "words", "says"),
-    [
-        *(("lines", *case) for case in LINES),
-        *(pytest.param("overlap", *case, marks=() if i % 3 else pytest.mark.slow) for i, case in enumerate(LINES[::3])),
-    ],
-)
-def test_lines_and_overlap(refused: Callable[[str], str], command: str, words: str, says: str) -> None:
-    assert says in refused(f"{command} {words}")
-
-
-@pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("lines --head 3", "--head '3': expected a head such as L5.H3"),
-        ("lines --head 99.0", "head 99.0 is not measured: expected one of layers 0 to 5, heads 0 to 7"),
-        ("overlap --count 1", "'--count'"),
-        ("overlap --budget 0", "--budget 0.0: expected a share"),
-        ("overlap --budget 1.5", "--budget 1.5"),
-        ("overlap --budget x", "'--budget'"),
-        ("overlap --window 0", "'--window'"),
-        ("overlap --window 5000", "--window 5000: expected at most 512, the tokens of the shortest prompt"),
-        ("overlap --max-new-tokens -1", "'--max-new-tokens'"),
-        ("overlap --max-new-tokens 99999", "do not fit 512 tokens: raise --length, or lower --max-new-tokens"),
+        *LINES,
+        ("--head 3", "--head '3': expected a head such as L5.H3"),
+        ("--head 99.0", "head 99.0 is not measured: expected one of layers 0 to 5, heads 0 to 7"),
     ],
 )
-def test_lines_or_overlap(refused: Callable[[str], str], words: str, says: str) -> None:
-    assert says in refused(words)
+def test_lines(refused: Callable[[str], str], words: str, says: str) -> None:
+    assert says in refused(f"lines {words}")
 
 
 @pytest.mark.parametrize(

@@ -105,12 +105,12 @@ ADDS = ("scatter_add", "index_add", "scatter_reduce", "put_", "bincount", "histc
 IN_ORDER = {
     # Every place gets one number that is not zero, so the order of the additions does not matter.
     ("attention/barcode.py", "scatter_add_"),
-    ("attention/locking.py", "scatter_add_"),
+    ("attention/live.py", "index_add_"),
     ("measure/setup.py", "scatter_add_"),
     # On a CPU in every case.
     ("sinks/repetition/repeat_attention.py", "index_add_"),
     # Adds in integers on a GPU.
-    ("adding.py", "scatter_add_"),
+    ("lines/deterministic_scatter.py", "scatter_add_"),
 }
 
 
@@ -160,8 +160,8 @@ def test_no_operation_of_a_measurement_overflows_or_adds_in_an_order_that_matter
 
 
 def test_the_watch_sees_what_it_is_for() -> None:
-    from sinkscope.attention.locking import _smooth
+    from sinkscope.attention.barcode import smooth
 
     with Watched() as seen:
-        _smooth(torch.full((20,), 60000.0, dtype=torch.float16), 8)
+        smooth(torch.full((20,), 60000.0, dtype=torch.float16), 8)
     assert seen.overflows
