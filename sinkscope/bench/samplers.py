@@ -1,4 +1,4 @@
-"""Common remedies for loops in the sampler, applied row by row so that padding and other rows have no influence.
+"""Samplers and stoppers, applied row by row so that padding and other rows have no influence.
 
 The stock processors of transformers also see the left padding of a short row, and its sampling draws one random number
 for all rows: in both cases a prompt's output depends on the batch it is in.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,69 +22,34 @@ from transformers import (
 
 from sinkscope.kv.loopguard import LoopReporter, LoopStopper
 from sinkscope.loops.monitor import MonitorSettings
+from sinkscope.loops.signals import tail_period
 
 RowProcessor = Callable[[Tensor, Tensor, int], Tensor]
 """(ids `[pos]` without padding, scores `[vocab]`, prompt tokens among the ids) -> scores `[vocab]`."""
-BREAKERS = ("\n", ":", '"', "*")  # where DRY takes up its matching anew; the published defaults
-
-
-@dataclass(frozen=True)
-class WatchedRows:
-    """What a stopper may read: the width of the prompts, the ids that end a row, and W."""
-
-    width: int
-    ends: tuple[int, ...]
-    window: int
-
-
-SAMPLERS: dict[str, Callable[[Any], RowProcessor]] = {
-    "repetition-penalty": lambda tokenizer: stock(RepetitionPenaltyLogitsProcessor(1.1)),
-    "presence-penalty": lambda tokenizer: presence(1.5),
-    "no-repeat-4-gram": lambda tokenizer: stock(NoRepeatNGramLogitsProcessor(4)),
-    "dry": lambda tokenizer: dry(0.8, 1.75, 2, dry_breakers(tokenizer)),
-}
-"""What each sampler of the table of methods does to the scores of a row, by the model's tokenizer."""
-
-
-PATTERNS: dict[str, dict[str, int]] = {
-    "stop-pattern": {},
-    "stop-llama.cpp": {"shortest": 16, "longest": 1024, "times": 4, "tokens": 64},
-    "stop-vllm-mlx": {"longest": 128, "times": 3, "tokens": 48},
-}
-"""What each stopper that knows patterns looks for; the last two are the rules of servers of these names."""
-
-
-def stopper(name: str, rows: WatchedRows) -> tuple[list[Any], StoppingCriteria]:
-    """Observing logits processors, and the criterion that stops rows: a pattern, or where `LoopGuard()` would prune."""
-    if name in PATTERNS:
-        return [], PatternStop(rows.width, **PATTERNS[name])
-    settings = MonitorSettings(window=rows.window, relapse=rows.window)
-    reporter = LoopReporter(settings, eos_token_id=rows.ends)
-    return [reporter], LoopStopper(reporter=reporter)
+BREAKERS = ("\n", ":", '"', "*")
+"""Strings at which DRY begins its matching anew; the published defaults."""
 
 
 class PerRow(LogitsProcessor):
     """Applies a separate processor to each row, without its padding.
 
     Args:
-        rows: One processor per row.
+        processors: One processor per row.
         prompts: Number of prompt tokens per row, not counting padding.
-        width: Width of the padded prompts.
     """
 
-    def __init__(self, rows: Sequence[RowProcessor], prompts: Sequence[int], width: int) -> None:
-        self._rows = rows
+    def __init__(self, processors: Sequence[RowProcessor], prompts: Sequence[int]) -> None:
+        self._processors = processors
         self._prompts = prompts
-        self._width = width
+        self._width = max(prompts)
 
     def __call__(self, input_ids: Int[Tensor, "batch pos"], scores: Float[Tensor, "batch vocab"]) -> Any:
         """Scores of the next token."""
-        return torch.stack(
-            [
-                row(ids[self._width - length :], values, length)
-                for row, length, ids, values in zip(self._rows, self._prompts, input_ids, scores, strict=True)
-            ]
-        )
+        processed: list[Tensor] = []
+        for row, processor in enumerate(self._processors):
+            ids = input_ids[row, self._width - self._prompts[row] :]
+            processed.append(processor(ids, scores[row], self._prompts[row]))
+        return torch.stack(processed)
 
 
 class StopRows(StoppingCriteria):
@@ -104,20 +68,51 @@ class StopRows(StoppingCriteria):
         """Which rows end here."""
         stop: Any = self._inner(input_ids, scores, **kwargs)  # pyright: ignore[reportArgumentType]
         new = input_ids.shape[1] - self._width
-        self.at = [new if at is None and now else at for at, now in zip(self.at, stop.tolist(), strict=True)]
+        for row, stopped in enumerate(stop.tolist()):
+            if stopped and self.at[row] is None:
+                self.at[row] = new
         return stop
 
 
 class PatternStop(StoppingCriteria):
-    """Stops rows whose new tokens end in a repeated pattern (see `repeats_pattern`)."""
+    """Stops rows whose new tokens end in 4 or more copies of a pattern of at most 64 tokens, and 64 tokens of it."""
 
-    def __init__(self, width: int, **pattern: int) -> None:
-        self._width, self._pattern = width, pattern
+    def __init__(self, width: int) -> None:
+        self._width = width
 
     def __call__(self, input_ids: Int[Tensor, "batch pos"], scores: Any, **kwargs: Any) -> Any:
         """Which rows end here."""
-        new = input_ids[:, self._width :].tolist()
-        return torch.tensor([repeats_pattern(row, **self._pattern) for row in new], device=input_ids.device)
+        rows = input_ids[:, self._width :].tolist()
+        tails = [tail_period(row[-256:], repeats=4, shortest=64, longest=64) for row in rows]
+        return torch.tensor([tail is not None for tail in tails], device=input_ids.device)
+
+
+def stopper(name: str, rows: int, width: int, ends: Sequence[int]) -> tuple[list[Any], StopRows]:
+    """The observing logits processors of a stopper, and its criterion.
+
+    Args:
+        name: "stop-pattern", or "stop-monitor", which stops where `LoopGuard()` would prune.
+        rows: Rows of the batch.
+        width: Width of the padded prompts.
+        ends: Ids that end a row.
+    """
+    if name == "stop-pattern":
+        return [], StopRows(PatternStop(width), rows, width)
+    reporter = LoopReporter(MonitorSettings(), eos_token_id=tuple(ends))
+    return [reporter], StopRows(LoopStopper(reporter=reporter), rows, width)
+
+
+def row_processor(name: str, tokenizer: Any, seed: int, prompt: str) -> RowProcessor:
+    """What a sampler of `sinkscope.bench.methods` does to the scores of one row."""
+    if name == "repetition-penalty":
+        return stock(RepetitionPenaltyLogitsProcessor(1.1))
+    if name == "no-repeat-4-gram":
+        return stock(NoRepeatNGramLogitsProcessor(4))
+    if name == "presence-penalty":
+        return presence(1.5)
+    if name == "dry":
+        return dry(0.8, 1.75, 2, dry_breakers(tokenizer))
+    return sampled(1.0, seed, prompt)
 
 
 def stock(processor: LogitsProcessor) -> RowProcessor:
@@ -147,9 +142,8 @@ def dry(multiplier: float, base: float, allowed: int, breakers: Sequence[int] = 
     stop = torch.tensor(list(breakers), dtype=torch.long)
 
     def process(ids: Tensor, scores: Tensor, _prompt: int) -> Tensor:
-        n = len(ids)
         barrier = torch.isin(ids, stop.to(ids.device))
-        if n < 2 or bool(barrier[-1]):
+        if len(ids) < 2 or bool(barrier[-1]):
             return scores
         lengths = _suffix_matches(ids, barrier, longest)
         lengths[barrier[1:]] = 0  # what would follow is a breaker
@@ -177,7 +171,8 @@ def _suffix_matches(ids: Int[Tensor, " pos"], barrier: Bool[Tensor, " pos"], lon
 
 def dry_breakers(tokenizer: Any, breakers: Sequence[str] = BREAKERS) -> list[int]:
     """Ids of the strings that break DRY's matches: the last token of "a" followed by each string, as published."""
-    return sorted({int(tokenizer(f"a{text}", add_special_tokens=False)["input_ids"][-1]) for text in breakers})
+    last = {int(tokenizer(f"a{text}", add_special_tokens=False)["input_ids"][-1]) for text in breakers}
+    return sorted(last)
 
 
 def sampled(temperature: float, seed: int, prompt: str) -> RowProcessor:
@@ -186,23 +181,11 @@ def sampled(temperature: float, seed: int, prompt: str) -> RowProcessor:
     Gumbel noise is added to logits divided by the temperature, and the argmax of the sum is a sample from the softmax.
     Greedy decoding of the returned logits therefore samples, and no row's logits depend on another row.
     """
-    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{prompt}".encode()).digest()[:7]))
+    digest = hashlib.sha256(f"{seed}/{prompt}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
 
     def process(_ids: Tensor, scores: Tensor, _prompt: int) -> Tensor:
         exponential = torch.empty(scores.shape[-1], dtype=torch.float64).exponential_(generator=generator)
         return scores / temperature - exponential.log().to(scores)
 
     return process
-
-
-def repeats_pattern(
-    new: Sequence[int], *, shortest: int = 1, longest: int = 64, times: int = 4, tokens: int = 64
-) -> bool:
-    """Whether the text ends in at least `times` copies of a pattern (`shortest` to `longest`) and `tokens` tokens."""
-    for period in range(shortest, longest + 1):
-        span = max(times * period, tokens)
-        if span > len(new):
-            return False
-        if new[-1] == new[-1 - period] and list(new[-span + period :]) == list(new[-span:-period]):
-            return True
-    return False
