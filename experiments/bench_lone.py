@@ -35,13 +35,13 @@ from experiments.bench_loopserve import D_HEAD, scattered, seconds
 from experiments.record import record
 from sinkscope.files.output import write_atomic
 from sinkscope.lines import sparse
-from sinkscope.lines.lone import Lone, lone
+from sinkscope.lines.lone import LoneLoops, lone_loops
 
 HEADS, DENSITY, SLOW = 2, 0.1, 4096  # arms other than numba and C stop at this length
 _FLAGS = ["-O3", "-march=native", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
 
 
-def by_c() -> Lone:
+def by_c() -> LoneLoops:
     """The two loops of lone.c."""
     compiler = next(path for name in ("cc", "gcc", "clang") if (path := shutil.which(name)))
     with tempfile.TemporaryDirectory() as folder:
@@ -62,10 +62,10 @@ def by_c() -> Lone:
         numbers = [ctypes.c_int64(n) for n in (len(offsets), start, len(probs))]
         library.lone_sums(*at(probs, value, offsets), *numbers, *at(out), ctypes.c_int64(probs.stride(0)))
 
-    return Lone(True, 1.5, scores, sums)
+    return LoneLoops(True, 1.5, scores, sums)
 
 
-def by_inductor() -> Lone:
+def by_inductor() -> LoneLoops:
     """The two sums, compiled by torch."""
 
     def dots(query: Tensor, key: Tensor, opened: Tensor, offsets: Tensor, start: int) -> Tensor:
@@ -86,13 +86,13 @@ def by_inductor() -> Lone:
     def sums(probs: Tensor, value: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
         out += weighted(probs[:, : len(offsets)], value, offsets, start)
 
-    return Lone(True, 1.5, scores, sums)
+    return LoneLoops(True, 1.5, scores, sums)
 
 
 def measured(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
     """One row for each length and arm."""
-    numba = lone(D_HEAD, D_HEAD, torch.device("cpu"))
-    plain = replace(lone(D_HEAD, D_HEAD, torch.device("meta")), cost=1.5)  # planned like the others
+    numba = lone_loops(D_HEAD, D_HEAD, torch.device("cpu"))
+    plain = replace(lone_loops(D_HEAD, D_HEAD, torch.device("meta")), cost=1.5)  # planned like the others
     arms = {"c": by_c(), "numba": numba, "inductor": by_inductor(), "pytorch": plain}
     first: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
@@ -105,7 +105,7 @@ def measured(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
 
         def run(name: str) -> Callable[[], Any]:
             def call() -> Any:
-                with patch.object(sparse, "lone", lambda *_: arms[name]):
+                with patch.object(sparse, "lone_loops", lambda *_: arms[name]):
                     return sparse.sparse_attention(query, key, value, lines, dense_above=9.0)  # noqa: B023
 
             return call

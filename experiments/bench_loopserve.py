@@ -1,14 +1,14 @@
 """Speed of sparse prompts over PyTorch's causal attention, by layer and in a whole model, and the time of each stage.
 
     python -m experiments.bench_loopserve [--lengths 2048 4096 8192 16384 32768] [--contexts 8192 32768] [--rounds 3]
-        [--parts layer selection model decoding] [--flex] [--out figures/bench_loopserve.json]
+        [--parts layer selection model decoding] [--out figures/bench_loopserve.json]
 
 Everything is CPU time of one thread, pairs are interleaved, and what counts is the median of their ratios; above 8,192
 there is one round, and layers have two heads. Writes a PNG beside the JSON.
 
 - `layer`: attention of 8 heads, d_head 64, on drawn lines. `vertical`: single columns; `slash`: single offsets;
   `groups`: offsets in groups of four; `mixed`: 70 % columns, a band at the diagonal, two lone offsets. Beside them
-  single offsets without numba, and at 4,096 FlexAttention on a CPU (`--flex`, which takes half a minute more).
+  single offsets without numba.
 - `selection`: the choice of lines as a share of dense attention, on planted columns and periods.
 - `model`: forward pass under `LoopServe` against the same model alone, and what the stages take. `half`: `lines-512` of
   `bench_lines` (random weights, 2 layers; in the first half of the heads attend to one offset and half to marked
@@ -83,10 +83,10 @@ def scattered(kind: str, heads: int, n: int, density: float, generator: torch.Ge
     return HeadLines(vertical, slash, n)
 
 
-def layer(lengths: list[int], rounds: int, flex: bool) -> list[dict[str, Any]]:
+def layer(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
     """Times faster than dense attention, by length, kind of lines and share of cells."""
     rows: list[dict[str, Any]] = []
-    plain = sparse.lone(D_HEAD, D_HEAD, torch.device("meta"))  # what there is without numba
+    plain = sparse.lone_loops(D_HEAD, D_HEAD, torch.device("meta"))  # what there is without numba
     for n in lengths:
         generator = torch.Generator().manual_seed(0)
         heads = 8 if n <= REPEATED else 2
@@ -95,20 +95,19 @@ def layer(lengths: list[int], rounds: int, flex: bool) -> list[dict[str, Any]]:
         def dense(q: Tensor = query, k: Tensor = key, v: Tensor = value) -> Tensor:
             return functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
 
-        arms: list[tuple[str, str, dict[str, Any]]] = [(kind, "compiled", {}) for kind in KINDS]
-        arms += [("slash", "no numba", {})] if n <= REPEATED else []
-        arms += [("mixed", "flex", {"kernel": "flex"})] if flex and n == 4096 else []
-        for kind, how, settings in arms:
+        arms = [(kind, "compiled") for kind in KINDS]
+        arms += [("slash", "no numba")] if n <= REPEATED else []
+        for kind, how in arms:
             drawn = [scattered(kind, heads, n, density, generator) for density in DENSITIES]
             pairs: list[list[float]] = [[] for _ in drawn]
             work: list[Any] = [None] * len(drawn)
-            with patch.object(sparse, "lone", lambda *_: plain) if how == "no numba" else nullcontext():
-                sparse.sparse_attention(query, key, value, drawn[0], **settings)  # compiled, where that is
+            with patch.object(sparse, "lone_loops", lambda *_: plain) if how == "no numba" else nullcontext():
+                sparse.sparse_attention(query, key, value, drawn[0])  # compiled, where that is
                 for _ in range(rounds if n <= REPEATED else 1):
                     base, _out = seconds(dense)
                     for number, lines in enumerate(drawn):
                         ours, (_out, work[number]) = seconds(
-                            lambda: sparse.sparse_attention(query, key, value, lines, **settings)  # noqa: B023
+                            lambda: sparse.sparse_attention(query, key, value, lines)  # noqa: B023
                         )
                         pairs[number].append(base / ours)
             for ratios, what in zip(pairs, work, strict=True):
@@ -371,7 +370,6 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument("--flex", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("figures/bench_loopserve.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -379,7 +377,7 @@ def main() -> None:
     result: dict[str, Any] = {part: [] for part in PARTS}
     for part in args.parts:
         if part == "layer":
-            result[part] = layer(args.lengths, args.rounds, args.flex)
+            result[part] = layer(args.lengths, args.rounds)
         elif part == "decoding":
             result[part] = decoding(args.contexts, args.rounds)
         else:

@@ -29,8 +29,6 @@ figures, tables and provenance ([report](report.md)), `python -m experiments.gal
 that also has the results of `experiments/`, and `python -m experiments.gallery` makes this page.
 """
 _OUTPUTS = ("--json", "--html", "--png", "--out", "--resume")
-# This result was made in Python. The command prints the same result together with its own.
-_COMMANDS = {"massive-activations": "sinkscope find-sinks --all"}
 
 
 def entry(picture: Path) -> str:
@@ -118,7 +116,7 @@ def _command(data: dict[str, Any]) -> str:
     for i, word in enumerate(words):
         if word not in _OUTPUTS and not (i and words[i - 1] in _OUTPUTS):
             kept.append(word)
-    return shlex.join(kept) if len(kept) > 1 else _COMMANDS[data["kind"]]
+    return shlex.join(kept)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ _HOME = {  # public name -> where it lives; measurements come from the registry
     "needle": "sinkscope.bench.needle",
     "report": "sinkscope.app.report",
     "scan": "sinkscope.app.card",
-    "sinks_over_training": "sinkscope.sinks.first_token.training",
     "Result": "sinkscope.files.result",
     "SinkscopeError": "sinkscope.errors",
 }

@@ -46,11 +46,8 @@ from sinkscope.sinks.attack.detect import detect_attack as detect_attack
 from sinkscope.sinks.first_token.circuit import circuit as circuit
 from sinkscope.sinks.first_token.find import find_sinks as find_sinks
 from sinkscope.sinks.first_token.marking_heads import marking_heads as marking_heads
-from sinkscope.sinks.first_token.massive import massive_activations as massive_activations
 from sinkscope.sinks.first_token.positions import token_positions as token_positions
-from sinkscope.sinks.first_token.screen import neuron_screen as neuron_screen
 from sinkscope.sinks.first_token.separate import separability as separability
-from sinkscope.sinks.first_token.training import sinks_over_training as sinks_over_training
 from sinkscope.sinks.patch.evaluate import evaluate_patch as evaluate_patch
 from sinkscope.sinks.patch.make import make_patch as make_patch
 from sinkscope.sinks.repetition.atlas import sink_atlas as sink_atlas

@@ -1,7 +1,7 @@
 """LoopServe on a GPU: sparse prompts, the choice of lines, whole prompts, decoding from a part of the cache, latency.
 
     python -m experiments.gpu.loopserve [--model NAME|FOLDER] [--out figures/gpu_loopserve.json] [--device cuda]
-        [--sections prefill selection prompt decoding latency] [--kernels triton flex] [--minutes 9]
+        [--sections prefill selection prompt decoding latency] [--kernels triton blocks] [--minutes 9]
 
 Without `--model` the model has the shape of a 7B one, random bfloat16 weights, and planted lines in every layer (half
 of the heads attend to one offset, half to marked tokens, a tenth of the text).
@@ -307,7 +307,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4], help="of the batch, decoding")
     parser.add_argument("--steps", type=int, default=64, help="decoding")
     parser.add_argument(
-        "--kernels", nargs="+", choices=get_args(Kernel), help="of sparse prompts; default: triton flex, on a CPU auto"
+        "--kernels", nargs="+", choices=get_args(Kernel), help="of sparse prompts; default: triton, on a CPU auto"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget", type=int, default=1024)
@@ -318,7 +318,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.lengths, args.contexts, args.outputs, args.rows, args.steps = [128, 256], [128, 192], [4, 8], [1, 2], 20
         args.budget, args.shortest, args.rounds = 80, 0, 1
     args.outputs = sorted(set(args.outputs))
-    args.kernels = args.kernels or (["triton", "flex"] if args.device.startswith("cuda") else ["auto"])
+    args.kernels = args.kernels or (["triton"] if args.device.startswith("cuda") else ["auto"])
     return args
 
 

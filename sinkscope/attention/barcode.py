@@ -392,7 +392,7 @@ def barcode(
     if raw and len(kept) > RAW_HEADS:
         raise SinkscopeError(f"{len(kept)} heads one position at a time: expected up to {RAW_HEADS}; give --head")
     start = prompt_ids(setup, prompt)
-    setup.target.check_room("the prompt", len(start), max_new_tokens)
+    setup.target.check_length("the prompt", len(start), max_new_tokens)
     positions = len(start) + max_new_tokens
     with Live(f"{setup.target.name}, mean over {_heads(len(kept))}", live) as shown:
 

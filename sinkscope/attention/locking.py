@@ -310,7 +310,7 @@ def _sequence(
         _check_period(period, len(whole))
         return whole, 1, []
     start = prompt_ids(setup, prompt)
-    setup.target.check_room("the prompt", len(start), new)
+    setup.target.check_length("the prompt", len(start), new)
     _check_period(period, len(start) + new)  # before the work
     answer, events = decode(setup.target, start, new, setup.edit)
     _check_period(period, len(start) + len(answer))

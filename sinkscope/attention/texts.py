@@ -99,7 +99,7 @@ def prompt_ids(made: Setup, prompt: str | Sequence[int] | None) -> list[int]:
 
 def generated(made: Setup, prompt: list[int], new: int) -> Loop:
     """Continue `prompt` greedily by up to `new` tokens and look for a loop at the end."""
-    made.target.check_room("the prompt", len(prompt), new)
+    made.target.check_length("the prompt", len(prompt), new)
     answer = greedy(made.target, torch.tensor([prompt]), new)[0]
     return loop_of([*prompt, *answer], len(prompt))
 

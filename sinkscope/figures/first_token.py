@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import math
-from collections import Counter
 from typing import Any
 
 import plotly.graph_objects as go
@@ -127,87 +126,6 @@ def _ablation(result: Any) -> Panel:
     axis = _by_neuron("neuron (dotted: least drop of a causal one)")
     lost = shares("share of the norm lost", max(lowest * 1.1, -1.0), 1.05)
     return Panel("Norm lost by ablation", traces, axis, lost, [across(0.1)])
-
-
-def draw_massive_activations(result: Any) -> go.Figure:
-    """A row per condition: magnitudes per layer, norms of value vectors, and where secondary sinks begin."""
-    count = len(result.conditions)
-    parts = [
-        panel(condition, f"{kind}, {'with' if condition.bos else 'without'} BOS", first)
-        for first, condition in zip([True] + [False] * count, result.conditions, strict=False)
-        for kind, panel in (
-            ("largest activations", _magnitudes),
-            ("first token's values over others'", _values),
-            ("secondary sinks", _secondary_sinks),
-        )
-    ]
-    return drawn(
-        result,
-        parts,
-        grid={"spacing": 0.075, "rows": count, "cols": 3, "vertical_spacing": 0.16},
-        width=1400,
-        height=120 + 340 * count,
-        bottom=90,
-        legend=-0.12 if count > 1 else -0.2,
-    )
-
-
-def _magnitudes(condition: Any, title: str, listed: bool) -> Panel:
-    layers = [one.layer for one in condition.layers]
-    sizes = zip(*((*one.top[:3], one.median) for one in condition.layers), strict=True)
-    names = (("top 1", BLUE), ("top 2", ORANGE), ("top 3", GREEN), ("median", GREY))
-    traces = [curve(layers, y, *name, showlegend=listed) for name, y in zip(names, sizes, strict=True)]
-    return Panel(title, traces, counted("layer", len(layers)), powers("magnitude"))
-
-
-def _values(condition: Any, title: str, listed: bool) -> Panel:
-    if not condition.values:
-        return Panel(title, marks=[words("this architecture shows no value vectors")])
-    layers = [v.layer for v in condition.values]
-    heads = [
-        dots(
-            layers,
-            [v.sink[head] / v.others[head] if v.others[head] else None for v in condition.values],
-            "a kv head",
-            GREY,
-            5,
-            marker_opacity=0.6,
-            showlegend=listed and head == 0,
-            hovertemplate=f"kv head {head}: %{{y:.3g}}",
-        )
-        for head in range(len(condition.values[0].sink))
-    ]
-    ratios = [v.ratio for v in condition.values]
-    mean = curve(layers, ratios, "mean over kv heads", RED, width=2.5, showlegend=listed)
-    axis = counted("layer", len(layers))
-    return Panel(title, [*heads, mean], axis, powers("ratio of norms"), [across(1.0, GREY)])
-
-
-def _secondary_sinks(condition: Any, title: str, listed: bool) -> Panel:
-    n = len(condition.layers)
-    counts = Counter((s.created, s.lifetime) for s in condition.secondary)
-    cells = [[counts.get((x, y)) for x in range(n)] for y in range(1, n + 1)]
-    found = go.Heatmap(
-        x=list(range(n)),
-        y=list(range(1, n + 1)),
-        z=cells,
-        colorscale="Blues",
-        showscale=False,
-        zmin=0,
-        xgap=1,
-        ygap=1,
-        text=[[str(v) if v else "" for v in line] for line in cells] if n <= 16 else None,
-        texttemplate="%{text}",
-        hovertemplate="created after layer %{x}, %{y} layers: %{z} positions<extra></extra>",
-    )
-    none = words("none", (n - 1) / 2, (n + 1) / 2, yref=None)
-    return Panel(
-        title,
-        [found] if counts else [],
-        counted("created after layer", n) | {"range": [-0.5, n - 0.5]},
-        counted("lifetime in layers", n) | {"range": [0.5, n + 0.5]},
-        [] if counts else [none],
-    )
 
 
 def draw_heads(result: Any) -> go.Figure:
@@ -335,28 +253,6 @@ def _points(result: Any, x: str, y: str, *, listed: bool) -> list[Any]:
     ]
 
 
-def draw_screen(result: Any) -> go.Figure:
-    """Median and largest reach of every layer, and the candidates."""
-    layers = [one.layer for one in result.layers]
-    reach = [
-        curve(layers, [one.median for one in result.layers], "median", GREY),
-        curve(layers, [one.largest for one in result.layers], "largest", BLUE),
-    ]
-    labels = [f"z {c.z:.1f}" for c in result.candidates]
-    candidates = bars(_named(result.candidates), [c.reach for c in result.candidates], ORANGE, text=labels)
-    title, norm = "What the neurons of each layer can write", "largest norm written"
-    parts = [
-        Panel(title, reach, counted("layer", len(layers)), powers(norm)),
-        Panel(
-            "Candidates",
-            [candidates],
-            {"type": "category", "tickangle": 0},
-            {"title_text": norm, "rangemode": "tozero"},
-        ),
-    ]
-    return drawn(result, parts, [0.55, 0.45], width=1200, height=460)
-
-
 def draw_positions(result: Any) -> go.Figure:
     """Norm over the typical one and attention received, layer by position."""
     names = [f"{i} {html.escape(repr(token.text))}" for i, token in enumerate(result.tokens)]
@@ -391,32 +287,3 @@ def draw_positions(result: Any) -> go.Figure:
     ]
     bottom = 150 if len(names) <= 40 else 80
     return drawn(result, parts, grid={"spacing": 0.12}, width=1400, height=520, bottom=bottom)
-
-
-def draw_training(result: Any) -> go.Figure:
-    """Sink rate, spike, and layer with neurons, checkpoint by checkpoint."""
-    known, depth = result.measured, result.model.n_layers
-    at, names = [html.escape(c.name) for c in known], [html.escape(c.name) for c in result.checkpoints]
-    x = {"type": "category", "categoryorder": "array", "categoryarray": names}
-    found = dots(
-        at,
-        [c.sink_layer for c in known],
-        None,
-        GREEN,
-        9,
-        text=[c.shown for c in known],
-        textposition="top center",
-        hovertemplate="%{x}: layer %{y}, %{text}<extra></extra>",
-        showlegend=False,
-    )
-    if len(known) <= 12:
-        found.mode = "markers+text"
-    rate = curve(at, [c.rate for c in known], None, ORANGE, showlegend=False)
-    spike = curve(at, [c.spike for c in known], None, BLUE, showlegend=False)
-    downward = by_layer(depth) | {"autorange": False, "range": [depth - 0.5, -0.5]}
-    parts = [
-        Panel("Sink rate", [rate], x, shares("share of heads") | {"rangemode": "tozero"}),
-        Panel("Largest norm of the first token", [spike], x, powers("over the typical norm")),
-        Panel("Layer and neurons of the sink", [found], x, downward),
-    ]
-    return drawn(result, parts, grid={"spacing": 0.08}, width=1400, height=460, bottom=120)

@@ -119,7 +119,7 @@ class Run:
 
     def summary(self) -> str:
         """What the interventions did, in one line."""
-        told = [sentence for sentence in dict.fromkeys(part.told(self) for part in self.parts) if sentence]
+        told = [sentence for sentence in dict.fromkeys(part.summary(self) for part in self.parts) if sentence]
         return " ".join(told) or "Nothing acted."
 
     def __repr__(self) -> str:
@@ -247,7 +247,7 @@ class Intervention(ABC):
         """What is entered on this model: itself, or a copy completed by measurements on the unedited model."""
         return self
 
-    def told(self, run: Run) -> str:
+    def summary(self, run: Run) -> str:
         """What the intervention did in a run, in one sentence; "" if there is nothing to say."""
         if not self.KIND:
             return ""

@@ -75,7 +75,7 @@ def noted_decoding() -> Iterator[dict[str, Any]]:
         _USED.reset(token)
 
 
-class Told(LogitsProcessor):
+class ForcedAnswer(LogitsProcessor):
     """Forbids every token except the next one of a given answer, so that `generate` returns this answer.
 
     Args:
@@ -145,7 +145,7 @@ def decode(
     """
     extra: dict[str, Any] = {}
     if forced is not None:
-        extra = {"logits_processor": LogitsProcessorList([Told([forced], len(prompt))]), "eos_token_id": None}
+        extra = {"logits_processor": LogitsProcessorList([ForcedAnswer([forced], len(prompt))]), "eos_token_id": None}
     answers, events = _likeliest(target, torch.tensor([prompt]), new, edit, **extra)
     return answers[0], events
 

@@ -11,7 +11,7 @@ FROM = 512
 SPARE = 64
 
 
-class Room:
+class SpareBuffer:
     """A tensor with empty places at the end of one dimension.
 
     Holders have views of its first places. No place is written twice, so several holders may share the room or a
@@ -42,7 +42,7 @@ class Room:
         return self.held.narrow(self._dim, 0, self.filled)
 
 
-class Growing:
+class GrowingTensor:
     """How one holder appends to a tensor: in a room if the tensor is long and only grows, and by copying otherwise.
 
     Args:
@@ -50,12 +50,12 @@ class Growing:
         latest: The tensor as it was when it was last appended to, if a room may be made for it at once.
     """
 
-    def __init__(self, dim: int, latest: Tensor | None = None, room: Room | None = None) -> None:
+    def __init__(self, dim: int, latest: Tensor | None = None, room: SpareBuffer | None = None) -> None:
         self.dim, self._latest, self._room = dim, latest, room
 
-    def copy(self) -> Growing:
+    def copy(self) -> GrowingTensor:
         """For another holder of the same tensor."""
-        return Growing(self.dim, self._latest, self._room)
+        return GrowingTensor(self.dim, self._latest, self._room)
 
     @property
     def allocated(self) -> int | None:
@@ -78,6 +78,6 @@ class Growing:
             # The same object as the last time: nothing was taken out since.
             grows = spare or (more == 1 and held is self._latest)
             roomy = grows and held.shape[self.dim] >= FROM
-            self._room = Room(held, self.dim, max(spare, SPARE)) if roomy else None
+            self._room = SpareBuffer(held, self.dim, max(spare, SPARE)) if roomy else None
         self._latest = torch.cat([held, new], self.dim) if self._room is None else self._room.append(new)
         return self._latest

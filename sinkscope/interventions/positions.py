@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.interventions.growing_tensor import Growing
+from sinkscope.interventions.growing_tensor import GrowingTensor
 from sinkscope.models.target import Target
 
 
@@ -54,7 +54,7 @@ class Sequence:
     partial: bool = False
     settled: bool = False
     memory: dict[Hashable, Memory] = field(default_factory=dict)
-    _growing: Growing = field(default_factory=lambda: Growing(-1))
+    _growing: GrowingTensor = field(default_factory=lambda: GrowingTensor(-1))
 
     @classmethod
     def of(

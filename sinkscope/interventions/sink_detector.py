@@ -64,7 +64,7 @@ class SinkDetector(NeuronEdit):
             raise SinkscopeError(f"threshold={self.threshold}: give a share of the level at a sink, such as 0.5")
         object.__setattr__(self, "levels", levels)
 
-    def told(self, run: Run) -> str:
+    def summary(self, run: Run) -> str:
         """The number of alarms."""
         count = run.counts[self.KIND]
         return f"SinkDetector gave {count or 'no'} alarm{'' if count == 1 else 's'}."

@@ -73,7 +73,7 @@ class Add(Intervention):
         norm = float(torch.linalg.vector_norm(vector))
         return f"Add(vector of {len(vector)} numbers with norm {norm:.4g}, {self.site!r}, scale={self.scale}{more})"
 
-    def told(self, run: Run) -> str:
+    def summary(self, run: Run) -> str:
         """The number of positions."""
         count = sum(event.data["positions"] for event in run.events if event.kind == self.KIND)
         return f"Add changed the residual stream {count:,} times."

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.interventions.growing_tensor import Growing
+from sinkscope.interventions.growing_tensor import GrowingTensor
 from sinkscope.models.target import Target
 from sinkscope.trace.attention import widened
 
@@ -113,7 +113,7 @@ class CacheLayer(DynamicLayer):
         self._ungrown()
 
     def _ungrown(self) -> None:
-        self._grow = {"keys": Growing(-2), "values": Growing(-2), "pos": Growing(-1)}
+        self._grow = {"keys": GrowingTensor(-2), "values": GrowingTensor(-2), "pos": GrowingTensor(-1)}
 
     @property
     def slots(self) -> int:
@@ -252,7 +252,7 @@ class CacheLayer(DynamicLayer):
             self.values = self._grow["values"].append(self.values, value_states)
         else:
             super().update(key_states, value_states, *args, **kwargs)
-            self._grow |= {"keys": Growing(-2, self.keys), "values": Growing(-2, self.values)}
+            self._grow |= {"keys": GrowingTensor(-2, self.keys), "values": GrowingTensor(-2, self.values)}
         self.seen += new
         if new > 1:  # there may be padding among the new tokens
             self._holes, self.whole = None, False

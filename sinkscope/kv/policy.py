@@ -133,7 +133,7 @@ class Policy(Intervention):
 
     # Done here ----------------------------------------------------------------------------------------------------
 
-    def told(self, run: Run) -> str:
+    def summary(self, run: Run) -> str:
         """How many tokens the run's caches held, out of how many were read."""
         name, usage = f"{type(self).__name__}({self.budget})", run.usage
         if not usage:

@@ -46,7 +46,7 @@ class Shape(Intervention):
         """Replace the attention of prompts."""
         self.sparse().enter(Session.of(run))
 
-    def told(self, run: Run) -> str:
+    def summary(self, run: Run) -> str:
         """The share of attention that was computed for prompts."""
         return said_of_prompts(type(self).__name__, run)
 

@@ -21,7 +21,7 @@ _GROUP = 8  # lines that are taken together: they are sorted, so neighbours read
 
 
 @dataclass(frozen=True, eq=False)
-class Lone:
+class LoneLoops:
     """The two loops over lone lines, for float32 tensors.
 
     Attributes:
@@ -38,13 +38,17 @@ class Lone:
     sums: Callable[[Tensor, Tensor, Tensor, int, Tensor], None]
 
 
-def lone(width: int, values: int, device: torch.device) -> Lone:
+def lone_loops(width: int, values: int, device: torch.device) -> LoneLoops:
     """Return the faster implementation that is available for keys and values of these widths."""
-    return (_compiled(width, values) if device.type == "cpu" else None) or _PLAIN
+    if device.type == "cpu":
+        compiled = _compiled(width, values)
+        if compiled is not None:
+            return compiled
+    return _BY_PYTORCH
 
 
 @cache
-def _compiled(width: int, values: int) -> Lone | None:
+def _compiled(width: int, values: int) -> LoneLoops | None:
     try:
         import numba
     except ImportError as error:
@@ -56,63 +60,81 @@ def _compiled(width: int, values: int) -> Lone | None:
         return None
     # The order of additions is free. The rest of -ffast-math would also change what happens to infinities.
     jit: Any = numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
-    uint: Any = numba.uintp  # indices that cannot be negative need no check for it
+    index: Any = numba.uintp  # indices that cannot be negative need no check for it
+    scores_loop = _scores_loop(jit, index, width)
+    sums_loop = _sums_loop(jit, index, values)
 
-    def on_arrays(loop: Any) -> Any:
-        return lambda *given: loop(*(one.numpy() if isinstance(one, Tensor) else one for one in given))
+    def scores(query: Tensor, key: Tensor, opened: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
+        scores_loop(query.numpy(), key.numpy(), opened.numpy(), offsets.numpy(), start, out.numpy())
 
-    return Lone(True, 1.5, on_arrays(_scores_loop(jit, uint, width)), on_arrays(_sums_loop(jit, uint, values)))
+    def sums(probs: Tensor, value: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
+        sums_loop(probs.numpy(), value.numpy(), offsets.numpy(), start, out.numpy())
+
+    return LoneLoops(True, 1.5, scores, sums)
 
 
-def _scores_loop(jit: Any, uint: Any, width: int) -> Any:
+def _scores_loop(jit: Any, index: Any, width: int) -> Any:
     @jit
     @no_type_check  # tools that check types while a program runs would wrap what numba has to compile
     def scores(query: Any, key: Any, opened: Any, offsets: Any, start: Any, out: Any) -> None:
         for first in range(0, len(offsets), _GROUP):
             until = min(len(offsets), first + _GROUP)
             for r in range(len(query)):
-                at, line = start + r, first
+                at = start + r
+                line = first
                 while line < until:
                     if line + 4 <= until and at >= offsets[line + 3]:  # four keys at a time share reads of the query
-                        a, b = uint(at - offsets[line]), uint(at - offsets[line + 1])
-                        c, d = uint(at - offsets[line + 2]), uint(at - offsets[line + 3])
+                        a = index(at - offsets[line])
+                        b = index(at - offsets[line + 1])
+                        c = index(at - offsets[line + 2])
+                        d = index(at - offsets[line + 3])
                         p = q = s = t = np.float32(0)
                         for i in range(width):
                             p += query[r, i] * key[a, i]
                             q += query[r, i] * key[b, i]
                             s += query[r, i] * key[c, i]
                             t += query[r, i] * key[d, i]
-                        out[r, line] = p if opened[a] else -np.inf
-                        out[r, line + 1] = q if opened[b] else -np.inf
-                        out[r, line + 2] = s if opened[c] else -np.inf
-                        out[r, line + 3] = t if opened[d] else -np.inf
+                        out[r, line] = p
+                        out[r, line + 1] = q
+                        out[r, line + 2] = s
+                        out[r, line + 3] = t
+                        if not opened[a]:
+                            out[r, line] = -np.inf
+                        if not opened[b]:
+                            out[r, line + 1] = -np.inf
+                        if not opened[c]:
+                            out[r, line + 2] = -np.inf
+                        if not opened[d]:
+                            out[r, line + 3] = -np.inf
                         line += 4
+                    elif at < offsets[line] or not opened[at - offsets[line]]:
+                        out[r, line] = -np.inf
+                        line += 1
                     else:
-                        a, p = max(0, at - offsets[line]), np.float32(0)
+                        a, p = index(at - offsets[line]), np.float32(0)
                         for i in range(width):
                             p += query[r, i] * key[a, i]
-                        out[r, line] = p if at >= offsets[line] and opened[a] else -np.inf
+                        out[r, line] = p
                         line += 1
 
     return scores
 
 
-def _sums_loop(jit: Any, uint: Any, values: int) -> Any:
+def _sums_loop(jit: Any, index: Any, values: int) -> Any:
     @jit
     @no_type_check  # tools that check types while a program runs would wrap what numba has to compile
     def sums(probs: Any, value: Any, offsets: Any, start: Any, out: Any) -> None:
         for first in range(0, len(offsets), _GROUP):
             until = min(len(offsets), first + _GROUP)
             for r in range(len(probs)):
-                at, line = start + r, first
+                at = start + r
+                line = first
                 while line < until and at >= offsets[line]:
-                    a, p = uint(at - offsets[line]), probs[r, line]
+                    a, p = index(at - offsets[line]), probs[r, line]
                     if line + 4 <= until and at >= offsets[line + 3]:
-                        b, c, d = (
-                            uint(at - offsets[line + 1]),
-                            uint(at - offsets[line + 2]),
-                            uint(at - offsets[line + 3]),
-                        )
+                        b = index(at - offsets[line + 1])
+                        c = index(at - offsets[line + 2])
+                        d = index(at - offsets[line + 3])
                         q, s, t = probs[r, line + 1], probs[r, line + 2], probs[r, line + 3]
                         for i in range(values):
                             out[r, i] += p * value[a, i] + q * value[b, i] + s * value[c, i] + t * value[d, i]
@@ -129,14 +151,16 @@ def _scores(query: Tensor, key: Tensor, opened: Tensor, offsets: Tensor, start: 
     for line, offset in enumerate(offsets.tolist()):
         begin = max(0, offset - start)  # rows before it have no such key
         at = slice(start + begin - offset, start + len(query) - offset)
+        products = (query[begin:] * key[at]).sum(1)
         out[:begin, line] = -torch.inf
-        out[begin:, line] = (query[begin:] * key[at]).sum(1).masked_fill_(~opened[at], -torch.inf)
+        out[begin:, line] = products.masked_fill_(~opened[at], -torch.inf)
 
 
 def _sums(probs: Tensor, value: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
     for line, offset in enumerate(offsets.tolist()):
         begin = max(0, offset - start)
-        out[begin:].addcmul_(probs[begin:, line, None], value[start + begin - offset : start + len(probs) - offset])
+        at = slice(start + begin - offset, start + len(probs) - offset)
+        out[begin:].addcmul_(probs[begin:, line, None], value[at])
 
 
-_PLAIN = Lone(False, 24.0, _scores, _sums)
+_BY_PYTORCH = LoneLoops(False, 24.0, _scores, _sums)

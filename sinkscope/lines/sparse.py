@@ -1,10 +1,10 @@
 """Attention that computes only chosen lines (after MInference, Jiang et al. 2024).
 
-On a GPU, one Triton kernel computes all heads (`triton.py`), or FlexAttention if that fails (`flex.py`).
-Elsewhere each head is computed separately, block by block of queries. A block of queries needs three kinds of keys: the
-columns of the vertical lines, gathered once per head; for every group of neighbouring offsets a band, which for these
-queries is a range of keys; and for each lone offset one key per row. Columns inside a band's range are computed with
-the band and left out of the gathered ones, so no cell is counted twice; one softmax runs over all parts.
+On CUDA, one Triton kernel computes all heads (`triton.py`). Elsewhere each head is computed separately, block by block
+of queries. A block of queries needs three kinds of keys: the columns of the vertical lines, gathered once per head; for
+every group of neighbouring offsets a band, which for these queries is a range of keys; and for each lone offset one key
+per row. Columns inside a band's range are computed with the band and left out of the gathered ones, so no cell is
+counted twice; one softmax runs over all parts.
 
 The cost of all this is known beforehand. If it exceeds `dense_above` of dense attention, the head is computed densely.
 """
@@ -12,6 +12,7 @@ The cost of all this is known beforehand. If it exceeds `dense_above` of dense a
 from __future__ import annotations
 
 import importlib
+import math
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable
@@ -21,59 +22,47 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.lines import flex
 from sinkscope.lines.choice import HeadLines
-from sinkscope.lines.lone import Lone, lone
+from sinkscope.lines.lone import LoneLoops, lone_loops
 
-Kernel = Literal["auto", "blocks", "flex", "triton"]
-_BLOCKS_LIMIT, _GPU_LIMIT, _NARROW = 0.65, 0.5, 48
+Kernel = Literal["auto", "blocks", "triton"]
+CPU_LIMIT, CUDA_LIMIT, NARROW = 0.65, 0.5, 48
 BLOCKS = (64, 128, 256)
 """Queries at a time; for each head the cheapest is taken."""
 PART = 2000  # cells whose product takes as long as the overhead of one more matrix product
 _BLOCK = 28000  # cells whose product takes as long as the overhead of one more block
-_Three = tuple[Tensor, Tensor, Tensor]
 
 
 def dense_limit(width: int, kernel: Kernel, device: torch.device) -> float:
     """Share of computed cells above which plain attention is about as fast, measured on a CPU in float32.
 
-    The limit is lower for heads narrower than 48, whose dense attention is cheaper, and for FlexAttention, whose masks
-    cost time in every block. The same limit is used for Triton, for which it was not measured.
+    The limit is lower for heads narrower than 48, whose dense attention is cheaper, and for Triton, for which it was
+    not measured.
     """
-    return _GPU_LIMIT if _fast(kernel, device) else _BLOCKS_LIMIT * min(1.0, width / _NARROW)
-
-
-def _fast(kernel: Kernel, device: torch.device) -> tuple[Kernel, ...]:
-    """Kernels to try before the loop over blocks, in this order; the only place that decides it."""
-    if kernel in ("blocks", "flex"):
-        return ("flex",) if kernel == "flex" else ()
-    if device.type == "cuda":
-        return "triton", "flex"
-    return ("triton",) if kernel == "triton" else ()
+    if _wants_triton(kernel, device):
+        return CUDA_LIMIT
+    return CPU_LIMIT * min(1.0, width / NARROW)
 
 
 def missing(
     kernel: Kernel, query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]
 ) -> str | None:
-    """Why only the loop over blocks can compute lines of these inputs; None if another kernel can."""
-    why: str | None = "not asked for"
-    for name in _fast(kernel, query.device) or (("flex",) if kernel == "auto" else ()):
-        why = _why_not(name, query, value)
-        if why is None:
-            return None
-    return why
+    """Why only the loop over blocks can compute lines of these inputs; None if Triton can."""
+    if not _wants_triton(kernel, query.device):
+        return f"kernel {kernel!r} does not use it on {query.device.type}"
+    module = _triton()
+    if module is None:
+        return "triton is not installed"
+    return module.why_not(query, value)
 
 
-def _why_not(name: Kernel, query: Tensor, value: Tensor) -> str | None:
-    if name == "triton":
-        made = _triton()
-        return "triton is not installed" if made is None else made.why_not(query, value)
-    return flex.why_not(query, value) if name == "flex" else None
+def _wants_triton(kernel: Kernel, device: torch.device) -> bool:
+    return kernel == "triton" or (kernel == "auto" and device.type == "cuda")
 
 
 @cache
@@ -94,7 +83,7 @@ class Sparsity:
         cells: Share of the causal cells that lie on the lines.
         computed: Cost as a share of the causal cells: cells that were computed, or take as long; 1.0 if dense.
         dense: Whether the head was computed by plain attention, because that is faster.
-        kernel: What computed the other heads: "blocks", "blocks, lone lines not compiled", "flex" or "triton".
+        kernel: What computed the other heads: "blocks", "blocks, lone lines not compiled" or "triton".
     """
 
     cells: tuple[float, ...]
@@ -110,7 +99,22 @@ def check_kernel(kernel: str) -> None:
         SinkscopeError: It is not one of `Kernel`.
     """
     if kernel not in get_args(Kernel):
-        raise SinkscopeError(f'kernel={kernel!r}: expected "auto", "blocks", "flex" or "triton"')
+        raise SinkscopeError(f'kernel={kernel!r}: expected "auto", "blocks" or "triton"')
+
+
+@dataclass(frozen=True, eq=False)
+class _Inputs:
+    """What attention is computed from."""
+
+    query: Float[Tensor, "head query d_head"]
+    key: Float[Tensor, "kv_head key d_head"]
+    value: Float[Tensor, "kv_head key d_value"]
+    scaling: float
+
+    @property
+    def group(self) -> int:
+        """Number of query heads that share a kv head."""
+        return len(self.query) // len(self.key)
 
 
 def sparse_attention(
@@ -132,36 +136,35 @@ def sparse_attention(
         lines: Chosen lines of every query head. The main diagonal must be among them.
         scaling: Factor on the scores; None: one over the root of `d_head`.
         dense_above: Share of computed cells above which a head is computed densely, with all its cells. None:
-            `dense_limit`, which is 0.65 in blocks, less for narrow heads, and 0.5 with Triton and FlexAttention.
+            `dense_limit`, which is 0.65 in blocks, less for narrow heads, and 0.5 with Triton.
         kernel: "blocks": a loop over blocks of queries; "triton": a kernel for CUDA that computes columns, blocks and
-            single offsets; "flex": FlexAttention in blocks of 128 by 128, compiled in the first call (10 to 20 s);
-            "auto": on CUDA "triton", else "blocks". Where Triton is not available, "flex" is used on CUDA, and where
-            that is not available "blocks"; a warning says so once.
+            single offsets; "auto": on CUDA "triton", else "blocks". Where Triton is not available, "blocks" is used,
+            and a warning says so once.
 
     Returns:
-        The output, in the dtype of `value`, computed in float32 (Triton and FlexAttention compute in the inputs' dtype
-        and accumulate in float32); and what was computed.
+        The output, in the dtype of `value`, computed in float32 (Triton computes in the inputs' dtype and accumulates
+        in float32); and what was computed.
 
     Raises:
         SinkscopeError: Lines have the wrong shape, a head lacks the main diagonal, or the kernel is unknown.
         UnsupportedError: An input requires gradients.
     """
-    tensors = (query, key, value)
-    _check(tensors, lines)
     check_kernel(kernel)
-    scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
-    for name in (*_fast(kernel, query.device), "blocks"):
-        if _why_not(name, query, value) is not None:
-            continue
-        limit = dense_limit(query.shape[-1], name, query.device) if dense_above is None else dense_above
-        said, costs, compute = _PLANNERS[name](tensors, lines, scaling, limit)
-        dense = tuple(cost is None or cost > limit for cost in costs)
-        computed = tuple(1.0 if full or cost is None else cost for full, cost in zip(dense, costs, strict=True))
-        out = torch.empty(*query.shape[:2], value.shape[-1], device=query.device, dtype=value.dtype)
-        if compute([head for head, full in enumerate(dense) if not full], out):
-            _dense(tensors, [head for head, full in enumerate(dense) if full], scaling, out)
-            return out, Sparsity(tuple(lines.density().tolist()), computed, dense, said)
-    raise RuntimeError("the loop over blocks computes every head")
+    if scaling is None:
+        scaling = float(query.shape[-1] ** -0.5)
+    _check(query, key, value, lines)
+    inputs = _Inputs(query, key, value, scaling)
+    out = torch.empty(*query.shape[:2], value.shape[-1], device=query.device, dtype=value.dtype)
+    sparsity = None
+    if missing(kernel, query, value) is None:
+        limit = dense_limit(query.shape[-1], "triton", query.device) if dense_above is None else dense_above
+        sparsity = _by_triton(inputs, lines, limit, out)
+    if sparsity is None:
+        limit = dense_limit(query.shape[-1], "blocks", query.device) if dense_above is None else dense_above
+        sparsity = _in_blocks(inputs, lines, limit, out)
+    dense_heads = [head for head, dense in enumerate(sparsity.dense) if dense]
+    _dense(inputs, dense_heads, out)
+    return out, sparsity
 
 
 def dense_in_all(query: Tensor, value: Tensor, lines: HeadLines, limit: float, kernel: Kernel) -> Sparsity | None:
@@ -177,18 +180,21 @@ def dense_in_all(query: Tensor, value: Tensor, lines: HeadLines, limit: float, k
     if limit >= 1 or not bool(lines.vertical.all()):
         return None
     heads = len(query)
-    fast = next((name for name in _fast(kernel, query.device) if _why_not(name, query, value) is None), None)
-    said = fast or _said_of_blocks(lone(query.shape[-1], value.shape[-1], query.device))
-    return Sparsity((1.0,) * heads, (1.0,) * heads, (True,) * heads, said)
+    used = "triton"
+    if missing(kernel, query, value) is not None:
+        used = _name_of_blocks(lone_loops(query.shape[-1], value.shape[-1], query.device))
+    return Sparsity((1.0,) * heads, (1.0,) * heads, (True,) * heads, used)
 
 
-def _said_of_blocks(by: Lone) -> str:
-    return "blocks" if by.compiled else "blocks, lone lines not compiled"
+def _name_of_blocks(loops: LoneLoops) -> str:
+    if loops.compiled:
+        return "blocks"
+    return "blocks, lone lines not compiled"
 
 
-def _check(tensors: _Three, lines: HeadLines) -> None:
-    query, key, value = tensors
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+def _check(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> None:
+    learned = query.requires_grad or key.requires_grad or value.requires_grad
+    if learned and torch.is_grad_enabled():
         raise UnsupportedError(
             "attention along lines has no gradients: call it, or the model, under torch.no_grad()", page="kv-session"
         )
@@ -205,60 +211,48 @@ def _check(tensors: _Three, lines: HeadLines) -> None:
         )
 
 
-_Planned = tuple[str, list[float | None], Callable[[list[int], Tensor], bool]]
-"""Kernel in words, cost of each head as a share of all cells (None: not planned), and what computes some heads."""
+def _by_triton(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> Sparsity | None:
+    """Write the heads that are not dense into `out`; None if the kernel could not be compiled."""
+    module = _triton()
+    index = module.index_of(lines, module.queries_at_once(inputs.value.dtype))
+    costs = (index.cells() / int(lines.lengths().sum())).tolist()
+    sparse_heads = [head for head, cost in enumerate(costs) if cost <= limit]
+    if sparse_heads:
+        heads = torch.tensor(sparse_heads, dtype=torch.long, device=out.device)
+        compiled = module.triton_heads(inputs.query, inputs.key, inputs.value, lines, index, heads, inputs.scaling, out)
+        if not compiled:
+            return None
+    return _sparsity(lines, costs, limit, "triton")
 
 
-def _triton_planner(tensors: _Three, lines: HeadLines, scaling: float, dense_above: float) -> _Planned:
-    query, kernel = tensors[0], _triton()
-    index = kernel.index_of(lines, kernel.queries_at_once(tensors[2].dtype))
-
-    def compute(heads: list[int], out: Tensor) -> bool:
-        some = torch.tensor(heads, dtype=torch.long, device=query.device)
-        return not heads or kernel.triton_heads(*tensors, lines, index, some, scaling, out)
-
-    return "triton", (index.cells() / int(lines.lengths().sum())).tolist(), compute
+def _sparsity(lines: HeadLines, costs: list[float], limit: float, kernel: str) -> Sparsity:
+    """What was done if heads whose cost exceeds the limit are dense."""
+    dense = [cost > limit for cost in costs]
+    computed = [1.0 if cost > limit else cost for cost in costs]
+    return Sparsity(tuple(lines.density().tolist()), tuple(computed), tuple(dense), kernel)
 
 
-def _flex_planner(tensors: _Three, lines: HeadLines, scaling: float, dense_above: float) -> _Planned:
-    blocks = flex.blocks_of(lines)
+def _in_blocks(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> Sparsity:
+    """Write the heads that are not dense into `out`, block by block of queries."""
+    loops = lone_loops(inputs.query.shape[-1], inputs.value.shape[-1], out.device)
+    cells = int(lines.lengths().sum())
+    costs: list[float] = []
+    plans: dict[int, Plan] = {}
+    for head, density in enumerate(lines.density().tolist()):
+        cost = math.inf  # lines that fill more than the limit already need no plan
+        if density <= limit:
+            plan = plan_of(lines, head, loops.cost)
+            cost = plan.cost / cells
+            if cost <= limit:
+                plans[head] = plan
+        costs.append(cost)
 
-    def compute(heads: list[int], out: Tensor) -> bool:
-        if not heads:
-            return True
-        some = torch.tensor(heads, device=out.device)
-        made = flex.flex_heads(*tensors, lines, blocks.only(some), scaling)
-        if made is not None:
-            out[some] = made[some].to(out.dtype)
-        return made is not None
+    def compute(head: int) -> None:
+        blocked = _BlockedHead.of(inputs, lines, head, plans[head], loops)
+        out[head] = blocked.attention(inputs.query[head].float() * inputs.scaling)
 
-    return "flex", (blocks.cells() / int(lines.lengths().sum())).tolist(), compute
-
-
-def _blocks_planner(tensors: _Three, lines: HeadLines, scaling: float, dense_above: float) -> _Planned:
-    query, key, value = tensors
-    groups, every = len(query) // len(key), int(lines.lengths().sum())
-    by = lone(query.shape[-1], value.shape[-1], query.device)
-    # Lines that fill more than the limit already need no plan.
-    plans = [
-        plan_of(lines, head, by.cost) if cells <= dense_above else None
-        for head, cells in enumerate(lines.density().tolist())
-    ]
-
-    def one(head: int, out: Tensor) -> None:
-        q, k, v = query[head].float() * scaling, key[head // groups].float(), value[head // groups].float()
-        plan = plans[head]
-        assert plan is not None
-        out[head] = _head_in_blocks(q.contiguous(), k.contiguous(), v.contiguous(), lines, head, plan, by)
-
-    def compute(heads: list[int], out: Tensor) -> bool:
-        _side_by_side(lambda head: one(head, out), heads, query.device)
-        return True
-
-    return _said_of_blocks(by), [None if plan is None else plan.cost / every for plan in plans], compute
-
-
-_PLANNERS = {"triton": _triton_planner, "flex": _flex_planner, "blocks": _blocks_planner}
+    _side_by_side(compute, list(plans), out.device)
+    return _sparsity(lines, costs, limit, _name_of_blocks(loops))
 
 
 def _side_by_side(compute: Callable[[int], None], heads: list[int], device: torch.device) -> None:
@@ -281,28 +275,35 @@ def _side_by_side(compute: Callable[[int], None], heads: list[int], device: torc
         torch.set_num_threads(threads)  # the number that a thread sets is also what new threads start with
 
 
-def _dense(tensors: _Three, heads: list[int], scaling: float, out: Tensor) -> None:
+def _dense(inputs: _Inputs, heads: list[int], out: Tensor) -> None:
     """Plain causal attention of some heads, on 4-D tensors: for other shapes PyTorch builds the whole matrix."""
     if not heads:
         return
-    query, key, value = tensors
+    query, key, value = inputs.query, inputs.key, inputs.value
     index: Any = slice(None)
     if len(heads) < len(query):
         index = torch.tensor(heads, device=query.device)
-        of_head = index // (len(query) // len(key))
-        query, key, value = query[index], key[of_head], value[of_head]
+        kv_heads = index // inputs.group
+        query, key, value = query[index], key[kv_heads], value[kv_heads]
     q, k, v = query[None].to(value.dtype), key[None].to(value.dtype), value[None]
     queries, keys, grouped = q.shape[2], k.shape[2], len(query) > len(key)
     if queries == keys:
-        out[index] = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)[0]
+        whole = scaled_dot_product_attention(q, k, v, is_causal=True, scale=inputs.scaling, enable_gqa=grouped)
+        out[index] = whole[0]
         return
     for start in range(0, queries, 1024):
         stop = min(queries, start + 1024)
         end = keys - queries + stop
-        mask = torch.ones(stop - start, end, dtype=torch.bool, device=q.device).tril(end - (stop - start))
-        some = (q[:, :, start:stop], k[:, :, :end], v[:, :, :end])
-        made = scaled_dot_product_attention(*some, attn_mask=mask, scale=scaling, enable_gqa=grouped)
-        out[index, start:stop] = made[0]
+        seen = torch.ones(stop - start, end, dtype=torch.bool, device=q.device).tril(end - (stop - start))
+        part = scaled_dot_product_attention(
+            q[:, :, start:stop],
+            k[:, :, :end],
+            v[:, :, :end],
+            attn_mask=seen,
+            scale=inputs.scaling,
+            enable_gqa=grouped,
+        )
+        out[index, start:stop] = part[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,24 +326,40 @@ class Plan:
 def plan_of(lines: HeadLines, head: int, lone_cost: float) -> Plan:
     """The cheapest way to compute a head, if a lone line takes as long as `lone_cost` columns."""
     offsets = lines.slash[head].nonzero().flatten().tolist()
-    before = pad(lines.vertical[head].cpu().cumsum(0), (1, 0))  # columns before each key
-    keys, past = lines.vertical.shape[1], lines.past
-    plans: list[tuple[float, Plan]] = []
+    columns_before = pad(lines.vertical[head].cpu().cumsum(0), (1, 0))
+    keys = lines.vertical.shape[1]
+    best: Plan | None = None
+    best_time = math.inf
     for block in BLOCKS:
-        bands, alone = bands_of(offsets, block, lone_cost)
-        start = torch.arange(past, keys, block)
+        bands, lone_offsets = bands_of(offsets, block, lone_cost)
+        start = torch.arange(lines.past, keys, block)
         stop = (start + block).clamp(max=keys)
-        width, parts = before[stop], torch.ones_like(start)
+        width = columns_before[stop]
+        parts = torch.ones_like(start)
         for low, high in bands:
-            begin, end = (start - high).clamp(min=0), (stop - low).clamp(min=0)
-            width = width + (end - begin) - (before[end] - before[begin])
+            begin = (start - high).clamp(min=0)
+            end = (stop - low).clamp(min=0)
+            width = width + (end - begin) - (columns_before[end] - columns_before[begin])
             parts += end > 0
-        rows = sum(min(keys - offset, lines.queries) for offset in alone)
-        cost = float(((stop - start) * width).sum()) + lone_cost * rows
-        plans.append((cost + float(PART * parts.sum()) + _BLOCK * len(start), Plan(block, bands, alone, cost)))
+        lone_rows = sum(min(keys - offset, lines.queries) for offset in lone_offsets)
+        cost = float(((stop - start) * width).sum()) + lone_cost * lone_rows
+        time = cost + float(PART * parts.sum()) + _BLOCK * len(start)
+        if time < best_time:
+            best, best_time = Plan(block, bands, lone_offsets, cost), time
         if lines.queries <= block:
             break
-    return min(plans, key=lambda plan: plan[0])[1]
+    assert best is not None
+    return best
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring offsets, computed as a band or each alone, and the runs before them."""
+
+    low: int
+    high: int
+    is_band: bool
+    before: _Run | None
 
 
 def bands_of(offsets: list[int], block: int, lone_cost: float) -> tuple[list[tuple[int, int]], list[int]]:
@@ -352,96 +369,164 @@ def bands_of(offsets: list[int], block: int, lone_cost: float) -> tuple[list[tup
     one band would be cheaper; so no key lies in the ranges of both.
     """
     opening = block + PART / block
+    # The cheapest division of the runs so far whose last run is lone, and the cheapest whose last run is in a band.
+    lone_last: _Run | None = None
+    band_last: _Run | None = None
+    lone_price, band_price = 0.0, math.inf
+    for low, high in _neighbours(offsets):
+        earlier, price = lone_last, lone_price
+        if band_price < lone_price:
+            earlier, price = band_last, band_price
+        new_band, new_price = _Run(low, high, True, earlier), price + opening + high - low
+        lone_last, lone_price = _Run(low, high, False, earlier), price + lone_cost * (high - low + 1)
+        if band_last is not None:
+            longer_price = band_price + high - band_last.high
+            if longer_price < new_price:
+                new_band, new_price = _Run(band_last.low, high, True, band_last.before), longer_price
+        band_last, band_price = new_band, new_price
+    run = lone_last if lone_price <= band_price else band_last
+    bands: list[tuple[int, int]] = []
+    lone_offsets: list[int] = []
+    while run is not None:
+        if run.is_band:
+            bands.append((run.low, run.high))
+        else:
+            lone_offsets.extend(range(run.high, run.low - 1, -1))
+        run = run.before
+    return bands, lone_offsets[::-1]
+
+
+def _neighbours(offsets: list[int]) -> list[tuple[int, int]]:
+    """(lowest, highest) of every run of consecutive offsets."""
     runs: list[tuple[int, int]] = []
     for offset in offsets:
         if runs and offset == runs[-1][1] + 1:
             runs[-1] = (runs[-1][0], offset)
         else:
             runs.append((offset, offset))
-    # The cheapest division of the runs so far whose last run is lone, and the cheapest whose last run is in a band: its
-    # cost, and its parts from the last to the first as nested pairs ((lowest, highest, is a band), parts before).
-    alone: tuple[float, Any] = (0.0, None)
-    banded: tuple[float, Any] = (float("inf"), None)
-    for low, high in runs:
-        cost, parts = min(alone, banded, key=lambda division: division[0])
-        alone = (cost + lone_cost * (high - low + 1), ((low, high, False), parts))
-        new = (cost + opening + high - low, ((low, high, True), parts))
-        if banded[1] is not None:
-            (first, end, _), earlier = banded[1]
-            banded = (banded[0] + high - end, ((first, high, True), earlier))
-        banded = min(new, banded, key=lambda division: division[0])
-    parts = min(alone, banded, key=lambda division: division[0])[1]
-    bands: list[tuple[int, int]] = []
-    single: list[int] = []
-    while parts is not None:
-        (low, high, is_band), parts = parts
-        if is_band:
-            bands.append((low, high))
-        else:
-            single.extend(range(high, low - 1, -1))
-    return bands, single[::-1]
+    return runs
 
 
-def _head_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, lines: HeadLines, head: int, plan: Plan, by: Lone
-) -> Tensor:
-    """Attention of one head, block by block; `query` is already scaled."""
-    queries, keys = len(query), len(key)
-    past, device = keys - queries, key.device
-    columns = lines.vertical[head].nonzero().flatten()
-    some_keys, some_values = key.index_select(0, columns), value.index_select(0, columns)
-    open_keys = torch.ones(keys, dtype=torch.bool, device=device)
-    open_keys[columns] = False  # no vertical line
-    before = pad(open_keys.logical_not().cumsum(0), (1, 0)).tolist()  # columns before each key
-    out = torch.empty(queries, value.shape[-1], device=device)
-    masks = {band: _band(lines.slash[head], *band, plan.block) for band in plan.bands}
-    lone_offsets = torch.tensor(plan.lone, dtype=torch.long, device=device)
-    for start in range(past, keys, plan.block):
-        stop = min(keys, start + plan.block)
-        rows, taken, count = stop - start, 0, bisect_left(plan.lone, stop)
-        pieces: list[tuple[Tensor, Tensor]] = []  # keys and values
-        hidden: list[tuple[int, Tensor]] = []  # which cells not to see, from a column on
-        held = count
-        for low, high in plan.bands:
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Keys and values that a block of queries needs; `hidden` cells, among the last of them, are not seen."""
+
+    key: Float[Tensor, "column d_head"]
+    value: Float[Tensor, "column d_value"]
+    hidden: Bool[Tensor, "row last_column"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _BlockedHead:
+    """One head, ready to be computed block by block.
+
+    Attributes:
+        key: Keys of all positions.
+        value: Values of all positions.
+        columns: Vertical lines, ascending.
+        column_key: Keys of the vertical lines.
+        column_value: Values of the vertical lines.
+        columns_before: Number of vertical lines before each key.
+        no_column: Whether a key lies on no vertical line.
+        bands: For every band the cells on none of its lines, and the cells in the future.
+        plan: How the head is computed.
+        loops: What computes lone lines.
+    """
+
+    key: Float[Tensor, "key d_head"]
+    value: Float[Tensor, "key d_value"]
+    columns: Int[Tensor, " column"]
+    column_key: Float[Tensor, "column d_head"]
+    column_value: Float[Tensor, "column d_value"]
+    columns_before: list[int]
+    no_column: Bool[Tensor, " key"]
+    bands: list[tuple[Tensor, Tensor]]
+    plan: Plan
+    loops: LoneLoops
+
+    @classmethod
+    def of(cls, inputs: _Inputs, lines: HeadLines, head: int, plan: Plan, loops: LoneLoops) -> _BlockedHead:
+        key = inputs.key[head // inputs.group].float().contiguous()
+        value = inputs.value[head // inputs.group].float().contiguous()
+        columns = lines.vertical[head].nonzero().flatten()
+        return cls(
+            key=key,
+            value=value,
+            columns=columns,
+            column_key=key.index_select(0, columns),
+            column_value=value.index_select(0, columns),
+            columns_before=pad(lines.vertical[head].cumsum(0), (1, 0)).tolist(),
+            no_column=~lines.vertical[head],
+            bands=[_band(lines.slash[head], low, high, plan.block) for low, high in plan.bands],
+            plan=plan,
+            loops=loops,
+        )
+
+    def attention(self, query: Float[Tensor, "query d_head"]) -> Float[Tensor, "query d_value"]:
+        """Attention of scaled queries at the last positions."""
+        query = query.contiguous()
+        keys, plan = len(self.key), self.plan
+        past = keys - len(query)
+        out = torch.zeros(len(query), self.value.shape[-1], device=query.device)
+        lone_offsets = torch.tensor(plan.lone, dtype=torch.long, device=query.device)
+        for start in range(past, keys, plan.block):
+            stop = min(keys, start + plan.block)
+            reaching = lone_offsets[: bisect_left(plan.lone, stop)]  # lone offsets that reach a key
+            self._block(start, query[start - past : stop - past], reaching, out[start - past : stop - past])
+        return out
+
+    def _block(self, start: int, query: Tensor, lone_offsets: Tensor, out: Tensor) -> None:
+        """Add the attention of the queries from position `start` on to zeros in `out`."""
+        lone_count = len(lone_offsets)
+        pieces = self._pieces(start, start + len(query))
+        width = lone_count + sum(len(piece.key) for piece in pieces)
+        scores = torch.empty(len(query), width, device=query.device)
+        # In einops: "row d_head, column d_head -> row column", without a copy.
+        end = lone_count
+        for piece in pieces:
+            begin, end = end, end + len(piece.key)
+            torch.mm(query, piece.key.T, out=scores[:, begin:end])
+            if piece.hidden is not None:
+                scores[:, end - piece.hidden.shape[1] : end].masked_fill_(piece.hidden, -torch.inf)
+        if lone_count:  # cells on vertical lines are among the pieces
+            self.loops.scores(query, self.key, self.no_column, lone_offsets, start, scores)
+        torch.softmax(scores, -1, out=scores)
+        end = lone_count
+        for piece in pieces:
+            begin, end = end, end + len(piece.value)
+            out.addmm_(scores[:, begin:end], piece.value)
+        if lone_count:
+            self.loops.sums(scores, self.value, lone_offsets, start, out)
+
+    def _pieces(self, start: int, stop: int) -> list[_Piece]:
+        """Columns and bands of a block of queries, by ascending keys."""
+        pieces: list[_Piece] = []
+        taken = 0  # columns that are in a piece
+        for (low, high), (off_lines, future) in zip(self.plan.bands, self.bands, strict=True):
             begin, end = max(0, start - high), stop - low
             if end <= 0:
                 continue
-            if before[begin] > taken:
-                pieces.append((some_keys[taken : before[begin]], some_values[taken : before[begin]]))
-                held += before[begin] - taken
+            count = self.columns_before[begin]
+            if count > taken:
+                pieces.append(_Piece(self.column_key[taken:count], self.column_value[taken:count]))
             shift = begin - (start - high)
-            off, future = (mask[:rows, shift : shift + end - begin] for mask in masks[low, high])
-            hidden.append((held, off & open_keys[begin:end] | future))
-            pieces.append((key[begin:end], value[begin:end]))
-            held, taken = held + end - begin, before[end]
-        if before[stop] > taken:
-            pieces.append((some_keys[taken : before[stop]], some_values[taken : before[stop]]))
-            held += before[stop] - taken
-            late = columns[max(taken, before[start]) : before[stop]]
-            at = torch.arange(start, stop, device=device)
-            hidden.append((held - len(late), late > at[:, None]))
-        q, scores = query[start - past : stop - past], torch.empty(rows, held, device=device)
-        held = count
-        for keys_of, _ in pieces:
-            torch.mm(q, keys_of.T, out=scores[:, held : held + len(keys_of)])
-            held += len(keys_of)
-        for first, off in hidden:
-            scores[:, first : first + off.shape[1]].masked_fill_(off, -torch.inf)
-        if count:  # cells on vertical lines are there already
-            by.scores(q, key, open_keys, lone_offsets[:count], start, scores)
-        torch.softmax(scores, -1, out=scores)
-        block, held = out[start - past : stop - past].zero_(), count
-        for _, values_of in pieces:
-            block.addmm_(scores[:, held : held + len(values_of)], values_of)
-            held += len(values_of)
-        if count:
-            by.sums(scores, value, lone_offsets[:count], start, block)
-    return out
+            place = (slice(stop - start), slice(shift, shift + end - begin))
+            hidden = off_lines[place] & self.no_column[begin:end] | future[place]
+            pieces.append(_Piece(self.key[begin:end], self.value[begin:end], hidden))
+            taken = self.columns_before[end]
+        count = self.columns_before[stop]
+        if count > taken:
+            late = self.columns[max(taken, self.columns_before[start]) : count]
+            rows = torch.arange(start, stop, device=late.device)
+            hidden = late > rows[:, None]
+            pieces.append(_Piece(self.column_key[taken:count], self.column_value[taken:count], hidden))
+        return pieces
 
 
-def _band(slash: Tensor, low: int, high: int, block: int) -> tuple[Tensor, Tensor]:
-    """Cells on no slash line of the band, or in the future: `[row column]`, for keys from `high` before the block."""
-    index = torch.arange(block, device=slash.device)[:, None] + high
-    index = index - torch.arange(high - low + block, device=slash.device)
-    inside = (index >= low) & (index <= high)
-    return ~(slash[index.clamp(0, len(slash) - 1)] & inside), index < 0
+def _band(slash: Bool[Tensor, " key"], low: int, high: int, block: int) -> tuple[Tensor, Tensor]:
+    """Cells on no slash line of the band, and cells in the future: `[row column]`, for keys from `high` before."""
+    rows = torch.arange(block, device=slash.device)[:, None] + high
+    offset = rows - torch.arange(high - low + block, device=slash.device)
+    inside = (offset >= low) & (offset <= high)
+    on_line = slash[offset.clamp(0, len(slash) - 1)] & inside
+    return ~on_line, offset < 0

@@ -20,18 +20,19 @@ from typing import Any, cast, no_type_check
 import torch
 import triton
 import triton.language as tl
+from einops import reduce, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from sinkscope.lines.choice import HeadLines
-from sinkscope.lines.flex import numbers_of
 
 KEYS = 64
 """Keys at a time."""
 LONE = 64
 """Columns that take as long as one lone line: an estimate from memory traffic, not measured on a GPU."""
 _LARGEST = 227 * 1024  # bytes of shared memory that a block may take on a GPU of compute capability 9.0
+_LOG2_E = 1.4426950408889634  # the kernel computes powers of two
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 _failed: dict[tuple[object, ...], str] = {}
 
@@ -50,7 +51,7 @@ def _kind(query: Tensor, value: Tensor) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Index:
+class LineIndex:
     """What each block of queries computes; lists are padded behind their counts.
 
     Attributes:
@@ -83,51 +84,70 @@ class Index:
         return columns.sum(1) * self.size
 
 
-def index_of(lines: HeadLines, size: int) -> Index:
+def index_of(lines: HeadLines, size: int) -> LineIndex:
     """The index of these lines, for blocks of `size` queries, a multiple of `KEYS`."""
     vertical, keys, device = lines.vertical, lines.vertical.shape[1], lines.vertical.device
     banded = _banded(lines.slash, size)
-    alone = lines.slash & ~banded
+    lone = lines.slash & ~banded
     starts = torch.arange(lines.past, keys, size, device=device)
     ends = (starts + size).clamp(max=keys)
     # Block i begins i * KEYS keys before the last that fits before the end; these are its least and largest offset.
     every = torch.arange((keys + size - 2) // KEYS + 1, device=device) * KEYS
-    before = _before(banded)
-    there = before[:, (every + KEYS).clamp(max=keys)] - before[:, (every - size + 1).clamp(0, keys)]
-    touched = there > 0
+    banded_before = _before(banded)
+    up_to_largest = banded_before[:, (every + KEYS).clamp(max=keys)]
+    up_to_least = banded_before[:, (every - size + 1).clamp(0, keys)]
+    offsets = up_to_largest - up_to_least  # chosen offsets in each block
+    touched = offsets > 0
     numbers = numbers_of(touched)
-    return Index(
-        size,
-        starts,
-        numbers * KEYS - size + KEYS,
-        (there == size + KEYS - 1).gather(1, numbers.clamp(max=len(every) - 1)),
-        _before(touched)[:, (-(-(starts + size) // KEYS)).clamp(max=len(every))],
-        numbers_of(vertical),
-        _before(vertical)[:, ends],
-        numbers_of(alone),
-        _before(alone)[:, ends],
-        banded,
+    blocks_of_row = -(-(starts + size) // KEYS)
+    return LineIndex(
+        size=size,
+        starts=starts,
+        blocks=numbers * KEYS - size + KEYS,
+        whole=(offsets == size + KEYS - 1).gather(1, numbers.clamp(max=len(every) - 1)),
+        block_count=_before(touched)[:, blocks_of_row.clamp(max=len(every))],
+        column_index=numbers_of(vertical),
+        column_count=_before(vertical)[:, ends],
+        lone_offset=numbers_of(lone),
+        lone_count=_before(lone)[:, ends],
+        banded=banded,
     )
+
+
+def numbers_of(chosen: Bool[Tensor, "head number"]) -> Int[Tensor, "head some"]:
+    """Indices of the chosen entries, ascending, padded with the number of entries."""
+    size = max(1, int(chosen.sum(1).max()))
+    head, number = chosen.nonzero(as_tuple=True)
+    numbers = torch.full((len(chosen), size), chosen.shape[1], device=chosen.device)
+    numbers[head, chosen.cumsum(1)[head, number] - 1] = number
+    return numbers
 
 
 def _banded(slash: Bool[Tensor, "head key"], size: int) -> Bool[Tensor, "head key"]:
     """Offsets that are cheaper in blocks than alone: decided for every run of neighbouring `KEYS` offsets."""
-    held = pad(slash, (0, -slash.shape[1] % KEYS)).unflatten(1, (-1, KEYS)).sum(2)
-    used = held > 0
-    run = (used & ~pad(used, (1, 0))[:, :-1]).cumsum(1) * used  # from 1; 0: none
-    sums = held.new_zeros(len(held), held.shape[1] + 1)
-    width, count = sums.scatter_add(1, run, used.long()), sums.scatter_add(1, run, held)
-    better = LONE * count > KEYS * width + size
-    return slash & better.gather(1, run).repeat_interleave(KEYS, 1)[:, : slash.shape[1]]
+    padded = pad(slash, (0, -slash.shape[1] % KEYS))
+    count = reduce(padded.long(), "head (block offset) -> head block", "sum", offset=KEYS)
+    used = count > 0
+    begins = used & ~pad(used, (1, 0))[:, :-1]
+    run = begins.cumsum(1) * used  # from 1; 0: none
+    none = count.new_zeros(len(count), count.shape[1] + 1)
+    blocks_of_run = none.scatter_add(1, run, used.long())
+    lines_of_run = none.scatter_add(1, run, count)
+    better = LONE * lines_of_run > KEYS * blocks_of_run + size
+    better_offsets = repeat(better.gather(1, run), "head block -> head (block offset)", offset=KEYS)
+    return slash & better_offsets[:, : slash.shape[1]]
 
 
 def _before(some: Tensor) -> Tensor:
+    """How many entries are chosen before each, and in all."""
     return pad(some.cumsum(1, dtype=torch.int32), (1, 0))
 
 
 def queries_at_once(dtype: torch.dtype) -> int:
     """Queries of a block, a multiple of `KEYS`."""
-    return 2 * KEYS if dtype.itemsize == 2 else KEYS
+    if dtype.itemsize == 2:
+        return 2 * KEYS
+    return KEYS
 
 
 def triton_heads(
@@ -135,44 +155,69 @@ def triton_heads(
     key: Float[Tensor, "kv_head key d_head"],
     value: Float[Tensor, "kv_head key d_value"],
     lines: HeadLines,
-    index: Index,
+    index: LineIndex,
     heads: Int[Tensor, " some"],
     scaling: float,
     out: Float[Tensor, "head query d_value"],
 ) -> bool:
     """Write the attention of some heads into `out`; False if compiling failed, with one warning."""
-    query, key, value = (
-        tensor.to(value.dtype) if tensor.stride(-1) == 1 else tensor.to(value.dtype).contiguous()
-        for tensor in (query, key, value)
-    )
+    query = _as_rows(query, value.dtype)
+    key = _as_rows(key, value.dtype)
+    value = _as_rows(value, value.dtype)
     # The table of the packaged format, for these heads alone; columns are the same for all blocks of queries.
     block_offset = (index.starts[:, None] - index.blocks[heads][:, None]).int()
-    column_index = index.column_index[heads].int()[:, None].expand(-1, len(index.starts), -1)
-    whole, banded, vertical = (tensor[heads].byte() for tensor in (index.whole, index.banded, lines.vertical))
-    counts = (tensor[heads].int() for tensor in (index.block_count, index.column_count, index.lone_count))
-    block_count, column_count, lone_count = counts
+    rows = len(index.starts)
+    column_index = index.column_index[heads].int()[:, None].expand(-1, rows, -1)
     lone_offset = index.lone_offset[heads].int()
-    why, launch = "", cast(Any, _attend)
-    for stages in range(_stages(query.shape[2], value.shape[2], index.size, value), 0, -1):
+    arguments = [
+        query,
+        key,
+        value,
+        out,
+        heads.int(),
+        index.banded[heads].byte(),
+        lines.vertical[heads].byte(),
+        index.block_count[heads].int(),
+        block_offset,
+        index.whole[heads].byte(),
+        index.column_count[heads].int(),
+        column_index,
+        index.lone_count[heads].int(),
+        lone_offset,
+        scaling * _LOG2_E,
+        query.shape[1],
+        key.shape[1],
+        len(query) // len(key),
+        block_offset.shape[2],
+        column_index.stride(0),
+        column_index.stride(1),
+        lone_offset.shape[1],
+    ]
+    for tensor in (query, key, value, out):
+        arguments += tensor.stride()[:2]
+    width, values = query.shape[2], value.shape[2]
+    arguments += [width, values, _power(width), _power(values), index.size, KEYS]
+    launch = cast(Any, _attend)[(rows, len(heads))]
+    reason = ""
+    for stages in range(_stages(width, values, index.size, value), 0, -1):
         try:
-            launch[(len(index.starts), len(heads))](
-                *(query, key, value, out, heads.int(), banded, vertical),
-                *(block_count, block_offset, whole, column_count, column_index, lone_count, lone_offset),
-                *(scaling * 1.4426950408889634, query.shape[1], key.shape[1], len(query) // len(key)),
-                *(block_offset.shape[2], column_index.stride(0), column_index.stride(1), lone_offset.shape[1]),
-                *(step for tensor in (query, key, value, out) for step in tensor.stride()[:2]),
-                *(query.shape[2], value.shape[2], _power(query.shape[2]), _power(value.shape[2]), index.size, KEYS),
-                num_warps=_warps(value.shape[2], index.size),
-                num_stages=stages,
-            )
+            launch(*arguments, num_warps=_warps(values, index.size), num_stages=stages)
             return True
         except torch.OutOfMemoryError:  # which may not be so for the next prompt
             raise
         except Exception as error:  # compilers fail in many ways
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    _failed[_kind(query, value)] = f"it could not be compiled: {why}"
-    warnings.warn(f"lines are not computed by Triton: it could not be compiled: {why}", stacklevel=2)
+            lines_of_error = str(error).strip().splitlines() or [type(error).__name__]
+            reason = f"it could not be compiled: {lines_of_error[0]}"
+    _failed[_kind(query, value)] = reason
+    warnings.warn(f"lines are not computed by Triton: {reason}", stacklevel=2)
     return False
+
+
+def _as_rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in this dtype, with the numbers of a row side by side."""
+    if tensor.stride(-1) != 1:
+        tensor = tensor.contiguous()
+    return tensor.to(dtype)
 
 
 def _stages(width: int, values: int, size: int, like: Tensor) -> int:
@@ -181,16 +226,23 @@ def _stages(width: int, values: int, size: int, like: Tensor) -> int:
     A step holds a block of keys and one of values, and the queries are held throughout (in float32 twice, as rounded
     values and remainders). This agrees with the compiler's use of memory to within 8 KB.
     """
-    room, step = _LARGEST, KEYS * (_power(width) + _power(values))
+    memory = _LARGEST
     if like.is_cuda:
-        room = getattr(torch.cuda.get_device_properties(like.device), "shared_memory_per_block_optin", room)
-    own = size * _power(width) * (2 if like.dtype == torch.float32 else 1)
-    return max(1, min(3, ((room - 8192) // like.itemsize - own) // step))
+        properties = torch.cuda.get_device_properties(like.device)
+        memory = getattr(properties, "shared_memory_per_block_optin", _LARGEST)
+    queries = size * _power(width)
+    if like.dtype == torch.float32:
+        queries *= 2
+    step = KEYS * (_power(width) + _power(values))
+    numbers = (memory - 8192) // like.itemsize - queries
+    return max(1, min(3, numbers // step))
 
 
 def _warps(values: int, size: int) -> int:
     """Groups of 32 threads that share a block of `size` queries."""
-    return 8 if values > 64 and size > KEYS else 4
+    if values > 64 and size > KEYS:
+        return 8
+    return 4
 
 
 def _power(width: int) -> int:

@@ -104,7 +104,7 @@ def read_row(target: Target, given: Any, what: str = "", *, special: bool = True
         raise SinkscopeError(f"{what}: {error}" if what else str(error), page=error.page) from None
     if len(rows) > 1:
         raise SinkscopeError(f"{what or 'the input'} has {len(rows)} rows: expected one text, or one row of token ids")
-    target.check_room(what or "the input", len(rows[0]))
+    target.check_length(what or "the input", len(rows[0]))
     return rows[0]
 
 

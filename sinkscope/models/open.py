@@ -389,7 +389,7 @@ def _with_tokenizer(target: Target, needed: bool = True) -> Target:
             hub_folder(source.name, source.commit, TOKENIZER_FILES)
         found = read_tokenizer(target.name, source.folder)
     else:
-        found = target.found_tokenizer
+        found = target.available_tokenizer
     target = replace(target, tokenizer=found)
     if needed:
         target.need_tokenizer()

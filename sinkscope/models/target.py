@@ -104,7 +104,7 @@ class Target:
         return cls(model, hf, kind, adapter, tokenizer, label)
 
     @cached_property
-    def found_tokenizer(self) -> Any:
+    def available_tokenizer(self) -> Any:
         """The tokenizer, or else that of the checkpoint from which a live model says it was loaded; None if neither."""
         where = getattr(self.config, "_name_or_path", "") or getattr(self.hf.config, "_name_or_path", "")
         if self.tokenizer is not None or not where:
@@ -122,13 +122,13 @@ class Target:
         Raises:
             SinkscopeError: There is none.
         """
-        if self.found_tokenizer is None:
+        if self.available_tokenizer is None:
             raise SinkscopeError(
                 f"{self.name} carries no tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...), or put the "
                 "tokenizer's files beside the weights",
                 page="no-tokenizer",
             )
-        return self.found_tokenizer
+        return self.available_tokenizer
 
     @property
     def config(self) -> Any:
@@ -239,7 +239,7 @@ class Target:
         value = getattr(self.config, "max_position_embeddings", None) or getattr(self.config, "n_positions", None)
         return int(value) if value else None
 
-    def check_room(
+    def check_length(
         self, what: str, tokens: int, new: int = 0, remedy: str = "shorten it", page: str | None = None
     ) -> None:
         """Refuse a text that does not fit the context together with the tokens that are to follow it.

@@ -191,7 +191,7 @@ class _Streamer(TextStreamer):
 
 def _check_prompts(rows: list[list[int]], edit: Intervention | None, new: int, target: Target) -> None:
     for number, length in enumerate(map(len, rows), 1):
-        target.check_room(f"prompt {number}", length, new, "shorten the prompt", "generate")
+        target.check_length(f"prompt {number}", length, new, "shorten the prompt", "generate")
         for part in () if edit is None else edit.parts:
             part.check_prompt(length)
 

@@ -217,7 +217,9 @@ def room(target: Target, asked: int | None, around: int = 1, most: int = REPEATS
     """
     largest, least = (target.max_positions or 1 << 30) - around, asked or 1
     remedy = f"the largest is {largest}" if largest > 0 else "give a shorter --prefix"
-    target.check_room(f"a text of --max-repeats {least} and {around} tokens around them", least + around, remedy=remedy)
+    target.check_length(
+        f"a text of --max-repeats {least} and {around} tokens around them", least + around, remedy=remedy
+    )
     return min(most, largest) if asked is None else asked
 
 

@@ -12,24 +12,26 @@ padding, learned sink logits. Under a cache policy they cover the keys that the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.target import Target
+from sinkscope.models.target import Target, on_output
 from sinkscope.trace.internals import attention_name, eager_attention, sdpa_attention, set_attention
 
 NAME = "sinkscope"
 CHUNK = 256
 """Queries whose rows are built at a time, if a handler does not say another number."""
-_MASKED = 1024  # queries at a time where a mask has to be built
+_MASKED_CHUNK = 1024  # queries at a time where a mask has to be built
 
 RowsFunction = Callable[[int, Tensor], None]
 """Called with the number of the first query and rows `[batch head query key]`."""
@@ -61,13 +63,21 @@ class View:
 
         Padding queries see all held keys, so that nothing is divided by zero; their output is never read.
         """
-        pos = self.pos[:, :1] if self.hidden is None and self.pos.stride(1) == 0 else self.pos  # the same in every head
-        key, query = pos[:, :, None, :], self.query_pos[:, None, :, None]
-        ok = (key <= query) | (query < 0)
+        pos = self.pos
+        if self.hidden is None and pos.stride(1) == 0:  # the same in every head
+            pos = pos[:, :1]
+        # By indexing, because this runs for every generated token, where einops takes a tenth of the time.
+        key = pos[:, :, None, :]  # "batch kv_head key -> batch kv_head 1 key"
+        query = self.query_pos[:, None, :, None]  # "batch query -> batch 1 query 1"
+        padding = query < 0
+        visible = (key <= query) | padding
         if self.window is not None:
-            ok = ok & ((key > query - self.window) | (query < 0))
-        ok = ok & (key >= 0)
-        return ok if self.hidden is None else widened(ok, self.hidden.shape[1]) & ~self.hidden[:, :, None, :]
+            visible = visible & ((key > query - self.window) | padding)
+        visible = visible & (key >= 0)
+        if self.hidden is None:
+            return visible
+        hidden = rearrange(self.hidden, "batch head key -> batch head 1 key")
+        return widened(visible, hidden.shape[1]) & ~hidden
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +95,20 @@ class Handler:
     configs: frozenset[int]
     by_mask: bool = False
     masks: Callable[[], bool] | None = None
+
+
+@dataclass(frozen=True)
+class _RowRange:
+    """Which rows a listener asked for: from which query on, how many at a time, by mask or by view."""
+
+    first: int
+    chunk: int
+    by_mask: bool
+
+    def parts(self, queries: int) -> list[slice]:
+        """The chunks of a call with this many queries."""
+        starts = range(self.first, queries, self.chunk)
+        return [slice(start, min(start + self.chunk, queries)) for start in starts]
 
 
 @dataclass(eq=False)
@@ -114,12 +138,17 @@ class Attention:
     view: View | None = None
     evicted: bool = False
     compute: Callable[[Attention], tuple[Tensor, Tensor | None] | None] | None = None
-    _shown: dict[tuple[int, int, bool], list[RowsFunction]] = field(default_factory=dict)
+    _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
 
     @property
     def layer(self) -> int:
         """Number of the decoder layer."""
         return int(self.module.layer_idx)
+
+    @property
+    def queries(self) -> int:
+        """Number of queries in this call."""
+        return self.query.shape[2]
 
     @property
     def scaling(self) -> float:
@@ -136,6 +165,11 @@ class Attention:
         """The learned sink logits of the model's own attention; SDPA, if selected, drops them."""
         return None if stock_name(self.module.config) == "sdpa" else self.settings.get("s_aux")
 
+    @property
+    def _needs_eager(self) -> bool:
+        """Whether the model's own attention does what SDPA does not."""
+        return self.softcap is not None or self.sinks is not None
+
     def show(self, fn: RowsFunction, *, by_mask: bool = False, first: int = 0, chunk: int = CHUNK) -> None:
         """Show rows to `fn`, one chunk of queries at a time.
 
@@ -145,7 +179,8 @@ class Attention:
             first: Index of the first query to show.
             chunk: Number of queries at a time.
         """
-        self._shown.setdefault((first, chunk, by_mask and not self.evicted), []).append(fn)
+        rows = _RowRange(first, chunk, by_mask and not self.evicted)
+        self._listeners.setdefault(rows, []).append(fn)
 
     def stock(self, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The model's own attention under a mask of the model's own kind."""
@@ -153,72 +188,74 @@ class Attention:
 
         name, table = stock_name(self.module.config), AttentionInterface()
         own = table[name] if name in table else eager_attention(self.module)
-        return own(self.module, self.query, self.key, self.value, mask, **self.settings)
+        return self._by(own, self.query, mask)
 
     def under_view(self) -> Float[Tensor, "batch query head d_value"]:
         """The model's own attention over what `view` shows."""
         assert self.view is not None
-        parts = list[Tensor]()
         # Eager is the one that knows soft caps and learned sink logits; where SDPA was chosen, the model goes without.
-        slow = stock_name(self.module.config) == "eager" or self._capped
-        for start in range(0, self.query.shape[2], _MASKED):
-            part = slice(start, start + _MASKED)
+        is_eager = stock_name(self.module.config) == "eager" or self._needs_eager
+        own = eager_attention(self.module) if is_eager else sdpa_attention()
+        outputs = list[Tensor]()
+        for start in range(0, self.queries, _MASKED_CHUNK):
+            part = slice(start, start + _MASKED_CHUNK)
             query = self.query[:, :, part]
             mask = widened(self.view.part(part, slice(None)).sees(), query.shape[1])
-            if slow:
-                mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(
-                    ~mask, torch.finfo(query.dtype).min
-                )
-            own = eager_attention(self.module) if slow else sdpa_attention()
-            parts.append(own(self.module, query, self.key, self.value, mask, **self.settings)[0])
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            if is_eager:
+                mask = _additive(mask, query.dtype)
+            outputs.append(self._by(own, query, mask)[0])
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         """The output `[batch query head d_value]`, and weights if there are any; shows rows to handlers."""
-        by_view = [fn for (_, _, by_mask), fns in self._shown.items() for fn in fns if not by_mask]
-        if by_view and self.query.shape[2] == 1:  # the rows are built anyway: the output comes from them
+        output, weights = self._attended()
+        exact = weights is not None and weights.dtype == torch.float32
+        for rows_range, listeners in self._listeners.items():
+            for part in rows_range.parts(self.queries):
+                if exact and weights is not None and not rows_range.by_mask:
+                    rows = weights[:, :, part]
+                else:
+                    rows = self._rows(part, rows_range.by_mask)
+                _tell(listeners, part.start, rows)
+        return output, weights
+
+    def _attended(self) -> tuple[Tensor, Tensor | None]:
+        """Output and weights; where rows are needed for it, they are shown at once."""
+        by_view = [rows_range for rows_range in self._listeners if not rows_range.by_mask]
+        if by_view and self.queries == 1:  # the rows are built anyway: the output comes from them
             rows = self._rows(slice(0, 1), False)
-            for fn in by_view:
-                fn(0, rows)
-            self._shown = {key: fns for key, fns in self._shown.items() if key[2]}
-            made: tuple[Tensor, Tensor | None] = self._joined(rows), rows
-        else:
-            made = self._made()
-        for (first, chunk, by_mask), fns in self._shown.items():
-            for start in range(first, self.query.shape[2], chunk):
-                part = slice(start, min(start + chunk, self.query.shape[2]))
-                exact = made[1] is not None and made[1].dtype == torch.float32 and not by_mask
-                rows = made[1][:, :, part] if exact and made[1] is not None else self._rows(part, by_mask)
-                for fn in fns:
-                    fn(start, rows)
-        return made
-
-    @property
-    def _capped(self) -> bool:
-        """The model's own attention does what SDPA does not."""
-        return self.softcap is not None or self.sinks is not None
-
-    def _made(self) -> tuple[Tensor, Tensor | None]:
-        made = None if self.compute is None else self.compute(self)
-        if made is not None:
-            return made
+            for rows_range in by_view:
+                _tell(self._listeners.pop(rows_range), 0, rows)
+            return self._weighted(rows), rows
+        replaced = None if self.compute is None else self.compute(self)
+        if replaced is not None:
+            return replaced
         if not self.by_mask:
             return self.stock(self.mask)
-        if not self._capped:
-            own = sdpa_attention()
-            return own(self.module, self.query, self.key, self.value, self.mask, **self.settings)[0], None
-        key = next((key for key in self._shown if key[0] == 0 and key[2]), (0, CHUNK, True))
-        fns, parts = self._shown.pop(key, []), list[Tensor]()
-        for start in range(0, self.query.shape[2], key[1]):
-            rows = self._rows(slice(start, min(start + key[1], self.query.shape[2])), True)
-            for fn in fns:
-                fn(start, rows)
-            parts.append(self._joined(rows))
-        return torch.cat(parts, 1), None
+        if not self._needs_eager:
+            return self._by(sdpa_attention(), self.query, self.mask)[0], None
+        whole = _RowRange(0, CHUNK, True)
+        for rows_range in self._listeners:
+            if rows_range.first == 0 and rows_range.by_mask:
+                whole = rows_range
+                break
+        listeners = self._listeners.pop(whole, [])
+        outputs = list[Tensor]()
+        for part in whole.parts(self.queries):
+            rows = self._rows(part, True)
+            _tell(listeners, part.start, rows)
+            outputs.append(self._weighted(rows))
+        return torch.cat(outputs, 1), None
 
-    def _joined(self, rows: Tensor) -> Tensor:
-        grouped = rows.to(self.value.dtype).unflatten(1, (self.value.shape[1], -1))
-        return torch.einsum("bkgqn,bknd->bqkgd", grouped, self.value).flatten(2, 3).contiguous()
+    def _by(self, own: Callable[..., Any], query: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return own(self.module, query, self.key, self.value, mask, **self.settings)
+
+    def _weighted(self, rows: Tensor) -> Tensor:
+        """The values, weighted by attention rows."""
+        # As in `attention_probs`: b batch, k kv_head, g group, q query, n key, d d_value.
+        probs = rows.to(self.value.dtype).unflatten(1, (self.value.shape[1], -1))
+        output = torch.einsum("bkgqn,bknd->bqkgd", probs, self.value)
+        return output.flatten(2, 3).contiguous()
 
     def _rows(self, part: slice, by_mask: bool) -> Float[Tensor, "batch head query key"]:
         query, keys = self.query[:, :, part], self.key.shape[2]
@@ -228,15 +265,26 @@ class Attention:
                 self.key,
                 None if self.mask is None else self.mask[:, :, part, :keys],
                 scaling=self.scaling,
-                first_query=keys - self.query.shape[2] + part.start,
+                first_query=keys - self.queries + part.start,
                 softcap=self.softcap,
                 sinks=self.sinks,
             )
         assert self.view is not None
-        later = self.query.shape[2] - part.stop  # new tokens that none of these queries sees
-        seen = slice(0, keys - later)
-        rows = rows_by_view(self.module, query, self.key[:, :, seen], self.view.part(part, seen), self.scaling)
+        later = self.queries - part.stop  # new tokens that none of these queries sees
+        earlier = slice(0, keys - later)
+        rows = rows_by_view(self.module, query, self.key[:, :, earlier], self.view.part(part, earlier), self.scaling)
         return torch.nn.functional.pad(rows, (0, later)) if later else rows
+
+
+def _tell(listeners: Iterable[RowsFunction], first: int, rows: Tensor) -> None:
+    for fn in listeners:
+        fn(first, rows)
+
+
+def _additive(mask: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    """A mask that eager attention adds to its scores."""
+    added = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return added.masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def rows_by_view(
@@ -255,28 +303,35 @@ def rows_by_view(
         view: View of these queries and keys.
         scaling: Factor on the scores that the model passed to its attention, if known. None uses the module's.
     """
-    capped = stock_name(module.config) != "sdpa"
+    softcap = sinks = None
+    if stock_name(module.config) != "sdpa":
+        softcap = getattr(module.config, "attn_logit_softcapping", None)
+        sinks = getattr(module, "sinks", None)
     return attention_probs(
         query,
         key,
         widened(view.sees(), query.shape[1]),
         scaling=_scaling(module, query, scaling),
         first_query=0,
-        softcap=getattr(module.config, "attn_logit_softcapping", None) if capped else None,
-        sinks=getattr(module, "sinks", None) if capped else None,
+        softcap=softcap,
+        sinks=sinks,
     )
 
 
 def _scaling(module: Any, query: Tensor, passed: float | None) -> float:
     """The value that the model passes takes precedence: some models scale their queries themselves (OPT)."""
-    known = getattr(module, "scaling", None) if passed is None else passed
-    return float(query.shape[-1] ** -0.5 if known is None else known)
+    scaling = getattr(module, "scaling", None) if passed is None else passed
+    if scaling is None:
+        return float(query.shape[-1] ** -0.5)
+    return float(scaling)
 
 
 def widened(mask: Bool[Tensor, "batch _ *query key"], heads: int) -> Bool[Tensor, "batch _ *query key"]:
     """Expand from kv heads to query heads; a mask with a single head for all is left as it is."""
-    groups = heads // mask.shape[1] if mask.shape[1] > 1 else 1
-    return mask.repeat_interleave(groups, 1) if groups > 1 else mask
+    kv_heads = mask.shape[1]
+    if kv_heads in (1, heads):
+        return mask
+    return repeat(mask, "batch kv_head ... -> batch (kv_head group) ...", group=heads // kv_heads)
 
 
 def attention_probs(
@@ -300,26 +355,37 @@ def attention_probs(
         softcap: `cap * tanh(score / cap)` (Gemma 2).
         sinks: A learned logit per head that takes part in the softmax and is then dropped (gpt-oss).
     """
-    groups = query.shape[1] // key.shape[1]
-    grouped = query.unflatten(1, (key.shape[1], groups)).float()
-    scores = (torch.einsum("bkgqd,bknd->bkgqn", grouped, key.float()) * scaling).flatten(1, 2)
+    # Without einops, because this runs in every layer for every generated token, where einops costs a tenth:
+    # "batch (kv_head group) query d_head, batch kv_head key d_head -> batch (kv_head group) query key"
+    grouped = query.unflatten(1, (key.shape[1], -1)).float()
+    scores = torch.einsum("bkgqd,bknd->bkgqn", grouped, key.float())
+    scores = (scores * scaling).flatten(1, 2)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is None:
-        rows = torch.arange(first_query, first_query + query.shape[2], device=query.device)
-        mask = torch.arange(key.shape[2], device=query.device) <= rows[:, None]
+        last_seen = torch.arange(first_query, first_query + query.shape[2], device=query.device)
+        mask = torch.arange(key.shape[2], device=query.device) <= rearrange(last_seen, "query -> query 1")
     scores.masked_fill_(~mask, torch.finfo(torch.float32).min)
     if sinks is None:
         return torch.softmax(scores, -1)
-    extra = sinks.float()[None, :, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
-    return torch.softmax(torch.cat([scores, extra], -1), -1)[..., :-1]
+    batch, _, queries, _ = scores.shape
+    sink_scores = repeat(sinks.float(), "head -> batch head query 1", batch=batch, query=queries)
+    return torch.softmax(torch.cat([scores, sink_scores], -1), -1)[..., :-1]
 
 
 # Who listens, and to which model ----------------------------------------------------------------------------------
 
 _HANDLERS: ContextVar[tuple[Handler, ...]] = ContextVar("sinkscope_tap", default=())
-_STOCK: dict[int, tuple[str, int]] = {}  # by id of a tapped configuration: its own attention, and how often tapped
+_STOCK: dict[int, _Stock] = {}  # by id of a tapped configuration
 _LOCK = threading.Lock()
+
+
+@dataclass
+class _Stock:
+    """The attention that a tapped configuration selects by itself, and how often it is tapped."""
+
+    name: str
+    times: int = 0
 
 
 def listen(handler: Handler) -> None:
@@ -367,32 +433,36 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
     configs = configs_of(target)
     with _LOCK:
         for config in configs:
-            name, times = _STOCK.get(id(config), (attention_name(config), 0))
-            _STOCK[id(config)] = name, times + 1
+            stock = _STOCK.setdefault(id(config), _Stock(attention_name(config)))
+            stock.times += 1
             set_attention(config, NAME)
     try:
         yield frozenset(map(id, configs))
     finally:
         with _LOCK:
             for config in configs:
-                name, times = _STOCK.pop(id(config))
-                if times > 1:
-                    _STOCK[id(config)] = name, times - 1
-                else:
-                    set_attention(config, name)
+                stock = _STOCK[id(config)]
+                stock.times -= 1
+                if stock.times == 0:
+                    set_attention(config, stock.name)
+                    del _STOCK[id(config)]
 
 
 def stock_name(config: Any) -> str:
     """Name of the attention that the model uses when it is not tapped."""
-    known = _STOCK.get(id(config))
-    name = attention_name(config) if known is None else known[0]
+    stock = _STOCK.get(id(config))
+    name = attention_name(config) if stock is None else stock.name
     return "eager" if name == NAME else name
 
 
 def configs_of(target: Target) -> list[Any]:
     """Every distinct configuration object in the model that its attention may read."""
-    found = {id(m.config): m.config for m in target.hf.modules() if hasattr(getattr(m, "config", None), "model_type")}
-    return list(found.values())
+    configs: dict[int, Any] = {}
+    for module in target.hf.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "model_type"):
+            configs[id(config)] = config
+    return list(configs.values())
 
 
 def _listening(config: Any) -> list[Handler]:
@@ -448,22 +518,26 @@ def attention_rows(
     itself builds whole query x key matrices, which are passed on in one piece.
     """
     wanted = range(target.n_layers) if layers is None else layers
+    is_bridge = target.kind == "bridge"
 
     def see(call: Attention) -> None:
-        if (layer := call.layer) in wanted:
+        layer = call.layer
+        if layer in wanted:
             call.show(lambda first, rows: observer(layer, first, rows), by_mask=True, chunk=rows_per_chunk)
 
-    def whole(layer: int) -> Any:
-        return lambda _m, _a, _k, out: observer(layer, 0, (out if target.kind == "bridge" else out[1]).float())
-
-    if target.kind == "bridge":
-        points = target.model.hook_dict
-        way, shown = nullcontext(), [points[f"blocks.{i}.attn.hook_pattern"] for i in wanted]
-    elif target.adapter.attention_interface:
-        way, shown = listening(target, see), []
-    else:
-        way, shown = eager(target), [target.sub(i, target.adapter.attn) for i in wanted]
-    with way, target.hooks(*((module, "post", whole(i)) for i, module in zip(wanted, shown, strict=False))):
+    if target.adapter.attention_interface and not is_bridge:
+        with listening(target, see):
+            yield
+        return
+    hooks: list[tuple[Any, str, Any]] = []
+    for layer in wanted:
+        if is_bridge:
+            module = target.model.hook_dict[f"blocks.{layer}.attn.hook_pattern"]
+            hooks.append((module, "post", on_output(lambda rows, layer=layer: observer(layer, 0, rows.float()))))
+        else:
+            module = target.sub(layer, target.adapter.attn)
+            hooks.append((module, "post", on_output(lambda out, layer=layer: observer(layer, 0, out[1].float()))))
+    with nullcontext() if is_bridge else eager(target), target.hooks(*hooks):
         yield
 
 
@@ -486,51 +560,50 @@ def queries_and_keys(target: Target, observer: QKObserver, layers: list[int]) ->
             attention interface (Falcon); or a forward pass has a cache, into which the extra call would write.
     """
     refuse_opaque(target)
-    rotary: set[int] = set()
-    nested = False
-
-    def unrotated(layer: int) -> Any:
-        """Call the attention module once more, with a rotation by zero."""
-
-        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            nonlocal nested
-            if nested or kwargs.get("position_embeddings") is None:
-                return
-            if kwargs.get("past_key_values") is not None:
-                raise UnsupportedError(
-                    "queries and keys before rotary are measured by calling the attention twice, which would write "
-                    "into the cache twice: run the model with use_cache=False"
-                )
-            cos, sin = kwargs["position_embeddings"]
-            rotary.add(layer)
-            nested = True
-            try:
-                with alone(see):
-                    module(*args, **{**kwargs, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))})
-            finally:
-                nested = False
-
-        return hook
+    rotary = set[int]()  # layers whose queries and keys were rotated
+    is_unrotated = False  # during the extra call
 
     def see(call: Attention) -> None:
-        if (layer := call.layer) in layers:
-            if nested or layer not in rotary:
-                observer(layer, False, call.query, call.key)
-            if not nested:
-                observer(layer, True, call.query, call.key)
+        layer = call.layer
+        if layer not in layers:
+            return
+        if is_unrotated or layer not in rotary:
+            observer(layer, False, call.query, call.key)
+        if not is_unrotated:
+            observer(layer, True, call.query, call.key)
 
-    hooks = [(target.sub(i, target.adapter.attn), "pre", unrotated(i)) for i in layers]
+    def call_unrotated(layer: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal is_unrotated
+        if is_unrotated or kwargs.get("position_embeddings") is None:
+            return
+        if kwargs.get("past_key_values") is not None:
+            raise UnsupportedError(
+                "queries and keys before rotary are measured by calling the attention twice, which would write "
+                "into the cache twice: run the model with use_cache=False"
+            )
+        cos, sin = kwargs["position_embeddings"]
+        by_zero = torch.ones_like(cos), torch.zeros_like(sin)
+        rotary.add(layer)
+        is_unrotated = True
+        try:
+            with alone(see):
+                module(*args, **{**kwargs, "position_embeddings": by_zero})
+        finally:
+            is_unrotated = False
+
+    hooks = [(target.sub(layer, target.adapter.attn), "pre", partial(call_unrotated, layer)) for layer in layers]
     with listening(target, see), target.hooks(*hooks):
         yield
 
 
 def refuse_opaque(target: Target) -> None:
     """Refuse a model whose attention does not go through transformers, because its queries and keys are not visible."""
-    if target.kind == "bridge" or not target.adapter.attention_interface:
-        bridge = target.kind == "bridge"
-        what = "a TransformerBridge" if bridge else target.adapter.model_type
-        remedy = "use a plain model (backend='hf')" if bridge else "give another model"
-        raise UnsupportedError(f"queries and keys of {what} are not offered: {remedy}")
+    if target.kind == "bridge":
+        raise UnsupportedError(
+            "queries and keys of a TransformerBridge are not offered: use a plain model (backend='hf')"
+        )
+    if not target.adapter.attention_interface:
+        raise UnsupportedError(f"queries and keys of {target.adapter.model_type} are not offered: give another model")
 
 
 @contextmanager

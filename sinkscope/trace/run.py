@@ -6,10 +6,12 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Int
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -33,18 +35,42 @@ class Site:
     cut: Callable[[Any], Tensor] = first_tensor
 
 
+def _uncut(_target: Target, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _gate_half(target: Target, tensor: Tensor) -> Tensor:
+    return tensor.chunk(2, -1)[0] if target.adapter.fused_gate_up else tensor
+
+
+def _up_half(target: Target, tensor: Tensor) -> Tensor:
+    return tensor.chunk(2, -1)[1] if target.adapter.fused_gate_up else tensor
+
+
+def _heads(target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "*n head d_head"]:
+    return rearrange(tensor, "... (head d_head) -> ... head d_head", head=target.n_heads)
+
+
+def _projected(which: str, target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "*n head d_head"]:
+    """q, k or v before rotary, from the output of its own or a shared projection."""
+    adapter, index = target.adapter, "qkv".index(which)
+    if getattr(adapter, which) is None:
+        if adapter.model_type == "gpt_neox":  # q, k, v of one head lie side by side
+            split = rearrange(tensor, "... (head qkv d_head) -> qkv ... head d_head", head=target.n_heads, qkv=3)
+            return split[index]
+        heads = [target.n_heads, target.n_kv_heads, target.n_kv_heads]
+        tensor = tensor.split([count * target.head_width for count in heads], -1)[index]
+    count = target.n_heads if which == "q" else target.n_kv_heads
+    return rearrange(tensor, "... (head d_head) -> ... head d_head", head=count)
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where a site of a layer is: an adapter path, and which part of its input or output."""
 
     path: Callable[[Adapter], str | None]
     when: str = "post"
-    cut: Callable[[Target, Tensor], Tensor] = lambda _, tensor: tensor
-
-
-def _half(which: int) -> Callable[[Target, Tensor], Tensor]:
-    """Gate or up, if one projection computes both."""
-    return lambda target, tensor: tensor.chunk(2, -1)[which] if target.adapter.fused_gate_up else tensor
+    cut: Callable[[Target, Tensor], Tensor] = _uncut
 
 
 _PLACES = {
@@ -53,13 +79,13 @@ _PLACES = {
     "hook_resid_mid": _Place(lambda a: a.mid, "pre"),
     "hook_mlp_out": _Place(lambda a: a.post_mlp_norm or a.mlp),
     "hook_resid_post": _Place(lambda a: ""),
-    "mlp.hook_pre": _Place(lambda a: a.up if a.fused_gate_up else a.gate or a.up, cut=_half(0)),
-    "mlp.hook_pre_linear": _Place(lambda a: a.up if a.fused_gate_up or a.gate else None, cut=_half(1)),
+    "mlp.hook_pre": _Place(lambda a: a.up if a.fused_gate_up else a.gate or a.up, cut=_gate_half),
+    "mlp.hook_pre_linear": _Place(lambda a: a.up if a.fused_gate_up or a.gate else None, cut=_up_half),
     "mlp.hook_post": _Place(lambda a: a.down, "pre"),
-    "attn.hook_q": _Place(lambda a: a.q or a.fused_qkv, cut=lambda target, tensor: _projected(target, "q", tensor)),
-    "attn.hook_k": _Place(lambda a: a.k or a.fused_qkv, cut=lambda target, tensor: _projected(target, "k", tensor)),
-    "attn.hook_v": _Place(lambda a: a.v or a.fused_qkv, cut=lambda target, tensor: _projected(target, "v", tensor)),
-    "attn.hook_z": _Place(lambda a: a.o, "pre", lambda target, tensor: tensor.unflatten(-1, (target.n_heads, -1))),
+    "attn.hook_q": _Place(lambda a: a.q or a.fused_qkv, cut=partial(_projected, "q")),
+    "attn.hook_k": _Place(lambda a: a.k or a.fused_qkv, cut=partial(_projected, "k")),
+    "attn.hook_v": _Place(lambda a: a.v or a.fused_qkv, cut=partial(_projected, "v")),
+    "attn.hook_z": _Place(lambda a: a.o, "pre", _heads),
     "attn.hook_pattern": _Place(lambda a: ""),
 }
 _LAST = ("ln_final", "logits")  # what the unembedding reads, and what it gives
@@ -67,74 +93,76 @@ _LAST = ("ln_final", "logits")  # what the unembedding reads, and what it gives
 
 def site_names(n_layers: int) -> list[str]:
     """All site names that `trace` accepts, for a model of `n_layers` layers, in the order of the forward pass."""
-    return ["hook_embed", *(f"blocks.{i}.{name}" for i in range(n_layers) for name in _PLACES), *_LAST]
+    names = ["hook_embed"]
+    for layer in range(n_layers):
+        names += [f"blocks.{layer}.{place}" for place in _PLACES]
+    return [*names, *_LAST]
 
 
-def resolve(target: Target, patterns: list[str]) -> list[Site]:
+def resolve(target: Target, patterns: Sequence[str]) -> list[Site]:
     """Sites matched by names or `fnmatch` patterns ("blocks.*.hook_resid_post"), in the order of the forward pass.
 
     Raises:
         SinkscopeError: A pattern matches nothing; the message shows names that exist.
         UnsupportedError: This architecture has no such site.
     """
-    known = site_names(target.n_layers)
+    names = site_names(target.n_layers)
     chosen: set[str] = set()
     for pattern in patterns:
-        matched = fnmatch.filter(known, pattern)
-        if not matched:
-            shown = ", ".join(["hook_embed", *(f"blocks.L.{name}" for name in _PLACES), *_LAST])
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
+            kinds = ", ".join(["hook_embed", *(f"blocks.L.{place}" for place in _PLACES), *_LAST])
             raise SinkscopeError(
-                f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; there are {shown}"
+                f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; there are {kinds}"
             )
-        chosen.update(matched)
-    return [_site(target, name) for name in known if name in chosen]
+        chosen.update(matches)
+    return [_site(target, name) for name in names if name in chosen]
 
 
 def _site(target: Target, name: str) -> Site:
     if name == "hook_embed":
         return Site(name, None, target.embedding)
     if name == "ln_final":
-        return Site(name, target.n_layers, target.base, cut=lambda out: out[0])
+        return Site(name, target.n_layers, target.base, cut=lambda output: output[0])
     if name == "logits":
         if not target.resident:
             raise UnsupportedError(
                 f"site 'logits': {target.name} is read layer by layer, without its unembedding; load it whole with "
                 "sinkscope.load(...)"
             )
-        return Site(name, target.n_layers, target.hf, cut=lambda out: out.logits)
+        return Site(name, target.n_layers, target.hf, cut=lambda output: output.logits)
     _, number, part = name.split(".", 2)
-    layer, place, a = int(number), _PLACES[part], target.adapter
+    layer = int(number)
     if part == "attn.hook_pattern":
         return Site(name, layer, None)
+    place = _PLACES[part]
+    module = target.sub(layer, _path(target, layer, part))
+    return Site(name, layer, module, place.when, lambda value: place.cut(target, first_tensor(value)))
+
+
+def _path(target: Target, layer: int, part: str) -> str:
+    """Path of a site's module below its layer."""
+    adapter, name = target.adapter, f"blocks.{layer}.{part}"
     if part.startswith("mlp.") and target.is_mixture(layer):
         raise UnsupportedError(
-            f"site {name!r} is per expert on {a.model_type}: layer {layer} is a mixture of experts; "
+            f"site {name!r} is per expert on {adapter.model_type}: layer {layer} is a mixture of experts; "
             "use find_sinks for its neurons, or hook_mlp_out"
         )
-    if a.model_type == "falcon" and part in ("attn.hook_q", "attn.hook_k", "attn.hook_v"):
+    if adapter.model_type == "falcon" and part in ("attn.hook_q", "attn.hook_k", "attn.hook_v"):
         raise UnsupportedError(f"site {name!r} is not offered on falcon, whose layout of q, k, v has three variants")
-    path = place.path(a)
-    if path is None or (part == "hook_resid_mid" and getattr(target.config, "use_parallel_residual", False)):
+    path = _PLACES[part].path(adapter)
+    is_parallel = getattr(target.config, "use_parallel_residual", False)
+    if path is None or (part == "hook_resid_mid" and is_parallel):
         raise UnsupportedError(
-            f"site {name!r} does not exist on {a.model_type}: that architecture has no separate place for it; "
+            f"site {name!r} does not exist on {adapter.model_type}: that architecture has no separate place for it; "
             "leave it out of sites"
         )
-    return Site(name, layer, target.sub(layer, path), place.when, lambda out: place.cut(target, first_tensor(out)))
-
-
-def _projected(target: Target, which: str, tensor: Tensor) -> Tensor:
-    """q, k or v before rotary, `[batch pos head d_head]`, from the output of its own or a shared projection."""
-    a, index = target.adapter, "qkv".index(which)
-    counts = [target.n_heads, target.n_kv_heads, target.n_kv_heads]
-    if getattr(a, which) is not None:
-        return tensor.unflatten(-1, (counts[index], -1))
-    if a.model_type == "gpt_neox":  # q, k, v of one head lie side by side
-        return tensor.unflatten(-1, (target.n_heads, 3, -1))[..., index, :]
-    return tensor.split([count * target.head_width for count in counts], -1)[index].unflatten(-1, (counts[index], -1))
+    return path
 
 
 Reducer = Callable[[Tensor], Tensor]
 """Takes a site's tensor `[batch pos ...]` (rows of attention: `[batch head query key]`), keeps the batch dimension."""
+Mask = Bool[Tensor, "batch pos"]
 
 
 @runtime_checkable
@@ -147,30 +175,41 @@ class Observer(Protocol):
         """Called once per site and batch; `first_row` is the row of `tokens` at which the batch starts."""
 
 
-REDUCERS: dict[str, Reducer] = {
-    "raw": lambda t: t,
-    "norm": lambda t: torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32),
-    "mean": lambda t: t.float().mean(1),
-    "last": lambda t: t[:, -1],
-    "first": lambda t: t[:, 0],
-}
+def _raw(tensor: Tensor, _real: Mask | None) -> Tensor:
+    return tensor
 
 
-def _of_real(reduce: str | Reducer, mask: Int[Tensor, "batch pos"] | None) -> Reducer | None:
-    """The reducer over positions if some are padding; None for reducers that padding does not affect."""
-    if mask is None or not isinstance(reduce, str):
-        return None
-    real, rows = mask.bool(), torch.arange(len(mask))
+def _norm(tensor: Tensor, _real: Mask | None) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32)
 
-    def mean(t: Tensor) -> Tensor:
-        shape = (*real.shape, *[1] * (t.ndim - 2))
-        kept = torch.where(real.view(shape).to(t.device), t.float(), 0).sum(1)
-        return kept / real.sum(1).view(-1, *shape[2:]).to(t.device)
 
-    at = {"first": real.int().argmax(1), "last": real.shape[1] - 1 - real.int().flip(1).argmax(1)}
-    if reduce in at:
-        return lambda t: t[rows.to(t.device), at[reduce].to(t.device)]
-    return mean if reduce == "mean" else None
+def _mean(tensor: Tensor, real: Mask | None) -> Tensor:
+    if real is None:
+        return tensor.float().mean(1)
+    summed = torch.where(_beside(real, tensor), tensor.float(), 0).sum(1)
+    return summed / _beside(real.sum(1), summed)
+
+
+def _first(tensor: Tensor, real: Mask | None) -> Tensor:
+    return tensor[:, 0] if real is None else _picked(tensor, real.int().argmax(1))
+
+
+def _last(tensor: Tensor, real: Mask | None) -> Tensor:
+    return tensor[:, -1] if real is None else _picked(tensor, real.shape[1] - 1 - real.int().flip(1).argmax(1))
+
+
+def _picked(tensor: Tensor, position: Int[Tensor, " batch"]) -> Tensor:
+    """Each row's tensor at its position."""
+    return tensor[torch.arange(len(tensor)), position]
+
+
+def _beside(numbers: Tensor, tensor: Tensor) -> Tensor:
+    """Numbers with as many dimensions as the tensor, so that they apply to all of its later ones."""
+    return numbers.view(*numbers.shape, *[1] * (tensor.ndim - numbers.ndim))
+
+
+REDUCERS = {"raw": _raw, "norm": _norm, "mean": _mean, "last": _last, "first": _first}
+"""By name: called with the tensor, and with which of its positions hold tokens (None: all)."""
 
 
 def trace(
@@ -216,70 +255,102 @@ def trace(
         UnsupportedError: This architecture has no such site.
     """
     target = Target.of(model, tokenizer)
-    sites = [sites] if isinstance(sites, str) else sites
+    if isinstance(sites, str):
+        sites = [sites]
     if not sites and not observers:
         raise SinkscopeError('no site is given: expected names such as sites=["blocks.*.hook_resid_post"]')
-    reducer = REDUCERS.get(reduce) if isinstance(reduce, str) else reduce
-    if reducer is None:
+    if isinstance(reduce, str) and reduce not in REDUCERS:
         raise SinkscopeError(f"reduce {reduce!r} is unknown; expected a function or one of {', '.join(REDUCERS)}")
-    read = read_inputs(target, tokens, {**inputs, "attention_mask": attention_mask}, bos=bos)
-    ids, masks = read.ids, read.mask
-    kept: dict[str, list[Tensor]] = {}
-    wanted = resolve(target, list(sites))
-    watched = [(observer, resolve(target, list(observer.sites))) for observer in observers]
-    step = batch_size or len(ids)
-    for start in range(0, len(ids), step):
-        batch: dict[str, list[Tensor]] = {}
-        mask = None if masks is None else masks[start : start + step]
-        real = _of_real(reduce, mask)
-
-        def keep(
-            name: str, tensor: Tensor, batch: dict[str, list[Tensor]] = batch, real: Reducer | None = real
-        ) -> None:
-            by = reducer if real is None or name.endswith("hook_pattern") else real
-            # A copy: Falcon adds into its MLP's output in place after the hook has seen it.
-            batch.setdefault(name, []).append(by(tensor).detach().to("cpu", copy=True))
-
-        takers: list[tuple[Site, Callable[[str, Tensor], None]]] = [(site, keep) for site in wanted]
+    rows = read_inputs(target, tokens, {**inputs, "attention_mask": attention_mask}, bos=bos)
+    wanted = resolve(target, sites)
+    watched = [(observer, resolve(target, observer.sites)) for observer in observers]
+    batches: dict[str, list[Tensor]] = {site.name: [] for site in wanted}
+    step = batch_size or len(rows.ids)
+    for start in range(0, len(rows.ids), step):
+        batch = slice(start, start + step)
+        mask = None if rows.mask is None else rows.mask[batch].to(target.device)
+        reduced = _Reduced(reduce, None if mask is None else mask.bool())
+        readers = [_Reader(site, reduced.add) for site in wanted]
         for observer, its_sites in watched:
-            takers += [(site, lambda n, x, o=observer, row=start: o.observe(n, x, row)) for site in its_sites]
-        _run(target, ids[start : start + step], None if mask is None else mask.to(target.device), takers)
+            observe = partial(_observe, observer, start)
+            readers += [_Reader(site, observe) for site in its_sites]
+        _run(target, rows.ids[batch], mask, readers)
         for site in wanted:
-            chunks = batch.get(site.name) or _never_reached(site, target)
-            kept.setdefault(site.name, []).append(chunks[0] if len(chunks) == 1 else torch.cat(chunks, 2))
-    return {name: torch.cat(parts) for name, parts in kept.items()}
+            if site.name not in reduced.chunks:
+                raise UnsupportedError(
+                    f"site {site.name!r} was never reached on this {target.kind} model: a bridge replaces modules that "
+                    "fuse several projections; trace the plain Hugging Face model (backend='hf')"
+                )
+            batches[site.name].append(_joined(reduced.chunks[site.name]))
+    return {name: torch.cat(tensors) for name, tensors in batches.items()}
 
 
-def _never_reached(site: Site, target: Target) -> NoReturn:
-    raise UnsupportedError(
-        f"site {site.name!r} was never reached on this {target.kind} model: a bridge replaces modules that fuse "
-        "several projections; trace the plain Hugging Face model (backend='hf')"
-    )
+def _joined(chunks: list[Tensor]) -> Tensor:
+    """Chunks of attention rows, joined along the queries; every other site has one chunk."""
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, 2)
 
 
-def _run(
-    target: Target, ids: Tensor, mask: Tensor | None, takers: list[tuple[Site, Callable[[str, Tensor], None]]]
-) -> None:
-    shape = tuple(ids.shape)
-    hooks = [(site.module, site.when, _hook(site, take, shape)) for site, take in takers if site.module is not None]
-    rows: dict[int, list[tuple[str, Callable[[str, Tensor], None]]]] = {}
-    for site, take in takers:
-        if site.module is None and site.layer is not None:
-            rows.setdefault(site.layer, []).append((site.name, take))
-    deepest = max((site.layer if site.layer is not None else -1 for site, _ in takers), default=-1)
+class _Reduced:
+    """What is kept of one batch: the reduced tensors of each site."""
+
+    def __init__(self, reduce: str | Reducer, real: Mask | None) -> None:
+        self._reduce, self._real = reduce, real
+        self.chunks: dict[str, list[Tensor]] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Reduce and keep what passes a site."""
+        if isinstance(self._reduce, str):
+            is_rows = name.endswith("hook_pattern")
+            real = None if is_rows or self._real is None else self._real.to(tensor.device)
+            reduced = REDUCERS[self._reduce](tensor, real)
+        else:
+            reduced = self._reduce(tensor)
+        # A copy: Falcon adds into its MLP's output in place after the hook has seen it.
+        self.chunks.setdefault(name, []).append(reduced.detach().to("cpu", copy=True))
+
+
+def _observe(observer: Observer, first_row: int, name: str, tensor: Tensor) -> None:
+    observer.observe(name, tensor, first_row)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """A site, and the function that is called with its name and its tensor."""
+
+    site: Site
+    take: Callable[[str, Tensor], None]
+
+
+def _run(target: Target, ids: Int[Tensor, "batch pos"], mask: Tensor | None, readers: list[_Reader]) -> None:
+    hooks: list[tuple[nn.Module, str, Any]] = []
+    of_rows: dict[int, list[_Reader]] = {}
+    deepest, unembed = -1, False
+    for reader in readers:
+        site = reader.site
+        if site.layer is not None:
+            deepest = max(deepest, site.layer)
+        if site.module is not None:
+            hooks.append((site.module, site.when, _hook(reader, ids.shape)))
+            unembed |= site.module is target.hf
+        elif site.layer is not None:
+            of_rows.setdefault(site.layer, []).append(reader)
+
+    def show(layer: int, _first: int, rows: Tensor) -> None:
+        for reader in of_rows[layer]:
+            reader.take(reader.site.name, rows)
+
     upto = deepest if 0 <= deepest < target.n_layers else None
-
-    def show(layer: int, _first: int, chunk: Tensor) -> None:
-        for name, take in rows[layer]:
-            take(name, chunk)
-
-    with attention_rows(target, show, layers=list(rows)) if rows else nullcontext(), target.hooks(*hooks):
-        target.forward(ids, mask, unembed=any(site.module is target.hf for site, _ in takers), upto=upto)
+    with attention_rows(target, show, layers=list(of_rows)) if of_rows else nullcontext(), target.hooks(*hooks):
+        target.forward(ids, mask, unembed=unembed, upto=upto)
 
 
-def _hook(site: Site, take: Callable[[str, Tensor], None], shape: tuple[int, ...]) -> Any:
-    def see(value: Any) -> None:
+def _hook(reader: _Reader, shape: torch.Size) -> Any:
+    site = reader.site
+
+    def read(value: Any) -> None:
         tensor = site.cut(value)
-        take(site.name, tensor if tensor.shape[:2] == shape else tensor.reshape(*shape, *tensor.shape[1:]))
+        if tensor.shape[:2] != shape:  # OPT runs batch and position together
+            tensor = rearrange(tensor, "(batch pos) ... -> batch pos ...", batch=shape[0])
+        reader.take(site.name, tensor)
 
-    return on_input(see) if site.when == "pre" else on_output(see)
+    return on_input(read) if site.when == "pre" else on_output(read)

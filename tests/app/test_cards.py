@@ -21,8 +21,8 @@ from sinkscope.files.result import Result
 from sinkscope.interventions import SinkPatch
 from sinkscope.measure import Measurement, Setup
 
-FEW = ("find_sinks", "marking_heads", "neuron_screen")
-LIGHT = ("neuron_screen", "marking_heads")
+FEW = ("find_sinks", "marking_heads", "separability")
+LIGHT = ("marking_heads", "separability")
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_an_interrupted_scan_goes_on(light: None, model: Path, tmp_path: Path, m
     monkeypatch.setattr(Measurement, "on", on)
     with pytest.raises(KeyboardInterrupt):
         scan(model, out=tmp_path / "s", quick=True)
-    assert (tmp_path / "s/neuron-screen.json").is_file() and not (tmp_path / "s/card.json").exists()
+    assert (tmp_path / "s/marking-heads.json").is_file() and not (tmp_path / "s/card.json").exists()
     measured.append("the second run")
     scan(model, out=tmp_path / "s", quick=True)
     assert measured == [LIGHT[0], "the second run", *LIGHT[1:]]
@@ -132,7 +132,7 @@ def test_a_part_that_fails_says_why_and_the_next_begins(
     real = Measurement.on
 
     def on(self: Any, setup: Setup, **given: Any) -> Any:
-        if self.__name__ == "neuron_screen":
+        if self.__name__ == "marking_heads":
             raise ZeroDivisionError("<b>by zero</b>\nand more")
         return real(self, setup, **given)
 
@@ -153,7 +153,7 @@ def test_a_part_that_fails_says_why_and_the_next_begins(
 def test_a_model_that_does_not_fit_is_streamed_and_opened_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("neuron_screen", "loop_rate", "circuit")
+    names = ("marking_heads", "loop_rate", "circuit")
     monkeypatch.setattr(run, "scanned", lambda quick: [entries()[name] for name in names])
     opened: list[str] = []
     real = Setup.open

@@ -20,7 +20,6 @@ from sinkscope.bench.dialogues.tables import Dialogues, Fidelity
 from sinkscope.bench.loopbench.tables import Shown
 from sinkscope.files.registry import kinds
 from sinkscope.files.result import Result
-from sinkscope.sinks.first_token.training import SinksOverTraining
 
 CHOICES = {  # one of a few words, or packed numbers
     "attacks.source",
@@ -64,7 +63,7 @@ def _filled(hint: Any) -> Any:
 def _by_hand() -> Iterator[Result]:
     """Kinds of which no file lies in figures/."""
     sample = sample_find_sinks()
-    for made in (Ditto, Dialogues, Fidelity, Positions, Shown, SinksOverTraining):
+    for made in (Ditto, Dialogues, Fidelity, Positions, Shown):
         own = {name: _filled(t) for name, t in get_type_hints(made).items() if name in {f.name for f in fields(made)}}
         yield made(**{**own, "model": sample.model, "settings": {}, "provenance": sample.provenance})
     yield loops.check(["the same again " * 60, "a short text"], name="texts")
@@ -78,9 +77,6 @@ def _results() -> dict[str, Result]:
         first, second = found[kind].groups  # type: ignore[attr-defined]
         groups = (replace(first, position="end"), replace(second, position="all"))
         found[kind] = replace(found[kind], groups=groups)  # type: ignore[call-arg]
-    training: Any = found["sinks-over-training"]
-    drawn = tuple(replace(one, failed=None) for one in training.checkpoints[:1])  # what failed is not drawn
-    found["sinks-over-training"] = replace(training, checkpoints=drawn + training.checkpoints[1:])
     for file in sorted(COMMITTED.glob("*.json")):
         kind = json.loads(file.read_text())["kind"]
         if kind in sorted(kinds()) and kind not in found:

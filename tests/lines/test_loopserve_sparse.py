@@ -17,10 +17,10 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.lines import lone as lone_module
 from sinkscope.lines import sparse
 from sinkscope.lines.choice import HeadLines, select_lines
-from sinkscope.lines.lone import Lone, lone
+from sinkscope.lines.lone import LoneLoops, lone_loops
 from sinkscope.lines.sparse import sparse_attention
 
-LONE, SLOW = lone(16, 12, torch.device("cpu")), lone(16, 12, torch.device("meta"))
+LONE, SLOW = lone_loops(16, 12, torch.device("cpu")), lone_loops(16, 12, torch.device("meta"))
 compiled = pytest.mark.skipif(not LONE.compiled, reason="no numba")
 
 
@@ -67,13 +67,13 @@ def masked(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> Tenso
     by=st.sampled_from([LONE, SLOW, replace(LONE, cost=0.0), replace(SLOW, cost=99.0)]),
 )
 def test_equal_to_dense_attention_under_the_same_mask(
-    queries: int, past: int, vertical: float, slash: float, blocks: Any, dtype: Any, seed: int, by: Lone
+    queries: int, past: int, vertical: float, slash: float, blocks: Any, dtype: Any, seed: int, by: LoneLoops
 ) -> None:
     query, key, value = (t.to(dtype) for t in inputs(4, 2, queries, queries + past, seed))
     lines = drawn(4, queries + past, queries, vertical, slash, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse, "BLOCKS", blocks)
-        patch.setattr(sparse, "lone", lambda *_: by)
+        patch.setattr(sparse, "lone_loops", lambda *_: by)
         out, what = sparse_attention(query, key, value, lines, dense_above=1e9)
     atol = 2e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(out.double(), masked(query, key, value, lines), atol=atol, rtol=0)
@@ -87,13 +87,13 @@ def test_equal_to_dense_attention_under_the_same_mask(
 @pytest.mark.parametrize(("queries", "keys"), [(600, 600), (300, 700)])
 @pytest.mark.parametrize("by", [LONE, SLOW])
 def test_equal_over_several_blocks_of_the_usual_size(
-    queries: int, keys: int, by: Lone, monkeypatch: pytest.MonkeyPatch
+    queries: int, keys: int, by: LoneLoops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query, key, value = inputs(2, 1, queries, keys)
     lines = drawn(2, keys, queries, 0.02, 0.0)
     lines.slash[:, :9] = lines.slash[:, 100] = lines.slash[1, 200:420] = True
     lines.slash[0, 170::80] = True  # lone lines, across the vertical ones
-    monkeypatch.setattr(sparse, "lone", lambda *_: by)
+    monkeypatch.setattr(sparse, "lone_loops", lambda *_: by)
     monkeypatch.setattr(sparse, "BLOCKS", (64,))
     plans = [sparse.plan_of(lines, head, by.cost) for head in range(2)]
     assert set(range(170, 500, 80)) <= set(plans[0].lone) and plans[1].bands[0] == (200, 419)
@@ -134,7 +134,7 @@ def test_only_the_parts_that_are_needed_are_computed(monkeypatch: pytest.MonkeyP
         LONE.scores(query, key, opened, offsets, start, out)
         alone[0] += sum(min(len(query), start + len(query) - offset) for offset in offsets.tolist())
 
-    monkeypatch.setattr(sparse, "lone", lambda *_: replace(LONE, scores=scores))
+    monkeypatch.setattr(sparse, "lone_loops", lambda *_: replace(LONE, scores=scores))
     monkeypatch.setattr(sparse, "BLOCKS", (64,))
     monkeypatch.setattr(torch, "mm", mm)
     _, what = sparse_attention(query, key, value, lines, dense_above=1.0)
@@ -250,7 +250,7 @@ def test_without_numba_it_says_so_once_and_gives_the_same(monkeypatch: pytest.Mo
     seed=st.integers(0, 99),
 )
 def test_compiled_lone_lines_are_those_of_pytorch(widths: tuple[int, int], start: int, rows: int, seed: int) -> None:
-    fast, keys, generator = lone(*widths, torch.device("cpu")), start + rows, torch.Generator().manual_seed(seed)
+    fast, keys, generator = lone_loops(*widths, torch.device("cpu")), start + rows, torch.Generator().manual_seed(seed)
     assert fast.compiled and not SLOW.compiled
     query, key, value = (
         torch.randn(n, width, generator=generator)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,12 @@ import pytest
 import torch
 from test_loopserve_sparse import drawn, inputs
 
+from sinkscope.errors import SinkscopeError
+from sinkscope.kv.loopserve.serve import SparsePrompts
 from sinkscope.lines import sparse
+from sinkscope.trace.attention import Attention, View
+
+KERNELS: Any = ("auto", "blocks", "triton")
 
 CASES = {
     f"{kind}, {queries} of {queries + past}, width {width}, {kv} kv heads, {dtype}, limit {limit:g}": (
@@ -62,7 +68,7 @@ def test_interpreted_it_equals_attention_under_the_mask(name: str, found: dict[s
     assert case["kernel"] == "triton" and case["done"] and case["type"] == f"torch.{dtype}"
     if dtype == "float32":
         assert case["relative"] < 1e-6
-    else:  # weights are rounded to 8 bits for the product, as flash attention and FlexAttention round them
+    else:  # weights are rounded to 8 bits for the product, as flash attention rounds them
         assert case["root_mean_square"] < 1e-3 and case["relative"] < 2e-3
         assert case["off"] < 1.25 * case["pytorch_off"]
     assert any(case["dense"]) == (limit < 1)
@@ -142,13 +148,12 @@ def test_the_index_names_each_cell_once() -> None:
 
 
 def test_scattered_offsets_are_no_longer_dense() -> None:
-    """A hundred lone offsets at 32k: FlexAttention would compute most blocks."""
+    """A hundred lone offsets at 32k."""
     kernel = pytest.importorskip("sinkscope.lines.triton")
     keys = 32768
     lines = drawn(1, keys, keys, 0.0, 100 / keys)
     share = float(kernel.index_of(lines, 128).cells()) / float(lines.lengths().sum())
     assert share < sparse.dense_limit(128, "triton", torch.device("cuda"))
-    assert float(sparse.flex.blocks_of(lines).cells()) / float(lines.lengths().sum()) > share
 
 
 def test_without_triton_others_compute_and_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,11 +169,32 @@ def test_without_triton_others_compute_and_it_is_said_once(monkeypatch: pytest.M
     sparse._triton.cache_clear()
 
 
-def test_the_order_of_kernels_is_decided_by_device_and_wish() -> None:
+def test_the_kernel_is_decided_by_device_and_request() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert sparse._fast("auto", cuda) == sparse._fast("triton", cuda) == ("triton", "flex")
-    assert sparse._fast("auto", cpu) == sparse._fast("blocks", cuda) == ()
-    assert sparse._fast("flex", cuda) == sparse._fast("flex", cpu) == ("flex",)
+    limits = {(kernel, device): sparse.dense_limit(64, kernel, device) for kernel in KERNELS for device in (cuda, cpu)}
+    assert limits["auto", cuda] == limits["triton", cuda] == limits["triton", cpu] == 0.5
+    assert limits["auto", cpu] == limits["blocks", cpu] == limits["blocks", cuda] == 0.65
+    assert sparse.dense_limit(24, "blocks", cpu) == 0.325
+    for kernel in ("flex", "gpu"):
+        with pytest.raises(SinkscopeError, match=f'kernel=\'{kernel}\': expected "auto", "blocks" or "triton"'):
+            sparse.check_kernel(kernel)
+
+
+def test_prompts_on_a_device_without_it_are_left_to_the_model() -> None:
+    """Unless blocks are asked for by a limit of one's own."""
+    query, key = torch.empty(1, 2, 200, 16, device="meta"), torch.empty(1, 1, 200, 16, device="meta")
+    pos = torch.arange(200)[None]
+    view = View(pos[None], pos)
+    module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation="sdpa"))
+    prompt = Attention(module, query, key, key, None, {}, view=view)
+
+    def reason(in_blocks: bool) -> str | None:
+        return SparsePrompts("LoopServe", lambda *_: drawn(2, 200, 200, 0, 0), in_blocks=in_blocks)._why_dense(
+            prompt, view, None
+        )
+
+    assert reason(False) == "on meta without Triton: kernel 'auto' does not use it on meta"
+    assert reason(True) is None
 
 
 @pytest.mark.slow

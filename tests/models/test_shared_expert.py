@@ -12,6 +12,7 @@ from organisms import tiny_model
 from organisms.hard import hard
 from raw_kit import zeroed
 
+from experiments.screen import reaches, screen
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate, Write
 from sinkscope.models.probe import probe
@@ -27,7 +28,6 @@ from sinkscope.sinks.first_token.neurons import (
     split,
     view_layer,
 )
-from sinkscope.sinks.first_token.screen import neuron_screen, reaches
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 FAMILIES = {"qwen2_moe": ("mlp.shared_expert", 32, 48), "glm4_moe": ("mlp.shared_experts", 24, 48)}
@@ -155,15 +155,13 @@ def test_inputs_of_shared_and_routed_neurons_are_split_together(family: str) -> 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_screen_reads_the_shared_expert_too(family: str) -> None:
     """One shared neuron with a long column leads the ranking, under its own name, though another width precedes it."""
-    model, tokenizer = tiny_model(family)
-    target = Target.of(model)
+    target = Target.of(tiny_model(family)[0])
     parts = reaches(target, LAYER)
-    assert [(p.expert, len(p.reach)) for p in parts] == [(e, FAMILIES[family][1]) for e in range(4)] + [(None, 48)]
+    assert [(p.expert, len(p.norm)) for p in parts] == [(e, FAMILIES[family][1]) for e in range(4)] + [(None, 48)]
     down: Any = target.mlp_part(LAYER, "down")
     with torch.no_grad():
         down.weight[:, 45] *= 1000
-    best = neuron_screen(model, tokenizer=tokenizer).candidates[0]
-    assert (best.layer, best.expert, best.neuron) == (LAYER, None, 45)
+    assert screen(target)["candidates"][0]["neuron"] == f"L{LAYER}.N45"
 
 
 def test_the_probe_holds_the_shared_expert_to_its_gate() -> None:

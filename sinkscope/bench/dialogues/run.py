@@ -59,7 +59,7 @@ from sinkscope.files.records import Budget, Natural, check_values, conform, read
 from sinkscope.files.registry import Count, Hidden, Option, Positive, command
 from sinkscope.files.store import Folder
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.interventions.decode import Told
+from sinkscope.interventions.decode import ForcedAnswer
 from sinkscope.kv import Full
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopserve.conversation import Conversation
@@ -394,7 +394,7 @@ def check_length(to: Asked, made: AskedTurn, tokens: int) -> None:
     Raises:
         SinkscopeError: This number of tokens and an answer exceed the context.
     """
-    to.target.check_room(
+    to.target.check_length(
         f"dialogue {made.dialogue!r}, turn {made.turn + 1}, question at {made.position}: the text",
         tokens,
         to.new,
@@ -741,7 +741,7 @@ def _say(
     """New tokens and events; with `answers` it says these, whatever it would have said."""
     if answers is None:
         return to.generate(rows, edit, logits)
-    told = Told(answers, max(map(len, rows)), to.pad)
+    told = ForcedAnswer(answers, max(map(len, rows)), to.pad)
     return to.generate(rows, edit, logits, max(map(len, answers)), logits_processor=[told])
 
 

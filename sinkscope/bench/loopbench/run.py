@@ -263,7 +263,7 @@ def _rows(
     """Ids of the texts that are read, and of the prompts that are continued, which must fit what the methods can."""
     written = [(p, read_row(to.target, p.prompt, f"prompt {p.id!r}")) for p in prompts if isinstance(p, BenchPrompt)]
     for each, ids in written:
-        to.target.check_room(f"prompt {each.id!r}", len(ids), to.new, "give shorter prompts")
+        to.target.check_length(f"prompt {each.id!r}", len(ids), to.new, "give shorter prompts")
     check_can(to, [each for each in chosen if _edited(each)], [len(ids) for _, ids in written], window)
     texts = [each for each in prompts if isinstance(each, Honest)]  # these are cut where they do not fit
     return [(each, to.target.tokenizer(each.prompt, verbose=False)["input_ids"]) for each in texts], written

@@ -141,7 +141,7 @@ class LoopGuard(Intervention):
             usual["cooldown"] = 8  # a loop that goes on after the cut is met with more than a cut, so there is no wait
         return MonitorSettings.variant(self.variant, window=self.window, **usual | dict(self.monitor))
 
-    def told(self, run: Run) -> str:
+    def summary(self, run: Run) -> str:
         """The first loop and the response to it, and how many more followed."""
         cuts = [event for event in run.events if event.kind == self.KIND]
         if not cuts:

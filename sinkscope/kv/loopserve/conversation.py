@@ -22,7 +22,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import positions
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.interventions.decode import Told, decoding
+from sinkscope.interventions.decode import ForcedAnswer, decoding
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopguard.steer import generate_in_pieces
@@ -205,7 +205,7 @@ class Conversation:
             raise SinkscopeError(f"edit={edit!r}: expected LoopServe(...), a policy, patch or guard, or None")
         self.target, self._edit, self.chat = Target.of(model, tokenizer), edit, chat
         self.answers: Answers = "keep" if answers == "keep" else "recompute"
-        self.tokenizer = self.target.found_tokenizer if tokenizer is None else tokenizer
+        self.tokenizer = self.target.available_tokenizer if tokenizer is None else tokenizer
         if chat and not getattr(self.tokenizer, "chat_template", None):
             raise SinkscopeError(f"the tokenizer of {self.target.name} has no chat template: leave out chat")
         self.turns: list[Turn] = []
@@ -273,7 +273,7 @@ class Conversation:
             SinkscopeError: As for `ask`, or the answer is empty.
         """
         new, gold = self._prompt(prompt), self._encode(answer, "answer", special=False)
-        force = LogitsProcessorList([Told([gold], len(self.ids) + len(new))])
+        force = LogitsProcessorList([ForcedAnswer([gold], len(self.ids) + len(new))])
         return Conversation._turns([self], [new], len(gold), {"logits_processor": force}, gold)[0]
 
     def branch(self) -> Conversation:
@@ -427,7 +427,7 @@ class Conversation:
         first, count = chats[0], len(chats)
         target, edit, keep = first.target, first._edit, first.answers == "keep"
         for chat, prompt in zip(chats, new, strict=True):
-            target.check_room(
+            target.check_length(
                 f"turn {len(chat.turns) + 1}, with the {len(chat.ids)} tokens before it,",
                 len(chat.ids) + len(prompt),
                 max_new_tokens,

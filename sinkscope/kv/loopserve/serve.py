@@ -54,7 +54,7 @@ class SparsePrompts:
         dense_rows: Number of queries at the end that attend to everything.
         kernel: As for `sparse_attention`.
         in_blocks: Whether devices other than a CPU may use the loop over blocks. If not, prompts on devices without
-            Triton and FlexAttention are read by the model's own attention.
+            Triton are read by the model's own attention.
         held_out: Function of the numbers of queries and keys and the layer; it returns the indices of queries on which
             to measure how much attention the lines hold. None skips the measurement.
     """
@@ -176,7 +176,7 @@ class SparsePrompts:
         short = bool(((view.pos[:, 0] >= 0).sum(-1) < self.shortest).all())
         reasons = (
             (short, f"fewer than {self.shortest} keys"),
-            (why is not None, f"on {device} without FlexAttention: {why}"),
+            (why is not None, f"on {device} without Triton: {why}"),
             (view.window is not None and keys > view.window, "sliding window"),
             (prompt.softcap is not None, "soft cap"),
             (prompt.sinks is not None, "learned sinks"),
@@ -345,9 +345,9 @@ class Progressive(Policy):
         Session.of(run).before_prompt(lambda moment: self._open(moment.layers))
         run.stack.callback(lambda: self._open(list(record.layers)))
 
-    def told(self, run: Run) -> str:
+    def summary(self, run: Run) -> str:
         """The tokens that a decoding step read, and those held in the cache."""
-        return f"{said_of_steps(type(self).__name__, run)} {super().told(run)}".strip()
+        return f"{said_of_steps(type(self).__name__, run)} {super().summary(run)}".strip()
 
     def watch(self, session: Session, key: int) -> None:
         """Keep the latest queries, also those of generated tokens."""
@@ -472,7 +472,7 @@ class LoopServe(Intervention):
         dense_above: Share of computed cells above which a head is computed densely. None means 0.65, less for heads
             narrower than 48, and 0.5 on CUDA. Other devices then read densely, because a loop over blocks does not pay
             there.
-        kernel: What computes the lines: "blocks", "flex", "triton" or "auto" (`sparse_attention`).
+        kernel: What computes the lines: "blocks", "triton" or "auto" (`sparse_attention`).
         seed: Seed for drawing queries. Draws also depend on the layer and on the lengths of prompt and context, so they
             differ between the turns of a conversation.
         begin: Number of first tokens that all queries see. 1 in the paper.
@@ -570,7 +570,7 @@ class LoopServe(Intervention):
         more = {name: getattr(self, name) for name in ("variant", "begin", "local", "sharp", "checked")}
         return select_lines(query, key, self.alpha, **draw, **more, scaling=scaling, dense_above=limit)
 
-    def told(self, run: Run) -> str:
+    def summary(self, run: Run) -> str:
         """The share of attention that prompts computed, and the tokens that a decoding step read."""
         return " ".join(filter(None, [said_of_prompts("LoopServe", run), said_of_steps("LoopServe", run)]))
 

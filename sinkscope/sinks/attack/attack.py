@@ -128,7 +128,9 @@ def make_trials(
     target, folder = setup.target, None if resume is None else Path(resume)
     contexts = _contexts(setup, bos, prefix)
     longest, before = max(lengths), max(len(c.lead) for c in contexts)
-    target.check_room(f"--length {longest} behind {before} tokens", longest + before, remedy="give a smaller --length")
+    target.check_length(
+        f"--length {longest} behind {before} tokens", longest + before, remedy="give a smaller --length"
+    )
     ordinary = vocabulary(target, None)
     if clusters is None:
         kept = None if folder is None else folder / "clusters"

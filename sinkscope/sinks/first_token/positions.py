@@ -255,7 +255,7 @@ def token_positions(
         target.check_site(*site)
     given = read_text(str(file)) if file is not None else passage
     words = _words(setup, given, chat)
-    target.check_room("the text", len(words))
+    target.check_length("the text", len(words))
     setup.record(passage=None)  # the result contains the tokens instead
     own, pieces = getattr(setup.tokenizer, "bos_token_id", None), setup.ids
     if setup.bos is None and own is not None:  # spikes are compared with BOS even if the text has none

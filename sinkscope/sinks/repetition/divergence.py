@@ -335,7 +335,7 @@ def _continued(target: Target, head: int, repeats: Sequence[int] | None, new: in
         SinkscopeError: The repetitions and the answer do not fit the context.
     """
     largest, most = (target.max_positions or 1 << 30) - head - new, max(repeats or (1,))
-    target.check_room(f"a text of {most} repetitions behind {head} tokens", head + most, new, "repeat less often")
+    target.check_length(f"a text of {most} repetitions behind {head} tokens", head + most, new, "repeat less often")
     return tuple(repeats or dict.fromkeys(min(n, largest) for n in REPEATS))
 
 
