@@ -128,8 +128,6 @@ _ASSETS = "With --html: plotly.js lies beside the page, once for all pages of it
 
 _ABOUT = {
     "patch": "Make a patch that repairs repetition, and measure what it costs.",
-    "loopbench": "Build LoopBench-DC and LoopBench-RI, run methods on them, and print the tables.",
-    "dialogues": "Build dialogues with questions, answer them under cache policies, and print the tables.",
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from sinkscope.app.pages import Section, document, result_section, save_document
-from sinkscope.bench.files import PROMPTS
+from sinkscope.bench.record import PROMPTS
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import note
 from sinkscope.files.output import PAGE, check_output, check_writable

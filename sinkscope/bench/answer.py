@@ -157,7 +157,9 @@ class Batch:
         """Number of answers."""
         return len(self.keys)
 
-    def record(self, method: Method, prompt: Prompt, turn: int, answer: Answer, metrics: Any, steps: Any) -> BenchRecord:
+    def record(
+        self, method: Method, prompt: Prompt, turn: int, answer: Answer, metrics: Any, steps: Any
+    ) -> BenchRecord:
         """The record of an answer."""
         settings = {"set": prompt.set, "part": prompt.part, "temperature": self.temperature, **prompt.about}
         return BenchRecord(
@@ -403,7 +405,7 @@ def check_prompt(model: BenchModel, methods: Sequence[Method], prompt: Prompt, t
     Raises:
         SinkscopeError: Prompt and answer exceed the context, or a budget is too small for the prompt.
     """
-    model.target.check_room(f"prompt {prompt.id!r}", tokens, new, "give shorter prompts or fewer turns")
+    model.target.check_length(f"prompt {prompt.id!r}", tokens, new, "give shorter prompts or fewer turns")
     for method in methods:
         edit = method.make()
         if isinstance(edit, LoopServe) and edit.decode:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from sinkscope.bench.prompt import Prompt
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import pathless
-from sinkscope.files.store import RECORDS, SETTINGS, Folder, Keyed, read_json, read_lines
+from sinkscope.files.store import RECORDS, SETTINGS, Folder, Keyed, lines, read_json, read_lines
 
 COMMAND = "bench"
+PROMPTS = "prompts.jsonl"
 Ending = Literal["eos", "stopped", "cap"]
 
 
@@ -68,9 +71,20 @@ class BenchRun:
     records: tuple[BenchRecord, ...]
 
 
-def open_run(folder: str | os.PathLike[str] | None, settings: Mapping[str, Any]) -> Folder[BenchRecord]:
-    """Open the folder of a run for writing; use it in a `with`. None keeps records in memory only."""
-    return Folder(folder, {"command": COMMAND, **settings}, BenchRecord)
+def open_run(
+    folder: str | os.PathLike[str] | None, settings: Mapping[str, Any], prompts: Sequence[Prompt]
+) -> Folder[BenchRecord]:
+    """Open the folder of a run for writing; use it in a `with`.
+
+    Args:
+        folder: A new or empty folder, or one that was begun with the same settings and prompts. None keeps records in
+            memory only.
+        settings: Everything else that determines the records.
+        prompts: The prompts, which are stored beside the records.
+    """
+    stored = lines(prompts)
+    digest = hashlib.sha256(stored.encode()).hexdigest()[:16]
+    return Folder(folder, {"command": COMMAND, **settings, "prompts": digest}, BenchRecord, also={PROMPTS: stored})
 
 
 def read_run(folder: str | os.PathLike[str]) -> BenchRun:

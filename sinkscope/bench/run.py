@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 from sinkscope.bench.answer import Batch, BenchModel, ModelByName, check_prompt
 from sinkscope.bench.methods import read_methods
-from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, open_run
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import Task, check_methods, read_task
@@ -20,7 +18,6 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.console import Progress
 from sinkscope.files.jobs import Pool, Tally, check_workers, finish
 from sinkscope.files.records import Natural, Whole, check_values
-from sinkscope.files.store import lines
 from sinkscope.measure import Count, Hidden, Option, Positive, command
 from sinkscope.serving.generate import Temperature
 
@@ -158,7 +155,6 @@ def _run(
         "version": VERSION,
         **opened.settings(),
         "task": task.name,
-        "prompts": _digest(prompts),
         "max_new_tokens": new,
         "temperature": temperature,
         **task.conditions(),
@@ -176,7 +172,7 @@ def _run(
         elsewhere = partial(_open_worker, sent, opened.target.tokenizer, task)
     gpu = opened.target.device.type == "cuda"
     with (
-        open_run(out, settings) as folder,
+        open_run(out, settings, prompts) as folder,
         Pool(work, elsewhere, workers=workers, address=ray, gpu=gpu, progress=progress) as pool,
     ):
         finish(pool, batches, folder, tally)
@@ -192,11 +188,6 @@ def _check_ids(ids: Sequence[str]) -> None:
     name, count = Counter(ids).most_common(1)[0]
     if count > 1:
         raise SinkscopeError(f"two prompts have the same id {name!r}: give each its own")
-
-
-def _digest(prompts: Sequence[Prompt]) -> str:
-    """Hash of the prompts, by which a folder knows that it was begun with them."""
-    return hashlib.sha256(lines(prompts).encode()).hexdigest()[:16]
 
 
 def _open_worker(model: object, tokenizer: Any, task: Task) -> Callable[[Batch], list[BenchRecord]]:

@@ -172,9 +172,7 @@ def bench_table(
     return tabulate_records(runs, by)
 
 
-def tabulate_records(
-    runs: Sequence[tuple[Sequence[BenchRecord], dict[str, Any]]], by: str = "part"
-) -> BenchTable:
+def tabulate_records(runs: Sequence[tuple[Sequence[BenchRecord], dict[str, Any]]], by: str = "part") -> BenchTable:
     """Group records by task, model, set and method.
 
     Args:

@@ -169,9 +169,7 @@ class Dialogues(Task):
 
         records: list[BenchRecord] = []
         for prompt in batch.prompts:
-            talk = Conversation(
-                model.target, batch.methods[0].make(), tokenizer=model.target.tokenizer, chat=self.chat
-            )
+            talk = Conversation(model.target, batch.methods[0].make(), tokenizer=model.target.tokenizer, chat=self.chat)
             for number, turn in enumerate(prompt.turns):
                 text = turn.text if self.chat or number == 0 else f"\n\n{turn.text}"
                 branch = copy(talk)  # turns replace a conversation's contents, so the original stays as it is

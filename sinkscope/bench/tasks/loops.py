@@ -70,6 +70,7 @@ class Loops(Task):
         source: small, small-dc, small-ri, stories, organism, text, or a file of prompts.
         openings: Number of openings of ordinary text, for "text".
         opening: Tokens of each opening.
+        given: Prompts to use instead.
     """
 
     name: ClassVar[str] = "loops"
@@ -85,14 +86,19 @@ class Loops(Task):
     source: str = "small"
     openings: Natural = _OPENINGS
     opening: Natural = 16
+    given: tuple[Prompt, ...] = ()
 
     def prompts(self, target: Target) -> list[Prompt]:
         """The prompts of the source."""
+        if self.given:
+            return list(self.given)
         if self.source == TEXT:
             return self._text(target)
         if self.source not in SETS:
             if not Path(self.source).is_file():
-                raise SinkscopeError(f"source={self.source!r}: expected {', '.join(SETS)}, {TEXT}, or a file of prompts")
+                raise SinkscopeError(
+                    f"source={self.source!r}: expected {', '.join(SETS)}, {TEXT}, or a file of prompts"
+                )
             return read_prompts(self.source)
         prompts: list[Prompt] = []
         for name in SETS[self.source]:

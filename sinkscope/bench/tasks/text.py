@@ -41,7 +41,7 @@ from sinkscope.bench.task import Task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.interventions.decode import Told
+from sinkscope.interventions.decode import ForcedAnswer
 from sinkscope.kv import Full
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.session import Rows, Session
@@ -163,7 +163,7 @@ def _generate_along(
     """New tokens and events; with `answers` these are the new tokens, whatever the model would have generated."""
     if not answers:
         return generate_rows(model, rows, new, edit, hook)
-    forced = Told(answers, max(map(len, rows)), model.pad)
+    forced = ForcedAnswer(answers, max(map(len, rows)), model.pad)
     return generate_rows(model, rows, max(map(len, answers)), edit, hook, logits_processor=[forced])
 
 
