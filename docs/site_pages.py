@@ -1,17 +1,20 @@
-"""For the site only: pictures from figures/, notebooks as pages, and lists made from the registry."""
+"""For the site only: pictures from figures/, notebooks as pages, and lists made from the table of commands."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
-from itertools import groupby
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from mkdocs.structure.files import File
 
-from sinkscope.files.registry import Entry, Parameter, entries, shared_parameters
+from sinkscope.app.cli import FORCE_HELP, RESULT_OPTIONS
+from sinkscope.app.commands import Command, commands
+from sinkscope.files.options import Parameter, introduction, parameters_of
+from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, Output
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -51,54 +54,61 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     markdown = re.sub(r"\]\(([^)]*notebooks/\w+)\.ipynb\)", r"](\1.md)", markdown)
     markdown = re.sub(r"\]\(\.\./((?:\.\./)*figures/)", r"](\1", markdown)
     markdown = re.sub(r"(!\[[^\]]*\]\(([^)]*figures/[^)]*)\))", r"[\1](\2)", markdown)  # a click shows it in full size
-    for mark, text in (("<!-- measurements -->", measurements), ("<!-- commands -->", commands)):
+    for mark, text in (("<!-- measurements -->", measurements), ("<!-- commands -->", command_lists)):
         markdown = markdown.replace(mark, text()) if mark in markdown else markdown
     return markdown
 
 
 def measurements() -> str:
     """Every measurement and its result, as mkdocstrings reads them."""
-    found = sorted((e for e in entries().values() if e.decorator == "measurement"), key=lambda e: (e.group, e.command))
     lines: list[str] = []
-    for group, members in groupby(found, key=lambda e: e.group):
-        lines.append(f"## {group}\n")
-        for entry in members:
-            returns = getattr(entry.node.returns, "id", "")
-            lines.append(f"::: {entry.module}.{entry.name}\n\n::: {entry.module}.{returns}\n")
+    for group, members in _by_group().items():
+        entries: list[str] = []
+        for command in members:
+            function = command.load()
+            if isinstance(function, Measurement):
+                result = get_type_hints(function.function)["return"].__name__
+                entries.append(f"::: {command.target.replace(':', '.')}\n\n::: {command.module}.{result}\n")
+        if entries:
+            lines += [f"## {group}\n", *entries]
     return "\n".join(lines)
 
 
-def commands() -> str:
+def command_lists() -> str:
     """Every command with its options."""
-    found = sorted(entries().values(), key=lambda e: (e.group, e.command, e.marks.get("flag") or ""))
     lines: list[str] = []
-    for group, members in groupby(found, key=lambda e: e.group):
+    for group, members in _by_group().items():
         lines.append(f"## {group}\n")
-        for entry in members:
-            flag = f" --{entry.marks['flag'].replace('_', '-')}" if "flag" in entry.marks else ""
-            flag += ", several checkpoints" * bool(entry.marks.get("several"))
-            lines.append(f"### sinkscope {entry.command}{flag}\n\n{entry.summary}\n")
-            lines += _options(entry.parameters, entry)
+        for command in members:
+            function = command.load()
+            summary = introduction(inspect.getdoc(function) or "").split("\n\n")[0]
+            lines.append(f"### sinkscope {command.words}\n\n{summary}\n")
+            if isinstance(function, Measurement):
+                lines += _options(function.parameters, function.outputs)
+            else:
+                lines += _options(parameters_of(function))
     lines.append("## Options of every measurement\n")
-    lines += _options(shared_parameters("open"))
+    lines += _options(SETUP_PARAMETERS.values())
     lines.append("Measurements that can run under interventions also take:\n")
-    lines += _options(shared_parameters("edit_of"))
+    lines += _options(EDIT_PARAMETERS.values())
+    lines.append("Commands with a result write it to files:\n")
+    lines += ["| option | |", "|---|---|"]
+    lines += [f"| `--{name}` | {text} |" for name, (_, text) in RESULT_OPTIONS.items()]
+    lines += [f"| `--force` | {FORCE_HELP} |", ""]
     return "\n".join(lines)
 
 
-def _options(parameters: tuple[Parameter, ...], entry: Entry | None = None) -> list[str]:
-    shown = [p for p in parameters if not p.option.hidden]
-    outputs = entry.marks.get("outputs", []) if entry else []
-    if not shown and not outputs:
+def _by_group() -> dict[str, list[Command]]:
+    groups: dict[str, list[Command]] = {}
+    for command in commands().values():
+        groups.setdefault(command.group, []).append(command)
+    return groups
+
+
+def _options(parameters: Iterable[Parameter], outputs: Sequence[Output] = ()) -> list[str]:
+    """A table of options."""
+    rows = [f"| `{one.flag}` | {one.help_with_default} |" for one in parameters if not one.option.hidden]
+    rows += [f"| `--{output.name}` | {output.help} |" for output in outputs]
+    if not rows:
         return []
-    rows = [f"| `{p.flag}` | {p.help}{_default(p)} |" for p in shown]
-    rows += [f"| `--{name}` | {text} |" for name, text, _ in outputs]
     return ["| option | |\n|---|---|", *rows, ""]
-
-
-def _default(parameter: Parameter) -> str:
-    value = parameter.default
-    if value in (None, False, inspect.Parameter.empty):
-        return ""
-    shown = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
-    return f" Default: {shown}."

@@ -60,7 +60,6 @@ COMMANDS = {
     "barcode-policy": "barcode --max-new-tokens 32 --policy h2o:32 --no-control --bins 16 {all}",
     "locking": "locking --prompt-file {inputs}/prompt.txt --max-new-tokens 96 --suffix 64 --window 32 {all}",
     "locking-period": "locking --max-new-tokens 48 --period 8 --suffix 32 --window 32 --no-control {all}",
-    "rotary": "rotary --prompt-file {inputs}/prompt.txt --max-new-tokens 96 {all}",
     "lines": "lines --count 2 --length 128 --eta 0.05 --eta 0.2 {all}",
     "overlap": "overlap --count 2 --length 128 --eta 0.1 --max-new-tokens 16 {all}",
     "generate": f"generate {_PROMPT} --max-new-tokens 32",

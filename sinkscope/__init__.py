@@ -11,7 +11,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOME = {  # public name -> where it lives; measurements come from the registry
+_HOME = {  # public name -> where it lives; measurements come from the table of commands
     "load": "sinkscope.models.load",
     "models": "sinkscope.models.names",
     "Target": "sinkscope.models.target",
@@ -25,10 +25,18 @@ _HOME = {  # public name -> where it lives; measurements come from the registry
     "SinkPatch": "sinkscope.interventions.sink_patch",
     "LoopGuard": "sinkscope.kv.loopguard.guard",
     "LoopServe": "sinkscope.kv.loopserve.serve",
-    **dict.fromkeys(
-        "H2O TOVA AShape AdaKV Full MInference Observe Policy Progressive SnapKV StreamingLLM TriShape".split(),
-        "sinkscope.kv",
-    ),
+    "H2O": "sinkscope.kv",
+    "TOVA": "sinkscope.kv",
+    "AShape": "sinkscope.kv",
+    "AdaKV": "sinkscope.kv",
+    "Full": "sinkscope.kv",
+    "MInference": "sinkscope.kv",
+    "Observe": "sinkscope.kv",
+    "Policy": "sinkscope.kv",
+    "Progressive": "sinkscope.kv",
+    "SnapKV": "sinkscope.kv",
+    "StreamingLLM": "sinkscope.kv",
+    "TriShape": "sinkscope.kv",
     "Conversation": "sinkscope.kv.loopserve.conversation",
     "generate": "sinkscope.serving.generate",
     "report": "sinkscope.app.report",
@@ -38,7 +46,7 @@ _HOME = {  # public name -> where it lives; measurements come from the registry
 }
 
 
-class _Callable(ModuleType):
+class _CallableModule(ModuleType):
     """`models`, `trace` and `generate` are packages or modules as well as functions: calling one calls its function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,22 +62,25 @@ class _Callable(ModuleType):
 class _Package(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _HOME and type(value) is ModuleType:  # the import system hangs a submodule below its package
-            value.__class__ = _Callable
+            value.__class__ = _CallableModule
         super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Package
 
 
-def _names() -> list[str]:
-    from sinkscope.files.registry import entries
-
-    measured = [name for name, entry in entries().items() if entry.decorator == "measurement"]
-    return sorted({*_HOME, *measured, "__version__"})
-
-
 def _function(name: str) -> Any:
     return getattr(import_module(_HOME[name]), name)
+
+
+def _measurements() -> dict[str, str]:
+    from sinkscope.app.commands import measurement_targets
+
+    return measurement_targets()
+
+
+def _names() -> list[str]:
+    return sorted({*_HOME, *_measurements(), "__version__"})
 
 
 def __getattr__(name: str) -> Any:
@@ -79,12 +90,9 @@ def __getattr__(name: str) -> Any:
         return import_module("sinkscope.loops")
     if name in _HOME:
         return globals().setdefault(name, _function(name))  # the module, where one of that name was imported before
-    if not name.startswith("_"):
-        from sinkscope.files.registry import entries
-
-        entry = entries().get(name)
-        if entry is not None and entry.decorator == "measurement":
-            return globals().setdefault(name, entry.load())
+    if not name.startswith("_") and name in _measurements():
+        module = _measurements()[name].partition(":")[0]
+        return globals().setdefault(name, getattr(import_module(module), name))
     raise AttributeError(f"module 'sinkscope' has no attribute {name!r}; it has: {', '.join(_names())}")
 
 

@@ -9,7 +9,7 @@ from importlib import invalidate_caches
 from pathlib import Path
 
 import sinkscope
-from sinkscope.files.registry import entries, kinds
+from sinkscope.app.commands import commands, kind_modules
 from sinkscope.files.result import _KINDS
 
 SOURCE = Path(__file__).parent / "fixtures" / "attention_entropy.py"
@@ -17,13 +17,13 @@ KIND, NAME, MODULE = "attention-entropy", "attention_entropy", "stranger_entropy
 
 
 @contextmanager
-def installed(folder: Path, source: str) -> Iterator[None]:
+def installed(folder: Path, source: str, name: str = NAME) -> Iterator[None]:
     """Install the package in a folder; sinkscope looks for measurements again, as a new process would."""
     (folder / f"{MODULE}.py").write_text(source)
     info = folder / "stranger-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[sinkscope.measurements]\nentropy = {MODULE}:{NAME}\n")
+    (info / "entry_points.txt").write_text(f"[sinkscope.measurements]\nentropy = {MODULE}:{name}\n")
     earlier = _KINDS.pop(KIND, None)  # a page of the documentation defines the same one
     sys.path.insert(0, str(folder))
     _look_again()
@@ -41,5 +41,5 @@ def installed(folder: Path, source: str) -> Iterator[None]:
 
 def _look_again() -> None:
     invalidate_caches()
-    entries.cache_clear()
-    kinds.cache_clear()
+    commands.cache_clear()
+    kind_modules.cache_clear()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import sinkscope
-from sinkscope.files.registry import entries
+from sinkscope.app.commands import commands
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -48,7 +48,8 @@ def _python(code: str) -> str:
 
 
 def test_import_loads_nothing_heavy() -> None:
-    code = "import sys, sinkscope; print({'torch', 'transformers', 'numpy', 'typer', 'rich'} & set(sys.modules))"
+    heavy = "{'torch', 'transformers', 'numpy', 'click', 'rich', 'pydantic'}"
+    code = f"import sys, sinkscope; print({heavy} & set(sys.modules))"
     assert _python(code) == "set()"
 
 
@@ -64,7 +65,7 @@ def test_type_checkers_see_the_same_names() -> None:
     tree = ast.parse((ROOT / "sinkscope/__init__.pyi").read_text(encoding="utf-8"))
     stated = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module != "sinkscope"]
     seen = {a.asname: n.module for n in stated for a in n.names}
-    homes = {n: e.module for n, e in entries().items()}
+    homes = {command.name: command.module for command in commands().values()}
     assert sinkscope._HOME.items() <= seen.items()
     assert {name: homes.get(name, sinkscope._HOME.get(name)) for name in seen} == seen
 
@@ -127,7 +128,7 @@ UPWARD = {
     ("sinkscope.models.probe", "trace"),
     ("sinkscope.attention.texts", "bench"),
 }  # the check of a loaded model recomputes its attention rows
-LAZY = {"sinkscope", "sinkscope.files.registry"}  # they name every module, and import those that are asked for
+LAZY = {"sinkscope", "sinkscope.app.commands"}  # they name every module, and import those that are asked for
 
 
 def test_imports_go_one_way() -> None:

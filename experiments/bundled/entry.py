@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from experiments.bundled import corpus, measure, passages
-from sinkscope.attention.ditto import copy_probabilities
-from sinkscope.attention.ditto import head_scores as induction_scores
+from experiments.loopguard.ditto import copy_probabilities
+from experiments.loopguard.ditto import head_scores as induction_scores
 from sinkscope.bench.run import run_bench
 from sinkscope.files.rate import mean_known
 from sinkscope.loops.signals import tail_period
@@ -80,7 +80,7 @@ def head_scores(
         bos_id: the token in front.
 
     Returns:
-        "induction" and "previous_token", as `sinkscope ditto` defines them.
+        "induction" and "previous_token", as `experiments.loopguard.ditto` defines them.
     """
     units = torch.randint(3, model.config.vocab_size, (rows, period), generator=torch.Generator().manual_seed(seed))
     scores = induction_scores(Target.of(model), units, bos_id)

@@ -42,7 +42,7 @@ from sinkscope.loops import (
     tail_period,
     type_token_ratio,
 )
-from sinkscope.loops.checker import split
+from sinkscope.loops.outputs import split
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.models.text import typical_text
 

@@ -2,7 +2,7 @@
 
 A card holds the conclusion of every part of a scan, its numbers with their controls, and the changes from another card.
 Each measurement declares its own part: its order, its arguments, and its numbers and facts on the card
-(`registry.ScanMark`).
+(`ScanMark`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from sinkscope import __version__
+from sinkscope.app.commands import Command, commands
 from sinkscope.app.pages import save_html
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.console import Progress, silent
 from sinkscope.files.jobs import Pool, Tally, check_workers, finish
+from sinkscope.files.options import command
 from sinkscope.files.output import write_atomic
 from sinkscope.files.plain import pathless, visible
-from sinkscope.files.registry import Entry, command, entries
 from sinkscope.files.result import Result
 from sinkscope.files.store import Folder, Keyed
 from sinkscope.files.tables import Grid, cell, strings
@@ -137,7 +138,7 @@ class SinkCard(Result):
 
     quick: bool
     parts: tuple[CardPart, ...]
-    numbers: tuple[CardNumber, ...] = ()
+    numbers: tuple[CardNumber, ...]  # pyright: ignore[reportIncompatibleMethodOverride] = ()
     facts: tuple[CardFact, ...] = ()
     against: str | None = None
     changes: tuple[CardChange, ...] = ()
@@ -266,19 +267,54 @@ def read_card(path: str | Path) -> SinkCard:
     return SinkCard.load(file)
 
 
-def numbers_of(entry: Entry, result: Result) -> list[CardNumber]:
+@dataclass(frozen=True, kw_only=True)
+class ScanMark:
+    """How a measurement takes part in `sinkscope scan`: the literal `scan={...}` of its decorator.
+
+    Paths lead from the result to a value: attribute names and item indices, separated by dots. `*` stands for all
+    items; the median over those that are not None is used.
+
+    Attributes:
+        order: Position in the run and on the card; lower numbers come first.
+        seconds: Seconds with --quick and without it, on a small model; used as weights of the remaining time.
+        quick: Arguments with --quick. None: it is then left out.
+        full: Arguments without --quick.
+        streams: Whether --quick runs it on a model that is read layer by layer. False if it reads the layers many
+            times.
+        numbers: Label -> paths of the value, of its control and, if known, of the margin within which it varies by
+            chance; "a - b" is the distance of two paths.
+        facts: Label -> path of a word or a list by which two models can be compared.
+    """
+
+    order: int = 100
+    seconds: Sequence[float] = (5.0, 30.0)
+    quick: dict[str, Any] | None = field(default_factory=dict)
+    full: dict[str, Any] = field(default_factory=dict)
+    streams: bool = True
+    numbers: dict[str, Sequence[str]] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+def mark_of(entry: Command) -> ScanMark | None:
+    """How a command takes part in a scan; None if it does not."""
+    scan = getattr(entry.load(), "scan", None)
+    return None if scan is None else ScanMark(**scan)
+
+
+def numbers_of(entry: Command, result: Result) -> list[CardNumber]:
     """The numbers that a measurement puts on the card; numbers that this model lacks are left out."""
     found: list[CardNumber] = []
-    for label, (value, *more) in (entry.scan.numbers if entry.scan else {}).items():
+    for label, (value, *more) in (mark.numbers if (mark := mark_of(entry)) else {}).items():
         control, margin = (at_path(result, path) for path in [*more, "", ""][:2])
         if (number := at_path(result, value)) is not None:
             found.append(CardNumber(entry.name, label, number, control, margin))
     return found
 
 
-def facts_of(entry: Entry, result: Result) -> list[CardFact]:
+def facts_of(entry: Command, result: Result) -> list[CardFact]:
     """The facts that a measurement puts on the card."""
-    found = {label: _follow(result, path) for label, path in (entry.scan.facts if entry.scan else {}).items()}
+    mark = mark_of(entry)
+    found = {label: _follow(result, path) for label, path in (mark.facts if mark else {}).items()}
     return [CardFact(entry.name, label, _worded(value)) for label, value in found.items() if value is not None]
 
 
@@ -293,7 +329,7 @@ def at_path(result: object, path: str) -> float | None:
 
     Args:
         result: Result of a measurement.
-        path: Path as described in `registry.ScanMark`.
+        path: Path as described in `ScanMark`.
     """
     if " - " in path:
         a, b = (at_path(result, part) for part in path.split(" - "))
@@ -323,7 +359,7 @@ def _follow(value: Any, path: str) -> Any:
 PAGE, MARKDOWN = "card.html", "card.md"
 VERSION = 1  # of what a folder holds; a change of it is another setting
 QUICK_BYTES = 2 << 30  # weights of a model that --quick loads whole
-Told = Callable[[Entry, "Result | str"], object]
+Told = Callable[[Command, "Result | str"], object]
 """Called with each part and its result, or why there is none."""
 
 
@@ -545,15 +581,15 @@ def scan_one(job: ScanJob, wanted: Wanted, progress: Progress = silent, told: To
     folder = Path(job.folder)
     with Folder(folder, settings, Finished) as kept:
         chosen = scanned(wanted.quick)
-        clock = Clock({e.command_line: e.scan.seconds[not wanted.quick] for e in chosen if e.scan}, progress)
+        clock = Clock({e.words: m.seconds[not wanted.quick] for e in chosen if (m := mark_of(e))}, progress)
         for entry in chosen:
-            clock.begin(entry.command_line)
+            clock.begin(entry.words)
             there = _kept(folder, entry) if entry.name in kept.records else None
             made = there or _measured(entry, replace(setup, progress=clock), edit, wanted.quick)
             if there is None and isinstance(made, Result):
                 made.save(folder / file_of(entry))
                 kept.append([Finished(entry.name, made.provenance.seconds)])
-            clock.end(entry.command_line, there is None and isinstance(made, Result))
+            clock.end(entry.words, there is None and isinstance(made, Result))
             parts.append(_part(entry, made))
             if isinstance(made, Result):
                 found[entry.name] = made
@@ -569,18 +605,18 @@ def scan_one(job: ScanJob, wanted: Wanted, progress: Progress = silent, told: To
     return card
 
 
-def scanned(quick: bool) -> list[Entry]:
+def scanned(quick: bool) -> list[Command]:
     """The measurements of a scan, in the order in which they run."""
-    some = [e for e in entries().values() if e.scan is not None and not (quick and e.scan.quick is None)]
-    return sorted(some, key=lambda e: (e.scan.order if e.scan else 0, e.name))
+    some = [(m, e) for e in commands().values() if e.public and (m := mark_of(e)) and not (quick and m.quick is None)]
+    return [e for _, e in sorted(some, key=lambda pair: (pair[0].order, pair[1].name))]
 
 
-def file_of(entry: Entry) -> str:
+def file_of(entry: Command) -> str:
     """The file of a part in the folder of a scan."""
     return entry.name.replace("_", "-") + ".json"
 
 
-def _kept(folder: Path, entry: Entry) -> Result | None:
+def _kept(folder: Path, entry: Command) -> Result | None:
     """The result of an earlier run; None: it is gone or damaged, and is measured again."""
     try:
         return Result.load(folder / file_of(entry))
@@ -588,11 +624,11 @@ def _kept(folder: Path, entry: Entry) -> Result | None:
         return None
 
 
-def _measured(entry: Entry, setup: Setup, edit: Intervention | None, quick: bool) -> Result | str:
+def _measured(entry: Command, setup: Setup, edit: Intervention | None, quick: bool) -> Result | str:
     """The result of a part, or why there is none: whatever goes wrong in it, the next one begins."""
-    target, mark = setup.target, entry.scan
+    target, mark = setup.target, mark_of(entry)
     assert mark is not None
-    if entry.marks.get("loading") == "whole" and not target.resident:
+    if entry.load().loading == "whole" and not target.resident:
         size = f"{weight_bytes(target) / 1e9:.1f} GB"
         return f"it needs the whole model in memory, and its weights take {size}; give --memory to allow that"
     if quick and not mark.streams and not target.resident:
@@ -608,17 +644,17 @@ def _measured(entry: Entry, setup: Setup, edit: Intervention | None, quick: bool
         return said if isinstance(error, SinkscopeError) else f"it failed ({type(error).__name__}: {said:.200})"
 
 
-def _part(entry: Entry, made: Result | str) -> CardPart:
+def _part(entry: Command, made: Result | str) -> CardPart:
     if isinstance(made, str):
-        return CardPart(entry.name, entry.command_line, "", made.rstrip(".") + ".")
+        return CardPart(entry.name, entry.words, "", made.rstrip(".") + ".")
     p = made.provenance
-    return CardPart(entry.name, entry.command_line, made.conclusion(), None, p.seconds, p.peak_memory_bytes)
+    return CardPart(entry.name, entry.words, made.conclusion(), None, p.seconds, p.peak_memory_bytes)
 
 
 def _card(
     setup: Setup, parts: list[CardPart], found: Mapping[str, Result], settings: dict[str, Any], wanted: Wanted
 ) -> SinkCard:
-    known, info = entries(), setup.info()
+    known, info = {e.name: e for e in commands().values()}, setup.info()
     spent = round(sum(part.seconds or 0.0 for part in parts), 3)
     return SinkCard(
         quick=wanted.quick,
@@ -737,8 +773,8 @@ def demo(
     steps = iter(range(1, 1 + len(scanned(quick=True))))
     print("sinkscope looks at the small model in the package. Each step is a command that you can give yourself.\n")
 
-    def told(entry: Entry, made: Result | str) -> None:
-        print(f"{next(steps)}. {entry.summary}\n   $ sinkscope {entry.command_line}", flush=True)
+    def told(entry: Command, made: Result | str) -> None:
+        print(f"{next(steps)}. {entry.help}\n   $ sinkscope {entry.words}", flush=True)
         print(f"   {made.conclusion() if isinstance(made, Result) else f'Left out: {made}'}\n", flush=True)
 
     scan(out=out, quick=True, told=told, progress=progress)

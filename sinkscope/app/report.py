@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from sinkscope.app.commands import commands, kind_modules
 from sinkscope.app.pages import Section, document, result_section, save_document
 from sinkscope.bench.record import PROMPTS
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import note
-from sinkscope.files.output import PAGE, check_output, check_writable
+from sinkscope.files.options import Hidden, Option, command
+from sinkscope.files.output import check_output, check_writable
 from sinkscope.files.plain import visible
-from sinkscope.files.registry import Hidden, entries, kinds
 from sinkscope.files.result import Result, known_kinds, read_json
 from sinkscope.files.store import LOCK, RECORDS, SETTINGS
-from sinkscope.measure import Option, command
 
 _BESIDE = {".html", ".png"}  # files that commands write next to their JSON
 _OF_RUNS = {SETTINGS, RECORDS, LOCK, PROMPTS}
@@ -95,8 +95,8 @@ def report(
 ) -> Report:
     """Write all results found in a folder and its subfolders as one self-contained HTML file.
 
-    Results are the files that `--json` and `.save()` write, and the folders that `loopbench run`, `dialogues run` and
-    `dialogues fidelity` write, which are shown as their tables. Other files are left out and listed; hidden files, and
+    Results are the files that `--json` and `.save()` write, and the folders that `sinkscope bench` writes, which are shown
+    as their tables. Other files are left out and listed; hidden files, and
     the HTML and PNG that commands write beside their JSON, are left out silently.
 
     Args:
@@ -120,7 +120,7 @@ def report(
     files, skipped = _listed(root)
     if target in {path.resolve() for path in files}:
         raise SinkscopeError(f"{out} is one of the files to be read: give the report another name")
-    check_output(target, PAGE)
+    check_output(target, "report")
     sections: list[Section] = []
     for i, path in enumerate(files):
         if progress is not None:
@@ -173,7 +173,7 @@ def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
 
 def _place(kind: str) -> tuple[int, int]:
     """First tokens come first, then the other measurements of sinks, then all other kinds."""
-    room = next((i for i, name in enumerate(_ROOMS) if kinds().get(kind, "").startswith(name)), len(_ROOMS))
+    room = next((i for i, name in enumerate(_ROOMS) if kind_modules().get(kind, "").startswith(name)), len(_ROOMS))
     return room, list(known_kinds()).index(kind)
 
 
@@ -191,10 +191,10 @@ def _parts(path: Path, name: str) -> list[tuple[str, Any]]:
 def _runs(folder: Path, name: str) -> dict[str, Any]:
     """The tables of a folder of runs, as the benchmark's own command prints them."""
     settings = read_json(folder / SETTINGS)
-    words = str(settings.get("command", "loopbench") if isinstance(settings, dict) else settings).split(" ")[0]
-    table = next((e for e in entries().values() if e.command == f"{words} table"), None)
+    words = str(settings.get("command", "") if isinstance(settings, dict) else settings)
+    table = commands().get(f"{words} table")
     if table is None:
-        raise SinkscopeError(f"{name} is no folder of `loopbench run`, `dialogues run` or `dialogues fidelity`")
+        raise SinkscopeError(f"{name} is no folder of `sinkscope bench`")
     made: Result = table.load()([folder])
     data = made.to_dict()
     data["provenance"] |= {"argv": ["sinkscope", words, "table", name], "seconds": 0.0, "peak_memory_bytes": None}

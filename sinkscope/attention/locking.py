@@ -23,7 +23,7 @@ from sinkscope.files.tables import cell
 from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import decode
 from sinkscope.kv.session import Observe, Rows
-from sinkscope.loops.signals import Novelty, collapse_point, diversity
+from sinkscope.loops.signals import WindowNovelty, collapse_point, diversity
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.inputs import read_row
 
@@ -399,7 +399,7 @@ def _onset(curve: Tensor, low: float) -> int | None:
 
 def _last_new(ids: list[int], window: int, n: int = 4) -> int | None:
     """Position of the last token whose n-gram does not lie in the `window` tokens up to it once more, earlier."""
-    novelty = Novelty(max(window, n), n, 1)
+    novelty = WindowNovelty(max(window, n), n, 1)
     new = [bool(novelty.add(token, at)) for at, token in enumerate(ids)]
     return max((at for at, first in enumerate(new) if first and at >= n - 1), default=None)
 

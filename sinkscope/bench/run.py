@@ -18,14 +18,13 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.console import Progress
 from sinkscope.files.jobs import Pool, Tally, check_workers, finish
 from sinkscope.files.records import Natural, Whole, check_values
-from sinkscope.measure import Count, Hidden, Option, Positive, command
+from sinkscope.files.options import Count, Hidden, Option, Positive
 from sinkscope.serving.generate import Temperature
 
 VERSION = 3
 """Version of the records; a change of what they hold is another setting."""
 
 
-@command(group="Benchmark", command="bench run")
 def bench(
     *,
     task: Annotated[str, Option(metavar="TASK|FILE")],

@@ -15,7 +15,7 @@ from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.task import task_class
 from sinkscope.files.rate import mean_known, wilson
 from sinkscope.files.result import Grid, ModelInfo, Number, Result, cell, provenance
-from sinkscope.measure import Option, command
+from sinkscope.files.options import Option
 
 EXPONENTIAL = {"perplexity": "nll"}
 """Columns that are exp of the mean of a metric."""
@@ -146,7 +146,6 @@ def _shown(name: str, value: Any) -> str:
     return cell(value)
 
 
-@command(group="Benchmark", command="bench table")
 def bench_table(
     folders: Annotated[Sequence[Path], Option(argument=True, metavar="DIR...")],
     *,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable
-from statistics import median_high
 from typing import Any
 
 import plotly.graph_objects as go
@@ -23,12 +22,10 @@ from sinkscope.measure.style import (
     by_layer,
     counted,
     curve,
-    dots,
     drawn,
     fill,
     finished,
     panels,
-    powers,
     shares,
     upright,
 )
@@ -197,158 +194,6 @@ def _along(title: str, result: Any) -> Panel:
         if at is not None
     ]
     return Panel(title, [*scores, *events], "position", {"range": [0, 1.02]})
-
-
-_SIZES = (0.01, 1.0)
-_EXACT = "<br>(10<sup>-6</sup>: exactly the same)"
-_EVERY_LAYER = {"title_text": "layer", "dtick": 1}
-
-
-def draw_ditto(result: Any) -> go.Figure:
-    """Draw the probability over copies, with heads ablated and the control, and the scores of all heads."""
-    ablated = sum(h.ablated for h in result.heads)
-    series = (
-        ("intact", "probability", BLUE, "solid", 5),  # wide, because the control mostly lies on it
-        (f"without the {ablated} heads of largest induction score", "ablated", RED, "dash", 2),
-        (f"without {ablated} other heads (median of draws)", "control", GREY, "dot", 2),
-    )
-    parts = [
-        Panel(
-            f"{html.escape(c.name.capitalize())}, mean of {c.units}",
-            [
-                curve(
-                    [str(n) for n in c.copies],
-                    getattr(c, field),
-                    name,
-                    color,
-                    dash,
-                    width,
-                    showlegend=i == 0 and ablated > 0,
-                )
-                for name, field, color, dash, width in series
-            ],
-            {"title_text": "copies before", "type": "category"},
-            {"range": [-0.03, 1.03]} | ({} if i else {"title_text": "probability"}),
-        )
-        for i, c in enumerate(result.curves)
-    ]
-    bar: dict[str, Any] = {"colorbar": {"thickness": 12}}
-    parts += [
-        _heads("Induction", result, lambda h: (h.induction,), "%{z:.2f}", showscale=False, **bar),
-        _heads("Previous token", result, lambda h: (h.previous_token,), "%{z:.2f}", showscale=True, **bar),
-    ]
-    return drawn(result, parts, grid={"spacing": 0.035}, width=280 * len(parts) + 100, height=450)
-
-
-def draw_rotary(result: Any) -> go.Figure:
-    """How queries and keys repeat, what that does to scores, the tail operator along the sequence, and decay."""
-    if result.period is None:
-        return finished(go.Figure(), result, width=800, height=260)
-    return drawn(
-        result,
-        [_vectors(result), _scores(result), _drift(result), _decay(result)],
-        grid={"rows": 2, "cols": 2, "vertical_spacing": 0.17, "spacing": 0.11},
-        width=1400,
-        height=950,
-        margin={"l": 70, "r": 260, "t": 90, "b": 60},
-        legend={"orientation": "v", "x": 1.01, "y": 1, "xanchor": "left"},
-        legend2={"x": 1.01, "y": 0.4, "xanchor": "left"},
-    )
-
-
-def _per_head(heads: Any, field: str, norm: str, name: str, color: str, symbol: str | None = None) -> list[Any]:
-    """A dot per head for a field over another, if it was measured; heads of a layer stand side by side.
-
-    Values are floored, so that an exact repetition still shows on a logarithmic axis.
-    """
-    both = [(getattr(h, field), getattr(h, norm)) for h in heads]
-    values = [None if v is None or not n else max(v / n, 1e-6) for v, n in both]
-    width = max(h.head for h in heads) + 1
-    made = dots(
-        [h.layer + (h.head + 0.5) / width * 0.8 - 0.4 for h in heads],
-        values,
-        name,
-        color,
-        6,
-        marker_opacity=0.8,
-        marker_symbol=symbol,
-        customdata=[[h.layer, h.head] for h in heads],
-        hovertemplate="layer %{customdata[0]}, head %{customdata[1]}: %{y:.3g}<extra>%{fullData.name}</extra>",
-    )
-    return [made] if any(v is not None for v in values) else []
-
-
-def _vectors(result: Any) -> Panel:
-    p = result.period
-    traces = [
-        dot
-        for prefix, shift, color in (
-            ("", f"{p} apart", BLUE),
-            ("other_", f"{p + 1} apart", ORANGE),
-            ("healthy_", f"{p} apart, ordinary text", GREY),
-        )
-        for field, norm, what, symbol in (
-            ("delta_q", "query_norm", "queries", "circle"),
-            ("delta_k", "key_norm", "keys", "x-thin-open"),
-        )
-        for dot in _per_head(result.heads, prefix + field, norm, f"{what} {shift}", color, symbol)
-    ]
-    axis = powers(f"largest distance over median length{_EXACT}")
-    return Panel("Queries and keys a shift apart", traces, _EVERY_LAYER, axis)
-
-
-def _scores(result: Any) -> Panel:
-    p = result.period
-    traces = [
-        dot
-        for field, name, color, symbol in (
-            ("change", f"scores {p} apart", BLUE, None),
-            ("other_change", f"scores {p + 1} apart", ORANGE, None),
-            ("healthy_change", f"scores {p} apart, ordinary text", GREY, None),
-            ("bound", "bound of Eq. 15", GREEN, "line-ew-open"),
-        )
-        for dot in _per_head(result.heads, field, "spread", name, color, symbol)
-    ]
-    axis = powers(f"mean difference over spread of scores{_EXACT}")
-    return Panel("Scores a shift apart", traces, _EVERY_LAYER, axis)
-
-
-def _drift(result: Any) -> Panel:
-    """The median over the layers."""
-    traces: list[Any] = []
-    for field, name, color in (
-        ("period", f"in {result.period} steps", BLUE),
-        ("step", "in 1 step", ORANGE),
-        ("healthy_period", f"in {result.period} steps, ordinary text", GREY),
-    ):
-        lines = [getattr(d, field) for d in result.drift if getattr(d, field) is not None]
-        known = [[v for v in at if v is not None] for at in zip(*lines, strict=True)]
-        middle = [median_high(values) if values else None for values in known]
-        hover = "position %{x}: %{y:.3g}<extra>median over layers, " + name + "</extra>"
-        style: dict[str, Any] = {"mode": "lines", "width": 2, "legend": "legend2", "hovertemplate": hover}
-        traces += [curve(result.positions, middle, f"tail operator {name}", color, **style)] if lines else []
-    begins = "position (dotted: the loop begins)"
-    axis = powers("movement over length")
-    return Panel("Tail operator (Eq. 4)", traces, begins, axis, [upright(result.onset, GREY)])
-
-
-def _decay(result: Any) -> Panel:
-    small, large = _SIZES
-    traces: list[Any] = []
-    for decays, within, size, name, color in (
-        (result.decays, False, small, "orthogonal to the tail subspace", BLUE),
-        (result.decays, True, small, "inside it", GREEN),
-        (result.healthy_decays, False, small, "ordinary text, orthogonal", GREY),
-        (result.decays, False, large, "orthogonal, as large as the state", ORANGE),
-    ):
-        grown = [[v / d.change[0] for v in d.change] for d in decays if d.size == size and d.within == within]
-        middle = [median_high(at) for at in zip(*grown, strict=True)]
-        hover = "%{x} periods later: %{y:.3g} of the first change<extra>" + name + "</extra>"
-        style: dict[str, Any] = {"width": 2, "legend": "legend2", "hovertemplate": hover}
-        traces += [curve(list(range(len(middle))), middle, f"disturbed {name}", color, **style)] if grown else []
-    change = powers("change of the last hidden state, over the first")
-    after = {"title_text": "periods after the disturbed one", "dtick": 1}
-    return Panel("Decay of a disturbance", traces, after, change)
 
 
 _WEIGHTS = (

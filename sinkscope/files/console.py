@@ -8,7 +8,6 @@ from collections.abc import Callable
 from shutil import get_terminal_size
 from typing import Any
 
-from sinkscope.files.output import write_output
 from sinkscope.files.plain import visible
 
 Progress = Callable[[str, int, int], None]
@@ -62,18 +61,20 @@ def note(message: str) -> None:
     print(visible(message), file=sys.stderr)
 
 
-def emit(path: str, text: str) -> None:
-    """`text` to a file, or to standard output for `-`."""
+def emit(path: str, text: str, *, force: bool = False) -> None:
+    """Write text to a file as `write_output` does, or to standard output for `-`."""
     if path == "-":
         sys.stdout.write(text)
     else:
-        write_output(path, text)
+        from sinkscope.files.output import write_output
+
+        write_output(path, text, force=force)
 
 
-def print_result(result: Any, *, wide: bool = False) -> None:
-    """A rich table on a terminal, plain aligned text anywhere else; `wide` shows every column as plain text."""
-    if wide or not sys.stdout.isatty():
-        print(visible(result.text(None if wide else get_terminal_size((80, 24)).columns)))
+def print_result(result: Any) -> None:
+    """Print a rich table on a terminal, plain aligned text anywhere else."""
+    if not sys.stdout.isatty():
+        print(visible(result.text(get_terminal_size((80, 24)).columns)))
         return
     from rich.console import Console
 

@@ -19,7 +19,6 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_output
 from sinkscope.files.plain import parse_json, pathless, plain, visible
 from sinkscope.files.records import build
-from sinkscope.files.registry import kinds
 from sinkscope.files.tables import WIDTH, Grid, cell, glossary, strings
 
 if TYPE_CHECKING:
@@ -227,6 +226,12 @@ class Result:
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", plain(self.settings, scrub=True))
 
+    def fill_in(self, model: ModelInfo, settings: dict[str, Any], provenance: Provenance) -> None:
+        """Set the parts that the function of a measurement leaves open; the decorator calls it once."""
+        object.__setattr__(self, "model", model)
+        object.__setattr__(self, "settings", plain(settings, scrub=True))
+        object.__setattr__(self, "provenance", provenance)
+
     def to_dict(self) -> dict[str, Any]:
         """The envelope: schema, kind, model, result, settings, provenance. Plain JSON: NaN and inf become None."""
         result = {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name not in _ENVELOPE}
@@ -276,8 +281,8 @@ class Result:
                 "or make it again"
             )
         kind = str(data["kind"])
-        if kind not in _KINDS and kind in kinds():
-            import_module(kinds()[kind])
+        if kind not in _KINDS and kind in _kind_modules():
+            import_module(_kind_modules()[kind])
         found = _KINDS.get(kind)
         if found is None:
             known = ", ".join(sorted(known_kinds()))
@@ -455,7 +460,12 @@ def _row(record: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
 
 def known_kinds() -> tuple[str, ...]:
     """Kinds that `Result.load` can read: those of sinkscope, then those defined elsewhere and imported so far."""
-    return tuple(dict.fromkeys((*kinds(), *_KINDS)))
+    return tuple(dict.fromkeys((*_kind_modules(), *_KINDS)))
+
+
+def _kind_modules() -> dict[str, str]:
+    """Each kind of result that sinkscope has, with the module that defines it; the package itself knows them."""
+    return import_module("sinkscope.app.commands").kind_modules()
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

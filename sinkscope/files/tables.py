@@ -11,8 +11,8 @@ from textwrap import fill, wrap
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from sinkscope.files.notation import head_name, neuron_name
+from sinkscope.files.options import described
 from sinkscope.files.plain import visible
-from sinkscope.files.registry import described
 
 WIDTH = 80
 """Characters of a line where there is no terminal."""

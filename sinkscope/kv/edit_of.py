@@ -8,7 +8,7 @@ from operator import or_
 from typing import Annotated, Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.registry import Hidden, Option
+from sinkscope.files.options import Hidden, Option
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv.loopguard import LoopGuard

@@ -1,7 +1,7 @@
 """Repetition in plain token ids: signals, LoopGuard's online monitor, and a checker of texts. Loads no torch."""
 
-from sinkscope.loops.checker import Checked, LoopCalibration, LoopCheck, calibrate, check
-from sinkscope.loops.follow import Alarm, Watch
+from sinkscope.loops.calibrate import LoopCalibration, calibrate
+from sinkscope.loops.check import CheckedOutput, LoopCheck, check
 from sinkscope.loops.monitor import VARIANTS, Monitor, MonitorSettings, Step
 from sinkscope.loops.signals import (
     Tail,
@@ -17,11 +17,12 @@ from sinkscope.loops.signals import (
     tail_period,
     type_token_ratio,
 )
+from sinkscope.loops.streams import Alarm, Watch
 
 __all__ = [
     "VARIANTS",
     "Alarm",
-    "Checked",
+    "CheckedOutput",
     "LoopCalibration",
     "LoopCheck",
     "Monitor",

@@ -15,7 +15,16 @@ from pydantic import Field, Strict, StrictFloat, StrictInt
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, Share, Whole, between, checked, conform
-from sinkscope.loops.signals import THETA_CR, THETA_TTR, WINDOW, Novelty, Repeats, Runs, Tail, Types, compression_ratio
+from sinkscope.loops.repetition import ExactRepetition, NearRepetition
+from sinkscope.loops.signals import (
+    THETA_CR,
+    THETA_TTR,
+    WINDOW,
+    Tail,
+    WindowDiversity,
+    WindowNovelty,
+    compression_ratio,
+)
 
 VOTERS: tuple[Literal["ttr", "cr", "p1"], ...] = ("ttr", "cr", "p1")
 GATES: tuple[Literal["stall", "tail"], ...] = ("stall", "tail")
@@ -88,14 +97,15 @@ class MonitorSettings:
     every: Natural = 200
 
     def __post_init__(self) -> None:
-        for name, given in (("voters", self.voters), ("gates", self.gates)):
-            if len(set(given)) < len(given):
-                raise SinkscopeError(f"{name} is {given!r}: expected each name at most once")
+        for name, names in (("voters", self.voters), ("gates", self.gates)):
+            if len(set(names)) < len(names):
+                raise SinkscopeError(f"{name} is {names!r}: expected each name at most once")
         conform(between(int, None, len(self.voters)), self.votes, "votes", then=", the number of voters")
         conform(between(int, self.novelty_n, None), self.window, "window", then=", the value of novelty_n")
-        for name, given, least in (("repeats", self.tail_repeats, 3), ("shortest", self.tail_shortest, 12)):
-            if self.rule == "repeats" and given < least:
-                raise SinkscopeError(f'tail_{name} is {given}: rule "repeats" needs at least {least}')
+        if self.rule == "repeats" and self.tail_repeats < 3:
+            raise SinkscopeError(f'tail_repeats is {self.tail_repeats}: rule "repeats" needs at least 3')
+        if self.rule == "repeats" and self.tail_shortest < 12:
+            raise SinkscopeError(f'tail_shortest is {self.tail_shortest}: rule "repeats" needs at least 12')
 
     @classmethod
     def paper(cls, **changed: Any) -> MonitorSettings:
@@ -125,9 +135,10 @@ class MonitorSettings:
         Raises:
             SinkscopeError: The field does not exist, or a value is invalid.
         """
-        known = [f.name for f in fields(self)]
-        if unknown := [name for name in changed if name not in known]:
-            raise SinkscopeError(f"the monitor has no setting {unknown[0]!r}: there are {', '.join(known)}")
+        names = [field.name for field in fields(self)]
+        for name in changed:
+            if name not in names:
+                raise SinkscopeError(f"the monitor has no setting {name!r}: there are {', '.join(names)}")
         return replace(self, **changed)
 
 
@@ -142,8 +153,11 @@ _PAPER = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "repeats": {},
     "full": _PAPER,
-    **{name: {**_PAPER, "voters": (name,), "votes": 1, "gates": ()} for name in ("p1", "ttr", "cr")},
-    **{name: {**_PAPER, "voters": (), "votes": 0, "gates": (name,)} for name in GATES},
+    "p1": {**_PAPER, "voters": ("p1",), "votes": 1, "gates": ()},
+    "ttr": {**_PAPER, "voters": ("ttr",), "votes": 1, "gates": ()},
+    "cr": {**_PAPER, "voters": ("cr",), "votes": 1, "gates": ()},
+    "stall": {**_PAPER, "voters": (), "votes": 0, "gates": ("stall",)},
+    "tail": {**_PAPER, "voters": (), "votes": 0, "gates": ("tail",)},
     "always": {**_PAPER, "rule": "always"},
     "none": {**_PAPER, "rule": "never"},
 }
@@ -200,14 +214,19 @@ class Monitor:
     def reset(self) -> None:
         """Start over, as for a new row."""
         s = self.settings
-        self.last, self.ended = _NOTHING, False
-        self._types = Types(s.window)
-        self._novelty = Novelty(s.window, s.novelty_n, s.novelty_span)
-        self._runs = Runs(s.tail_longest)  # takes any number of copies; its time grows with the longest period
-        early = s.rule == "repeats"
-        self._repeats = Repeats(s.tail_longest, s.tail_repeats, s.tail_shortest, s.tail_noise) if early else None
-        self._streak = self._stalled = self._tailed = self._level = 0
-        self._triggered: int | None = None
+        self.last = _NOTHING
+        self.ended = False
+        self._diversity = WindowDiversity(s.window)
+        self._novelty = WindowNovelty(s.window, s.novelty_n, s.novelty_span)
+        self._exact_tail = ExactRepetition(s.tail_longest)
+        self._near_tail: NearRepetition | None = None
+        if s.rule == "repeats":
+            self._near_tail = NearRepetition(s.tail_longest, s.tail_repeats, s.tail_shortest, s.tail_noise)
+        self._confident_steps = 0
+        self._stalled_steps = 0
+        self._tail_steps = 0
+        self._level = 0
+        self._triggered_at: int | None = None
 
     def end(self) -> None:
         """Mark the row as finished: later tokens for it are padding and are ignored."""
@@ -230,57 +249,88 @@ class Monitor:
         """
         if self.ended:
             return self.last
-        s, token = self.settings, index(token)
-        step = self.last.step + 1
-        ttr = self._types.add(token)
-        cr, novelty = self.last.cr, math.nan
-        if self._repeats is not None:
-            run = self._repeats.add(token, step - 1)
+        token = index(token)
+        position = self.last.step
+        step = position + 1
+        ttr = self._diversity.add(token)
+        if self._near_tail is not None:
+            cr, novelty = math.nan, math.nan
+            stretch = self._near_tail.add(token, position)
         else:
-            if step % s.stride == 0:
-                cr = compression_ratio(self._types.tokens)
-            novelty = self._novelty.add(token, step - 1)
-            run = self._runs.add(token, step - 1, s.tail_repeats, s.tail_shortest)
-        tail = None if run is None else Tail(run[0], run[1], (step - run[1]) / run[0])
-        self._streak = self._streak + 1 if p_max is not None and p_max > s.theta_conf else 0
-        self._stalled = self._stalled + 1 if novelty < s.theta_nov else 0
-        self._tailed = self._tailed + 1 if tail is not None else 0
-        votes, warn = self._vote(ttr, cr, p_max) if self._repeats is None else (0, False)
-        stall, tail_rep = self._stalled >= s.stall, self._tailed >= s.tail_hold
-        since = None if self._triggered is None else step - self._triggered
+            s = self.settings
+            cr = self._compression(step)
+            novelty = self._novelty.add(token, position)
+            stretch = self._exact_tail.add(token, position, s.tail_repeats, s.tail_shortest)
+        self._count_steps(novelty, p_max)
+        votes, warn = 0, False
+        if self._near_tail is None:
+            votes = self._votes(ttr, cr)
+            warn = votes >= self._needed_votes(p_max)
+        tail: Tail | None = None
+        self._tail_steps = 0 if stretch is None else self._tail_steps + 1
+        if stretch is not None:
+            tail = Tail(stretch.period, stretch.start, (step - stretch.start) / stretch.period)
+        stall = self._stalled_steps >= self.settings.stall
+        tail_rep = self._tail_steps >= self.settings.tail_hold
+        since: int | None = None
+        if self._triggered_at is not None:
+            since = step - self._triggered_at
         trigger = self._triggers(step, since, warn, stall, tail_rep)
-        streak = None if p_max is None else self._streak
+        if trigger:
+            follows = since is not None and since <= self.settings.relapse
+            self._level = self._level + 1 if follows else 0
+            self._triggered_at = step
+        streak = None if p_max is None else self._confident_steps
         self.last = Step(
             step, ttr, cr, streak, novelty, tail, votes, warn, stall, tail_rep, trigger, self._level, since
         )
         return self.last
 
-    def _triggers(self, step: int, since: int | None, warn: bool, stall: bool, tail_rep: bool) -> bool:
-        """Whether to intervene now; a trigger sets the level and begins the cooldown."""
+    def _compression(self, step: int) -> float:
+        """Compression ratio of the window, computed every `stride` steps and held in between."""
+        if step % self.settings.stride == 0:
+            return compression_ratio(self._diversity.tokens)
+        return self.last.cr
+
+    def _count_steps(self, novelty: float, p_max: float | None) -> None:
+        """Count consecutive confident steps and consecutive stalled steps."""
+        confident = p_max is not None and p_max > self.settings.theta_conf
+        self._confident_steps = self._confident_steps + 1 if confident else 0
+        stalled = novelty < self.settings.theta_nov
+        self._stalled_steps = self._stalled_steps + 1 if stalled else 0
+
+    def _votes(self, ttr: float, cr: float) -> int:
+        """Signals that vote on a warning (Eq. 8)."""
         s = self.settings
-        if step < s.warmup or (since is not None and since <= s.cooldown):
+        votes = 0
+        if "ttr" in s.voters and ttr < s.theta_ttr:
+            votes += 1
+        if "cr" in s.voters and cr < s.theta_cr:
+            votes += 1
+        if "p1" in s.voters and self._confident_steps >= s.streak:
+            votes += 1
+        return votes
+
+    def _needed_votes(self, p_max: float | None) -> int:
+        """How many votes make a warning; without probabilities one voter is missing."""
+        s = self.settings
+        if p_max is not None or "p1" not in s.voters:
+            return s.votes
+        needed = min(s.votes, len(s.voters) - 1)
+        if not needed and s.votes:
+            raise SinkscopeError("only the top-1 streak (p1) votes, and no probability came: pass p_max")
+        return needed
+
+    def _triggers(self, step: int, since: int | None, warn: bool, stall: bool, tail_rep: bool) -> bool:
+        """Whether to intervene now (Eq. 9 for rule "signals")."""
+        s = self.settings
+        if step < s.warmup:
+            return False
+        if since is not None and since <= s.cooldown:
             return False
         if s.rule == "repeats":
-            trigger = tail_rep
-        elif s.rule == "signals":
+            return tail_rep
+        if s.rule == "signals":
             persists = not s.gates or (stall and "stall" in s.gates) or (tail_rep and "tail" in s.gates)
-            trigger = warn and persists
-        else:
-            trigger = s.rule == "always" and step % s.every == 0
-        if trigger:
-            self._level = self._level + 1 if since is not None and since <= s.relapse else 0
-            self._triggered = step
-        return trigger
-
-    def _vote(self, ttr: float, cr: float, p_max: float | None) -> tuple[int, bool]:
-        """Votes of Eq. 8, and whether they are enough."""
-        s = self.settings
-        votes = ("ttr" in s.voters and ttr < s.theta_ttr) + ("cr" in s.voters and cr < s.theta_cr)
-        needed = s.votes
-        if "p1" in s.voters:
-            votes += self._streak >= s.streak
-            if p_max is None:
-                needed = min(needed, len(s.voters) - 1)
-                if not needed and s.votes:
-                    raise SinkscopeError("only the top-1 streak (p1) votes, and no probability came: pass p_max")
-        return votes, votes >= needed
+            return warn and persists
+        return s.rule == "always" and step % s.every == 0

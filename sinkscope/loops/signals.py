@@ -18,234 +18,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from sinkscope.errors import SinkscopeError
 
-
-class Types:
-    """Type-token ratio of the last `window` tokens."""
-
-    def __init__(self, window: int) -> None:
-        self.window = window
-        self.tokens: deque[int] = deque()
-        self._counts: dict[int, int] = {}
-
-    def add(self, token: int) -> float:
-        """Add one token and return the ratio including it."""
-        counts, tokens = self._counts, self.tokens
-        tokens.append(token)
-        counts[token] = counts.get(token, 0) + 1
-        if len(tokens) > self.window:
-            gone = tokens.popleft()
-            if counts[gone] == 1:
-                del counts[gone]
-            else:
-                counts[gone] -= 1
-        return len(counts) / len(tokens)
-
-
-class Novelty:
-    """Share of the last `span` tokens whose n-gram was new to the window (see `signals.novelty`)."""
-
-    def __init__(self, window: int, n: int, span: int) -> None:
-        self._reach, self._n, self._span = window - n, n, span  # an n-gram fits window - n times before the last one
-        self._gram: deque[int] = deque(maxlen=n)
-        self._last: dict[tuple[int, ...], int] = {}  # n-gram -> where it ended last
-        self._ends: deque[tuple[int, ...]] = deque()  # those of the last `reach` positions, oldest first
-        self._flags: deque[bool] = deque()
-        self._new = 0
-
-    def add(self, token: int, position: int) -> float:
-        """Add the token at `position` and return the share including it."""
-        self._gram.append(token)
-        new = True
-        if len(self._gram) == self._n:
-            new = self._seen(tuple(self._gram), position)
-        self._flags.append(new)
-        self._new += new
-        if len(self._flags) > self._span:
-            self._new -= self._flags.popleft()
-        return self._new / len(self._flags)
-
-    def _seen(self, gram: tuple[int, ...], position: int) -> bool:
-        new = gram not in self._last
-        self._last[gram] = position
-        self._ends.append(gram)
-        if len(self._ends) > self._reach:
-            oldest = self._ends.popleft()
-            if self._last[oldest] == position - self._reach:
-                del self._last[oldest]
-        return new
-
-
-class Runs:
-    """For every period up to `longest`, counts how many tokens up to now equal the one a period before."""
-
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
-        self._recent: deque[int] = deque()
-        self._where: dict[int, deque[int]] = {}  # token -> its positions among the recent ones, oldest first
-        self._since: dict[int, int] = {}  # period -> first position of the run
-
-    def add(self, token: int, position: int, repeats: int | float, shortest: int) -> tuple[int, int] | None:
-        """Add the token at `position`; return period and first position of the repetition that covers most, if any."""
-        where = self._where.get(token)
-        since: dict[int, int] = {}
-        best, found = 0, None
-        if where:
-            for earlier in reversed(where):  # smallest period first; a period without this token has ended
-                period = position - earlier
-                first = since[period] = self._since.get(period, position)
-                covered = position - first + 1 + period
-                if covered > best and covered >= repeats * period and covered >= shortest:
-                    best, found = covered, (period, first - period)
-            where.append(position)
-        else:
-            self._where[token] = deque((position,))
-        self._since = since
-        self._recent.append(token)
-        if len(self._recent) > self._longest:
-            gone = self._where[oldest := self._recent.popleft()]
-            gone.popleft()
-            if not gone:
-                del self._where[oldest]
-        return found
-
-
-_MODULUS, _BASE = (1 << 61) - 1, 0x2545F4914F6CDD1D % ((1 << 61) - 1)  # of the hashes; every match is verified anyway
-
-
-class _Run:
-    """Tokens up to now that equal the one a period before, but for a few."""
-
-    __slots__ = ("clean", "credit", "due", "first", "missed", "misses")
-
-    def __init__(self, first: int, due: int) -> None:
-        self.first = self.clean = first  # of the tokens that are compared; the first after the last mismatch
-        self.due = due  # position from which they cover enough
-        self.misses, self.credit = 0, Repeats.CREDIT
-        self.missed: deque[tuple[int, bool]] = deque()  # mismatches of the last period; whether the token was replaced
-
-
-class Repeats:
-    """Finds the repetition of any period up to `longest` that reaches the last token, allowing a few replaced tokens.
-
-    The last n tokens are looked up among earlier ones for n = 4, 6, 8, 12, 16, ..., and the distance to the nearest
-    equal stretch becomes a period that is tracked from then on. Stretches of n tokens are stored at about every (n/2)th
-    position, and a longer stretch is looked up only if the shorter one was found. A token therefore costs only a few
-    lookups, regardless of how many came before. A cycle of P tokens differs from all its rotations in any P - 1 tokens,
-    so three exact copies are found at their last token, whatever the cycle contains.
-
-    A token that differs from the one a period before is a mismatch. It is tolerated if the share of mismatches is at
-    most `noise` and the original token is back a period later. A position that changes in every copy, as in a list that
-    counts up, ends the repetition.
-
-    Args:
-        longest: Largest period.
-        repeats: Required number of copies, at least 3.
-        shortest: Required number of tokens, at least 12.
-        noise: Largest share of mismatches; 0 requires exact repetition.
-    """
-
-    CREDIT = 2.0  # mismatches that may follow each other; those of a repetition earn it back at the rate of `noise`
-
-    def __init__(self, longest: int, repeats: int | float, shortest: int, noise: float) -> None:
-        self._longest, self._repeats, self._shortest, self._noise = longest, repeats, shortest, noise
-        sizes = [4]
-        while sizes[-1] < longest - 1:
-            sizes.append(sizes[-1] * 3 // 2 if sizes[-1].bit_count() == 1 else sizes[-1] * 4 // 3)
-        # How often they are stored: a multiple of the number before, so that what is there for n is there for fewer.
-        every = [1, *(1 << n.bit_length() - 2 for n in sizes[1:])]
-        self._sizes = [(n, s - 1, pow(_BASE, n, _MODULUS)) for n, s in zip(sizes, every, strict=True)]
-        self._keep = 3 * longest + 8
-        self._ids: list[int] = []
-        self._hashes = [0]  # of everything up to a token; those of stretches are differences
-        self._ends: dict[int, int] = {}  # hash of a stretch -> where it ended last
-        self._older: dict[int, int] = {}
-        self._runs: dict[int, _Run] = {}  # by period
-        self._last: tuple[int, int] | None = None  # the exact part of what was found: its period and start
-
-    def add(self, token: int, position: int) -> tuple[int, int] | None:
-        """Add the token at `position`; return period and first position of the repetition that covers most, if any."""
-        ids, hashes, runs = self._ids, self._hashes, self._runs
-        ids.append(token)
-        hashes.append((hashes[-1] * _BASE + token + 1) % _MODULUS)
-        self._look_up(position)
-        found, best, clean, ended = None, position, 0, []
-        for period, run in runs.items():
-            if ids[~period] != token:
-                if not self._tolerated(run, period, token, position):
-                    ended.append(period)
-            elif position >= run.due:
-                start = run.first - period
-                if run.misses > self._noise * (position - run.first + 1):
-                    start = run.clean - period
-                    if position < self._due(start, period):
-                        continue
-                if start < best or (start == best and found is not None and period < found[0]):
-                    best, found, clean = start, (period, start), run.clean
-        if found is not None and len(runs) > 1:  # periods that say nothing beside one that divides them
-            ended += [p for p in runs if p > found[0] and p % found[0] == 0 and runs[p].clean >= clean]
-        for period in ended:
-            runs.pop(period, None)
-        if len(ids) > 2 * self._keep:
-            del ids[: -self._keep], hashes[: -self._keep]
-        self._last = found and (found[0], clean - found[0])
-        return found
-
-    def _look_up(self, position: int) -> None:
-        """Find the nearest stretches that equal the last tokens, follow their periods, and store these stretches."""
-        period, covered = (0, 0) if self._last is None else (self._last[0], position - self._last[1])
-        ends, older, hashes, looking = self._ends, self._older, self._hashes, True
-        for n, mask, power in self._sizes:
-            store = not position & mask
-            if n > position + 1 or not (looking or store):
-                break
-            stretch = (hashes[-1] - hashes[~n] * power) % _MODULUS
-            if looking and period <= n <= covered - period:  # known to recur: only longer ones say something new
-                looking = covered - period < self._sizes[-1][0]
-            elif looking:
-                at = ends.get(stretch)
-                if at is None:
-                    at = older.get(stretch)
-                looking = at is not None
-                if at is not None and (distance := position - at) <= self._longest and distance not in self._runs:
-                    known = period and distance % period == 0 and distance + n <= covered
-                    if not known:
-                        self._follow(distance, position)
-            if store:
-                ends[stretch] = position
-        if position % self._longest == 0:
-            self._older, self._ends = ends, {}
-
-    def _follow(self, period: int, position: int) -> None:
-        ids = self._ids
-        equal, most = 0, len(ids) - period
-        while equal < most and ids[~equal] == ids[~equal - period]:
-            equal += 1
-        if equal > 3:
-            first = position - equal + 1
-            self._runs[period] = _Run(first, self._due(first - period, period))
-
-    def _due(self, start: int, period: int) -> int:
-        return start + max(math.ceil(self._repeats * period), self._shortest) - 1
-
-    def _tolerated(self, run: _Run, period: int, token: int, position: int) -> bool:
-        """Note a mismatch; whether the run goes on."""
-        if not self._noise:
-            return False
-        run.credit = min(self.CREDIT, run.credit + self._noise * (position - run.clean))
-        run.clean, missed = position + 1, run.missed
-        while missed and missed[0][0] < position - period:
-            missed.popleft()
-        again = bool(missed) and missed[0][0] == position - period
-        if again and not (missed[0][1] and self._ids[~(2 * period)] == token):
-            return False  # this place changes in every copy; after one replaced token it would be as it was before
-        missed.append((position, not again))
-        if again:
-            return True
-        run.misses += 1
-        run.credit -= 1
-        return run.credit >= 0
-
-
 WINDOW = 256  # LoopGuard, section 6.1
 THETA_TTR = 0.2  # LoopGuard, appendix B.1
 THETA_CR = 0.12
@@ -260,8 +32,11 @@ class _Array(Protocol):
 Ids = Sequence[int] | _Array  # arrays and tensors of one dimension are taken as well: their elements are no plain ints
 
 
-def _plain(ids: Ids) -> Sequence[int]:
-    return ids.tolist() if isinstance(ids, _Array) else ids
+def id_list(ids: Ids) -> Sequence[int]:
+    """Token ids as plain numbers."""
+    if isinstance(ids, _Array):
+        return ids.tolist()
+    return ids
 
 
 class Tail(NamedTuple):
@@ -278,10 +53,68 @@ class Tail(NamedTuple):
     repeats: float
 
 
+class WindowDiversity:
+    """Type-token ratio of the last `window` tokens."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self.tokens: deque[int] = deque()
+        self._counts: dict[int, int] = {}
+
+    def add(self, token: int) -> float:
+        """Add one token and return the ratio including it."""
+        self.tokens.append(token)
+        self._counts[token] = self._counts.get(token, 0) + 1
+        if len(self.tokens) > self.window:
+            oldest = self.tokens.popleft()
+            self._counts[oldest] -= 1
+            if not self._counts[oldest]:
+                del self._counts[oldest]
+        return len(self._counts) / len(self.tokens)
+
+
+class WindowNovelty:
+    """Share of the last `span` tokens whose n-gram was new to the window (see `novelty`)."""
+
+    def __init__(self, window: int, n: int, span: int) -> None:
+        self._n = n
+        self._span = span
+        self._reach = window - n  # an n-gram fits window - n times before the last one
+        self._gram: deque[int] = deque(maxlen=n)
+        self._last_end: dict[tuple[int, ...], int] = {}  # n-gram -> where it ended last
+        self._grams: deque[tuple[int, ...]] = deque()  # those of the last `reach` positions, oldest first
+        self._flags: deque[bool] = deque()
+        self._new = 0
+
+    def add(self, token: int, position: int) -> float:
+        """Add the token at `position` and return the share including it."""
+        self._gram.append(token)
+        new = True
+        if len(self._gram) == self._n:
+            new = self._is_new(tuple(self._gram), position)
+        self._flags.append(new)
+        self._new += new
+        if len(self._flags) > self._span:
+            self._new -= self._flags.popleft()
+        return self._new / len(self._flags)
+
+    def _is_new(self, gram: tuple[int, ...], position: int) -> bool:
+        new = gram not in self._last_end
+        self._last_end[gram] = position
+        self._grams.append(gram)
+        if len(self._grams) > self._reach:
+            oldest = self._grams.popleft()
+            if self._last_end[oldest] == position - self._reach:
+                del self._last_end[oldest]
+        return new
+
+
 def type_token_ratio(ids: Ids) -> float:
     """Distinct tokens divided by tokens, in (0, 1] (LoopGuard, Eq. 5)."""
-    ids = _plain(ids)
-    return len(set(ids)) / len(ids) if ids else math.nan
+    ids = id_list(ids)
+    if not ids:
+        return math.nan
+    return len(set(ids)) / len(ids)
 
 
 def compression_ratio(ids: Ids | str) -> float:
@@ -294,16 +127,20 @@ def compression_ratio(ids: Ids | str) -> float:
     Raises:
         SinkscopeError: An id is negative or has more than 32 bits.
     """
-    raw = ids.encode() if isinstance(ids, str) else _packed(_plain(ids))
-    return len(zlib.compress(raw, 9)) / len(raw) if raw else math.nan
+    raw = ids.encode() if isinstance(ids, str) else _packed(id_list(ids))
+    if not raw:
+        return math.nan
+    return len(zlib.compress(raw, 9)) / len(raw)
 
 
 def _packed(ids: Sequence[int]) -> bytes:
     try:
         numbers = array("I", ids)
     except (OverflowError, TypeError):
-        wrong = next((i for i in ids if not isinstance(i, int) or not 0 <= i < 1 << 32), None)
-        raise SinkscopeError(f"token id {wrong!r}: expected whole numbers from 0 to 2**32 - 1") from None
+        for token in ids:
+            if not isinstance(token, int) or not 0 <= token < 1 << 32:
+                raise SinkscopeError(f"token id {token!r}: expected whole numbers from 0 to 2**32 - 1") from None
+        raise
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers.tobytes()
@@ -311,9 +148,12 @@ def _packed(ids: Sequence[int]) -> bytes:
 
 def distinct(ids: Ids, n: int) -> float:
     """Distinct n-grams divided by n-grams (distinct-n; Li et al. 2016)."""
-    ids = _plain(ids)
-    grams = len(ids) - n + 1
-    return len({tuple(ids[i : i + n]) for i in range(grams)}) / grams if grams > 0 else math.nan
+    ids = id_list(ids)
+    count = len(ids) - n + 1
+    if count < 1:
+        return math.nan
+    grams = {tuple(ids[start : start + n]) for start in range(count)}
+    return len(grams) / count
 
 
 def seq_rep(ids: Ids, n: int) -> float:
@@ -327,8 +167,9 @@ def novelty(ids: Ids, *, window: int = WINDOW, n: int = 4, span: int = 64) -> fl
     At position i the window is the last `window` tokens up to i; the n-gram ending at i is new unless the same window
     contains it earlier. The first n - 1 tokens complete no n-gram and count as new.
     """
-    state, share = Novelty(window, n, span), math.nan
-    for position, token in enumerate(_plain(ids)):
+    state = WindowNovelty(window, n, span)
+    share = math.nan
+    for position, token in enumerate(id_list(ids)):
         share = state.add(token, position)
     return share
 
@@ -351,30 +192,36 @@ def tail_period(ids: Ids, *, repeats: int | float = 3, shortest: int = 0, longes
     """
     if repeats < 2:
         raise SinkscopeError(f"repeats is {repeats!r}: a repetition has at least 2 copies")
-    ids = _plain(ids)
+    ids = id_list(ids)
     size = len(ids)
-    best, found = 0, None
-    for period, equal in _self_overlaps(ids, size // 2 if longest is None else longest):
+    longest = size // 2 if longest is None else longest
+    best: Tail | None = None
+    most_covered = 0
+    for period, equal in enumerate(_self_overlaps(ids, longest), 1):
         covered = equal + period
-        if covered >= max(repeats * period, shortest) and covered > best:
-            best, found = covered, Tail(period, size - covered, covered / period)
-    return found
+        if covered >= max(repeats * period, shortest) and covered > most_covered:
+            most_covered = covered
+            best = Tail(period, size - covered, covered / period)
+    return best
 
 
-def _self_overlaps(ids: Sequence[int], longest: int) -> list[tuple[int, int]]:
-    """(P, tokens at the end that equal the one P before them) for P up to `longest`: Z of the reversed sequence."""
-    back = list(reversed(ids))
-    size = len(back)
+def _self_overlaps(ids: Sequence[int], longest: int) -> list[int]:
+    """For P = 1, 2, ..., `longest`: how many tokens at the end equal the one P before (Z of the reversed sequence)."""
+    backwards = list(reversed(ids))
+    size = len(backwards)
+    last = min(longest, size - 1)
     overlaps = [0] * size
     left = right = 0
-    for i in range(1, min(longest, size - 1) + 1):
-        length = min(right - i, overlaps[i - left]) if i < right else 0
-        while i + length < size and back[length] == back[i + length]:
+    for period in range(1, last + 1):
+        length = 0
+        if period < right:
+            length = min(right - period, overlaps[period - left])
+        while period + length < size and backwards[length] == backwards[period + length]:
             length += 1
-        overlaps[i] = length
-        if i + length > right:
-            left, right = i, i + length
-    return [(i, overlaps[i]) for i in range(1, min(longest, size - 1) + 1)]
+        overlaps[period] = length
+        if period + length > right:
+            left, right = period, period + length
+    return overlaps[1 : last + 1]
 
 
 def is_loop(
@@ -394,21 +241,23 @@ def is_loop(
         theta_cr: Largest compression ratio of a loop.
         theta_len: Minimum length of a loop; by default 2,480 of 2,500, and the same share of any other `max_new`.
     """
-    ids = _plain(ids)
+    ids = id_list(ids)
     if theta_len is None:
-        theta_len = 0 if max_new is None else max_new * THETA_LEN // MAX_NEW
+        theta_len = 0
+        if max_new is not None:
+            theta_len = max_new * THETA_LEN // MAX_NEW
     return len(ids) >= theta_len and type_token_ratio(ids) <= theta_ttr and compression_ratio(ids) <= theta_cr
 
 
 def ends_in_loop(ids: Ids, last: int = WINDOW, *, theta_ttr: float = THETA_TTR, theta_cr: float = THETA_CR) -> bool:
     """The loop rule without the length, on the last tokens, so that early and late stops are judged alike."""
-    return is_loop(_plain(ids)[-last:], None, theta_ttr=theta_ttr, theta_cr=theta_cr)
+    return is_loop(id_list(ids)[-last:], None, theta_ttr=theta_ttr, theta_cr=theta_cr)
 
 
 def diversity(ids: Ids, window: int = WINDOW) -> list[float]:
     """Type-token ratio of the last `window` tokens at every step (LoopGuard, Fig. 2 a); shorter windows at first."""
-    types = Types(window)
-    return [types.add(token) for token in _plain(ids)]
+    state = WindowDiversity(window)
+    return [state.add(token) for token in id_list(ids)]
 
 
 def collapse_point(ids: Ids, window: int = WINDOW, *, theta: float = THETA_TTR) -> int | None:
@@ -417,9 +266,13 @@ def collapse_point(ids: Ids, window: int = WINDOW, *, theta: float = THETA_TTR) 
     Only full windows count, so it is at least `window`; the repetition itself began up to `window` tokens earlier.
     """
     values = diversity(ids, window)
-    diverse = (step for step in range(len(values), window - 1, -1) if values[step - 1] >= theta)
-    point = next(diverse, window - 1) + 1
-    return point if window <= point <= len(values) else None
+    step = len(values)
+    while step >= window and values[step - 1] < theta:
+        step -= 1
+    first_low = max(step + 1, window)
+    if first_low > len(values):
+        return None
+    return first_low
 
 
 def survival(points: Sequence[int | None], steps: Sequence[int]) -> list[float]:
@@ -431,4 +284,8 @@ def survival(points: Sequence[int | None], steps: Sequence[int]) -> list[float]:
     """
     if not points:
         return [math.nan] * len(steps)
-    return [sum(p is None or p > step for p in points) / len(points) for step in steps]
+    shares: list[float] = []
+    for step in steps:
+        alive = sum(point is None or point > step for point in points)
+        shares.append(alive / len(points))
+    return shares

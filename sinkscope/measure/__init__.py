@@ -1,7 +1,7 @@
 """The common form of every measurement: a frozen `Result`, a function of a `Setup`, and a figure, under one decorator.
 
 Every measurement begins with a `Setup`: an opened model, typical text to compare it with, and a record of the run. The
-decorators `@measurement` and `@command` add the rest to a function.
+decorator `@measurement` adds the rest to a function.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import functools
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.files.console import Progress, silent
-from sinkscope.files.registry import Count, Hidden, Option, Parameter, Positive, command, parameter, shared_parameters
+from sinkscope.files.options import Count, Hidden, Option, Parameter, Positive, command, parameters_of
 from sinkscope.files.result import ModelInfo, Number, Provenance, Result, provenance
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.decode import decode, noted_decoding, watched
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 __all__ = [
+    "EDIT_PARAMETERS",
     "PIECE",
+    "SETUP_PARAMETERS",
     "Count",
     "Hidden",
     "Measurement",
@@ -273,8 +276,10 @@ def read_whole(made: Setup) -> Setup:
     return made
 
 
-_OPEN = inspect.signature(Setup.open).parameters
-_EDIT = inspect.signature(edit_of).parameters
+SETUP_PARAMETERS = {one.name: one for one in parameters_of(Setup.open)}
+"""Parameters that every measurement has."""
+EDIT_PARAMETERS = {one.name: one for one in parameters_of(edit_of)}
+"""Parameters of a measurement that can run under interventions."""
 
 
 @dataclass(frozen=True)
@@ -287,8 +292,7 @@ class Output:
         save: Called with the result and the path. It writes the whole file or nothing. Text that it returns is printed
             as a note on standard error.
         required: Whether the option must be given.
-        kind: Mark of the earlier outputs that the file may replace: "json sink-patch", or one of
-            `sinkscope.files.output`. None: any file of sinkscope. Files in a format without a mark are never replaced.
+        kind: Kind of the file, which an earlier output that it may replace has as well. None: that of the result.
     """
 
     name: str
@@ -309,90 +313,115 @@ class Measurement(Generic[P, R]):
         self,
         function: Callable[Concatenate[Setup, P], R],
         *,
+        group: str,
+        command: str | None,
         loading: Loading,
         edits: bool,
         quick: dict[str, Any],
         outputs: Sequence[Output],
-        check: Callable[..., object] | None = None,
+        check: Callable[..., object] | None,
+        scan: dict[str, Any] | None,
     ) -> None:
         functools.update_wrapper(self, function)
         self.__name__ = function.__name__
         self.function = function
+        self.group = group
+        self.command = command
         self.loading: Loading = loading
         self.edits = edits
         self.quick = quick
         self.outputs = tuple(outputs)
         self.check = check
+        self.scan = scan
         own = list(inspect.signature(function).parameters.values())[1:]
-        mine = {p.name for p in own}
-        common = [p for name, p in _OPEN.items() if name not in (*mine, "loading")]
-        common += list(_EDIT.values()) if edits else []
-        merged = [common[0], *own, *common[1:]]
-        self.__signature__ = inspect.Signature(sorted(merged, key=lambda p: p.kind))
-        self._own = [p.name for p in own]
+        self._own = [one.name for one in own]
+        model, *shared = inspect.signature(Setup.open).parameters.values()
+        common = [one for one in shared if one.name not in (*self._own, "loading")]
+        if edits:
+            common += inspect.signature(edit_of).parameters.values()
+        self.__signature__ = inspect.Signature(sorted([model, *own, *common], key=lambda one: one.kind))
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The function's own parameters, without the `Setup`."""
-        hints = inspect.get_annotations(self.function, eval_str=True)
-        own = list(inspect.signature(self.function).parameters.values())[1:]
-        return tuple(
-            parameter(p.name, hints.get(p.name, Any), p.default, keyword=p.kind is p.KEYWORD_ONLY) for p in own
-        )
+        setup = next(iter(inspect.signature(self.function).parameters))
+        return parameters_of(self.function, without=[setup])
+
+    @functools.cached_property
+    def all_parameters(self) -> tuple[Parameter, ...]:
+        """Its own parameters, then those that it shares with all measurements."""
+        shared = dict(SETUP_PARAMETERS)
+        if self.edits:
+            shared |= EDIT_PARAMETERS
+        return (*self.parameters, *(one for name, one in shared.items() if name not in self._own))
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Open the model and measure. The arguments are those of the signature."""
-        given = self.__signature__.bind(*args, **kwargs).arguments
-        self.refuse(given)
-        edit = edit_of(**{k: given[k] for k in _EDIT if k in given}) if self.edits else None
-        alone = {"texts", *(p.name for p in self.parameters if p.option.own)}
-        opening = {k: given[k] for k in _OPEN if k in given and k not in alone}
-        pieces = given.get("texts", self.__signature__.parameters["texts"].default)
-        if isinstance(pieces, int):  # a measurement may also have a parameter of this name that takes texts
-            opening["texts"] = pieces
-        elif pieces is not None and not any(isinstance(piece, str) for piece in pieces):
-            opening["texts"] = 0  # only ids are read
-        setup = replace(Setup.open(**opening, loading=self.loading if edit is None else "whole"), edit=edit)
-        return self._measured(setup, {k: given[k] for k in self._own if k in given}, given)
+        arguments = self.__signature__.bind(*args, **kwargs).arguments
+        self.refuse(arguments)
+        edit = None
+        if self.edits:
+            edit = edit_of(**{name: arguments[name] for name in EDIT_PARAMETERS if name in arguments})
+        own_only = {one.name for one in self.parameters if one.option.own}
+        opening = {name: arguments[name] for name in SETUP_PARAMETERS if name in arguments and name not in own_only}
+        opening |= self._pieces(opening.pop("texts", None))
+        opening["loading"] = self.loading
+        if edit is not None:
+            opening["loading"] = "whole"
+        setup = replace(Setup.open(**opening), edit=edit)
+        return self._measured(setup, {name: arguments[name] for name in self._own if name in arguments}, arguments)
+
+    def _pieces(self, texts: Any) -> dict[str, int]:
+        """How many pieces of typical text are needed. A measurement may have a parameter `texts` that takes texts."""
+        if texts is None:
+            texts = self.__signature__.parameters["texts"].default
+        if isinstance(texts, int):
+            return {"texts": texts}
+        if texts is not None and not any(isinstance(text, str) for text in texts):
+            return {"texts": 0}  # only ids are read
+        return {}
 
     def on(self, setup: Setup, **kwargs: Any) -> R:
         """Measure on an open model. The arguments are the measurement's own."""
         self.refuse(kwargs)
         return self._measured(setup, kwargs, {})
 
-    def refuse(self, given: dict[str, Any]) -> None:
+    def refuse(self, arguments: Mapping[str, Any]) -> None:
         """Check arguments before a model is opened.
 
         Raises:
             SinkscopeError: An argument is outside its range, or the measurement cannot use the arguments.
         """
-        shared = [one for one in shared_parameters("open") if one.name not in self._own]
-        for one in (*self.parameters, *shared):
-            if one.name in given:
-                one.check(given[one.name])
+        for one in self.all_parameters:
+            if one.name in arguments:
+                one.check(arguments[one.name])
         if self.check is not None:
-            self.check(**{name: given.get(name, self.__signature__.parameters[name].default) for name in self._own})
+            self.check(**{one.name: arguments.get(one.name, one.default) for one in self.parameters})
 
-    def _measured(self, setup: Setup, own: dict[str, Any], given: dict[str, Any]) -> R:
-        with noted_decoding() as used:
-            result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
-        text = given.get("text")
-        hidden = {p.name for p in self.parameters if p.option.hidden}
-        defaults = {name: self.__signature__.parameters[name].default for name in self._own}
-        settings = {
+    def _measured(self, setup: Setup, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> R:
+        with noted_decoding() as decoding:
+            result = copy(self.function(setup, **own))  # pyright: ignore[reportCallIssue]
+        settings: dict[str, Any] = {
             "bos": setup.bos is not None,
-            "text": None if text is None else Path(text).name,
+            "text": None,
             "texts": len(setup.ids),
-            "revision": given.get("revision"),
+            "revision": arguments.get("revision"),
             "seed": setup.seed,
-            **{name: own.get(name, defaults[name]) for name in self._own if name not in hidden},
-            **{name: str(given[name]) for name in _EDIT if self.edits and given.get(name)},
-            **setup.settings,
-            **({"decoding": used} if used else {}),
         }
-        filled = replace(result, model=setup.info(), settings=settings, provenance=setup.provenance())
-        vars(filled).update({k: v for k, v in vars(result).items() if k not in vars(filled)})  # arrays not in the JSON
-        return filled
+        if arguments.get("text") is not None:
+            settings["text"] = Path(arguments["text"]).name
+        for one in self.parameters:
+            if not one.option.hidden:
+                settings[one.name] = own.get(one.name, one.default)
+        if self.edits:
+            for name in EDIT_PARAMETERS:
+                if arguments.get(name):
+                    settings[name] = str(arguments[name])
+        settings |= setup.settings
+        if decoding:
+            settings["decoding"] = decoding
+        result.fill_in(setup.info(), settings, setup.provenance())
+        return result
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _named, (self.__module__, self.__name__)
@@ -407,50 +436,52 @@ def measurement(
     group: str,
     figure: Callable[[Any], go.Figure] | str | None = None,
     command: str | None = None,
-    flag: str | None = None,
-    adds: str | None = None,
     loading: Loading = "stream",
     edits: bool = False,
     quick: dict[str, Any] | None = None,
     outputs: Sequence[Output] = (),
-    sets: dict[str, Any] | None = None,
     check: Callable[..., object] | None = None,
     scan: dict[str, Any] | None = None,
+    flag: str | None = None,
+    adds: str | None = None,
+    sets: dict[str, Any] | None = None,
 ) -> Callable[[Callable[Concatenate[Setup, P], R]], Measurement[P, R]]:
     """Turn a function that takes a `Setup` and returns a `Result` into a measurement.
 
     The public function takes a model and the options of `Setup.open` in addition to its own parameters. Its command,
-    help, JSON, page, documentation and the tests of the matrix are built from its signature and docstring. Arguments of
-    the decorator other than functions must be literals, because the registry reads them without importing the file.
+    help, JSON, page, documentation and the tests of the matrix are built from its signature and docstring.
 
     Args:
-        group: The help and the documentation list measurements of one group together.
+        group: The documentation lists measurements of one group together.
         figure: Function that draws the result; "module:function" is imported when it is needed.
         command: Words of the command. None: the function's name with dashes.
-        flag: The measurement shares its command with another one and runs when this option is given.
-        adds: With `flag`: it runs after the other measurement, and its result is stored under this key of the JSON.
         loading: As in `Setup.open`.
         edits: Whether it can run under a patch, a policy or a guard; `setup.edit` holds those requested.
         quick: Arguments with which it takes about a second on a small model, for the tests of the matrix.
         outputs: Additional files that its command writes.
-        sets: With `flag`: arguments that the option also passes to the other measurement.
         check: Called with the measurement's own arguments, by name, before a model is opened. It raises
             `SinkscopeError` for errors that types and ranges do not exclude.
-        scan: Makes it part of `sinkscope scan`; the registry reads it (`sinkscope.files.registry.ScanMark`).
+        scan: Makes it part of `sinkscope scan` (the fields of `sinkscope.app.card.ScanMark`).
+        flag: Ignored.
+        adds: Ignored.
+        sets: Ignored.
     """
 
     def wrap(function: Callable[Concatenate[Setup, P], R]) -> Measurement[P, R]:
-        cls = inspect.get_annotations(function, eval_str=True)["return"]
-        if "kind" not in vars(cls):
-            cls.claim(function.__name__.replace("_", "-"))
-        cls.drawing = figure
+        result_class = get_type_hints(function)["return"]
+        if "kind" not in vars(result_class):
+            result_class.claim(function.__name__.replace("_", "-"))
+        result_class.drawing = figure
         return Measurement(
             function,
+            group=group,
+            command=command,
             loading=loading,
             edits=edits,
             quick=quick or {},
             outputs=outputs,
             check=check,
+            scan=scan,
         )
 
     return wrap

@@ -133,7 +133,7 @@ def test_spoiled_folder(
     assert all(words in message for words in says), message
 
 
-@pytest.mark.parametrize("command", ["barcode", "locking", "rotary"])
+@pytest.mark.parametrize("command", ["barcode", "locking"])
 def test_weights_without_a_tokenizer(error: Callable[..., str], tmp_path: Path, command: str) -> None:
     """For some families transformers makes a tokenizer of no files, and that knows no token."""
     tiny_model("qwen2")[0].save_pretrained(tmp_path / "m")

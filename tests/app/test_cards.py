@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from organisms import Organism, organism
+from sinkscope.files.registry import entries, read_entries
 
 from sinkscope.app import card as run
 from sinkscope.app.card import CardNumber, Clock, SinkCard, at_path, numbers_of, read_card, scan, scanned
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.registry import entries, read_entries
 from sinkscope.files.result import Result
 from sinkscope.interventions import SinkPatch
 from sinkscope.measure import Measurement, Setup

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from sample_results import sample_find_sinks
+from sinkscope.files.registry import entries
 
 import sinkscope.models.load
 import sinkscope.serving.generate
@@ -22,7 +23,6 @@ import sinkscope.sinks.first_token.find
 from sinkscope.app import cli
 from sinkscope.app.cli import main, read_text
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.registry import entries
 from sinkscope.files.result import Result
 from sinkscope.interventions import SinkPatch
 

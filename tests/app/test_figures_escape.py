@@ -12,13 +12,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from sample_results import sample_find_sinks
+from sinkscope.files.registry import kinds
 
 from sinkscope import loops
-from sinkscope.attention.ditto import Ditto
 from sinkscope.bench.dialogues.positions import Positions
 from sinkscope.bench.dialogues.tables import Dialogues, Fidelity
 from sinkscope.bench.loopbench.tables import Shown
-from sinkscope.files.registry import kinds
 from sinkscope.files.result import Result
 
 CHOICES = {  # one of a few words, or packed numbers
@@ -63,7 +62,7 @@ def _filled(hint: Any) -> Any:
 def _by_hand() -> Iterator[Result]:
     """Kinds of which no file lies in figures/."""
     sample = sample_find_sinks()
-    for made in (Ditto, Dialogues, Fidelity, Positions, Shown):
+    for made in (Dialogues, Fidelity, Positions, Shown):
         own = {name: _filled(t) for name, t in get_type_hints(made).items() if name in {f.name for f in fields(made)}}
         yield made(**{**own, "model": sample.model, "settings": {}, "provenance": sample.provenance})
     yield loops.check(["the same again " * 60, "a short text"], name="texts")

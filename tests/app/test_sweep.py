@@ -13,9 +13,9 @@ from typing import Literal, get_args, get_origin
 import pytest
 import typer
 from checkpoints import spoiled
+from sinkscope.files.registry import Entry, Parameter, entries, shared_parameters
 
 from sinkscope.app import cli
-from sinkscope.files.registry import Entry, Parameter, entries, shared_parameters
 
 PARTS: dict[str, list[Entry]] = {}
 for _entry in entries().values():

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from sinkscope.files.registry import entries
 
 import sinkscope
 from sinkscope.app.cli import main
-from sinkscope.files.registry import entries
 from sinkscope.files.result import Result
 from sinkscope.kv import policy
 from sinkscope.models import adapters

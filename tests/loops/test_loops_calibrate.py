@@ -15,7 +15,7 @@ from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.loops import LoopCalibration, Monitor, MonitorSettings
-from sinkscope.loops.follow import monitor_settings
+from sinkscope.loops.streams import monitor_settings
 
 RATE = 500.0
 BUNDLED = Path(loops.__file__).parents[1] / "models/bundled"

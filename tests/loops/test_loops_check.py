@@ -20,7 +20,7 @@ from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.loops import LoopCheck, MonitorSettings, check, distinct, seq_rep, type_token_ratio
-from sinkscope.loops.checker import TokenRecord, parse, split
+from sinkscope.loops.outputs import TokenRecord, parse, split
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,9 +81,9 @@ def test_results_come_back_from_json(tmp_path: Path) -> None:
     assert Result.load(found.save(tmp_path / "x.json")) == found
     assert isinstance(found, LoopCheck) and found.records[0].tokens == 0 and found.records[0].ttr is None
     assert found.conclusion() == (
-        "1 of 3 outputs in some texts loop; median period 1, median onset at token 0; their median type-token ratio is "
-        "0.0033, that of the others 1."
+        "1 of 3 outputs in some texts loop; their median type-token ratio is 0.0033, that of the others 1."
     )
+    assert found.details() == ["The loops have a median period of 1 tokens and begin at token 0 (median)."]
 
 
 def test_words_are_split_as_documented() -> None:
@@ -137,10 +137,9 @@ def test_bad_files_are_refused_in_a_line(
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (["--theta-ttr", "1.5"], "theta_ttr is 1.5, expected a number from 0 to 1"),
-        (["--theta-cr", "-1"], "theta_cr is -1.0"),
-        (["--window", "0"], "window is 0, expected a number from 2"),
-        (["--warmup", "-1"], "warmup is -1"),
+        (["--variant", "p2"], "unknown variant 'p2': there are repeats, full"),
+        (["--rate", "3"], "--rate has no effect with a check"),
+        (["--follow", "--calibrate"], "two commands"),
         (["--max-new", "0"], "max_new=0: expected a whole number from 1"),
         (["--format", "xml"], "xml"),
     ],
@@ -199,7 +198,7 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path / "x.txt")], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0].startswith("Conclusion: 1 of 1 outputs in x.txt loop; median period 1")
+    assert done.stdout.splitlines()[0].startswith("Conclusion: 1 of 1 outputs in x.txt loop; their median")
     assert done.stdout.splitlines()[-2].startswith("loop in ")
     assert done.stdout.splitlines()[-1] == "[] 0 3"
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ import pytest
 from loop_texts import HONEST, prose
 
 from sinkscope.app.cli import main
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.loops import Alarm, Monitor, MonitorSettings, Watch, check
-from sinkscope.loops.checker import split
-from sinkscope.loops.follow import serve_counts, shown
+from sinkscope.loops.forms import shown
+from sinkscope.loops.outputs import split
+from sinkscope.loops.streams import serve_counts
 
 LOOP = "one more cup of tea, "
 TEXT = f"{prose(300)} {LOOP * 60}"
@@ -159,6 +161,102 @@ def test_json_lines_are_records_or_pieces() -> None:
     assert len(_follow("".join(json.dumps(piece) + "\n" for piece in pieces))) == 1
 
 
+def _chunks(text: str) -> list[str]:
+    return [f"{word} " for word in text.split()]
+
+
+def _cumulative(text: str) -> list[str]:
+    words = _chunks(text)
+    return ["".join(words[: place + 1]) for place in range(len(words))]
+
+
+SERVERS = {  # what each server sends for a text, one object per chunk
+    "responses": lambda text: [
+        {"type": "response.created", "response": {"id": "r"}},
+        *[{"type": "response.output_text.delta", "output_index": 0, "delta": piece} for piece in _chunks(text)],
+        {"type": "response.output_text.done", "output_index": 0, "text": text},
+        {"type": "response.output_item.done", "output_index": 0, "item": {}},
+        {"type": "response.completed", "response": {"id": "r"}},
+    ],
+    "anthropic": lambda text: [
+        {"type": "message_start", "message": {"id": "m"}},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        {"type": "ping"},
+        *[
+            {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": piece}}
+            for piece in _chunks(text)
+        ],
+        {"type": "content_block_stop", "index": 0},
+        {"type": "message_stop"},
+    ],
+    "sglang": lambda text: [
+        {"text": whole, "meta_info": {"id": "a", "finish_reason": None, "completion_tokens": place}}
+        for place, whole in enumerate(_cumulative(text))
+    ],
+    "sglang-increments": lambda text: [
+        {"text": piece, "meta_info": {"id": "a", "finish_reason": None}} for piece in _chunks(text)
+    ],
+    "tgi": lambda text: [
+        {"index": place, "token": {"id": sum(piece.encode()), "text": piece, "logprob": -1.0}, "generated_text": None}
+        for place, piece in enumerate(_chunks(text))
+    ],
+    "ollama-chat": lambda text: [
+        {"model": "m", "message": {"role": "assistant", "content": piece}, "done": False} for piece in _chunks(text)
+    ],
+    "ollama-generate": lambda text: [{"model": "m", "response": piece, "done": False} for piece in _chunks(text)],
+    "llama.cpp": lambda text: [{"content": piece, "stop": False} for piece in _chunks(text)],
+}
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_what_a_server_sends_raises_one_alarm_for_one_loop(server: str) -> None:
+    """And none for the same objects with an honest text."""
+    objects: Any = SERVERS[server]
+    watch = Watch()
+    (alarm,) = watch.follow(io.BytesIO(_events(objects(TEXT)).encode()))
+    assert alarm.tail is not None and (watch.streams, watch.skipped) == (1, 0)
+    assert 0 <= alarm.token - alarm.tail.start - 3 * alarm.tail.period < 48
+    assert _follow(_events(objects(prose(600))), most=1 << 16) == []
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        '{"choices": null}',
+        '{"choices": [{"index": 0, "delta": {"content": "x"}, "logprobs": {"tokens": null}}]}',
+        '{"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0}]}}]}',
+        '{"choices": [{"index": 0, "delta": 5}]}',
+        '{"choices": [',
+        '{"error": {"message": "slow"}}',
+    ],
+)
+def test_a_line_that_cannot_be_read_does_not_end_the_watch(bad: str) -> None:
+    chunks = [{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in _chunks(TEXT)]
+    events = _events(chunks).split("data: ")
+    events.insert(5, f"{bad}\n\n")
+    watch = Watch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SinkscopeWarning)
+        (alarm,) = watch.follow(io.BytesIO("data: ".join(events).encode()))
+    assert alarm.tail is not None and watch.skipped <= 1
+
+
+def test_a_stream_that_breaks_off_keeps_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a loop, bytes that are no text, or a pipe that fails."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode() + b"\xff\xfe\xfa" * 9)))
+    assert main(["loops", "--follow", "--format", "text"]) == 3
+
+    class Broken(io.BytesIO):
+        def read1(self, size: int | None = -1) -> bytes:
+            data = super().read(min(50, size or 1))
+            if not data:
+                raise ConnectionResetError("reset by peer")
+            return data
+
+    with pytest.warns(SinkscopeWarning, match="breaks off after"):
+        assert len(list(Watch().follow(Broken(TEXT.encode()), form="text"))) == 1
+
+
 def test_a_loop_in_reasoning_and_in_calls_of_tools_is_seen() -> None:
     parts = [{"reasoning_content": p} for p in TEXT.split(",")]
     calls = [{"tool_calls": [{"index": 0, "function": {"arguments": p}}]} for p in TEXT.split(",")]
@@ -199,8 +297,7 @@ def test_bad_input_is_refused_in_a_line(
     [
         (["--metrics", "99999"], "expected a port from 0 to 65535"),
         (["--metrics", "http"], "expected a port from 0 to 65535"),
-        (["--rate", "3"], "--rate 3.0: this run has no use for it; give --calibrate"),
-        (["--json", "x.json"], "--follow has no result to write"),
+        (["--rate", "3"], "--rate has no effect with --follow"),
         (["--settings", "nope.json"], "cannot read nope.json"),
         (["nope.txt"], "cannot read nope.txt"),
     ],
@@ -257,7 +354,7 @@ def test_an_alarm_comes_while_the_pipe_is_open_and_ctrl_c_leaves_cleanly(process
             break
     assert f"at token {detected}: period {len(split(LOOP))}".encode() in seen and process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130 and process.stderr.read() == b"interrupted\n"
+    assert process.wait(60) == 130 and process.stderr.read().strip() == b"interrupted"
 
 
 @pytest.mark.parametrize("process", [["--metrics", "0"]], indirect=True)

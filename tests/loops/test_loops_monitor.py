@@ -18,7 +18,7 @@ from loop_texts import HONEST, LOOPED, prose
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import VARIANTS, Monitor, MonitorSettings, Step, compression_ratio, novelty, tail_period
-from sinkscope.loops.checker import number, split
+from sinkscope.loops.outputs import number, split
 
 SMALL = {
     "window": 20,
@@ -209,7 +209,7 @@ def test_work_and_memory_per_token_do_not_grow(
             monitor.update(token, 0.95)
             sys.settrace(before)
             counted[start] = counted.get(start, 0) + lines
-            parts = (monitor._types, monitor._novelty, monitor._repeats or monitor._runs)
+            parts = (monitor._diversity, monitor._novelty, monitor._near_tail or monitor._exact_tail)
             sizes[start] = sum(len(v) for part in parts for v in vars(part).values() if hasattr(v, "__len__"))
         else:
             monitor.update(token, 0.95)

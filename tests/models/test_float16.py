@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import sinkscope as ss
-from sinkscope.files.registry import Entry, entries
+from sinkscope.app.commands import Command, commands
+from sinkscope.measure import Measurement
 from sinkscope.models.target import Target
 from sinkscope.trace import trace
 
@@ -98,7 +99,7 @@ def test_norms_and_sums_of_a_spike_are_of_float32(dtype: torch.dtype) -> None:
 
 # Operations of ours, one by one --------------------------------------------------------------------------------------
 
-ALL = [entry for entry in entries().values() if entry.decorator == "measurement"]
+ALL = [command for command in commands().values() if isinstance(command.load(), Measurement)]
 SUMS = ("pow", "square", "norm", "mm", "mul", "sum", "mean", "var", "std", "add", "sub", "cumsum")
 ADDS = ("scatter_add", "index_add", "scatter_reduce", "put_", "bincount", "histc")
 IN_ORDER = {
@@ -147,10 +148,10 @@ def _ours() -> str | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", ALL, ids=lambda entry: entry.name)
-def test_no_operation_of_a_measurement_overflows_or_adds_in_an_order_that_matters(entry: Entry) -> None:
+@pytest.mark.parametrize("command", ALL, ids=lambda command: command.name)
+def test_no_operation_of_a_measurement_overflows_or_adds_in_an_order_that_matters(command: Command) -> None:
     """The model's spike has a norm of 6,000, and 4,800 in one dimension."""
-    measure = entry.load()
+    measure = command.load()
     with Watched() as seen:
         result = measure(model("float16"), **measure.quick)
     assert seen.overflows == set()

@@ -67,7 +67,9 @@ def page(result: Result, *more: Result, assets: bool = False) -> str:
     return document(f"{result.kind}: {result.model.name}", sections, about, assets=assets)
 
 
-def save_html(result: Result, path: str | os.PathLike[str], *more: Result, assets: bool = False) -> Path:
+def save_html(
+    result: Result, path: str | os.PathLike[str], *more: Result, assets: bool = False, force: bool = False
+) -> Path:
     """Write `page(result, *more)` to `path`, completely or not at all.
 
     Args:
@@ -79,10 +81,10 @@ def save_html(result: Result, path: str | os.PathLike[str], *more: Result, asset
     Raises:
         SinkscopeError: The file cannot be written.
     """
-    return save_document(path, page(result, *more, assets=assets))
+    return save_document(path, page(result, *more, assets=assets), force=force)
 
 
-def save_document(path: str | os.PathLike[str], text: str) -> Path:
+def save_document(path: str | os.PathLike[str], text: str, *, force: bool = False) -> Path:
     """Write a page, completely or not at all, and plotly.js beside it if the page refers to it there.
 
     An earlier page may be replaced.
@@ -91,7 +93,7 @@ def save_document(path: str | os.PathLike[str], text: str) -> Path:
         SinkscopeError: The file cannot be written, or it exists and is not a page.
     """
     # A token may contain a lone surrogate, which UTF-8 cannot encode.
-    written = write_output(path, text.encode(errors="backslashreplace"))
+    written = write_output(path, text.encode(errors="backslashreplace"), force=force)
     if _BESIDE in text and not (library := written.with_name(_library_name())).is_file():
         write_atomic(library, importlib.import_module("plotly.offline").get_plotlyjs())
     return written
@@ -166,7 +168,7 @@ def document(
     allowed = [*hashes, *map(_hash, [script, *_SCRIPTS.findall(body)]), *(["'strict-dynamic'"] if assets else [])]
     return Template(_asset("page.html")).substitute(
         allowed=" ".join(dict.fromkeys(allowed)),
-        version=__version__,
+        kind="report" if about else sections[0].kind,
         title=escape(f"{heading}: {about}" if about else heading),
         heading=escape(heading),
         about=" · ".join(words),
@@ -282,26 +284,26 @@ def check_png() -> None:
         )
 
 
-def save_png(result: Result, path: str | os.PathLike[str]) -> Path:
+def save_png(result: Result, path: str | os.PathLike[str], *, force: bool = False) -> Path:
     """Write the figure as a PNG at twice its size on screen, whole or not at all.
 
     Raises:
         SinkscopeError: there is no kaleido or no browser, it does not start, or the file cannot be written.
     """
     check_png()
-    return write_png(result.figure(), path)
+    return write_png(result.figure(), path, kind=result.kind, force=force)
 
 
-def write_png(figure: Any, path: str | os.PathLike[str]) -> Path:
+def write_png(figure: Any, path: str | os.PathLike[str], *, kind: str = "figure", force: bool = False) -> Path:
     """Write a plotly figure as `save_png` does.
 
     Raises:
         SinkscopeError: as for `save_png`.
     """
-    return write_output(path, png(figure))
+    return write_output(path, png(figure, kind=kind), force=force)
 
 
-def png(figure: Any, scale: float = 2, most: int = 200_000) -> bytes:
+def png(figure: Any, scale: float = 2, most: int = 200_000, kind: str = "figure") -> bytes:
     """A plotly figure as a PNG of at most 256 colours, which is a third of the size and looks the same.
 
     Args:
@@ -315,7 +317,7 @@ def png(figure: Any, scale: float = 2, most: int = 200_000) -> bytes:
     check_png()
     image: Any = importlib.import_module("PIL.Image")
     notes: Any = importlib.import_module("PIL.PngImagePlugin").PngInfo()
-    notes.add_text("Software", f"sinkscope {__version__}")
+    notes.add_text("Software", f"sinkscope {kind}")
     try:
         drawn = figure.to_image(format="png", scale=scale)
     except Exception as error:  # a browser can fail in any way

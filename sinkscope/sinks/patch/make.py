@@ -266,9 +266,7 @@ def _write(made: PatchMade, path: str) -> str | None:
     loading="whole",
     check=_check,
     quick={"words": 1, "max_repeats": 300, "pieces": 2, "length": 16},
-    outputs=[
-        Output("out", "Where the patch is written, if one is made.", _write, required=True, kind="json sink-patch")
-    ],
+    outputs=[Output("out", "Where the patch is written, if one is made.", _write, required=True, kind="sink-patch")],
     scan={
         "order": 48,
         "seconds": [2.6, 12.0],

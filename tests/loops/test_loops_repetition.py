@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import Monitor, MonitorSettings, check
-from sinkscope.loops.signals import Repeats
+from sinkscope.loops.repetition import NearRepetition
 
 # Cycles of few different tokens, which hold repetitions of their own: any stretch of a few tokens comes several times.
 PIECE = st.lists(
@@ -36,7 +36,7 @@ def every_period(ids: list[int], longest: int, shortest: int) -> tuple[int, int]
 @settings(max_examples=30)
 @given(RUNS, st.sampled_from([5, 20, 64]), st.sampled_from([12, 20, 30]))
 def test_three_exact_copies_are_found_at_their_last_token(ids: list[int], longest: int, shortest: int) -> None:
-    repeats = Repeats(longest, 3, shortest, 0.0)
+    repeats = NearRepetition(longest, 3, shortest, 0.0)
     for i, token in enumerate(ids):
         assert repeats.add(token, i) == every_period(ids[: i + 1], longest, shortest)
 
@@ -45,7 +45,7 @@ def test_three_exact_copies_are_found_at_their_last_token(ids: list[int], longes
 @given(RUNS)
 def test_tolerance_hides_no_exact_repetition(ids: list[int]) -> None:
     """With noise there may be more, from an earlier start, and nothing less."""
-    exact, tolerant = Repeats(64, 3, 12, 0.0), Repeats(64, 3, 12, 0.1)
+    exact, tolerant = NearRepetition(64, 3, 12, 0.0), NearRepetition(64, 3, 12, 0.1)
     for i, token in enumerate(ids):
         one, other = exact.add(token, i), tolerant.add(token, i)
         assert one is None or (other is not None and other[1] <= one[1])
@@ -118,7 +118,7 @@ def test_a_list_that_counts_up_is_no_loop(period: int, slots: int) -> None:
 def test_a_loop_that_ends_is_over_within_a_few_tokens() -> None:
     """However much of it there was; a token that breaks it is no part of it."""
     ids = [*range(40)] * 50 + [*range(1000, 1100)]
-    repeats = Repeats(2048, 3, 48, 1 / 16)
+    repeats = NearRepetition(2048, 3, 48, 1 / 16)
     found = [repeats.add(token, i) for i, token in enumerate(ids)]
     assert found[1999] == (40, 0) and not any(found[2000:])
     assert not repeats._runs

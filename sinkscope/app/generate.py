@@ -1,0 +1,102 @@
+"""The command `sinkscope generate`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from sinkscope.files.console import note
+from sinkscope.files.options import Count, Option, Positive
+from sinkscope.interventions.base import Event
+from sinkscope.kv.edit_of import edit_of
+from sinkscope.kv.loopguard.guard import in_words
+from sinkscope.models.load import load
+from sinkscope.serving.generate import Generated, generate
+
+
+def print_generated(
+    prompt: Annotated[str, Option("--prompt-file", metavar="FILE|-", reads="text")],
+    *,
+    model: str | None = None,
+    revision: str | None = None,
+    backend: Literal["bridge", "hf", "nnsight"] = "hf",
+    device: str | None = None,
+    dtype: str | None = None,
+    bos: bool | None = None,
+    patch: Annotated[str | None, Option(metavar="FILE")] = None,
+    policy: Annotated[str | None, Option(metavar="NAME[:BUDGET]")] = None,
+    guard: bool = False,
+    max_new_tokens: Positive = 100,
+    temperature: Annotated[float, Option(min=0)] = 0.0,
+    seed: Count = 0,
+) -> None:
+    """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, events on stderr.
+
+    Args:
+        prompt: The prompt; - is standard input.
+        model: A short name, hub id, folder or .gguf file. By default the model in the package.
+        revision: Branch, tag or commit on the hub.
+        backend: Load the model as this kind of object.
+        device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
+        dtype: float32, bfloat16 or float16. By default the checkpoint's.
+        bos: Whether the prompt begins with BOS. By default the tokenizer decides.
+        patch: The patch.json to run under.
+        policy: What the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512.
+        guard: Break repetition loops with LoopGuard.
+        max_new_tokens: Longest answer.
+        temperature: 0 takes the likeliest token.
+        seed: Seed of the sampling.
+
+    Example:
+        sinkscope generate --prompt-file prompt.txt --policy h2o:0.25 --guard
+    """
+    interventions = edit_of(patch=patch, policy=policy, guard=guard)
+    (answer,) = generate(
+        load(model, backend=backend, revision=revision, device=device, dtype=dtype),
+        prompt,
+        interventions=interventions,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        bos=bos,
+        on_text=lambda _, piece: print(piece, end="", flush=True),  # it stays on the screen, also after Ctrl-C
+    )
+    print()
+    if policy is not None and answer.held is not None:
+        note(_cache_use(policy, answer))
+    interventions_of_guard = [event for event in answer.events if event.kind == "guard"]
+    if len(interventions_of_guard) == 1:
+        note("The guard stepped in once:")
+    elif interventions_of_guard:
+        note(f"The guard stepped in {len(interventions_of_guard)} times:")
+    elif guard:
+        note(f"The guard found no loop in {len(answer.tokens)} new tokens.")
+    for event in answer.events:
+        if event.kind == "guard":
+            note(in_words(event))
+        else:
+            note(_line(event))
+
+
+def _cache_use(policy: str, answer: Generated) -> str:
+    """How many tokens the cache held and a step read, beside a full cache."""
+    full = answer.prompt_tokens + (len(answer.tokens) - 1) / 2
+    read = answer.held
+    if answer.read is not None:
+        read = answer.read
+    return (
+        f"Under {policy} the cache held {answer.held:.0f} tokens on average, and a step read {read:.0f}; "
+        f"the full cache would have held {full:.0f}."
+    )
+
+
+def _line(event: Event) -> str:
+    """An event in one line."""
+    parts = [f"{event.kind}: step {event.step}", f"position {event.position}"]
+    if event.layer is not None:
+        parts.append(f"layer {event.layer}")
+    for name, value in event.data.items():
+        if isinstance(value, float):
+            parts.append(f"{name} {value:.3g}")
+        else:
+            parts.append(f"{name} {value}")
+    return ", ".join(parts)

@@ -1,0 +1,184 @@
+"""`sinkscope loops`: check files for repetition, watch a stream, or fit the monitor to a vocabulary. Loads no torch."""
+
+from __future__ import annotations
+
+import gc
+import html
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.console import silent
+from sinkscope.files.options import Hidden, Option
+from sinkscope.files.output import read_text
+from sinkscope.loops import LoopCalibration, LoopCheck, MonitorSettings, Watch, calibrate, check
+from sinkscope.loops.check import CheckedOutput
+from sinkscope.loops.forms import StreamForm
+from sinkscope.loops.outputs import parse
+from sinkscope.loops.streams import monitor_settings, open_bytes, read_outputs, serve_counts
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+LOOP_IN_STREAM = 3  # exit status of --follow if there was a loop
+SHOWN_RECORDS = 60  # lines in the figure
+
+
+def check_loops(
+    file: Annotated[str | None, Option(argument=True, metavar="FILE|-")] = None,
+    *,
+    follow: bool = False,
+    calibrate: bool = False,
+    form: Annotated[StreamForm, Option("--format")] = "auto",
+    settings: Annotated[str | None, Option(metavar="FILE")] = None,
+    variant: str = "repeats",
+    max_new: int | None = None,
+    first: bool = False,
+    metrics: Annotated[str | None, Option(metavar="[HOST:]PORT")] = None,
+    tokenizer: Annotated[str | None, Option(metavar="NAME")] = None,
+    rate: float | None = None,
+    progress: Hidden = None,
+) -> LoopCheck | LoopCalibration | None:
+    """Check whether outputs repeat themselves: diversity, redundancy, period and onset of each record. Loads no model.
+
+    Args:
+        file: Text, or JSON lines with text, output or tokens; - is standard input.
+        follow: Watch a stream instead, print each loop as it occurs, and exit with status 3 if there was one.
+        calibrate: Fit the monitor to a vocabulary instead: settings with few false alarms on ordinary text.
+        form: What the file is. By default .jsonl and .ndjson are JSON lines, anything else is one text; with --follow
+            and --calibrate the first line decides, and it may also be server-sent events (sse).
+        settings: Settings of the monitor, as --calibrate writes them with --json.
+        variant: Which monitor decides. "repeats" finds three copies of anything, "full" is the paper's.
+        max_new: Tokens that were allowed: adds the loop rule with length.
+        first: With --follow: stop at the first loop.
+        metrics: With --follow: serve counts to Prometheus on this port.
+        tokenizer: With --calibrate: the model whose vocabulary it is. By default text is split into words.
+        rate: With --calibrate: false alarms per million tokens that are accepted; 10 by default.
+        progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope loops answers.jsonl --max-new 2500
+        tail -f server.log | sinkscope loops --follow
+        sinkscope loops ordinary.txt --calibrate --json settings.json
+    """
+    monitor = monitor_settings(settings, variant)
+    options = {"--max-new": max_new, "--first": first, "--metrics": metrics, "--tokenizer": tokenizer, "--rate": rate}
+    if follow and calibrate:
+        raise SinkscopeError("--follow and --calibrate are two commands: give one of them at a time")
+    if follow:
+        _refuse_others(options, "--follow", ("--first", "--metrics"))
+        return _follow(file or "-", form, monitor, metrics, first)
+    if calibrate:
+        _refuse_others(options, "--calibrate", ("--tokenizer", "--rate"))
+        return _calibrate(file or "-", form, monitor, tokenizer, 10.0 if rate is None else rate, progress or silent)
+    _refuse_others(options, "a check", ("--max-new",))
+    if file is None or form == "sse":
+        raise SinkscopeError("give the file to check, or - for standard input; --format sse is for --follow")
+    name = _name(file)
+    records = parse(read_text(file), name, form)
+    return check(records, settings=monitor, max_new=max_new, name=name, progress=progress)
+
+
+def _refuse_others(options: dict[str, Any], mode: str, usable: tuple[str, ...]) -> None:
+    """Refuse an option that has no effect in this mode."""
+    for option, value in options.items():
+        if value not in (None, False) and option not in usable:
+            raise SinkscopeError(f"{option} has no effect with {mode}: leave it out")
+
+
+def _name(file: str) -> str:
+    if file == "-":
+        return "standard input"
+    return Path(file).name
+
+
+def _follow(file: str, form: StreamForm, monitor: MonitorSettings, metrics: str | None, first: bool) -> None:
+    """Print the loops of a stream as they occur, and exit with status 3 if there was one."""
+    gc.enable()  # the command line turns it off while libraries are imported
+    watch = Watch(monitor)
+    if metrics is not None:
+        server = serve_counts(metrics, watch)
+        print(f"metrics: http://{server.server_name}:{server.server_port}/metrics", file=sys.stderr, flush=True)
+    for alarm in watch.follow(open_bytes(file), form=form, name=_name(file)):
+        print(alarm, flush=True)
+        if first:
+            break
+    if watch.alarms:
+        raise click.exceptions.Exit(LOOP_IN_STREAM)
+
+
+def _calibrate(
+    file: str, form: StreamForm, monitor: MonitorSettings, tokenizer: str | None, rate: float, progress: Any
+) -> LoopCalibration:
+    encode = None
+    if tokenizer is not None:
+        from sinkscope.models.load import open_tokenizer
+
+        encode = open_tokenizer(tokenizer)[0]
+    text = read_outputs(file, form, encode)
+    return calibrate(
+        text.outputs, vocabulary=text.vocabulary, rate=rate, settings=monitor, name=_name(file), progress=progress
+    )
+
+
+def draw_check(result: LoopCheck) -> go.Figure:
+    """Diversity of the window over the tokens, a line per record, with the onset and the detection of each loop."""
+    import plotly.graph_objects as go
+
+    from sinkscope.measure.style import BLUE, GREY, ORANGE, RED, finished
+
+    threshold = result.settings["theta_ttr"]
+    window = html.escape(str(result.settings["window"]))
+    records = sorted(result.records, key=lambda record: not record.loop)[:SHOWN_RECORDS]
+    figure = go.Figure()
+    for loops, color, name in ((False, GREY, "does not"), (True, ORANGE, "loops")):
+        first = True
+        for record in records:
+            if record.loop == loops:
+                hover = f"{html.escape(record.name)}<br>%{{y:.3f}} after %{{x}} tokens<extra></extra>"
+                line = {"color": color, "width": 1.5}
+                curve = {"x": record.steps, "y": record.curve, "mode": "lines", "line": line, "hovertemplate": hover}
+                figure.add_scatter(**curve, name=name, legendgroup=name, showlegend=first, opacity=0.8)
+                first = False
+    looping = [record for record in records if record.loop]
+    for field, color, symbol, name in (
+        ("onset", BLUE, "circle-open", "onset of the longest repetition"),
+        ("detected", RED, "x", "detected"),
+    ):
+        marked = [record for record in looping if getattr(record, field) is not None]
+        places = [getattr(record, field) for record in marked]
+        heights = [_height(record, place) for record, place in zip(marked, places, strict=True)]
+        names = [html.escape(record.name) for record in marked]
+        marker = {"color": color, "size": 9, "symbol": symbol}
+        if marked:
+            figure.add_scatter(x=places, y=heights, mode="markers", marker=marker, name=name, text=names)
+    figure.add_hline(threshold, line={"color": GREY, "dash": "dot"}, annotation_text=f"threshold {threshold:g}")
+    figure.update_xaxes(title_text=f"tokens ({len(records)} of {len(result.records)} records)", rangemode="tozero")
+    figure.update_yaxes(title_text=f"type-token ratio of the last {window} tokens", range=[0, 1.03])
+    return finished(figure, result, width=1000, height=520)
+
+
+def _height(record: CheckedOutput, place: int) -> float:
+    """Height of a record's curve where it is nearest to a place."""
+    nearest = min(range(len(record.steps)), key=lambda number: abs(record.steps[number] - place))
+    return record.curve[nearest]
+
+
+def draw_calibration(result: LoopCalibration) -> go.Figure:
+    """False alarms per million held-out tokens of each rule, with the 95 % upper limit, and what was promised."""
+    import plotly.graph_objects as go
+
+    from sinkscope.measure.style import GREY, finished
+
+    names = [html.escape(rate.rule) for rate in result.rates]
+    alarms = [rate.per_million for rate in result.rates]
+    above = [rate.at_most - rate.per_million for rate in result.rates]
+    limits = {"type": "data", "array": above, "arrayminus": [0]}
+    figure = go.Figure(go.Scatter(x=names, y=alarms, mode="markers", error_y=limits, name="measured"))
+    promise = f"promised: {result.promised:.3g}"
+    figure.add_hline(result.promised, line={"color": GREY, "dash": "dot"}, annotation_text=promise)
+    figure.update_yaxes(title_text="false alarms per million tokens", rangemode="tozero")
+    return finished(figure, result, width=1000, height=520)

@@ -1,0 +1,230 @@
+"""Options of commands: what signatures and docstrings say about the parameters of a function."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import between, conform
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a parameter appears on the command line, if its name and type do not determine it; used in `Annotated`.
+
+    Attributes:
+        name: Name of the option, such as "--prompt-file". None: the parameter's name, in the singular if the option may
+            be repeated.
+        metavar: Placeholder for its value in the help.
+        min: Smallest value, also for callers from Python.
+        max: Largest value, also for callers from Python.
+        reads: How the value is parsed: "text" reads a file or standard input, "head" reads L0.H4, "commas" splits at
+            commas.
+        argument: Whether it is a positional argument.
+        hidden: Whether only Python callers can give it.
+        required: Whether the command line requires it although it has a default in Python.
+        own: Whether it belongs to the measurement alone although an option that opens the model has the same name.
+        writes: Whether it names a file or folder to write.
+        many: Whether it takes several values although its type does not say so.
+    """
+
+    name: str | None = None
+    metavar: str | None = None
+    min: int | float | None = None
+    max: int | float | None = None
+    reads: Literal["text", "head", "commas"] | None = None
+    argument: bool = False
+    hidden: bool = False
+    required: bool = False
+    own: bool = False
+    writes: bool = False
+    many: bool = False
+
+
+Positive = Annotated[int, Option(min=1)]
+"""A whole number of at least 1."""
+Count = Annotated[int, Option(min=0)]
+"""A whole number of at least 0."""
+Hidden = Annotated[Any, Option(hidden=True)]
+"""Anything; only callers from Python can give it."""
+
+LARGEST_FLOAT = 1e300
+LARGEST_INT = (1 << 31) - 1
+LARGEST_SEED = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a function, as its signature and its docstring describe it.
+
+    Attributes:
+        name: Name in Python.
+        type: Its annotation without `Annotated` and without None.
+        option: How it appears on the command line.
+        default: Its default; `inspect.Parameter.empty` if it has none.
+        help: Its description, from the docstring.
+        many: Whether it takes several values.
+    """
+
+    name: str
+    type: Any
+    option: Option
+    default: Any
+    help: str
+    many: bool
+
+    @property
+    def required(self) -> bool:
+        """Whether the command line requires it."""
+        return self.option.required or self.default is inspect.Parameter.empty
+
+    @property
+    def flag(self) -> str:
+        """The option's name on the command line."""
+        if self.option.name is not None:
+            return self.option.name
+        stem = self.name
+        if self.many:
+            stem = stem.removesuffix("s")
+        return "--" + stem.replace("_", "-")
+
+    @property
+    def help_with_default(self) -> str:
+        """Its description and its default, if that is not empty."""
+        if self.default in (None, False, inspect.Parameter.empty, ()):
+            return self.help
+        shown = self.default
+        if isinstance(shown, list | tuple):
+            shown = ", ".join(map(str, shown))
+        return f"{self.help} Default: {shown}."
+
+    def check(self, value: Any) -> None:
+        """Refuse a value outside the option's range.
+
+        Raises:
+            SinkscopeError: The value is too small, too large, or not a number.
+        """
+        if value is None or self.type not in (int, float):
+            return
+        values = [value]
+        if self.many and isinstance(value, Sequence):
+            values = list(value)
+        for number in values:
+            self._check_number(number)
+
+    def _check_number(self, number: Any) -> None:
+        limited = self.option.min is not None or self.option.max is not None
+        if not limited and not isinstance(number, int | float):
+            return  # an annotation may be one of several types
+        kind = self.type
+        if not limited:
+            kind = float
+        high = self.option.max
+        if high is None and self.type is float:
+            high = LARGEST_FLOAT
+        elif high is None and self.name == "seed":
+            high = LARGEST_SEED
+        elif high is None:
+            high = LARGEST_INT
+        range_ = between(kind, self.option.min, high)
+        conform(range_, number, f"{self.flag} ", strict=limited, then=f" ({self.name}=... in Python)")
+
+
+def parameters_of(function: Callable[..., Any], *, without: Sequence[str] = ()) -> tuple[Parameter, ...]:
+    """The parameters of a function, in order, with their descriptions from the section "Args" of its docstring.
+
+    Args:
+        function: Function whose annotations can be evaluated in its module.
+        without: Names of parameters to leave out, such as the `setup` of a measurement.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    descriptions = described(inspect.getdoc(function) or "", "Args")
+    parameters: list[Parameter] = []
+    for name, one in inspect.signature(function).parameters.items():
+        if name not in without and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
+            parameters.append(parameter(name, hints.get(name, Any), one.default, help=descriptions.get(name, "")))
+    return tuple(parameters)
+
+
+def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Parameter:
+    """Build a parameter from its annotation.
+
+    Args:
+        name: Name in Python.
+        hint: Its annotation, evaluated.
+        default: Its default; `inspect.Parameter.empty` if it has none.
+        help: Its description.
+    """
+    option = Option()
+    many = False
+    while True:
+        origin, parts = get_origin(hint), get_args(hint)
+        if origin is Annotated:
+            for part in parts[1:]:
+                if isinstance(part, Option):
+                    option = part
+            hint = parts[0]
+        elif type(None) in parts:  # a union with None: the None is only the default
+            others = tuple(part for part in parts if part is not type(None))
+            hint = Union[others]  # noqa: UP007 - made of a tuple
+        elif isinstance(origin, type) and issubclass(origin, Sequence) and parts[1:] in ((), (...,)) and not many:
+            many = True
+            hint = parts[0]
+        elif len(parts) == 2 and parts[1] == Sequence[parts[0]]:  # one value, or several
+            hint = parts[1]
+        else:
+            return Parameter(name, hint, option, default, help, many or option.many)
+
+
+def described(doc: str, title: str) -> dict[str, str]:
+    """The description of each name in a section of a docstring, such as "Args" or "Attributes"."""
+    section = re.search(rf"^{title}:\n((?:    .*\n?|\n)*)", doc, re.MULTILINE)
+    if section is None:
+        return {}
+    descriptions: dict[str, str] = {}
+    name = ""
+    for line in section[1].splitlines():
+        entry = re.match(r"    (\w+): (.*)", line)
+        if entry is not None:
+            name = entry[1]
+            descriptions[name] = entry[2]
+        elif name and line.startswith("        "):
+            descriptions[name] += " " + line.strip()
+    return descriptions
+
+
+def introduction(doc: str) -> str:
+    """A docstring without its sections, as the help of a command."""
+    return re.split(r"\n\n(?:Args|Example|Raises|Returns|Attributes):\n", doc)[0]
+
+
+def example_lines(doc: str) -> list[str]:
+    """The lines of the section "Example" of a docstring: commands to type."""
+    section = re.search(r"^Example:\n((?:    .+\n?)*)", doc, re.MULTILINE)
+    if section is None:
+        return []
+    return [line.strip() for line in section[1].splitlines()]
+
+
+def refuse_unused(reason: str, **options: Any) -> None:
+    """Refuse options that have no effect in this run.
+
+    Args:
+        reason: When the option has an effect, such as "give --follow, too".
+        options: Values by name of the option; None, False and empty ones were not given.
+
+    Raises:
+        SinkscopeError: One of them was given.
+    """
+    for name, value in options.items():
+        if value not in (None, False, ()):
+            raise SinkscopeError(f"--{name.replace('_', '-')} has no effect here: {reason}, or leave it out")
+
+
+def command(**_: Any) -> Callable[[Any], Any]:
+    """Leave a function as it is: commands stand in the table of `sinkscope.app.commands`."""
+    return lambda function: function

@@ -1,0 +1,229 @@
+"""`check` decides whether texts or token ids end up in a repetition loop; needs no model, no tokenizer and no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sinkscope.files.console import silent
+from sinkscope.files.records import Natural, check_values
+from sinkscope.files.result import ModelInfo, Provenance, Result, provenance
+from sinkscope.loops.monitor import Monitor, MonitorSettings
+from sinkscope.loops.outputs import TokenRecord, as_records
+from sinkscope.loops.repetition import NearRepetition, Stretch
+from sinkscope.loops.signals import (
+    Ids,
+    compression_ratio,
+    distinct,
+    ends_in_loop,
+    is_loop,
+    seq_rep,
+    type_token_ratio,
+)
+
+CURVE_POINTS = 128  # at most, of a record's curve
+SHORTEST_STRETCH, LONGEST_PERIOD, COPIES = 16, 2048, 3  # of an exact repetition that is reported
+
+
+@dataclass(frozen=True)
+class CheckedOutput:
+    """The result for one record.
+
+    Attributes:
+        name: Name such as "line 3", or the file's name.
+        tokens: Number of tokens.
+        ttr: Type-token ratio of the whole record.
+        cr: Compression ratio of the whole record.
+        seq_rep_4: Share of 4-grams that repeat an earlier one.
+        distinct_2: Distinct 2-grams divided by 2-grams.
+        period: Period of the longest repeated stretch, either exact with at least 3 copies and 16 tokens or found by
+            the monitor. None if no stretch has a period of up to 2,048 tokens.
+        onset: Position of the first token of that stretch.
+        repeats: Number of copies in that stretch.
+        detected: First step at which the monitor triggers; None if it never does.
+        loop: Whether the monitor triggers.
+        ends_in_loop: Whether the loop rule without length holds for the last window.
+        loop_rule: Whether the loop rule with length holds (Eq. 7); None if the maximum number of tokens was not given.
+        steps: Steps at which `curve` was measured.
+        curve: Type-token ratio of the window at these steps.
+    """
+
+    name: str
+    tokens: int
+    ttr: float | None
+    cr: float | None
+    seq_rep_4: float | None
+    distinct_2: float | None
+    period: int | None
+    onset: int | None
+    repeats: float | None
+    detected: int | None
+    loop: bool
+    ends_in_loop: bool
+    loop_rule: bool | None
+    steps: tuple[int, ...]
+    curve: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopCheck(Result):
+    """Which of the records loop. Its values are plain numbers, so that checking texts loads no numpy.
+
+    Attributes:
+        loops: Number of records that loop.
+        records: Results for each record.
+    """
+
+    kind: ClassVar[str] = "loops"
+    drawing: ClassVar[Any] = "sinkscope.app.loops:draw_check"
+    table_without: ClassVar[tuple[str, ...]] = ("steps", "curve")
+
+    loops: int
+    records: tuple[CheckedOutput, ...]
+
+    def conclusion(self) -> str:
+        """How many records loop, and the diversity of looping and other records."""
+        looping = [record for record in self.records if record.loop]
+        others = [record for record in self.records if not record.loop]
+        finding = f"{self.loops} of {len(self.records)} outputs in {self.model.name} loop"
+        ratio = _median(record.ttr for record in looping)
+        if ratio is None:
+            return f"{finding}."
+        finding = f"{finding}; their median type-token ratio is {ratio:.2g}"
+        other_ratio = _median(record.ttr for record in others)
+        if other_ratio is None:
+            return f"{finding}."
+        return f"{finding}, that of the others {other_ratio:.2g}."
+
+    def details(self) -> list[str]:
+        """Where the loops begin."""
+        looping = [record for record in self.records if record.loop]
+        period = _median(record.period for record in looping)
+        onset = _median(record.onset for record in looping)
+        if period is None or onset is None:
+            return []
+        return [f"The loops have a median period of {period:g} tokens and begin at token {onset:g} (median)."]
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
+        return None
+    return float(statistics.median(numbers))
+
+
+def check(
+    outputs: str | Sequence[Any] | Ids,
+    *,
+    settings: MonitorSettings | None = None,
+    max_new: int | None = None,
+    name: str = "input",
+    progress: Callable[[str, int, int], None] | None = None,
+) -> LoopCheck:
+    """Check outputs for repetition loops; no model, no tokenizer and no torch are needed.
+
+    A record loops if the monitor triggers in it. By default this happens as soon as there are 3 copies of anything that
+    cover at least 48 tokens and are exact or nearly so. With `MonitorSettings.paper()`, LoopGuard's monitor decides.
+    Because there are no probabilities, its other two votes (type-token ratio and compression ratio) must agree, and one
+    of its gates (stalled novelty or tail repetition) must hold.
+
+    Args:
+        outputs: A text, token ids, or several of either; or records that `loops.outputs.parse` makes from a file.
+        settings: Settings of the monitor.
+        max_new: Maximum number of new tokens, for the loop rule with length (LoopGuard, Eq. 7).
+        name: Name of the input in the result.
+        progress: Called with a stage, the amount done and the total.
+
+    Returns:
+        A `LoopCheck`.
+
+    Raises:
+        SinkscopeError: The input is empty or neither text nor ids, or the settings need probabilities.
+    """
+    started = time.perf_counter()
+    settings = settings or MonitorSettings()
+    progress = progress or silent
+    check_values(Natural | None, max_new=max_new)
+    records = as_records(outputs)
+    results: list[CheckedOutput] = []
+    for place, record in enumerate(records):
+        progress("checking", place, len(records))
+        results.append(_checked(record, settings, max_new))
+    return LoopCheck(
+        loops=sum(result.loop for result in results),
+        records=tuple(results),
+        model=text_info(name, [record.ids for record in records]),
+        settings={**vars(settings), "max_new": max_new},
+        provenance=text_provenance(started),
+    )
+
+
+def text_info(name: str, outputs: Sequence[Sequence[int]]) -> ModelInfo:
+    """What stands in place of a model in a result that was made from texts; its fingerprint is that of the ids."""
+    packed = [array("I", ids).tobytes() for ids in outputs]
+    digest = hashlib.sha256(b"".join(ids + b"|" for ids in packed)).hexdigest()[:16]
+    return ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=digest)
+
+
+def text_provenance(started: float) -> Provenance:
+    """How a result was made from texts, without a model."""
+    return provenance(started=started, device="cpu", dtype="int", attention="none", bos=None, seed=0)
+
+
+def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None) -> CheckedOutput:
+    ids = record.ids
+    monitor = Monitor(settings)
+    exact = NearRepetition(LONGEST_PERIOD, COPIES, SHORTEST_STRETCH, 0.0)
+    every = max(1, -(-len(ids) // CURVE_POINTS))
+    longest: Stretch | None = None
+    longest_tokens = 0
+    detected: int | None = None
+    steps: list[int] = []
+    curve: list[float] = []
+    for position, token in enumerate(ids):
+        step = monitor.update(token)
+        if step.trigger and detected is None:
+            detected = step.step
+        stretches = [exact.add(token, position)]
+        if step.tail is not None:
+            stretches.append(Stretch(step.tail.period, step.tail.start))
+        for stretch in stretches:
+            if stretch is not None and position + 1 - stretch.start > longest_tokens:
+                longest = stretch
+                longest_tokens = position + 1 - stretch.start
+        if step.step % every == 0 or step.step == len(ids):
+            steps.append(step.step)
+            curve.append(round(step.ttr, 4))
+    theta_ttr, theta_cr = settings.theta_ttr, settings.theta_cr
+    loop_rule: bool | None = None
+    if max_new is not None:
+        loop_rule = is_loop(ids, max_new, theta_ttr=theta_ttr, theta_cr=theta_cr)
+    return CheckedOutput(
+        name=record.name,
+        tokens=len(ids),
+        ttr=_none_for_nan(type_token_ratio(ids)),
+        cr=_none_for_nan(compression_ratio(ids)),
+        seq_rep_4=_none_for_nan(seq_rep(ids, 4)),
+        distinct_2=_none_for_nan(distinct(ids, 2)),
+        period=None if longest is None else longest.period,
+        onset=None if longest is None else longest.start,
+        repeats=None if longest is None else longest_tokens / longest.period,
+        detected=detected,
+        loop=detected is not None,
+        ends_in_loop=ends_in_loop(ids, settings.window, theta_ttr=theta_ttr, theta_cr=theta_cr),
+        loop_rule=loop_rule,
+        steps=tuple(steps),
+        curve=tuple(curve),
+    )
+
+
+def _none_for_nan(value: float) -> float | None:
+    """None for NaN, which JSON cannot represent."""
+    if value != value:
+        return None
+    return value

@@ -1,0 +1,143 @@
+"""Outputs of models as token ids: from texts, lists of ids, and files of either."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.plain import parse_json
+from sinkscope.loops.signals import Ids
+
+FileForm = Literal["auto", "text", "jsonl"]
+FIELDS = ("tokens", "output", "text")  # of a JSON line, the first that is there: ids are more exact than text
+_EXPECTED = "text or output (a string) or tokens (a list of ids)"
+_CJK = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"  # written without spaces
+_WORDS = re.compile(
+    rf"[{_CJK}]"  # a character each
+    rf"|(?:(?![{_CJK}])\w){{1,12}}"
+    r"|([^\w\s])\1{0,11}"
+)
+
+
+class TokenRecord(NamedTuple):
+    """A model's output as token ids.
+
+    Attributes:
+        name: Name of the record in the result.
+        ids: Token ids.
+    """
+
+    name: str
+    ids: list[int]
+
+
+def split(text: str) -> list[str]:
+    """Split into words of at most 12 letters or digits (longer ones in pieces) and other characters, without white
+    space.
+
+    No tokenizer is needed, and the tokens are about as long as those of a large vocabulary. Up to 12 equal characters
+    in a row form one token, so a ruler is only a few tokens. Chinese, Japanese and Korean characters stand alone.
+    """
+    return [match[0] for match in _WORDS.finditer(text)]
+
+
+def number(tokens: Iterable[object]) -> list[int]:
+    """Number the tokens in the order of their first occurrence."""
+    numbers: dict[object, int] = {}
+    return [numbers.setdefault(token, len(numbers)) for token in tokens]
+
+
+def as_records(outputs: str | Sequence[Any] | Ids) -> list[TokenRecord]:
+    """Records of a text, of token ids, or of several of either; records are returned unchanged.
+
+    Raises:
+        SinkscopeError: The input is of another type, or is empty.
+    """
+    if isinstance(outputs, str):
+        return [_record("text", outputs, "the input")]
+    items = _as_list(outputs)
+    if not isinstance(items, list | tuple) or not items:
+        raise SinkscopeError(f"{_short(outputs)} cannot be checked: give a text, token ids, or several of either")
+    if isinstance(items[0], int):
+        return [_record("ids", items, "the input")]
+    records: list[TokenRecord] = []
+    for place, item in enumerate(items, 1):
+        if isinstance(item, TokenRecord):
+            records.append(item)
+        else:
+            records.append(_record(str(place), item, "the input"))
+    return records
+
+
+def parse(text: str, name: str, form: FileForm = "auto") -> list[TokenRecord]:
+    """Split the text of a file into records.
+
+    Args:
+        text: The file's content.
+        name: Name of the file; `.jsonl` and `.ndjson` are JSON lines, anything else is one text.
+        form: "text" or "jsonl", overriding the name.
+
+    Raises:
+        SinkscopeError: The text is empty, or a line is not an object with one of the fields `FIELDS`.
+    """
+    if not text.strip():
+        raise SinkscopeError(f"{name} is empty: expected a text, or JSON lines with {_EXPECTED}")
+    if form == "auto":
+        form = "jsonl" if name.lower().endswith((".jsonl", ".ndjson")) else "text"
+    if form == "text":
+        return [_record(name, text, name)]
+    records: list[TokenRecord] = []
+    for place, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            records.append(_line(line, f"{name} line {place}", f"line {place}"))
+    return records
+
+
+def _line(line: str, where: str, name: str) -> TokenRecord:
+    try:
+        data = parse_json(line)
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg} at column {error.colno}".lower()
+        raise SinkscopeError(f"{where} is not JSON ({reason}): expected an object with {_EXPECTED}") from None
+    except ValueError as error:
+        raise SinkscopeError(f"{where} is not JSON ({error}): expected an object with {_EXPECTED}") from None
+    for field in FIELDS:
+        if isinstance(data, dict) and field in data:
+            return _record(name, data[field], f"{where}: {field}")
+    raise SinkscopeError(f"{where} has none of the fields {', '.join(FIELDS)}: expected an object with {_EXPECTED}")
+
+
+def _record(name: str, value: Any, where: str) -> TokenRecord:
+    """A record of a string, a list of ids, or a list of strings."""
+    if isinstance(value, str):
+        return TokenRecord(name, number(split(value)))
+    tokens = _as_list(value)
+    if isinstance(tokens, list | tuple):
+        if all(isinstance(token, str) for token in tokens):
+            return TokenRecord(name, number(tokens))
+        if all(is_token_id(token) for token in tokens):
+            return TokenRecord(name, list(tokens))
+    raise SinkscopeError(f"{where} is {_short(value)}: expected a string, or a list of token ids from 0 to 2**32 - 1")
+
+
+def is_token_id(value: object) -> bool:
+    """Whether a value is a whole number from 0 to 2**32 - 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32
+
+
+def _as_list(value: Any) -> Any:
+    """Arrays and tensors as lists, anything else unchanged."""
+    to_list = getattr(value, "tolist", None)
+    if callable(to_list):
+        return to_list()
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    if len(text) <= 40:
+        return text
+    return f"{text[:37]}..."

@@ -1,0 +1,270 @@
+"""Online trackers of repetition: which stretch of any period reaches the last token, in constant time per token."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_MODULUS = (1 << 61) - 1  # of the hashes; every match is verified anyway
+_BASE = 0x2545F4914F6CDD1D % _MODULUS
+_CREDIT = 2.0  # mismatches that may follow each other; those of a repetition earn it back at the rate of `noise`
+
+
+class Stretch(NamedTuple):
+    """A repetition that reaches the last token.
+
+    Attributes:
+        period: Number of tokens after which it repeats.
+        start: Position of the first token of the first copy.
+    """
+
+    period: int
+    start: int
+
+
+class ExactRepetition:
+    """For every period up to `longest`, counts how many tokens up to now equal the one a period before.
+
+    It takes any number of copies from two on, and its time per token grows with the longest period.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._recent: deque[int] = deque()
+        self._positions: dict[int, deque[int]] = {}  # token -> its positions among the recent ones, oldest first
+        self._equal_since: dict[int, int] = {}  # period -> first position of the run
+
+    def add(self, token: int, position: int, repeats: int | float, shortest: int) -> Stretch | None:
+        """Add the token at `position`; return the repetition that covers most, if any.
+
+        Args:
+            token: Its id.
+            position: Its position, one more than that of the token before.
+            repeats: Required number of copies.
+            shortest: Required number of tokens.
+        """
+        earlier_positions = self._positions.setdefault(token, deque())
+        equal_since: dict[int, int] = {}
+        longest_stretch: Stretch | None = None
+        most_covered = 0
+        for earlier in reversed(earlier_positions):  # smallest period first; a period without this token has ended
+            period = position - earlier
+            first = self._equal_since.get(period, position)
+            equal_since[period] = first
+            covered = position - first + 1 + period
+            if covered > most_covered and covered >= repeats * period and covered >= shortest:
+                most_covered = covered
+                longest_stretch = Stretch(period, first - period)
+        earlier_positions.append(position)
+        self._equal_since = equal_since
+        self._recent.append(token)
+        if len(self._recent) > self._longest:
+            self._forget(self._recent.popleft())
+        return longest_stretch
+
+    def _forget(self, token: int) -> None:
+        positions = self._positions[token]
+        positions.popleft()
+        if not positions:
+            del self._positions[token]
+
+
+@dataclass(slots=True)
+class _Run:
+    """Tokens up to now that equal the one a period before, but for a few.
+
+    Attributes:
+        first: First position that is compared.
+        clean: First position after the last mismatch.
+        due: Position from which the compared tokens cover enough.
+        mismatches: Their number.
+        credit: How many may still follow each other.
+        recent_mismatches: Position of each mismatch of the last period, and whether the token was replaced there.
+    """
+
+    first: int
+    clean: int
+    due: int
+    mismatches: int = 0
+    credit: float = _CREDIT
+    recent_mismatches: deque[tuple[int, bool]] = field(default_factory=deque)
+
+
+class _Level(NamedTuple):
+    """Stretches of one length that are looked up.
+
+    Attributes:
+        length: Tokens of a stretch.
+        mask: A stretch is stored at positions that have none of these bits.
+        power: Factor of its first token in the hash.
+    """
+
+    length: int
+    mask: int
+    power: int
+
+
+def _levels(longest: int) -> list[_Level]:
+    """Lengths 4, 6, 8, 12, 16, ...; each is stored at a multiple of the positions at which the one before is."""
+    lengths = [4]
+    while lengths[-1] < longest - 1:
+        length = lengths[-1]
+        lengths.append(length * 3 // 2 if length.bit_count() == 1 else length * 4 // 3)
+    levels: list[_Level] = []
+    for number, length in enumerate(lengths):
+        every = 1
+        if number:
+            every = 1 << length.bit_length() - 2
+        levels.append(_Level(length, every - 1, pow(_BASE, length, _MODULUS)))
+    return levels
+
+
+class NearRepetition:
+    """Finds the repetition of any period up to `longest` that reaches the last token, allowing a few replaced tokens.
+
+    The last n tokens are looked up among earlier ones for n = 4, 6, 8, 12, 16, ..., and the distance to the nearest
+    equal stretch becomes a period that is tracked from then on. Stretches of n tokens are stored at about every (n/2)th
+    position, and a longer stretch is looked up only if the shorter one was found. A token therefore costs only a few
+    lookups, regardless of how many came before. A cycle of P tokens differs from all its rotations in any P - 1 tokens,
+    so three exact copies are found at their last token, whatever the cycle contains.
+
+    A token that differs from the one a period before is a mismatch. It is tolerated if the share of mismatches is at
+    most `noise` and the original token is back a period later. A position that changes in every copy, as in a list that
+    counts up, ends the repetition.
+
+    Args:
+        longest: Largest period.
+        repeats: Required number of copies, at least 3.
+        shortest: Required number of tokens, at least 12.
+        noise: Largest share of mismatches; 0 requires exact repetition.
+    """
+
+    def __init__(self, longest: int, repeats: int | float, shortest: int, noise: float) -> None:
+        self._longest = longest
+        self._repeats = repeats
+        self._shortest = shortest
+        self._noise = noise
+        self._levels = _levels(longest)
+        self._history = 3 * longest + 8  # tokens that are kept
+        self._ids: list[int] = []
+        self._hashes = [0]  # of everything up to a token; those of stretches are differences
+        self._ends: dict[int, int] = {}  # hash of a stretch -> where it ended last
+        self._older_ends: dict[int, int] = {}
+        self._runs: dict[int, _Run] = {}  # by period
+        self._exact: Stretch | None = None  # the exact part of the last repetition
+
+    def add(self, token: int, position: int) -> Stretch | None:
+        """Add the token at `position`; return the repetition that covers most, if any."""
+        self._ids.append(token)
+        self._hashes.append((self._hashes[-1] * _BASE + token + 1) % _MODULUS)
+        self._look_up(position)
+        longest_stretch: Stretch | None = None
+        clean = 0
+        ended: list[int] = []
+        for period, run in self._runs.items():
+            if self._ids[~period] != token:
+                if not self._tolerated(run, period, token, position):
+                    ended.append(period)
+                continue
+            start = self._start(run, period, position)
+            if start is None:
+                continue
+            if longest_stretch is None or (start, period) < (longest_stretch.start, longest_stretch.period):
+                longest_stretch = Stretch(period, start)
+                clean = run.clean
+        if longest_stretch is not None and len(self._runs) > 1:
+            ended += self._needless_multiples(longest_stretch.period, clean)
+        for period in ended:
+            self._runs.pop(period, None)
+        if len(self._ids) > 2 * self._history:
+            del self._ids[: -self._history]
+            del self._hashes[: -self._history]
+        self._exact = None
+        if longest_stretch is not None:
+            self._exact = Stretch(longest_stretch.period, clean - longest_stretch.period)
+        return longest_stretch
+
+    def _start(self, run: _Run, period: int, position: int) -> int | None:
+        """Where the repetition of a run begins; None while it does not cover enough."""
+        if position < run.due:
+            return None
+        if run.mismatches <= self._noise * (position - run.first + 1):
+            return run.first - period
+        start = run.clean - period
+        if position < self._due(start, period):
+            return None
+        return start
+
+    def _needless_multiples(self, period: int, clean: int) -> list[int]:
+        """Periods that say nothing beside one that divides them."""
+        multiples: list[int] = []
+        for other, run in self._runs.items():
+            if other > period and other % period == 0 and run.clean >= clean:
+                multiples.append(other)
+        return multiples
+
+    def _look_up(self, position: int) -> None:
+        """Find the nearest stretches that equal the last tokens, follow their periods, and store these stretches."""
+        period, covered = 0, 0
+        if self._exact is not None:
+            period = self._exact.period
+            covered = position - self._exact.start
+        hashes = self._hashes
+        looking = True
+        for level in self._levels:
+            store = not position & level.mask
+            if level.length > position + 1 or not (looking or store):
+                break
+            stretch = (hashes[-1] - hashes[~level.length] * level.power) % _MODULUS
+            if looking and period <= level.length <= covered - period:  # it recurs: only longer ones say something new
+                looking = covered - period < self._levels[-1].length
+            elif looking:
+                end = self._ends.get(stretch)
+                if end is None:
+                    end = self._older_ends.get(stretch)
+                looking = end is not None
+                if end is not None:
+                    distance = position - end
+                    in_exact = period and distance % period == 0 and distance + level.length <= covered
+                    if distance <= self._longest and distance not in self._runs and not in_exact:
+                        self._follow(distance, position)
+            if store:
+                self._ends[stretch] = position
+        if position % self._longest == 0:
+            self._older_ends = self._ends
+            self._ends = {}
+
+    def _follow(self, period: int, position: int) -> None:
+        ids = self._ids
+        equal = 0
+        most = len(ids) - period
+        while equal < most and ids[~equal] == ids[~equal - period]:
+            equal += 1
+        if equal > 3:
+            first = position - equal + 1
+            self._runs[period] = _Run(first, first, self._due(first - period, period))
+
+    def _due(self, start: int, period: int) -> int:
+        return start + max(math.ceil(self._repeats * period), self._shortest) - 1
+
+    def _tolerated(self, run: _Run, period: int, token: int, position: int) -> bool:
+        """Note a mismatch; whether the run goes on."""
+        if not self._noise:
+            return False
+        run.credit = min(_CREDIT, run.credit + self._noise * (position - run.clean))
+        run.clean = position + 1
+        recent = run.recent_mismatches
+        while recent and recent[0][0] < position - period:
+            recent.popleft()
+        same_place = bool(recent) and recent[0][0] == position - period
+        if same_place:
+            was_replaced = recent[0][1]
+            original_is_back = self._ids[~(2 * period)] == token
+            recent.append((position, False))
+            return was_replaced and original_is_back  # otherwise this place changes in every copy
+        recent.append((position, True))
+        run.mismatches += 1
+        run.credit -= 1
+        return run.credit >= 0

@@ -1,0 +1,427 @@
+"""`Watch` reports where outputs loop while they are being written; `sinkscope loops --follow` is its command."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import sys
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.files.plain import parse_json
+from sinkscope.files.result import read_json
+from sinkscope.loops.forms import FILE_FIELDS, Piece, StreamForm, pieces_of, shown
+from sinkscope.loops.monitor import Monitor, MonitorSettings
+from sinkscope.loops.outputs import number, split
+from sinkscope.loops.signals import Tail
+
+OPEN_STREAMS = 4096  # at most; of more, the one that was silent for longest is forgotten
+KEPT_TOKENS = 2048  # whose text is kept
+SHOWN_TOKENS = 60  # of a loop without an exact period
+_EVENTS = ("data:", "event:", "id:", "retry:", ":")  # how server-sent events may begin
+
+
+class Alarm(NamedTuple):
+    """A detected loop.
+
+    Attributes:
+        stream: Name of the stream.
+        token: Number of the token, counted from 1, at which the monitor triggered.
+        tail: The repetition that reaches this token; None if it is not exact.
+        text: One copy, or the last tokens, shortened and without control characters.
+    """
+
+    stream: str
+    token: int
+    tail: Tail | None
+    text: str
+
+    def __str__(self) -> str:
+        repetition = "no exact period"
+        if self.tail is not None:
+            repetition = f"period {self.tail.period}, {self.tail.repeats:.1f} copies since token {self.tail.start + 1}"
+        return f'loop in {self.stream} at token {self.token}: {repetition}, "{self.text}"'
+
+
+class Stream:
+    """One output and its monitor.
+
+    Args:
+        settings: Settings of the monitor.
+    """
+
+    def __init__(self, settings: MonitorSettings) -> None:
+        self.monitor = Monitor(settings)
+        self._last_word = ""  # of a text; it may still grow
+        self._whole_text: str | None = ""  # of a server that sends all of it each time; None: it does not
+        self._waiting: Piece | None = None  # for the probability that follows it
+        self._ids: dict[object, int] = {}
+        self._recent = deque[str](maxlen=KEPT_TOKENS)
+        self._quiet_until = 0
+
+    def take(self, piece: Piece) -> Iterator[Alarm]:
+        """Return the alarms that a piece raises."""
+        tokens = [piece]
+        if piece.key is None:
+            tokens = self._words(piece)
+        for token in tokens:
+            if self._waiting is not None:
+                yield from self._feed(self._waiting, token.before)
+                self._waiting = None
+            if token.before is not None:
+                self._waiting = token
+            else:
+                yield from self._feed(token, token.after)
+        if piece.last and self._waiting is not None:
+            yield from self._feed(self._waiting, 0.0)  # nothing follows the last token
+            self._waiting = None
+
+    def _words(self, piece: Piece) -> list[Piece]:
+        """The words that a piece of text completes."""
+        text = self._last_word + self._new_text(piece)
+        words = split(text)
+        self._last_word = ""
+        if words and not piece.last and text.endswith(words[-1]):
+            self._last_word = words.pop()
+        return [Piece(piece.stream, word, f"{word} ") for word in words]
+
+    def _new_text(self, piece: Piece) -> str:
+        """The part of a text that was not there before, if a server sends the whole text each time."""
+        if not piece.cumulative or self._whole_text is None:
+            return piece.text
+        before = self._whole_text
+        if not piece.text.startswith(before):  # this server sends pieces after all
+            self._whole_text = None
+            return piece.text
+        self._whole_text = piece.text
+        return piece.text[len(before) :]
+
+    def _feed(self, token: Piece, p_max: float | None) -> Iterator[Alarm]:
+        key = token.key
+        if not isinstance(key, int):
+            key = self._ids.setdefault(key, len(self._ids))
+        step = self.monitor.update(key, p_max)
+        self._recent.append(token.text[:SHOWN_TOKENS])
+        if not step.trigger:
+            return
+        if step.step > self._quiet_until:
+            yield Alarm(token.stream, step.step, step.tail, self._copy(step.tail, step.step))
+        self._quiet_until = step.step + self.monitor.settings.relapse  # a loop that goes on is reported once
+
+    def _copy(self, tail: Tail | None, step: int) -> str:
+        """Text of one copy of the loop, or of the last tokens."""
+        if tail is None:
+            return shown("".join(list(self._recent)[-SHOWN_TOKENS:]).strip(" "))
+        copy = list(self._recent)[-tail.period :]
+        begin = -(step - tail.start) % len(copy)
+        return shown("".join(copy[begin:] + copy[:begin]).strip(" "))
+
+
+class Watch:
+    """All streams of an input.
+
+    Attributes:
+        tokens: Number of tokens seen so far.
+        alarms: Number of alarms raised so far.
+        streams: Number of streams seen so far.
+        skipped: Number of lines that could not be read.
+        open: Streams that have not ended, by name.
+        last: The last step of any stream.
+
+    Args:
+        settings: Settings of the monitors.
+    """
+
+    def __init__(self, settings: MonitorSettings | None = None) -> None:
+        self._settings = settings or MonitorSettings()
+        self.tokens = 0
+        self.alarms = 0
+        self.streams = 0
+        self.skipped = 0
+        self._first_problem = ""
+        self.open: dict[str, Stream] = {}
+        self.last = Monitor(self._settings).last
+
+    def follow(self, source: Any, *, form: StreamForm = "auto", name: str = "the input") -> Iterator[Alarm]:
+        """Yield the alarms of a stream as they occur.
+
+        A line of JSON that cannot be read is skipped with a warning. If the source breaks off, what was read until then
+        counts.
+
+        Args:
+            source: A binary file, a pipe or a server's response, with `read1` and `readline`; contains text, JSON
+                lines, or server-sent events of any server in `sinkscope.loops.forms`.
+            form: Format of the source; "auto" decides by the first line.
+            name: Name of the source in alarms and errors.
+
+        Raises:
+            SinkscopeError: The source is empty, holds no output, or is not UTF-8 text; or a server reports an error
+                before any output.
+        """
+        try:
+            for piece in pieces(source, form, name, self):
+                yield from self._take(piece)
+        except UnicodeDecodeError as error:
+            if error.reason != "unexpected end of data" and not self.streams:
+                raise SinkscopeError(f"{name} is not UTF-8 text: convert it, or give another input") from None
+            if error.reason != "unexpected end of data":  # a character that was cut off is left out silently
+                _warn(f"{name} breaks off: it is no longer UTF-8 text after {self.tokens} tokens")
+        except OSError as error:
+            _warn(f"{name} breaks off after {self.tokens} tokens: {error}")
+        for open_stream in list(self.open):
+            yield from self._take(Piece(open_stream, last=True))
+        if self._first_problem and not self.streams:
+            raise SinkscopeError(self._first_problem)
+        if self._first_problem:
+            _warn(f"{self._first_problem}; {self.skipped} lines that cannot be read were skipped")
+        if not self.streams:
+            expected = "a text, JSON lines, or the events of a server"
+            raise SinkscopeError(f"{name} is empty, or nothing in it is an output: expected {expected} (see --format)")
+
+    def _take(self, piece: Piece) -> Iterator[Alarm]:
+        stream = self.open.pop(piece.stream, None)
+        if stream is None:
+            stream = Stream(self._settings)
+            self.streams += 1
+        tokens_before = stream.monitor.last.step
+        for alarm in stream.take(piece):
+            self.alarms += 1
+            yield alarm
+        self.last = stream.monitor.last
+        self.tokens += self.last.step - tokens_before
+        if piece.last:
+            return
+        self.open[piece.stream] = stream  # the one that was silent for longest is the first
+        while len(self.open) > OPEN_STREAMS:
+            del self.open[next(iter(self.open))]
+
+    def skip(self, problem: str) -> None:
+        """Count a line that cannot be read, and warn of the first; before any output it is kept for the end."""
+        self.skipped += 1
+        if self.skipped > 1:
+            return
+        if self.streams:
+            _warn(f"{problem}; it is skipped, as all lines are that cannot be read")
+        else:
+            self._first_problem = problem
+
+
+def _warn(problem: str) -> None:
+    warnings.warn(problem, SinkscopeWarning, stacklevel=3)
+
+
+def pieces(source: Any, form: StreamForm, name: str, watch: Watch | None = None) -> Iterator[Piece]:
+    """Yield the pieces that a byte stream adds to each output, as soon as they arrive; see `Watch.follow`.
+
+    Args:
+        source: The stream.
+        form: Its format.
+        name: Its name.
+        watch: Counts lines that cannot be read. None: they are errors.
+    """
+    start = b""
+    while form == "auto":
+        byte = source.read1(1)
+        start += byte
+        form = _form(start.removeprefix(codecs.BOM_UTF8), ended=not byte)
+    if form == "text":
+        for text in _texts(start, source):
+            yield Piece(name, text=text)
+        return
+    if not start.endswith(b"\n"):
+        start += source.readline()
+    for place, line in enumerate(chain([start], source), 1):
+        text = line.decode("utf-8-sig").strip()
+        problem = f"{name} line {place} is no output of a model"
+        try:
+            yield from _line(text, form, place)
+        except _ServerError as error:
+            if watch is None or not watch.streams:
+                raise SinkscopeError(f"{problem}: {error}; it is {shown(text)}") from None
+            watch.skip(f"{name} line {place}: {error}")
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            problem = f"{problem}: {error}; it is {shown(text)}"
+            if watch is None:
+                raise SinkscopeError(problem) from None
+            watch.skip(problem)
+
+
+def _texts(start: bytes, source: Any) -> Iterator[str]:
+    """The text of a byte stream as it arrives; text before bytes that are no UTF-8 counts."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    data = start or source.read1(1 << 16)
+    while data:
+        try:
+            text = decoder.decode(data)
+        except UnicodeDecodeError as error:
+            if error.start:
+                yield error.object[: error.start].decode()
+            raise
+        yield text
+        data = source.read1(1 << 16)
+    decoder.decode(b"", final=True)  # a character that was cut off is an error
+
+
+class _ServerError(Exception):
+    """A server reported an error in its stream."""
+
+
+def _form(start: bytes, *, ended: bool) -> StreamForm:
+    """What an input is by its first line; "auto" while that cannot be told."""
+    line = start.lstrip().decode(errors="replace")
+    if line.startswith(_EVENTS):
+        return "sse"
+    if not ended:
+        may_be_event = any(event.startswith(line) for event in _EVENTS)
+        unfinished_object = line[:1] == "{" and line[-1:] != "\n"
+        if may_be_event or unfinished_object:
+            return "auto"
+    try:
+        is_object = isinstance(parse_json(line), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    return "jsonl" if is_object else "text"
+
+
+def _line(line: str, form: StreamForm, place: int) -> list[Piece]:
+    """What one line adds: nothing if it is a comment, the name of an event, or the sign that all is over."""
+    if form == "sse":
+        if not line.startswith("data:"):
+            return []
+        line = line.removeprefix("data:").strip()
+    if line in ("", "[DONE]"):
+        return []
+    data = parse_json(line)
+    problem = data.get("error")
+    if problem:
+        raise _ServerError(f"the server reports an error, {shown(str(problem), 200)}")
+    outputs = pieces_of(data, place)
+    if outputs is not None:
+        return outputs
+    if form == "jsonl":
+        raise ValueError(f"expected one of the fields choices, {', '.join(FILE_FIELDS)}")
+    return []
+
+
+def serve_counts(address: str, counts: Watch) -> Any:
+    """Serve the counts of a watch to Prometheus.
+
+    Args:
+        address: A port, or host:port; without a host, only this machine is served.
+        counts: The watch.
+
+    Returns:
+        The server.
+
+    Raises:
+        SinkscopeError: prometheus_client is not installed, or the port is invalid or in use.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    except ImportError:
+        raise SinkscopeError('--metrics needs prometheus_client: pip install "sinkscope[metrics]"') from None
+
+    class Counts:
+        def collect(self) -> Iterator[Any]:
+            name = "sinkscope_loops"
+            yield CounterMetricFamily(f"{name}_tokens", "Tokens seen.", value=counts.tokens)
+            yield CounterMetricFamily(f"{name}_alarms", "Loops found.", value=counts.alarms)
+            yield CounterMetricFamily(f"{name}_streams", "Streams seen.", value=counts.streams)
+            yield GaugeMetricFamily(f"{name}_open_streams", "Streams that have not ended.", value=len(counts.open))
+            ratio = "Type-token ratio of the window of the last token."
+            yield GaugeMetricFamily(f"{name}_type_token_ratio", ratio, value=counts.last.ttr)
+
+    registry: Any = CollectorRegistry()
+    registry.register(Counts())
+    host, _, port = address.rpartition(":")
+    try:
+        return start_http_server(int(port), host or "127.0.0.1", registry)[0]
+    except (OSError, OverflowError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "expected a port from 0 to 65535, or HOST:PORT"
+        raise SinkscopeError(f"--metrics {address}: {reason}; give another port, or 0 for any free one") from None
+
+
+def monitor_settings(file: str | None, variant: str, **changed: Any) -> MonitorSettings:
+    """The settings of a variant, overridden by those of a file and by those of `changed` that are not None.
+
+    Args:
+        variant: As for `MonitorSettings.variant`.
+        file: File that `loops --calibrate` writes with `--json`, or an object of names and values.
+        changed: Further settings.
+
+    Raises:
+        SinkscopeError: The file cannot be read or has another content, or a value is invalid.
+    """
+    data: Any = {}
+    if file is not None:
+        data = read_json(file)
+    if isinstance(data, dict) and data.get("kind") == "loop-calibration":
+        data = data["result"]["monitor"]
+    if not isinstance(data, dict) or "schema" in data:
+        raise SinkscopeError(f"{file} holds no settings: expected what loops --calibrate writes with --json")
+    for name, value in changed.items():
+        if value is not None:
+            data[name] = value
+    return MonitorSettings.variant(variant).with_(**data)
+
+
+def open_bytes(file: str) -> Any:
+    """Open a file, or standard input for "-", to read bytes.
+
+    Raises:
+        SinkscopeError: The file cannot be opened.
+    """
+    if file == "-":
+        return getattr(sys.stdin, "buffer", io.BytesIO())  # there is none if it is closed
+    try:
+        return open(file, "rb")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise SinkscopeError(f"cannot read {file}: {reason}; give another path") from None
+
+
+class OutputIds(NamedTuple):
+    """Outputs as token ids.
+
+    Attributes:
+        outputs: Ids of each output.
+        vocabulary: Size of their vocabulary.
+    """
+
+    outputs: list[list[int]]
+    vocabulary: int
+
+
+def read_outputs(file: str, form: StreamForm, tokenizer: Any = None) -> OutputIds:
+    """Token ids of the outputs in a file.
+
+    Args:
+        file: A text, JSON lines or server-sent events, as for `loops --follow`.
+        form: Format of the file.
+        tokenizer: Tokenizer of the intended model. None: ids are used as they are, and text is split into words.
+
+    Raises:
+        SinkscopeError: The file cannot be read.
+    """
+    texts: dict[str, str] = {}
+    tokens: dict[str, list[object]] = {}
+    for piece in pieces(open_bytes(file), form, file):
+        texts[piece.stream] = texts.get(piece.stream, "") + piece.text
+        if piece.key is not None:
+            tokens.setdefault(piece.stream, []).append(piece.key)
+    outputs: list[list[int]] = []
+    for stream, text in texts.items():
+        if tokenizer is not None:
+            outputs.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+        elif stream in tokens:
+            outputs.append(number(tokens[stream]))
+        else:
+            outputs.append(number(split(text)))
+    if tokenizer is not None:
+        return OutputIds(outputs, len(tokenizer))
+    return OutputIds(outputs, len({token for ids in outputs for token in ids}))

@@ -1,0 +1,167 @@
+"""The checks of lemma 1 and of self-reinforcement: numbers against their definitions, heads against planted ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from einops import einsum, repeat
+from organisms import loop_organism, tiny_model
+from torch import Tensor
+
+from experiments.loopguard import ditto, rotary
+from sinkscope.measure import Setup
+from sinkscope.models.target import Target
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "attention_factor": 1.3,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt_oss": {"rope_parameters": {**YARN, "truncate": False}},
+    "gpt_neox": {},  # partial rotary
+    "gemma2": {},
+    "qwen3": {},
+}
+
+
+def ids_of(length: int, seed: int = 1) -> Tensor:
+    return torch.randint(4, 90, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def attention_of(target: Target, scores: Tensor, layer: int) -> Tensor:
+    """Attention as the model makes it of unscaled scores."""
+    module: Any = target.sub(layer, target.adapter.attn)
+    scores = scores * float(module.scaling)
+    cap = getattr(target.config, "attn_logit_softcapping", None)
+    if cap:
+        scores = torch.tanh(scores / cap) * cap
+    scores = scores.masked_fill(~torch.ones(scores.shape[-2:]).tril().bool(), -math.inf)
+    if target.adapter.learned_sinks:
+        extra = repeat(module.sinks.detach(), "head -> head query 1", query=scores.shape[1])
+        return torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
+    return scores.softmax(-1)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@torch.no_grad()
+def test_scores_by_offset_give_the_models_own_attention(family: str) -> None:
+    """Eq. 13 from unrotated queries and keys, against eager attention; with the printed sign it fails."""
+    model, tokenizer = tiny_model(family, **FAMILIES[family])
+    target = Target.of(model, tokenizer)
+    ids, at = ids_of(14), torch.arange(14)  # shorter than every window
+    parts = rotary.tails(target, ids, [0, 2], 4)
+    model.set_attn_implementation("eager")
+    attentions = model(ids[None], output_attentions=True).attentions
+    for layer, part in parts.items():
+        assert part.rotation is not None
+        query, key = part.pairs[False]
+        ours = attention_of(target, part.rotation.scores(query, key, at, at), layer)
+        torch.testing.assert_close(ours, attentions[layer][0], rtol=1e-4, atol=1e-5)
+        printed = rotary.Rotation(part.rotation.angle.conj(), part.rotation.scale).scores(query, key, at, at)
+        assert float((attention_of(target, printed, layer) - attentions[layer][0]).abs().max()) > 0.01
+        assert part.rotation.scale == pytest.approx(1.3 if family == "gpt_oss" else 1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_the_numbers_of_a_shift_equal_their_definitions(family: str) -> None:
+    """Scores as Eq. 13 gives them, the bound of Eq. 15 by loops over pairs, and it holds for any shift."""
+    model, tokenizer = tiny_model(family)
+    ids, tail, shift = torch.cat([ids_of(10, 2), ids_of(4, 3).repeat(12)]), 4, 5
+    part = rotary.tails(Target.of(model, tokenizer), ids, [1], tail)[1]
+    assert part.rotation is not None
+    query, key = part.pairs[False]
+    n, at = len(ids), torch.arange(len(ids))
+    scores = part.rotation.scores(query, key, at, at)
+    q, k, factor = part.rotation.blocks(query).abs(), part.rotation.blocks(key).abs(), part.rotation.factor(32)
+    pairs = [(t, i) for t in range(n - tail, n) for i in range(t - tail + 1, t + 1)]
+    numbers = part.shifted(shift)
+    for head in range(len(query)):
+        delta_q = max(float((query[head, t] - query[head, t - shift]).norm()) for t in range(n - tail, n))
+        delta_k = max(float((key[head, i] - key[head, i - shift]).norm()) for _, i in pairs)
+        change, bound = [], []
+        for t, i in pairs:
+            change.append(float((scores[head, t, i] - scores[head, t - shift, i - shift]).abs()))
+            each = k[head, i - shift] * delta_q + q[head, t - shift] * delta_k + delta_q * delta_k
+            bound.append(float((factor[: len(each)] * each).sum()))
+        assert float(numbers["delta_q"][head]) == pytest.approx(delta_q, rel=1e-4)
+        assert float(numbers["delta_k"][head]) == pytest.approx(delta_k, rel=1e-4)
+        assert float(numbers["change"][head]) == pytest.approx(sum(change) / len(change), rel=1e-3)
+        assert float(numbers["bound"][head]) == pytest.approx(sum(bound) / len(bound), rel=1e-3)
+        assert float(numbers["whole_bound"][head]) <= float(numbers["bound"][head])
+    for other in (1, 7, 12):
+        assert float(part.shifted(other)["tightness"].max()) <= 1
+    assert float(part.numbers(4)["error"].max()) < 1e-5
+
+
+@torch.no_grad()
+def test_the_tail_operator_equals_its_definition() -> None:
+    model, tokenizer = tiny_model("llama")
+    ids, tail = torch.cat([ids_of(10, 2), ids_of(4, 3).repeat(12)]), 6
+    part = rotary.tails(Target.of(model, tokenizer), ids, [1], tail)[1]
+    model.set_attn_implementation("eager")
+    values: list[Tensor] = []
+    handle = model.model.layers[1].self_attn.v_proj.register_forward_hook(lambda _m, _a, out: values.append(out[0]))
+    attention = model(ids[None], output_attentions=True).attentions[1][0]
+    handle.remove()
+    value = repeat(values[0], "pos (kv_head d) -> (kv_head group) pos d", kv_head=2, group=2)
+    window = torch.ones(len(ids), len(ids)).tril().triu(1 - tail)
+    operator = einsum(attention * window, value, "head query key, head key d -> head query d")
+    moved = (operator[:, 4:] - operator[:, :-4]).norm(dim=-1) / operator[:, 4:].norm(dim=-1)
+    numbers = part.numbers(4)
+    torch.testing.assert_close(numbers["drift"], moved[:, -tail:].median(1).values, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(numbers["tail_mass"], (attention * window).sum(-1)[:, -tail:].mean(1))
+    assert part.curve(4)[:4].isnan().all() and not part.curve(4)[4:].isnan().any()
+
+
+@pytest.mark.parametrize("induction", [True, False])
+def test_planted_copying_heads_are_found_and_without_them_nothing_is_copied(induction: bool, tmp_path: Path) -> None:
+    organism = loop_organism(0, induction=induction, vocab_size=1028)
+    words = " ".join(organism.tokenizer.convert_ids_to_tokens(list(range(40, 1028))))
+    text = tmp_path / "words.txt"
+    text.write_text(words)
+    setup = Setup.open(organism.model, tokenizer=organism.tokenizer, text=text)
+    planted = sorted(organism.truth.locking_heads)
+    result = ditto.measure(setup, [5, 12], 2, max(1, len(planted)), 3)
+    assert result["first"] < 0.05
+    if not induction:
+        assert result["copied"] < 0.05 and result["ablated"] is None and result["replaced"] == []
+        assert "does not copy" in ditto.summary(result)
+        return
+    assert sorted(tuple(head) for head in result["replaced"]) == planted
+    assert result["copied"] > 0.8 and result["control"] > 0.8 and result["ablated"] < 0.05
+    for layer, head in planted:  # one visible match holds 1 / (1 + hold - 1/2) of the attention
+        expected = 1 / (organism.truth.hold + 0.5)
+        assert result["heads"]["induction"][layer][head] == pytest.approx(expected, abs=0.06)
+    assert ditto.figure({"result": result}).data
+
+
+@torch.no_grad()
+def test_probabilities_of_copies_are_those_of_the_model_also_without_a_first_token() -> None:
+    model, _ = tiny_model("qwen3")
+    units = ids_of(12).reshape(2, 6)
+
+    def forward(ids: Tensor) -> Tensor:
+        return model(ids).logits
+
+    probability, increased, likeliest = ditto.copy_probabilities(forward, units, 2, None)
+    ids = units.repeat(1, 3)
+    p = forward(ids).softmax(-1)
+    own = p[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(probability.reshape(2, 18)[:, 1:], own, rtol=1e-4, atol=1e-7)
+    assert probability[:, 0, 0].isnan().all() and increased[:, :, 0].isnan().all()
+    assert torch.equal(likeliest.reshape(2, 18)[:, 1:].bool(), p[:, :-1].argmax(-1) == ids[:, 1:])
+
+
+def test_the_figures_are_those_of_the_scripts() -> None:
+    for name, script in (("rotary", rotary), ("ditto", ditto)):
+        data = json.loads((Path(__file__).parents[2] / f"figures/{name}.json").read_text())
+        assert data["provenance"]["argv"][2] == script.__name__ and script.figure(data).data
