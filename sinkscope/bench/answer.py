@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt
-from sinkscope.bench.record import BenchRecord, Ending
+from sinkscope.bench.record import BenchRecord, Ending, Metrics
 from sinkscope.bench.samplers import PerRow, RowProcessor, StopRows, row_processor, sampled, stopper
 from sinkscope.files.plain import plain
 from sinkscope.files.result import ModelInfo
@@ -207,7 +207,7 @@ class Answer:
     seconds: float
     top1: list[float] = field(default_factory=list)
 
-    def costs(self) -> dict[str, float | None]:
+    def costs(self) -> Metrics:
         """Numbers of the cost, as records hold them."""
         return {
             "prompt_tokens": self.prompt_tokens,

@@ -17,6 +17,8 @@ from sinkscope.files.store import RECORDS, SETTINGS, Folder, Keyed, lines, read_
 COMMAND = "bench"
 PROMPTS = "prompts.jsonl"
 Ending = Literal["eos", "stopped", "cap"]
+Metrics = dict[str, float | int | None]
+"""Numbers by name; None where a number does not exist."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class BenchRecord(Keyed):
     turn: int
     seed: int
     settings: dict[str, Any]
-    metrics: dict[str, float | None]
+    metrics: Metrics
     tokens: tuple[int, ...]
     text: str
     ended: Ending

@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 from typing import Annotated, Any, ClassVar
 
 from sinkscope.bench.methods import FULL, order_of
-from sinkscope.bench.record import BenchRecord, read_run
+from sinkscope.bench.record import BenchRecord, Metrics, read_run
 from sinkscope.bench.task import task_class
 from sinkscope.files.rate import mean_known, wilson
 from sinkscope.files.result import Grid, ModelInfo, Number, Result, cell, provenance
@@ -59,7 +59,7 @@ class BenchGroup:
     low: float
     high: float
     parts: dict[str, float] = field(default_factory=dict)
-    metrics: dict[str, float | None] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
     same: float | None = None
     read: float | None = None
     cells: float | None = None

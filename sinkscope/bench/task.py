@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, get_type_hints
 from sinkscope.bench.answer import Answer, Batch, BenchModel, answer_rows, cells_of, row_events
 from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts, with_controls
-from sinkscope.bench.record import BenchRecord
+from sinkscope.bench.record import BenchRecord, Metrics
 from sinkscope.bench.scores import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, check_fields, read_setting
@@ -66,7 +66,7 @@ class Task(ABC):
     @abstractmethod
     def score(
         self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer
-    ) -> dict[str, float | None]:
+    ) -> Metrics:
         """Metrics of an answer to a prompt of these ids; `main` is among them."""
 
     def encode(self, model: BenchModel, texts: Sequence[str]) -> list[int]:
@@ -196,7 +196,7 @@ class Dialogues(Task):
 
     def score(
         self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer
-    ) -> dict[str, float | None]:
+    ) -> Metrics:
         """The score against the correct answers, and against those of another prompt, which is the control."""
         return {
             "score": self.compare(answer, turn.answers, turn.metric) if turn.answers else None,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from einops import rearrange
@@ -20,6 +20,7 @@ from einops import rearrange
 from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts, single
+from sinkscope.bench.record import Metrics
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.rate import mean_known
 from sinkscope.files.records import Natural
@@ -127,7 +128,7 @@ class Loops(Task):
 
     def score(
         self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer
-    ) -> dict[str, float | None]:
+    ) -> Metrics:
         """How repetitive the answer is, how it ended, and what a guard did.
 
         - loop: it ends in three copies of a period with 24 tokens in all, or in `tail_loop`.
@@ -192,13 +193,13 @@ def first_alarm(tokens: Sequence[int], top1: Sequence[float], variant: str = "re
     return None
 
 
-def drawn_tokens(method: Method, interventions: Sequence[dict[str, float | str | None]], length: int) -> int:
+def drawn_tokens(method: Method, interventions: Sequence[dict[str, Any]], length: int) -> int:
     """Number of tokens that a guard drew: `draws` after each intervention that sampled."""
     drawn: set[int] = set()
     draws = method.make().draws
     for data in interventions:
         if data["escalated"] in ("sample", "both"):
-            start = int(data["generated"] or 0)
+            start = int(data["generated"])
             drawn.update(range(start, min(start + draws, length)))
     return len(drawn)
 

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Literal
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.prompt import Prompt, Turn, single, with_controls
+from sinkscope.bench.record import Metrics
 from sinkscope.bench.scores import share
 from sinkscope.bench.task import Task
 from sinkscope.bench.tasks.recall import ANSWER, ASK, END, FACT, FILLER, KEYS, TAIL, TURNS, VALUES
@@ -147,7 +148,7 @@ class Needle(Task):
 
     def score(
         self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer
-    ) -> dict[str, float | None]:
+    ) -> Metrics:
         """Share of the expected strings in the answer, and of those of another prompt of the same kind."""
         chance = share(answer.text, turn.control) if turn.control else None
         return {"score": share(answer.text, turn.answers), "chance": chance}

@@ -17,6 +17,7 @@ from typing import ClassVar, Literal, get_args
 from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt, Turn, with_controls
+from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Dialogues
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, Whole
@@ -108,7 +109,7 @@ class Recall(Dialogues):
 
     def score(
         self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer
-    ) -> dict[str, float | None]:
+    ) -> Metrics:
         """Exact answers, and the share of an answer before its first mistake, which is the end of a chain of facts."""
         metrics = super().score(model, batch, ids, turn, answer)
         said = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")

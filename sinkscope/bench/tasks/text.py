@@ -36,7 +36,7 @@ from sinkscope.bench.answer import (
     row_events,
 )
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts, single
-from sinkscope.bench.record import BenchRecord
+from sinkscope.bench.record import BenchRecord, Metrics
 from sinkscope.bench.task import Task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural
@@ -97,7 +97,7 @@ class TextFidelity(Task):
 
     def score(
         self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer
-    ) -> dict[str, float | None]:
+    ) -> Metrics:
         """Nothing: `answers` compares methods itself."""
         return {}
 
