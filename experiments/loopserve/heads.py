@@ -15,11 +15,11 @@ from typing import Any
 import sinkscope as ss
 from experiments.drawn import save
 from experiments.loopserve.runs import options
+from experiments.loopserve.turn_drawing import draw_turns
 from experiments.record import record
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks.recall import recall_dialogue
 from sinkscope.models.names import RECALL
-from sinkscope.figures.turns import draw_turns
 
 TURNS, TOKENS, BUDGET = 4, 400, 128
 

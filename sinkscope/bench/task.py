@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -172,7 +171,7 @@ class Dialogues(Task):
             talk = Conversation(model.target, batch.methods[0].make(), tokenizer=model.target.tokenizer, chat=self.chat)
             for number, turn in enumerate(prompt.turns):
                 text = turn.text if self.chat or number == 0 else f"\n\n{turn.text}"
-                branch = copy(talk)  # turns replace a conversation's contents, so the original stays as it is
+                branch = talk.branch()
                 asked = branch.ask(text, max_new_tokens=batch.new)
                 tokens, ended = model.cut(list(asked.ids))
                 held = asked.prompt_tokens + len(tokens) - 1

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Run
-from sinkscope.interventions.edits import NeuronEdit, NeuronGroup
-from sinkscope.interventions.positions import Call, Memory
+from sinkscope.interventions.edits import NeuronEdit, NeuronValues
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +72,10 @@ class SinkDetector(NeuronEdit):
         """How sink-like each position is; 1 means as much as the first token."""
         return (values.float() / torch.tensor(self.levels, device=values.device)).mean(-1)
 
-    def new_values(
-        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
-    ) -> None:
+    def new_values(self, values: NeuronValues) -> None:
         """Change nothing; apply the rule to the new positions. Padding takes no place in its window."""
-        scores = self.scores(old.detach())
-        index = call.on(scores.device)
+        scores, call, group, memory = self.scores(values.old.detach()), values.call, values.group, values.memory
+        index = values.index
         real = index >= 0
         place = torch.where(real, real.cumsum(1) - 1, index.shape[1])  # padding goes to a column that is cut off
 
@@ -98,7 +95,7 @@ class SinkDetector(NeuronEdit):
                 for row, c, p, score in found
             ]
 
-        run.log(make)
+        values.run.log(make)
 
 
 def running_rule(

@@ -27,7 +27,7 @@ def _same(layer: CacheLayer, expected: tuple[Tensor, Tensor]) -> None:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(room, "FROM", 4)
+    monkeypatch.setattr(room, "LONG", 4)
     monkeypatch.setattr(room, "SPARE", 3)
     with torch.no_grad():
         yield

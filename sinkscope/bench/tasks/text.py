@@ -44,7 +44,7 @@ from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import ForcedAnswer
 from sinkscope.kv import Full
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.session import Rows, Session
+from sinkscope.kv.session import AttentionRows, Session
 from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
 
@@ -288,7 +288,7 @@ class AttentionKept(Intervention):
         self._calls += 1
         self._layers = layers
 
-    def _add(self, rows: Rows) -> None:
+    def _add(self, rows: AttentionRows) -> None:
         if not self._calls:  # the prompt
             return
         newest = rows.probs[:, :, -1].double()

@@ -14,16 +14,14 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import neuron_names
 from sinkscope.files.rate import Rate, wilson
-from sinkscope.interventions.base import Run
-from sinkscope.interventions.edits import NeuronGroup
-from sinkscope.interventions.positions import Call, Memory
+from sinkscope.interventions.edits import NeuronValues
 from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.measure import Hidden, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.models.text import honest_repetition, source_code, text_rows
 from sinkscope.sinks.attack.attack import SUCCESS, Context, Trials, make_trials, refuse_no_lengths
 from sinkscope.sinks.attack.vocabulary import drawn_sequences, repeat
-from sinkscope.sinks.first_token.found import Neuron
+from sinkscope.sinks.first_token.result import Neuron
 from sinkscope.sinks.first_token.sets import causal_neurons
 
 RULES = ((1, 1), (2, 4), (4, 8), (8, 16))  # (hits, window)
@@ -173,10 +171,8 @@ class _Recorder(SinkDetector):
 
     into: list[Tensor] = field(default_factory=list)
 
-    def new_values(
-        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
-    ) -> None:
-        self.into.append(old.float().cpu())
+    def new_values(self, values: NeuronValues) -> None:
+        self.into.append(values.old.float().cpu())
 
 
 @torch.no_grad()
