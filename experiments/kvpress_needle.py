@@ -53,7 +53,13 @@ def answers(folder: Path, model: Path, presses: list[str], budget: float) -> Non
                     hf, tokenizer, getattr(kvpress, f"{name}Press")(compression_ratio=1 - budget), prompt, settings
                 )
                 about = {"set": prompt["set"], "part": prompt["part"], "temperature": 0.0, **prompt["about"]}
-                key = {"model": settings["model"]["fingerprint"], "task": "needle", "method": method, "turn": 0, "seed": 0}
+                key = {
+                    "model": settings["model"]["fingerprint"],
+                    "task": "needle",
+                    "method": method,
+                    "turn": 0,
+                    "seed": 0,
+                }
                 out.write(json.dumps({**key, "settings": about, **said}) + "\n")
                 out.flush()
                 os.fsync(out.fileno())

@@ -16,8 +16,8 @@ with the model, and adds copies to a prompt until both agree.
 from __future__ import annotations
 
 import argparse
-import random
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product

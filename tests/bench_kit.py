@@ -48,7 +48,8 @@ def dialogues(count: int = 3, turns: int = 2) -> tuple[Prompt, ...]:
 
 def task(prompts: tuple[Prompt, ...] | None = None, **settings: Any) -> PromptFile:
     """A task of these prompts with short answers."""
-    return PromptFile(given=dialogues() if prompts is None else prompts, **{"new": 6, **settings})
+    options: dict[str, Any] = {"new": 6, **settings}
+    return PromptFile(given=dialogues() if prompts is None else prompts, **options)
 
 
 def untimed(records: list[BenchRecord]) -> list[BenchRecord]:

@@ -17,7 +17,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from experiments.bundled import corpus, measure, passages
 from experiments.loopguard.ditto import copy_probabilities
 from experiments.loopguard.ditto import head_scores as induction_scores
+from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.run import run_bench
+from sinkscope.bench.tasks.loops import Loops
 from sinkscope.files.rate import mean_known
 from sinkscope.loops.signals import tail_period
 from sinkscope.models.target import Target
@@ -181,9 +183,13 @@ def answer_score(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, pr
     return float(logits.log_softmax(-1).gather(-1, torch.tensor(back)[:, None]).sum())
 
 
-def loopbench(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, *, cap: int = 2500) -> dict[str, Any]:
+def loopbench(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, *, cap: int = 2500, prompts: Sequence[Prompt] = ()
+) -> dict[str, Any]:
     """Greedy on LoopBench's small set with the whole cache: per set, the share of runs that loop and that end."""
-    records = run_bench(model, "loops:source=small", ["full"], tokenizer=tokenizer, max_new_tokens=cap, batch_size=12)
+    records = run_bench(
+        model, Loops(given=tuple(prompts)), ["full"], tokenizer=tokenizer, max_new_tokens=cap, batch_size=12
+    )
     groups: dict[str, Any] = {}
     for name in dict.fromkeys(record.settings["set"] for record in records):
         mine = [record.metrics for record in records if record.settings["set"] == name]

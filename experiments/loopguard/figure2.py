@@ -4,8 +4,8 @@
 
 Each FOLDER is the output of `python -m experiments.train_bundled --size SIZE --out FOLDER`; the model in the package is
 the largest model and always included. Every model continues LoopBench's small prompts greedily (`sinkscope bench
---task loops --methods full`). Runs are kept in DIR, and a second call resumes; `--base-run` uses an existing run of the model in
-the package.
+--task loops --methods full`). Runs are kept in DIR, and a second call resumes; `--base-run` uses an existing run of the
+model in the package.
 
 (a) Type-token ratio of the last W = 256 tokens (of all tokens before step 256) over the first 1,000 steps, with the
 collapse point, which is the first step from which the ratio stays below 0.2. The control is ordinary text in the same
@@ -58,9 +58,7 @@ def trained(folder: Path) -> dict[str, Any]:
 
 def runs_of(model: Any, folder: Path, new: int, batch_size: int, progress: ProgressBar) -> list[BenchRecord]:
     """The model's continuations of the small set, from the folder where they are there already."""
-    return run_bench(
-        model, "loops", ["full"], out=folder, max_new_tokens=new, batch_size=batch_size, progress=progress
-    )
+    return run_bench(model, "loops", ["full"], out=folder, max_new_tokens=new, batch_size=batch_size, progress=progress)
 
 
 def full_runs(folder: Path) -> list[BenchRecord]:

@@ -2,8 +2,8 @@
 
     python -m experiments.loopguard.why --guarded RUN ... --full RUN [--prompts 12] [--out figures]
 
-RUNs are folders of `sinkscope bench --task loops` on the model in the package: `--guarded` with the methods `loopguard` (the
-default), `loopguard:paper` (as printed) or both, and `--full` with the method `full`.
+RUNs are folders of `sinkscope bench --task loops` on the model in the package: `--guarded` with the methods `loopguard`
+(the default), `loopguard:paper` (as printed) or both, and `--full` with the method `full`.
 
 **After an intervention**: for each intervention of a guard, whether the next one (within W = 256 tokens) finds the same
 cycle, another cycle, or none; and the model's confidence in the tokens of the loop.
@@ -281,7 +281,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     started = time.perf_counter()
     methods = {name: read_method(name, args.budget).spec for name in GUARDS}
-    guarded = {name: [r for f in args.guarded for r in read_run(f).records if r.method == method] for name, method in methods.items()}
+    guarded = {
+        name: [r for f in args.guarded for r in read_run(f).records if r.method == method]
+        for name, method in methods.items()
+    }
     folder = read_run(args.full)
     full = [r for r in folder.records if r.method == "full"]
     full = full[:: max(1, len(full) // args.prompts)][: args.prompts]

@@ -182,9 +182,7 @@ def question_answering(
         record = records[index]
         whole = "\n\n".join(contexts)
         prompts = variants(f"Question: {record.question}", split_at_middle(whole), whole, "\n\n", SYSTEM)
-        dialogue.append(
-            BuiltTurn(prompts, record.answers or ("",), tuple(sorted(depends)), record.context in shown)
-        )
+        dialogue.append(BuiltTurn(prompts, record.answers or ("",), tuple(sorted(depends)), record.context in shown))
     return tuple(dialogue)
 
 

@@ -100,7 +100,7 @@ def answered(target: Target, serve: LoopServe, questions: Sequence[tuple[str, st
 
 
 def needles(where: str) -> tuple[Target, list[tuple[str, str]]]:
-    """The model and the prompts of a kind of `sinkscope bench --task needle`, with the string that the answer has to begin with."""
+    """The model and the prompts of a kind of `sinkscope bench --task needle`, with the string that is asked for."""
     name, task, tokens, count = NEEDLES[where]
     target = Target.of(load(name, backend="hf"))
     wording = wording_of(name or BUNDLED)

@@ -302,7 +302,9 @@ def count_places(
         talks.setdefault(message.conversation, []).append(message)
     long_enough = [talk for talk in talks.values() if len(talk) >= min_turns]
     if not long_enough or len(long_enough) < (count or 0):
-        raise SinkscopeError(f"the log has {len(long_enough)} conversations of {min_turns} or more messages: give fewer")
+        raise SinkscopeError(
+            f"the log has {len(long_enough)} conversations of {min_turns} or more messages: give fewer"
+        )
     if count is not None:
         long_enough = random.Random(seed).sample(long_enough, count)
     counts = Counter(message.place for talk in long_enough for message in talk)
@@ -438,7 +440,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{row['position']:<15} {row['count']:>6} {share:<24} paper {row['paper_share']:.1%}")
     for place in PAPER:
         for message in [each for each in messages if each.place == place][: args.examples]:
-            print(f"{place}, {message.conversation}: {' / '.join(message.asked)}\n    {' '.join(message.text.split())[:300]}")
+            text = " ".join(message.text.split())[:300]
+            print(f"{place}, {message.conversation}: {' / '.join(message.asked)}\n    {text}")
     return 0
 
 

@@ -91,7 +91,9 @@ class CommandGroup(click.Group):
             return CommandGroup(words, help=GROUP_HELP.get(words), context_settings=self.context_settings)
         return None
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         """Take the longest words that are a command: `bench table` is one, and `bench` with options is another."""
         words = f"{self.prefix} {' '.join(args[:2])}".strip()
         if words in commands():

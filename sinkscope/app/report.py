@@ -95,9 +95,9 @@ def report(
 ) -> Report:
     """Write all results found in a folder and its subfolders as one self-contained HTML file.
 
-    Results are the files that `--json` and `.save()` write, and the folders that `sinkscope bench` writes, which are shown
-    as their tables. Other files are left out and listed; hidden files, and
-    the HTML and PNG that commands write beside their JSON, are left out silently.
+    Results are the files that `--json` and `.save()` write, and the folders that `sinkscope bench` writes, which are
+    shown as their tables. Other files are left out and listed; hidden files, and the HTML and PNG that commands write
+    beside their JSON, are left out silently.
 
     Args:
         folder: Folder with the results.

@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.models.text.prompts import read_text_prompts
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import note
 from sinkscope.files.records import Part, conform
@@ -22,6 +21,7 @@ from sinkscope.loops.signals import tail_period
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import read_row
 from sinkscope.models.text import text_rows
+from sinkscope.models.text.prompts import read_text_prompts
 
 PERIODS = 3  # repetitions that make a loop
 LEAST = 24  # minimum tokens of a loop

@@ -252,6 +252,7 @@ class TopProbabilities:
         self.values: list[Float[Tensor, " row"]] = []
 
     def __call__(self, _module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        """Keep the probability after a call of the model."""
         logits = output.logits[:, -1].float()
         self.values.append((logits.amax(-1) - logits.logsumexp(-1)).exp().cpu())
 

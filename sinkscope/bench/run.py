@@ -17,8 +17,8 @@ from sinkscope.bench.task import Task, check_methods, read_task
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.console import Progress
 from sinkscope.files.jobs import Pool, Tally, check_workers, finish
-from sinkscope.files.records import Natural, Whole, check_values
 from sinkscope.files.options import Count, Hidden, Option, Positive
+from sinkscope.files.records import Natural, Whole, check_values
 from sinkscope.serving.generate import Temperature
 
 VERSION = 3

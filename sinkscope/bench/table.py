@@ -13,9 +13,9 @@ from typing import Annotated, Any, ClassVar
 from sinkscope.bench.methods import FULL, order_of
 from sinkscope.bench.record import BenchRecord, Metrics, read_run
 from sinkscope.bench.task import task_class
+from sinkscope.files.options import Option
 from sinkscope.files.rate import mean_known, wilson
 from sinkscope.files.result import Grid, ModelInfo, Number, Result, cell, provenance
-from sinkscope.files.options import Option
 
 EXPONENTIAL = {"perplexity": "nll"}
 """Columns that are exp of the mean of a metric."""

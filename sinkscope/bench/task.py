@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel, answer_rows, cells_of, row_events
 from sinkscope.bench.methods import Method
@@ -63,9 +63,7 @@ class Task(ABC):
         """Maximum length of an answer, if the user gives none."""
 
     @abstractmethod
-    def score(
-        self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer
-    ) -> Metrics:
+    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
         """Metrics of an answer to a prompt of these ids; `main` is among them."""
 
     def encode(self, model: BenchModel, texts: Sequence[str]) -> list[int]:
@@ -193,9 +191,7 @@ class Dialogues(Task):
                     talk.say(text, self._gold(prompt, number))
         return records
 
-    def score(
-        self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer
-    ) -> Metrics:
+    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
         """The score against the correct answers, and against those of another prompt, which is the control."""
         return {
             "score": self.compare(answer, turn.answers, turn.metric) if turn.answers else None,
@@ -262,10 +258,10 @@ def read_task(spec: str) -> Task:
 
 def _read_value(text: str, kind: Any, where: str) -> Any:
     """A value, or several of them separated by commas."""
-    inner = getattr(kind, "__args__", ())
-    if getattr(kind, "__origin__", None) is not tuple:
+    if get_origin(kind) is not tuple:
         return read_setting(text, kind, where)
-    return tuple(read_setting(each, inner[0], where) for each in text.split(","))
+    each_kind = get_args(kind)[0]
+    return tuple(read_setting(each, each_kind, where) for each in text.split(","))
 
 
 def task_class(name: str) -> type[Task]:

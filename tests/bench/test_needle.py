@@ -57,7 +57,9 @@ def test_prompts_are_as_long_and_as_deep_as_asked(form: str, task: str) -> None:
 
 def test_tasks_have_as_many_statements_as_rulers() -> None:
     for form, sign in (("recall", "fact "), ("facts", " was in the "), ("ruler", "One of the special magic ")):
-        counts = [needle_prompt(tokenizer_of(form), form, task, 1200, 0.5).turns[0].text.count(sign) for task in KINDS[:3]]
+        counts = [
+            needle_prompt(tokenizer_of(form), form, task, 1200, 0.5).turns[0].text.count(sign) for task in KINDS[:3]
+        ]
         assert counts[:2] == [1, 4] and counts[2] > 10, form
     tracked = needle_prompt(tokenizer_of("ruler"), "ruler", "tracking", 1200, 0.5)
     assert len(tracked.turns[0].answers) == 5 and tracked.turns[0].text.count("\nVAR ") == 5

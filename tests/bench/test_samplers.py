@@ -107,6 +107,7 @@ def test_the_first_stop_of_a_row_is_kept() -> None:
     stopper = StopRows(PatternStop(2), rows=2, width=2)
     loop, fresh = [1, 2] * 40, list(range(80))
     ids = torch.tensor([[0, 0, *loop], [0, 0, *fresh]])
+    stop = torch.zeros(2)
     for length in range(1, 81):
         stop = stopper(ids[:, : 2 + length], None)
     assert stop.tolist() == [True, False]

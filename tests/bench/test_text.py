@@ -63,9 +63,7 @@ def dense(ids: list[int], seen: torch.Tensor | None = None) -> tuple[torch.Tenso
     return out.logits[0], [a[0] for a in out.attentions]
 
 
-@pytest.mark.parametrize(
-    "method", ["streaming:16", "a-shape:first=2:local=7", "a-shape:0.5", "tri-shape:0.5"]
-)
+@pytest.mark.parametrize("method", ["streaming:16", "a-shape:first=2:local=7", "a-shape:0.5", "tri-shape:0.5"])
 def test_one_forward_call_under_a_mask_gives_the_same(tmp_path: Path, method: str) -> None:
     """What a step can read is known in closed form here, so a dense model with that mask says everything at once."""
     found = compared(tmp_path, [method], batch_size=3)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,13 +13,10 @@ import jaxtyping
 import pytest
 import torch
 import typer
-from longbench_files import records, save
 from organisms.tiny import tiny_model
 
 import sinkscope as ss
 from sinkscope.app.cli import command_line, main
-from sinkscope.bench.dialogues.form import write_dialogues
-from sinkscope.bench.dialogues.recall import recall_dialogues
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import H2O, TOVA, AdaKV, AShape, MInference, Progressive, SnapKV, StreamingLLM, TriShape, make_policy
 
@@ -128,23 +123,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "binary").write_bytes(bytes(range(256)) * 40)
     (folder / "words.txt").write_text("hello\nworld\n")
     (folder / "object.jsonl").write_text('{"a": 1}\n')
-    save(folder / "qasper.jsonl", records("qasper", [30, 40, 50, 60] * 3))
-    (folder / "q.manifest.json").mkdir()
-    good = write_dialogues(recall_dialogues(2, turns=2, total=200, hops=1, seed=0), folder / "good.jsonl")
-    first, second = good.read_text().splitlines()
-    content = json.loads(second)
-    turns = content["turns"]
-    for name, change in {
-        "none": {"turns": []},
-        "null": {"turns": [turns[0], None]},
-        "task": {"task": "taks"},
-        "place": {"turns": [turns[0], {**turns[1], "prompts": {"begin": "a"}}]},
-        "answer": {"turns": [{**turns[0], "answers": []}]},
-        "twice": {"id": json.loads(first)["id"]},
-    }.items():
-        (folder / f"{name}.jsonl").write_text(f"{first}\n{json.dumps(content | change)}\n")
-    (folder / "lacks.jsonl").write_text(f"{first}\n{json.dumps({'id': 'a', 'task': 'recall'})}\n")
-    (folder / "cut.jsonl").write_text(f"{first}\n{second[:80]}")
     return folder
 
 
@@ -245,92 +223,10 @@ def test_lines_or_overlap(refused: Callable[[str], str], words: str, says: str) 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--task qaspr --source .", "task 'qaspr' is unknown: expected one of"),
-        ("--task qasper --source none", "no file or folder 'none'"),
-        ("--task qasper --source folder", "the folder folder has no qasper.jsonl"),
-        ("--task qasper --source empty", "empty has no records of qasper"),
-        ("--task qasper --source binary", "binary line 1 is not JSON"),
-        ("--task qasper --source words.txt", "words.txt line 1 is not JSON"),
-        ("--task qasper --source object.jsonl", "object.jsonl line 1: _id is missing"),
-        ("--task qasper --source . --turns 99", "99 turns need"),
-        ("--task qasper --source . --form printed", "'--form'"),
-        ("--task qasper --source . --tokenizer none", "'none' is not a folder"),
-        ("--task qasper --source . --model ./none", "no file or folder './none'"),
-        ("--task qasper --source . --hops 3", "--total-tokens and --hops belong to recall"),
-        ("--task recal", "recall, longeval_topics, longeval_lines, mt_bench, mt_bench_101, ruler_..., scbench_..."),
-        ("--task qasper --source . --out q.jsonl", "q.manifest.json is a folder"),
-        ("--task recall --count 0", "'--count'"),
-        ("--task recall --count -3", "'--count'"),
-        ("--task recall --turns 0", "'--turns'"),
-        ("--task recall --turns 500", "give 24000 or more, or fewer turns"),
-        ("--task recall --hops 0", "'--hops'"),
-        ("--task recall --hops 99", "hops=99 in 3 turns: expected at least 1 and"),
-        ("--task recall --total-tokens 1", "total=1 tokens for 3 turns"),
-        ("--task recall --out good.jsonl", "good.jsonl is there already: give another --out, or --force"),
-        ("--task recall --out folder --force", "folder is a folder"),
-        ("--task recall --out words.txt/x", "a part of the path is a file"),
-        ("--task recall --out -", "give the set a file of its own"),
-        ("--task recall --out ''", "'' is not a file name"),
-    ],
-)
-def test_dialogues_build(refused: Callable[[str], str], words: str, says: str) -> None:
-    assert says in refused(f"dialogues build {words}" + (" --out OUT" if "--out" not in words else ""))
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("--model ./none", "no file or folder './none'"),
-        ("--dialogues none", "'none': no such file"),
-        ("--dialogues empty", "empty is empty"),
-        ("--dialogues binary", "binary is not UTF-8 text"),
-        ("--dialogues folder", "'folder': is a directory"),
-        ("--dialogues object.jsonl", "object.jsonl line 1: id is missing"),
-        ("--dialogues none.jsonl", "none.jsonl line 2: turns is [], expected a list of at least one"),
-        ("--dialogues lacks.jsonl", "lacks.jsonl line 2: turns is missing"),
-        ("--dialogues null.jsonl", "null.jsonl line 2: turns[1] is None, expected an object"),
-        ("--dialogues place.jsonl", "place.jsonl line 2: turns[1]: prompts has begin, expected texts for begin,"),
-        ("--dialogues answer.jsonl", "answer.jsonl line 2: turns[0]: answers is empty"),
-        ("--dialogues twice.jsonl", "twice.jsonl line 2: id 'recall-0' is that of twice.jsonl line 1 too"),
-        ("--dialogues cut.jsonl", "cut.jsonl line 2 is not JSON"),
-        ("--dialogues task.jsonl", "task 'taks' is unknown"),
-        ("--dialogues good.jsonl --count 99", "--count 99: good.jsonl has 2 dialogues"),
-        ("--dialogues good.jsonl --max-new-tokens 32600", "dialogue 'recall-0', turn 2, question at begin: "),
-        ("--count 0", "'--count'"),
-        ("--methods snapkv:window=x", "window='x': expected a whole number"),
-        ("--methods snapkv:windows=3", "snapkv has no setting 'windows=3': it has budget, first"),
-        ("--methods loopserve:alpha=0", "alpha=0: expected a share"),
-        ("--methods loopserve:alpha=1.5", "alpha=1.5"),
-        ("--methods loopserve:interval=0", "interval=0: expected a whole number from 1"),
-        ("--methods loopserve:interval=1.5", "interval=1.5: expected a whole number"),
-        ("--methods progressive:every=0", "every=0: expected a whole number from 1"),
-        ("--methods progressive:first=64:last=64 --budget 100", "budget=100 is below the 64 first and 64 last tokens"),
-        ("--positions left", "positions=('left',): expected some of begin, middle, end"),
-        ("--positions ,", "no name is given"),
-        ("--budget 0", "--budget 0: expected a number of tokens from 1, or a fraction"),
-        ("--budget 1.5", "--budget 1.5"),
-        ("--budget x", "--budget 'x'"),
-        ("--budget -5", "--budget -5"),
-        ("--budget nan", "--budget 'nan'"),
-        ("--batch-size 0", "'--batch-size'"),
-        ("--max-new-tokens 0", "'--max-new-tokens'"),
-        ("--out words.txt", "words.txt is a file"),
-        ("--out words.txt/x", "cannot write words.txt/x"),
-        ("--out .", "holds other files: give a new or empty folder"),
-    ],
-)
-def test_dialogues_run(refused: Callable[[str], str], words: str, says: str) -> None:
-    assert says in refused(f"dialogues run {words}" + (" --out OUT" if "--out" not in words else ""))
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("dialogues table", "Missing argument"),
-        ("dialogues table none", "none is no folder of `sinkscope dialogues run`"),
-        ("dialogues table words.txt", "words.txt is no folder"),
-        ("dialogues table folder", "folder is no folder of"),
-        ("dialogues table folder --json folder", "folder is a folder"),
+        ("bench table", "Missing argument"),
+        ("bench table none", "none is no folder of `sinkscope bench`"),
+        ("bench table words.txt", "words.txt is no folder"),
+        ("bench table folder --json folder", "folder is a folder"),
         ("report", "Missing argument 'DIR'"),
         ("report none", "none does not exist: give the folder"),
         ("report words.txt", "words.txt is no folder"),
@@ -341,31 +237,6 @@ def test_dialogues_run(refused: Callable[[str], str], words: str, says: str) -> 
 )
 def test_table_and_report(refused: Callable[[str], str], words: str, says: str) -> None:
     assert says in refused(words)
-
-
-def test_a_run_folder_that_was_damaged(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Table and run both name the file and the line, and touch nothing."""
-    words = "dialogues run --count 1 --methods full --positions end --max-new-tokens 2 --dialogues".split()
-    words += [str(files / "good.jsonl"), "--out"]
-    assert main([*words, str(tmp_path / "good")]) == 0
-    for file, content, says in (
-        ("settings.json", b"{", "settings.json cannot be read"),
-        ("prompts.jsonl", b"[]\n", "prompts.jsonl line 1 is damaged"),
-        ("runs.jsonl", b'{"a"\n', "runs.jsonl line 1 is damaged: delete that line"),
-        ("runs.jsonl", bytes(range(256)), "runs.jsonl line 1 is damaged"),
-    ):
-        shutil.rmtree(tmp_path / "bad", ignore_errors=True)
-        shutil.copytree(tmp_path / "good", tmp_path / "bad")
-        (tmp_path / "bad" / file).write_bytes(content)
-        for command in ([*words, str(tmp_path / "bad")], ["dialogues", "table", str(tmp_path / "bad")]):
-            capsys.readouterr()
-            assert main(command) == 2
-            err = capsys.readouterr().err
-            assert says in err and err.count("\n") == 1
-        assert (tmp_path / "bad" / file).read_bytes() == content
-    other = [word if word != "2" else "3" for word in words]
-    assert main([*other, str(tmp_path / "good")]) == 2
-    assert "was begun with other settings (max_new_tokens was 2, now 3)" in capsys.readouterr().err
 
 
 # --- Conversations ---------------------------------------------------------------------------------------------------

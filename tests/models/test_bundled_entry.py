@@ -17,6 +17,8 @@ from organisms.tokens import BOS
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from experiments.bundled import card, entry, passages, stories
+from sinkscope.bench.prompt import read_prompts
+from sinkscope.bench.tasks.loops import DATA
 
 BUNDLED = Path(__file__).resolve().parents[2] / "sinkscope" / "models" / "bundled"
 SENTENCES = [f"The dog number {n} ran over the green hill to see his friends." for n in range(40)]
@@ -151,7 +153,7 @@ def test_the_score_of_an_answer_is_the_sum_of_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(("token", "loop", "eos"), [(50, 1.0, 0.0), (1, 0.0, 1.0)])
-def test_loopbench_counts_loops_and_ends(token: int, loop: float, eos: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopbench_counts_loops_and_ends(token: int, loop: float, eos: float) -> None:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -175,9 +177,8 @@ def test_loopbench_counts_loops_and_ends(token: int, loop: float, eos: float, mo
             layer.mlp.down_proj.weight.zero_()
         model.lm_head.weight.zero_()
         model.lm_head.weight[token] = 1.0
-    some = entry.load_prompts("small")[::4]
-    monkeypatch.setattr(entry, "load_prompts", lambda _: some)
-    found = entry.loopbench(model, tokenizer, cap=260)
+    prompts = [*read_prompts(DATA / "small-dc.jsonl"), *read_prompts(DATA / "small-ri.jsonl")][::4]
+    found = entry.loopbench(model, tokenizer, cap=260, prompts=prompts)
     assert set(found) == {"dc", "ri"}
     for row in found.values():
         assert (row["runs"], row["loop"], row["eos"]) == (3, loop, eos)

@@ -21,10 +21,10 @@ from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts, single
 from sinkscope.bench.record import Metrics
+from sinkscope.bench.task import Task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.rate import mean_known
 from sinkscope.files.records import Natural
-from sinkscope.bench.task import Task
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import (
     MAX_NEW,
@@ -126,9 +126,7 @@ class Loops(Task):
             prompts.append(single(f"text-{number}", opening, [tokenizer.decode(row[self.opening :])], TEXT))
         return prompts
 
-    def score(
-        self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer
-    ) -> Metrics:
+    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
         """How repetitive the answer is, how it ended, and what a guard did.
 
         - loop: it ends in three copies of a period with 24 tokens in all, or in `tail_loop`.

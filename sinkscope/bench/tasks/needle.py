@@ -92,7 +92,7 @@ class Wording:
     kinds: tuple[Kind, ...]
     new_tokens: int
     glue: str
-    build: Callable[[Kind, random.Random], Haystack]
+    build: Callable[[str, random.Random], Haystack]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +146,7 @@ class Needle(Task):
         """RULER's 128, and 8 in the other wordings."""
         return WORDINGS[self._wording(target)].new_tokens
 
-    def score(
-        self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer
-    ) -> Metrics:
+    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
         """Share of the expected strings in the answer, and of those of another prompt of the same kind."""
         chance = share(answer.text, turn.control) if turn.control else None
         return {"score": share(answer.text, turn.answers), "chance": chance}
@@ -160,7 +158,7 @@ def wording_of(model: str) -> str:
 
 
 def needle_prompt(
-    tokenizer: Any, wording: str, kind: Kind, length: int, depth: float, seed: int = 0, number: int = 0
+    tokenizer: Any, wording: str, kind: str, length: int, depth: float, seed: int = 0, number: int = 0
 ) -> Prompt:
     """Build a prompt; the same arguments always give the same prompt.
 
@@ -210,7 +208,7 @@ def needle_prompt(
     return single(name, text, parts.answers, "needle", kind, length=length, depth=depth)
 
 
-def _recall(kind: Kind, rng: random.Random) -> Haystack:
+def _recall(kind: str, rng: random.Random) -> Haystack:
     keys = rng.sample(KEYS, len(KEYS))
     asked, other = keys.pop(), keys.pop()
 
@@ -233,7 +231,7 @@ def _recall(kind: Kind, rng: random.Random) -> Haystack:
     return Haystack(head, needles, others(), (words(1) for _ in count()), tail, [" ".join(right)])
 
 
-def _facts(kind: Kind, rng: random.Random) -> Haystack:
+def _facts(kind: str, rng: random.Random) -> Haystack:
     things = [f"{rng.choice(_COLOURS)} {thing}" for thing in rng.sample(_THINGS, len(_THINGS))]
     places = rng.sample(_PLACES, len(_PLACES))
     facts = [f"The {thing} was in the {place}." for thing, place in zip(things, places, strict=False)]
@@ -242,7 +240,7 @@ def _facts(kind: Kind, rng: random.Random) -> Haystack:
     return Haystack("", facts[:1], iter(facts[1:]), cycle([_NOISE]), tail, places[:1])
 
 
-def _ruler(kind: Kind, rng: random.Random) -> Haystack:
+def _ruler(kind: str, rng: random.Random) -> Haystack:
     if kind in LINKED:
         return _variables(kind, rng)
     unit = "uuid" if kind == "key-value" else "number"
@@ -275,7 +273,7 @@ def _ruler(kind: Kind, rng: random.Random) -> Haystack:
     return Haystack(head, [needle], others(), cycle([_NOISE]), f"What is t{what}? T{what} is", [right])
 
 
-def _variables(kind: Kind, rng: random.Random) -> Haystack:
+def _variables(kind: str, rng: random.Random) -> Haystack:
     def some(letters: str) -> str:
         return "".join(rng.choices(letters, k=5))
 

@@ -15,7 +15,6 @@ from itertools import accumulate, pairwise
 from typing import ClassVar, Literal, get_args
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel
-from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt, Turn, with_controls
 from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Dialogues
@@ -107,9 +106,7 @@ class Recall(Dialogues):
         """An answer with the word that ends it, which is also the end of sequence."""
         return model.decode(answer.tokens, special=True)
 
-    def score(
-        self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer
-    ) -> Metrics:
+    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
         """Exact answers, and the share of an answer before its first mistake, which is the end of a chain of facts."""
         metrics = super().score(model, batch, ids, turn, answer)
         said = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")

@@ -95,9 +95,7 @@ class TextFidelity(Task):
         """The length of the continuation."""
         return self.answer
 
-    def score(
-        self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer
-    ) -> Metrics:
+    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
         """Nothing: `answers` compares methods itself."""
         return {}
 
@@ -200,6 +198,7 @@ class FullLogits:
         self.values: list[Float[Tensor, "row vocab"]] = []
 
     def __call__(self, _module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        """Keep the logits of a call of the model."""
         self.values.append(output.logits[:, -1].float())
 
 
@@ -212,6 +211,7 @@ class LogitsComparison:
         self._agree: list[Bool[Tensor, " row"]] = []
 
     def __call__(self, _module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        """Compare the logits of a call of the model."""
         logits = output.logits[:, -1].float()
         full = self._full[len(self._kl)]
         self._kl.append(divergence(full, logits).cpu())
