@@ -1,4 +1,4 @@
-"""Prompts of LoopBench-DC, LoopBench-RI and 2WikiMultihopQA from LongBench's files, as JSON lines for `sinkscope bench`.
+"""Prompts of LoopBench-DC, LoopBench-RI and 2WikiMultihopQA from LongBench's files, for `sinkscope bench`.
 
     python -m experiments.loopbench.build dc multi_news.jsonl --model MODEL --out dc.jsonl
     python -m experiments.loopbench.build ri narrativeqa.jsonl --model MODEL --out ri.jsonl

@@ -3,10 +3,10 @@
     python -m experiments.loopserve.table1 [--runs FOLDER ...] [--work runs] [--out figures]
 
 `--runs` are folders of `sinkscope bench` on LongBench's dialogues (`experiments.loopserve.build`) by the paper's
-models; without them "not run" stands there. The recall model answers dialogues of three turns at an eighth of the context for
-every method, once with one fact an answer (the prompt's last token looks for it) and once with a chain of eight (each
-found only when the one before is written), and longer ones at the sizes of Table 7. Controls: everything, and a random
-part.
+models; without them "not run" stands there. The recall model answers dialogues of three turns at an eighth of the
+context for every method, once with one fact an answer (the prompt's last token looks for it) and once with a chain of
+eight (each found only when the one before is written), and longer ones at the sizes of Table 7. Controls: everything,
+and a random part.
 """
 
 from __future__ import annotations
