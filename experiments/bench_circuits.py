@@ -36,7 +36,7 @@ from sinkscope.models.target import Target, first_tensor
 from sinkscope.sinks.attack.clusters import HeadWork, later_mean, neuron_at
 from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.repetition.atlas import SHORTEST, AtlasWork, begin, firsts
-from sinkscope.sinks.tokens import draw, vocabulary
+from sinkscope.sinks.tokens import sample_tokens, vocabulary
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -47,7 +47,7 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 def atlas(made: Setup, layer: int, tokens: list[int], sample: int, limit: int, rounds: int) -> dict[str, Any]:
     """Whole passes token by token against `AtlasWork`."""
-    target, some = made.target, draw(tokens, sample, made.seed + 1)
+    target, some = made.target, sample_tokens(tokens, sample, made.seed + 1)
     work = begin(AtlasWork(layer, *firsts(made), SHORTEST, limit, 4096), made, tokens)
 
     @torch.no_grad()
@@ -83,7 +83,7 @@ def atlas(made: Setup, layer: int, tokens: list[int], sample: int, limit: int, r
 
 def clusters(made: Setup, layer: int, site: Any, tokens: list[int], sample: int, rounds: int) -> dict[str, Any]:
     """A forward pass per (token, head) against `HeadWork`."""
-    target, some, heads = made.target, draw(tokens, sample, made.seed + 2), made.target.n_heads
+    target, some, heads = made.target, sample_tokens(tokens, sample, made.seed + 2), made.target.n_heads
     flat = site.neuron + (site.expert or 0) * target.d_mlp
     reference = float(neuron_at(target, layer, flat, made.ids[:, :1]).median())
     mean = later_mean(target, made.ids)
@@ -145,7 +145,7 @@ def converge(made: Setup, limit: int, rounds: int) -> dict[str, Any]:
     from sinkscope.sinks.repetition.converge import convergence
 
     target: Target = made.target
-    word = draw(sorted(set(made.ids[:, 1:].flatten().tolist())), 64, made.seed)
+    word = sample_tokens(sorted(set(made.ids[:, 1:].flatten().tolist())), 64, made.seed)
     texts = [t for t in map(target.tokenizer.decode, word) if len(target.tokenizer.tokenize(t)) == 1 and t.strip()]
 
     def ours() -> Any:
@@ -210,7 +210,7 @@ def main() -> None:
     if layer is None or not neurons:
         raise SystemExit(f"{made.target.name} has no sink neuron: there is nothing to compare")
     every = vocabulary(made.target, None)
-    tokens = every if args.tokens is None else draw(every, args.tokens, 0)
+    tokens = every if args.tokens is None else sample_tokens(every, args.tokens, 0)
     site = max(neurons, key=lambda n: n.contribution_norm)
     rows: dict[str, Callable[[], dict[str, Any]]] = {
         "atlas": lambda: atlas(made, layer, tokens, args.sample, args.max_repeats, args.rounds),

@@ -34,7 +34,7 @@ from experiments.drawn import save
 from experiments.record import record
 from sinkscope.bench.loopbench.metrics import Continued, read_run
 from sinkscope.files.console import ProgressBar
-from sinkscope.kv.loopguard import LoopGuard, Retention, plan
+from sinkscope.kv.loopguard import LoopGuard, Retention, tokens_to_keep
 from sinkscope.loops import tail_period
 from sinkscope.loops.signals import WINDOW
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
@@ -141,7 +141,7 @@ def kept(cut: str, ids: list[int], prompt: int, pruning: Mapping[str, Retention]
     begin = 0 if retention.recent is None else max(0, len(generated) - retention.recent)
     tail = tail_period(generated[begin:], repeats=2)
     bad = [] if tail is None else [(prompt + begin + tail.start, len(ids))]
-    return [p for p in plan(range(len(ids)), len(ids), bad, retention).keep if p < last]
+    return [p for p in tokens_to_keep(range(len(ids)), len(ids), bad, retention).positions if p < last]
 
 
 def counterfactual(model: Any, cases: Sequence[tuple[list[int], int]], tick: Any = None) -> list[dict[str, Any]]:

@@ -15,10 +15,10 @@ from typing import Any
 import sinkscope as ss
 from experiments.drawn import save
 from experiments.loopserve.runs import options
+from experiments.loopserve.turn_drawing import draw_turns
 from experiments.record import record
 from sinkscope.bench.dialogues.form import Dialogue
 from sinkscope.bench.dialogues.recall import TASK, recall_dialogue
-from sinkscope.figures.turns import draw_turns
 
 TURNS, TOKENS, BUDGET = 4, 400, 128
 

@@ -29,7 +29,7 @@ from sinkscope.attention.texts import (
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import ARRAYS, write_output
 from sinkscope.interventions.decode import decode, watched
-from sinkscope.kv.session import Observe, Rows
+from sinkscope.kv.session import AttentionRows, Observe
 from sinkscope.lines.deterministic_scatter import add_at
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
 
@@ -159,7 +159,7 @@ class Recorder:
         """The observer to enter as a context manager."""
         return Observe(self.see, list(self.layers), last=1)
 
-    def see(self, rows: Rows) -> None:
+    def see(self, rows: AttentionRows) -> None:
         """Keep the last query's row of the heads of one layer."""
         here, at = self.layers[rows.layer], rows.call.past + rows.call.index.shape[1] - 1
         if rows.layer not in self.wide:

@@ -22,7 +22,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.tables import cell
 from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import decode
-from sinkscope.kv.session import Observe, Rows
+from sinkscope.kv.session import AttentionRows, Observe
 from sinkscope.loops.signals import WindowNovelty, collapse_point, diversity
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.inputs import read_row
@@ -61,7 +61,7 @@ class Overlaps:
         """The observer to enter as a context manager."""
         return Observe(self.see, self.layers)
 
-    def see(self, rows: Rows) -> None:
+    def see(self, rows: AttentionRows) -> None:
         """Process some rows of one layer."""
         probs, groups = rows.probs[0], rows.probs.shape[1] // rows.pos.shape[1]
         pos = rows.pos[0].repeat_interleave(groups, 0)[:, None]  # head 1 slot

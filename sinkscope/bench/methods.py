@@ -77,7 +77,7 @@ _PRINTED = "paper"
 _KV, _GUARD, _SERVE = "sinkscope.kv", "sinkscope.kv.loopguard", "sinkscope.kv.loopserve"
 _DECODING = ("budget", "interval", "first", "per_head")
 _PROMPTS = tuple(
-    "alpha sample recent dense_rows begin local sharp checked seed variant shortest dense_above kernel".split()
+    "alpha sample recent dense_rows begin local sharp checked seed variant shortest dense_above".split()
 )
 
 

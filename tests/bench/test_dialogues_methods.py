@@ -28,7 +28,7 @@ def test_methods_with_settings_are_what_they_say() -> None:
             "loopserve-p",
             "loopserve-d:interval=4",
             "loopserve:dense_above=none",
-            "progressive:gather=false",
+            "progressive:per_head=true",
             "tri-shape:dense_rows=9",
             "loopserve:paper",
             "loopserve-p : paper : recent=3",
@@ -44,15 +44,15 @@ def test_methods_with_settings_are_what_they_say() -> None:
         ss.LoopServe(decode=False),
         ss.LoopServe(prefill=False, interval=4, budget=200),
         ss.LoopServe(budget=200),
-        Progressive(gather=False, budget=200),
+        Progressive(per_head=True, budget=200),
         TriShape(dense_rows=9),
         ss.LoopServe(**printed, budget=200),
         ss.LoopServe(**printed, decode=False, recent=3),
     ]
-    spoken = ("h2o : recent=.5 : budget=64", "progressive:gather=false", "loopserve :paper: alpha=.9")
+    spoken = ("h2o : recent=.5 : budget=64", "progressive:per_head=true", "loopserve :paper: alpha=.9")
     assert [read_method(text).spec for text in spoken] == [
         "h2o:budget=64:recent=0.5",
-        "progressive:gather=false",
+        "progressive:per_head=true",
         "loopserve:paper:alpha=0.9",
     ]
     assert name_of("loopserve:paper:alpha=0.9") == "loopserve"

@@ -33,7 +33,9 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.interventions.base import Event
 from sinkscope.kv import Progressive
-from sinkscope.kv.loopserve.serve import _Read, tokens_read
+from sinkscope.kv.loopserve import tokens_read
+from sinkscope.kv.loopserve.sparse_prompts import PromptRead
+from sinkscope.lines.choice import HeadLines
 from sinkscope.lines.sparse import Sparsity
 
 SOME = recall_dialogues(3, turns=2, total=160)
@@ -161,7 +163,9 @@ def test_cells_are_those_of_the_shape(tmp_path: Path) -> None:
 
 
 def test_heads_and_layers_that_were_dense_count_as_all_their_cells() -> None:
-    some = _Read(Sparsity((0.2, 0.4), (0.5, 1.0), (False, True))).said()
+    nothing = torch.zeros(2, 4, dtype=torch.bool)
+    sparsity = Sparsity((0.2, 0.4), (0.5, 1.0), (False, True))
+    some = PromptRead(HeadLines(nothing, nothing, 4), sparsity).event_data()
     assert some["attended"] == pytest.approx(0.6)
     events = [
         Event(row, 0, 9, layer, None, "prefill", data)

@@ -23,8 +23,7 @@ from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import H2O, TOVA, AdaKV, Full, Observe, Policy, SnapKV, StreamingLLM
 from sinkscope.kv.loopserve import LoopServe
-from sinkscope.kv.loopserve.conversation import Conversation
-from sinkscope.kv.loopserve.saved import Turn
+from sinkscope.kv.loopserve.conversation import Conversation, Turn
 from sinkscope.lines import select_lines
 from sinkscope.lines.choice import draw_of
 
@@ -52,17 +51,11 @@ def logits(turn: Turn) -> Tensor:
 
 def tensors(chat: Conversation) -> list[Tensor]:
     """All that the cache holds."""
-    found: list[Tensor] = []
-    for layer in chat._held.layers:  # pyright: ignore[reportPrivateUsage]
-        names = [name for name in layer.state()[1] if name.startswith("extra.")]
-        assert layer.keys is not None and layer.values is not None
-        found += [
-            layer.keys,
-            layer.values,
-            layer.pos,
-            *(layer.extra(name.removeprefix("extra.")) for name in sorted(names)),
-        ]
-    return found
+    held: list[Tensor] = []
+    for layer in chat._snapshot.layers:  # pyright: ignore[reportPrivateUsage]
+        held += [layer.keys, layer.values, layer.pos]
+        held += [layer.extra("h2o"), layer.extra("tova")]
+    return held
 
 
 @cache
@@ -218,7 +211,7 @@ def test_leaving_and_entering_changes_nothing_for_a_policy(policy: Policy, answe
                 cache.crop(-(NEW - 1))
             ids += turn.ids
     theirs = Conversation(model, policy)
-    theirs._held = type(chat._held)(tuple(cache.layers))  # pyright: ignore[reportPrivateUsage, reportArgumentType]
+    theirs._snapshot = type(chat._snapshot)(tuple(cache.layers))  # pyright: ignore[reportPrivateUsage, reportArgumentType]
     assert all(torch.equal(a, b) for a, b in zip(tensors(chat), tensors(theirs), strict=True))
 
 
@@ -226,11 +219,11 @@ def test_what_was_evicted_does_not_come_back_but_the_answer_does() -> None:
     model = model_of("llama")
     chat = Conversation(model, StreamingLLM(budget=20, first=4), answers="recompute")
     ask(chat, 0)
-    kept = set(chat._held.layers[0].pos[0, 0].tolist())  # pyright: ignore[reportPrivateUsage]
+    kept = set(chat._snapshot.layers[0].pos[0, 0].tolist())  # pyright: ignore[reportPrivateUsage]
     assert kept == {0, 1, 2, 3, *range(40 + NEW - 1 - 17, 40)}  # and the newest
     chat._edit = None  # pyright: ignore[reportPrivateUsage]
     ask(chat, 1)
-    held = chat._held.layers[0].pos[0, 0].tolist()  # pyright: ignore[reportPrivateUsage]
+    held = chat._snapshot.layers[0].pos[0, 0].tolist()  # pyright: ignore[reportPrivateUsage]
     assert sorted(held) == [*sorted(kept), *range(40, 40 + NEW + 12)]
 
 

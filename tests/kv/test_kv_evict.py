@@ -11,7 +11,7 @@ from kv_kit import FAMILIES, Drawn, Everywhere, Ragged, close, decode, dense, ma
 from kv_kit import shallow_of as model_of
 from transformers import DynamicCache
 
-from sinkscope.kv import Moment, Observe, Rows, Session, StreamingLLM
+from sinkscope.kv import AttentionRows, Moment, Observe, Session, StreamingLLM
 from sinkscope.kv.policy import Policy
 
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gpt_neox", "gpt2")]
@@ -209,7 +209,7 @@ def test_rows_of_what_is_left(family: str) -> None:
     policy = Ragged(budget=8)
     with policy.on(model):
         plain = decode(model, ids, mask, 20)
-    seen: list[Rows] = []
+    seen: list[AttentionRows] = []
     with (policy | Observe(seen.append)).on(model):
         close(decode(model, ids, mask, 20), plain)
     masks = masks_of(model, policy, mask, 20)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.kv import Full, Observe, Rows, StreamingLLM
+from sinkscope.kv import AttentionRows, Full, Observe, StreamingLLM
 from sinkscope.kv.policy import Policy
 
 QUICK = ("gemma2", "gpt_neox", "opt")
@@ -83,11 +83,11 @@ def test_a_bridge_shows_the_same_rows_once(family: str) -> None:
     bridge, model = bridge_and_model(family)
     ids, mask = prompts([12, 8], 3)
     policy = Drawn(budget=6)
-    shown: list[dict[tuple[int, int, int], Rows]] = []
+    shown: list[dict[tuple[int, int, int], AttentionRows]] = []
     for kind, run in ((model, decode), (bridge, by_bridge)):
-        seen: dict[tuple[int, int, int], Rows] = {}
+        seen: dict[tuple[int, int, int], AttentionRows] = {}
 
-        def note(rows: Rows, seen: dict[tuple[int, int, int], Rows] = seen) -> None:
+        def note(rows: AttentionRows, seen: dict[tuple[int, int, int], AttentionRows] = seen) -> None:
             at = (rows.call.step, rows.layer, rows.first)
             assert at not in seen
             seen[at] = rows

@@ -182,7 +182,7 @@ def test_keys_that_move_at_every_step_stay_exact() -> None:
     layer.update(keys[:, :, :steps], keys[:, :, :steps])
     for new in range(steps, 2 * steps):
         keep = layer.pos > new - steps
-        rotary.rebase(0, layer, keep)
+        rotary.rebase(layer, keep)
         layer.evict(keep)
         layer.update(keys[:, :, new : new + 1], keys[:, :, new : new + 1])
     COLUMNS.reset(token)

@@ -11,10 +11,10 @@ from kv_kit import FAMILIES, Drawn, close, decode, dense, masks_of, prompts
 from kv_kit import shallow_of as model_of
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.kv import Full, Observe, Rows, StreamingLLM
+from sinkscope.kv import AttentionRows, Full, Observe, StreamingLLM
 
 
-def ignore(_rows: Rows) -> None:
+def ignore(_rows: AttentionRows) -> None:
     pass
 
 
@@ -23,7 +23,7 @@ def test_observers_change_nothing_and_rows_are_those_of_eager_attention(family: 
     model = model_of(family)
     ids, mask = prompts([21, 18], 2)
     stock = decode(model, ids, mask, 21)
-    seen: list[Rows] = []
+    seen: list[AttentionRows] = []
     with Observe(seen.append, layers=[0, 1]).on(model):
         close(decode(model, ids, mask, 21), stock)
     model.config._attn_implementation = "eager"

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import SinkPatch
 from sinkscope.kv import H2O, StreamingLLM
-from sinkscope.kv.loopguard import LoopGuard, plan
+from sinkscope.kv.loopguard import LoopGuard, tokens_to_keep
 from sinkscope.kv.loopguard.steer import Ban
 from sinkscope.loops.monitor import Monitor
 from sinkscope.models.target import Target
@@ -43,9 +43,9 @@ def test_what_is_kept_is_the_plan_and_later_logits_are_those_of_a_masked_full_ca
         for event in events:
             held += range(seen, seen := event.position + 1)
             assert seen == length + event.data["generated"] and event.step == event.data["generated"]
-            made = plan(held, seen, event.data["bad"], ALWAYS.retention(length), event.data["level"])
-            assert event.data["kept"] == made.spans and event.data["cached_before"] == len(held)
-            held = list(made.keep)
+            made = tokens_to_keep(held, seen, event.data["bad"], ALWAYS.retention(length), event.data["level"])
+            assert event.data["kept"] == made.ranges and event.data["cached_before"] == len(held)
+            held = list(made.positions)
             assert event.data["kept_count"] == len(held) <= SMALL["budget"]
         assert [e.data["level"] for e in events] == [0, 1, 2, 3]
         assert events[-1].data["period"] == 3 and events[-1].data["bad"][-1][1] == events[-1].position + 1

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, DynamicCache
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.loopserve.serve import Progressive, tokens_read
+from sinkscope.kv.loopserve import Progressive, tokens_read
 from sinkscope.kv.usage import Meter
 from sinkscope.models.target import Target
 
@@ -91,7 +91,6 @@ def reference_masks(model: Any, ids: Tensor, mask: Tensor, policy: Progressive, 
 POLICIES = {
     "text": Progressive(budget=12, every=4, after=4),
     "at once": Progressive(budget=9, every=4, after=0),
-    "masked": Progressive(budget=12, every=4, after=4, gather=False),
     "evicting": Progressive(budget=12, every=4, after=0, mode="evict"),
     "odd": Progressive(budget=10, every=3, after=2),
 }
@@ -227,17 +226,16 @@ def test_usage_counts_the_whole_and_the_copy_beside_it() -> None:
     model = model_of("llama")
     ids, mask = prompts([20, 13], 6)
     layers, size = model.config.num_hidden_layers, 2 * 2 * 8 * 4  # keys and values, kv heads, width, bytes
-    for gather in (True, False):
-        with Progressive(budget=8, every=4, after=1, gather=gather).on(model) as run:
-            decode(model, ids, mask, 20)
-        (usage,) = run.usage
-        assert usage.calls == 7
-        # 20 columns, then one by one to 26; 7 of the second row are padding.
-        torch.testing.assert_close(torch.tensor(usage.mean_tokens), torch.tensor([23.0, 16.0]))
-        assert usage.peak_tokens == [26.0, 19.0]
-        assert usage.logical_bytes == layers * size * (26 + 19)
-        # Selected at 21 and at 25: 21 + the copy of 8 and 4 new ones; then 25 + 8 and 1 new one.
-        assert usage.physical_bytes == layers * size * 2 * (25 + 9 if gather else 26)
+    with Progressive(budget=8, every=4, after=1).on(model) as run:
+        decode(model, ids, mask, 20)
+    (usage,) = run.usage
+    assert usage.calls == 7
+    # 20 columns, then one by one to 26; 7 of the second row are padding.
+    torch.testing.assert_close(torch.tensor(usage.mean_tokens), torch.tensor([23.0, 16.0]))
+    assert usage.peak_tokens == [26.0, 19.0]
+    assert usage.logical_bytes == layers * size * (26 + 19)
+    # Selected at 21 and at 25: 21 + the copy of 8 and 4 new ones; then 25 + 8 and 1 new one.
+    assert usage.physical_bytes == layers * size * 2 * (25 + 9)
 
 
 def test_usage_is_the_same_whoever_counts_before() -> None:

@@ -23,8 +23,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Observe, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.loopserve import LoopServe, tokens_read
-from sinkscope.kv.loopserve import serve as serve_module
+from sinkscope.kv.loopserve import LoopServe, sparse_prompts, tokens_read
 from sinkscope.lines.choice import draw_of, held_out, sample_queries, select_lines
 from sinkscope.models.target import Target
 
@@ -153,7 +152,7 @@ def test_prompts_with_flat_attention_are_read_by_the_model_itself(monkeypatch: p
     ours, events = logits(LoopServe(shortest=0), 60, 45)  # rows of a padded batch are read one by one
     close(ours, logits(None, 60, 45)[0])
     assert len(events) == 2 * len(model.model.layers)
-    monkeypatch.setattr(serve_module, "sparse_attention", lambda *_, **__: pytest.fail("computed a second time"))
+    monkeypatch.setattr(sparse_prompts, "sparse_attention", lambda *_, **__: pytest.fail("computed a second time"))
     for dense_rows in (0, 16):
         ours, events = logits(LoopServe(shortest=0, dense_rows=dense_rows), 60)
         assert torch.equal(ours, logits(None, 60)[0])

@@ -20,12 +20,12 @@ from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.attribution import attribute
 from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.neurons import (
+from sinkscope.sinks.first_token.layer_view import (
     columns,
     contribution_norms,
+    expert_and_neuron,
     flat_number,
-    neutral_values,
-    split,
+    neutral_post,
     view_layer,
 )
 
@@ -72,7 +72,7 @@ def test_what_all_neurons_write_is_what_the_mlp_gives(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_and_numbers_of_neurons(family: str) -> None:
     target, (_, width, shared) = Target.of(tiny_model(family)[0]), FAMILIES[family]
-    named = [split(target, LAYER, n) for n in range(4 * width + shared)]
+    named = [expert_and_neuron(target, LAYER, n) for n in range(4 * width + shared)]
     assert named == [(e, n) for e in range(4) for n in range(width)] + [(None, n) for n in range(shared)]
     assert [flat_number(target, LAYER, *name) for name in named] == list(range(len(named)))
 
@@ -83,7 +83,7 @@ def test_neutral_value_is_what_enters_the_down_projection(family: str) -> None:
     target = Target.of(tiny_model(family)[0])
     post, _ = _inside(target, family)
     for neuron in (0, 40):
-        value, _ = neutral_values(target, _everywhere(target), flat_number(target, LAYER, None, neuron))
+        value = neutral_post(target, _everywhere(target), flat_number(target, LAYER, None, neuron))
         assert value == pytest.approx(float(post[:, neuron].median()), rel=1e-4)
 
 

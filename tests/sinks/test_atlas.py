@@ -21,7 +21,7 @@ from sinkscope.app.pages import page
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.walk import norms_after
+from sinkscope.sinks.first_token.layer_scan import norms_after
 from sinkscope.sinks.repetition.atlas import AtlasWork, SinkAtlas, _shared, sink_atlas
 
 LIMIT = 160

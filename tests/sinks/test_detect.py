@@ -25,7 +25,7 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import honest_repetition, source_code
 from sinkscope.sinks.attack.detect import AttackDetection, DetectRow, area, cut_at, detect_attack, neuron_values, peak
 from sinkscope.sinks.attack.vocabulary import drawn_sequences
-from sinkscope.sinks.first_token.neurons import view_layer
+from sinkscope.sinks.first_token.layer_view import view_layer
 from sinkscope.trace.run import trace
 
 

@@ -19,8 +19,8 @@ from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.found import Neuron
 from sinkscope.sinks.first_token.marking_heads import MarkingHeads, Replacement, geometry, marking_heads
+from sinkscope.sinks.first_token.result import Neuron
 from sinkscope.trace.run import trace
 
 ANSWER = {"sink": "single head", "late_mark": "single head", "spread": "several heads"}

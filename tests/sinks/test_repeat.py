@@ -20,7 +20,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import neuron_names
 from sinkscope.files.result import Result
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.neurons import columns, norm_without, view_layer
+from sinkscope.sinks.first_token.layer_view import columns, norm_without, view_layer
 from sinkscope.sinks.repetition import repeat as module
 from sinkscope.sinks.repetition.repeat import RepeatNorms, repeat_norms
 from sinkscope.sinks.repetition.repeat_attention import TAIL, RepeatAttention, _edges, repeat_attention
@@ -439,7 +439,7 @@ def test_table1_claims_nothing_that_was_not_measured(capsys: pytest.CaptureFixtu
 def test_table1_measures_the_weights_it_is_given(
     two: Organism, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sinkscope.sinks.first_token.walk.RATE_TEXTS", 4)
+    monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 4)
     marked = [_word(two, 0), _word(two, 1)]
     folder = two.save(tmp_path / "weights")
     words = [part for word in marked for part in ("--token", word)]

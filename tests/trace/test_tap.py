@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 import sinkscope as ss
 from sinkscope.errors import UnsupportedError
 from sinkscope.interventions.base import Intervention
-from sinkscope.kv import H2O, TOVA, AShape, Full, Observe, Rows, SnapKV, StreamingLLM
+from sinkscope.kv import H2O, TOVA, AShape, Full, Observe, AttentionRows, SnapKV, StreamingLLM
 from sinkscope.lines.sums import scores_of
 from sinkscope.models.target import Target
 from sinkscope.trace import attention as tap
@@ -154,7 +154,7 @@ def test_rows_under_a_policy_are_those_over_what_it_keeps(policy: Any, family: s
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{type(p).__name__}-{p.mode}")
 def test_an_observer_of_another_run_sees_what_one_of_the_same_run_sees(policy: Any) -> None:
     model = model_of("llama")
-    same, other, before = list[Rows](), list[Rows](), list[Rows]()
+    same, other, before = list[AttentionRows](), list[AttentionRows](), list[AttentionRows]()
     want, _ = decoded(model, [(policy | Observe(same.append)).on(model)])
     for rows, nested in ((other, [policy, Observe(other.append)]), (before, [Observe(before.append), policy])):
         got, _ = decoded(model, [each.on(model) for each in nested])
@@ -272,7 +272,7 @@ def test_exits_in_any_order_restore_the_models_attention() -> None:
 
 
 def test_one_softmax_computes_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows by mask, rows by position and the recomputed rows of a window."""
+    """AttentionRows by mask, rows by position and the recomputed rows of a window."""
     model = model_of("llama")
     made: list[str] = []
 

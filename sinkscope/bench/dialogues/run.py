@@ -63,7 +63,7 @@ from sinkscope.interventions.decode import ForcedAnswer
 from sinkscope.kv import Full
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopserve.conversation import Conversation
-from sinkscope.kv.session import Rows, Session
+from sinkscope.kv.session import AttentionRows, Session
 from sinkscope.models.text import typical_text
 from sinkscope.models.text.chat import chat_text
 
@@ -805,7 +805,7 @@ class _Weigh(Intervention):
     def _next(self, layers: int) -> None:
         self._calls, self._layers = self._calls + 1, layers
 
-    def _add(self, rows: Rows) -> None:
+    def _add(self, rows: AttentionRows) -> None:
         if not self._calls:  # the prompt
             return
         for left, sums in zip(self._left, self._sums, strict=True):

@@ -37,10 +37,10 @@ from sinkscope.sinks.attack.vocabulary import (
     repeat,
     round_trip,
 )
-from sinkscope.sinks.first_token.found import Neuron
-from sinkscope.sinks.first_token.neurons import view_layer
+from sinkscope.sinks.first_token.layer_scan import norms_after
+from sinkscope.sinks.first_token.layer_view import view_layer
+from sinkscope.sinks.first_token.result import Neuron
 from sinkscope.sinks.first_token.sets import causal_neurons
-from sinkscope.sinks.first_token.walk import norms_after
 from sinkscope.sinks.tokens import vocabulary
 
 CHAT = "A chat between a user and an assistant.\nUser: "  # used before the attack if there is no chat template

@@ -15,12 +15,12 @@ from sinkscope.files.notation import neuron_name
 from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor, on_input, on_output
 from sinkscope.sinks.attack.vocabulary import Columns, Work, hold_layers, in_chunks, refuse_workers, shown
-from sinkscope.sinks.first_token.found import Neuron
+from sinkscope.sinks.first_token.layer_scan import norms_after
+from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
 from sinkscope.sinks.first_token.marking_heads import replacing
-from sinkscope.sinks.first_token.neurons import flat_number, view_layer
+from sinkscope.sinks.first_token.result import Neuron
 from sinkscope.sinks.first_token.sets import causal_neurons
-from sinkscope.sinks.first_token.walk import norms_after
-from sinkscope.sinks.tokens import draw, vocabulary
+from sinkscope.sinks.tokens import sample_tokens, vocabulary
 from sinkscope.trace.run import trace
 
 _BEFORE = 16  # tokens of text that precede a token at a later position
@@ -364,7 +364,7 @@ def clusters_of(
     flat = flat_number(target, layer, site.expert, site.neuron)
     hold_layers(target, layer)
     reference = float(neuron_at(target, layer, flat, setup.ids[:, :1]).median())
-    some = draw(vocabulary(target, None), LDA_TOKENS, setup.seed)  # those of --token are too few for a plane
+    some = sample_tokens(vocabulary(target, None), LDA_TOKENS, setup.seed)  # those of --token are too few for a plane
     direction = first_direction(target, setup.ids, some)
     columns = in_chunks(
         setup,
@@ -432,7 +432,7 @@ def pairs_of(
     from sklearn.metrics import adjusted_rand_score
 
     served = {token: head for token, head in zip(ids, heads, strict=False) if head is not None}
-    picked = sorted(draw(list(served), sample, setup.seed), key=lambda token: (served[token], token))
+    picked = sorted(sample_tokens(list(served), sample, setup.seed), key=lambda token: (served[token], token))
     if len(picked) < 2:
         return None
     norm = pair_norms(setup.target, layer, picked, setup.ids[:, :1], batch_size)

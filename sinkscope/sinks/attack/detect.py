@@ -21,7 +21,7 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import honest_repetition, source_code, text_rows
 from sinkscope.sinks.attack.attack import SUCCESS, Context, Trials, make_trials, refuse_no_lengths
 from sinkscope.sinks.attack.vocabulary import drawn_sequences, repeat
-from sinkscope.sinks.first_token.found import Neuron
+from sinkscope.sinks.first_token.result import Neuron
 from sinkscope.sinks.first_token.sets import causal_neurons
 
 RULES = ((1, 1), (2, 4), (4, 8), (8, 16))  # (hits, window)

@@ -23,8 +23,8 @@ from sinkscope.files.notation import head_names, neuron_names
 from sinkscope.files.tables import percent
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, on_input
-from sinkscope.sinks.first_token.found import DRAWS, Neuron
-from sinkscope.sinks.first_token.neurons import columns, flat_number, view_layer
+from sinkscope.sinks.first_token.layer_view import columns, flat_number, view_layer
+from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron
 from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.tokens import first_tokens
 from sinkscope.trace.attention import attention_rows, queries_and_keys
@@ -339,7 +339,7 @@ class MarkingHeads(Result):
             beside = (
                 f": replacing them takes away {percent(median_high(lost))} of the mark, and replacing as many other "
                 f"heads takes away at most {percent(median_high(chance))} (median over tokens, "
-                f"largest of {DRAWS} draws)"
+                f"largest of {CONTROL_DRAWS} draws)"
             )
         return f"The heads {names} mark the first token{beside}."
 
@@ -493,11 +493,11 @@ class _Marks:
         enough[:, -1] = True  # nothing is replaced there
         size = (enough.int().argmax(1) + 1).tolist()
         generator = torch.Generator().manual_seed(seed)
-        edits = torch.zeros(len(score), DRAWS + 1, heads, dtype=torch.bool)
+        edits = torch.zeros(len(score), CONTROL_DRAWS + 1, heads, dtype=torch.bool)
         for i, n in enumerate(size):
             edits[i, 0] = rank[i] < n
             others = (rank[i] >= n).nonzero().flatten()
-            for at in range(1, DRAWS + 1):
+            for at in range(1, CONTROL_DRAWS + 1):
                 edits[i, at, others[torch.randperm(len(others), generator=generator)[:n]]] = True
         lost = 1 - self.kept(self.bench.at(layer, edits))
         return [

@@ -6,7 +6,7 @@ import html
 import json
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -23,8 +23,10 @@ from sinkscope.interventions.edits import site_of
 from sinkscope.measure import Count, Option, Result, Setup, measurement
 from sinkscope.models.target import norm_of
 from sinkscope.models.text.chat import chat_text
-from sinkscope.sinks.first_token.neurons import flat_number, prove, view_layer
-from sinkscope.sinks.first_token.walk import SINK_RATIO, walk
+from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.sinks.first_token.layer_scan import SPIKE_RATIO, scan_layers
+from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
+from sinkscope.sinks.first_token.neurons import verify_sink_layer
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
@@ -111,7 +113,7 @@ class TokenPositions(Result):
     def spiking(self, layer: int) -> tuple[int, ...]:
         """Positions whose norm spikes after a layer: half of the first token's or more, and three times the typical."""
         usual, first = self.typical_norm[layer], self.first_norm[layer]
-        bar = SINK_RATIO * usual if first <= SINK_RATIO * usual else max(SINK_SHARE * first, SINK_RATIO * usual)
+        bar = SPIKE_RATIO * usual if first <= SPIKE_RATIO * usual else max(SINK_SHARE * first, SPIKE_RATIO * usual)
         return tuple(int(i) for i in np.flatnonzero(self.norm[layer] >= bar))
 
     @property
@@ -260,20 +262,19 @@ def token_positions(
     own, pieces = getattr(setup.tokenizer, "bos_token_id", None), setup.ids
     if setup.bos is None and own is not None:  # spikes are compared with BOS even if the text has none
         pieces = torch.cat([torch.full((len(pieces), 1), own), pieces[:, :-1]], 1)
-    seen = walk(target, pieces, whole=True, progress=setup.progress)
+    seen = scan_layers(target, pieces, whole=True, progress=setup.progress)
     found, sites = seen.sink_layer, [site.numbers for site in asked]
     if found is not None and not asked:
-        generator = torch.Generator().manual_seed(setup.seed)
-        proof = prove(target, pieces, found, CANDIDATES, generator, without=seen.shared)
+        proof = verify_sink_layer(replace(SinkContext.of(setup, seen), ids=pieces), CANDIDATES)
         sites = [n.site for n in proof.causal or proof.neurons[:2]]
     ids = torch.tensor([[token.id for token in words]])
-    norm, total = _pass(setup, ids, seen.shared)
+    norm, total = _pass(setup, ids, seen.shared_dims)
     later = torch.arange(len(words) - 1, -1, -1)
     received = torch.where(later > 0, total / later.clamp(min=1), torch.nan)  # layer head pos
     uniform = torch.cat([(1 / torch.arange(1.0, len(words) + 1)).flip(0).cumsum(0).flip(0)[1:], torch.zeros(1)])
     shown = found if layer is None else layer
     if shown is None:
-        shown = int((norm.amax(1) / torch.tensor(seen.usual)).argmax())
+        shown = int((norm.amax(1) / torch.tensor(seen.typical_norm)).argmax())
     return TokenPositions(
         tokens=tuple(words),
         layer=shown,
@@ -282,10 +283,10 @@ def token_positions(
         attention=received.mean(1).numpy(),
         largest=received.amax(1).numpy(),
         uniform=torch.where(later > 0, uniform / later.clamp(min=1), torch.nan).numpy(),
-        first_norm=tuple(seen.spike),
-        typical_norm=tuple(seen.usual),
+        first_norm=tuple(seen.first_norm),
+        typical_norm=tuple(seen.typical_norm),
         bos=own is not None,
-        shared_dims=tuple(seen.shared),
+        shared_dims=tuple(seen.shared_dims),
         neurons=tuple(_values(setup, ids, sites)),
     )
 
@@ -383,7 +384,7 @@ def _values(setup: Setup, ids: Int[Tensor, "1 pos"], sites: Sequence[tuple[int, 
 def _share(result: TokenPositions, position: int) -> float:
     """How dark a token is shown at first: its norm after the layer, scaled from the typical to the largest one."""
     norms, usual = result.norm[result.layer], result.typical_norm[result.layer]
-    top = max(float(norms.max()), SINK_RATIO * usual)
+    top = max(float(norms.max()), SPIKE_RATIO * usual)
     return min(1.0, max(0.0, float(norms[position] - usual) / (top - usual)))
 
 
@@ -407,7 +408,7 @@ def _page(result: TokenPositions) -> str:
         "neurons": [[float(f"{v:.4g}") for v in neuron.values] for neuron in result.neurons],
         "kinds": [token.kind for token in result.tokens],
         "colours": _COLOURS,
-        "ratio": SINK_RATIO,
+        "ratio": SPIKE_RATIO,
     }
     packed = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return (

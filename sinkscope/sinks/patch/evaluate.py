@@ -33,7 +33,7 @@ from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import PIECE, Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.neurons import flat_number, neutral_values, neutral_view
+from sinkscope.sinks.first_token.layer_view import flat_number, neutral_post, neutral_up, neutral_view
 
 CHARACTERS = 8  # largest number of characters per token, as in `text_rows`
 
@@ -299,7 +299,8 @@ def random_patch(made: Setup, patch: SinkPatch) -> SinkPatch:
             )
         order = torch.randperm(width, generator=generator).tolist()
         for neuron in [n for n in order if n not in taken][: len(taken)]:
-            post, up = neutral_values(made.target, view, flat_number(made.target, *group[:2], neuron))
+            number = flat_number(made.target, *group[:2], neuron)
+            post, up = neutral_post(made.target, view, number), neutral_up(view, number)
             value = post if patch.site == "post" or up is None else up
             calibrated[NeuronSite(group.layer, neuron, group.expert)] = value
     return SinkPatch(sites=tuple(calibrated), site=patch.site, value=patch.value, calibrated=calibrated)

@@ -20,12 +20,14 @@ from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, norm_of
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.found import RATE_EPS, Member, Neuron
-from sinkscope.sinks.first_token.neurons import prove, repeat_until_half
-from sinkscope.sinks.first_token.sets import TOP, causal_sets
-from sinkscope.sinks.first_token.walk import Walk, received, walk
+from sinkscope.sinks.first_token.attention_received import attention_received
+from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
+from sinkscope.sinks.first_token.neurons import repeat_until_half, verify_neurons
+from sinkscope.sinks.first_token.result import RATE_EPS, Member, Neuron
+from sinkscope.sinks.first_token.sets import CANDIDATES, causal_sets
 from sinkscope.sinks.patch.evaluate import Change, held_out, losses, perplexity_change, under
-from sinkscope.sinks.tokens import pick_tokens, prefixes, room
+from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
@@ -309,20 +311,20 @@ def make_patch(
         sinkscope patch make --model llama-2-7b --out patch.json
     """
     target = setup.target
-    most = room(target, max_repeats)
+    most = repetition_limit(target, max_repeats)
     setup.record(max_repeats=most)
     fields: dict[str, Any] = {"limit": limit}
-    seen = walk(target, setup.ids, whole=True, progress=setup.progress)
+    seen = scan_layers(target, setup.ids, whole=True, progress=setup.progress)
     if (sink_layer := seen.sink_layer) is None:
         reason = "no MLP makes a norm spike at the first token, so there is nothing to patch."
         return PatchMade(verdict="no-sink", reason=reason, **fields)
     high = _Ceilings.of(seen)
     low, typical, top = high.typical[0]
     fields |= {"typical_low": low, "typical_norm": typical, "typical_high": top, "ceiling": float(high.ceilings[0])}
-    fields |= {"sink_layer": sink_layer, "layer": high.layers[0], "first_norm": seen.spike[high.layers[0]]}
+    fields |= {"sink_layer": sink_layer, "layer": high.layers[0], "first_norm": seen.first_norm[high.layers[0]]}
     drawn = pick_tokens(setup.tokenizer, setup.ids, tokens, setup.seed, 2 * words)
     starts = prefixes(setup, drawn)
-    found = repeat_until_half(target, sink_layer, drawn, starts, most, setup.progress, seen.shared).repeats
+    found = repeat_until_half(SinkContext.of(setup, seen), drawn, starts, most, setup.progress).repeats
     reached = [(w, p, n) for w, p, n in zip(drawn, starts, found, strict=True) if n is not None]
     fields["unreached"] = len(drawn) - len(reached)
     if len(reached) < 2:
@@ -369,12 +371,12 @@ class _Ceilings:
     without: tuple[int, ...]
 
     @classmethod
-    def of(cls, seen: Walk) -> _Ceilings:
+    def of(cls, seen: LayerScan) -> _Ceilings:
         layers = tuple(range(max(seen.stages), seen.n_layers))
         at = torch.tensor([0.05, 0.5, 0.95])
         typical = (seen.norms[i][:, 1:].flatten().quantile(at).tolist() for i in layers)
-        spike = tuple(seen.spike[i] for i in layers)
-        return cls(layers, tuple((low, mid, top) for low, mid, top in typical), spike, tuple(seen.shared))
+        spike = tuple(seen.first_norm[i] for i in layers)
+        return cls(layers, tuple((low, mid, top) for low, mid, top in typical), spike, tuple(seen.shared_dims))
 
     @property
     def ceilings(self) -> Float[Tensor, " layer"]:
@@ -501,13 +503,12 @@ def _ordinary(setup: Setup, rows: Int[Tensor, "row pos"]) -> Int[Tensor, "row po
         return torch.cat([setup.ids[:1, :1].expand(len(rows), 1), drawn[:, 1:]], 1)
 
 
-def _candidates(setup: Setup, seen: Walk) -> list[Neuron]:
+def _candidates(setup: Setup, seen: LayerScan) -> list[Neuron]:
     """The smallest causal set, largest contribution first; if none removes the spike, every causal neuron."""
-    target, layer, generator = setup.target, seen.sink_layer, torch.Generator().manual_seed(setup.seed)
-    assert layer is not None
-    proof = prove(target, setup.ids, layer, TOP, generator, None, seen.stages, seen.shared)
-    heads = received(target, setup.ids, RATE_EPS).heads
-    found = causal_sets(target, setup.ids, seen, proof.neurons, heads, generator)
+    context = SinkContext.of(setup, seen)
+    proof = verify_neurons(context, CANDIDATES)
+    heads = attention_received(setup.target, setup.ids, RATE_EPS).heads
+    found = causal_sets(context, proof.neurons, heads)
     return sorted(found.members or proof.causal, key=lambda n: -n.contribution_norm)
 
 

@@ -17,9 +17,9 @@ from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.clusters import clusters_of
 from sinkscope.sinks.attack.vocabulary import Columns, Work, hold_layers, in_chunks, refuse_workers, shown
+from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half
 from sinkscope.sinks.first_token.sets import causal_neurons
-from sinkscope.sinks.first_token.walk import norms_after, until_half
-from sinkscope.sinks.tokens import at_once_line, draw, room, vocabulary
+from sinkscope.sinks.tokens import left_out_line, repetition_limit, sample_tokens, vocabulary
 
 PILOT = 16  # tokens that determine the length of the first pass
 SHORTEST = 128  # smallest number of repetitions in that pass
@@ -89,7 +89,7 @@ class AtlasWork(Work):
                 norm = norms_after(target, self.layer, torch.tensor([self.row(items[i], length) for i in part]))
                 share = norm[:, 1:] / norm[:, :1]
                 for i, row in zip(part, share, strict=True):
-                    repeats[i] = n = until_half(row, 1.0)
+                    repeats[i] = n = repeats_until_half(row, 1.0)
                     reached[i] = round(float(row.max() if n is None else row[n - 1]), 4)
             left = [i for i in left if repeats[i] is None]
             if length >= self.max_repeats:
@@ -212,7 +212,7 @@ class SinkAtlas(Result):
         if self.sink_layer is None:
             return []
         lines = [f"A token is a sink where its norm in layer {self.sink_layer} is half of the first token's."]
-        lines += at_once_line([t for t, n in zip(self.tokens, self.repeats, strict=True) if n == 1])
+        lines += left_out_line([t for t, n in zip(self.tokens, self.repeats, strict=True) if n == 1])
         lines += [
             f"Resisting tokens have {p.name} {p.resisting:.3g}, and the others {p.reached:.3g} (AUROC {p.auroc:.2f})."
             for p in self.shared
@@ -266,9 +266,9 @@ def sink_atlas(
         sinkscope atlas --model llama-2-7b --sample 1000
     """
     target, folder = setup.target, None if resume is None else Path(resume)
-    limit = room(target, max_repeats, 1)
+    limit = repetition_limit(target, max_repeats, 1)
     ids = vocabulary(target, tokens)
-    ids = ids if sample is None else sorted(draw(ids, sample, setup.seed))
+    ids = ids if sample is None else sorted(sample_tokens(ids, sample, setup.seed))
     layer, neurons = causal_neurons(setup)
     setup.record(max_repeats=limit)
     text = setup.tokenizer(setup.text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -326,7 +326,7 @@ def firsts(setup: Setup) -> tuple[int, int]:
 
 def begin(work: AtlasWork, setup: Setup, ids: list[int]) -> AtlasWork:
     """`work` with a first pass in which most tokens become sinks. This affects only the time, not the table."""
-    got = sorted(n for n in work(setup.target, draw(ids, PILOT, setup.seed))["repeats"] if n is not None)
+    got = sorted(n for n in work(setup.target, sample_tokens(ids, PILOT, setup.seed))["repeats"] if n is not None)
     enough = 1.1 * got[int(0.9 * (len(got) - 1))] if got else work.max_repeats
     return replace(work, length=max(SHORTEST, -(-int(enough) // 32) * 32))
 

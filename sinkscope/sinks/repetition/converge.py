@@ -18,7 +18,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.sinks.tokens import encode, known_token, pick_tokens, refuse_repeated, room, single_token
+from sinkscope.sinks.tokens import encode, known_token, pick_tokens, refuse_repeated, repetition_limit, single_token
 from sinkscope.trace.attention import attention_rows
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -399,7 +399,7 @@ def convergence(
         raise SinkscopeError("--prefix is empty and there is no BOS: nothing would stand before the token; give a word")
     words = _words(setup, tokens, texts, {i for ids in before for i in ids})
     longest = max(map(len, before))
-    n = room(target, max_repeats, longest, REPEATS)
+    n = repetition_limit(target, max_repeats, longest, REPEATS)
     window = _first_window(target)
     outside = _outside(target, window, n + longest)
     layers = list(range(target.n_layers if all_layers or target.resident else 1))

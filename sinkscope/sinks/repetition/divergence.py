@@ -23,7 +23,7 @@ from sinkscope.models.target import Target
 from sinkscope.models.text.corpus import CorpusIndex, open_corpus
 from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.patch.evaluate import held_out
-from sinkscope.sinks.tokens import choose, encode, refuse_repeated, room
+from sinkscope.sinks.tokens import encode, refuse_repeated, repetition_limit, words_to_repeat
 
 PREFIX = "Repeat:"  # Yona et al. 2025, Table 3
 REPEATS = (50, 400)
@@ -288,13 +288,13 @@ def divergence(
     edit = SinkPatch.load(patch) if isinstance(patch, str | os.PathLike) else patch
     target = setup.target
     ask = _Asking(target, new_tokens, batch_size, open_corpus(corpus, index, setup.progress))
-    words, _ = choose(setup, tokens, prefix)
+    words, _ = words_to_repeat(setup, tokens, prefix)
     inside = encode(setup, prefix)
     if not inside:
         raise SinkscopeError(f"--prefix {prefix!r} has no tokens: give some text to put before the repeated words")
     refuse_repeated(setup, prefix, words)
     start = [] if setup.bos is None else [setup.bos]
-    most = room(target, max_repeats, len(start) + len(inside))
+    most = repetition_limit(target, max_repeats, len(start) + len(inside))
     counts = _continued(target, len(start) + len(inside), repeats, new_tokens)
     layer = None
     if edit is None:

@@ -15,9 +15,18 @@ from sinkscope.files.notation import neuron_names
 from sinkscope.files.result import cell
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Positive, Result, Setup, measurement
-from sinkscope.sinks.first_token.neurons import prove
-from sinkscope.sinks.first_token.walk import norms_after, until_half, walk
-from sinkscope.sinks.tokens import CYCLE, Repetitions, at_once_line, choose, repetitions, replaced_line, single_words
+from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.sinks.first_token.layer_scan import LayerScan, norms_after, repeats_until_half, scan_layers
+from sinkscope.sinks.first_token.neurons import verify_sink_layer
+from sinkscope.sinks.tokens import (
+    CYCLE,
+    Repetitions,
+    left_out_line,
+    repetitions,
+    replaced_line,
+    single_words,
+    words_to_repeat,
+)
 
 Sites = tuple[tuple[int, ...], ...]
 POINTS = 1024  # points per curve; longer curves are thinned after `repeats` is read
@@ -148,7 +157,7 @@ class RepeatNorms(Result):
         single = [s for s in self.sequences if len(s.ids) == 1]
         if never := sum(s.repeats is None for s in single):
             lines.append(f"{never} of {len(single)} tokens never reach half of the first token's norm.")
-        lines += at_once_line([s.label for s in single if s.repeats == 1])
+        lines += left_out_line([s.label for s in single if s.repeats == 1])
         for s in self.sequences:
             if len(s.ids) > 1:
                 when = "never reaches it" if s.repeats is None else f"reaches it after {s.repeats} tokens"
@@ -237,13 +246,13 @@ def repeat_norms(
         sinkscope repeat --model llama-2-7b --ablate --html repeat.html
     """
     target = setup.target
-    words, replaced = choose(setup, tokens, prefix, CYCLE if ablate else ())
+    words, replaced = words_to_repeat(setup, tokens, prefix, CYCLE if ablate else ())
     cycles: list[tuple[int, ...]] = [(w,) for w in words]
     if ablate and len(words) > 1:
         cycles.append(tuple(words))
     asked = repetitions(setup, cycles, prefix, max_repeats)
     setup.record(max_repeats=asked.count)
-    seen = walk(target, setup.ids, whole=target.resident, progress=setup.progress)
+    seen = scan_layers(target, setup.ids, whole=target.resident, progress=setup.progress)
     layer, counts = seen.sink_layer, _counts(asked.count)
     found: dict[str, Any] = {
         "max_repeats": asked.count,
@@ -253,31 +262,31 @@ def repeat_norms(
     }
     if layer is None:
         return RepeatNorms(sink_layer=None, **found)
-    neurons, conditions = _conditions(setup, layer) if ablate else ((), {})
+    neurons, conditions = _conditions(setup, seen) if ablate else ((), {})
     zeroed = {"intact": (), **conditions}
     norms: dict[str, Tensor] = {}
     for name, sites in zeroed.items():
         with Ablate(sites=list(sites)).on(target) if sites else nullcontext():
             norms[name] = norms_after(target, layer, asked.ids, batch_size, setup.progress, f"repetitions, {name}")
-    low, typical, high = seen.typical[layer]
+    low, typical, high = seen.layers[layer].typical_norms
     return RepeatNorms(
         sink_layer=layer,
         neurons=neurons,
-        first_norm=_short(seen.first[layer]),
+        first_norm=_short(seen.layers[layer].first_norm),
         typical_norm=typical,
         typical_low=low,
         typical_high=high,
         sequences=tuple(
-            _sequence(asked, row, counts, seen.first[layer], {n: v[row] for n, v in norms.items()}, zeroed)
+            _sequence(asked, row, counts, seen.layers[layer].first_norm, {n: v[row] for n, v in norms.items()}, zeroed)
             for row in range(len(asked.ids))
         ),
         **found,
     )
 
 
-def _conditions(setup: Setup, layer: int) -> tuple[Sites, dict[str, Sites]]:
+def _conditions(setup: Setup, scan: LayerScan) -> tuple[Sites, dict[str, Sites]]:
     """The causal neurons, and the neurons zeroed under each condition; empty if no neuron is causal."""
-    proof = prove(setup.target, setup.ids, layer, 8, torch.Generator().manual_seed(setup.seed), None)
+    proof = verify_sink_layer(SinkContext.of(setup, scan), 8)
     causal = tuple(n.site for n in proof.neurons if n.causal)
     if not causal:
         return (), {}
@@ -305,7 +314,7 @@ def _sequence(
     return RepeatedSequence(
         asked.labels[row],
         asked.cycles[row],
-        until_half(intact[asked.start :], first_norm),
+        repeats_until_half(intact[asked.start :], first_norm),
         tuple(curve(name) for name in norms),
     )
 

@@ -14,8 +14,8 @@ from sinkscope.files.result import cell
 from sinkscope.measure import Count, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.walk import SINK_RATIO, norms_after, until_half, walk
-from sinkscope.sinks.tokens import choose, repetitions, replaced_line
+from sinkscope.sinks.first_token.layer_scan import SPIKE_RATIO, norms_after, repeats_until_half, scan_layers
+from sinkscope.sinks.tokens import repetitions, replaced_line, words_to_repeat
 from sinkscope.trace.attention import attention_rows
 
 EPS = 0.3  # Gu et al. 2024
@@ -229,18 +229,21 @@ def repeat_attention(
     """
     target = setup.target
     chosen = target.chosen_layers(layers)
-    words, replaced = choose(setup, tokens, prefix, ("the",))
+    words, replaced = words_to_repeat(setup, tokens, prefix, ("the",))
     asked = repetitions(setup, [(w,) for w in words], prefix, max_repeats, after=TAIL)
     length = asked.ids.shape[1] + TAIL
     natural = text_rows(target.tokenizer, setup.text, 1, length, setup.bos)
     ids = torch.cat([natural, torch.cat([asked.ids, natural[:, -TAIL:].expand(len(words), -1)], 1)])
 
-    seen = walk(target, setup.ids, whole=target.resident, progress=setup.progress)
+    seen = scan_layers(target, setup.ids, whole=target.resident, progress=setup.progress)
     layer, norms, halves = seen.sink_layer, torch.zeros(ids.shape), [None] * len(ids)
     if layer is not None:
         norms = norms_after(target, layer, ids, batch_size, setup.progress)
-        halves = [None, *(until_half(row[asked.start : -TAIL], seen.first[layer]) for row in norms[1:])]
-    keys, tail = _weights(norms, None if layer is None else seen.typical[layer])
+        halves = [
+            None,
+            *(repeats_until_half(row[asked.start : -TAIL], seen.layers[layer].first_norm) for row in norms[1:]),
+        ]
+    keys, tail = _weights(norms, None if layer is None else seen.layers[layer].typical_norms)
     shown = _shown(layer, target.n_layers) if layers is None else chosen
     edges, parts = _edges(length), list[tuple[Tensor, Tensor, Tensor]]()
     for rows, sets, late in zip(*(part.split(batch_size) for part in (ids, keys, _mean_of(tail))), strict=True):
@@ -320,7 +323,7 @@ def _weights(
     first[:, 0] = 1
     if typical is None:
         return first[:, None], late.expand(rows, -1)
-    high, ordinary = (norms > SINK_RATIO * typical[1]) | first.bool(), norms <= typical[2]
+    high, ordinary = (norms > SPIKE_RATIO * typical[1]) | first.bool(), norms <= typical[2]
     means = [_mean_of(chosen & ~late) for chosen in (high, ordinary)]
     return torch.stack([first, high.float(), *means], 1), late & ordinary
 

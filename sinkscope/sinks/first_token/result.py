@@ -1,20 +1,22 @@
-"""What `find_sinks` finds, and the words in which it is told. The steps that find it are in `find`."""
+"""What `find_sinks` returns, and the words in which it reports it. The steps that find it are in `find`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from sinkscope.files.notation import neuron_name
+from sinkscope.files.result import Number
 from sinkscope.measure import Result
-from sinkscope.sinks.tokens import and_, at_once_line
+from sinkscope.sinks.tokens import in_words, left_out_line
 
-DRAWS = 20  # random control sets of the same size for every ablation
-HEADS = 2  # an attention sink needs at least this many heads
-LOST = 0.5  # a head has lost a sink if this share of its attention is gone
+CONTROL_DRAWS = 20  # random control sets of the same size for every ablation
+SINK_HEADS = 2  # an attention sink needs at least this many heads
+NEEDED = 0.5  # a component is needed if at least this share of the effect is lost without it
 RATE_EPS = 0.3  # mean attention above which a head attends to a position (Gu et al. 2024)
 Sites = tuple[tuple[int, ...], ...]
+"""Neurons as interventions take them: (layer, neuron), or (layer, expert, neuron) in a mixture."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,16 @@ class Member:
     @classmethod
     def of(cls, site: Sequence[int]) -> Member:
         """The neuron that interventions take as (layer, neuron) or (layer, expert, neuron)."""
-        return cls(site[0], site[1] if len(site) == 3 else None, site[-1])
+        if len(site) == 2:
+            return cls(site[0], None, site[1])
+        return cls(site[0], site[1], site[2])
 
     @property
     def site(self) -> tuple[int, ...]:
         """(layer, neuron) or (layer, expert, neuron), as interventions take it."""
-        return (self.layer, self.neuron) if self.expert is None else (self.layer, self.expert, self.neuron)
+        if self.expert is None:
+            return (self.layer, self.neuron)
+        return (self.layer, self.expert, self.neuron)
 
     def __str__(self) -> str:
         return neuron_name(self.layer, self.expert, self.neuron)
@@ -90,14 +96,19 @@ class CausalSet:
     kind: Literal["minimal", "partial", "backup"]
 
     @property
-    def verified(self) -> bool:
-        """Whether the set's effect on the norm is larger than that of every random set."""
-        return min(self.drop_sink_layer, self.drop_last_layer) > self.control
+    def edit_sites(self) -> Sites:
+        """The neurons in the form that interventions take."""
+        return tuple(member.site for member in self.sites)
 
     @property
-    def numbers(self) -> Sites:
-        """The sites in the form that interventions take."""
-        return tuple(member.site for member in self.sites)
+    def names(self) -> str:
+        """The neurons in words, such as "L1.N3 and L1.N4"."""
+        return in_words(self.sites)
+
+    @property
+    def carries_attention(self) -> bool:
+        """Whether at least half of the heads lose the sink without these neurons."""
+        return self.heads_lost is not None and self.heads_lost >= NEEDED
 
 
 @dataclass(frozen=True)
@@ -118,7 +129,7 @@ class RepeatedToken:
 
 
 @dataclass(frozen=True)
-class Repeats:
+class RepeatsNeeded:
     """Repetitions until a token becomes a sink: the median over the tokens that did, and how many never did."""
 
     tokens: tuple[RepeatedToken, ...]
@@ -153,38 +164,6 @@ class FirstTokenAttention:
 
 
 @dataclass(frozen=True)
-class Trigger:
-    """A neuron's gate times up as a quadratic form of its input, and how well tokens match its best direction.
-
-    Where the activation function is close to linear, a neuron computes about `(g x)(u x)` for an input x. Over inputs
-    of a fixed length its largest value is `(|g| |u| + g u) / 2` times the squared length. `first` and `typical` are the
-    shares of that maximum that the first token and the median typical token reach.
-    """
-
-    layer: int
-    neuron: int
-    first: float
-    typical: float
-
-
-@dataclass(frozen=True)
-class Normalised:
-    """A token's residual stream after the norm in front of the attention, averaged over the layers of the plateau.
-
-    Attributes:
-        dims: Number of residual dimensions that hold 90 % of the squared norm at the first token.
-        typical_dims: The same number at typical tokens.
-        cosine: Cosine between neighbouring layers at the first token. Near 1 the normalised stream is constant.
-        typical_cosine: The same cosine at typical tokens.
-    """
-
-    dims: float
-    typical_dims: float
-    cosine: float
-    typical_cosine: float
-
-
-@dataclass(frozen=True)
 class NormSpike:
     """Positions whose norm stands out (massive activations).
 
@@ -195,8 +174,6 @@ class NormSpike:
         ratio: The largest ratio of the spike's norm to the typical norm.
         plateau: The first and last layer after which the norm stands out.
         made_by: "MLP", or the component without which the first token's spike is gone. None if there is no single one.
-        triggers: Quadratic forms of the causal neurons in gated MLPs.
-        normalised: What the norms in front of the attention do to the first token. None if no layer exposes it.
     """
 
     positions: tuple[int, ...]
@@ -205,15 +182,15 @@ class NormSpike:
     ratio: float
     plateau: tuple[int, int] | None
     made_by: str | None
-    triggers: tuple[Trigger, ...] = ()
-    normalised: Normalised | None = None
 
     @property
     def makers(self) -> tuple[str, ...]:
         """The components that make the first token's spike, named as carriers are."""
         if self.made_by == "MLP":
             return tuple(f"MLP of layer {layer}" for layer in self.step_up)
-        return () if self.made_by is None else (self.made_by,)
+        if self.made_by is None:
+            return ()
+        return (self.made_by,)
 
 
 @dataclass(frozen=True)
@@ -230,13 +207,20 @@ class SinkPosition:
     token: str
     rate: float
 
+    def __str__(self) -> str:
+        if self.position == 0:
+            return "the first token"
+        if self.token:
+            return f"{self.token!r} wherever it stands"
+        return f"position {self.position}, whatever stands there"
+
 
 @dataclass(frozen=True)
 class Carrier:
     """A candidate for the signal that the heads of a sink read.
 
     Attributes:
-        name: The component, such as "spike", "attention of layer 0" or "position embedding".
+        name: The component, such as "attention of layer 0" or "position embedding".
         heads_lost: Share of the sink's heads that lose at least half of their attention to the first token without it.
         drop: Share of the attention to the first token that is lost without it, averaged over these heads.
     """
@@ -247,8 +231,8 @@ class Carrier:
 
     @property
     def needed(self) -> bool:
-        """Whether most heads of the sink need it."""
-        return self.heads_lost >= LOST
+        """Whether at least half of the heads of the sink need it."""
+        return self.heads_lost >= NEEDED
 
 
 @dataclass(frozen=True)
@@ -276,6 +260,28 @@ class AttentionSink:
     by_layer: tuple[float, ...] = ()
     carriers: tuple[Carrier, ...] = ()
 
+    @property
+    def who(self) -> str:
+        """Which share of the heads attends where, as part of a sentence."""
+        place = "their learned sink logits"
+        if self.carried_by != "learned logits":
+            place = str(self.positions[0])
+        return f"{self.rate:.0%} of the heads attend to {place}"
+
+    @property
+    def what(self) -> str:
+        """What the heads read, as part of a sentence."""
+        if self.carried_by is None:
+            return "no single component carries it"
+        if self.carried_by == "mark":
+            writers = [c.name for c in self.carriers if c.needed and "layer" in c.name]
+            return f"they read a mark that the {writers[-1]} writes"
+        if self.carried_by == "position":
+            return "they read the position alone, through the rotary embedding"
+        if self.carried_by == "key bias":
+            return "they read the bias of their keys"
+        return f"they read the {self.carried_by}"
+
 
 @dataclass(frozen=True)
 class LaterSink:
@@ -295,7 +301,7 @@ class LaterSink:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedSink:
     """What the literature reports for this model, and whether the result agrees."""
 
     source: str
@@ -328,7 +334,6 @@ class FindSinks(Result):
             were read.
         repeats: Repetitions after which a repeated token becomes a sink.
         attention: Effect of zeroing neurons on the attention behind the sink layer.
-        learned_sinks: Whether the model has learned sink logits, which are then included in every attention row.
         sink_rate: Sink rate over 100 texts, or over 25 if layers are read from disk. None if not all layers were read.
         published: What the literature reports. None if nothing is published for the model.
     """
@@ -355,11 +360,10 @@ class FindSinks(Result):
     typical_high: tuple[float | None, ...]
     layers_read: int
     notebook_rule_layer: int | None
-    repeats: Repeats
+    repeats: RepeatsNeeded
     attention: FirstTokenAttention | None
-    learned_sinks: bool
     sink_rate: SinkRate | None
-    published: Published | None
+    published: PublishedSink | None
 
     @property
     def causal(self) -> tuple[Neuron, ...]:
@@ -369,185 +373,191 @@ class FindSinks(Result):
     @property
     def minimal(self) -> CausalSet | None:
         """The smallest set of neurons found whose ablation removes the spike."""
-        return next((s for s in self.causal_sets if s.kind == "minimal"), None)
+        for causal_set in self.causal_sets:
+            if causal_set.kind == "minimal":
+                return causal_set
+        return None
 
-    @property
-    def typical_ratio(self) -> float | None:
+    def numbers(self) -> list[Number]:
+        """What zeroing the neurons takes away, and how far the norm stands out."""
+        numbers: list[Number] = []
+        if (minimal := self.minimal) is not None:
+            lost = minimal.drop_sink_layer
+            numbers.append(Number("norm lost without the neurons", lost, minimal.control, minimal.control))
+        if (attention := self.attention) is not None:
+            label, chance = "attention to the first token without them", attention.control
+            numbers.append(Number(label, attention.ablated, chance, abs(attention.intact - chance)))
+        if self.norm_spike is not None:
+            usual = self._typical_ratio()
+            numbers.append(Number("first token's norm over the typical one", self.norm_spike.ratio, usual, usual))
+        return numbers
+
+    def _typical_ratio(self) -> float | None:
         """The 95 % quantile of typical norms at the sink layer divided by their median."""
-        high = None if self.sink_layer is None else self.typical_high[self.sink_layer]
-        return high and high / (self.typical_norm[self.sink_layer or 0] or high)
+        if self.sink_layer is None:
+            return None
+        high, median = self.typical_high[self.sink_layer], self.typical_norm[self.sink_layer]
+        if not high or not median:
+            return None
+        return high / median
 
     def conclusion(self) -> str:
         """Whether there is a norm spike and an attention sink, and what makes and carries them."""
-        spike, sink, minimal = self.norm_spike, self.attention_sink, self.minimal
+        spike, sink = self.norm_spike, self.attention_sink
         if spike is None and sink is None:
-            return f"Neither a norm spike nor an attention sink: no position stands out{self._among()}."
+            return f"Neither a norm spike nor an attention sink: no position stands out{self._among_the_read()}."
         if sink is None:
-            return f"Norm spike without an attention sink{self._among()}: {self._made()}."
-        rate = f"{sink.rate:.0%} of the heads attend to " + (
-            "their learned sink logits" if sink.carried_by == "learned logits" else _place(sink.positions[0])
-        )
+            return f"Norm spike without an attention sink{self._among_the_read()}: {self._who_makes_the_spike()}."
         if spike is None:
-            return f"Attention sink without a norm spike: {rate}, and {_carried(sink)}."
+            return f"Attention sink without a norm spike: {sink.who}, and {sink.what}."
         if sink.carried_by != "spike":
-            some = minimal is not None and (minimal.heads_lost or 0.0) > 0  # heads behind the sink layer
-            return (
-                f"Norm spike and attention sink, but {'most ' * some}heads do not need the spike: {self._made()}; "
-                f"{rate}, and {_carried(sink)}."
-            )
-        if minimal is None:
-            return f"Norm spike and attention sink: {rate}; {self._made()}."
-        one = len(minimal.sites) == 1
-        lost = (
-            ""
-            if minimal.drop_attention is None
-            else f" and {minimal.drop_attention:.1%} of the attention to it in later layers"
-        )
-        return (
-            f"Norm spike and attention sink: {_members(minimal)} make{'s' * one} the spike that the heads attend to. "
-            f"Zeroing {'it' if one else 'them'} takes away {minimal.drop_sink_layer:.1%} of the first token's "
-            f"norm{lost}; zeroing as many random neurons takes away at most {minimal.control:.1%} (largest of {DRAWS} "
-            "draws)."
-        )
+            return f"Norm spike and attention sink, but {self._who_ignores_it()} do not need the spike: {sink.what}."
+        if self.minimal is None:
+            return f"Norm spike and attention sink: {sink.who}; {self._who_makes_the_spike()}."
+        return f"Norm spike and attention sink: {self._who_makes_the_spike()}."
 
-    def _among(self) -> str:
-        return "" if self.layers_read == self.model.n_layers else f" in the {self.layers_read} layers read"
+    def _among_the_read(self) -> str:
+        if self.layers_read == self.model.n_layers:
+            return ""
+        return f" in the {self.layers_read} layers read"
 
-    def _made(self) -> str:
+    def _who_ignores_it(self) -> str:
+        """Some heads lose part of their attention with the spike: then it is most heads that do not need it."""
+        if self.minimal is not None and self.minimal.heads_lost:
+            return "most heads"
+        return "heads"
+
+    def _who_makes_the_spike(self) -> str:
         """What makes the spike, as the middle of a sentence."""
-        spike, minimal = self.norm_spike, self.minimal
+        spike, minimal, sink = self.norm_spike, self.minimal, self.attention_sink
         assert spike is not None
         if 0 not in spike.positions:
-            return f"norms stand out at {', '.join(repr(s.token) for s in self.later_sinks)}, not at the first token"
-        size = f"the first token's norm reaches {spike.ratio:.0f} times the typical one"
+            tokens = ", ".join(repr(later.token) for later in self.later_sinks)
+            return f"norms stand out at {tokens}, not at the first token"
         if minimal is not None:
+            one = len(minimal.sites) == 1
+            makes, them = ("makes", "it") if one else ("make", "them")
+            what = "the first token's spike"
+            if sink is not None:
+                what = "the spike that the heads attend to"
             return (
-                f"{size}, and {_members(minimal)} make{'s' * (len(minimal.sites) == 1)} it (zeroing takes away "
-                f"{minimal.drop_sink_layer:.1%} of the norm, random neurons at most {minimal.control:.1%})"
+                f"{minimal.names} {makes} {what}; zeroing {them} removes {minimal.drop_sink_layer:.1%} of its norm, "
+                f"random neurons at most {minimal.control:.1%}"
             )
+        size = f"the first token's norm reaches {spike.ratio:.0f} times the typical one"
         if self.sink_layer is not None:
-            part = next(
-                (f"; the best set of {len(s.sites)} takes away {s.drop_last_layer:.1%}" for s in self.causal_sets), ""
-            )
-            return (
-                f"{size}; layer {self.sink_layer} builds it, but no set of neurons that was tried takes it away{part}"
-            )
-        return f"{size}, made by {'the ' + spike.made_by if spike.made_by else 'no single component'}"
+            return f"{size}; layer {self.sink_layer} builds it, but no set of neurons that was tried removes it"
+        if spike.made_by is None:
+            return f"{size}, made by no single component"
+        return f"{size}, made by the {spike.made_by}"
 
     def details(self) -> list[str]:
-        """The model, the norms, the evidence, and what repetition shows."""
-        lines = [f"{self.layers_read} of {self.model.n_layers} layers were read."]
-        lines += [*self._spike_lines(), *self._set_lines(), *self._sink_lines()]
-        if self.sink_layer is not None:
-            lines += self._repeat_lines()
+        """The layers, the norms, the sets, the attention, the repetitions, and what is published."""
+        read = f"{self.layers_read} of {self.model.n_layers} layers were read."
+        lines = [
+            " ".join([read, *self._spike_sentences()]),
+            " ".join(self._set_sentences()),
+            " ".join(self._later_sentences()),
+            " ".join(self._attention_sentences()),
+            " ".join(self._repeat_sentences()),
+        ]
         if self.published is not None:
             verdict = "matches" if self.published.matches else "differs from"
             lines.append(f"This {verdict} what is published ({self.published.source}).")
-        return lines
+        return [line for line in lines if line]
 
-    def _spike_lines(self) -> Iterator[str]:
-        spike, layer = self.norm_spike, self.sink_layer
+    def _spike_sentences(self) -> list[str]:
+        spike, layer, sentences = self.norm_spike, self.sink_layer, list[str]()
         if self.shared_dims:
             dims = ", ".join(map(str, self.shared_dims))
-            yield f"Residual dimensions {dims} are massive on all tokens; the verdicts leave them out."
+            sentences.append(f"Residual dimensions {dims} are massive on all tokens; the verdicts leave them out.")
         if spike is None:
-            return
-        if layer is not None and (norm := self.first_token_norm[layer]) and (typical := self.typical_norm[layer]):
-            yield (
-                f"The sink layer is layer {layer}: after it the first token's norm is {norm:.4g}, "
-                f"{norm / typical:.0f} times the typical one of {typical:.4g}."
-            )
+            return sentences
+        if layer is not None:
+            norm, typical = self.first_token_norm[layer], self.typical_norm[layer]
+            if norm and typical:
+                sentences.append(
+                    f"The sink layer is layer {layer}: after it the first token's norm is {norm:.4g}, "
+                    f"{norm / typical:.0f} times the typical one of {typical:.4g}."
+                )
         if len(self.stages) > 1:
-            added = and_([f"layer {s.layer} adds {s.share:.1%}" for s in self.stages])
-            yield f"The spike is built in stages: {added}."
+            added = in_words([f"layer {s.layer} adds {s.share:.1%}" for s in self.stages])
+            sentences.append(f"The spike is built in stages: {added}.")
         if spike.plateau is not None:
-            down = f", and layers {and_(spike.step_down)} take it away again" if spike.step_down else ""
             first, last = spike.plateau
-            yield f"The norm stands out after layers {first} to {last}{down}."
-        if self.residual_dims:
-            yield f"The massive activations are in residual dimensions {and_(self.residual_dims)}."
-        if (n := spike.normalised) is not None:
-            yield (
-                f"After the next layer's normalization, {n.dims:.0f} dimensions hold 90 % of the first token (typical "
-                f"tokens need {n.typical_dims:.0f}). Its direction has cosine {n.cosine:.2f} from layer to layer "
-                f"(typical tokens have {n.typical_cosine:.2f})."
-            )
+            down = ""
+            if spike.step_down:
+                down = f", and layers {in_words(spike.step_down)} remove it again"
+            sentences.append(f"The norm stands out after layers {first} to {last}{down}.")
+        return sentences
+
+    def _set_sentences(self) -> list[str]:
+        sentences: list[str] = []
+        for causal_set in self.causal_sets:
+            if causal_set.kind == "backup":
+                sentences.append(
+                    f"{causal_set.names} is a backup: it brings the spike back when the others are silent, and zeroing "
+                    f"it as well removes {causal_set.drop_last_layer:.1%} of the norm at the last layer that has the "
+                    "spike."
+                )
+            elif causal_set.kind == "partial":
+                lost, chance = causal_set.drop_last_layer, causal_set.control
+                sentences.append(f"The best set, {causal_set.names}, removes {lost:.1%} (random ones {chance:.1%}).")
+            elif len(causal_set.sites) > 1 and not self.causal:
+                sentences.append("No neuron is needed alone, because the others make the spike without it.")
+        sentences += [f"The search was limited: {text}." for text in self.not_tried]
+        return sentences
+
+    def _later_sentences(self) -> list[str]:
+        sentences: list[str] = []
         for later in self.later_sinks:
-            made = (
-                "no MLP makes it"
-                if later.set is None
-                else (
-                    f"made by {_members(later.set)}, which take{'s' * (len(later.set.sites) == 1)} away "
-                    f"{later.set.drop_last_layer:.1%} (random neurons at most {later.set.control:.1%})"
-                )
+            maker = "no MLP makes it"
+            if later.set is not None:
+                lost, chance = later.set.drop_last_layer, later.set.control
+                maker = f"zeroing {later.set.names} removes {lost:.1%} of it (random neurons at most {chance:.1%})"
+            sentences.append(f"The norm of {later.token!r} reaches {later.ratio:.0f} times the typical one; {maker}.")
+        return sentences
+
+    def _attention_sentences(self) -> list[str]:
+        sentences, sink = list[str](), self.attention_sink
+        if (rate := self.sink_rate) is not None:
+            sentences.append(
+                f"The sink rate is {rate.value:.1%}: this share of all heads gives position 0 more than {rate.eps} of "
+                f"its attention ({rate.samples} texts of {rate.length} tokens)."
             )
-            yield f"The norm of {later.token!r} reaches {later.ratio:.0f} times the typical one, {made}."
-
-    def _set_lines(self) -> Iterator[str]:
-        for s in self.causal_sets:
-            if s.kind == "backup":
-                yield (
-                    f"{_members(s)} is a backup: it brings the spike back when the others are silent, and zeroing it "
-                    f"as well takes away {s.drop_last_layer:.1%} of the norm at the last layer that has the spike."
-                )
-            elif len(s.sites) > 1 and not self.causal:
-                yield "None of these neurons is needed alone, because the others make the spike without it."
-        yield from (f"The search was limited: {text}." for text in self.not_tried)
-
-    def _sink_lines(self) -> Iterator[str]:
-        if (s := self.sink_rate) is not None:
-            yield (
-                f"The sink rate is {s.value:.1%}: this share of all heads gives position 0 more than {s.eps} of its "
-                f"attention ({s.samples} texts of {s.length} tokens)."
+        if sink is None:
+            return [*sentences, f"Fewer than {SINK_HEADS} heads attend to any one position{self._among_the_read()}."]
+        for place in sink.positions:
+            if place.position != 0:
+                sentences.append(f"{place.rate:.1%} of the heads attend to {place}.")
+        needed = [f"{c.name} ({c.heads_lost:.0%} of the heads)" for c in sink.carriers if c.needed]
+        if needed:
+            sentences.append(f"Heads lose the sink without {in_words(needed)}.")
+        elif sink.carriers:
+            sentences.append("No component is needed alone.")
+        if (attention := self.attention) is not None:
+            sentences.append(
+                f"In layers {min(attention.layers)} to {max(attention.layers)}, later tokens give the first one "
+                f"{attention.intact:.3f} of their attention, {attention.ablated:.3f} without these neurons, and "
+                f"{attention.control:.3f} without random ones."
             )
-        if (sink := self.attention_sink) is None:
-            yield f"Fewer than {HEADS} heads attend to any one position{self._among()}."
-        else:
-            for p in sink.positions[1:] if sink.positions and sink.positions[0].position == 0 else sink.positions:
-                yield f"{p.rate:.1%} of the heads attend to {_place(p)}."
-            if sink.carriers:
-                needed = [f"{c.name} ({c.heads_lost:.0%} of the heads)" for c in sink.carriers if c.heads_lost >= 0.2]
-                yield f"Heads lose the sink without {and_(needed) if needed else 'no single component'}."
-        if (a := self.attention) is not None:
-            first, last = min(a.layers), max(a.layers)
-            where = f"layer {first}" if first == last else f"layers {first} to {last}"
-            yield (
-                f"In {where}, later tokens give the first one {a.intact:.3f} of their attention, {a.ablated:.3f} "
-                f"without these neurons, and {a.control:.3f} without random ones."
+        return sentences
+
+    def _repeat_sentences(self) -> list[str]:
+        repeats = self.repeats
+        if self.sink_layer is None:
+            return []
+        sentences: list[str] = []
+        repeated = len(repeats.tokens) - len(repeats.at_once)
+        if repeated and repeats.median is None:
+            limit = repeats.max_repeats
+            sentences.append(f"None of {repeated} tokens becomes a sink by repetition within {limit} repetitions.")
+        elif repeated:
+            never = ""
+            if repeats.unreached:
+                never = f"; {repeats.unreached} of {repeated} never do within {repeats.max_repeats}"
+            sentences.append(
+                f"A repeated token becomes a sink after {repeats.median:.0f} repetitions "
+                f"(median over {repeated - repeats.unreached} tokens{never})."
             )
-        if self.learned_sinks:
-            yield "The model has learned sink logits, which took part in every attention row."
-
-    def _repeat_lines(self) -> Iterator[str]:
-        r = self.repeats
-        tried = len(r.tokens) - len(r.at_once)
-        if tried and r.median is None:
-            yield f"None of {tried} tokens becomes a sink by repetition within {r.max_repeats} repetitions."
-        elif tried:
-            never = f"; {r.unreached} of {tried} never do within {r.max_repeats}" if r.unreached else ""
-            over = f"median over {tried - r.unreached} tokens{never}"
-            yield f"A repeated token becomes a sink after {r.median:.0f} repetitions ({over})."
-        yield from at_once_line([t.token for t in r.at_once])
-
-
-def _members(found: CausalSet) -> str:
-    """The neurons of a set, such as "L1.N3 and L1.N4"."""
-    return and_(found.sites)
-
-
-def _place(found: SinkPosition) -> str:
-    if found.position == 0:
-        return "the first token"
-    return f"{found.token!r} wherever it stands" if found.token else f"position {found.position}, whatever stands there"
-
-
-def _carried(sink: AttentionSink) -> str:
-    if sink.carried_by is None:
-        return "no single component carries it"
-    writer = next((c.name for c in reversed(sink.carriers) if c.needed and "layer" in c.name), "a layer")
-    what = {
-        "mark": f"a mark that the {writer} writes",
-        "position": "the position alone, through the rotary embedding",
-        "key bias": "the bias of their keys",
-    }.get(sink.carried_by, f"the {sink.carried_by}")
-    return f"they read {what}"
+        return [*sentences, *left_out_line([t.token for t in repeats.at_once])]

@@ -7,7 +7,7 @@ import pytest
 import sinkscope as ss
 from sinkscope.bench.dialogues.recall import recall_dialogue
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.turns import draw_turns
+from experiments.loopserve.turn_drawing import draw_turns
 
 
 def test_panels_show_the_lines_of_every_turn() -> None:

@@ -12,8 +12,7 @@ from typing import Literal
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, Whole, check_fields
 
-Pick = Literal["latest", "uniform"]
-Clean = Literal["tail", "repeats"]
+CleanRule = Literal["tail", "repeats"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +28,6 @@ class Retention:
         recent_budget: Number of recent tokens kept at level 0. By default seven eighths of what the anchors leave,
             because models copy badly from tokens whose neighbours are missing. With a recent window, half the window
             ("a small amount of local context"), but at most half of what the anchors leave.
-        recent_pick: "latest" takes the clean tokens nearest to the end, for a smooth continuation; "uniform" spreads
-            the choice over the recent window, and needs one.
         clean: Which tokens count as bad. "tail" is the paper's rule: blocks that repeat at the end are removed from the
             recent window, and with a window, earlier parts of the loop stay in the history. "repeats" is an addition:
             it also removes, from recent window and history, every token of prompt and output that ends an n-gram seen
@@ -44,8 +41,7 @@ class Retention:
     anchors: Whole = 32
     recent: Natural | None = None
     recent_budget: Natural | None = None
-    recent_pick: Pick = "latest"
-    clean: Clean = "tail"
+    clean: CleanRule = "tail"
     max_level: Whole = 3
 
     def __post_init__(self) -> None:
@@ -61,22 +57,27 @@ class Retention:
                 f"{self.anchors + 1}; raise the budget or keep fewer anchors",
                 page="kv-budget",
             )
-        if self.recent is None and self.recent_pick == "uniform":
-            raise SinkscopeError('recent_pick="uniform" spreads tokens over a recent window: give recent=... as well')
-        room, given = self.budget - self.anchors, self.recent_budget
-        if given is not None and given > room:
+        if self.recent_budget is not None and self.recent_budget > self.after_anchors:
             raise SinkscopeError(
-                f"recent_budget={given!r}: expected a whole number from 1 to {room}, what the anchors leave of the "
-                "budget",
+                f"recent_budget={self.recent_budget!r}: expected a whole number from 1 to {self.after_anchors}, what "
+                "the anchors leave of the budget",
                 page="kv-budget",
             )
 
+    @property
+    def after_anchors(self) -> int:
+        """Number of tokens that the anchors leave of the budget."""
+        return self.budget - self.anchors
+
     def recent_tokens(self, level: int) -> int:
         """Number of recent tokens kept, B_recent(level), at least 1."""
-        room = self.budget - self.anchors
-        usual = room - room // 8 if self.recent is None else min(max(1, self.recent // 2), max(1, room // 2))
-        at_first = usual if self.recent_budget is None else self.recent_budget
-        return max(1, at_first >> min(level, self.max_level))
+        if self.recent_budget is not None:
+            at_level_0 = self.recent_budget
+        elif self.recent is None:
+            at_level_0 = self.after_anchors - self.after_anchors // 8
+        else:
+            at_level_0 = min(max(1, self.recent // 2), max(1, self.after_anchors // 2))
+        return max(1, at_level_0 >> min(level, self.max_level))
 
     @property
     def sparse_tokens(self) -> int:
@@ -84,41 +85,41 @@ class Retention:
 
         Recent tokens that a higher level gives up are not replaced, so the cache shrinks with the level.
         """
-        return self.budget - self.anchors - self.recent_tokens(0)
+        return self.after_anchors - self.recent_tokens(0)
 
 
 @dataclass(frozen=True)
-class Plan:
+class KeptTokens:
     """The tokens kept in one row.
 
     Attributes:
-        keep: Kept positions, ascending.
+        positions: Their positions, ascending.
         anchors: How many of them are anchors.
         sparse: How many of them are sampled from the history.
         recent: How many of them are recent.
     """
 
-    keep: tuple[int, ...]
+    positions: tuple[int, ...]
     anchors: int
     sparse: int
     recent: int
 
     @property
-    def spans(self) -> list[tuple[int, int]]:
+    def ranges(self) -> list[tuple[int, int]]:
         """The positions as ranges [start, stop)."""
-        return spans(self.keep)
+        return ranges_of(self.positions)
 
 
-def plan(
-    held: Sequence[int], length: int, bad: Sequence[tuple[int, int]], retention: Retention, level: int = 0
-) -> Plan:
+def tokens_to_keep(
+    cached: Sequence[int], length: int, bad: Sequence[tuple[int, int]], retention: Retention, level: int = 0
+) -> KeptTokens:
     """Choose the positions to keep.
 
     The history is sampled from the positions that the cache still holds. At a second intervention, a sample of all
     positions would contain few of those that the first one left.
 
     Args:
-        held: Positions in the cache, ascending.
+        cached: Positions in the cache, ascending.
         length: Number of tokens in the row so far; the recent window ends there.
         bad: Ranges [start, stop) of positions to remove; with `clean="tail"` and a recent window, only within the
             window.
@@ -128,48 +129,51 @@ def plan(
     Returns:
         At most `retention.budget` positions; every anchor that the cache holds is among them, even if it is bad.
     """
-    gone = {p for start, stop in bad for p in range(start, stop)}
-    anchors = [p for p in held if p < retention.anchors]
-    clean = [p for p in held if p >= retention.anchors and p not in gone]
+    bad_positions: set[int] = set()
+    for start, stop in bad:
+        bad_positions.update(range(start, stop))
+    anchors = [position for position in cached if position < retention.anchors]
+    others = cached[len(anchors) :]
+    clean = [position for position in others if position not in bad_positions]
     count = retention.recent_tokens(level)
     if retention.recent is None:
-        history, clean = clean[:-count], clean[-count:]
+        history = clean[:-count]
     else:
         begin = length - retention.recent
-        in_history: set[int] = set() if retention.clean == "tail" else gone
-        history = [p for p in held if retention.anchors <= p < begin and p not in in_history]
-        clean = [p for p in clean if p >= begin]
-    sparse = uniform(history, retention.sparse_tokens)
-    recent = uniform(clean, count) if retention.recent_pick == "uniform" else clean[-count:]
-    return Plan((*anchors, *sparse, *recent), len(anchors), len(sparse), len(recent))
+        before_window = others if retention.clean == "tail" else clean
+        history = [position for position in before_window if position < begin]
+        clean = [position for position in clean if position >= begin]
+    sparse = evenly_spaced(history, retention.sparse_tokens)
+    recent = clean[-count:]
+    return KeptTokens((*anchors, *sparse, *recent), len(anchors), len(sparse), len(recent))
 
 
-def repeated(tokens: Sequence[int], n: int) -> list[int]:
+def repeated_indices(tokens: Sequence[int], n: int) -> list[int]:
     """Indices of tokens that end an n-gram which also ended at an earlier index."""
-    seen: set[tuple[int, ...]] = set()
-    found: list[int] = []
-    for i in range(n - 1, len(tokens)):
-        gram = tuple(tokens[i - n + 1 : i + 1])
-        if gram in seen:
-            found.append(i)
-        seen.add(gram)
-    return found
+    earlier: set[tuple[int, ...]] = set()
+    indices: list[int] = []
+    for end in range(n, len(tokens) + 1):
+        gram = tuple(tokens[end - n : end])
+        if gram in earlier:
+            indices.append(end - 1)
+        earlier.add(gram)
+    return indices
 
 
-def uniform(positions: Sequence[int], count: int) -> list[int]:
+def evenly_spaced(positions: Sequence[int], count: int) -> list[int]:
     """Choose `count` positions, evenly spaced by rank: the middle one of each of `count` equal parts."""
     total = len(positions)
     if count >= total:
         return list(positions)
-    return [positions[(2 * i + 1) * total // (2 * count)] for i in range(count)]
+    return [positions[(2 * part + 1) * total // (2 * count)] for part in range(count)]
 
 
-def spans(positions: Sequence[int]) -> list[tuple[int, int]]:
+def ranges_of(positions: Sequence[int]) -> list[tuple[int, int]]:
     """Join ascending positions into ranges [start, stop)."""
     ranges: list[tuple[int, int]] = []
     for position in positions:
+        start = position
         if ranges and ranges[-1][1] == position:
-            ranges[-1] = (ranges[-1][0], position + 1)
-        else:
-            ranges.append((position, position + 1))
+            start, _ = ranges.pop()
+        ranges.append((start, position + 1))
     return ranges
