@@ -89,7 +89,7 @@ def find_file(
         SinkscopeError: There is no such file.
     """
     if os.fspath(source) == HUB:
-        from sinkscope.models.checkpoint import hub_file
+        from sinkscope.models.hub import hub_file
 
         try:
             local = hub_file(repo, file, revision, kind="dataset")

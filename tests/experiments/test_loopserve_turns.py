@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import sinkscope as ss
+from experiments.loopserve.turn_drawing import draw_turns
 from sinkscope.bench.dialogues.recall import recall_dialogue
 from sinkscope.errors import SinkscopeError
-from experiments.loopserve.turn_drawing import draw_turns
 
 
 def test_panels_show_the_lines_of_every_turn() -> None:
