@@ -76,9 +76,7 @@ class MethodKind:
 _PRINTED = "paper"
 _KV, _GUARD, _SERVE = "sinkscope.kv", "sinkscope.kv.loopguard", "sinkscope.kv.loopserve"
 _DECODING = ("budget", "interval", "first", "per_head")
-_PROMPTS = tuple(
-    "alpha sample recent dense_rows begin local sharp checked seed variant shortest dense_above".split()
-)
+_PROMPTS = tuple("alpha sample recent dense_rows begin local sharp checked seed variant shortest dense_above".split())
 
 
 def _guard(about: str, paper: bool = True, **fixed: Any) -> MethodKind:

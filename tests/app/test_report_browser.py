@@ -11,8 +11,7 @@ from report_kit import BAD, WORSE, fill, spoil
 from sample_results import sample_find_sinks
 
 import sinkscope as ss
-from sinkscope.app.pages import page, save_html
-from sinkscope.sinks.first_token.positions import token_positions
+from sinkscope.app.pages import save_html
 
 IMAGE = "<img src=x onerror=alert(1)>"
 
@@ -115,28 +114,3 @@ def test_in_a_browser(tmp_path: Path, chrome: browser.Browser) -> None:
     assert {address.partition(":")[0] for address in chrome.asked} <= {"file", "data", "blob"}
     files = {address.rpartition("/")[2] for address in chrome.asked if address.startswith("file")}
     assert files == {"report.html", "inside.html", "beside.html", next(tmp_path.glob("plotly-*.js")).name}
-
-
-def test_the_page_of_positions_shades_the_text(tmp_path: Path, chrome: browser.Browser) -> None:
-    found = token_positions(passage=f"one two, three {IMAGE}")
-    file = tmp_path / "a.html"
-    file.write_text(page(found))
-    colours = "[...document.querySelectorAll('span.t')].map((s) => s.style.background)"
-    chrome.open(file, 1200)
-    text = chrome.run("[...document.querySelectorAll('span.t')].map((s) => s.textContent).join('')")
-    assert text == f"<s>one two, three {IMAGE}"
-    first = chrome.run(colours)
-    assert first[0] == "rgba(0, 114, 178, 0.7)" and all("0, 114, 178, 0" in c for c in first[1:])
-    chrome.run(
-        "(() => { const i = document.querySelector('input[type=range]');"
-        " i.value = 0; i.dispatchEvent(new Event('input')); })()"
-    )
-    assert chrome.run(colours)[0] != first[0]  # nothing stands out before the sink layer
-    for value, colour in (("attention", "230, 159, 0"), ("0", "0, 158, 115")):
-        chrome.run(
-            f"(() => {{ const s = document.querySelector('select'); s.value = '{value}';"
-            " s.dispatchEvent(new Event('change')); })()"
-        )
-        assert colour in chrome.run(colours)[0]
-    assert "position 0" in chrome.run("document.querySelector('span.t').title")
-    assert chrome.errors == [] and all(url.startswith(("file:", "data:", "blob:")) for url in chrome.asked)
