@@ -40,7 +40,7 @@ from experiments.bench_lines import ids_of, made
 from experiments.drawn import save
 from experiments.record import record
 from sinkscope.files.output import write_atomic
-from sinkscope.kv.loopserve import LoopServe, Progressive, serve
+from sinkscope.kv.loopserve import LoopServe, Progressive, serve, sparse_prompts
 from sinkscope.lines import choice, sparse
 from sinkscope.lines.choice import HeadLines
 
@@ -174,7 +174,7 @@ def stages() -> Iterator[Counter[str]]:
         "choice": (serve, "select_lines"),
         "sample": (choice, "attention_of"),
         "line sums": (choice, "slash_sums"),
-        "sparse": (serve, "sparse_attention"),
+        "sparse": (sparse_prompts, "sparse_attention"),
         "planning": (sparse, "plan_of"),
     }
     with ExitStack() as stack:

@@ -32,7 +32,7 @@ from sinkscope.files.console import ProgressBar
 from sinkscope.measure.style import BLUE, ORANGE, finished
 from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
-from sinkscope.sinks.first_token.walk import received
+from sinkscope.sinks.first_token.attention_received import attention_received
 from sinkscope.trace import trace
 from sinkscope.trace.attention import attention_rows
 
@@ -95,7 +95,7 @@ def measure(model: Any, ids: Tensor, floor: float) -> dict[str, float]:
     return {
         "idle_attention": float(torch.stack(attention).max()),  # of the head that attends to it most
         "excess_loss": float(model(ids, labels=ids).loss) - floor,
-        "sink_rate": received(Target.of(model), ids, EPS, batch=HELD_OUT).rate,
+        "sink_rate": attention_received(Target.of(model), ids, EPS, batch=HELD_OUT).rate,
         "value_ratio": min(v for k, v in ratios.items() if k.endswith("hook_v")),  # of the most drained layer
         "residual_ratio": max(v for k, v in ratios.items() if k.endswith("resid_post")),  # of the highest peak
     }

@@ -55,7 +55,7 @@ def row_of(found: Any) -> dict[str, Any]:
         "rate": None if found.sink_rate is None else found.sink_rate.value,
         "carried_by": None if found.attention_sink is None else found.attention_sink.carried_by,
         "sink_layer": found.sink_layer,
-        "neurons": "" if smallest_set is None else neuron_names(smallest_set.numbers),
+        "neurons": "" if smallest_set is None else neuron_names(smallest_set.edit_sites),
         "set_drop": None if smallest_set is None else smallest_set.drop_sink_layer,
         "control_drop": None if smallest_set is None else smallest_set.control,
     }

@@ -7,23 +7,20 @@ from typing import Any
 
 from sinkscope.files.result import ModelInfo, Provenance
 from sinkscope.sinks.first_token.find import FindSinks
-from sinkscope.sinks.first_token.found import (
+from sinkscope.sinks.first_token.result import (
     AttentionSink,
     Carrier,
     CausalSet,
-    FirstTokenAttention,
     LaterSink,
     Member,
     Neuron,
-    Normalised,
     NormSpike,
-    Published,
+    PublishedSink,
     RepeatedToken,
-    Repeats,
+    RepeatsNeeded,
     SinkPosition,
     SinkRate,
     Stage,
-    Trigger,
 )
 
 NEURONS = (
@@ -49,8 +46,6 @@ def sample_find_sinks(**changes: Any) -> FindSinks:
             ratio=232.0,
             plateau=(2, 3),
             made_by="MLP",
-            triggers=(Trigger(2, 412, 0.8, 0.01),),
-            normalised=Normalised(2.0, 30.0, 0.99, 0.6),
         ),
         attention_sink=AttentionSink(
             rate=0.4,
@@ -77,11 +72,9 @@ def sample_find_sinks(**changes: Any) -> FindSinks:
         typical_high=(2.5, 3.5, 4.5, 5.5, None, None),
         layers_read=4,
         notebook_rule_layer=None,
-        repeats=Repeats((RepeatedToken(" the", 5, 300), RepeatedToken(" a", 6, None)), 300.0, 1, 1024),
-        attention=FirstTokenAttention((3, 4), 0.6, 0.05, 0.59),
-        learned_sinks=False,
+        repeats=RepeatsNeeded((RepeatedToken(" the", 5, 300), RepeatedToken(" a", 6, None)), 300.0, 1, 1024),
         sink_rate=SinkRate(0.3, 64, 100, 0.4),
-        published=Published("a paper", True),
+        published=PublishedSink("a paper", True),
     )
     return replace(made, **changes)
 
@@ -106,6 +99,5 @@ def sample_without_sink() -> FindSinks:
         typical_low=(1.5, 2.5, 3.5, 4.5, 5.0, 6.0),
         typical_high=(2.5, 3.5, 4.5, 5.5, 7.0, 8.0),
         layers_read=6,
-        repeats=Repeats((), None, 0, 1024),
-        attention=None,
+        repeats=RepeatsNeeded((), None, 0, 1024),
     )

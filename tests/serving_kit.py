@@ -152,7 +152,7 @@ HOMES = {
 
 def install(monkeypatch: pytest.MonkeyPatch, homes: dict[str, dict[str, Any]]) -> None:
     """Make modules importable that hold these names, and forget processors made for others."""
-    from sinkscope.serving import processors as serving
+    from sinkscope import serving
 
     for name in ("VllmLoopProcessor", "SglangLoopProcessor"):
         monkeypatch.delitem(vars(serving), name, raising=False)

@@ -206,25 +206,23 @@ def prompt(target: Target, args: argparse.Namespace) -> Rows:
     for n in args.lengths:
         ids = args.ids[:, :n]
         own = partial(target.base, input_ids=ids, use_cache=False)
-        for kernel in args.kernels:
-            edit, events = LoopServe(decode=False, shortest=0, kernel=kernel), list[dict[str, Any]]()
+        edit, events = LoopServe(decode=False, shortest=0), list[dict[str, Any]]()
 
-            def sparse(ids: Tensor = ids, edit: LoopServe = edit, events: list[dict[str, Any]] = events) -> None:
-                with edit.on(target) as run:
-                    target.base(input_ids=ids, use_cache=False)
-                events[:] = [dict(event.data) for event in run.events if event.kind == "prefill"]
+        def sparse(ids: Tensor = ids, edit: LoopServe = edit, events: list[dict[str, Any]] = events) -> None:
+            with edit.on(target) as run:
+                target.base(input_ids=ids, use_cache=False)
+            events[:] = [dict(event.data) for event in run.events if event.kind == "prefill"]
 
-            pairs = pairs_of(own, sparse, args.rounds)
-            held = [share for data in events for share in data.get("recovered", ())]
-            yield {
-                "n": n,
-                "asked": kernel,
-                "kernel": sorted({data["kernel"] for data in events if "kernel" in data}),
-                "model_s_own": sorted({data["dense"] for data in events if "dense" in data}),
-                "attended": statistics.fmean(data.get("attended", 1.0) for data in events),
-                "mass": {"mean": statistics.fmean(held), "least": min(held)} if held else None,
-                **faster(pairs),
-            }
+        pairs = pairs_of(own, sparse, args.rounds)
+        held = [share for data in events for share in data.get("recovered", ())]
+        yield {
+            "n": n,
+            "kernel": sorted({data["kernel"] for data in events if "kernel" in data}),
+            "model_s_own": sorted({data["dense"] for data in events if "dense" in data}),
+            "attended": statistics.fmean(data.get("attended", 1.0) for data in events),
+            "mass": {"mean": statistics.fmean(held), "least": min(held)} if held else None,
+            **faster(pairs),
+        }
 
 
 def steps(found: dict[str, Any], interval: int | None) -> dict[str, float]:

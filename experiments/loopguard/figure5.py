@@ -23,7 +23,8 @@ from plotly.subplots import make_subplots
 from experiments.drawn import save
 from experiments.record import record
 from sinkscope.attention.barcode import Barcode, barcode
-from sinkscope.bench.loopbench.prompts import load_prompts
+from sinkscope.bench.prompt import read_prompts
+from sinkscope.bench.tasks.loops import DATA
 from sinkscope.files.console import ProgressBar
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.measure.style import ORANGE, finished
@@ -83,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
     started = time.perf_counter()
-    prompt = next(p for p in load_prompts("small") if p.id == args.prompt).prompt
+    rows = [*read_prompts(DATA / "small-dc.jsonl"), *read_prompts(DATA / "small-ri.jsonl")]
+    prompt = next(row for row in rows if row.id == args.prompt).turns[0].text
     model = load(args.model, backend="hf")
     heads: list[tuple[int, int]] | None = None
     if args.head:

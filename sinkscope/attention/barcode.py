@@ -20,7 +20,7 @@ from sinkscope.attention.texts import Loop, ordinary_ids, prompt_ids
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import decode, watched
-from sinkscope.kv.session import Observe, Rows
+from sinkscope.kv.session import AttentionRows, Observe
 from sinkscope.lines.deterministic_scatter import add_at
 from sinkscope.loops.signals import WindowNovelty
 from sinkscope.measure import Number, Option, Positive, Result, Setup, measurement
@@ -100,7 +100,7 @@ class HeadTracks:
         self.picture = torch.zeros(heads, size.rows, size.columns)
         self.late = torch.zeros(heads, size.late_steps, size.late_positions)
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: AttentionRows) -> None:
         """Take some rows."""
         probs = rows.probs[0]
         group = probs.shape[0] // rows.pos.shape[1]

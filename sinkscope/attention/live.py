@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 from torch import Tensor
 
-from sinkscope.kv.session import Observe, Rows
+from sinkscope.kv.session import AttentionRows, Observe
 
 _SHADES = " ·░▒▓█"
 _DARKEST = 0.25  # share of attention that is the darkest shade
@@ -35,7 +35,7 @@ def live_picture(title: str, positions: int, layers: list[int]) -> Iterator[Obse
     columns = console.width - 1
     lines: dict[int, Tensor] = {}  # mean attention by step
 
-    def see(rows: Rows) -> None:
+    def see(rows: AttentionRows) -> None:
         group = rows.probs.shape[1] // rows.pos.shape[1]
         pos = repeat(rows.pos[0], "kv_head slot -> (kv_head group) slot", group=group)
         probs = rows.probs[0, :, -1] * (pos >= 0)

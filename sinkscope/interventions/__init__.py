@@ -1,9 +1,9 @@
 """Edits of a running model: ablate neurons, write values, patch the sink. `with intervention.on(model) as run:`."""
 
 from sinkscope.interventions.base import Composed, Event, Intervention, Run
-from sinkscope.interventions.edits import Ablate, NeuronEdit, NeuronSite, Write
-from sinkscope.interventions.sink_detector import SinkDetector
+from sinkscope.interventions.edits import Ablate, NeuronEdit, Write
 from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.interventions.sites import NeuronSite
 from sinkscope.interventions.steer import Add
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "NeuronEdit",
     "NeuronSite",
     "Run",
-    "SinkDetector",
     "SinkPatch",
     "Write",
 ]

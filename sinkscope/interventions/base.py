@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.positions import Call, Tracker
@@ -32,7 +31,7 @@ class Event:
         position: True position in the row: 0 is the first token that is not padding.
         layer: Decoder layer; None if it does not belong to one.
         head: Query head; None if it does not belong to one.
-        kind: "patched", "fallback", "sink-like", "ablated", "written", "added", "alarm", "guard", "prefill".
+        kind: "patched", "fallback", "sink-like", "ablated", "written", "added", "guard", "prefill".
         data: Details that depend on the kind, e.g. the neuron with its old and new value.
     """
 
@@ -53,7 +52,7 @@ class Run:
     with one run each do not disturb each other.
     """
 
-    _DRAIN = 64  # pending logs hold tensors of their calls; more are turned into events at once
+    _MOST_PENDING = 64  # pending logs hold tensors of their calls; more are turned into events at once
 
     def __init__(self, target: Target, parts: Sequence[Intervention] = ()) -> None:
         self.target = target
@@ -104,43 +103,30 @@ class Run:
         """Number of events of each kind."""
         return Counter(event.kind for event in self.events)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The events as a table: one dict per event, with the entries of its data as further keys."""
-        return [
-            {field.name: getattr(event, field.name) for field in fields(event) if field.name != "data"} | {**event.data}
-            for event in self.events
-        ]
-
     def to_frame(self) -> pd.DataFrame:
-        """`rows` as a pandas data frame."""
+        """The events as a pandas data frame, with the entries of their data as further columns."""
         import pandas as pd
 
-        return pd.DataFrame(self.rows(), columns=None if self.events else [f.name for f in fields(Event)][:-1])
+        names = [field.name for field in fields(Event) if field.name != "data"]
+        rows: list[dict[str, Any]] = []
+        for event in self.events:
+            row = {name: getattr(event, name) for name in names}
+            rows.append({**row, **event.data})
+        return pd.DataFrame(rows, columns=None if rows else names)
 
     def summary(self) -> str:
         """What the interventions did, in one line."""
-        told = [sentence for sentence in dict.fromkeys(part.summary(self) for part in self.parts) if sentence]
-        return " ".join(told) or "Nothing acted."
+        sentences = [part.summary(self) for part in self.parts]
+        return " ".join(filter(None, dict.fromkeys(sentences))) or "Nothing acted."
 
     def __repr__(self) -> str:
         return f"<Run on {self.target.name}: {self.summary()}>"
 
-    def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in ("event", "times", "first position", "last position"))
-        rows = ""
-        for kind, count in self.counts.items():
-            at = [event.position for event in self.events if event.kind == kind]
-            cells = "".join(f"<td>{html.escape(str(cell))}</td>" for cell in (kind, f"{count:,}", min(at), max(at)))
-            rows += f"<tr>{cells}</tr>"
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
-        told = html.escape(f"Run on {self.target.name}: {self.summary()}")
-        return f'<div class="sinkscope"><p>{told}</p>{table}</div>'
-
-    def log(self, make: Callable[[], list[Event]]) -> None:
-        """Record events. `make` is called later, so that nothing waits for the device inside a forward call."""
+    def log(self, events: Callable[[], list[Event]]) -> None:
+        """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""
         with self._lock:
-            self._pending.append(make)
-            if len(self._pending) >= self._DRAIN:
+            self._pending.append(events)
+            if len(self._pending) >= self._MOST_PENDING:
                 self._drain()
 
     def hook(self, module: nn.Module, when: str, fn: Callable[..., Any], *, always: bool = False) -> None:
@@ -170,8 +156,8 @@ class Run:
             self.tracker.bind(call, getattr(output, "past_key_values", None))
 
     def _drain(self) -> None:
-        for make in self._pending:
-            self._events.extend(make())
+        for events in self._pending:
+            self._events.extend(events())
         self._pending.clear()
 
 
@@ -312,32 +298,46 @@ class Intervention(ABC):
                 "`with ....on(model):`"
             )
         run = Run(target)
-        seen: dict[str, Any] = {}
-
-        def on_ids(ids: Any, hook: Any) -> None:
-            seen["ids"], run.call = ids.view(1, -1) if ids.ndim == 1 else ids, None
-
-        def on_scores(scores: Any, hook: Any) -> None:
-            # The only hook point that knows the padding and the tokens in the cache: masked scores, before any MLP.
-            past = scores.shape[-1] - scores.shape[-2]
-            run.call = run.tracker.begin(seen["ids"], mask=scores.detach(), cache=run, past=past)
-
-        first = [("embed.hook_in", on_ids), ("blocks.0.attn.hook_attn_scores", on_scores)]
-
-        def after_scores(fn: Callable[..., Any]) -> Callable[..., Any]:
-            def act(tensor: Any, hook: Any) -> Any:
-                if run.call is None:
-                    raise UnsupportedError(
-                        f"{hook.name} fires before the attention scores of layer 0, from which these hooks learn where "
-                        "the tokens are: use `with ....on(bridge):` instead"
-                    )
-                return fn(tensor, hook)
-
-            return act
-
+        calls = _BridgeCalls(run)
+        hooks = calls.hooks()
         parts = [part.prepared(target) for part in self.parts]
-        hooks = [hook for key, part in enumerate(parts) for hook in part.bridge_hooks(run, key)]
-        return first + [(name, after_scores(fn)) for name, fn in hooks]
+        for key, part in enumerate(parts):
+            hooks += [(name, calls.followed(fn)) for name, fn in part.bridge_hooks(run, key)]
+        return hooks
+
+
+class _BridgeCalls:
+    """How hooks of TransformerLens learn where the tokens of a call are: from its ids and its attention scores."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._ids: Tensor | None = None
+
+    def hooks(self) -> list[tuple[str, Callable[..., Any]]]:
+        """The hooks that follow the calls."""
+        return [("embed.hook_in", self._on_ids), ("blocks.0.attn.hook_attn_scores", self._on_scores)]
+
+    def followed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook that refuses to run before the call is known."""
+
+        def act(tensor: Any, hook: Any) -> Any:
+            if self._run.call is None:
+                raise UnsupportedError(
+                    f"{hook.name} fires before the attention scores of layer 0, from which these hooks learn where "
+                    "the tokens are: use `with ....on(bridge):` instead"
+                )
+            return fn(tensor, hook)
+
+        return act
+
+    def _on_ids(self, ids: Tensor, hook: Any) -> None:
+        self._ids = ids.view(1, -1) if ids.ndim == 1 else ids
+        self._run.call = None
+
+    def _on_scores(self, scores: Tensor, hook: Any) -> None:
+        # The only hook point that knows the padding and the tokens in the cache: masked scores, before any MLP.
+        run, past = self._run, scores.shape[-1] - scores.shape[-2]
+        run.call = run.tracker.begin(self._ids, mask=scores.detach(), cache=run, past=past)
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,11 @@ from sinkscope.interventions.base import Event, Intervention
 from sinkscope.models.target import Target
 
 _CHUNK = 256  # positions whose logits are there at a time
-_STATED = (
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "num_beams",
-    "repetition_penalty",
-)  # in the settings of results
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "max_length", "max_new_tokens")
-_USED: ContextVar[dict[str, Any] | None] = ContextVar("used", default=None)
+_IN_RESULTS = ("do_sample", "temperature", "top_k", "top_p", "num_beams", "repetition_penalty")  # settings to record
+_OF_SAMPLING = ("temperature", "top_k", "top_p")
+_NO_CHOICE = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "max_length", "max_new_tokens")
+"""Settings of a checkpoint that do not say how tokens are chosen."""
+_RECORD: ContextVar[dict[str, Any] | None] = ContextVar("record", default=None)
 
 
 def decoding(target: Target, **ours: Any) -> dict[str, Any]:
@@ -44,35 +39,44 @@ def decoding(target: Target, **ours: Any) -> dict[str, Any]:
     """
     config = target.hf.generation_config
     neutral = config._get_default_generation_params()
-    own = {k: v for k, v in config.to_diff_dict().items() if k not in _TOKENS and not k.startswith("_")}
-    settled = {**{name: neutral.get(name) for name in own}, **ours}
-    left = {name: value for name, value in own.items() if (settled[name] or None) != (value or None)}
-    stated = {name: settled.get(name, neutral.get(name)) for name in _STATED}
-    if not stated["do_sample"]:
-        stated |= dict.fromkeys(("temperature", "top_k", "top_p"))
-    said = {name: value for name, value in stated.items() if value is not None}
-    if (used := _USED.get()) is not None:
-        used |= {**said, "eos_token_id": target.end_ids, "not_used_of_checkpoint": left}
-    if left:
-        shown = ", ".join(f"{name} {value}" for name, value in left.items())
+    settings = dict[str, Any]()
+    of_checkpoint = dict[str, Any]()
+    for name, value in config.to_diff_dict().items():
+        if name not in _NO_CHOICE and not name.startswith("_"):
+            settings[name] = neutral.get(name)
+            of_checkpoint[name] = value
+    settings |= ours
+    ignored = {name: value for name, value in of_checkpoint.items() if (settings[name] or None) != (value or None)}
+    used = {name: settings.get(name, neutral.get(name)) for name in _IN_RESULTS}
+    if not used["do_sample"]:
+        used |= dict.fromkeys(_OF_SAMPLING)
+    used = {name: value for name, value in used.items() if value is not None}
+    record = _RECORD.get()
+    if record is not None:
+        record |= {**used, "eos_token_id": target.end_ids, "not_used_of_checkpoint": ignored}
+    if ignored:
         warnings.warn(
-            f"the decoding is sinkscope's own ({', '.join(f'{name} {value}' for name, value in said.items())}); of the "
-            f"generation_config.json of {target.name} this is not used: {shown}",
+            f"the decoding is sinkscope's own ({_listed(used)}); of the generation_config.json of {target.name} this "
+            f"is not used: {_listed(ignored)}",
             SinkscopeWarning,
             stacklevel=2,
         )
-    return settled
+    return settings
+
+
+def _listed(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 @contextmanager
 def noted_decoding() -> Iterator[dict[str, Any]]:
     """Context manager whose dictionary records how tokens were chosen inside; it stays empty if none were."""
-    used: dict[str, Any] = {}
-    token = _USED.set(used)
+    record: dict[str, Any] = {}
+    token = _RECORD.set(record)
     try:
-        yield used
+        yield record
     finally:
-        _USED.reset(token)
+        _RECORD.reset(token)
 
 
 class ForcedAnswer(LogitsProcessor):
@@ -90,9 +94,9 @@ class ForcedAnswer(LogitsProcessor):
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Scores `[row vocab]`; in each row all but one are minus infinity."""
         step = input_ids.shape[1] - self._start
-        told = [answer[step] if step < len(answer) else self._pad for answer in self._answers]
-        index = torch.tensor(told, device=scores.device)[:, None]
-        return torch.full_like(scores, -torch.inf).scatter_(1, index, 0.0)
+        tokens = [answer[step] if step < len(answer) else self._pad for answer in self._answers]
+        allowed = torch.tensor(tokens, device=scores.device)[:, None]
+        return torch.full_like(scores, -torch.inf).scatter_(1, allowed, 0.0)
 
 
 @torch.no_grad()
@@ -124,8 +128,15 @@ def greedy(target: Target, rows: Int[Tensor, "row pos"], new: int, edit: Interve
         The new ids of each row, up to and including the end-of-sequence token.
     """
     answers, _ = _likeliest(target, rows, new, edit)
-    ends = target.end_ids
-    return [a[: next((i + 1 for i, t in enumerate(a) if t in ends), len(a))] for a in answers]
+    return [_to_end(answer, target.end_ids) for answer in answers]
+
+
+def _to_end(answer: list[int], ends: list[int]) -> list[int]:
+    """The tokens up to and including the first that ends a sequence."""
+    for i, token in enumerate(answer):
+        if token in ends:
+            return answer[: i + 1]
+    return answer
 
 
 def decode(
@@ -169,18 +180,13 @@ def repeat_probabilities(
 
     ids = torch.tensor([[*head, *[word] * most]], device=target.device)
     cache = DynamicCache(config=target.config)
-    p: list[Tensor] = []
-    likeliest: list[Tensor] = []
+    probabilities, likeliest = list[Tensor](), list[Tensor]()
     with edit.on(target) if edit is not None else nullcontext():
-        for start in range(0, ids.shape[1], _CHUNK):
-            logits = (
-                target.hf(input_ids=ids[:, start : start + _CHUNK], past_key_values=cache, use_cache=True)
-                .logits[0]
-                .float()
-            )
-            p.append(logits.softmax(-1)[:, word].cpu())
+        for chunk in ids.split(_CHUNK, 1):
+            logits = target.hf(input_ids=chunk, past_key_values=cache, use_cache=True).logits[0].float()
+            probabilities.append(logits.softmax(-1)[:, word].cpu())
             likeliest.append(logits.argmax(-1).cpu())
-    return torch.cat(p)[len(head) :], torch.cat(likeliest)[len(head) :]
+    return torch.cat(probabilities)[len(head) :], torch.cat(likeliest)[len(head) :]
 
 
 def watched(edit: Intervention | None, observer: Intervention) -> Intervention:

@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from einops import reduce, repeat
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
@@ -29,9 +30,9 @@ class Memory(dict[str, Tensor]):
     ) -> Float[Tensor, "batch neuron"]:
         """Store the value where `at` holds (at most once per row); other rows keep their former value."""
         # No synchronisation with the device: rows without a hit are chosen by `where`, not by indexing.
-        picked = torch.where(at[..., None], values.detach(), 0).sum(1)
-        before = self[name] if name in self else torch.full_like(picked, torch.nan)
-        self[name] = torch.where(at.any(1, keepdim=True), picked, before)
+        here = torch.where(at[..., None], values.detach(), 0).sum(1)
+        before = self[name] if name in self else torch.full_like(here, torch.nan)
+        self[name] = torch.where(at.any(1, keepdim=True), here, before)
         return self[name]
 
 
@@ -88,10 +89,12 @@ class Sequence:
 
     def expand(self, times: int) -> None:
         """Repeat each row `times` times, as generation does for beams and several return sequences."""
-        for name in ("columns", "length", "bos"):
-            setattr(self, name, getattr(self, name).repeat_interleave(times, 0))
+        self.columns = repeat(self.columns, "batch seen -> (batch times) seen", times=times)
+        self.length = repeat(self.length, "batch -> (batch times)", times=times)
+        self.bos = repeat(self.bos, "batch -> (batch times)", times=times)
         for memory in self.memory.values():
-            memory.update({name: kept.repeat_interleave(times, 0) for name, kept in memory.items()})
+            for name, values in memory.items():
+                memory[name] = repeat(values, "batch ... -> (batch times) ...", times=times)
 
 
 @dataclass(eq=False)
@@ -127,11 +130,11 @@ class Tracker:
     def __init__(self, target: Target) -> None:
         self._sequences: WeakKeyDictionary[Any, Sequence] = WeakKeyDictionary()
         self._steps = 0
-        named = [target.config.bos_token_id, getattr(target.tokenizer, "bos_token_id", None)]
-        self._bos = torch.tensor(
-            sorted({i for n in named if n is not None for i in (n if isinstance(n, list | tuple) else [n])}),
-            dtype=torch.int64,
-        )
+        bos_ids = set[int]()
+        for stated in (target.config.bos_token_id, getattr(target.tokenizer, "bos_token_id", None)):
+            if stated is not None:
+                bos_ids.update(stated if isinstance(stated, list | tuple) else [stated])
+        self._bos = torch.tensor(sorted(bos_ids), dtype=torch.int64)
 
     def begin(
         self,
@@ -162,41 +165,42 @@ class Tracker:
             )
         if past is None:
             past = int(cache.get_seq_length()) if cache is not None else 0
-        sequence = self._find(cache, batch, past, tokens.device)
+        sequence = self._sequence(cache, batch, past, tokens.device)
         sequence.crop(past)
-        known = sequence.columns.shape[1]
-        real = _real(mask, batch, known, past, new, tokens.device)
-        if known < past:  # calls that this run did not act on: the mask says which of their tokens are real
-            sequence.read(real[:, : past - known])
+        read = sequence.columns.shape[1]
+        real = _real(mask, batch, read, past, new, tokens.device)
+        if read < past:  # calls that this run did not act on: the mask says which of their tokens are real
+            sequence.read(real[:, : past - read])
         before = sequence.length
         # Waits for the device, but only until it holds: in the second call of a generation, as a rule.
         sequence.settled = past > 1 and (sequence.settled or bool((before > 1).all()))
-        sequence.read(real[:, past - known :])
-        columns = sequence.columns
+        sequence.read(real[:, past - read :])
         if ids is not None:
-            if self._bos.device != ids.device:
-                self._bos = self._bos.to(ids.device)
-            begins = torch.isin(ids, self._bos)
-            at_first = columns[:, past:] == 0
-            bos = sequence.bos.to(ids.device)
-            sequence.bos = torch.where(at_first.any(1), (begins & at_first).any(1), bos)
+            self._note_bos(sequence, ids, sequence.columns[:, past:] == 0)
         self._steps += 1
-        return Call(self._steps - 1, past, columns[:, past:], columns, before, sequence)
+        return Call(self._steps - 1, past, sequence.columns[:, past:], sequence.columns, before, sequence)
+
+    def _note_bos(self, sequence: Sequence, ids: Int[Tensor, "batch pos"], at_first: Bool[Tensor, "batch pos"]) -> None:
+        """Remember which rows begin with BOS, where their first tokens are in this call."""
+        if self._bos.device != ids.device:
+            self._bos = self._bos.to(ids.device)
+        begins = (torch.isin(ids, self._bos) & at_first).any(1)
+        sequence.bos = torch.where(at_first.any(1), begins, sequence.bos.to(ids.device))
 
     def bind(self, call: Call, cache: Any) -> None:
         """Associate a call's resulting cache with its sequence, so that a later call finds it."""
         if cache is not None and cache not in self._sequences:
             self._sequences[cache] = call.sequence
 
-    def _find(self, cache: Any, batch: int, past: int, device: torch.device) -> Sequence:
-        known = self._sequences.get(cache) if cache is not None else None
-        if known is not None and past > 0:
-            rows = len(known.bos)
-            if rows == batch:
-                return known
-            if batch % rows == 0:
-                known.expand(batch // rows)
-                return known
+    def _sequence(self, cache: Any, batch: int, past: int, device: torch.device) -> Sequence:
+        """The sequence that a call continues, or a new one."""
+        sequence = None if cache is None else self._sequences.get(cache)
+        if sequence is not None and past > 0:
+            times, rest = divmod(batch, len(sequence.bos))
+            if times > 1 and rest == 0:
+                sequence.expand(times)
+            if rest == 0:
+                return sequence
         none = torch.zeros(batch, 0, dtype=torch.bool, device=device)
         sequence = Sequence.of(none, torch.ones(batch, dtype=torch.bool, device=device), partial=past > 0)
         if cache is not None:
@@ -204,24 +208,25 @@ class Tracker:
         return sequence
 
 
-def _real(mask: Any, batch: int, known: int, past: int, new: int, device: torch.device) -> Bool[Tensor, "batch more"]:
-    """Which tokens from index `known` on are real; earlier ones were already read and are not checked again."""
+def _real(mask: Any, batch: int, read: int, past: int, new: int, device: torch.device) -> Bool[Tensor, "batch more"]:
+    """Which tokens from index `read` on are real; earlier ones are not checked again."""
     if isinstance(mask, dict):  # per layer type, as generation builds it for caches of fixed size
         mask = mask.get("full_attention", next(iter(mask.values()), None))
     total = past + new
-    unseen = torch.ones(batch, past - known, dtype=torch.bool, device=device)
+    between = torch.ones(batch, past - read, dtype=torch.bool, device=device)
     if mask is None:
-        return torch.nn.functional.pad(unseen, (0, new), value=True)
+        return torch.nn.functional.pad(between, (0, new), value=True)
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total:
-        return mask[:, known:total].bool()
+        return mask[:, read:total].bool()
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == new:
-        return torch.cat([unseen, mask.bool()], 1)
+        return torch.cat([between, mask.bool()], 1)
     if isinstance(mask, Tensor) and mask.ndim == 4:
         # A real token is seen by itself; padding is seen by nobody. A window hides old tokens: those are history.
         start = past if mask.shape[-1] >= total else mask.shape[-1] - new
         part = mask[..., start : start + new]
         visible = part if mask.dtype == torch.bool else part > torch.finfo(mask.dtype).min / 2
-        return torch.cat([unseen, visible.flatten(1, 2).any(1).expand(batch, -1)], 1)
+        is_seen = reduce(visible, "batch head query key -> batch key", "any")
+        return torch.cat([between, is_seen.expand(batch, -1)], 1)
     what = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"of type {type(mask).__name__}"
     raise UnsupportedError(
         f"attention mask {what}: the true positions of {total} tokens cannot be read from it; pass a mask of shape "

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from pydantic import BaseModel, Field
 from torch import Tensor
@@ -18,14 +19,15 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Number, Whole, check, conform
-from sinkscope.interventions.base import Run, is_edited
-from sinkscope.interventions.edits import NeuronEdit, NeuronGroup, NeuronSite, Where, log_values, site_of
-from sinkscope.interventions.positions import Call, Memory
+from sinkscope.interventions.base import is_edited
+from sinkscope.interventions.edits import NeuronEdit, NeuronValues
+from sinkscope.interventions.sites import NeuronSite, Where, site_of
 from sinkscope.models.open import is_checkpoint
 from sinkscope.models.target import Target
 from sinkscope.models.text import resolve_bos, text_rows, typical_text
 
-# Why the calibrated value is used instead of the second token's; the names are in `edits._REASONS`.
+REASONS = ("", "no BOS", "one-token prompt", "sink-like second value", "prompt read before the run")
+"""Why the calibrated value is used instead of the second token's."""
 _NO_BOS, _ONE_TOKEN, _SINK_LIKE, _PARTIAL = 1, 2, 3, 4
 SCHEMA, KIND = 1, "sink-patch"
 _PAGE = "patch-file"
@@ -103,42 +105,52 @@ class SinkPatch(NeuronEdit):
             )
         super().__post_init__(layer, neurons)
         conform(Value, self.value, "value", page=_PAGE)
-        calibrated = {site_of(s): v for s, v in self.calibrated.items()}
-        for s, v in calibrated.items():
-            conform(Number, v, f"calibrated value of {s}", page=_PAGE)
+        calibrated = {site_of(site): value for site, value in self.calibrated.items()}
+        for site, value in calibrated.items():
+            conform(Number, value, f"calibrated value of {site}", page=_PAGE)
         object.__setattr__(self, "calibrated", calibrated)
-        if self.value == "calibrated" and (missing := [s for s in self.checked_sites if s not in calibrated]):
+        missing = self._uncalibrated()
+        if self.value == "calibrated" and missing:
             raise SinkscopeError(
                 f'value="calibrated" but {missing[0]} has no calibrated value: give calibrated={{...}} or make the '
                 "patch with SinkPatch.from_result",
                 page=_PAGE,
             )
 
+    def _uncalibrated(self) -> list[NeuronSite]:
+        return [site for site in self.checked_sites if site not in self.calibrated]
+
     @classmethod
     def from_result(
-        cls, found: Any, *, site: Where = "post", value: Literal["second", "listing", "calibrated"] | float = "second"
+        cls, result: Any, *, site: Where = "post", value: Literal["second", "listing", "calibrated"] | float = "second"
     ) -> SinkPatch:
         """The patch for the smallest causal set of a `find_sinks` result, with calibrated values.
 
         Raises:
             SinkscopeError: The model has no sink, or no neuron was causal.
         """
-        sets = [s for s in getattr(found, "causal_sets", ()) if _get(s, "kind") == "minimal"]
-        members = [tuple(_get(m, f) for f in ("layer", "expert", "neuron")) for s in sets for m in _get(s, "sites")]
-        known = {tuple(_get(row, f) for f in ("layer", "expert", "neuron")): row for row in found.neurons}
-        rows = [known[m] for m in members] or [row for row in found.neurons if _get(row, "causal")]
-        if found.sink_layer is None or not rows:
+        neurons = {_site(neuron): neuron for neuron in result.neurons}
+        sites = list[NeuronSite]()
+        for causal_set in getattr(result, "causal_sets", ()):
+            if _field(causal_set, "kind") == "minimal":
+                members = map(_site, _field(causal_set, "sites"))
+                sites += [member for member in members if member in neurons]
+        if not sites:
+            sites = [place for place, neuron in neurons.items() if _field(neuron, "causal")]
+        if result.sink_layer is None or not sites:
             raise SinkscopeError(
                 "no sink neuron was found in this model, so there is nothing to patch: find_sinks gave "
-                f"sink_layer={found.sink_layer} and no causal neuron",
+                f"sink_layer={result.sink_layer} and no causal neuron",
                 page="no-sink",
             )
-        sites = [NeuronSite(int(_get(r, "layer")), int(_get(r, "neuron")), _get(r, "expert")) for r in rows]
-        neutral = [_get(row, f"neutral_{site}") for row in rows]
-        calibrated = {s: float(v) for s, v in zip(sites, neutral, strict=True) if v is not None}
-        model: Any = _get(found, "model")
-        info: Any = asdict(model) if is_dataclass(model) and not isinstance(model, type) else model
-        return cls(sites=tuple(sites), site=site, value=value, calibrated=calibrated, model=info)
+        calibrated = dict[NeuronSite, float]()
+        for place in sites:
+            neutral = _field(neurons[place], f"neutral_{site}")
+            if neutral is not None:
+                calibrated[place] = float(neutral)
+        model: Any = _field(result, "model")
+        described: Any = model if isinstance(model, Mapping | None) else asdict(model)
+        return cls(sites=tuple(sites), site=site, value=value, calibrated=calibrated, model=described)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write patch.json atomically. It may replace an earlier patch or result, but no other file.
@@ -146,9 +158,16 @@ class SinkPatch(NeuronEdit):
         Raises:
             SinkscopeError: The path cannot be written, or holds another kind of file.
         """
-        sites = [{**s._asdict(), "calibrated": self.calibrated.get(s)} for s in self.checked_sites]
-        content = {"model": self.model, "site": self.site, "value": self.value, "sites": sites}
-        write_output(path, json.dumps({"schema": SCHEMA, "kind": KIND, **content}, indent=2) + "\n")
+        sites = [{**site._asdict(), "calibrated": self.calibrated.get(site)} for site in self.checked_sites]
+        content = {
+            "schema": SCHEMA,
+            "kind": KIND,
+            "model": self.model,
+            "site": self.site,
+            "value": self.value,
+            "sites": sites,
+        }
+        write_output(path, json.dumps(content, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> SinkPatch:
@@ -158,18 +177,20 @@ class SinkPatch(NeuronEdit):
             SinkscopeError: The file does not exist, is not JSON, not a patch or of another schema, or a field is
                 missing or invalid.
         """
-        content = read_patch(path)
-        values = {NeuronSite(s["layer"], s["neuron"], s["expert"]): s["calibrated"] for s in content.pop("sites")}
-        calibrated = {site: value for site, value in values.items() if value is not None}
-        return cls(sites=tuple(values), calibrated=calibrated, **content)
+        content = read_json(path, "make a patch with `sinkscope patch make`", page=_PAGE, kind=KIND, schema=SCHEMA)
+        expected = "a patch that `sinkscope patch make` of this version wrote"
+        patch = check(content, _File, Path(path).name, expected, page=_PAGE)
+        calibrated = {_site(site): site.calibrated for site in patch.sites if site.calibrated is not None}
+        sites = tuple(map(_site, patch.sites))
+        return cls(sites=sites, site=patch.site, value=patch.value, calibrated=calibrated, model=patch.model)
 
     def prepared(self, target: Target) -> SinkPatch:
         """The patch with a calibrated value for each site, if these can be measured."""
         self.check_made_for(target)
-        missing = [site for site in self.checked_sites if site not in self.calibrated]
+        missing = self._uncalibrated()
         if self.value != "second" or not missing or is_edited(target):
             return self
-        self._check(target)
+        self.check(target)
         measured = neutral_values(target, missing, self.site)
         return replace(self, calibrated={**measured, **self.calibrated})
 
@@ -181,50 +202,57 @@ class SinkPatch(NeuronEdit):
         Raises:
             SinkscopeError: The model has another shape.
         """
-        there, t = self.model or {}, target
-        here = {"family": t.config.model_type, "n_layers": t.n_layers, "d_model": t.d_model, "d_mlp": t.d_mlp}
-        if odd := [key for key, value in here.items() if there.get(key, value) != value]:
-            raise SinkscopeError(
-                f"the patch was made for {there.get('name')}, whose {odd[0]} is {there[odd[0]]}, and that of {t.name} "
-                f"is {here[odd[0]]}: give that model, or make a patch for this one",
-                page=_PAGE,
-            )
-        if there.get("fingerprint") and not is_checkpoint(t, there["fingerprint"]):
+        if self.model is None:
+            return
+        origin, config = self.model.get("name"), target.config
+        shape = {
+            "family": config.model_type,
+            "n_layers": target.n_layers,
+            "d_model": target.d_model,
+            "d_mlp": target.d_mlp,
+        }
+        for name, here in shape.items():
+            there = self.model.get(name, here)
+            if there != here:
+                raise SinkscopeError(
+                    f"the patch was made for {origin}, whose {name} is {there}, and that of {target.name} is {here}: "
+                    "give that model, or make a patch for this one",
+                    page=_PAGE,
+                )
+        fingerprint = self.model.get("fingerprint")
+        if fingerprint and not is_checkpoint(target, fingerprint):
             warnings.warn(
-                f"the patch was made for {there.get('name')} (fingerprint {there['fingerprint']}), and {t.name} has "
-                "the same shape and other weights, so its sink may have other neurons: make a patch for this model",
+                f"the patch was made for {origin} (fingerprint {fingerprint}), and {target.name} has the same shape "
+                "and other weights, so its sink may have other neurons: make a patch for this model",
                 SinkscopeWarning,
                 stacklevel=3,
             )
 
-    def new_values(
-        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
-    ) -> Float[Tensor, "batch pos neuron"]:
+    def new_values(self, values: NeuronValues) -> Float[Tensor, "batch pos neuron"]:
         """The neutral value at every real position after the first."""
-        if isinstance(self.value, str):
-            known = {} if self.value == "listing" else self.calibrated
-            kept = [known.get(site, torch.nan) for site in group.sites]
-        else:
-            kept = [self.value] * len(group.neurons)
-        neutral = torch.tensor(kept, device=old.device, dtype=old.dtype)
         if self.value in ("second", "listing"):
-            neutral = self._second(old, call, memory, group, run, neutral)[:, None]
-        return torch.where((call.on(old.device) > 0)[..., None], neutral, old)
+            neutral = self._second_value(values)[:, None]
+        elif self.value == "calibrated":
+            neutral = self._calibrated_values(values)
+        else:
+            neutral = torch.full_like(values.old, float(self.value))
+        return torch.where((values.index > 0)[..., None], neutral, values.old)
 
-    def _second(
-        self,
-        old: Float[Tensor, "batch pos neuron"],
-        call: Call,
-        memory: Memory,
-        group: NeuronGroup,
-        run: Run,
-        calibrated: Float[Tensor, " neuron"],
-    ) -> Float[Tensor, "batch neuron"]:
+    def _calibrated_values(self, values: NeuronValues) -> Float[Tensor, " neuron"]:
+        """The calibrated value of each neuron; NaN where there is none, or the listing does not use it."""
+        calibrated = {} if self.value == "listing" else self.calibrated
+        numbers = [calibrated.get(site, torch.nan) for site in values.group.sites]
+        return torch.tensor(numbers, device=values.old.device, dtype=values.old.dtype)
+
+    def _second_value(self, values: NeuronValues) -> Float[Tensor, "batch neuron"]:
+        """The value at the second token of each row, or the calibrated one where that is not informative."""
+        old, call, memory, run = values.old, values.call, values.memory, values.run
         if call.sequence.settled and "value" in memory:  # nothing left to decide
             return memory["value"]
-        index = call.on(old.device)
-        late = call.sequence.partial and call.past > 1
-        if late and (self.value == "listing" or not self.calibrated.keys() >= set(group.sites)):
+        calibrated = self._calibrated_values(values)
+        index = values.index
+        is_late = call.sequence.partial and call.past > 1
+        if is_late and bool(calibrated.isnan().any()):
             raise SinkscopeError(
                 f"the first {call.past} tokens were read before this run was entered (or the cache was copied), so the "
                 "neuron's value at the second one is not known: enter the run first, or give a number as value or "
@@ -233,28 +261,31 @@ class SinkPatch(NeuronEdit):
             )
         at_second = index == 1
         second = memory.keep("second", old, at_second)
-        several = ((index >= 0).sum(1) > 1).to(old.dtype)
-        several = memory.keep("several", several[:, None, None].expand(*index.shape, 1), at_second)
-        first, has = memory["first"], ~calibrated.isnan()
-        # Comparisons with NaN (no calibrated value, first token not seen) are False.
+        in_this_call = (index >= 0).sum(1).to(old.dtype)
+        tokens = memory.keep("tokens", in_this_call[:, None, None].expand(*index.shape, 1), at_second)
+        first = memory["first"]
+        is_calibrated = ~calibrated.isnan()
         center = calibrated.nan_to_num(0)
-        sink_like = (second - center).abs() >= 0.5 * (first - center).abs()
-        reason = torch.where(sink_like, _SINK_LIKE, 0)
-        reason = torch.where(several == 0, _ONE_TOKEN, reason)
-        reason = torch.where(call.sequence.bos.to(old.device)[:, None], reason, _NO_BOS)
-        if late:
+        # Comparisons with NaN (no calibrated value, first or second token not seen) are False.
+        is_sink_like = (second - center).abs() >= 0.5 * (first - center).abs()
+        has_bos = call.sequence.bos.to(old.device)[:, None]
+        reason = torch.where(is_sink_like, _SINK_LIKE, 0)
+        reason = torch.where(tokens == 1, _ONE_TOKEN, reason)
+        reason = torch.where(has_bos, reason, _NO_BOS)
+        when = at_second
+        if is_late:
             reason = torch.full_like(reason, _PARTIAL)
-        instead = (reason > 0) & has
-        value = torch.where(instead, calibrated, second)
-        # Said once per row: when its second token comes, or at the first call where that was before the run.
-        when = (index >= 0).cumsum(1).eq(1) & (index >= 0) if late and "value" not in memory else at_second
+            if "value" not in memory:  # said once for each row, at its first token
+                when = (index >= 0).cumsum(1).eq(1) & (index >= 0)
+        falls_back = (reason > 0) & is_calibrated
+        value = torch.where(falls_back, calibrated, second)
         memory["value"] = value
         data = {"reason": reason[:, None], "value": value[:, None]}
-        log_values(run, call, group, "fallback", when[..., None] & instead[:, None], data)
-        warn = sink_like & ~has
-        values = {"first": first[:, None], "second": second[:, None]}
-        log_values(run, call, group, "sink-like", when[..., None] & warn[:, None], values)
-        if not run.warned and not bool(has.all()) and bool((when[..., None] & warn[:, None]).any()):
+        where = when[..., None] & falls_back[:, None]
+        values.log("fallback", where, data, words={"reason": REASONS})
+        spreads = when[..., None] & (is_sink_like & ~is_calibrated)[:, None]
+        values.log("sink-like", spreads, {"first": first[:, None], "second": second[:, None]})
+        if not run.warned and not bool(is_calibrated.all()) and bool(spreads.any()):
             run.warned = True
             warnings.warn(
                 "the second token's value is itself like a sink's, and this SinkPatch has no calibrated value to write "
@@ -267,19 +298,17 @@ class SinkPatch(NeuronEdit):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Seen(NeuronEdit):
+class _Recorder(NeuronEdit):
     """Records the neurons' values at positions after the first; it changes nothing."""
 
     EDITS: ClassVar[bool] = False
 
-    values: dict[NeuronSite, Tensor] = field(default_factory=dict, hash=False)
+    recorded: dict[NeuronSite, Tensor] = field(default_factory=dict, hash=False)
 
-    def new_values(
-        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
-    ) -> None:
+    def new_values(self, values: NeuronValues) -> None:
         """Nothing changes."""
-        later = old.detach()[:, 1:].flatten(0, 1).float()
-        self.values.update(zip(group.sites, later.unbind(1), strict=True))
+        later = rearrange(values.old.detach()[:, 1:].float(), "batch pos neuron -> neuron (batch pos)")
+        self.recorded.update(zip(values.group.sites, later, strict=True))
 
 
 @torch.no_grad()
@@ -301,23 +330,17 @@ def neutral_values(target: Target, sites: Sequence[NeuronSite], where: Where) ->
         ids = text_rows(target.tokenizer, typical_text(), 4, min(64, target.max_positions or 64), bos)
     except SinkscopeError:
         return {}
-    seen = _Seen(sites=sites, site=where)
-    with seen.on(target.model):
+    recorder = _Recorder(sites=sites, site=where)
+    with recorder.on(target.model):
         target.forward(ids, upto=max(site.layer for site in sites))
-    return {site: float(values.median()) for site, values in seen.values.items()}
+    return {site: float(values.median()) for site, values in recorder.recorded.items()}
 
 
-def _get(row: Any, name: str) -> Any:
-    """A field of a result row, whether it is a dictionary or an object; None if it has none."""
+def _field(row: Any, name: str) -> Any:
+    """A field of a result's row, whether it is a dictionary or an object; None if it has none."""
     return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)
 
 
-def read_patch(path: str | PathLike[str]) -> dict[str, Any]:
-    """The checked content of a patch file: model, site, value, sites.
-
-    Raises:
-        SinkscopeError: The file does not exist, is not JSON, or has an invalid field.
-    """
-    content = read_json(path, "make a patch with `sinkscope patch make`", page=_PAGE, kind=KIND, schema=SCHEMA)
-    expected = "a patch that `sinkscope patch make` of this version wrote"
-    return check(content, _File, Path(path).name, expected, page=_PAGE).model_dump()
+def _site(row: Any) -> NeuronSite:
+    """The neuron that a row of a result or file is about."""
+    return NeuronSite(int(_field(row, "layer")), int(_field(row, "neuron")), _field(row, "expert"))

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Number, conform
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.interventions.edits import Positions, checked_positions, chosen_positions
+from sinkscope.interventions.sites import PAGE, Positions, checked_positions, chosen_positions
 from sinkscope.models.target import Target, on_hidden, on_input
 from sinkscope.trace.run import Site, resolve
 
 _WHERE = ("hook_embed", "hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
-_PAGE = "neuron-sites"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,18 +53,13 @@ class Add(Intervention):
     positions: Positions = None
 
     def __post_init__(self) -> None:
-        vector = torch.zeros(0)
         try:
             vector = torch.as_tensor(self.vector).detach()
-            fine = vector.ndim == 1 and len(vector) > 0 and bool(vector.isfinite().all())
-            what = f"of shape {tuple(vector.shape)}"
         except (TypeError, ValueError, RuntimeError):
-            fine, what = False, f"of type {type(self.vector).__name__}"
-        if not fine:
-            raise SinkscopeError(
-                f"vector {what}: expected finite numbers, one for each dimension of the residual stream", page=_PAGE
-            )
-        conform(Number, self.scale, "scale", page=_PAGE)
+            raise _bad_vector(f"of type {type(self.vector).__name__}") from None
+        if vector.ndim != 1 or len(vector) == 0 or not bool(vector.isfinite().all()):
+            raise _bad_vector(f"of shape {tuple(vector.shape)}")
+        conform(Number, self.scale, "scale", page=PAGE)
         object.__setattr__(self, "vector", vector.float())
         object.__setattr__(self, "positions", checked_positions(self.positions))
 
@@ -92,21 +88,21 @@ class Add(Intervention):
 
     def _sites(self, target: Target) -> list[Site]:
         # What is added before the norm of the MLP would not stay in the residual stream; after attention it does.
-        found = resolve(target, [self.site.replace("hook_resid_mid", "hook_attn_out")])
+        sites = resolve(target, [self.site.replace("hook_resid_mid", "hook_attn_out")])
         if self.site.endswith("hook_resid_mid"):
             resolve(target, [self.site])  # refuses architectures that have no such place
-        for site in found:
+        for site in sites:
             if site.name.rpartition(".")[2] not in _WHERE:
                 raise SinkscopeError(
                     f"site {site.name!r}: a vector is added to the residual stream; expected {', '.join(_WHERE)}",
-                    page=_PAGE,
+                    page=PAGE,
                 )
         if len(self.vector) != target.d_model:
             raise SinkscopeError(
                 f"vector of {len(self.vector)} numbers: the residual stream of {target.name} has {target.d_model}",
-                page=_PAGE,
+                page=PAGE,
             )
-        return found
+        return sites
 
     def _editor(self, run: Run, site: Site) -> Callable[[Tensor], Tensor | None]:
         """Function from hidden states to new ones; it returns None if the run does not act on this call."""
@@ -119,17 +115,26 @@ class Add(Intervention):
                 return None
             if (added.device, added.dtype) != (hidden.device, hidden.dtype):  # once, not in every call
                 added = added.to(hidden.device, hidden.dtype)
-            chosen = chosen_positions(call.on(hidden.device), self.positions)
-            counts, last = chosen.sum(1), call.on(hidden.device).masked_fill(~chosen, -1).amax(1)
-
-            def events() -> list[Event]:
-                return [
-                    Event(row, call.step, at, site.layer, None, "added", {"site": site.name, "positions": count})
-                    for row, (count, at) in enumerate(zip(counts.tolist(), last.tolist(), strict=True))
-                    if count
-                ]
-
-            run.log(events)
+            index = call.on(hidden.device)
+            chosen = chosen_positions(index, self.positions)
+            run.log(partial(_events, site, call.step, chosen, index))
             return torch.where(chosen.reshape(*hidden.shape[:-1], 1), hidden + added, hidden)
 
         return edit
+
+
+def _bad_vector(what: str) -> SinkscopeError:
+    return SinkscopeError(
+        f"vector {what}: expected finite numbers, one for each dimension of the residual stream", page=PAGE
+    )
+
+
+def _events(site: Site, step: int, chosen: Bool[Tensor, "batch pos"], index: Int[Tensor, "batch pos"]) -> list[Event]:
+    """An event for each row of a call with an edited position, at the last one."""
+    events = list[Event]()
+    counts, last = chosen.sum(1).tolist(), index.masked_fill(~chosen, -1).amax(1).tolist()
+    for row, count in enumerate(counts):
+        if count > 0:
+            data = {"site": site.name, "positions": count}
+            events.append(Event(row, step, last[row], site.layer, None, "added", data))
+    return events

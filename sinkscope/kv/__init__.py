@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sinkscope.kv.h2o import H2O
-from sinkscope.kv.loopserve.serve import Progressive
+from sinkscope.kv.loopserve.progressive import Progressive
 from sinkscope.kv.policy import At, Full, Policy, make_policy, policies, policy_named, register_policy
-from sinkscope.kv.session import Moment, Observe, Rows, Session
+from sinkscope.kv.session import AttentionRows, Moment, Observe, Session
 from sinkscope.kv.shapes import AShape, MInference, TriShape
 from sinkscope.kv.snapkv import AdaKV, SnapKV
 from sinkscope.kv.streaming_llm import StreamingLLM
@@ -18,13 +18,13 @@ __all__ = [
     "AShape",
     "AdaKV",
     "At",
+    "AttentionRows",
     "Full",
     "MInference",
     "Moment",
     "Observe",
     "Policy",
     "Progressive",
-    "Rows",
     "Session",
     "SnapKV",
     "StreamingLLM",

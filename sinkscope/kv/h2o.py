@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.files.records import Share
 from sinkscope.kv.policy import At, Policy, register_policy
-from sinkscope.kv.session import Rows, Session
+from sinkscope.kv.session import AttentionRows, Session
 
 
 @register_policy("h2o")
@@ -37,15 +38,20 @@ class H2O(Policy):
         """Watch every query of every layer."""
         session.watch(self._add)
 
-    def _add(self, rows: Rows) -> None:
+    def _add(self, rows: AttentionRows) -> None:
         if rows.kv is None:  # a call without a cache
             return
-        real = (rows.query_pos >= 0).to(rows.probs)[:, None, None, :]
-        if self.reduce == "max":
-            each = rows.probs.unflatten(1, (rows.pos.shape[1], -1)).amax(2)
-            received = (real @ each)[:, :, 0]
-        else:
-            received = self.group((real @ rows.probs)[:, :, 0], rows.pos.shape[1])
+        kv_heads = rows.pos.shape[1]
+        probs = rows.probs
+        if self.reduce == "max":  # over the heads of a group, for every query
+            probs = reduce(
+                probs, "batch (kv_head group) query slot -> batch kv_head query slot", "max", kv_head=kv_heads
+            )
+        # As einsum, which would copy the rows: "batch query, batch head query slot -> batch head slot".
+        real = (rows.query_pos >= 0).to(probs)
+        received = (real[:, None, None] @ probs)[:, :, 0]
+        if self.reduce != "max":
+            received = self.group(received, kv_heads)
         rows.kv.set_extra("h2o", rows.kv.extra("h2o") + received)
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:

@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, TypeVar
 
+import einops
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -26,12 +27,12 @@ from sinkscope.kv.session import Moment, Session
 
 ENTRY_POINTS = "sinkscope.policies"
 _REGISTERED: dict[str, type[Intervention]] = {}
-NAMED: dict[str, Callable[..., Intervention]] = {}
-"""What commands take in place of a policy though it is none, by name."""
-Class = TypeVar("Class", bound=type[Intervention])
+GUARDS: dict[str, Callable[..., Intervention]] = {}
+"""Guards by the names that commands take in place of a policy."""
+PolicyClass = TypeVar("PolicyClass", bound=type[Intervention])
 
 
-def register_policy(name: str) -> Callable[[Class], Class]:
+def register_policy(name: str) -> Callable[[PolicyClass], PolicyClass]:
     """Class decorator: register a policy under `name`, for commands and `make_policy`.
 
     An installed package can instead list its policies in the entry point group `sinkscope.policies`.
@@ -40,9 +41,9 @@ def register_policy(name: str) -> Callable[[Class], Class]:
         SinkscopeError: Another policy already has this name.
     """
 
-    def register(policy: Class) -> Class:
+    def register(policy: PolicyClass) -> PolicyClass:
         if name in _REGISTERED:
-            raise _taken(name, _REGISTERED[name], policy)
+            raise _name_taken(name, _REGISTERED[name], policy)
         _REGISTERED[name] = policy
         return policy
 
@@ -107,7 +108,7 @@ class Policy(Intervention):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        name = type(self).__name__
+        name = self.shown_name
         if isinstance(self.budget, int) and self.budget < self.first + self.last:
             raise SinkscopeError(
                 f"{name}: budget={self.budget} is below the {self.first} first and {self.last} last tokens that are "
@@ -131,17 +132,27 @@ class Policy(Intervention):
     def watch(self, session: Session, key: int) -> None:
         """Ask `session` for the attention that `scores` needs; by default none."""
 
+    @property
+    def shown_name(self) -> str:
+        """Name in messages."""
+        return type(self).__name__
+
     # Done here ----------------------------------------------------------------------------------------------------
 
     def summary(self, run: Run) -> str:
         """How many tokens the run's caches held, out of how many were read."""
-        name, usage = f"{type(self).__name__}({self.budget})", run.usage
-        if not usage:
+        name = f"{self.shown_name}({self.budget})"
+        if not run.usage:
             return f"{name} has read nothing yet."
-        most = max(usage, key=lambda one: one.read_tokens)
-        held = max(max(one.peak_tokens, default=0) for one in usage)
-        size = max(one.logical_bytes for one in usage) / 1e6
-        return f"{name} held at most {held:,.0f} of {most.read_tokens:,} tokens ({size:,.3g} MB of keys and values)."
+        read_tokens = 0
+        peak_tokens = 0.0
+        logical_bytes = 0
+        for usage in run.usage:
+            read_tokens = max(read_tokens, usage.read_tokens)
+            peak_tokens = max(peak_tokens, *usage.peak_tokens, 0)
+            logical_bytes = max(logical_bytes, usage.logical_bytes)
+        size = f"{logical_bytes / 1e6:,.3g} MB of keys and values"
+        return f"{name} held at most {peak_tokens:,.0f} of {read_tokens:,} tokens ({size})."
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a budget, given as a fraction, that is smaller than the tokens that are always kept."""
@@ -150,7 +161,7 @@ class Policy(Intervention):
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache and act at the right moments."""
         session = Session.of(run)
-        session.claim(self)
+        session.claim(self.shown_name)
         session.own_cache()
         session.anchors = max(session.anchors, self.first)
         rotary = Rotary(run.target) if self.positions == "rebased" else None
@@ -159,36 +170,36 @@ class Policy(Intervention):
 
     def group(self, heads: Float[Tensor, "batch head slot"], kv_heads: int) -> Float[Tensor, "batch kv_head slot"]:
         """Combine the numbers of query heads that share a kv head into one number, by `reduce`."""
-        grouped = heads.unflatten(1, (kv_heads, -1))
-        if self.reduce == "max":
-            return grouped.amax(2)
-        return grouped.mean(2) if self.reduce == "mean" else grouped.sum(2)
+        return einops.reduce(heads, "batch (kv_head group) slot -> batch kv_head slot", self.reduce, kv_head=kv_heads)
 
     def tokens(self, prompt: Int[Tensor, " batch"]) -> int | Int[Tensor, " batch"]:
         """The budget in tokens; if it is a fraction, one number per row."""
         if isinstance(self.budget, int):
             return self.budget
-        rows = (prompt * self.budget).long()
-        least = int(rows.min())
-        if least < max(1, self.first + self.last):
+        budget = (prompt * self.budget).long()
+        always_kept = max(1, self.first + self.last)
+        if int(budget.min()) < always_kept:
             raise SinkscopeError(
-                f"{type(self).__name__}: budget={self.budget} of a prompt of {int(prompt.min())} tokens is {least}, "
-                f"below the {max(1, self.first + self.last)} that are always kept: raise it",
+                f"{self.shown_name}: budget={self.budget} of a prompt of {int(prompt.min())} tokens is "
+                f"{int(budget.min())}, below the {always_kept} that are always kept: raise it",
                 page="kv-budget",
             )
-        return rows
+        return budget
 
     def protected(self, at: At, budget: int | Int[Tensor, " batch"]) -> Bool[Tensor, "batch kv_head slot"]:
         """Slots that are always kept: the first and the last ones.
 
         The anchors of a guard in the same run are kept too; they take up to half of what the last ones leave.
         """
-        pos, first = at.kv.pos, self.first
-        if at.session.anchors > first:
-            room = torch.as_tensor((budget - self.last) // 2, device=pos.device).clamp(self.first, at.session.anchors)
-            first = room.view(-1, 1, 1)
-        protected = pos < first
-        return protected | (pos >= at.length[:, None, None] - self.last) if self.last else protected
+        pos = at.kv.pos
+        protected = pos < self.first
+        if at.session.anchors > self.first:
+            half = torch.as_tensor((budget - self.last) // 2, device=pos.device)
+            anchors = half.clamp(self.first, at.session.anchors)
+            protected = pos < anchors.view(-1, 1, 1)  # "batch -> batch 1 1", or one number for all rows
+        if self.last:
+            protected = protected | (pos >= at.length[:, None, None] - self.last)
+        return protected
 
     def select(
         self, scores: Float[Tensor, "batch kv_head slot"], at: At, budget: int | Int[Tensor, " batch"]
@@ -197,56 +208,56 @@ class Policy(Intervention):
 
         Among slots of equal score the later one is kept, so that padding and batching make no difference.
         """
-        pos, protected = at.kv.pos, self.protected(at, budget)
-        ranked = scores.float().masked_fill(protected, torch.inf).masked_fill(pos < 0, -torch.inf)
+        pos = at.kv.pos
         slots = pos.shape[-1]
-        if isinstance(budget, int):
-            if slots <= budget:
-                return pos >= 0
-            if slots == budget + 1:
-                lowest = ranked.argmin(-1, keepdim=True)
-            else:
-                lowest = ranked.argsort(dim=-1, stable=True)[..., : slots - budget]
-            return (pos >= 0).scatter(-1, lowest, False)
-        order = ranked.argsort(dim=-1, stable=True)
-        rank = torch.empty_like(order).scatter_(-1, order, torch.arange(slots, device=pos.device).expand_as(order))
-        return (rank >= slots - budget.to(pos.device)[:, None, None]) & (pos >= 0)
+        occupied = pos >= 0
+        ranked = scores.float().masked_fill(self.protected(at, budget), torch.inf).masked_fill(~occupied, -torch.inf)
+        if not isinstance(budget, int):
+            return occupied & (rank_from_top(ranked) < budget.to(pos.device)[:, None, None])
+        if slots <= budget:
+            return occupied
+        if slots == budget + 1:
+            lowest = ranked.argmin(-1, keepdim=True)
+        else:
+            lowest = ranked.argsort(dim=-1, stable=True)[..., : slots - budget]
+        return occupied.scatter(-1, lowest, False)
 
     def _act(self, moment: Moment, session: Session, key: int, rotary: Rotary | None) -> None:
-        memory = moment.state.memory.setdefault(key, {})
+        """Choose what is kept in every layer, if it is time to."""
+        state = moment.state
+        memory = state.memory.setdefault(key, {})
         if moment.prefill_ended:
-            self._begin(moment, memory, rotary)
-        elif self.every == "prefill" or moment.state.decoded % self.every:
+            self._note_prompt(moment, rotary)
+            memory["budget"] = self.tokens(moment.call.before)
+        elif self.every == "prefill" or state.decoded % self.every:
             return
         budget = memory["budget"]
-        counted = type(self).select is Policy.select  # the choice of a subclass may be smaller than the budget
-        exact = budget if counted and isinstance(budget, int) and self.mode == "evict" else None
+        exact = None
+        fills_budget = type(self).select is Policy.select  # the choice of a subclass may be smaller than the budget
+        if fills_budget and isinstance(budget, int) and self.mode == "evict":
+            exact = budget
         keep: Tensor | None = None
-        for number, kv in enumerate(moment.layers):
+        for layer, kv in enumerate(moment.layers):
             if exact is not None and kv.slots <= exact:
                 continue
-            if keep is None or not memory["uniform"]:
-                at = At(number, kv, moment, session, memory)
+            if keep is None or not state.uniform:
+                at = At(layer, kv, moment, session, memory)
                 keep = self.select(self.checked_scores(at), at, budget)
             keep = keep.to(kv.pos.device)  # the same for all layers, of which some may be on another device
             if self.mode == "select":
                 kv.select(keep)
                 continue
             if rotary is not None:
-                rotary.rebase(number, kv, keep)
-            kv.evict(keep, None if memory["padded"] or kv.ragged else exact)
+                rotary.rebase(kv, keep)
+            may_keep_fewer = state.padded or kv.ragged
+            kv.evict(keep, None if may_keep_fewer else exact)
 
-    def _begin(self, moment: Moment, memory: dict[Any, Any], rotary: Rotary | None) -> None:
-        """Set everything that depends on the length of the prompt just read."""
-        assert moment.state.prompt is not None
-        memory["budget"] = self.tokens(moment.state.prompt)
-        memory["padded"] = bool((moment.call.columns < 0).any())
-        # Another policy may have changed this cache before, and then it is not uniform.
-        first = moment.layers[0].pos
-        memory["uniform"] = self.UNIFORM and all(
-            kv.pos.shape == first.shape and torch.equal(kv.pos.to(first.device), first) for kv in moment.layers
-        )
-        if rotary is not None and not memory["uniform"]:
+    def _note_prompt(self, moment: Moment, rotary: Rotary | None) -> None:
+        """Note whether the prompt just read is padded, and whether all layers and heads hold the same positions."""
+        state = moment.state
+        state.padded = bool((moment.call.columns < 0).any())
+        state.uniform = self.UNIFORM and _same_positions(moment.layers)
+        if rotary is not None and not state.uniform:
             raise UnsupportedError(
                 "this cache holds other positions in every layer, so new positions cannot be given: use "
                 'positions="original", or start with a new cache',
@@ -262,22 +273,41 @@ class Policy(Intervention):
         Raises:
             SinkscopeError: The scores have the wrong shape, or some are NaN.
         """
-        name, pos, scores = type(self).__name__, at.kv.pos, self.scores(at)
+        name = self.shown_name
+        pos = at.kv.pos
+        scores = self.scores(at)
         if not isinstance(scores, Tensor) or scores.shape != pos.shape:
-            what = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+            got = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
             raise SinkscopeError(
-                f"{name}.scores returned {what} for layer {at.layer}: expected a tensor of shape {tuple(pos.shape)}, "
+                f"{name}.scores returned {got} for layer {at.layer}: expected a tensor of shape {tuple(pos.shape)}, "
                 "one number for each row, kv head and slot"
             )
-        looked = at.moment.prefill_ended or scores.device.type == "cpu"
+        checked = at.moment.prefill_ended or scores.device.type == "cpu"
+        if not checked or not scores.is_floating_point() or not scores.numel():
+            return scores
         # The smallest number is NaN if any is, and it is much faster to find. Padding may be NaN, since it is not kept.
-        if looked and scores.is_floating_point() and scores.numel() and bool(scores.amin().isnan()):
-            if bool((scores.isnan() & (pos >= 0)).any()):
-                raise SinkscopeError(
-                    f"{name}.scores returned NaN for layer {at.layer}: slots without a score cannot be compared; "
-                    "return -torch.inf for what is worth nothing"
-                )
+        if bool(scores.amin().isnan()) and bool((scores.isnan() & (pos >= 0)).any()):
+            raise SinkscopeError(
+                f"{name}.scores returned NaN for layer {at.layer}: slots without a score cannot be compared; return "
+                "-torch.inf for what is worth nothing"
+            )
         return scores
+
+
+def rank_from_top(scores: Float[Tensor, "*batch slot"]) -> Int[Tensor, "*batch slot"]:
+    """Rank of each score along the last dimension: 0 for the highest; of equal scores the later one ranks higher."""
+    order = scores.argsort(dim=-1, stable=True).flip(-1)
+    index = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, index)
+
+
+def _same_positions(layers: list[CacheLayer]) -> bool:
+    """Whether every layer holds the same positions; another policy may have changed this cache before."""
+    first = layers[0].pos
+    for kv in layers:
+        if kv.pos.shape != first.shape or not torch.equal(kv.pos.to(first.device), first):
+            return False
+    return True
 
 
 @register_policy("full")
@@ -295,7 +325,7 @@ class Full(Policy):
     def enter(self, run: Run, key: int) -> None:
         """Count the tokens, and leave the cache as it is."""
         session = Session.of(run)
-        session.claim(self)
+        session.claim(self.shown_name)
         session.own_cache()
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
@@ -312,12 +342,12 @@ def policies() -> dict[str, type[Intervention]]:
     Raises:
         SinkscopeError: An installed package lists a policy that cannot be imported, or whose name is taken.
     """
-    found = dict(_REGISTERED)
+    by_name = dict(_REGISTERED)
     for entry in entry_points(group=ENTRY_POINTS):
-        loaded = _class(entry.value.replace(" ", ""))
-        if found.setdefault(entry.name, loaded) is not loaded:
-            raise _taken(entry.name, found[entry.name], loaded)
-    return dict(sorted(found.items()))
+        policy = _import_policy(entry.value.replace(" ", ""))
+        if by_name.setdefault(entry.name, policy) is not policy:
+            raise _name_taken(entry.name, by_name[entry.name], policy)
+    return dict(sorted(by_name.items()))
 
 
 def make_policy(name: str, **options: Any) -> Any:
@@ -330,10 +360,10 @@ def make_policy(name: str, **options: Any) -> Any:
         >>> make_policy("streaming", budget=512)
         StreamingLLM(budget=512, first=4, last=0, every=1, mode='evict', positions='original', reduce='mean')
     """
-    known = _REGISTERED if name in _REGISTERED else policies()
-    if name not in known:
-        raise SinkscopeError(f"policy {name!r}: expected one of {', '.join(known)}, or package.module:Class")
-    return _made(name, known[name], options)
+    by_name = _REGISTERED if name in _REGISTERED else policies()
+    if name not in by_name:
+        raise SinkscopeError(f"policy {name!r}: expected one of {', '.join(by_name)}, or package.module:Class")
+    return _make(name, by_name[name], options)
 
 
 def policy_named(text: str) -> Intervention:
@@ -349,43 +379,53 @@ def policy_named(text: str) -> Intervention:
         >>> policy_named("streaming:512").budget, policy_named("sinkscope.kv.h2o:H2O:0.25").budget
         (512, 0.25)
     """
-    where = f"policy {text!r}: budget="
-    if given := next((name for name in sorted(NAMED, reverse=True) if f"{text}:".startswith(f"{name}:")), None):
-        size = text.removeprefix(given).removeprefix(":")
-        return NAMED[given](**({"budget": read_setting(size, Budget, where)} if size else {}))
-    name, *rest = text.split(":")
-    own = rest[:1] if rest and (rest[0].isidentifier() or len(rest) > 1) and name not in _REGISTERED else []
-    budget = ":".join(rest[len(own) :])
-    options = {} if len(rest) == len(own) else {"budget": read_setting(budget, Budget, where)}
-    return _made(text, _class(f"{name}:{own[0]}"), options) if own else make_policy(name, **options)
+    for guard in sorted(GUARDS, reverse=True):  # the longest name first
+        if text == guard or text.startswith(f"{guard}:"):
+            return GUARDS[guard](**_budget_option(text, text.removeprefix(guard)))
+    name, colon, rest = text.partition(":")
+    class_name, class_colon, budget = rest.partition(":")
+    if name not in _REGISTERED and (class_name.isidentifier() or class_colon):
+        return _make(text, _import_policy(f"{name}:{class_name}"), _budget_option(text, class_colon + budget))
+    return make_policy(name, **_budget_option(text, colon + rest))
 
 
-def _class(path: str) -> type[Intervention]:
+def _budget_option(text: str, suffix: str) -> dict[str, Any]:
+    """The budget that a name ends with: `suffix` is ":BUDGET" or empty."""
+    if not suffix:
+        return {}
+    return {"budget": read_setting(suffix[1:], Budget, f"policy {text!r}: budget=")}
+
+
+def _import_policy(path: str) -> type[Intervention]:
     """The class at "package.module:Class"."""
     module, _, name = path.partition(":")
     sys.path.insert(0, "")
     try:
-        found = getattr(import_module(module), name)
+        policy = getattr(import_module(module), name)
     except Exception as error:  # a module that others wrote may fail in any way
-        what = str(error).partition("\n")[0]
-        raise SinkscopeError(f"policy {path!r} cannot be imported: {type(error).__name__}: {what}") from None
+        reason = str(error).partition("\n")[0]
+        raise SinkscopeError(f"policy {path!r} cannot be imported: {type(error).__name__}: {reason}") from None
     finally:
         sys.path.remove("")
-    if not isinstance(found, type) or not issubclass(found, Intervention):
+    if not isinstance(policy, type) or not issubclass(policy, Intervention):
         raise SinkscopeError(f"policy {path!r} is no cache policy: expected a subclass of sinkscope.kv.Policy")
-    return found
+    return policy
 
 
-def _made(name: str, policy: type[Intervention], options: dict[str, Any]) -> Intervention:
-    known = [field.name for field in fields(policy)]  # type: ignore[arg-type]
-    if odd := [option for option in options if option not in known]:
-        raise SinkscopeError(f"policy {name!r} has no {odd[0]!r}; it has: {', '.join(known)}")
+def _make(name: str, policy: type[Intervention], options: dict[str, Any]) -> Intervention:
+    settings = [setting.name for setting in fields(policy)]  # type: ignore[arg-type]
+    for option in options:
+        if option not in settings:
+            raise SinkscopeError(f"policy {name!r} has no {option!r}; it has: {', '.join(settings)}")
     try:
         return policy(**options)
     except TypeError as error:  # a field without a default, or a method that is missing
         raise SinkscopeError(f"policy {name!r} cannot be made: {error}") from None
 
 
-def _taken(name: str, first: type, second: type) -> SinkscopeError:
-    both = " and ".join(f"{each.__module__}.{each.__qualname__}" for each in (first, second))
-    return SinkscopeError(f"two policies are called {name!r}, {both}: give one of them another name")
+def _name_taken(name: str, first: type, second: type) -> SinkscopeError:
+    first_path = f"{first.__module__}.{first.__qualname__}"
+    second_path = f"{second.__module__}.{second.__qualname__}"
+    return SinkscopeError(
+        f"two policies are called {name!r}, {first_path} and {second_path}: give one of them another name"
+    )

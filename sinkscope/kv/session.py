@@ -9,25 +9,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from jaxtyping import Bool, Float, Int
+from einops import rearrange
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt
-from sinkscope.kv.usage import Meter, Usage
+from sinkscope.kv.usage import DecodingReads, Meter, Usage
+from sinkscope.lines.choice import HeadLines
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import Attention, Handler, View, leave, listen, rows_by_view, tapped
+from sinkscope.trace.attention import Attention, Handler, View, leave, listen, rows_by_view, tapped, widened
 from sinkscope.trace.internals import following_generate
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class AttentionRows:
     """Attention rows of one layer in one call, for a chunk of queries.
 
     Attributes:
@@ -51,8 +55,24 @@ class Rows:
     call: Call
 
 
+@dataclass(frozen=True, eq=False)
+class LatestQueries:
+    """The latest queries of a layer, after rotary, and their true positions; -1 at padding."""
+
+    query: Float[Tensor, "batch head query d_head"]
+    pos: Int[Tensor, "batch query"]
+
+    def then(self, query: Tensor, pos: Tensor) -> LatestQueries:
+        """These queries, followed by later ones."""
+        return LatestQueries(torch.cat([self.query, query], 2), torch.cat([self.pos.to(pos), pos], 1))
+
+    def last(self, count: int) -> LatestQueries:
+        """The last of these queries."""
+        return LatestQueries(self.query[:, :, -count:], self.pos[:, -count:])
+
+
 @dataclass(eq=False)
-class State:
+class CacheState:
     """What is known about one cache across the calls of a run.
 
     Attributes:
@@ -61,8 +81,10 @@ class State:
         decoded: Number of single-token calls since then.
         dropped: Number of positions by which later tokens of each row are shifted towards the start
             (`positions="rebased"`).
-        memory: What each policy remembers, by the policy's key.
-        queries: The latest queries of each layer and their positions, if requested.
+        padded: Whether the last prompt is padded.
+        uniform: Whether every layer and head has held the same positions since.
+        memory: What each intervention remembers, by its key.
+        queries: The latest queries of each layer, if requested.
         meter: Counter of tokens and bytes.
     """
 
@@ -70,8 +92,10 @@ class State:
     prompt: Int[Tensor, " batch"] | None = None
     decoded: int = 0
     dropped: Int[Tensor, " batch"] | None = None
+    padded: bool = False
+    uniform: bool = False
     memory: dict[int, dict[Any, Any]] = field(default_factory=dict)
-    queries: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    queries: dict[int, LatestQueries] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
 
 
@@ -88,46 +112,48 @@ class Moment:
 
     layers: list[CacheLayer]
     call: Call
-    state: State
+    state: CacheState
     prefill_ended: bool
 
 
-def rebased_by(kv: CacheLayer, call: Call) -> Int[Tensor, " batch"] | None:
-    """Number of positions by which new tokens of each row are shifted towards the start; None if they are not."""
-    if not kv.rebased:
-        return None
-    return call.before - (kv.pos[:, 0] >= 0).sum(-1).to(call.before.device)
+@dataclass(frozen=True, eq=False)
+class Watcher:
+    """A function that sees attention rows.
+
+    Attributes:
+        fn: The function.
+        layers: Layers that it sees; None for all.
+        last: How many of the last queries of a call it sees; None for all.
+    """
+
+    fn: Callable[[AttentionRows], None]
+    layers: frozenset[int] | None
+    last: int | None
+
+    def first_query(self, queries: int) -> int:
+        """Index of the first of so many queries that it sees."""
+        if self.last is None:
+            return 0
+        return max(0, queries - self.last)
 
 
-def layer_window(target: Target, layer: int) -> int | None:
-    """Sliding window of a layer, in tokens; None if the layer sees everything."""
-    config = target.config
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return int(window) if window else None
-    return int(window) if window and kinds[layer] == "sliding_attention" else None
-
-
-Watch = tuple[Callable[[Rows], None], frozenset[int] | None, int | None]
-"""A function that sees rows; the layers (None: all); how many of the last queries (None: all)."""
-
-
-class _Now(threading.local):
+class CurrentCall(threading.local):
     """What the current thread is doing.
 
     Attributes:
-        call: The current forward call.
+        call: The forward call; None outside of one.
         cache: The cache of that call.
         own_masks: Whether our masks replace the stock mask, because some layer does not hold all tokens so far.
-        attended: Layers whose attention went through the tap; on a TransformerBridge some architectures do so.
+        tapped_layers: Layers whose attention went through the tap; on a TransformerBridge some architectures do so.
+        bridge_queries: Queries of layers of a TransformerBridge whose scores have not come yet.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
     """
 
     call: Call | None = None
     cache: Any = None
     own_masks: bool = False
-    attended: set[int]
+    tapped_layers: set[int]
+    bridge_queries: dict[int, Tensor]
     prompting: bool = False
 
 
@@ -145,6 +171,8 @@ class Session:
         anchors: Number of first positions that policies and guards in the same run keep.
         rewinder: Passes on what a guard removes from the output. None if nothing can be removed.
         resuming: Whether `generate` was called to continue after tokens were removed, so that it reads no prompt.
+        line_follower: Called as `line_follower(layer, row, lines)` for every prompt row that is read along lines.
+        decoding_reads: What decoding steps read of each cache, if a policy selects a part of it.
     """
 
     def __init__(self, run: Run) -> None:
@@ -155,25 +183,31 @@ class Session:
                 "attention interface): use another model for cache policies and attention observers",
                 page="kv-session",
             )
-        self.run, self.target, self.now = run, target, _Now()
-        self.owns_cache = self.one_by_one = self.resuming = False
+        self.run = run
+        self.target = target
+        self.now = CurrentCall()
+        self.owns_cache = False
+        self.one_by_one = False
         self.anchors = 0
         self.rewinder: Any = None
-        self._keep_queries, self._keep_decoding = 0, False
-        self._policy: str | None = None
+        self.resuming = False
+        self.line_follower: Callable[[int, int, HeadLines], None] | None = None
+        self.decoding_reads: list[DecodingReads] = []
+        self._policy_name: str | None = None
+        self._queries_kept = 0
+        self._keeps_decoding_queries = False
         self._scaling: dict[int, float] = {}
-        self._watches: list[Watch] = []
-        self._before: list[Callable[[Moment], None]] = []
-        self._after: list[Callable[[Moment], None]] = []
-        self._followers: list[Callable[[Call, list[Any]], None]] = []
-        self._prompts: list[Callable[[Moment], None]] = []
+        self._watchers: list[Watcher] = []
+        self._before_decode: list[Callable[[Moment], None]] = []
+        self._before_prompt: list[Callable[[Moment], None]] = []
+        self._after_call: list[Callable[[Moment], None]] = []
         self._prefill: Callable[[Attention, CacheLayer | None], Tensor | None] | None = None
-        self._states: WeakKeyDictionary[Any, State] = WeakKeyDictionary()
+        self._states: WeakKeyDictionary[Any, CacheState] = WeakKeyDictionary()
         self._meters: list[Meter] = []
-        self._windows = [layer_window(target, i) for i in range(target.n_layers)]
+        self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
         configs = run.stack.enter_context(tapped(target))
         self._handler = Handler(self._see, configs, masks=lambda: self.now.own_masks)
-        run.stack.callback(self._enter, None, None, False)  # after Ctrl-C no hook has run
+        run.stack.callback(self._leave_call)  # after Ctrl-C no hook has run
         run.hook(target.base, "pre", self._begin)
         run.hook(target.base, "post", self._end, always=True)
         if target.kind == "bridge":
@@ -188,19 +222,18 @@ class Session:
 
     # What policies and observers ask for ------------------------------------------------------------------------
 
-    def claim(self, policy: object) -> None:
-        """Let `policy` decide what the cache keeps.
+    def claim(self, name: str) -> None:
+        """Let the policy of this name decide what the cache keeps.
 
         Raises:
             UnsupportedError: Another policy was entered before.
         """
-        name = type(policy).__name__
-        if self._policy is not None:
+        if self._policy_name is not None:
             raise UnsupportedError(
-                f"{self._policy} and {name} would both choose what the cache keeps: enter one of them",
+                f"{self._policy_name} and {name} would both choose what the cache keeps: enter one of them",
                 page="kv-session",
             )
-        self._policy = name
+        self._policy_name = name
 
     def own_cache(self) -> None:
         """Replace the layers of the caches in use by ours, which can evict, hide and count slots.
@@ -209,11 +242,11 @@ class Session:
             UnsupportedError: Another run on this model already does this.
         """
         if not self.owns_cache:
-            self._own()
+            self._own_model()
             self.owns_cache = True
-            self.run.stack.enter_context(following_generate(self.target.hf, self._prompting, self._check))
+            self.run.stack.enter_context(following_generate(self.target.hf, self._set_prompting, self._check_generate))
 
-    def _own(self) -> None:
+    def _own_model(self) -> None:
         """Only one run may act on the cache and the attention of a model; others may watch."""
         model = id(self.target.hf)
         if _OWNERS.setdefault(model, self) is not self:
@@ -224,22 +257,24 @@ class Session:
             )
         self.run.stack.callback(_OWNERS.pop, model, None)
 
-    def watch(self, fn: Callable[[Rows], None], layers: list[int] | None = None, last: int | None = None) -> None:
+    def watch(
+        self, fn: Callable[[AttentionRows], None], layers: list[int] | None = None, last: int | None = None
+    ) -> None:
         """Show `fn` the attention rows of `layers` and of the `last` queries in every call; None means all."""
-        self._watches.append((fn, None if layers is None else frozenset(layers), last))
+        self._watchers.append(Watcher(fn, None if layers is None else frozenset(layers), last))
 
     def window_queries(self, last: int, decoding: bool = False) -> None:
         """Keep the `last` queries of prompts for `window_rows`; with `decoding`, also those of generated tokens."""
-        self._keep_queries = max(self._keep_queries, last)
-        self._keep_decoding |= decoding
+        self._queries_kept = max(self._queries_kept, last)
+        self._keeps_decoding_queries = self._keeps_decoding_queries or decoding
 
     def before_decode(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` before every call that reads a single generated token."""
-        self._before.append(fn)
+        self._before_decode.append(fn)
 
     def before_prompt(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` before every call that reads a prompt or part of one."""
-        self._prompts.append(fn)
+        self._before_prompt.append(fn)
 
     def replace_prefill(self, fn: Callable[[Attention, CacheLayer | None], Tensor | None]) -> None:
         """Let `fn` compute attention `[batch query head d_value]` in calls with several tokens.
@@ -247,124 +282,140 @@ class Session:
         It is called with the attention, whose `view` is known, and with the layer's cache if that is a `CacheLayer`.
         If it returns None, the model's own attention is used.
         """
-        self._own()
+        self._own_model()
         self._prefill = fn
-
-    def follow(self, fn: Callable[[Call, list[Any]], None]) -> None:
-        """Call `fn` with the cache layers, of any kind, after every call that has a cache."""
-        self._followers.append(fn)
 
     def after_call(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` after every call whose cache consists of `CacheLayer`s."""
-        self._after.append(fn)
+        self._after_call.append(fn)
 
     def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
         """Recompute, in float32, the attention of the last queries to everything in the cache."""
         if layer not in moment.state.queries:
-            why = (
+            raise UnsupportedError(self._why_no_queries(), page="kv-session")
+        latest = moment.state.queries[layer].last(last)
+        kv = moment.layers[layer]
+        module: Any = self.target.sub(layer, self.target.adapter.attn)
+        below_bridge = getattr(module, "original_component", None)
+        if isinstance(below_bridge, nn.Module):
+            module = below_bridge
+        view = View(kv.pos, latest.pos, self._windows[layer], kv.hidden)
+        return rows_by_view(module, latest.query, kv.keys, view, self._scaling.get(layer))
+
+    def _why_no_queries(self) -> str:
+        if self.target.kind == "bridge":
+            return (
                 f"a TransformerBridge of {self.target.adapter.model_type} does not show its queries as they attend: "
                 "load the model with backend='hf'"
-                if self.target.kind == "bridge"
-                else "the latest queries were not seen, since this cache was filled outside of the `with`, or is a "
-                "copy: read the prompt inside, into the cache to go on with"
             )
-            raise UnsupportedError(why, page="kv-session")
-        query, query_pos = moment.state.queries[layer]
-        kv = moment.layers[layer]
-        view = View(kv.pos, query_pos[:, -last:], self._windows[layer], kv.hidden)
-        module: Any = self.target.sub(layer, self.target.adapter.attn)
-        inner = getattr(module, "original_component", None)  # below a bridge
-        module = inner if isinstance(inner, nn.Module) else module
-        return rows_by_view(module, query[:, :, -last:], kv.keys, view, self._scaling.get(layer))
+        return (
+            "the latest queries were not seen, since this cache was filled outside of the `with`, or is a copy: read "
+            "the prompt inside, into the cache to go on with"
+        )
 
     @property
     def usage(self) -> list[Usage]:
         """Tokens and bytes of every cache of the run."""
         return [meter.usage() for meter in self._meters if meter.calls]
 
+    @property
+    def caches(self) -> list[Any]:
+        """The caches of the run that are still in use."""
+        return list(self._states)
+
     # At the tap -------------------------------------------------------------------------------------------------
 
-    def _see(self, call: Attention) -> None:
+    def _see(self, attention: Attention) -> None:
         """Handle the attention of one layer in one call: decide what computes it and who sees its rows."""
-        layer = call.layer
-        self.now.attended.add(layer)
-        if call.key.dtype != call.query.dtype:  # rebased keys are float32
-            call.key = call.key.to(call.query.dtype)
-        self._scaling[layer] = call.scaling
-        if self._keep_queries:
-            self._remember(layer, call.query)
-        watches = self._watched(layer)
-        replaces = self._prefill is not None and call.query.shape[2] > 1
-        if not watches and not self.now.own_masks and not replaces:
+        layer = attention.layer
+        queries = attention.query.shape[2]
+        self.now.tapped_layers.add(layer)
+        if attention.key.dtype != attention.query.dtype:  # rebased keys are float32
+            attention.key = attention.key.to(attention.query.dtype)
+        self._scaling[layer] = attention.scaling
+        if self._queries_kept:
+            self._keep_queries(layer, attention.query)
+        watchers = self._watchers_of(layer)
+        replaces = self.now.own_masks or (self._prefill is not None and queries > 1)
+        if not watchers and not replaces:
             return
-        if call.view is None:
-            call.view = self._view(layer, call.key)
-        if self.now.own_masks or replaces:
-            call.evicted, call.compute = self.now.own_masks, self._compute
-        for fn, _, last in watches:
-            first = 0 if last is None else max(0, call.query.shape[2] - last)
-            call.show(self._shown(fn, layer, call.view, call.query), first=first)
+        if attention.view is None:
+            attention.view = self._view(layer, attention.key)
+        if replaces:
+            attention.evicted = self.now.own_masks
+            attention.compute = self._compute
+        for watcher in watchers:
+            show = partial(self._show_rows, watcher, layer, attention.view, attention.query)
+            attention.show(show, first=watcher.first_query(queries))
 
-    def _shown(
-        self, fn: Callable[[Rows], None], layer: int, view: View, query: Tensor | None
-    ) -> Callable[[int, Tensor], None]:
-        def show(first: int, probs: Tensor) -> None:
-            part = slice(first, first + probs.shape[2])
-            queries = None if query is None else query[:, :, part]
-            assert self.now.call is not None
-            kv = self.layer(layer)
-            fn(Rows(layer, first, probs, view.pos, view.query_pos[:, part], queries, kv, self.now.call))
+    def _watchers_of(self, layer: int) -> list[Watcher]:
+        return [watcher for watcher in self._watchers if watcher.layers is None or layer in watcher.layers]
 
-        return show
+    def _show_rows(
+        self, watcher: Watcher, layer: int, view: View, query: Tensor | None, first: int, probs: Tensor
+    ) -> None:
+        """Show rows to a watcher; `query` are all queries of the call, of which `first` is the first of the rows."""
+        assert self.now.call is not None
+        shown = slice(first, first + probs.shape[2])
+        if query is not None:
+            query = query[:, :, shown]
+        query_pos = view.query_pos[:, shown]
+        watcher.fn(AttentionRows(layer, first, probs, view.pos, query_pos, query, self.layer(layer), self.now.call))
 
-    def _compute(self, call: Attention) -> tuple[Tensor, Tensor | None] | None:
+    def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:
         """Compute a prompt's attention by a replacement, or attention to the rest of a cache; None for stock."""
-        layer, view = call.layer, call.view
+        view = attention.view
         assert view is not None
-        kv = self.layer(layer)
-        if self._prefill is not None and call.query.shape[2] > 1:
-            made = self._prefill(call, kv)
-            if made is not None:
-                return made, None
+        kv = self.layer(attention.layer)
+        queries = attention.query.shape[2]
+        if self._prefill is not None and queries > 1:
+            replaced = self._prefill(attention, kv)
+            if replaced is not None:
+                return replaced, None
         if not self.now.own_masks:
             return None
-        whole = kv is not None and kv.edited and not kv.ragged and view.hidden is None and view.window is None
-        if whole and call.query.shape[2] == 1:  # everything that is held is visible
-            return call.stock(None)[0], None
-        return call.under_view(), None
+        if queries == 1 and kv is not None and kv.edited and not kv.ragged:
+            if view.hidden is None and view.window is None:  # everything that is held is visible
+                return attention.stock(None)[0], None
+        return attention.under_view(), None
 
     def layer(self, layer: int) -> CacheLayer | None:
         """The layer's cache in this call; None if it is not a `CacheLayer`."""
         layers = getattr(self.now.cache, "layers", None)
-        found = layers[layer] if layers and layer < len(layers) else None
-        return found if type(found) is CacheLayer else None
+        if not layers or layer >= len(layers):
+            return None
+        kv = layers[layer]
+        return kv if type(kv) is CacheLayer else None
 
     def _view(self, layer: int, key: Tensor) -> View:
         """What the queries of this call see of `key` `[batch kv_head slot ...]`."""
-        kv, call, hidden = self.layer(layer), self.now.call, None
+        call = self.now.call
         assert call is not None
+        query_pos = call.on(key.device)
+        kv = self.layer(layer)
         if kv is not None:
-            pos, hidden = kv.pos, kv.hidden
-        else:
-            columns = call.columns[:, -key.shape[2] :].to(key.device)
-            pos = columns[:, None].expand(len(columns), key.shape[1], key.shape[2])
-        return View(pos, call.on(key.device), self._windows[layer], hidden)
+            return View(kv.pos, query_pos, self._windows[layer], kv.hidden)
+        batch, kv_heads, slots = key.shape[:3]
+        columns = call.columns[:, -slots:].to(key.device)
+        # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
+        return View(columns[:, None].expand(batch, kv_heads, slots), query_pos, self._windows[layer])
 
-    def _watched(self, layer: int) -> list[Watch]:
-        return [watch for watch in self._watches if watch[1] is None or layer in watch[1]]
-
-    def _remember(self, layer: int, query: Tensor) -> None:
+    def _keep_queries(self, layer: int, query: Float[Tensor, "batch head query d_head"]) -> None:
         """Keep the latest queries of a layer, after rotary, if requested."""
         call = self.now.call
-        if not self._keep_queries or call is None or self.now.cache is None:
+        if not self._queries_kept or call is None or self.now.cache is None:
             return
-        if query.shape[2] == 1 and not (self._keep_decoding or self.now.prompting):
+        if query.shape[2] == 1 and not self._keeps_decoding_queries and not self.now.prompting:
             return
-        index, kept = call.on(query.device), self._state().queries
-        if layer in kept and query.shape[2] < self._keep_queries:
-            old_query, old_index = kept[layer]
-            query, index = torch.cat([old_query, query], 2), torch.cat([old_index.to(index), index], 1)
-        kept[layer] = (query[:, :, -self._keep_queries :].detach(), index[:, -self._keep_queries :])
+        pos = call.on(query.device)
+        queries = self._state().queries
+        latest = LatestQueries(query, pos)
+        if layer in queries and query.shape[2] < self._queries_kept:
+            latest = queries[layer].then(query, pos)
+        latest = latest.last(self._queries_kept)
+        queries[layer] = LatestQueries(latest.query.detach(), latest.pos)
+
+    # On a TransformerBridge -------------------------------------------------------------------------------------
 
     def _bridge_hooks(self) -> list[tuple[Any, str, Any]]:
         """Do the same on a TransformerBridge, which computes attention itself: hook points mask scores and show rows.
@@ -373,66 +424,159 @@ class Session:
         nothing is done here. A bridge builds the whole query x key matrix in every layer, so use the plain model for
         long contexts.
         """
-        points, pairs = self.target.model.hook_dict, list[tuple[Any, str, Any]]()
+        points = self.target.model.hook_dict
+        hooks: list[tuple[Any, str, Any]] = []
         for layer in range(self.target.n_layers):
-            place = f"blocks.{layer}.attn."
-            scores, pattern, remember = self._on_bridge(layer)
-            pairs.append((points[place + "hook_attn_scores"], "post", scores))
-            pairs.append((points[place + "hook_pattern"], "post", pattern))
+            attn = f"blocks.{layer}.attn"
+            hooks.append((points[f"{attn}.hook_attn_scores"], "post", partial(self._mask_bridge_scores, layer)))
+            hooks.append((points[f"{attn}.hook_pattern"], "post", partial(self._show_bridge_rows, layer)))
             # In models without rotary positions, the projection gives the queries that attend. Where rotary positions
             # are applied elsewhere (NeoX, Phi-3), neither hook fires, and `window_rows` says so.
-            rotary = place + "hook_rot_q" in points
-            point = points.get(place + ("hook_rot_q" if rotary else "q.hook_out"))
-            if point is not None and (rotary or self.target.adapter.absolute_positions):
-                pairs.append((point, "post", remember))
-        return pairs
+            point = points.get(f"{attn}.hook_rot_q")
+            if point is None and self.target.adapter.absolute_positions:
+                point = points.get(f"{attn}.q.hook_out")
+            if point is not None:
+                hooks.append((point, "post", partial(self._note_bridge_query, layer)))
+        return hooks
 
-    def _on_bridge(self, layer: int) -> tuple[Any, Any, Any]:
-        queries: dict[int, Tensor] = {}  # by thread; kept only if scores follow, which are those of the bridge
+    def _note_bridge_query(self, layer: int, _module: Any, _args: Any, _kwargs: Any, query: Tensor) -> None:
+        if self.now.call is None:
+            return
+        if query.ndim == 3:  # a projection
+            query = rearrange(query, "batch pos (head d_head) -> batch head pos d_head", head=self.target.n_heads)
+        self.now.bridge_queries[layer] = query  # kept only if scores follow, which are those of the bridge
 
-        def scores(_module: Any, _args: Any, _kwargs: Any, scores: Tensor) -> Tensor | None:
-            if (query := queries.pop(threading.get_ident(), None)) is not None:
-                self._remember(layer, query)
-            kv = self.layer(layer)
-            if self.now.call is None or kv is None:
-                return None
-            ok: Bool[Tensor, "batch kv_head query slot"] = self._view(layer, kv.pos).sees()
-            ok = ok.repeat_interleave(scores.shape[1] // ok.shape[1], 1)
-            return torch.where(ok, scores, torch.finfo(scores.dtype).min)
+    def _mask_bridge_scores(
+        self, layer: int, _module: Any, _args: Any, _kwargs: Any, scores: Float[Tensor, "batch head query slot"]
+    ) -> Tensor | None:
+        if self.now.call is None:
+            return None
+        query = self.now.bridge_queries.pop(layer, None)
+        if query is not None:
+            self._keep_queries(layer, query)
+        kv = self.layer(layer)
+        if kv is None:
+            return None
+        visible = widened(self._view(layer, kv.pos).sees(), scores.shape[1])
+        return torch.where(visible, scores, torch.finfo(scores.dtype).min)
 
-        def pattern(_module: Any, _args: Any, _kwargs: Any, pattern: Tensor) -> None:
-            watches = self._watched(layer)
-            if self.now.call is None or not watches or layer in self.now.attended:
-                return
-            view = self._view(layer, pattern[:, : self.target.n_kv_heads, :1].transpose(2, 3))
-            for fn, _, last in watches:
-                first = 0 if last is None else max(0, pattern.shape[2] - last)
-                self._shown(fn, layer, view, None)(first, pattern[:, :, first:].float())
-
-        def remember(_module: Any, _args: Any, _kwargs: Any, query: Tensor) -> None:
-            if query.ndim == 3:  # a projection: batch pos (head d_head)
-                query = query.unflatten(-1, (self.target.n_heads, -1)).transpose(1, 2)
-            queries[threading.get_ident()] = query
-
-        return scores, pattern, remember
+    def _show_bridge_rows(
+        self, layer: int, _module: Any, _args: Any, _kwargs: Any, pattern: Float[Tensor, "batch head query slot"]
+    ) -> None:
+        watchers = self._watchers_of(layer)
+        if self.now.call is None or not watchers or layer in self.now.tapped_layers:
+            return
+        like_keys = rearrange(pattern[:, : self.target.n_kv_heads, 0], "batch kv_head slot -> batch kv_head slot 1")
+        view = self._view(layer, like_keys)
+        for watcher in watchers:
+            first = watcher.first_query(pattern.shape[2])
+            self._show_rows(watcher, layer, view, None, first, pattern[:, :, first:].float())
 
     # What the model calls ---------------------------------------------------------------------------------------
 
-    def _enter(self, call: Call | None, cache: Any, own_masks: bool) -> None:
-        self.now.call, self.now.cache, self.now.own_masks, self.now.attended = call, cache, own_masks, set()
-        COLUMNS.set(None if call is None else call.columns)
-        leave(self._handler) if call is None else listen(self._handler)
+    def _begin(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        call = self.run.call
+        if call is None:
+            return None
+        cache = kwargs.get("past_key_values")
+        use_cache = kwargs.get("use_cache")
+        if use_cache is None:
+            use_cache = self.target.config.use_cache
+        if cache is None and use_cache:
+            cache = DynamicCache(config=self.target.config)
+        self.now.cache = cache
+        own_masks = False
+        if cache is not None:
+            kwargs = {**kwargs, "past_key_values": cache}
+            if call.past == 0:  # the cache is new or was emptied
+                self._states.pop(cache, None)
+            if self.owns_cache:
+                own_masks = self._begin_on_own_cache(call, cache, kwargs)
+        self._enter_call(call, cache, own_masks)
+        return args, kwargs
 
-    def _prompting(self, reads: bool) -> None:
+    def _begin_on_own_cache(self, call: Call, cache: Any, kwargs: dict[str, Any]) -> bool:
+        """Act before a call, and give new tokens their positions; whether our masks replace the stock mask."""
+        adopt(cache, self.target, call.columns[:, : call.past])
+        layers: list[CacheLayer] = cache.layers
+        state = self._state()
+        self._act_before(layers, call, state)
+        dropped = rebased_by(layers[0], call)
+        if dropped is not None:
+            state.dropped = dropped
+            position_ids = kwargs.get("position_ids")
+            if position_ids is None:
+                position_ids = torch.arange(call.past, call.columns.shape[1], device=call.index.device)[None]
+            kwargs["position_ids"] = (position_ids - dropped[:, None]).clamp(min=0)
+        return self.target.kind == "bridge" or any(layer.edited for layer in layers)
+
+    def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
+        if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
+            state.prefilling = True
+            for act in self._before_prompt:
+                act(Moment(layers, call, state, prefill_ended=False))
+            return
+        # If others filled the cache, or its rows were multiplied, it counts as a prompt that has just ended.
+        prompt_known = state.prompt is not None and len(state.prompt) == len(call.index)
+        prefill_ended = state.prefilling or not prompt_known
+        state.prefilling = False
+        if prefill_ended:
+            state.prompt = call.before
+            state.decoded = 0
+        else:
+            state.decoded += 1
+        moment = Moment(layers, call, state, prefill_ended)
+        for act in self._before_decode:
+            act(moment)
+
+    def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        call, cache = self.now.call, self.now.cache
+        try:
+            if call is None or output is None or cache is None:
+                return
+            if self.owns_cache:
+                state = self._state()
+                moment = Moment(cache.layers, call, state, prefill_ended=False)
+                for act in self._after_call:
+                    act(moment)
+                state.meter.note(cache.layers)
+        finally:
+            self._leave_call()
+
+    def _enter_call(self, call: Call, cache: Any, own_masks: bool) -> None:
+        self.now.call = call
+        self.now.cache = cache
+        self.now.own_masks = own_masks
+        self.now.tapped_layers = set()
+        self.now.bridge_queries = {}
+        COLUMNS.set(call.columns)
+        listen(self._handler)
+
+    def _leave_call(self) -> None:
+        self.now.call = None
+        self.now.cache = None
+        self.now.own_masks = False
+        COLUMNS.set(None)
+        leave(self._handler)
+
+    def _state(self) -> CacheState:
+        cache = self.now.cache
+        if cache not in self._states:
+            state = CacheState()
+            self._states[cache] = state
+            self._meters.append(state.meter)
+        return self._states[cache]
+
+    def _set_prompting(self, reads: bool) -> None:
         self.now.prompting = reads and not self.resuming
 
-    def _check(self, method: str, given: dict[str, Any]) -> None:
+    def _check_generate(self, method: str, options: dict[str, Any]) -> None:
         """Refuse kinds of generation in which nothing could act on generated tokens.
 
         Raises:
             UnsupportedError: Generation is assisted, or runs without a cache.
         """
-        if not self._before and not self.one_by_one:
+        if not self._before_decode and not self.one_by_one:
             return
         if method != "_prefill":
             raise UnsupportedError(
@@ -440,82 +584,31 @@ class Session:
                 "tokens that come one by one: generate without an assistant, or use Full",
                 page="kv-session",
             )
-        if not given.get("use_cache") and given.get("past_key_values") is None:
+        if not options.get("use_cache") and options.get("past_key_values") is None:
             raise UnsupportedError(
                 "use_cache=False: there is no cache that a cache policy or a guard could act on: generate with "
                 "use_cache=True, or without them",
                 page="kv-session",
             )
 
-    def _state(self) -> State:
-        cache = self.now.cache
-        if cache not in self._states:
-            state = self._states[cache] = State()
-            self._meters.append(state.meter)
-        return self._states[cache]
 
-    def _begin(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        call = self.run.call
-        if call is None:
-            return None
-        cache = kwargs.get("past_key_values")
-        use = kwargs.get("use_cache")
-        if cache is None and (self.target.config.use_cache if use is None else use):
-            from transformers import DynamicCache
+def rebased_by(kv: CacheLayer, call: Call) -> Int[Tensor, " batch"] | None:
+    """Number of positions by which new tokens of each row are shifted towards the start; None if they are not."""
+    if not kv.rebased:
+        return None
+    held = (kv.pos[:, 0] >= 0).sum(-1)
+    return call.before - held.to(call.before.device)
 
-            cache = DynamicCache(config=self.target.config)
-        self.now.cache, own_masks = cache, False
-        if cache is not None:
-            kwargs = {**kwargs, "past_key_values": cache}
-            if call.past == 0:  # the cache is new or was emptied
-                self._states.pop(cache, None)
-        if cache is not None and self.owns_cache:
-            t = self.target
-            adopt(cache, t.n_layers, t.n_kv_heads, t.name, call.columns[:, : call.past])
-            state = self._state()
-            self._moments(call, state)
-            layers: list[Any] = cache.layers
-            own_masks = t.kind == "bridge" or any(layer.edited for layer in layers)
-            if (dropped := rebased_by(layers[0], call)) is not None:
-                state.dropped = dropped
-                given = kwargs.get("position_ids")
-                new = torch.arange(call.past, call.columns.shape[1], device=call.index.device)[None]
-                kwargs["position_ids"] = ((new if given is None else given) - dropped[:, None]).clamp(min=0)
-        self._enter(call, cache, own_masks)
-        return args, kwargs
 
-    def _moments(self, call: Call, state: State) -> None:
-        layers: list[CacheLayer] = self.now.cache.layers
-        if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
-            state.prefilling = True
-            for fn in self._prompts:
-                fn(Moment(layers, call, state, False))
-            return
-        # If others filled the cache, or its rows were multiplied, it counts as a prompt that has just ended.
-        known = state.prompt is not None and len(state.prompt) == len(call.index)
-        ended, state.prefilling = state.prefilling or not known, False
-        if ended:
-            state.prompt, state.decoded = call.before, 0
-        else:
-            state.decoded += 1
-        moment = Moment(layers, call, state, ended)
-        for fn in self._before:
-            fn(moment)
-
-    def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        call, cache = self.now.call, self.now.cache
-        try:
-            if call is None or output is None or cache is None:
-                return
-            for fn in self._followers:
-                fn(call, cache.layers)
-            if self.owns_cache:
-                state = self._state()
-                for fn in self._after:
-                    fn(Moment(cache.layers, call, state, False))
-                state.meter.note(cache.layers)
-        finally:
-            self._enter(None, None, False)
+def layer_window(target: Target, layer: int) -> int | None:
+    """Sliding window of a layer, in tokens; None if the layer sees everything."""
+    window = getattr(target.config, "sliding_window", None)
+    layer_types = getattr(target.config, "layer_types", None)
+    if not window:
+        return None
+    if layer_types is not None and layer_types[layer] != "sliding_attention":
+        return None
+    return int(window)
 
 
 @dataclass(frozen=True)
@@ -526,7 +619,7 @@ class Observe(Intervention):
     output up to rounding. In other calls, the model's own attention computes the output.
 
     Attributes:
-        fn: Called with `Rows`, one chunk of queries at a time.
+        fn: Called with `AttentionRows`, one chunk of queries at a time.
         layers: Layers to watch. None watches all.
         last: How many of the last queries of each call to watch. None watches all.
 
@@ -535,7 +628,7 @@ class Observe(Intervention):
         >>> watcher = Observe(lambda rows: seen.append(rows.probs.sum(-1)), layers=[0], last=1)
     """
 
-    fn: Callable[[Rows], None]
+    fn: Callable[[AttentionRows], None]
     layers: Sequence[int] | None = None
     last: int | None = None
 

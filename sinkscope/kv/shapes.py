@@ -17,17 +17,15 @@ it is defined as follows:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.files.records import Natural, Part, Whole, check_fields, conform
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv.loopserve.serve import SparsePrompts, said_of_prompts
+from sinkscope.kv.loopserve.sparse_prompts import PromptRead, PromptRow, SparsePrompts, prompts_summary
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines, last_votes, minference_lines
 
@@ -48,7 +46,7 @@ class Shape(Intervention):
 
     def summary(self, run: Run) -> str:
         """The share of attention that was computed for prompts."""
-        return said_of_prompts(type(self).__name__, run)
+        return prompts_summary(type(self).__name__, run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +131,9 @@ class MInference(Shape):
         return minference_lines(query, key, self.vertical, self.slash, last=self.last, scaling=scaling)
 
 
-_FIRST = 4
-_PAPER = TriShape()
-_LINES = MInference()
+_LEAST_FIRST = 4
+_TABLE_7 = TriShape()  # LoopServe's table 7
+_USUAL_LINES = MInference()
 
 
 @dataclass(frozen=True)
@@ -158,41 +156,34 @@ class ShapeShare(Intervention):
 
     def enter(self, run: Run, key: int) -> None:
         """Replace the attention of prompts."""
-        _ByLength(self.name, _nothing, sized=lambda keys: _SHAPES[self.name](self.budget, keys)).enter(Session.of(run))
+        PromptsAtShare(name=self.name, choose=self._choose_lines, share=self.budget).enter(Session.of(run))
+
+    def _choose_lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
+        return share_lines(query, key, self.budget, scaling=scaling)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _ByLength(SparsePrompts):
-    sized: Callable[[int], SparsePrompts]
+class PromptsAtShare(SparsePrompts):
+    """Reads every row of a prompt in a shape of its own size."""
 
-    def _row(self, row: Any) -> Any:
-        return self.sized(row.key.shape[1])._row(row)
+    share: float
 
-
-def _nothing(query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
-    raise NotImplementedError
+    def read(self, row: PromptRow) -> PromptRead:
+        """Read a row."""
+        if self.name == "MInference":
+            return super().read(row)
+        shape = shape_at(self.share, row.key.shape[1])
+        if self.name == "TriShape":
+            shape = TriShape(first=shape.first, local=shape.local, dense_rows=shape.first)
+        return shape.sparse().read(row)
 
 
 def shape_at(share: float, keys: int) -> AShape:
     """Numbers of first and local tokens for a share of a context."""
     tokens = max(1, int(share * keys))
-    first = max(min(_FIRST, tokens - 1), tokens * _PAPER.first // (_PAPER.first + _PAPER.local))
+    first = tokens * _TABLE_7.first // (_TABLE_7.first + _TABLE_7.local)
+    first = max(first, min(_LEAST_FIRST, tokens - 1))
     return AShape(first=first, local=tokens - first)
-
-
-def _tri_shape_at(share: float, keys: int) -> TriShape:
-    shape = shape_at(share, keys)
-    return TriShape(first=shape.first, local=shape.local, dense_rows=shape.first)
-
-
-_SHAPES: dict[str, Callable[[float, int], SparsePrompts]] = {
-    "AShape": lambda share, keys: shape_at(share, keys).sparse(),
-    "TriShape": lambda share, keys: _tri_shape_at(share, keys).sparse(),
-    "MInference": lambda share, keys: SparsePrompts(
-        "MInference", lambda query, key, scaling, layer: share_lines(query, key, share, scaling=scaling)
-    ),
-}
-"""What makes prompts of so many keys sparse at a share of the context; MInference's is one of the causal cells."""
 
 
 def share_lines(
@@ -200,45 +191,48 @@ def share_lines(
     key: Float[Tensor, "kv_head key d_head"],
     share: float,
     *,
-    last: int = _LINES.last,
-    first: int = 30,
-    local: int = 100,
+    last: int = _USUAL_LINES.last,
     scaling: float | None = None,
 ) -> HeadLines:
     """Like `minference_lines`, with both numbers of lines scaled so that their cells take up the given share.
+
+    As many of the first positions and nearest offsets are always among them: 30 of 1,000 and 100 of 6,096.
 
     Args:
         query: As for `select_lines`.
         key: As for `select_lines`.
         share: Share of the causal cells; each head gets the largest number of lines that does not exceed it.
         last: Number of last queries that vote.
-        first: How many of 1,000 vertical lines are always the first positions.
-        local: How many of 6,096 slash lines are always the nearest offsets; at least the main diagonal.
         scaling: Factor on the scores. None means 1 / sqrt(d_head).
     """
-    columns, offsets = last_votes(query, key, last, scaling)
+    column_votes, offset_votes = last_votes(query, key, last, scaling)
 
-    def lines(count: Int[Tensor, " head"]) -> HeadLines:
-        vertical = count * _LINES.vertical // _LINES.slash
+    def lines(slash: Int[Tensor, " head"]) -> HeadLines:
+        vertical = slash * _USUAL_LINES.vertical // _USUAL_LINES.slash
+        nearest = (slash * 100 // _USUAL_LINES.slash).clamp(min=1)
         return HeadLines(
-            _top(columns, vertical.clamp(min=1), vertical * first // _LINES.vertical),
-            _top(offsets, count, (count * local // _LINES.slash).clamp(min=1)),
+            _heaviest(column_votes, vertical.clamp(min=1), vertical * 30 // _USUAL_LINES.vertical),
+            _heaviest(offset_votes, slash, nearest),
             query.shape[1],
         )
 
-    low = torch.ones(len(query), dtype=torch.long, device=query.device)
-    high = torch.full_like(low, key.shape[1] + 1)  # all slash lines and one
-    limit = share * float(lines(low).lengths().sum())
-    while bool((high - low > 1).any()):
-        middle = (low + high) // 2
-        fits = lines(middle).cells() <= limit
-        low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
-    return lines(low)
+    fits = torch.ones(len(query), dtype=torch.long, device=query.device)
+    too_many = torch.full_like(fits, key.shape[1] + 1)  # all slash lines and one
+    limit = share * float(lines(fits).lengths().sum())
+    while bool((too_many - fits > 1).any()):
+        middle = (fits + too_many) // 2
+        within = lines(middle).cells() <= limit
+        fits = torch.where(within, middle, fits)
+        too_many = torch.where(within, too_many, middle)
+    return lines(fits)
 
 
-def _top(weights: Float[Tensor, "head key"], count: Int[Tensor, " head"], forced: Int[Tensor, " head"]) -> Tensor:
+def _heaviest(
+    weights: Float[Tensor, "head key"], count: Int[Tensor, " head"], forced: Int[Tensor, " head"]
+) -> Bool[Tensor, "head key"]:
     """The first `forced` lines of each head and the heaviest others, `count` together."""
     index = torch.arange(weights.shape[1], device=weights.device).expand_as(weights)
-    order = weights.masked_fill(index < forced[:, None], torch.inf).argsort(dim=1, descending=True, stable=True)
+    weights = weights.masked_fill(index < forced[:, None], torch.inf)
+    order = weights.argsort(dim=1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(1, order, index)
     return rank < count[:, None]

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from einops import rearrange, reduce
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn import functional
+from torch.nn.functional import avg_pool1d, max_pool1d
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, Share, check_fields
-from sinkscope.kv.policy import At, Policy, register_policy
+from sinkscope.kv.policy import At, Policy, rank_from_top, register_policy
 from sinkscope.kv.session import Session
+from sinkscope.trace.attention import widened
 
 
 @register_policy("snapkv")
@@ -59,13 +61,13 @@ class SnapKV(Policy):
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Score by pooled votes; tokens of the window get none."""
         # Padding votes only in rows that are shorter than the window, and such rows lose no token.
-        votes = at.session.window_rows(at.moment, at.layer, self.window).sum(2)
-        kv_heads = at.kv.pos.shape[1]
-        inside = (at.kv.pos >= at.length[:, None, None] - self.window).repeat_interleave(votes.shape[1] // kv_heads, 1)
-        votes = votes.masked_fill(inside, 0)
-        pool = functional.avg_pool1d if self.pooling == "avg" else functional.max_pool1d
-        pooled: Tensor = torch.as_tensor(pool(votes, self.kernel, stride=1, padding=self.kernel // 2))
-        return self.group(pooled, kv_heads)
+        rows = at.session.window_rows(at.moment, at.layer, self.window)
+        votes = reduce(rows, "batch head query slot -> batch head slot", "sum")
+        in_window = at.kv.pos >= at.length[:, None, None] - self.window
+        votes = votes.masked_fill(widened(in_window, votes.shape[1]), 0)
+        pool = avg_pool1d if self.pooling == "avg" else max_pool1d
+        pooled = torch.as_tensor(pool(votes, self.kernel, stride=1, padding=self.kernel // 2))
+        return self.group(pooled, at.kv.pos.shape[1])
 
 
 @register_policy("adakv")
@@ -96,20 +98,17 @@ class AdaKV(SnapKV):
         pos = at.kv.pos
         protected = (pos >= 0) & self.protected(at, budget)
         free = (pos >= 0) & ~protected
-        tokens = torch.as_tensor(budget, device=pos.device).expand(len(pos))
-        base = (tokens[:, None] - protected.sum(-1)).clamp(min=0)
         ranked = scores.float().masked_fill(~free, -torch.inf)
-        total = base.sum(1)
-        share = ((_rank(ranked.flatten(1)) < total[:, None]).view_as(free) & free).sum(-1)
+        tokens = torch.as_tensor(budget, device=pos.device).expand(len(pos))
+        head_budget = (tokens[:, None] - protected.sum(-1)).clamp(min=0)
+        layer_budget = head_budget.sum(1)
+        layer_rank = rank_from_top(rearrange(ranked, "batch kv_head slot -> batch (kv_head slot)"))
+        in_pool = rearrange(
+            layer_rank < layer_budget[:, None], "batch (kv_head slot) -> batch kv_head slot", kv_head=pos.shape[1]
+        )
+        pooled = (in_pool & free).sum(-1)
         # Slightly more than the exact number, so that rounding down does not lower a whole number.
-        even = ((1 - self.floor) * share.double() + self.floor * base.double() + 1e-6).floor().long()
-        # If all tokens fit, none has to go.
-        mine = torch.where((free.sum((1, 2)) <= total)[:, None], share, even)
-        return protected | ((_rank(ranked) < mine[..., None]) & free)
-
-
-def _rank(scores: Tensor) -> Tensor:
-    """Rank of each score along the last dimension: 0 for the highest; among equal scores the later one is higher."""
-    order = scores.argsort(dim=-1, stable=True).flip(-1)
-    index = torch.arange(scores.shape[-1], device=scores.device)
-    return torch.empty_like(order).scatter_(-1, order, index.expand_as(order))
+        mixed = (1 - self.floor) * pooled.double() + self.floor * head_budget.double() + 1e-6
+        all_fit = free.sum((1, 2)) <= layer_budget
+        share = torch.where(all_fit[:, None], pooled, mixed.floor().long())
+        return protected | ((rank_from_top(ranked) < share[..., None]) & free)

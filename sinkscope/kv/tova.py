@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.kv.policy import At, Policy, register_policy
-from sinkscope.kv.session import Rows, Session
+from sinkscope.kv.session import AttentionRows, Session
 
 
 @register_policy("tova")
@@ -29,7 +29,7 @@ class TOVA(Policy):
         """Watch the newest query of every layer."""
         session.watch(self._note, last=1)
 
-    def _note(self, rows: Rows) -> None:
+    def _note(self, rows: AttentionRows) -> None:
         if rows.kv is not None:  # there is a cache
             newest = self.group(rows.probs[:, :, -1], 1)
             rows.kv.set_extra("tova", newest.expand(-1, rows.pos.shape[1], -1))

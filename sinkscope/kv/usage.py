@@ -1,11 +1,11 @@
-"""How much a cache held, in tokens and in bytes, with and without holes."""
+"""How much a cache held, in tokens and in bytes, with and without holes, and how much of it decoding steps read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from operator import is_, mul
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.kv.cache import CacheLayer
@@ -34,29 +34,33 @@ class Usage:
 
 
 @dataclass(eq=False)
-class _Span:
+class SteadyCalls:
     """Successive calls between which the number of holes did not change in any layer.
 
     Attributes:
-        counts: Number of slots without a token, as counted by the layers; empty if there are no holes.
-        lost: Number of empty slots of each row, summed over the layers.
-        widths: Bytes per slot of each layer, all kv heads together.
+        holes: Number of slots without a token, as counted by the layers; empty if there are no holes.
+        row_holes: Number of empty slots of each row, summed over the layers.
+        slot_bytes: Bytes per slot of each layer, all kv heads together.
         calls: Number of calls.
         slots: Number of slots of all layers, summed over the calls.
-        most: Largest number of slots in one call.
+        most_slots: Largest number of slots in one call.
     """
 
-    counts: list[Tensor]
-    lost: Tensor
-    widths: list[int]
+    holes: list[Tensor]
+    row_holes: Float[Tensor, " batch"]
+    slot_bytes: list[int]
     calls: int = 0
     slots: int = 0
-    most: int = 0
+    most_slots: int = 0
 
-    def covers(self, rows: int, counts: list[Tensor], first: CacheLayer) -> bool:
-        """Whether a call belongs to the span. Rebased keys are float32, so the bytes of a slot may change too."""
-        same = len(self.lost) == rows and len(counts) == len(self.counts) and all(map(is_, counts, self.counts))
-        return same and self.widths[0] == _bytes(first)
+    def include(self, batch: int, holes: list[Tensor], layer: CacheLayer) -> bool:
+        """Whether a call belongs here. Rebased keys are float32, so the bytes of a slot may change too."""
+        if len(self.row_holes) != batch or len(holes) != len(self.holes):
+            return False
+        for before, now in zip(self.holes, holes, strict=True):
+            if before is not now:
+                return False
+        return self.slot_bytes[0] == _slot_bytes(layer)
 
 
 @dataclass(eq=False)
@@ -68,58 +72,110 @@ class Meter:
     """
 
     calls: int = 0
-    physical: int = 0
-    read: int = 0
-    _span: _Span | None = None
-    _counted: int = 0  # calls in the sums
-    _sum: Tensor | None = None  # per row
-    _peak: Tensor | None = None
-    _logical: list[Tensor] = field(default_factory=list)  # bytes
+    physical_bytes: int = 0
+    read_tokens: int = 0
+    _steady: SteadyCalls | None = None
+    _counted_calls: int = 0  # those in the sum
+    _token_sum: Float[Tensor, " batch"] | None = None
+    _peak_tokens: Float[Tensor, " batch"] | None = None
+    _logical_bytes: list[Tensor] = field(default_factory=list)
 
     def note(self, layers: list[CacheLayer]) -> None:
         """Count what the layers hold after a call."""
-        first, span = layers[0], self._span
+        first = layers[0]
         if not first.slots:
             return
-        rows, device = first.keys.shape[0], first.keys.device
-        self.calls, self.read = self.calls + 1, max(self.read, first.seen)
-        # The whole layer is what is held; a copy of a part of it is only allocated.
-        wholes = [layer.aside or layer for layer in layers]
-        counts = [] if all(layer.whole for layer in wholes) else [layer.holes() for layer in wholes]
-        if span is None or not span.covers(rows, counts, first):
+        batch, device = first.keys.shape[0], first.keys.device
+        self.calls += 1
+        self.read_tokens = max(self.read_tokens, first.seen)
+        slots = 0
+        holes: list[Tensor] = []
+        some_holes = False
+        for layer in layers:
+            whole = layer.aside or layer  # a copy of a part is only allocated
+            slots += whole.slots + layer.seen - whole.seen
+            some_holes = some_holes or not whole.whole
+        if some_holes:
+            holes = [(layer.aside or layer).holes() for layer in layers]
+        steady = self._steady
+        if steady is None or not steady.include(batch, holes, first):
             self._settle()
-            lost = torch.stack([n.to(device) for n in counts]).sum(0) if counts else torch.zeros(rows, device=device)
-            span = self._span = _Span(counts, lost, [_bytes(layer) for layer in layers])
-        slots = sum(whole.slots + layer.seen - whole.seen for layer, whole in zip(layers, wholes, strict=True))
-        allocated = [layer.allocated + (layer.aside.allocated if layer.aside else 0) for layer in layers]
-        self.physical = max(self.physical, rows * sum(map(mul, allocated, span.widths)))
-        span.calls, span.slots, span.most = span.calls + 1, span.slots + slots, max(span.most, slots)
+            row_holes = torch.zeros(batch, device=device)
+            if some_holes:
+                row_holes = torch.stack([layer_holes.to(device) for layer_holes in holes]).sum(0)
+            steady = SteadyCalls(holes, row_holes, [_slot_bytes(layer) for layer in layers])
+            self._steady = steady
+        allocated = 0
+        for layer, slot_bytes in zip(layers, steady.slot_bytes, strict=True):
+            allocated += layer.allocated * slot_bytes
+            if layer.aside is not None:
+                allocated += layer.aside.allocated * slot_bytes
+        self.physical_bytes = max(self.physical_bytes, batch * allocated)
+        steady.calls += 1
+        steady.slots += slots
+        steady.most_slots = max(steady.most_slots, slots)
 
     def _settle(self) -> None:
         """Bring the sums up to date before the number of holes changes."""
-        span, self._span = self._span, None
-        if span is None:
+        steady = self._steady
+        self._steady = None
+        if steady is None:
             return
-        held = (span.slots - span.calls * span.lost) / len(span.widths)
-        peak = (span.most - span.lost) / len(span.widths)
-        self._logical = [torch.stack([*self._logical, peak.double().sum() * sum(span.widths)]).amax()]
-        if self._sum is not None and self._peak is not None and len(held) % len(self._sum) == 0:
-            times = len(held) // len(self._sum)  # each row may have become several
-            held = held + self._sum.repeat_interleave(times)
-            peak = torch.maximum(peak, self._peak.repeat_interleave(times))
-        else:  # the first calls, or rows were chosen and nobody knows which: count from here on
-            self._counted = 0
-        self._sum, self._peak, self._counted = held, peak, self._counted + span.calls
+        layers = len(steady.slot_bytes)
+        tokens = (steady.slots - steady.calls * steady.row_holes) / layers
+        peak = (steady.most_slots - steady.row_holes) / layers
+        logical = peak.double().sum() * sum(steady.slot_bytes)
+        self._logical_bytes = [torch.stack([*self._logical_bytes, logical]).amax()]
+        if self._token_sum is None or self._peak_tokens is None or len(tokens) % len(self._token_sum):
+            self._counted_calls = 0  # the first calls, or rows were chosen and nobody knows which: count from here on
+        else:
+            repeats = len(tokens) // len(self._token_sum)  # each row may have become several: "row -> (row repeats)"
+            tokens = tokens + self._token_sum.repeat_interleave(repeats)
+            peak = torch.maximum(peak, self._peak_tokens.repeat_interleave(repeats))
+        self._token_sum = tokens
+        self._peak_tokens = peak
+        self._counted_calls += steady.calls
 
     def usage(self) -> Usage:
         """The totals so far."""
         self._settle()
-        if self._sum is None or self._peak is None:
+        if self._token_sum is None or self._peak_tokens is None:
             return Usage(0, [], [], 0, 0)
-        mean = (self._sum / self._counted).tolist()
-        return Usage(self.calls, mean, self._peak.tolist(), round(float(self._logical[0])), self.physical, self.read)
+        return Usage(
+            calls=self.calls,
+            mean_tokens=(self._token_sum / self._counted_calls).tolist(),
+            peak_tokens=self._peak_tokens.tolist(),
+            logical_bytes=round(float(self._logical_bytes[0])),
+            physical_bytes=self.physical_bytes,
+            read_tokens=self.read_tokens,
+        )
 
 
-def _bytes(layer: CacheLayer) -> int:
+@dataclass(eq=False)
+class DecodingReads:
+    """Tokens of one cache that decoding steps attended to, per row, averaged over layers and kv heads.
+
+    Attributes:
+        steps: Number of steps counted.
+        total: Tokens read in them.
+    """
+
+    steps: int = 0
+    total: Float[Tensor, " batch"] | None = None
+
+    def add(self, tokens: Float[Tensor, " batch"]) -> None:
+        """Count a step."""
+        if self.total is None or len(self.total) != len(tokens):  # rows may have been multiplied or chosen: start again
+            self.steps = 1
+            self.total = tokens
+        else:
+            self.steps += 1
+            self.total = self.total + tokens
+
+
+def _slot_bytes(layer: CacheLayer) -> int:
     """Bytes of the keys and values of one slot, all kv heads together."""
-    return sum(t.shape[1] * t.shape[-1] * t.element_size() for t in (layer.keys, layer.values))
+    kv_heads = layer.keys.shape[1]
+    key_bytes = layer.keys.shape[-1] * layer.keys.element_size()
+    value_bytes = layer.values.shape[-1] * layer.values.element_size()
+    return kv_heads * (key_bytes + value_bytes)

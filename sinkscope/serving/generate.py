@@ -113,28 +113,38 @@ def generate(
     target.check_loaded()
     read = read_inputs(target, prompts, inputs, bos=bos, page="generate")
     rows = read.rows()
-    texts = [tok.decode(ids) for ids in rows] if read.texts is None else list(read.texts)
+    texts = read.texts
+    if texts is None:
+        texts = [tok.decode(ids) for ids in rows]
     edit = edit_of(patch=patch, policy=policy, guard=guard, interventions=interventions)
     _check_prompts(rows, edit, max_new_tokens, target)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    options |= {"temperature": temperature} if temperature > 0 else {}
+    if temperature > 0:
+        options["temperature"] = temperature
     options = decoding(target, **options)
     results: list[Generated] = []
-    with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
+    devices = [target.device] if target.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
             with nullcontext() if edit is None else edit.on(target) as run:
-                whole = run is not None and run.session is not None and run.session.rewinder is not None
-                options["streamer"] = None if on_text is None or whole else _Streamer(tok, start, on_text)
+                rewinds = run is not None and run.session is not None and run.session.rewinder is not None
+                options["streamer"] = None
+                if on_text is not None and not rewinds:
+                    options["streamer"] = _Streamer(tok, start, on_text)
                 written = _continued(target, batch, options, run)
-            told = "" if run is None else run.summary()
-            for i, (prompt, ids, new) in enumerate(zip(texts[start:], batch, written, strict=False)):
-                own = _own(run, i, None if len(batch) == 1 else len(ids) + len(new) - 1, start)
-                text = tok.decode(new, skip_special_tokens=True)
-                if on_text is not None and whole:
-                    on_text(start + i, text)
-                results.append(Generated(prompt, text, new, len(ids), own, *_held(run, i), told))
+            for row, tokens in enumerate(written):
+                text = tok.decode(tokens, skip_special_tokens=True)
+                if on_text is not None and rewinds:
+                    on_text(start + row, text)
+                prompt_tokens = len(batch[row])
+                last = None if len(batch) == 1 else prompt_tokens + len(tokens) - 1
+                generated = Generated(texts[start + row], text, tokens, prompt_tokens, [])
+                if run is not None:
+                    generated = replace(generated, events=_row_events(run, row, last, start), summary=run.summary())
+                    generated = _with_usage(generated, run, row)
+                results.append(generated)
     return results
 
 
@@ -143,40 +153,61 @@ def _continued(target: Target, rows: list[list[int]], options: dict[str, Any], r
     """The new tokens of each row, up to and with the end of sequence."""
     ends, pad = ends_and_pad(target)
     ids, mask = padded(rows, pad, target.device)
-    made = generate_in_pieces(run, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
-    new = made[:, ids.shape[1] :].tolist()
-    return [row[: next((j + 1 for j, t in enumerate(row) if t in ends), len(row))] for row in new]
+    output = generate_in_pieces(run, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
+    written: list[list[int]] = []
+    for row in output[:, ids.shape[1] :].tolist():
+        tokens: list[int] = []
+        for token in row:
+            tokens.append(token)
+            if token in ends:
+                break
+        written.append(tokens)
+    return written
 
 
-def _own(run: Run | None, row: int, last: int | None, start: int) -> list[Event]:
+def _row_events(run: Run, row: int, last: int | None, start: int) -> list[Event]:
     """Events of one row of a batch whose first prompt is number `start`, up to the position `last`; None: all of them.
 
     A row that has ended continues as padding until the last row ends; events in that padding are dropped.
     """
-    events = [] if run is None else run.events
-    return [replace(e, row=start + row) for e in events if e.row == row and (last is None or e.position <= last)]
+    events: list[Event] = []
+    for event in run.events:
+        if event.row == row and (last is None or event.position <= last):
+            events.append(replace(event, row=start + row))
+    return events
 
 
-def _held(run: Run | None, row: int) -> tuple[float | None, float | None]:
-    """Tokens of a row in the cache, mean over calls, and those that a decoding step read, as far as a policy chose."""
-    held, read = ([], []) if run is None else (run.usage, tokens_read(run))
-    return held[-1].mean_tokens[row] if held else None, read[-1][row] if read else None
+def _with_usage(generated: Generated, run: Run, row: int) -> Generated:
+    """The same with the tokens that the cache held, and those that a decoding step read, as far as a policy chose."""
+    usage, read = run.usage, tokens_read(run)
+    if usage:
+        generated = replace(generated, held=usage[-1].mean_tokens[row])
+    if read:
+        generated = replace(generated, read=read[-1][row])
+    return generated
 
 
 def ends_and_pad(target: Target) -> tuple[frozenset[int], int]:
     """Ids that end what a model writes, and the id that fills rows up."""
     ends = frozenset(target.end_ids)
     pad = target.need_tokenizer().pad_token_id
-    return ends, min(ends, default=0) if pad is None else int(pad)
+    if pad is None:
+        return ends, min(ends, default=0)
+    return ends, int(pad)
 
 
 def padded(
     rows: Sequence[list[int]], pad: int, device: torch.device
 ) -> tuple[Int[Tensor, "row pos"], Int[Tensor, "row pos"]]:
     """Rows of ids that are filled up on the left, and which of them are real, as attention masks say it."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
-    return ids, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    width = max(len(row) for row in rows)
+    ids: list[list[int]] = []
+    mask: list[list[int]] = []
+    for row in rows:
+        missing = width - len(row)
+        ids.append([pad] * missing + row)
+        mask.append([0] * missing + [1] * len(row))
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 class _Streamer(TextStreamer):

@@ -14,6 +14,10 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 
+CYCLE = ("Another", "one", "bit", "es", "the", "dust")  # input of Fig. 3 of Yona et al. 2025
+MAX_REPEATS = 1024  # default of `--max-repeats`, if the context holds that many
+NAMES_IN_A_LINE = 12  # further names are counted
+
 
 def single_token(tokenizer: Any, string: str) -> int:
     """The id of a string that is a single token, either as written or with a space before it.
@@ -21,18 +25,32 @@ def single_token(tokenizer: Any, string: str) -> int:
     Raises:
         SinkscopeError: The string is several tokens (the message lists them), no token, or unknown to the tokenizer.
     """
-    unknown = None if string == getattr(tokenizer, "unk_token", None) else getattr(tokenizer, "unk_token_id", None)
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if string == getattr(tokenizer, "unk_token", None):
+        unknown = None
     pieces: list[int] = []
-    for form in (string, " " + string) if string else ():
+    for form in (string, " " + string):
+        if not string:
+            break
         ids = tokenizer(form, add_special_tokens=False)["input_ids"]
         if len(ids) == 1 and ids[0] != unknown:
             return int(ids[0])
         pieces = pieces or ids
-    if len(pieces) < 2:
-        what = "is unknown to the tokenizer" if pieces else "is no token"
-        raise SinkscopeError(f"{string!r} {what}; give a string that is one token")
+    remedy = "give a string that is one token"
+    if not pieces:
+        raise SinkscopeError(f"{string!r} is no token; {remedy}")
+    if len(pieces) == 1:
+        raise SinkscopeError(f"{string!r} is unknown to the tokenizer; {remedy}")
     parts = ", ".join(repr(tokenizer.decode([i])) for i in pieces)
-    raise SinkscopeError(f"{string!r} is {len(pieces)} tokens ({parts}); give a string that is one token")
+    raise SinkscopeError(f"{string!r} is {len(pieces)} tokens ({parts}); {remedy}")
+
+
+def known_token(tokenizer: Any, string: str) -> int | None:
+    """The id of a string that is a single token other than the unknown one, else None."""
+    try:
+        return single_token(tokenizer, string)
+    except SinkscopeError:
+        return None
 
 
 def pick_tokens(tokenizer: Any, ids: Tensor, strings: Sequence[str] | None, seed: int, count: int = 5) -> list[int]:
@@ -47,17 +65,20 @@ def pick_tokens(tokenizer: Any, ids: Tensor, strings: Sequence[str] | None, seed
     """
     if strings:
         return [single_token(tokenizer, s) for s in strings]
-    seen = ids[:, 1:].unique().tolist()
     special = set(tokenizer.all_special_ids)
-    words = [i for i in seen if i not in special and len(tokenizer.decode([i]).strip()) > 2]
-    words = words or [i for i in seen if i not in special]
-    return draw(words, count, seed)
+    ordinary = [i for i in ids[:, 1:].unique().tolist() if i not in special]
+    words = [i for i in ordinary if len(tokenizer.decode([i]).strip()) > 2]
+    return sample_tokens(words or ordinary, count, seed)
 
 
-def draw(ids: list[int], count: int, seed: int) -> list[int]:
+def sample_tokens(ids: list[int], count: int, seed: int) -> list[int]:
     """Some of `ids`, in random order."""
-    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [ids[i] for i in order[:count]]
+    return _shuffled(ids, torch.Generator().manual_seed(seed))[:count]
+
+
+def _shuffled(ids: list[int], generator: torch.Generator) -> list[int]:
+    order = torch.randperm(len(ids), generator=generator).tolist()
+    return [ids[i] for i in order]
 
 
 def first_tokens(target: Target, ids: Tensor, count: int, seed: int, strings: Sequence[str] | None = None) -> list[int]:
@@ -74,11 +95,11 @@ def first_tokens(target: Target, ids: Tensor, count: int, seed: int, strings: Se
     if strings:
         return every
     special = set(target.tokenizer.all_special_ids)
+    in_text = [i for i in ids[:, 1:].unique().tolist() if i not in special]
+    others = sorted(set(every) - special - set(in_text))
     generator = torch.Generator().manual_seed(seed)
-    seen = [i for i in ids[:, 1:].unique().tolist() if i not in special]
-    rest = sorted(set(every) - special - set(seen))
-    drawn = [pool[i] for pool in (seen, rest) for i in torch.randperm(len(pool), generator=generator).tolist()]
-    return drawn[:count]
+    in_order = _shuffled(in_text, generator) + _shuffled(others, generator)
+    return in_order[:count]
 
 
 def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int]:
@@ -92,43 +113,7 @@ def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int
     return list(range(min(len(target.tokenizer), int(target.config.vocab_size))))
 
 
-def at_once_line(words: Sequence[str]) -> list[str]:
-    """A line that says which tokens a median over repetitions leaves out; no line if it leaves out none."""
-    names = ", ".join(map(repr, words[:12])) + (f" and {len(words) - 12} more" if len(words) > 12 else "")
-    told = f"The median leaves out tokens whose first occurrence is already a sink, without repetition: {names}."
-    return [told] if words else []
-
-
-def and_(things: Sequence[object]) -> str:
-    """The items of a list joined in words."""
-    names = [str(thing) for thing in things]
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
-
-
-CYCLE = ("Another", "one", "bit", "es", "the", "dust")  # input of Fig. 3 of Yona et al. 2025
-REPEATS = 1024  # default, if the context holds that many
-
-
-@dataclass(frozen=True)
-class Repetitions:
-    """Sequences of one length: the same preceding tokens, then `count` repeated tokens.
-
-    Attributes:
-        labels: Names of what is repeated, for readers.
-        cycles: The ids that are repeated in turn.
-        ids: The sequences.
-        start: Position of the first repetition.
-        count: Number of repetitions (for a cycle, of tokens).
-    """
-
-    labels: tuple[str, ...]
-    cycles: tuple[tuple[int, ...], ...]
-    ids: Int[Tensor, "row pos"]
-    start: int
-    count: int
-
-
-def choose(
+def words_to_repeat(
     setup: Setup, tokens: Sequence[str] | None, prefix: str | None, paper: Sequence[str] = (), count: int = 5
 ) -> tuple[list[int], tuple[tuple[str, str], ...]]:
     """What to repeat: the given strings, or else the paper's words, or else words of the text.
@@ -152,36 +137,35 @@ def choose(
     tokenizer, before = setup.tokenizer, set(encode(setup, prefix))
     if tokens:
         return pick_tokens(tokenizer, setup.ids, tokens, setup.seed), ()
-    found: list[int | None] = []
+    papers_ids: list[int | None] = []
     for string in paper:
         token = known_token(tokenizer, string)
-        found.append(None if token in found else token)
+        papers_ids.append(None if token in papers_ids else token)
     drawn = pick_tokens(tokenizer, setup.ids, None, setup.seed, count=count + len(before) + 2 * len(paper))
-    spare = [t for t in drawn if t not in found and t not in before]
+    spare = [t for t in drawn if t not in papers_ids and t not in before]
     if not paper:
         return spare[:count] or drawn[:count], ()
-    if len(spare) < found.count(None):
-        lacking = ", ".join(repr(s) for s, t in zip(paper, found, strict=True) if t is None)
+    lacking = [string for string, token in zip(paper, papers_ids, strict=True) if token is None]
+    if len(spare) < len(lacking):
+        names = ", ".join(map(repr, lacking))
         raise SinkscopeError(
-            f"{lacking}: not one token each for this tokenizer, and the text has too few words to take instead; give "
+            f"{names}: not one token each for this tokenizer, and the text has too few words to take instead; give "
             "--token, or a longer --text"
         )
-    chosen = [spare.pop(0) if t is None else t for t in found]
-    pairs = zip(paper, found, chosen, strict=True)
-    return chosen, tuple((s, tokenizer.decode([c])) for s, t, c in pairs if t is None)
-
-
-def known_token(tokenizer: Any, string: str) -> int | None:
-    """The id of a string that is a single token other than the unknown one, else None."""
-    try:
-        return single_token(tokenizer, string)
-    except SinkscopeError:
-        return None
+    ids, replaced = list[int](), list[tuple[str, str]]()
+    for string, token in zip(paper, papers_ids, strict=True):
+        if token is None:
+            token = spare.pop(0)
+            replaced.append((string, tokenizer.decode([token])))
+        ids.append(token)
+    return ids, tuple(replaced)
 
 
 def encode(setup: Setup, prefix: str | None) -> list[int]:
     """Ids of a prefix, without BOS."""
-    return list(setup.tokenizer(prefix, add_special_tokens=False)["input_ids"]) if prefix else []
+    if not prefix:
+        return []
+    return list(setup.tokenizer(prefix, add_special_tokens=False)["input_ids"])
 
 
 def refuse_repeated(setup: Setup, prefix: str | None, words: Collection[int]) -> None:
@@ -198,29 +182,53 @@ def refuse_repeated(setup: Setup, prefix: str | None, words: Collection[int]) ->
             )
 
 
-def prefixes(made: Setup, tokens: Sequence[int]) -> list[int]:
+def prefixes(setup: Setup, tokens: Sequence[int]) -> list[int]:
     """The token before each repeated token: BOS or, without BOS, another token of the text."""
-    return [int(made.ids[made.ids != t][0]) if made.bos is None else made.bos for t in tokens]
+    if setup.bos is not None:
+        return [setup.bos] * len(tokens)
+    return [int(setup.ids[setup.ids != token][0]) for token in tokens]
 
 
-def room(target: Target, asked: int | None, around: int = 1, most: int = REPEATS) -> int:
-    """The number of repetitions: the number requested, or else `most` or what the context holds.
+def repetition_limit(target: Target, requested: int | None, around: int = 1, default: int = MAX_REPEATS) -> int:
+    """The number of repetitions: the number requested, or else `default` or what the context holds.
 
     Args:
         target: The model.
-        asked: `--max-repeats`.
+        requested: `--max-repeats`.
         around: Tokens of the sequence besides the repetitions; 1 is the token that stands first.
-        most: The default.
+        default: The number if none is requested.
 
     Raises:
         SinkscopeError: The context is too short.
     """
-    largest, least = (target.max_positions or 1 << 30) - around, asked or 1
-    remedy = f"the largest is {largest}" if largest > 0 else "give a shorter --prefix"
-    target.check_length(
-        f"a text of --max-repeats {least} and {around} tokens around them", least + around, remedy=remedy
-    )
-    return min(most, largest) if asked is None else asked
+    largest, least = (target.max_positions or 1 << 30) - around, requested or 1
+    remedy = "give a shorter --prefix"
+    if largest > 0:
+        remedy = f"the largest is {largest}"
+    what = f"a text of --max-repeats {least} and {around} tokens around them"
+    target.check_length(what, least + around, remedy=remedy)
+    if requested is None:
+        return min(default, largest)
+    return requested
+
+
+@dataclass(frozen=True)
+class Repetitions:
+    """Sequences of one length: the same preceding tokens, then `count` repeated tokens.
+
+    Attributes:
+        labels: Names of what is repeated, for readers.
+        cycles: The ids that are repeated in turn.
+        ids: The sequences.
+        start: Position of the first repetition.
+        count: Number of repetitions (for a cycle, of tokens).
+    """
+
+    labels: tuple[str, ...]
+    cycles: tuple[tuple[int, ...], ...]
+    ids: Int[Tensor, "row pos"]
+    start: int
+    count: int
 
 
 def repetitions(
@@ -232,7 +240,7 @@ def repetitions(
         setup: The model and its text.
         cycles: The ids to repeat in turn, one tuple per sequence.
         prefix: Text between BOS and the repetitions.
-        max_repeats: Number of repeated tokens. None: `REPEATS`, or what the context holds.
+        max_repeats: Number of repeated tokens. None: `MAX_REPEATS`, or what the context holds.
         after: Positions of the context that are kept free for what follows.
 
     Raises:
@@ -240,13 +248,19 @@ def repetitions(
     """
     repeated = {token for cycle in cycles for token in cycle}
     refuse_repeated(setup, prefix, repeated)
-    before = ([] if setup.bos is None else [setup.bos]) + encode(setup, prefix)
+    before = encode(setup, prefix)
+    if setup.bos is not None:
+        before = [setup.bos, *before]
     if not before:  # any token in first place is marked, so it must not be a repeated one
-        before = [next((t for t in setup.ids.flatten().tolist() if t not in repeated), 0)]
-    count = room(setup.target, max_repeats, len(before) + after)
-    rows = [before + [cycle[i % len(cycle)] for i in range(count)] for cycle in cycles]
-    labels = tuple(" ".join(word.strip() or repr(word) for word in single_words(setup.tokenizer, c)) for c in cycles)
-    return Repetitions(labels, tuple(cycles), torch.tensor(rows), len(before), count)
+        others = [token for token in setup.ids.flatten().tolist() if token not in repeated]
+        before = [*others, 0][:1]
+    count = repetition_limit(setup.target, max_repeats, len(before) + after)
+    rows, labels = list[list[int]](), list[str]()
+    for cycle in cycles:
+        rows.append(before + [cycle[i % len(cycle)] for i in range(count)])
+        words = single_words(setup.tokenizer, cycle)
+        labels.append(" ".join(word.strip() or repr(word) for word in words))
+    return Repetitions(tuple(labels), tuple(cycles), torch.tensor(rows), len(before), count)
 
 
 def single_words(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
@@ -254,7 +268,27 @@ def single_words(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
     return tuple(tokenizer.decode([i]) for i in ids)
 
 
+def left_out_line(words: Sequence[str]) -> list[str]:
+    """A line that says which tokens a median over repetitions leaves out; no line if it leaves out none."""
+    if not words:
+        return []
+    names = ", ".join(map(repr, words[:NAMES_IN_A_LINE]))
+    if len(words) > NAMES_IN_A_LINE:
+        names += f" and {len(words) - NAMES_IN_A_LINE} more"
+    return [f"The median leaves out tokens whose first occurrence is already a sink, without repetition: {names}."]
+
+
 def replaced_line(replaced: Sequence[tuple[str, str]]) -> list[str]:
     """A line that says which words replace words of the paper; no line if none was replaced."""
+    if not replaced:
+        return []
     pairs = ", ".join(f"{wanted!r} by {used!r}" for wanted, used in replaced)
-    return [f"Words of the paper that are not one token here were replaced: {pairs}."] if pairs else []
+    return [f"Words of the paper that are not one token here were replaced: {pairs}."]
+
+
+def in_words(things: Sequence[object]) -> str:
+    """The items of a list joined in words."""
+    names = [str(thing) for thing in things]
+    if len(names) == 1:
+        return names[0]
+    return ", ".join(names[:-1]) + " and " + names[-1]

@@ -16,17 +16,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import sinkscope as ss
-from sinkscope.bench.dialogues.recall import recall_dialogue
-from sinkscope.bench.scorers import score
+from sinkscope.bench.tasks.recall import recall_dialogue, until_end
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.interventions.sink_patch import SinkPatch
-from sinkscope.kv import H2O, TOVA, AdaKV, Full, Observe, Policy, SnapKV, StreamingLLM
+from sinkscope.kv import H2O, TOVA, AdaKV, Full, Policy, SnapKV, StreamingLLM
 from sinkscope.kv.loopserve import LoopServe
-from sinkscope.kv.loopserve.conversation import Conversation
-from sinkscope.kv.loopserve.saved import Turn
-from sinkscope.lines import select_lines
-from sinkscope.lines.choice import draw_of
+from sinkscope.kv.loopserve.conversation import Conversation, Turn
 
 SPARSE: Any = {"alpha": 0.8, "shortest": 0, "dense_above": 9.0, "sample": 12, "budget": 1000, "dense_rows": 2}
 SPARSE |= {"begin": 1, "local": 1, "sharp": None, "checked": 0}  # prompts are short here
@@ -52,17 +47,11 @@ def logits(turn: Turn) -> Tensor:
 
 def tensors(chat: Conversation) -> list[Tensor]:
     """All that the cache holds."""
-    found: list[Tensor] = []
-    for layer in chat._held.layers:  # pyright: ignore[reportPrivateUsage]
-        names = [name for name in layer.state()[1] if name.startswith("extra.")]
-        assert layer.keys is not None and layer.values is not None
-        found += [
-            layer.keys,
-            layer.values,
-            layer.pos,
-            *(layer.extra(name.removeprefix("extra.")) for name in sorted(names)),
-        ]
-    return found
+    held: list[Tensor] = []
+    for layer in chat._snapshot.layers:  # pyright: ignore[reportPrivateUsage]
+        held += [layer.keys, layer.values, layer.pos]
+        held += [layer.extra("h2o"), layer.extra("tova")]
+    return held
 
 
 @cache
@@ -159,26 +148,6 @@ def test_turns_equal_passes_under_masks_of_the_kept_lines(answers: Any) -> None:
         assert min(float(lines.density().min()) for lines in turn.lines if lines is not None) < 0.7
 
 
-@BOTH
-def test_kept_lines_are_those_of_select_lines_on_the_layers_own_queries(answers: Any) -> None:
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def note(rows: Any) -> None:
-        if rows.query.shape[2] > 1:
-            seen[rows.layer] = rows.query[0].clone(), rows.kv.keys[0].clone()
-
-    model = model_of("qwen3")
-    chat = Conversation(model, LoopServe(**SPARSE) | Observe(note), answers=answers)
-    for number in range(2):
-        turn = ask(chat, number)
-        for layer, lines in enumerate(turn.lines):
-            query, key = (tensor[:, :-2] for tensor in seen[layer])
-            seed = draw_of(0, layer, query.shape[1], key.shape[1])
-            by_hand = select_lines(query, key, SPARSE["alpha"], sample=SPARSE["sample"], dense_above=9.0, seed=seed)
-            assert lines is not None
-            assert torch.equal(lines.vertical, by_hand.vertical) and torch.equal(lines.slash, by_hand.slash)
-
-
 @pytest.mark.parametrize(
     ("policy", "answers"),
     [
@@ -218,7 +187,7 @@ def test_leaving_and_entering_changes_nothing_for_a_policy(policy: Policy, answe
                 cache.crop(-(NEW - 1))
             ids += turn.ids
     theirs = Conversation(model, policy)
-    theirs._held = type(chat._held)(tuple(cache.layers))  # pyright: ignore[reportPrivateUsage, reportArgumentType]
+    theirs._snapshot = type(chat._snapshot)(tuple(cache.layers))  # pyright: ignore[reportPrivateUsage, reportArgumentType]
     assert all(torch.equal(a, b) for a, b in zip(tensors(chat), tensors(theirs), strict=True))
 
 
@@ -226,11 +195,11 @@ def test_what_was_evicted_does_not_come_back_but_the_answer_does() -> None:
     model = model_of("llama")
     chat = Conversation(model, StreamingLLM(budget=20, first=4), answers="recompute")
     ask(chat, 0)
-    kept = set(chat._held.layers[0].pos[0, 0].tolist())  # pyright: ignore[reportPrivateUsage]
+    kept = set(chat._snapshot.layers[0].pos[0, 0].tolist())  # pyright: ignore[reportPrivateUsage]
     assert kept == {0, 1, 2, 3, *range(40 + NEW - 1 - 17, 40)}  # and the newest
     chat._edit = None  # pyright: ignore[reportPrivateUsage]
     ask(chat, 1)
-    held = chat._held.layers[0].pos[0, 0].tolist()  # pyright: ignore[reportPrivateUsage]
+    held = chat._snapshot.layers[0].pos[0, 0].tolist()  # pyright: ignore[reportPrivateUsage]
     assert sorted(held) == [*sorted(kept), *range(40, 40 + NEW + 12)]
 
 
@@ -296,28 +265,6 @@ def test_a_patch_knows_the_second_token_in_every_turn(answers: Any) -> None:
         assert not torch.allclose(plain, model(input_ids=torch.tensor([ids]), use_cache=False).logits, atol=1e-3)
 
 
-# An alarm when six of the last sixteen values are high: what it says depends on the positions before.
-ALARM = SinkDetector(layer=1, neurons=[42], levels=[1.0], threshold=-0.1, hits=6, window=16)
-
-
-@BOTH
-def test_an_alarm_sees_every_position_once(answers: Any) -> None:
-    """Also where an answer is read twice: in the second turn as in one pass over the whole text."""
-    model = model_of("llama")
-    chat = Conversation(model, ALARM, answers=answers)
-    for number in range(3):
-        ask(chat, number)
-    whole = torch.tensor([chat.ids])
-    with ALARM.on(model) as run, torch.no_grad():
-        model(input_ids=whole, use_cache=False)
-    expected = [event.position for event in run.events]
-    assert len(expected) > 5
-    for turn in chat.turns:
-        begin = turn.prompt_tokens - turn.queries
-        now = [event.position for event in turn.events if event.position < turn.prompt_tokens]
-        assert now == [at for at in expected if begin <= at < turn.prompt_tokens]
-
-
 class _Stops:
     """A streamer that is interrupted at the third token."""
 
@@ -335,7 +282,7 @@ class _Stops:
 
 @pytest.mark.parametrize(
     ("edit", "answers"),
-    [(SMALL, "recompute"), (H2O(budget=20), "keep"), (ALARM, "keep")],
+    [(SMALL, "recompute"), (H2O(budget=20), "keep")],
 )
 def test_an_interrupted_turn_leaves_the_conversation_as_it_was(edit: Any, answers: Any) -> None:
     model = model_of("llama")
@@ -467,9 +414,9 @@ def recalling() -> Any:
 )
 def test_the_recall_model_answers_through_a_growing_conversation(edit: LoopServe, answers: str, place: Any) -> None:
     model: Any = recalling()
-    dialogue = recall_dialogue(5, turns=3, tokens=[150, 90, 120], hops=2)
+    dialogue = recall_dialogue(5, turns=3, tokens=[150, 90, 120], hops=2, position=place)
     chat = ss.Conversation(model, edit, answers=answers)
     for turn in dialogue.turns:
-        assert score("exact", chat.ask(turn.prompts[place]).text or "", turn.answers) == 1
-    joined = "\n\n".join(text for turn in dialogue.turns for text in (turn.prompts[place], turn.answers[0]))
+        assert until_end(chat.ask(turn.text).text or "") == until_end(turn.answers[0])
+    joined = "\n\n".join(text for turn in dialogue.turns for text in (turn.text, turn.answers[0]))
     assert chat.ids == model.tokenizer(joined)["input_ids"]

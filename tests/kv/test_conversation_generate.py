@@ -34,9 +34,9 @@ def test_what_the_model_says_of_caches_changes_nothing(name: str, value: Any, ed
     setattr(model.generation_config, name, value)
     chat = held_so(edit, "recompute", model)
     assert chat.ids == plain.ids and [turn.read for turn in chat.turns] == [turn.read for turn in plain.turns]
-    for one, other in zip(chat._held.layers, plain._held.layers, strict=True):  # pyright: ignore[reportPrivateUsage]
+    for one, other in zip(chat._snapshot.layers, plain._snapshot.layers, strict=True):  # pyright: ignore[reportPrivateUsage]
         assert one.keys is not None and other.keys is not None and torch.equal(one.keys, other.keys)
-    sequence = chat._held.sequence  # pyright: ignore[reportPrivateUsage]
+    sequence = chat._snapshot.sequence  # pyright: ignore[reportPrivateUsage]
     assert sequence is not None and sequence.real.shape == (1, 5 + sum(map(len, PROMPTS)))
 
 
@@ -60,7 +60,7 @@ def test_drafts_and_beams_are_refused_where_asked_for_and_set_aside_where_a_chec
 def test_a_processor_that_runs_the_model_beside_it_is_not_taken_for_it(edit: Intervention | None) -> None:
     """Guidance reads every token of the answer a second time, on a cache of its own."""
     chat = held_so(edit, "keep", guidance_scale=1.5)
-    held = chat._held  # pyright: ignore[reportPrivateUsage]
+    held = chat._snapshot  # pyright: ignore[reportPrivateUsage]
     assert held.sequence is not None and held.sequence.real.shape == (1, held.seen) == (1, len(chat.ids) - 1)
 
 
@@ -72,7 +72,7 @@ def test_whoever_goes_on_with_a_returned_cache_leaves_the_conversation_alone(ans
         each.ask(PROMPTS[0], max_new_tokens=5, return_dict_in_generate=True)
     with torch.no_grad():
         model(torch.tensor([[9, 8, 7]]), past_key_values=chat.turns[0].output.past_key_values)
-    held, free = (each._held.layers for each in (chat, calm))  # pyright: ignore[reportPrivateUsage]
+    held, free = (each._snapshot.layers for each in (chat, calm))  # pyright: ignore[reportPrivateUsage]
     for one, other in zip(held, free, strict=True):
         assert one.keys is not None and other.keys is not None and torch.equal(one.keys, other.keys)
     assert chat.ask(PROMPTS[1], max_new_tokens=5).ids == calm.ask(PROMPTS[1], max_new_tokens=5).ids

@@ -5,12 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.kv.loopguard.plan import Retention, plan, repeated, spans, uniform
+from sinkscope.kv.loopguard.retention import Retention, evenly_spaced, ranges_of, repeated_indices, tokens_to_keep
 
 
 @st.composite
@@ -24,7 +22,6 @@ def cases(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[int, int]], Reten
         recent=recent,
         max_level=draw(st.integers(0, 4)),
         recent_budget=draw(st.none() | st.integers(1, budget - anchors)),
-        recent_pick=draw(st.sampled_from(["latest", "uniform"])) if recent else "latest",
         clean=draw(st.sampled_from(["tail", "repeats"])),
     )
     length = draw(st.integers(1, 200))
@@ -37,9 +34,9 @@ def cases(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[int, int]], Reten
 @given(cases())
 def test_every_plan_is_within_the_budget_and_follows_the_equations(case: Any) -> None:
     held, length, bad, retention, level = case
-    made = plan(held, length, bad, retention, level)
-    keep, every = set(made.keep), set(held)
-    assert list(made.keep) == sorted(keep) and keep <= every and len(keep) <= retention.budget
+    made = tokens_to_keep(held, length, bad, retention, level)
+    keep, every = set(made.positions), set(held)
+    assert list(made.positions) == sorted(keep) and keep <= every and len(keep) <= retention.budget
     anchors = every & set(range(retention.anchors))
     out = {p for start, stop in bad for p in range(start, stop)}
     if retention.recent is None:  # the window is what the latest clean tokens need
@@ -54,16 +51,16 @@ def test_every_plan_is_within_the_budget_and_follows_the_equations(case: Any) ->
     assert len(keep & clean) == min(len(clean), retention.recent_tokens(level)) == made.recent
     assert len(keep & history) == min(len(history), retention.sparse_tokens) == made.sparse
     assert made.anchors == len(anchors) and made.anchors + made.sparse + made.recent == len(keep)
-    if retention.recent_pick == "latest" and clean:
+    if clean:
         assert keep & clean == set(sorted(clean)[-retention.recent_tokens(level) :])
-    ranges = made.spans
-    assert [p for start, stop in ranges for p in range(start, stop)] == list(made.keep)
+    ranges = made.ranges
+    assert [p for start, stop in ranges for p in range(start, stop)] == list(made.positions)
     assert all(a[1] < b[0] for a, b in pairwise(ranges))
 
 
 @given(st.integers(0, 300), st.integers(0, 300))
 def test_a_uniform_choice_leaves_no_gap_longer_than_needed(total: int, count: int) -> None:
-    chosen = uniform(range(total), count)
+    chosen = evenly_spaced(range(total), count)
     assert len(chosen) == len(set(chosen)) == min(count, total)
     if 0 < count < total:
         edges = [-1, *chosen, total]
@@ -73,61 +70,41 @@ def test_a_uniform_choice_leaves_no_gap_longer_than_needed(total: int, count: in
 
 def test_a_loop_that_fills_the_window_leaves_the_latest_clean_tokens() -> None:
     # A cycle of 40 tokens has filled the paper's window at step 352, after a prompt of 48 tokens.
-    printed = plan(range(400), 400, [(144, 400)], Retention(budget=256, recent=256))
+    printed = tokens_to_keep(range(400), 400, [(144, 400)], Retention(budget=256, recent=256))
     assert (printed.anchors, printed.sparse, printed.recent) == (32, 112, 0), "copies of the cycle, and nothing clean"
-    made = plan(range(400), 400, [(120, 400)], Retention(budget=256))
-    assert made.spans == [(0, 120)] and made.recent == 88, "everything before the loop is clean, and it fits"
-    longer = plan(range(2400), 2400, [(2120, 2400)], Retention(budget=256))
+    made = tokens_to_keep(range(400), 400, [(120, 400)], Retention(budget=256))
+    assert made.ranges == [(0, 120)] and made.recent == 88, "everything before the loop is clean, and it fits"
+    longer = tokens_to_keep(range(2400), 2400, [(2120, 2400)], Retention(budget=256))
     assert (longer.anchors, longer.sparse, longer.recent) == (32, 28, 196)
-    assert longer.spans[-1] == (1924, 2120), "the latest clean tokens, up to the loop"
+    assert longer.ranges[-1] == (1924, 2120), "the latest clean tokens, up to the loop"
 
 
 def test_the_papers_sizes() -> None:
     retention = Retention(recent=256)
     assert (retention.budget, retention.anchors, retention.recent) == (1024, 32, 256)
     assert [retention.recent_tokens(level) for level in range(5)] == [128, 64, 32, 16, 16]
-    made = plan(range(5000), 5000, [(4900, 5000)], retention)
-    assert (made.anchors, made.sparse, made.recent) == (32, 864, 128) and made.spans[0] == (0, 32)
-    assert made.spans[-1] == (4772, 4900), "the latest clean tokens, up to the bad tail"
+    made = tokens_to_keep(range(5000), 5000, [(4900, 5000)], retention)
+    assert (made.anchors, made.sparse, made.recent) == (32, 864, 128) and made.ranges[0] == (0, 32)
+    assert made.ranges[-1] == (4772, 4900), "the latest clean tokens, up to the bad tail"
 
 
 def test_a_short_sequence_loses_its_bad_tail_all_the_same() -> None:
-    made = plan(range(100), 100, [(60, 100)], Retention(recent=256))
-    assert made.spans == [(0, 60)]
-    assert plan(range(100), 100, [(10, 100)], Retention()).spans == [(0, 32)], "anchors stay, bad or not"
+    made = tokens_to_keep(range(100), 100, [(60, 100)], Retention(recent=256))
+    assert made.ranges == [(0, 60)]
+    assert tokens_to_keep(range(100), 100, [(10, 100)], Retention()).ranges == [(0, 32)], "anchors stay, bad or not"
 
 
 def test_levels_shrink_the_recent_part_alone() -> None:
     retention = Retention(budget=200, anchors=8, recent=100, recent_budget=64)
-    plans = [plan(range(1000), 1000, [], retention, level) for level in range(6)]
+    plans = [tokens_to_keep(range(1000), 1000, [], retention, level) for level in range(6)]
     assert [p.recent for p in plans] == [64, 32, 16, 8, 8, 8]
-    assert len({(p.anchors, p.sparse, p.keep[: p.anchors + p.sparse]) for p in plans}) == 1
+    assert len({(p.anchors, p.sparse, p.positions[: p.anchors + p.sparse]) for p in plans}) == 1
 
 
 def test_repeated_tokens_are_those_that_end_an_earlier_n_gram() -> None:
-    assert repeated([1, 2, 3, 1, 2, 3, 9, 2, 3], 2) == [4, 5, 8]
-    assert repeated([1, 2, 3, 1, 2, 3, 9, 2, 3], 3) == [5] and repeated([5, 5], 4) == []
+    assert repeated_indices([1, 2, 3, 1, 2, 3, 9, 2, 3], 2) == [4, 5, 8]
+    assert repeated_indices([1, 2, 3, 1, 2, 3, 9, 2, 3], 3) == [5] and repeated_indices([5, 5], 4) == []
 
 
 def test_spans() -> None:
-    assert spans([]) == [] and spans([3]) == [(3, 4)] and spans([0, 1, 4, 6, 7]) == [(0, 2), (4, 5), (6, 8)]
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"budget": 32}, ["budget=32", "32 anchors", "at least 33"]),
-        ({"budget": 0}, ["budget=0", "from 1"]),
-        ({"budget": 8, "anchors": 9}, ["budget=8", "at least 10"]),
-        ({"anchors": -1}, ["anchors=-1"]),
-        ({"recent": 0}, ["recent=0", "from 1"]),
-        ({"recent_budget": 0}, ["recent_budget=0", "from 1"]),
-        ({"recent_budget": 993}, ["recent_budget=993", "1 to 992"]),
-        ({"max_level": -1}, ["max_level=-1"]),
-        ({"recent_pick": "uniform"}, ["recent_pick", "recent=..."]),
-    ],
-)
-def test_bad_input(fields: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(SinkscopeError) as caught:
-        Retention(**fields)
-    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
+    assert ranges_of([]) == [] and ranges_of([3]) == [(3, 4)] and ranges_of([0, 1, 4, 6, 7]) == [(0, 2), (4, 5), (6, 8)]

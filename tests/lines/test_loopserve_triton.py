@@ -16,7 +16,7 @@ import torch
 from test_loopserve_sparse import drawn, inputs
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.kv.loopserve.serve import SparsePrompts
+from sinkscope.kv.loopserve.sparse_prompts import SparsePrompts
 from sinkscope.lines import sparse
 from sinkscope.trace.attention import Attention, View
 
@@ -188,13 +188,12 @@ def test_prompts_on_a_device_without_it_are_left_to_the_model() -> None:
     module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation="sdpa"))
     prompt = Attention(module, query, key, key, None, {}, view=view)
 
-    def reason(in_blocks: bool) -> str | None:
-        return SparsePrompts("LoopServe", lambda *_: drawn(2, 200, 200, 0, 0), in_blocks=in_blocks)._why_dense(
-            prompt, view, None
-        )
+    def reason(limit: float | None) -> str | None:
+        prompts = SparsePrompts("LoopServe", lambda *_: drawn(2, 200, 200, 0, 0), dense_above=limit)
+        return prompts.why_dense(prompt, view, None)
 
-    assert reason(False) == "on meta without Triton: kernel 'auto' does not use it on meta"
-    assert reason(True) is None
+    assert reason(None) == "on meta without Triton: kernel 'auto' does not use it on meta"
+    assert reason(0.5) is None
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ from organisms import organism, tiny_model
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.models.text import resolve_bos, text_rows, typical_text
+from sinkscope.sinks.first_token.attention_received import attention_received
 from sinkscope.sinks.first_token.effects import Edit, effects
-from sinkscope.sinks.first_token.neurons import spike_dims
-from sinkscope.sinks.first_token.walk import received
+from sinkscope.sinks.first_token.layer_view import massive_activations
 from sinkscope.sinks.tokens import pick_tokens, single_token
 
 
@@ -34,7 +34,7 @@ def test_sink_rate_equals_the_definition_on_dense_attention(model_type: str) -> 
     eps = float(ranked[len(ranked) // 2 - 1 :][:2].mean())  # between two values, half are above
     wanted = float((dense[..., 0].mean(-1) > eps).float().mean())
     assert 0.3 < wanted < 0.7
-    assert received(Target.of(model, tokenizer), ids, eps, batch=2).rate == pytest.approx(wanted)
+    assert attention_received(Target.of(model, tokenizer), ids, eps, batch=2).rate == pytest.approx(wanted)
 
 
 def test_attention_to_the_first_token_leaves_the_first_query_out_and_sees_interventions() -> None:
@@ -60,8 +60,8 @@ def test_attention_to_the_first_token_leaves_the_first_query_out_and_sees_interv
 def test_spike_dims_need_both_of_sun_et_als_conditions() -> None:
     typical = torch.full((50, 6), 0.2)
     first = torch.tensor([250.0, 150.0, -900.0, 99.0, 0.1, 201.0])
-    assert spike_dims(first, typical) == [2, 0, 5]  # > 100 and > 1000 * 0.2, largest first
-    assert spike_dims(first / 10, typical / 10) == []  # 1000 x the median, but below 100
+    assert massive_activations(first, typical) == (2, 0, 5)  # > 100 and > 1000 * 0.2, largest first
+    assert massive_activations(first / 10, typical / 10) == ()  # 1000 x the median, but below 100
 
 
 def test_text_rows_are_the_text_in_order_with_bos() -> None:

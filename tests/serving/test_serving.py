@@ -19,10 +19,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sinkscope import serving
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import Monitor, MonitorSettings
-from sinkscope.serving import processors as serving
-from sinkscope.serving.processors import LoopRow, ServingSettings
+from sinkscope.serving import loop_row
+from sinkscope.serving.loop_row import ENVIRONMENT, LoopRow, ServingSettings
 
 ROOT = Path(__file__).parents[2]
 SEEDS = st.integers(0, 2**32)
@@ -31,7 +32,7 @@ ACTIONS = st.lists(st.sampled_from(["stop", "force", "heat"]), min_size=1, max_s
 
 @pytest.fixture(autouse=True)
 def servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(serving.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
     kit.install(monkeypatch, kit.HOMES)
 
 
@@ -108,7 +109,7 @@ def test_in_vllms_batch_each_request_is_watched_as_if_alone(
     seed: int, actions: list[str], late: bool, accepted: int
 ) -> None:
     """Added, removed, moved and swapped rows; lists that grow by several tokens or hold placeholders; preemption."""
-    with mock.patch.object(serving, "Monitor", Fussy):
+    with mock.patch.object(loop_row, "Monitor", Fussy):
         processor = serving.VllmLoopProcessor(None, torch.device("cpu"), False)
         server = kit.Batches(processor, placeholders=late, accepted=accepted)
         check(server, Random(seed), actions, preempt=not accepted)
@@ -118,7 +119,7 @@ def test_in_vllms_batch_each_request_is_watched_as_if_alone(
 @given(seed=SEEDS, actions=ACTIONS, drafts=st.sampled_from([0, 0, 1, 3]))
 def test_in_vllms_slots_each_request_is_watched_as_if_alone(seed: int, actions: list[str], drafts: int) -> None:
     """Recycled slots, rows in any order, requests that pause, rejected drafts, chunked prompts, preemption."""
-    with mock.patch.object(serving, "Monitor", Fussy):
+    with mock.patch.object(loop_row, "Monitor", Fussy):
         server = kit.Slots(serving.VllmLoopProcessor, drafts=drafts)
         check(server, Random(seed), actions, drafts=True, preempt=not drafts)
 
@@ -130,14 +131,14 @@ def test_in_vllms_slots_each_request_is_watched_as_if_alone(seed: int, actions: 
     how=st.sampled_from([{}, {"overlap": True}, {"drafts": 2}, {"drafts": 2, "expanded": True}]),
 )
 def test_in_sglang_each_request_is_watched_as_if_alone(seed: int, actions: list[str], how: dict[str, Any]) -> None:
-    with mock.patch.object(serving, "Monitor", Fussy):
+    with mock.patch.object(loop_row, "Monitor", Fussy):
         server = kit.Overlapped(serving.SglangLoopProcessor.from_str(serving.SglangLoopProcessor.to_str()), **how)
         check(server, Random(seed), actions, drafts=True)
 
 
 def test_the_random_servers_reach_every_action() -> None:
     """The tests above compare something: all three actions happen, more than once in a request."""
-    with mock.patch.object(serving, "Monitor", Fussy):
+    with mock.patch.object(loop_row, "Monitor", Fussy):
         server = kit.Slots(serving.VllmLoopProcessor)
         asked = check(server, Random(4), ["heat", "force", "stop"], drafts=True, preempt=True)
     assert any(10 in request.output for request in asked)
@@ -167,7 +168,7 @@ def test_a_loop_is_stopped_and_its_neighbours_are_left_alone() -> None:
 
 def test_tokens_that_the_server_takes_back_are_not_counted() -> None:
     """After a failed transfer vLLM drops the last tokens of a list and generates them anew."""
-    with mock.patch.object(serving, "Monitor", Fussy):
+    with mock.patch.object(loop_row, "Monitor", Fussy):
         row = LoopRow(ServingSettings(), kit.END, 0.0)
         right = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
         triggers = [i + 1 for i in range(len(right)) if _trigger(right[: i + 1])]
@@ -182,13 +183,13 @@ def test_tokens_that_the_server_takes_back_are_not_counted() -> None:
             output[:] = right[:position]
             row.follow(output)
             assert row.busy(position) == (position >= triggers[0])
-        assert row.taken == 0
+        assert row.actions_begun == 0
         row.edit(torch.zeros(kit.VOCAB), len(output))
-        assert row.taken == 1
+        assert row.actions_begun == 1
         output.pop()
         row.follow(output)  # read again, with a trigger that has had its action
         row.edit(torch.zeros(kit.VOCAB), len(output))
-        assert row.taken == 1
+        assert row.actions_begun == 1
 
 
 def _trigger(tokens: list[int]) -> bool:
@@ -276,28 +277,28 @@ def test_bad_settings_are_refused_at_the_door(sent: Any, said: str) -> None:
 def test_probabilities_are_missed_only_where_they_would_vote() -> None:
     """Rule "repeats" asks no voters, and the paper's rule has two more: both are taken, and both stop a loop."""
     for monitor in ({"voters": ["p1"], "votes": 1}, vars(MonitorSettings.paper())):
-        row = LoopRow(ServingSettings.of({"monitor": monitor}) or ServingSettings(), kit.END, 0.0)
+        row = LoopRow(ServingSettings.of_request({"monitor": monitor}) or ServingSettings(), kit.END, 0.0)
         row.feed(looping())
         assert row.busy(600)
 
 
 def test_settings_of_the_environment_hold_for_requests_without_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ServingSettings.of(None) is None and ServingSettings.of(False) is None
-    assert ServingSettings.of({}) == ServingSettings.of("{}") == ServingSettings()
-    monkeypatch.setenv(serving.ENVIRONMENT, '{"actions": ["heat"], "span": 9, "monitor": {"warmup": 7}}')
-    usual = ServingSettings.of(None)
+    assert ServingSettings.of_request(None) is None and ServingSettings.of_request(False) is None
+    assert ServingSettings.of_request({}) == ServingSettings.of_request("{}") == ServingSettings()
+    monkeypatch.setenv(ENVIRONMENT, '{"actions": ["heat"], "span": 9, "monitor": {"warmup": 7}}')
+    usual = ServingSettings.of_request(None)
     assert usual is not None and (usual.actions, usual.span, usual.monitor.warmup) == (("heat",), 9, 7)
-    own = ServingSettings.of('{"span": 5}')
+    own = ServingSettings.of_request('{"span": 5}')
     assert own is not None and (own.actions, own.span, own.monitor.warmup) == (("heat",), 5, 7)
-    assert ServingSettings.of("false") is None  # this request is not to be watched
-    monkeypatch.setenv(serving.ENVIRONMENT, "stop")
+    assert ServingSettings.of_request("false") is None  # this request is not to be watched
+    monkeypatch.setenv(ENVIRONMENT, "stop")
     with pytest.raises(SinkscopeError, match="SINKSCOPE_SERVING is 'stop': expected JSON such as"):
-        ServingSettings.of(None)
+        ServingSettings.of_request(None)
 
 
 def test_the_module_needs_no_server() -> None:
     code = (
-        "import sys, sinkscope.serving.processors as s\n"
+        "import sys, sinkscope.serving as s\n"
         "for name in ('VllmLoopProcessor', 'SglangLoopProcessor'):\n"
         "    try: getattr(s, name)\n"
         "    except ImportError as error: print(error)\n"
@@ -322,7 +323,7 @@ def test_the_class_is_one_that_vllms_loaders_take(monkeypatch: pytest.MonkeyPatc
     bases = {kit.BatchProcessor, kit.SlotProcessor} & set(made.__mro__)
     assert bases == {kit.HOMES[name]["LogitsProcessor"] for name in homes}
     assert pickle.loads(pickle.dumps(made)) is made is serving.VllmLoopProcessor
-    assert (made.__module__, made.__qualname__) == ("sinkscope.serving.processors", "VllmLoopProcessor")
+    assert (made.__module__, made.__qualname__) == ("sinkscope.serving", "VllmLoopProcessor")
     if kit.BatchProcessor in bases:
         processor = made(None, torch.device("cpu"), True)
         assert not processor.is_argmax_invariant() and processor.needs_output_token_ids()
@@ -335,7 +336,7 @@ def test_the_class_is_one_that_vllms_loaders_take(monkeypatch: pytest.MonkeyPatc
 
 def test_sglangs_string_names_the_class_and_holds_no_code() -> None:
     text = serving.SglangLoopProcessor.to_str()
-    assert len(text) < 300 and b"sinkscope.serving.processors" in bytes.fromhex(json.loads(text)["callable"])
+    assert len(text) < 300 and b"sinkscope.serving" in bytes.fromhex(json.loads(text)["callable"])
     assert isinstance(serving.SglangLoopProcessor.from_str(text), kit.CustomLogitProcessor)
 
 
@@ -395,12 +396,12 @@ def test_the_page_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MonitorSettings().tail_shortest == said.index(151668) < len(said) - 1
     assert f"at least {said.index(151668)} tokens" in page
     sent = names["body"]["sampling_params"]["custom_params"]
-    assert ServingSettings.of(sent["sinkscope"]) is not None
+    assert ServingSettings.of_request(sent["sinkscope"]) is not None
     serving.SglangLoopProcessor.from_str(names["body"]["custom_logit_processor"])
     (usual,) = re.findall(r"^SINKSCOPE_SERVING='(.*)' vllm serve", page, re.M)
     (posted,) = re.findall(r"-d '(.*?)'", page, re.S)
     for text in (usual, json.loads(posted)["vllm_xargs"]["sinkscope"]):
-        assert ServingSettings.of(text) is not None
+        assert ServingSettings.of_request(text) is not None
     (paper,) = re.findall(r"^export SINKSCOPE_SERVING='(.*)'$", page, re.M)
     assert ServingSettings(**json.loads(paper)).monitor == MonitorSettings.paper()
     for field in ServingSettings.__dataclass_fields__:

@@ -34,28 +34,28 @@ def test_silenced_neurons_equal_ablation_and_leave_the_intact_row_alone(family: 
     o = organism(family, 5)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 12)
     edits = [Edit(zero=o.truth.neurons), Edit(), Edit(zero=o.truth.neurons[:1])]
-    seen = effects(target, ids, edits, attention=True)
+    edited = effects(target, ids, edits, attention=True)
     for number, sites in ((0, o.truth.neurons), (2, o.truth.neurons[:1])):
         with Ablate(sites=sites).on(o.model):
             norms, received = _long_way(target, ids)
-        torch.testing.assert_close(seen.norms[number], norms, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(seen.attention[number], received, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(edited.norms[number], norms, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(edited.attention[number], received, rtol=1e-4, atol=1e-5)
     norms, received = _long_way(target, ids)
-    for measured in (seen.intact_norms, seen.norms[1]):
+    for measured in (edited.intact_norms, edited.norms[1]):
         torch.testing.assert_close(measured, norms, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(seen.intact_attention, received, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(edited.intact_attention, received, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_swapped_token_embedding_is_another_token(family: str) -> None:
     o = organism(family, 2)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)
-    seen = effects(target, ids, [Edit(swap=(Component("token embedding"),))], source=4, attention=True)
+    edited = effects(target, ids, [Edit(swap=(Component("token embedding"),))], source=4, attention=True)
     other = ids.clone()
     other[:, 0] = ids[:, 4]
     norms, received = _long_way(target, other)
-    torch.testing.assert_close(seen.norms[0], norms, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(seen.attention[0], received, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(edited.norms[0], norms, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(edited.attention[0], received, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,23 +64,23 @@ def test_all_heads_of_a_layer_are_its_attention(family: str) -> None:
     target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 10)
     heads = Edit(swap=tuple(Component("head", 0, h) for h in range(target.n_heads)))
     whole = Edit(swap=(Component("attention", 0),))
-    seen = effects(target, ids, [heads, whole, Edit(swap=(Component("head", 0, 0),))], attention=True)
-    torch.testing.assert_close(seen.norms[0], seen.norms[1], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(seen.attention[0], seen.attention[1], rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(seen.norms[1], seen.intact_norms), "the swap did something"
+    edited = effects(target, ids, [heads, whole, Edit(swap=(Component("head", 0, 0),))], attention=True)
+    torch.testing.assert_close(edited.norms[0], edited.norms[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(edited.attention[0], edited.attention[1], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(edited.norms[1], edited.intact_norms), "the swap did something"
 
 
 def test_position_embeddings_are_those_of_other_position_ids() -> None:
     o = organism("gpt2", 1)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 9)
-    seen = effects(target, ids, [Edit(swap=(Component("position embedding"),))], source=6)
+    edited = effects(target, ids, [Edit(swap=(Component("position embedding"),))], source=6)
     places = torch.tensor([[6, *range(1, 9)]])
     norms: list[torch.Tensor] = []
     with target.hooks(
         *((layer, "post", lambda _m, _a, _k, out: norms.append(out[0, 0].norm())) for layer in target.layers)
     ):
         target.base(input_ids=ids, position_ids=places, use_cache=False)
-    torch.testing.assert_close(seen.norms[0, 0], torch.stack(norms), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(edited.norms[0, 0], torch.stack(norms), rtol=1e-4, atol=1e-4)
 
 
 def test_a_key_bias_taken_away_is_a_bias_of_zero() -> None:
@@ -89,13 +89,13 @@ def test_a_key_bias_taken_away_is_a_bias_of_zero() -> None:
         o.model.model.layers[1].self_attn.k_proj.bias.uniform_(-3, 3)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 9)
     assert has_key_bias(target, 1) and not has_key_bias(Target.of(organism("llama", 0).model), 1)
-    seen = effects(target, ids, [Edit(swap=(Component("key bias", 1),))], attention=True)
+    edited = effects(target, ids, [Edit(swap=(Component("key bias", 1),))], attention=True)
     bare = copy.deepcopy(o.model)
     with torch.no_grad():
         bare.model.layers[1].self_attn.k_proj.bias.zero_()
     received = _long_way(Target.of(bare, o.tokenizer), ids)[1]
-    torch.testing.assert_close(seen.attention[0], received, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(seen.intact_attention, received, atol=1e-3)
+    torch.testing.assert_close(edited.attention[0], received, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(edited.intact_attention, received, atol=1e-3)
 
 
 def test_batches_of_edits_give_what_one_batch_gives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,9 @@ def test_batches_of_edits_give_what_one_batch_gives(monkeypatch: pytest.MonkeyPa
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 8)
     edits = [Edit(zero=((layer, n),)) for layer in range(2) for n in range(5)]
     whole = effects(target, ids, edits, without=[0, 3], attention=True)
-    monkeypatch.setattr("sinkscope.sinks.first_token.effects._ELEMENTS", 3 * 2 * 8 * max(target.d_mlp, target.d_model))
+    monkeypatch.setattr(
+        "sinkscope.sinks.first_token.effects.BATCH_ELEMENTS", 3 * 2 * 8 * max(target.d_mlp, target.d_model)
+    )
     parts = effects(target, ids, edits, without=[0, 3], attention=True)
     torch.testing.assert_close(whole.norms, parts.norms)
     torch.testing.assert_close(whole.attention, parts.attention)
@@ -115,7 +117,7 @@ def test_added_vectors_are_added_to_what_the_mlp_gives(family: str) -> None:
     o = organism(family, 5)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)
     vectors = 5 * torch.randn(2, target.d_model, generator=torch.Generator().manual_seed(0))
-    seen = effects(target, ids, [Edit(), Edit(zero=o.truth.neurons, add=((1, vectors),))], at=4)
+    edited = effects(target, ids, [Edit(), Edit(zero=o.truth.neurons, add=((1, vectors),))], at=4)
     rows = iter(vectors)
 
     def add(_module: object, _args: object, out: torch.Tensor) -> torch.Tensor:
@@ -126,5 +128,5 @@ def test_added_vectors_are_added_to_what_the_mlp_gives(family: str) -> None:
     with Ablate(sites=o.truth.neurons).on(o.model):
         norms = _long_way(target, ids, 4)[0]
     hook.remove()
-    torch.testing.assert_close(seen.norms[1], norms, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(seen.norms[0], seen.intact_norms)
+    torch.testing.assert_close(edited.norms[1], norms, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(edited.norms[0], edited.intact_norms)

@@ -46,11 +46,11 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
     at_first = spike is not None and 0 in spike.positions
     attended = {} if sink is None else {p.position: p.token for p in sink.positions}
     sets = {
-        kind: [frozenset(s.numbers) for s in result.causal_sets if s.kind == kind] for kind in ("minimal", "backup")
+        kind: [frozenset(s.edit_sites) for s in result.causal_sets if s.kind == kind] for kind in ("minimal", "backup")
     }
     delimiters = {h.tokenizer.decode([token]): frozenset(sites) for token, sites in truth.later.items()}
     with_spike = {token: sites for token, sites in delimiters.items() if sites}
-    later = {s.token: frozenset() if s.set is None else frozenset(s.set.numbers) for s in result.later_sinks}
+    later = {s.token: frozenset() if s.set is None else frozenset(s.set.edit_sites) for s in result.later_sinks}
     carriers = {truth.carried_by} | ALSO.get(h.name, set())
     pairs = {
         "spike": (at_first, truth.spike),
@@ -83,7 +83,7 @@ def unproven(h: HardModel, result: FindSinks) -> list[str]:
         )
         for name, drop in drops.items():
             if s.kind == "minimal" and not (drop > 0.5 and drop > s.control):
-                wrong.append(f"{s.kind} set {s.numbers}: {name} drop {drop:.2f}, control {s.control:.2f}")
+                wrong.append(f"{s.kind} set {s.edit_sites}: {name} drop {drop:.2f}, control {s.control:.2f}")
     causal = {n.site for n in result.causal}
     actors = frozenset().union(*h.truth.sets)
     if causal - actors - stage_sites(h, result):
@@ -170,7 +170,7 @@ def test_without_bos(name: str, family: str) -> None:
     else:  # two words of one group at the beginning are two spikes: only what makes the first one is compared
         assert result.norm_spike is not None and 0 in result.norm_spike.positions
         assert result.sink_layer == h.truth.sink_layer and result.minimal is not None
-        assert frozenset(result.minimal.numbers) in h.truth.sets
+        assert frozenset(result.minimal.edit_sites) in h.truth.sets
 
 
 def test_a_sink_at_another_position_than_the_first() -> None:

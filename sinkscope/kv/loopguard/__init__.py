@@ -2,6 +2,6 @@
 
 from sinkscope.kv.loopguard.detect import LoopReporter, LoopStopper
 from sinkscope.kv.loopguard.guard import LoopGuard
-from sinkscope.kv.loopguard.plan import Plan, Retention, plan
+from sinkscope.kv.loopguard.retention import KeptTokens, Retention, tokens_to_keep
 
-__all__ = ["LoopGuard", "LoopReporter", "LoopStopper", "Plan", "Retention", "plan"]
+__all__ = ["KeptTokens", "LoopGuard", "LoopReporter", "LoopStopper", "Retention", "tokens_to_keep"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
@@ -19,11 +19,12 @@ from sinkscope.files.records import Natural, conform
 from sinkscope.interventions.base import Event
 from sinkscope.loops.monitor import Monitor, MonitorSettings, Step
 
-POLL = 8  # tokens decided at once where reading them means waiting for a device
+POLL = 8
+"""Tokens decided at once where reading them means waiting for a device."""
 
 
 @dataclass(frozen=True)
-class Found:
+class LoopAlarm:
     """A trigger of one row.
 
     Attributes:
@@ -33,6 +34,36 @@ class Found:
 
     row: int
     step: Step
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """Tokens on their way to the host, `[step (token, p_max) row]`.
+
+    Attributes:
+        values: Where they arrive.
+        arrived: What to wait for; None if they are there.
+    """
+
+    values: Tensor
+    arrived: torch.Event | None = None
+
+    @classmethod
+    def of(cls, values: Tensor) -> HostCopy:
+        """Start to copy, without waiting for a CUDA device."""
+        if values.device.type != "cuda":
+            return cls(values.cpu())
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        arrived = torch.Event(device=values.device)
+        arrived.record(torch.cuda.current_stream(values.device))  # not of the current device, which may be another
+        return cls(host, arrived)
+
+    def steps(self) -> list[list[list[float]]]:
+        """The numbers, by step; waits until they have arrived."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.values.tolist()
 
 
 class RowMonitors:
@@ -48,40 +79,42 @@ class RowMonitors:
     """
 
     def __init__(self, settings: MonitorSettings, rows: int, ends: Collection[int], poll: int) -> None:
+        self._settings = settings
         self._monitors = [Monitor(settings) for _ in range(rows)]
-        self._ends, self._poll = frozenset(ends), poll
-        self._waiting: list[Tensor] = []
-        self._copied: tuple[Tensor, torch.Event | None] | None = None
+        self._ends = frozenset(ends)
+        self._poll = poll
+        self._collected: list[Float[Tensor, "kind row"]] = []
+        self._copy: HostCopy | None = None
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
 
     def __len__(self) -> int:
         return len(self._monitors)
 
-    def push(self, tokens: Int[Tensor, " row"], p_max: Float[Tensor, " row"] | None = None) -> list[Found]:
+    def push(self, tokens: Int[Tensor, " row"], p_max: Float[Tensor, " row"] | None = None) -> list[LoopAlarm]:
         """Add the next token of every row, and the largest probability of the token after it.
 
         Returns:
-            Triggers found among the tokens checked in this call; none while tokens are only being collected.
+            Triggers among the tokens checked in this call; none while tokens are only being collected.
         """
         if self._poll == 1 and tokens.device.type == "cpu":
-            return self._decide([[tokens.tolist(), *([] if p_max is None else [p_max.tolist()])]])
+            return self._check_step(tokens.tolist(), None if p_max is None else p_max.tolist())
         # One tensor needs only one copy; float32 holds ids below 2**24 exactly.
-        pair = tokens.detach().float()[None]
+        numbers = [tokens.detach().float()]
         if p_max is not None:
-            pair = torch.cat([pair, p_max.detach().float()[None].to(pair.device)])
-        self._waiting.append(pair)
+            numbers.append(p_max.detach().float().to(tokens.device))
+        self._collected.append(torch.stack(numbers))
         if self._poll == 1:
             return self.flush()
-        found = self._read()
-        if len(self._waiting) >= self._poll:
-            self._copy()
-        return found
+        alarms = self._read_copy()
+        if len(self._collected) >= self._poll:
+            self._start_copy()
+        return alarms
 
-    def flush(self) -> list[Found]:
+    def flush(self) -> list[LoopAlarm]:
         """Check all collected tokens; this waits for the device."""
-        found = self._read()
-        self._copy()
-        return found + self._read()
+        alarms = self._read_copy()
+        self._start_copy()
+        return alarms + self._read_copy()
 
     def end(self, row: int) -> None:
         """Note that the row has ended."""
@@ -89,51 +122,41 @@ class RowMonitors:
 
     def take_back(self, count: int) -> None:
         """Forget all but the first `count` tokens of a single row, as if the others had never arrived."""
-        settings, self.tokens = self._monitors[0].settings, [self.tokens[0][:count]]
-        self._monitors, self._waiting, self._copied = [Monitor(settings)], [], None
+        self.tokens = [self.tokens[0][:count]]
+        self._monitors = [Monitor(self._settings)]
+        self._collected = []
+        self._copy = None
         for token in self.tokens[0]:
             self._monitors[0].update(token, 0.0)
 
-    def _copy(self) -> None:
-        if not self._waiting:
-            return
-        stacked = torch.stack(self._waiting)
-        self._waiting = []
-        if stacked.device.type != "cuda":
-            self._copied = (stacked.cpu(), None)
-            return
-        host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
-        host.copy_(stacked, non_blocking=True)
-        event = torch.Event(device=stacked.device)
-        event.record(torch.cuda.current_stream(stacked.device))  # not of the current device, which may be another
-        self._copied = (host, event)
+    def _start_copy(self) -> None:
+        if self._collected:
+            self._copy = HostCopy.of(torch.stack(self._collected))
+            self._collected = []
 
-    def _read(self) -> list[Found]:
-        if self._copied is None:
-            return []
-        (host, event), self._copied = self._copied, None
-        if event is not None:
-            event.synchronize()
-        return self._decide(host.tolist())
+    def _read_copy(self) -> list[LoopAlarm]:
+        copy = self._copy
+        self._copy = None
+        alarms: list[LoopAlarm] = []
+        if copy is not None:
+            for tokens, *p_max in copy.steps():
+                alarms += self._check_step([int(token) for token in tokens], p_max[0] if p_max else None)
+        return alarms
 
-    def _decide(self, steps: list[list[list[Any]]]) -> list[Found]:
-        found: list[Found] = []
-        for step in steps:
-            ids, probs = step[0], step[1] if len(step) > 1 else [None] * len(step[0])
-            for row, (token, p_max) in enumerate(zip(ids, probs, strict=True)):
-                if (made := self._update(row, int(token), p_max)) is not None and made.trigger:
-                    found.append(Found(row, made))
-        return found
-
-    def _update(self, row: int, token: int, p_max: float | None) -> Step | None:
-        monitor = self._monitors[row]
-        if monitor.ended:
-            return None
-        if token in self._ends:
-            monitor.end()
-            return None
-        self.tokens[row].append(token)
-        return monitor.update(token, p_max)
+    def _check_step(self, tokens: list[int], p_max: list[float] | None) -> list[LoopAlarm]:
+        """Pass the tokens of one step to the monitors."""
+        alarms: list[LoopAlarm] = []
+        for row, (token, monitor) in enumerate(zip(tokens, self._monitors, strict=True)):
+            if monitor.ended:
+                continue
+            if token in self._ends:
+                monitor.end()
+                continue
+            self.tokens[row].append(token)
+            step = monitor.update(token, None if p_max is None else p_max[row])
+            if step.trigger:
+                alarms.append(LoopAlarm(row, step))
+        return alarms
 
 
 def largest_probability(logits: Float[Tensor, "row vocab"]) -> Float[Tensor, " row"]:
@@ -144,7 +167,9 @@ def largest_probability(logits: Float[Tensor, "row vocab"]) -> Float[Tensor, " r
 
 def poll_of(poll: int | None, device: torch.device) -> int:
     """Number of tokens checked at once: 1 on a CPU, where reading them costs nothing, and 8 elsewhere."""
-    return poll if poll is not None else 1 if device.type == "cpu" else POLL
+    if poll is not None:
+        return poll
+    return 1 if device.type == "cpu" else POLL
 
 
 def signals(step: Step) -> dict[str, float | int | bool | None]:
@@ -182,12 +207,18 @@ class LoopReporter(LogitsProcessor):
         poll: int | None = None,
     ) -> None:
         conform(Natural | None, poll, "poll")
-        self._settings, self._poll = settings or MonitorSettings(), poll
-        self._ends = frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or ())
+        if eos_token_id is None:
+            eos_token_id = ()
+        elif isinstance(eos_token_id, int):
+            eos_token_id = (eos_token_id,)
+        self._settings = settings or MonitorSettings()
+        self._poll = poll
+        self._ends = frozenset(eos_token_id)
         self.rows: RowMonitors | None = None
-        self._prompt = self._length = 0
-        self._last: Tensor | None = None
-        self._moved: Tensor | None = None
+        self._prompt = 0
+        self._length = 0
+        self._last: Int[Tensor, " row"] | None = None
+        self._reordered: Bool[Tensor, ""] | None = None
         self._events: list[Event] = []
 
     @property
@@ -199,7 +230,7 @@ class LoopReporter(LogitsProcessor):
         """
         if self.rows is not None:
             self._note(self.rows.flush())
-            self._check()
+            self._check_order()
         return list(self._events)
 
     def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Float[Tensor, "row vocab"]) -> Any:
@@ -222,36 +253,48 @@ class LoopReporter(LogitsProcessor):
         batch, length = ids.shape
         rows = self.rows
         if rows is None or len(rows) != batch or length != self._length + 1:
-            if batch > 1 and not self._ends:
-                raise SinkscopeError(
-                    f"a batch of {batch} rows and no eos_token_id: a row that has ended goes on as padding, which "
-                    "looks like a loop; give eos_token_id=model.generation_config.eos_token_id"
-                )
-            rows = self.rows = RowMonitors(self._settings, batch, self._ends, poll_of(self._poll, ids.device))
-            self._prompt, self._moved, self._events = prompt, None, []
+            rows = self._begin(ids, prompt)
         elif self._last is not None:
-            # In beam search rows change places, and the tokens before the newest are not those that were seen.
-            moved = (ids[:, -2] != self._last).any()
-            self._moved = moved if self._moved is None else self._moved | moved
-        self._length, self._last = length, ids[:, -1].clone()
-        if length > self._prompt and (found := rows.push(ids[:, -1], p_max)):
-            self._check()
-            self._note(found)
+            # In beam search rows change places, and the tokens before the newest are not those of the last call.
+            reordered = (ids[:, -2] != self._last).any()
+            self._reordered = reordered if self._reordered is None else self._reordered | reordered
+        self._length = length
+        self._last = ids[:, -1].clone()
+        if length > self._prompt:
+            alarms = rows.push(ids[:, -1], p_max)
+            if alarms:
+                self._check_order()
+                self._note(alarms)
 
-    def _check(self) -> None:
+    def _begin(self, ids: Int[Tensor, "row pos"], prompt: int) -> RowMonitors:
+        """Start with new monitors."""
+        batch = len(ids)
+        if batch > 1 and not self._ends:
+            raise SinkscopeError(
+                f"a batch of {batch} rows and no eos_token_id: a row that has ended goes on as padding, which looks "
+                "like a loop; give eos_token_id=model.generation_config.eos_token_id"
+            )
+        self.rows = RowMonitors(self._settings, batch, self._ends, poll_of(self._poll, ids.device))
+        self._prompt = prompt
+        self._reordered = None
+        self._events = []
+        return self.rows
+
+    def _check_order(self) -> None:
         """Check that the rows have not been reordered."""
-        if self._moved is not None and bool(self._moved):
+        if self._reordered is not None and bool(self._reordered):
             raise UnsupportedError(
                 "the tokens before the newest are not those of the step before: rows changed places, as in beam search "
                 "(use num_beams=1), or another generation began (use a new object for each)"
             )
 
-    def _note(self, found: list[Found]) -> None:
-        for one in found:
-            step = one.step
-            data = {**signals(step), "period": None if step.tail is None else step.tail.period}
+    def _note(self, alarms: list[LoopAlarm]) -> None:
+        for alarm in alarms:
+            step = alarm.step
+            period = None if step.tail is None else step.tail.period
             position = self._prompt + step.step - 1
-            self._events.append(Event(one.row, step.step, position, None, None, "loop", data))
+            data = {**signals(step), "period": period}
+            self._events.append(Event(alarm.row, step.step, position, None, None, "loop", data))
 
 
 class LoopStopper(StoppingCriteria):
@@ -282,20 +325,22 @@ class LoopStopper(StoppingCriteria):
     ) -> None:
         if reporter is not None and (settings is not None or eos_token_id is not None or poll is not None):
             raise SinkscopeError("a reporter was given: settings, eos_token_id and poll are its own, leave them out")
-        self._alone = reporter is None
+        self._follows_alone = reporter is None
         self._reporter = reporter or LoopReporter(settings, eos_token_id=eos_token_id, poll=poll)
-        self._answer: Tensor | None = None
+        self._stop: Bool[Tensor, " row"] | None = None
         self.stopped: frozenset[int] = frozenset()
         """Rows of the last generation that were stopped for looping."""
 
     def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Any, **kwargs: Any) -> Any:
         """Say which rows have to stop: bool `[row]`."""
-        if self._alone:
+        if self._follows_alone:
             self._reporter.follow(input_ids, input_ids.shape[1] - 1, None)
-        batch, before, self.stopped = input_ids.shape[0], self.stopped, self._reporter.rows_looping()
-        for row in self.stopped - before:
+        looping = self._reporter.rows_looping()
+        for row in looping - self.stopped:
             assert self._reporter.rows is not None
             self._reporter.rows.end(row)
-        if self._answer is None or len(self._answer) != batch or self.stopped != before:  # no copy at every token
-            self._answer = torch.tensor([row in self.stopped for row in range(batch)], device=input_ids.device)
-        return self._answer
+        batch = len(input_ids)
+        if self._stop is None or len(self._stop) != batch or looping != self.stopped:  # no copy at every token
+            self._stop = torch.tensor([row in looping for row in range(batch)], device=input_ids.device)
+        self.stopped = looping
+        return self._stop

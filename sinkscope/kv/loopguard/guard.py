@@ -6,8 +6,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
 
 import torch
+from einops import repeat
 from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor, nn
@@ -16,11 +18,18 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.loopguard.detect import Found, RowMonitors, largest_probability, poll_of, signals
-from sinkscope.kv.loopguard.plan import Clean, Pick, Plan, Retention, plan, repeated, spans
+from sinkscope.kv.loopguard.detect import LoopAlarm, RowMonitors, largest_probability, poll_of, signals
+from sinkscope.kv.loopguard.retention import (
+    CleanRule,
+    KeptTokens,
+    Retention,
+    ranges_of,
+    repeated_indices,
+    tokens_to_keep,
+)
 from sinkscope.kv.loopguard.steer import Ban, Rewinder
-from sinkscope.kv.policy import NAMED
-from sinkscope.kv.session import Moment, Session
+from sinkscope.kv.policy import GUARDS
+from sinkscope.kv.session import CacheState, Moment, Session
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.monitor import MonitorSettings
 from sinkscope.loops.signals import tail_period
@@ -56,9 +65,8 @@ class LoopGuard(Intervention):
             "stall" and "tail" each use that signal alone (`MonitorSettings.variant`).
         monitor: Further monitor settings, by name (`MonitorSettings`).
         recent: Length of the recent window (R). "window" uses the monitor's, as in the paper; None means no recent
-            window. `Retention` explains this field and the next four.
+            window. `Retention` explains this field and the next three.
         recent_budget: Number of recent tokens kept at level 0.
-        recent_pick: Which recent tokens are kept.
         clean: Which tokens count as bad; "tail" is the paper's rule.
         max_level: Cap on the aggressiveness level; higher levels keep fewer recent tokens. 3 in the paper.
         copies: Number of copies at the end of the recent window that make a bad block, whatever their period. 2 also
@@ -101,8 +109,7 @@ class LoopGuard(Intervention):
     monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     recent: Natural | Literal["window"] | None = None
     recent_budget: Natural | None = None
-    recent_pick: Pick = "latest"
-    clean: Clean = "tail"
+    clean: CleanRule = "tail"
     max_level: Whole = 0
     copies: Annotated[int | float, Field(ge=2)] = 2
     escalate: Escalation = "both"
@@ -131,23 +138,30 @@ class LoopGuard(Intervention):
             changed: Other fields to set.
         """
         printed: dict[str, Any] = {"variant": "full", "recent": "window", "max_level": 3, "escalate": "none"}
-        return cls(budget, **printed | changed)
+        return cls(budget, **(printed | changed))
 
     @property
     def settings(self) -> MonitorSettings:
         """Settings of the monitor of every row."""
-        usual: dict[str, Any] = {"relapse": self.window}
+        settings: dict[str, Any] = {"relapse": self.window}
         if self.variant == "repeats":
-            usual["cooldown"] = 8  # a loop that goes on after the cut is met with more than a cut, so there is no wait
-        return MonitorSettings.variant(self.variant, window=self.window, **usual | dict(self.monitor))
+            settings["cooldown"] = 8  # a loop that goes on after the cut is met with more than a cut: no need to wait
+        settings |= self.monitor
+        return MonitorSettings.variant(self.variant, window=self.window, **settings)
+
+    @property
+    def recent_window(self) -> int | None:
+        """Length of the recent window (R); None if there is none."""
+        return self.window if isinstance(self.recent, str) else self.recent
 
     def summary(self, run: Run) -> str:
         """The first loop and the response to it, and how many more followed."""
         cuts = [event for event in run.events if event.kind == self.KIND]
         if not cuts:
             return "LoopGuard found no loop and changed nothing."
-        more = f" It stepped in {len(cuts)} times in all." if len(cuts) > 1 else ""
-        return in_words(cuts[0]) + more
+        if len(cuts) == 1:
+            return in_words(cuts[0])
+        return f"{in_words(cuts[0])} It stepped in {len(cuts)} times in all."
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a budget, given as a fraction, that leaves nothing beside the anchors."""
@@ -166,9 +180,8 @@ class LoopGuard(Intervention):
             return Retention(
                 budget=budget,
                 anchors=max(self.anchors, min(first, budget - 1)),
-                recent=self.window if isinstance(self.recent, str) else self.recent,
+                recent=self.recent_window,
                 recent_budget=self.recent_budget,
-                recent_pick=self.recent_pick,
                 clean=self.clean,
                 max_level=self.max_level,
             )
@@ -191,29 +204,34 @@ class LoopGuard(Intervention):
         session.one_by_one = True
         session.anchors = max(session.anchors, self.anchors)
         session.rewinder = Rewinder() if self.rewind else None
-        guarding = _Guarding(self, settings, run, key, session)
-        session.after_call(guarding.remember)
+        guarding = Guarding(self, settings, run, session)
+        session.after_call(guarding.note_call)
         run.hook(run.target.hf, "post", guarding.decide)
 
 
-NAMED.update({"loopguard": LoopGuard, "loopguard:paper": LoopGuard.paper})
+GUARDS.update({"loopguard": LoopGuard, "loopguard:paper": LoopGuard.paper})
 
 
 def in_words(event: Event) -> str:
     """What the guard found and did in one of its events."""
     data = event.data
-    found = "an alarm" if data["period"] is None else f"a repetition every {data['period']} tokens"
-    done = [f"kept {data['kept_count']} of {data['cached_before']} cached tokens"]
-    done += [f"took the last {data['taken_back']} tokens back"] if data["taken_back"] else []
-    done += ["banned n-grams of the loop"] if data["escalated"] in ("ban", "both") else []
-    done += ["drew the next tokens"] if data["escalated"] in ("sample", "both") else []
-    done += ["removed older copies as well"] if data["escalated"] == "repeats" else []
-    did = " and ".join([", ".join(done[:-1])] * (len(done) > 1) + done[-1:])
-    return f"After {data['generated']} new tokens the guard found {found}. It {did}."
+    alarm = "an alarm" if data["period"] is None else f"a repetition every {data['period']} tokens"
+    actions = [f"kept {data['kept_count']} of {data['cached_before']} cached tokens"]
+    if data["taken_back"]:
+        actions.append(f"took the last {data['taken_back']} tokens back")
+    if data["escalated"] in ("ban", "both"):
+        actions.append("banned n-grams of the loop")
+    if data["escalated"] in ("sample", "both"):
+        actions.append("drew the next tokens")
+    if data["escalated"] == "repeats":
+        actions.append("removed older copies as well")
+    if len(actions) > 1:
+        actions = [", ".join(actions[:-1]), actions[-1]]
+    return f"After {data['generated']} new tokens the guard found {alarm}. It {' and '.join(actions)}."
 
 
 @dataclass(eq=False)
-class _Followed:
+class GuardedRows:
     """State of the rows that share a cache, since their last prompt.
 
     Attributes:
@@ -221,62 +239,102 @@ class _Followed:
         prompt: Number of real tokens of each row before its first generated token.
         reorders: `CacheLayer.reorders` when the prompt ended.
         seen: Number of tokens in the cache after the last call.
-        several: Whether the last call had several tokens and was not the first one.
+        later_turn: Whether the last call had several tokens and was not the first one.
         calls: Number of the call of each generated token.
         ids: The latest columns of ids, of the prompt and generated.
         bans: N-grams that each row may not write.
-        drawn: For each row, the step up to which its tokens are drawn.
-        rewound: Number of the generated token at which each loop was taken back.
+        drawn_until: For each row, the number of the generated token up to which tokens are drawn.
+        rewound_at: Number of the generated token at which each loop was taken back.
     """
 
     monitors: RowMonitors
     prompt: Int[Tensor, " batch"]
     reorders: int
     seen: int
-    several: bool
+    later_turn: bool
     calls: list[int] = field(default_factory=list)
     ids: list[Int[Tensor, "batch pos"]] = field(default_factory=list)
     bans: dict[int, Ban] = field(default_factory=dict)
-    drawn: dict[int, int] = field(default_factory=dict)
-    rewound: list[int] = field(default_factory=list)
+    drawn_until: dict[int, int] = field(default_factory=dict)
+    rewound_at: list[int] = field(default_factory=list)
 
-    def note(self, ids: Int[Tensor, "batch pos"], most: int) -> None:
+    @property
+    def generated(self) -> int:
+        """Number of generated tokens."""
+        return len(self.calls)
+
+    def keep_ids(self, ids: Int[Tensor, "batch pos"], most: int) -> None:
         """Keep at least the last `most` columns."""
         self.ids.append(ids.detach()[:, -most:])
         if len(self.ids) > 2 * most:
             self.ids = self.ids[-most:]
 
-    def row(self, row: int) -> list[int]:
+    def row_ids(self, row: int) -> list[int]:
         """The ids of one row that are kept."""
         if len(self.ids) > 1:
             self.ids = [torch.cat(self.ids, 1)]
         return self.ids[0][row].tolist()
 
     def take_back(self, count: int) -> None:
-        """Forget all but the first `count` generated tokens of a single row, the last of which is read again."""
-        gone = len(self.calls) - count + 1
-        self.row(0)
-        self.ids, self.calls = [self.ids[0][:, :-gone]], self.calls[: count - 1]
-        self.seen -= gone
-        self.monitors.take_back(count - 1)
+        """Forget the last `count` generated tokens of a single row; the last one that stays is read again."""
+        left = self.generated - count
+        self.row_ids(0)
+        self.ids = [self.ids[0][:, : -count - 1]]
+        self.calls = self.calls[: left - 1]
+        self.seen -= count + 1
+        self.monitors.take_back(left - 1)
 
 
-class _Guarding:
+@dataclass(frozen=True, eq=False)
+class LoopingRow:
+    """A row whose monitor triggered.
+
+    Attributes:
+        alarm: What the monitor reported.
+        prompt: Number of real tokens before the first generated token.
+        length: Number of real tokens so far.
+        positions: Positions of the latest tokens.
+        ids: Their ids.
+    """
+
+    alarm: LoopAlarm
+    prompt: int
+    length: int
+    positions: list[int]
+    ids: list[int]
+
+    def ids_from(self, begin: int) -> list[int]:
+        """Ids of the tokens from a position on."""
+        return [token for position, token in zip(self.positions, self.ids, strict=True) if position >= begin]
+
+
+@dataclass(frozen=True)
+class BadTokens:
+    """Ranges [start, stop) of positions to remove, and the period of the repetition at the end, if there is one."""
+
+    ranges: list[tuple[int, int]]
+    period: int | None
+
+
+class Guarding:
     """One guard at work in one run."""
 
-    def __init__(self, guard: LoopGuard, settings: MonitorSettings, run: Run, key: int, session: Session) -> None:
-        self._guard, self._settings, self._run, self._key, self._session = guard, settings, run, key, session
+    def __init__(self, guard: LoopGuard, settings: MonitorSettings, run: Run, session: Session) -> None:
+        self._guard = guard
+        self._settings = settings
+        self._run = run
+        self._session = session
         # Copies are looked for in the whole row, or by the paper's rule in the recent window.
-        window = guard.window if isinstance(guard.recent, str) else guard.recent
-        self._recent = 1 << 40 if window is None or "repeats" in (guard.clean, guard.escalate) else window
-        padding = getattr(getattr(run.target.hf, "generation_config", None), "pad_token_id", None)
-        known = [*run.target.end_ids, *([] if padding is None else [int(padding)])]
-        self._ends = frozenset(known if guard.ends is None else guard.ends)
+        self._ids_kept = guard.recent_window or 1 << 40
+        if guard.clean == "repeats" or guard.escalate == "repeats":
+            self._ids_kept = 1 << 40
+        self._ends = frozenset(_end_ids(run) if guard.ends is None else guard.ends)
+        self._rows: WeakKeyDictionary[CacheState, GuardedRows] = WeakKeyDictionary()
         self._local = threading.local()
         self._random = torch.Generator(run.target.device).manual_seed(0)
-        self._probabilities = settings.rule != "repeats"  # which asks for none
+        self._needs_probabilities = settings.rule != "repeats"
 
-    def remember(self, moment: Moment) -> None:
+    def note_call(self, moment: Moment) -> None:
         """Note the moment after the layers; the logits of the call come next."""
         self._local.moment = moment
 
@@ -287,70 +345,72 @@ class _Guarding:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if moment is None or ids is None:
             return
-        memory = moment.state.memory.setdefault(self._key, {})
-        followed: _Followed | None = memory.get("followed")
+        rows = self._rows.get(moment.state)
+        if rows is not None:
+            self._check_order(moment, rows)
         past, new = moment.call.past, moment.call.index.shape[1]
-        if followed is not None:
-            self._check(moment, followed)
         if new > 1 or past == 0 or self._session.now.prompting:
-            memory["followed"] = self._turn(moment, followed, ids)
+            self._rows[moment.state] = self._new_turn(moment, rows, ids)
             return
-        if followed is None or past != followed.seen or len(followed.monitors) != len(ids):
+        if rows is None or past != rows.seen or len(rows.monitors) != len(ids):
             # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
-            memory["followed"] = followed = self._new(moment, past, several=False)
-        followed.note(ids, self._recent)
-        followed.seen, followed.several = past + 1, False
-        followed.calls.append(moment.call.step)
+            rows = self._new_rows(moment, past, later_turn=False)
+            self._rows[moment.state] = rows
+        rows.keep_ids(ids, self._ids_kept)
+        rows.seen = past + 1
+        rows.later_turn = False
+        rows.calls.append(moment.call.step)
         logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
-        drawn = [row for row, until in followed.drawn.items() if len(followed.calls) <= until]
-        if found := followed.monitors.push(ids[:, -1], largest_probability(logits) if self._probabilities else None):
-            self._cut(moment, followed, {one.row: one for one in found})
-        if followed.bans or drawn:
-            self._steer(followed, logits, drawn)
+        drawn = [row for row, until in rows.drawn_until.items() if rows.generated <= until]
+        alarms = rows.monitors.push(ids[:, -1], largest_probability(logits) if self._needs_probabilities else None)
+        if alarms:
+            self._cut(moment, rows, alarms)
+        if rows.bans or drawn:
+            self._steer(rows, logits, drawn)
 
-    def _steer(self, followed: _Followed, logits: Float[Tensor, "row vocab"], drawn: list[int]) -> None:
+    def _steer(self, rows: GuardedRows, logits: Float[Tensor, "row vocab"], drawn: list[int]) -> None:
         """Remove banned tokens from the logits in place; where a token is to be drawn, leave only the drawn one."""
-        followed.bans = {row: ban for row, ban in followed.bans.items() if len(followed.calls) <= ban.until}
-        if followed.bans:
+        rows.bans = {row: ban for row, ban in rows.bans.items() if rows.generated <= ban.until}
+        if rows.bans:
             length = self._guard.ban_length
-            latest = torch.cat(followed.ids[-length:], 1)[:, 1 - length :].tolist()
-            for row, ban in followed.bans.items():
+            latest = torch.cat(rows.ids[-length:], 1)[:, 1 - length :].tolist()
+            for row, ban in rows.bans.items():
                 logits[row, ban.banned(latest[row])] = -torch.inf
         for row in drawn:
             token = torch.multinomial(logits[row].float().softmax(-1), 1, generator=self._random)
             logits[row] = torch.full_like(logits[row], -torch.inf).scatter(0, token, 0.0)
 
-    def _turn(self, moment: Moment, followed: _Followed | None, ids: Int[Tensor, "batch pos"]) -> _Followed:
+    def _new_turn(self, moment: Moment, earlier: GuardedRows | None, ids: Int[Tensor, "batch pos"]) -> GuardedRows:
         """Start following rows at a prompt or a new turn; ids of earlier turns stay known."""
-        if (rewinder := self._session.rewinder) is not None and rewinder.allowance is None:
+        rewinder = self._session.rewinder
+        if rewinder is not None and rewinder.allowance is None:
             raise UnsupportedError(
                 "rewind=True takes tokens back from the output, which model.generate cannot do: use "
                 "sinkscope.serving.generate or Conversation, or leave rewind out",
                 page="kv-session",
             )
         past, new = moment.call.past, moment.call.index.shape[1]
-        before = followed.ids if followed is not None and past > 0 else []
-        followed = self._new(moment, past + new, several=past > 0)
-        followed.ids = before if not before or len(before[0]) == len(ids) else []
-        followed.note(ids, self._recent)
-        return followed
+        rows = self._new_rows(moment, past + new, later_turn=past > 0)
+        if earlier is not None and past > 0 and earlier.ids and len(earlier.ids[0]) == len(ids):
+            rows.ids = earlier.ids
+        rows.keep_ids(ids, self._ids_kept)
+        return rows
 
-    def _new(self, moment: Moment, seen: int, several: bool) -> _Followed:
+    def _new_rows(self, moment: Moment, seen: int, later_turn: bool) -> GuardedRows:
         columns = moment.call.columns[:, :seen]
         prompt = columns.amax(1) + 1
         if isinstance(self._guard.budget, float):
             self._guard.retention(int(prompt.min()))  # an error comes now rather than at the first loop
-        poll = poll_of(self._guard.poll, columns.device)
-        monitors = RowMonitors(self._settings, len(columns), self._ends, poll)
-        return _Followed(monitors, prompt, moment.layers[0].reorders, seen, several)
+        monitors = RowMonitors(self._settings, len(columns), self._ends, poll_of(self._guard.poll, columns.device))
+        return GuardedRows(monitors, prompt, moment.layers[0].reorders, seen, later_turn)
 
-    def _check(self, moment: Moment, followed: _Followed) -> None:
-        if moment.layers[0].reorders != followed.reorders:
+    def _check_order(self, moment: Moment, rows: GuardedRows) -> None:
+        if moment.layers[0].reorders != rows.reorders:
             raise UnsupportedError(
                 "beam search lets rows change places, and LoopGuard follows each row: use num_beams=1 under a guard",
                 page="kv-session",
             )
-        if followed.several and moment.call.past < followed.seen:
+        if rows.later_turn and moment.call.past < rows.seen:
             raise UnsupportedError(
                 "tokens were taken back right after a call that had several, as assisted generation does, and "
                 "LoopGuard watches tokens that come one by one: generate without an assistant under a guard",
@@ -362,110 +422,149 @@ class _Guarding:
                 page="kv-session",
             )
 
-    def _bad(
-        self, known: list[tuple[int, int]], begin: int | None, retention: Retention
-    ) -> tuple[list[tuple[int, int]], int | None]:
-        """Find the positions in bad blocks, and the period of the repetition at the end.
-
-        Recent tokens may reach into the prompt, so a loop that began in the prompt is bad there too.
-
-        Args:
-            known: Position and id of the latest tokens.
-            begin: Position where the repetition found by the monitor begins; slightly different copies are bad too.
-            retention: What is kept.
-        """
-        recent = known if retention.recent is None else known[-retention.recent :]
-        tail = tail_period([i for _, i in recent], repeats=self._guard.copies)
-        bad = set() if tail is None else {at for at, _ in recent[tail.start :]}
-        if retention.recent is None and begin is not None:
-            bad |= {at for at, _ in known if at >= begin}
-        if retention.clean == "repeats":
-            bad |= {known[i][0] for i in repeated([i for _, i in known], self._settings.novelty_n)}
-        return spans(sorted(bad)), None if tail is None else tail.period
-
-    def _cut(self, moment: Moment, followed: _Followed, found: dict[int, Found]) -> None:
+    def _cut(self, moment: Moment, rows: GuardedRows, alarms: list[LoopAlarm]) -> None:
+        """Cut the cache of the rows that loop, and do what else is set."""
         for kv in moment.layers:
             kv.settle()
-        columns = moment.call.columns
-        rows: list[list[int]] = columns.tolist()
-        lengths = [max(row) + 1 for row in rows]
-        prompts: list[int] = followed.prompt.tolist()
-        allowed = torch.ones(len(lengths), max(lengths), dtype=torch.bool, device=columns.device)
+        columns: list[list[int]] = moment.call.columns.tolist()
+        prompts: list[int] = rows.prompt.tolist()
+        kept: dict[int, KeptTokens] = {}
         events: list[Event] = []
-        for row, one in found.items():
-            ids = followed.row(row)
-            known = [(at, i) for at, i in zip(rows[row][-len(ids) :], ids, strict=True) if at >= 0]
-            held = _held(moment.layers, row, lengths[row])
-            retention = self._guard.retention(prompts[row], self._session.anchors)
-            escalate = None if one.step.level == 0 or self._guard.escalate == "none" else self._guard.escalate
-            retention = replace(retention, clean="repeats") if escalate == "repeats" else retention
-            begin = None if one.step.tail is None else prompts[row] + one.step.tail.start
-            bad, period = self._bad(known, begin, retention)
-            if period is None and one.step.tail is not None:  # copies that differ a little
-                period = one.step.tail.period
-            loop = [i for at, i in known if bad and at >= bad[-1][0]]
-            taken = self._taken(followed, prompts[row], lengths[row], one)
-            if taken:
-                escalate, bad = "ban", [(lengths[row] - taken, lengths[row])]
-            self._escalate(followed, one, escalate, loop, taken)
-            level = min(one.step.level, retention.max_level)
-            kept = plan(held, lengths[row], bad, retention, level)
-            allowed[row] = False
-            allowed[row, list(kept.keep)] = True
-            more = {"level": level, "cached_before": len(held), "escalated": escalate, "taken_back": taken}
-            events.append(_event(one, followed, prompts[row], kept, {"period": period, "bad": bad, **more}))
-            if taken:
-                followed.take_back(len(followed.calls) - taken)
-        for kv in moment.layers:
-            at = kv.pos
-            wide = allowed.to(at.device)[:, None].expand(-1, at.shape[1], -1)
-            keep = wide.gather(2, at.clamp(min=0)) & (at >= 0)
-            if bool((keep != (at >= 0)).any()):
-                kv.evict(keep)
+        latest = {alarm.row: alarm for alarm in alarms}
+        for alarm in latest.values():
+            ids = rows.row_ids(alarm.row)
+            positions = columns[alarm.row][-len(ids) :]
+            row = LoopingRow(
+                alarm=alarm,
+                prompt=prompts[alarm.row],
+                length=max(columns[alarm.row]) + 1,
+                positions=[position for position in positions if position >= 0],
+                ids=[token for position, token in zip(positions, ids, strict=True) if position >= 0],
+            )
+            event, kept[alarm.row] = self._respond(moment, rows, row)
+            events.append(event)
+        _evict_rows(moment.layers, kept, columns)
         self._run.log(lambda: events)
 
-    def _taken(self, followed: _Followed, prompt: int, length: int, one: Found) -> int:
+    def _respond(self, moment: Moment, rows: GuardedRows, row: LoopingRow) -> tuple[Event, KeptTokens]:
+        """Choose what is kept of a row, and escalate on an alarm that is not the first one."""
+        step = row.alarm.step
+        call = rows.calls[step.step - 1]
+        cached = _cached_positions(moment.layers, row.alarm.row, row.length)
+        retention = self._guard.retention(row.prompt, self._session.anchors)
+        escalation = None
+        if step.level > 0 and self._guard.escalate != "none":
+            escalation = self._guard.escalate
+        if escalation == "repeats":
+            retention = replace(retention, clean="repeats")
+        bad = self._bad_tokens(row, retention)
+        loop = row.ids_from(bad.ranges[-1][0]) if bad.ranges else []
+        taken_back = self._take_back(row)
+        if taken_back:
+            escalation = "ban"
+            bad = replace(bad, ranges=[(row.length - taken_back, row.length)])
+        self._escalate(rows, row, escalation, loop, taken_back)
+        level = min(step.level, retention.max_level)
+        kept = tokens_to_keep(cached, row.length, bad.ranges, retention, level)
+        data = {
+            "signals": signals(step),
+            "period": bad.period,
+            "bad": bad.ranges,
+            "level": level,
+            "cached_before": len(cached),
+            "escalated": escalation,
+            "taken_back": taken_back,
+            "kept": kept.ranges,
+            "kept_count": len(kept.positions),
+            "generated": step.step,
+            "since": step.since,
+        }
+        if taken_back:
+            rows.take_back(taken_back)
+        position = row.prompt + step.step - 1
+        return Event(row.alarm.row, call, position, None, None, LoopGuard.KIND, data), kept
+
+    def _bad_tokens(self, row: LoopingRow, retention: Retention) -> BadTokens:
+        """Find the positions in bad blocks.
+
+        Recent tokens may reach into the prompt, so a loop that began in the prompt is bad there too.
+        """
+        recent = slice(-retention.recent if retention.recent else None, None)
+        recent_positions = row.positions[recent]
+        tail = tail_period(row.ids[recent], repeats=self._guard.copies)
+        bad: set[int] = set()
+        if tail is not None:
+            bad.update(recent_positions[tail.start :])
+        monitor_tail = row.alarm.step.tail
+        if retention.recent is None and monitor_tail is not None:  # copies that differ slightly are bad too
+            begin = row.prompt + monitor_tail.start
+            bad.update(position for position in row.positions if position >= begin)
+        if retention.clean == "repeats":
+            bad.update(row.positions[index] for index in repeated_indices(row.ids, self._settings.novelty_n))
+        tail = tail or monitor_tail
+        return BadTokens(ranges_of(sorted(bad)), None if tail is None else tail.period)
+
+    def _take_back(self, row: LoopingRow) -> int:
         """Number of tokens to remove from the output: all copies of the loop but the first."""
-        rewinder, tail = self._session.rewinder, one.step.tail
+        rewinder, tail = self._session.rewinder, row.alarm.step.tail
         if rewinder is None or tail is None:
             return 0
-        taken = length - prompt - tail.start - tail.period
-        if not 0 < taken <= rewinder.allowance:
+        count = row.length - row.prompt - tail.start - tail.period
+        if not 0 < count <= rewinder.allowance:
             return 0
-        rewinder.allowance -= taken
-        rewinder.keep = length - taken
-        return taken
+        rewinder.allowance -= count
+        rewinder.keep = row.length - count
+        return count
 
-    def _escalate(self, followed: _Followed, one: Found, how: str | None, loop: list[int], taken: int) -> None:
-        """Escalate, as set, on an alarm that is not the first one."""
-        step, level, longest = len(followed.calls) - taken, one.step.level, self._guard.ban_length
-        if taken:  # the monitor forgets what was taken back
-            level = 1 + sum(abs(step - at) <= self._guard.window for at in followed.rewound)
-            followed.rewound.append(step)
-        if how in ("ban", "both"):
-            ban = followed.bans.setdefault(one.row, Ban())
-            ban.add(loop, max(2, longest + 1 - level), step + self._guard.window)
-        if how in ("sample", "both"):
-            followed.drawn[one.row] = step + self._guard.draws
-
-
-def _event(one: Found, followed: _Followed, prompt: int, kept: Plan, more: dict[str, Any]) -> Event:
-    generated = one.step.step
-    data = {
-        "signals": signals(one.step),
-        **more,
-        "kept": kept.spans,
-        "kept_count": len(kept.keep),
-        "generated": generated,
-        "since": one.step.since,
-    }
-    return Event(one.row, followed.calls[generated - 1], prompt + generated - 1, None, None, "guard", data)
+    def _escalate(
+        self, rows: GuardedRows, row: LoopingRow, escalation: str | None, loop: list[int], taken_back: int
+    ) -> None:
+        """Ban the loop's n-grams, and draw the next tokens, as `escalation` says."""
+        generated = rows.generated - taken_back
+        level = row.alarm.step.level
+        if taken_back:  # the monitor forgets what was taken back
+            near = [at for at in rows.rewound_at if abs(generated - at) <= self._guard.window]
+            level = 1 + len(near)
+            rows.rewound_at.append(generated)
+        if escalation in ("ban", "both"):
+            ban = rows.bans.setdefault(row.alarm.row, Ban())
+            ban.add(loop, max(2, self._guard.ban_length + 1 - level), generated + self._guard.window)
+        if escalation in ("sample", "both"):
+            rows.drawn_until[row.alarm.row] = generated + self._guard.draws
 
 
-def _held(layers: list[CacheLayer], row: int, length: int) -> list[int]:
+def _end_ids(run: Run) -> list[int]:
+    """End-of-sequence and padding ids of the model's generation configuration."""
+    ends = list(run.target.end_ids)
+    padding = getattr(getattr(run.target.hf, "generation_config", None), "pad_token_id", None)
+    if padding is not None:
+        ends.append(int(padding))
+    return ends
+
+
+def _cached_positions(layers: list[CacheLayer], row: int, length: int) -> list[int]:
     """Positions of a row that at least one layer and head holds."""
-    whole = [kv for kv in layers if not kv.edited]
-    mark = torch.zeros(length + 1, dtype=torch.bool, device=layers[0].pos.device)
-    for kv in whole[:1] or layers:
-        mark[kv.pos[row].flatten().to(mark.device) + 1] = True  # holes, -1, fall into the first place
-    return mark[1:].nonzero().flatten().tolist()
+    for kv in layers:
+        if not kv.edited:  # holds everything
+            layers = [kv]
+            break
+    cached = torch.zeros(length + 1, dtype=torch.bool, device=layers[0].pos.device)
+    for kv in layers:
+        cached[kv.pos[row].flatten().to(cached.device) + 1] = True  # holes, -1, fall into the first place
+    return cached[1:].nonzero()[:, 0].tolist()
+
+
+def _evict_rows(layers: list[CacheLayer], kept: dict[int, KeptTokens], columns: list[list[int]]) -> None:
+    """Evict everything else from some rows, in all layers and heads; the others stay."""
+    longest = max(max(row) for row in columns) + 1
+    allowed = torch.ones(len(columns), longest, dtype=torch.bool, device=layers[0].pos.device)
+    for row, tokens in kept.items():
+        allowed[row] = False
+        allowed[row, list(tokens.positions)] = True
+    for kv in layers:
+        pos = kv.pos
+        occupied = pos >= 0
+        by_head = repeat(allowed.to(pos.device), "batch pos -> batch kv_head pos", kv_head=pos.shape[1])
+        keep = by_head.gather(2, pos.clamp(min=0)) & occupied
+        if not torch.equal(keep, occupied):
+            kv.evict(keep)

@@ -31,12 +31,15 @@ class Ban:
         """Also ban every n-gram of `tokens` of this length, and extend the ban."""
         self.until = until
         for end in range(length - 1, len(tokens)):
-            self.following.setdefault(tuple(tokens[end - length + 1 : end]), set()).add(tokens[end])
+            before = tuple(tokens[end - length + 1 : end])
+            self.following.setdefault(before, set()).add(tokens[end])
 
     def banned(self, latest: Sequence[int]) -> list[int]:
         """The tokens that would complete an n-gram after `latest`."""
-        known = [self.following.get(tuple(latest[at:]), ()) for at in range(len(latest))]
-        return sorted({token for tokens in known for token in tokens})
+        tokens: set[int] = set()
+        for begin in range(len(latest)):
+            tokens.update(self.following.get(tuple(latest[begin:]), ()))
+        return sorted(tokens)
 
 
 @dataclass(eq=False)
@@ -85,10 +88,10 @@ def generate_in_pieces(
     Raises:
         SinkscopeError: There are several rows, or a streamer is given, which would show tokens that are later removed.
     """
-    session: Any = getattr(run, "session", None)
-    rewinder: Rewinder | None = getattr(session, "rewinder", None)
-    if rewinder is None:
+    session = None if run is None else run.session
+    if session is None or session.rewinder is None:
         return model.generate(input_ids=ids, max_new_tokens=max_new_tokens, **options)
+    rewinder: Rewinder = session.rewinder
     if len(ids) > 1:
         raise SinkscopeError(
             f"rewind=True takes tokens back from one row at a time, and here are {len(ids)}: use batch_size=1"
@@ -96,18 +99,23 @@ def generate_in_pieces(
     if options.get("streamer") is not None:
         raise SinkscopeError("rewind=True takes back tokens that a streamer has already shown: leave out the streamer")
     cache: Any = options.pop("past_key_values", None)
-    cache = DynamicCache(config=model.config) if cache is None else cache
+    if cache is None:
+        cache = DynamicCache(config=model.config)
     options["stopping_criteria"] = StoppingCriteriaList([*options.pop("stopping_criteria", ()), rewinder])
-    most, rewinder.allowance = ids.shape[1] + max_new_tokens, 0 if fixed else max_new_tokens
+    longest = ids.shape[1] + max_new_tokens
+    rewinder.allowance = 0 if fixed else max_new_tokens
     try:
         while True:
             options["attention_mask"] = torch.ones_like(ids)
-            output = model.generate(input_ids=ids, max_new_tokens=most - ids.shape[1], past_key_values=cache, **options)
+            left = longest - ids.shape[1]
+            output = model.generate(input_ids=ids, max_new_tokens=left, past_key_values=cache, **options)
             if rewinder.keep is None:
                 return output
-            ids, rewinder.keep = getattr(output, "sequences", output)[:, : rewinder.keep], None
+            ids = getattr(output, "sequences", output)[:, : rewinder.keep]
+            rewinder.keep = None
             session.resuming = True  # what comes next reads a generated token and no prompt
             for layer in cache.layers:
                 layer.crop(ids.shape[1] - 1 - layer.seen)
     finally:
-        rewinder.allowance, session.resuming = None, False
+        rewinder.allowance = None
+        session.resuming = False

@@ -10,7 +10,7 @@ from sinkscope.files.tables import percent
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.sinks.first_token.circuit_steps import READS, Attended, Marking, Step, Steps
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
-from sinkscope.sinks.tokens import and_
+from sinkscope.sinks.tokens import in_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +93,14 @@ class Circuit(Result):
         if self.sink_layer is None:
             return f"The {self.spike_by} makes the first token's spike without an MLP"
         writes = "s" * (len(self.neurons) < 2)
-        by = and_(self.neurons) if self.neurons else f"The MLP of layer {self.sink_layer}"
+        by = in_words(self.neurons) if self.neurons else f"The MLP of layer {self.sink_layer}"
         marks = next(m for m in self.marking if m.place == "first token")
         control = ""
         if marks.necessity_control is not None:
             control = f", and at most {percent(marks.necessity_control)} without as many random heads"
         return (
-            f"{by} write{writes} the first token's spike because {and_(marks.by)} mark{'s' * (len(marks.by) == 1)} it: "
+            f"{by} write{writes} the first token's spike because {in_words(marks.by)} "
+            f"mark{'s' * (len(marks.by) == 1)} it: "
             f"without {'this mark' if len(marks.by) == 1 else 'these marks'} {percent(marks.necessity)} of the spike "
             f"is lost{control}"
         )
@@ -117,7 +118,7 @@ class Circuit(Result):
         for m in self.marking:
             what = "What the keys need" if m.place == "keys" else f"Mark of the {m.place}"
             lost = f"without {'it' if len(m.components) == 1 else 'them'} {percent(m.necessity)} is lost"
-            lines.append(f"{what}: {and_(m.components)} {said[m.relation]}; {lost}.")
+            lines.append(f"{what}: {in_words(m.components)} {said[m.relation]}; {lost}.")
         if self.repeated is not None:
             lines.append(f"The repetition is {self.repeated!r}, {self.repeats} times.")
         if self.attention is not None:
@@ -134,10 +135,10 @@ class Circuit(Result):
 def _opened(setup: Setup, found: FindSinks) -> tuple[int | None, Steps]:
     """The layer that completes the spike, and the steps about the neurons that `find_sinks` found."""
     best = next((s for s in found.causal_sets if s.kind != "backup"), None)
-    every = [*(() if best is None else best.numbers), *(n.site for n in found.causal)]
+    every = [*(() if best is None else best.edit_sites), *(n.site for n in found.causal)]
     sites = () if found.sink_layer is None else tuple(dict.fromkeys(every))
     layer = None if found.sink_layer is None else max(found.sink_layer, *(site[0] for site in sites), 0)
-    backups = tuple(site for one in found.causal_sets if one.kind == "backup" for site in one.numbers)
+    backups = tuple(site for one in found.causal_sets if one.kind == "backup" for site in one.edit_sites)
     return layer, Steps.of(setup, layer, sites, found.shared_dims).pruned(backups)
 
 

@@ -20,8 +20,8 @@ from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.attribution import Attribution, Inputs, Keys, attribute
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, writers
-from sinkscope.sinks.first_token.found import DRAWS, Sites
-from sinkscope.sinks.tokens import and_, prefixes
+from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Sites
+from sinkscope.sinks.tokens import in_words, prefixes
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
@@ -323,7 +323,7 @@ class Steps:
     def sets(self, pool: Sequence[Any], size: int) -> list[tuple[Any, ...]]:
         """Random sets of a given size, as controls; none if the pool is too small."""
         generator = torch.Generator().manual_seed(self.setup.seed)
-        draws = DRAWS if 0 < size <= len(pool) else 0
+        draws = CONTROL_DRAWS if 0 < size <= len(pool) else 0
         return [
             tuple(pool[int(i)] for i in torch.randperm(len(pool), generator=generator)[:size]) for _ in range(draws)
         ]
@@ -414,7 +414,7 @@ class Steps:
         generator = torch.Generator().manual_seed(self.setup.seed)
         sets: list[Sites] = []
         width = min(self.target.width(site[0], *site[1:-1]) for site in self.sites)
-        for _ in range(DRAWS):
+        for _ in range(CONTROL_DRAWS):
             order = torch.randperm(width, generator=generator).tolist()
             free = iter(order)
             sets.append(tuple(next(o for n in free if (o := (*site[:-1], n)) not in self.sites) for site in self.sites))
@@ -545,7 +545,7 @@ class Steps:
             shares = _together([split[i][h] for i, h in order if i in split])
             final = self.mark(bench, "first token", max(layers), {"keys": shares} if shares else {})
             sets = self.sets(self.heads(max(layers) - 1, final), len(final))
-            carried, source, edits = and_(tuple(map(told, final))), "keys", list(map(bench.edit, (final, *sets)))
+            carried, source, edits = in_words(tuple(map(told, final))), "keys", list(map(bench.edit, (final, *sets)))
             parts = {*final}
             given = [] if any(c.kind == "key bias" for c in final) else edits
         edited, top = bench.values(edits, 0, self.other)

@@ -1,55 +1,49 @@
 """Which neurons make the attention sink, verified by ablation (Yona et al. 2025, sections 4.2 and 4.4).
 
-`find_sinks` goes one way: typical text shows where the spike is built and which heads attend (`walk`), the neurons of
-these layers are ablated one by one (`neurons`) and in sets (`sets`), and what was found is explained here: what makes
-the spike and what the heads need, by edits of components (`effects`). The result and its words are in `found`.
+`find_sinks` goes one way. Typical text shows in which layers the first token's norm rises (`layer_scan`) and which
+heads attend to it (`attention_received`). The neurons of these layers are zeroed one by one (`neurons`) and in sets
+(`sets`). Then components are replaced to see what the heads need (`carriers`). All edits are rows of one pass
+(`effects`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
-
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Positive, Setup, measurement
 from sinkscope.models.names import published_for
-from sinkscope.models.target import Target, on_input, plain_weight
-from sinkscope.sinks.first_token.effects import attending, attention_behind, carried_by, carriers, maker
-from sinkscope.sinks.first_token.found import (
-    LOST,
+from sinkscope.sinks.first_token.attention_received import AttentionReceived, attention_of_all, attention_of_the_read
+from sinkscope.sinks.first_token.carriers import carried_by, carriers, spike_maker
+from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.sinks.first_token.effects import attending_heads
+from sinkscope.sinks.first_token.layer_scan import scan_far_enough
+from sinkscope.sinks.first_token.neurons import RepeatedSinks, VerifiedNeurons, repeat_until_half, verify_neurons
+from sinkscope.sinks.first_token.result import (
+    NEEDED,
     RATE_EPS,
     AttentionSink,
     Carrier,
     CausalSet,
     FindSinks,
     LaterSink,
-    Normalised,
     NormSpike,
-    Published,
+    PublishedSink,
     RepeatedToken,
-    Repeats,
+    RepeatsNeeded,
     SinkPosition,
-    Sites,
     Stage,
-    Trigger,
 )
-from sinkscope.sinks.first_token.neurons import Proof, Repetition, prove, repeat_until_half
-from sinkscope.sinks.first_token.sets import Found, causal_sets, later_sinks
-from sinkscope.sinks.first_token.walk import LEAST, Received, Walk, listened, walk_far_enough
-from sinkscope.sinks.tokens import pick_tokens, prefixes, room
+from sinkscope.sinks.first_token.sets import CANDIDATES, CausalSets, causal_sets, later_sinks
+from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit
 
-_HELD = 0.9  # share of the squared norm that the counted dimensions hold
-_TOKENS = 32  # typical tokens that the first one is compared with
+CARRIER_TEXTS, CARRIER_LENGTH = 2, 48  # typical text in which components are replaced
 
 
 @measurement(
     group="Sinks",
-    figure="sinkscope.figures.first_token:draw_find_sinks",
+    figure="sinkscope.sinks.first_token.figure:draw",
     loading="enough",
     quick={"max_repeats": 64},
     scan={
@@ -57,16 +51,8 @@ _TOKENS = 32  # typical tokens that the first one is compared with
         "seconds": [1.2, 1.5],
         "full": {"all_layers": True},
         "numbers": {
-            "norm lost without the neurons": [
-                "minimal.drop_sink_layer",
-                "minimal.control",
-                "minimal.control",
-            ],
-            "attention to the first token without them": [
-                "attention.ablated",
-                "attention.control",
-                "attention.intact - attention.control",
-            ],
+            "norm lost without the neurons": ["minimal.drop_sink_layer", "minimal.control", "minimal.control"],
+            "attention lost without the neurons": ["minimal.drop_attention", "minimal.control", "minimal.control"],
             "first token's norm over the typical one": ["norm_spike.ratio", "typical_ratio", "typical_ratio"],
         },
         "facts": {
@@ -82,7 +68,7 @@ def find_sinks(
     *,
     tokens: Sequence[str] | None = None,
     all_layers: bool = False,
-    top_k: Positive = 8,
+    top_k: Positive = CANDIDATES,
     max_repeats: Positive | None = None,
 ) -> FindSinks:
     """Find the layer and the neurons that make the attention sink, and verify each by ablation against a control.
@@ -99,172 +85,104 @@ def find_sinks(
     Example:
         sinkscope find-sinks --model llama-2-7b --json sinks.json
     """
-    ids = setup.ids
-    if top_k > (width := setup.target.d_mlp):
+    width = setup.target.d_mlp
+    if top_k > width:
         raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
-    limit = room(setup.target, max_repeats)
-    words = pick_tokens(setup.tokenizer, ids, tokens, setup.seed)
-    starts = prefixes(setup, words)
-    unknown = getattr(setup.tokenizer, "unk_token_id", None)  # repeated unknown tokens would act as a repeated token
-    share = 0.0 if unknown is None else float((ids[:, 1:] == unknown).float().mean())
-    setup.record(max_repeats=limit, unknown_tokens=share)
+    words = pick_tokens(setup.tokenizer, setup.ids, tokens, setup.seed)
+    first_tokens = prefixes(setup, words)
+    limit = repetition_limit(setup.target, max_repeats)
+    setup.record(max_repeats=limit, unknown_tokens=_unknown_share(setup))
+
     whole = all_layers or setup.target.resident
-    proof, sets, repeated, at = Proof(), Found(), None, None
+    verified_stages, repeated, verified = None, None, VerifiedNeurons()
     while True:
-        seen = walk_far_enough(setup, whole=whole)
-        target, layer, depth, stages = setup.target, seen.sink_layer, len(seen.first), seen.stages
-        heard, rate = listened(setup, depth, whole=whole)
-        generator = torch.Generator().manual_seed(setup.seed)
-        if layer is not None:
-            if at != stages:  # after reading further layers these are often the same
-                at = stages
-                repeated = repeat_until_half(target, layer, words, starts, limit, setup.progress, seen.shared)
-                proof = prove(target, ids, layer, top_k, generator, repeated.view, stages, seen.shared)
-            sets = causal_sets(target, ids, seen, proof.neurons, heard.heads, generator)
-        minimal = sets.minimal
-        if whole or depth == target.n_layers or (minimal is not None and (minimal.heads_lost or 0.0) >= LOST):
+        # In which layers is the spike built, and which heads attend to the first token?
+        scan = scan_far_enough(setup, whole=whole)
+        context = SinkContext.of(setup, scan)
+        depth = len(scan.layers)
+        if whole:
+            received, sink_rate = attention_of_all(setup)
+        else:
+            received, sink_rate = attention_of_the_read(setup, depth), None
+
+        # Which neurons of these layers build it, alone and in sets?
+        sets = CausalSets()
+        if scan.stages:
+            if scan.stages != verified_stages:  # after reading further layers they are often the same
+                repeated = repeat_until_half(context, words, first_tokens, limit, setup.progress)
+                verified = verify_neurons(context, top_k, repeated.view)
+                verified_stages = scan.stages
+            sets = causal_sets(context, verified.neurons, received.heads)
+
+        # If they do not carry the attention to the first token, the layers read were too few.
+        carries_attention = sets.minimal is not None and sets.minimal.carries_attention
+        if whole or depth == scan.n_layers or carries_attention:
             break
-        whole = True  # the stages found do not carry the attention to the first token: read on
-    later, zeroed = later_sinks(target, ids, seen, generator), tuple(n.site for n in proof.causal)
-    attention = None if layer is None else attention_behind(target, ids, layer, zeroed, proof.controls)
-    spike = norm_spike(target, ids, seen, minimal, later)
-    unread = [None] * (seen.n_layers - depth)
-    first, low, typical, high = ((*norms, *unread) for norms in (seen.first, *zip(*seen.typical, strict=True)))
+        whole = True
+
+    # What makes the spikes, and what do the heads need?
+    later = later_sinks(context)
+    spike = norm_spike(context, later)
+    sink = attention_sink(context, received, spike, sets.minimal, later)
+
+    unread = [None] * (scan.n_layers - depth)
+    low, typical, high = zip(*(layer.typical_norms for layer in scan.layers), strict=True)
+    stages = [Stage(stage, scan.layers[stage].mlp_first / max(scan.first_norm)) for stage in scan.stages]
     return FindSinks(
         norm_spike=spike,
-        attention_sink=attention_sink(target, heard, spike, minimal, later),
+        attention_sink=sink,
         causal_sets=sets.sets,
         later_sinks=later,
-        shared_dims=tuple(seen.shared),
+        shared_dims=tuple(scan.shared_dims),
         not_tried=sets.not_tried,
-        sink_layer=layer,
+        sink_layer=scan.sink_layer,
         neurons=sets.neurons,
-        set_drop=proof.set_drop,
-        set_control_drop=proof.set_control_drop,
-        stages=tuple(Stage(i, seen.mlp_first[i] / max(seen.first)) for i in stages),
-        residual_dims=proof.dims,
-        first_token_norm=first,
-        typical_norm=typical,
-        typical_low=low,
-        typical_high=high,
+        set_drop=verified.set_drop,
+        set_control_drop=verified.set_control_drop,
+        stages=tuple(stages),
+        residual_dims=verified.massive_dims,
+        first_token_norm=(*(layer.first_norm for layer in scan.layers), *unread),
+        typical_norm=(*typical, *unread),
+        typical_low=(*low, *unread),
+        typical_high=(*high, *unread),
         layers_read=depth,
-        notebook_rule_layer=seen.notebook_layer,
-        repeats=_repeats(target, words, repeated, limit),
-        attention=attention,
-        learned_sinks=target.adapter.learned_sinks,
-        sink_rate=rate,
-        published=_published(target, layer, proof),
+        notebook_rule_layer=scan.notebook_layer,
+        repeats=_repeats_needed(setup, words, repeated, limit),
+        sink_rate=sink_rate,
+        published=_published(setup.target.name, scan.sink_layer, verified),
     )
 
 
-def _repeats(target: Target, words: list[int], repeated: Repetition | None, limit: int) -> Repeats:
-    if repeated is None:
-        return Repeats((), None, 0, limit)
-    found = repeated.repeats
-    rows = tuple(RepeatedToken(target.tokenizer.decode([w]), w, n) for w, n in zip(words, found, strict=True))
-    got = [n for n in found if n is not None and n > 1]
-    return Repeats(rows, float(median(got)) if got else None, found.count(None), limit)
-
-
-def _published(target: Target, layer: int | None, proof: Proof) -> Published | None:
-    known = published_for(target.name)
-    if known is None:
-        return None
-    if known.neurons:
-        found = {(n.layer, n.neuron) for n in proof.causal}
-        return Published(known.source, layer in known.layers and set(known.neurons) <= found)
-    if known.residual_dims:
-        return Published(known.source, set(known.residual_dims) <= set(proof.dims))
-    return None
-
-
-def norm_spike(
-    target: Target, ids: Int[Tensor, "row pos"], seen: Walk, minimal: CausalSet | None, later: Sequence[LaterSink]
-) -> NormSpike | None:
+def norm_spike(context: SinkContext, later: Sequence[LaterSink]) -> NormSpike | None:
     """The positions whose norm stands out, and what makes the spike of the first token; None if no norm stands out.
 
     Args:
-        target: The model.
-        ids: Typical text.
-        seen: The walk.
-        minimal: The smallest set of neurons that makes the spike of the first token.
+        context: The model and its layer scan.
         later: Tokens behind the first position whose norm stands out.
     """
-    standing, stages, behind = seen.standing, seen.stages, {one.position for one in later}
-    if not standing:
-        ratio = max((one.ratio for one in later), default=None)
-        return None if ratio is None else NormSpike(tuple(sorted(behind)), (), (), ratio, None, None)
-    up, down = seen.steps
+    scan = context.scan
+    positions = {sink.position for sink in later}
+    if not scan.spike_layers:
+        if not later:
+            return None
+        largest = max(sink.ratio for sink in later)
+        return NormSpike(tuple(sorted(positions)), (), (), largest, plateau=None, made_by=None)
+    step_up, made_by = scan.stages, "MLP"
+    if not scan.stages:
+        step_up, made_by = scan.steps_up, spike_maker(context)
     return NormSpike(
-        positions=tuple(sorted({0, *behind})),
-        step_up=tuple(stages or up),
-        step_down=tuple(down),
-        ratio=max(a / max(b, LEAST) for a, b in zip(seen.spike, seen.usual, strict=True)),
-        plateau=(standing[0], standing[-1]),
-        made_by="MLP" if stages else maker(target, ids[:2, :32], standing[0], seen.shared),
-        triggers=() if minimal is None else triggers(target, ids, minimal.numbers),
-        normalised=normalised(target, ids, [i + 1 for i in standing if i + 1 < len(seen.first)]),
+        positions=tuple(sorted({0, *positions})),
+        step_up=tuple(step_up),
+        step_down=tuple(scan.steps_down),
+        ratio=scan.spike_ratio,
+        plateau=(scan.spike_layers[0], scan.spike_layers[-1]),
+        made_by=made_by,
     )
 
 
-@torch.no_grad()
-def triggers(target: Target, ids: Int[Tensor, "row pos"], sites: Sites) -> tuple[Trigger, ...]:
-    """How well the first token's input matches each neuron; empty for MLPs without a gate and for mixtures."""
-    gate, up = target.adapter.gate, target.adapter.up
-    if gate is None or up is None:
-        return ()
-    rows: list[Trigger] = []
-    read = _read_by(target, ids, [layer for layer, *_ in sites if not target.is_mixture(layer)], up)
-    for layer, *_, neuron in sites:
-        if layer not in read:
-            continue
-        inputs = read[layer]
-        with target.loaded(layer):
-            weights = [plain_weight(target.sub(layer, path)) for path in (gate, up)]
-            if weights[0] is None or weights[1] is None:
-                continue
-            g, u = (w[neuron].float() for w in weights if w is not None)
-        best = (g.norm() * u.norm() + g @ u) / 2
-        reached = (inputs @ g) * (inputs @ u) / (best * inputs.square().sum(-1))
-        rows.append(Trigger(layer, neuron, float(reached[:, 0].median()), float(reached[:, 1:].median())))
-    return tuple(rows)
-
-
-@torch.no_grad()
-def normalised(target: Target, ids: Int[Tensor, "row pos"], layers: Sequence[int]) -> Normalised | None:
-    """What the norms of the layers behind a plateau do to the first token; None if no layer exposes it."""
-    path = target.adapter.k or target.adapter.fused_qkv
-    seen = _read_by(target, ids[:1, : _TOKENS + 1], layers, path) if path else {}
-    if not seen:
-        return None
-    stacked = torch.stack([seen[i][0] for i in sorted(seen)])  # layer pos d_model
-    squares = stacked.square().sort(-1, descending=True).values
-    few = squares.cumsum(-1) < _HELD * squares.sum(-1, keepdim=True)
-    dims, cosine = (few.sum(-1) + 1).float().mean(0), torch.ones(stacked.shape[1])
-    if len(stacked) > 1:
-        cosine = torch.cosine_similarity(stacked[1:], stacked[:-1], dim=-1).mean(0)
-    return Normalised(float(dims[0]), float(dims[1:].median()), float(cosine[0]), float(cosine[1:].median()))
-
-
-def _read_by(
-    target: Target, ids: Int[Tensor, "row pos"], layers: Sequence[int], path: str
-) -> dict[int, Float[Tensor, "row pos d"]]:
-    """What a part of each of these layers reads; a part that a bridge replaces reads nothing."""
-    seen: dict[int, Tensor] = {}
-    if not layers:
-        return seen
-
-    def keep(layer: int) -> Any:
-        return on_input(lambda read: seen.update({layer: read.detach().reshape(*ids.shape, -1).float()}))
-
-    with target.hooks(*((target.sub(i, path), "pre", keep(i)) for i in dict.fromkeys(layers))):
-        target.forward(ids, upto=max(layers))
-    return seen
-
-
 def attention_sink(
-    target: Target,
-    heard: Received,
+    context: SinkContext,
+    received: AttentionReceived,
     spike: NormSpike | None,
     minimal: CausalSet | None,
     later: Sequence[LaterSink],
@@ -272,49 +190,93 @@ def attention_sink(
     """The positions that receive attention, and what carries it; None if no position does.
 
     Args:
-        target: The model.
-        heard: The attention that positions receive.
+        context: The model.
+        received: The attention that positions receive.
         spike: The norm spike.
         minimal: The smallest set of neurons that makes the spike of the first token.
         later: Tokens behind the first position whose norm stands out.
     """
-    if not (heard.heads or heard.learned_heads or heard.later):
-        return None
-    decode = target.tokenizer.decode
-    positions = [SinkPosition(0, decode([int(heard.ids[0, 0])]), heard.rate)] if heard.heads else []
-    positions += [SinkPosition(at, "" if token is None else decode([token]), rate) for token, at, rate in heard.later]
-    if heard.heads:
-        rate, (carried, tried) = heard.rate, _carried_first(target, heard, spike, minimal)
-    elif heard.learned_heads:
-        rate, carried, tried = float(heard.learned.float().mean()), "learned logits", ()
+    decode = context.target.tokenizer.decode
+    positions: list[SinkPosition] = []
+    if received.heads:
+        positions.append(SinkPosition(0, decode([int(received.ids[0, 0])]), received.rate))
+    for place in received.later:
+        token = "" if place.token is None else decode([place.token])
+        positions.append(SinkPosition(place.position, token, place.rate))
+    carrier, tried = None, ()
+    if received.heads:
+        rate = received.rate
+        if _spike_carries(received, minimal):
+            carrier = "spike"
+        else:
+            tried = carriers(context.target, received.ids[:CARRIER_TEXTS, :CARRIER_LENGTH], received.heads)
+            needed = {candidate.name for candidate in tried if candidate.needed}
+            carrier = "spike" if spike is not None and needed & {*spike.makers} else carried_by(tried)
+    elif received.learned_heads:
+        rate, carrier = received.learned_rate, "learned logits"
+    elif received.later:
+        rate = positions[0].rate
+        if any(
+            sink.set is not None and sink.set.carries_attention for sink in later if sink.token == positions[0].token
+        ):
+            carrier = "spike"
+        else:
+            tried = _carriers_of_later(context, received)
+            carrier = carried_by(tried)
     else:
-        rate, (carried, tried) = positions[0].rate, _carried_later(target, heard, positions[0].token, later)
-    by_layer = tuple(heard.above[..., 0].float().mean((1, 2)).tolist())
-    return AttentionSink(rate, RATE_EPS, tuple(positions), len(by_layer), carried, by_layer, tried)
+        return None
+    by_layer = received.rate_by_layer
+    return AttentionSink(rate, RATE_EPS, tuple(positions), len(by_layer), carrier, by_layer, tried)
 
 
-def _carried_first(
-    target: Target, heard: Received, spike: NormSpike | None, minimal: CausalSet | None
-) -> tuple[str | None, tuple[Carrier, ...]]:
-    """What carries the sink at the first token, and what was tried where its spike does not."""
-    if minimal is not None:
-        behind = sum(i > minimal.sites[0].layer for i, _ in heard.heads) / len(heard.heads)
-        if (minimal.heads_lost or 0.0) * behind >= LOST:
-            return "spike", ()
-    tried = carriers(target, heard.ids[:2, :48], heard.heads)
-    makes = spike is not None and any(c.needed and c.name in spike.makers for c in tried)
-    return "spike" if makes else carried_by(tried), tried
+def _spike_carries(received: AttentionReceived, minimal: CausalSet | None) -> bool:
+    """Whether at least half of the heads that attend to the first token lose it without the spike."""
+    if minimal is None or minimal.heads_lost is None:
+        return False
+    behind = [layer for layer, _ in received.heads if layer > minimal.sites[0].layer]
+    return minimal.heads_lost * len(behind) / len(received.heads) >= NEEDED
 
 
-def _carried_later(
-    target: Target, heard: Received, name: str, later: Sequence[LaterSink]
-) -> tuple[str | None, tuple[Carrier, ...]]:
-    """The same of the first of the tokens behind the first position, whose name is `name`."""
-    made = [s.set for s in later if s.token == name]
-    if any(m is not None and (m.heads_lost or 0.0) >= LOST for m in made):
-        return "spike", ()
-    token, at, _ = heard.later[0]
-    row = 0 if token is None else int((heard.ids[:, at] == token).nonzero()[0])
-    there = attending(target, heard.ids[row], at, len(heard.above), RATE_EPS)
-    tried = carriers(target, heard.ids[row : row + 1], there, at) if there else ()
-    return carried_by(tried), tried
+def _carriers_of_later(context: SinkContext, received: AttentionReceived) -> tuple[Carrier, ...]:
+    """What was tried for the first of the tokens behind the first position."""
+    place, row = received.later[0], 0
+    if place.token is not None:
+        row = int((received.ids[:, place.position] == place.token).nonzero()[0])
+    text, depth = received.ids[row], len(received.above)
+    heads = attending_heads(context.target, text, place.position, depth, RATE_EPS)
+    if not heads:
+        return ()
+    return carriers(context.target, text[None], heads, place.position)
+
+
+def _unknown_share(setup: Setup) -> float:
+    """Share of the text that the tokenizer does not know; unknown tokens in a row would act as a repeated token."""
+    unknown = getattr(setup.tokenizer, "unk_token_id", None)
+    if unknown is None:
+        return 0.0
+    return float((setup.ids[:, 1:] == unknown).float().mean())
+
+
+def _repeats_needed(setup: Setup, words: list[int], repeated: RepeatedSinks | None, limit: int) -> RepeatsNeeded:
+    """The median leaves out words whose first occurrence is a sink already."""
+    if repeated is None:
+        return RepeatsNeeded((), None, 0, limit)
+    rows: list[RepeatedToken] = []
+    for word, count in zip(words, repeated.repeats, strict=True):
+        rows.append(RepeatedToken(setup.tokenizer.decode([word]), word, count))
+    by_repetition = [count for count in repeated.repeats if count is not None and count > 1]
+    middle = float(median(by_repetition)) if by_repetition else None
+    return RepeatsNeeded(tuple(rows), middle, repeated.repeats.count(None), limit)
+
+
+def _published(name: str, layer: int | None, verified: VerifiedNeurons) -> PublishedSink | None:
+    published = published_for(name)
+    if published is None:
+        return None
+    if published.neurons:
+        causal = {(neuron.layer, neuron.neuron) for neuron in verified.causal}
+        matches = layer in published.layers and causal.issuperset(published.neurons)
+        return PublishedSink(published.source, matches)
+    if published.residual_dims:
+        return PublishedSink(published.source, {*verified.massive_dims}.issuperset(published.residual_dims))
+    return None

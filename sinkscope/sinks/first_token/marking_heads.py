@@ -7,30 +7,36 @@ many first tokens take only a few batches.
 
 from __future__ import annotations
 
-import math
+import html
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import median_high
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
+import plotly.graph_objects as go
 import torch
+from einops import einsum, rearrange, reduce, repeat
 from jaxtyping import Bool, Float, Int
+from plotly.subplots import make_subplots
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.files.console import Progress, silent
-from sinkscope.files.notation import head_names, neuron_names
+from sinkscope.files.notation import head_name, head_names, neuron_names
 from sinkscope.files.tables import percent
-from sinkscope.measure import Positive, Result, Setup, measurement
+from sinkscope.measure import Number, Positive, Result, Setup, measurement
+from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
 from sinkscope.models.target import Target, on_input
-from sinkscope.sinks.first_token.found import DRAWS, Neuron
-from sinkscope.sinks.first_token.neurons import columns, flat_number, view_layer
+from sinkscope.sinks.first_token.layer_view import columns, flat_number, view_layer
+from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron
 from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.tokens import first_tokens
 from sinkscope.trace.attention import attention_rows, queries_and_keys
 from sinkscope.trace.run import trace
 
-_HELD = 1 << 26  # largest number of values of one sink-layer activation in memory
+PRESENT = 0.5  # share of the sink neurons' activation from which the sink counts as present
+BATCH_VALUES = 1 << 26  # largest number of values of one sink-layer activation in memory
+TABLE_HEADS = 16
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,6 @@ class Replacement:
         means: Mean `hook_z` of every head of layers 0 to the sink layer.
         flat: The sink neurons, numbered as in a `LayerView`. If there are none, the whole MLP stands for them.
         cols: What each of them writes when its `hook_post` is 1.
-        batch_size: Rows per pass. None: as many as a bounded memory allows.
         progress: Called with the number of rows done.
     """
 
@@ -52,7 +57,6 @@ class Replacement:
     means: Float[Tensor, "layer head d_head"]
     flat: Int[Tensor, " neuron"]
     cols: Float[Tensor, "neuron d_model"]
-    batch_size: int | None = None
     progress: Progress = silent
 
     @classmethod
@@ -62,35 +66,38 @@ class Replacement:
         sink_layer: int,
         neurons: Sequence[Neuron],
         ids: Int[Tensor, "row pos"],
-        batch_size: int | None = None,
         progress: Progress = silent,
     ) -> Replacement:
         """Built with means over the later positions of `ids`; position 0 holds the first token."""
-        sites = [f"blocks.{i}.attn.hook_z" for i in range(sink_layer + 1)]
-        got = trace(target, ids, sites, lambda z: z[:, 1:].float().mean(1))
-        here = [n for n in neurons if n.layer == sink_layer]
+        sites = [f"blocks.{layer}.attn.hook_z" for layer in range(sink_layer + 1)]
+        outputs = trace(target, ids, sites, lambda z: z[:, 1:].float().mean(1))  # row head d_head
+        means = reduce(list(outputs.values()), "layer row head d_head -> layer head d_head", "mean")
+        here = [neuron for neuron in neurons if neuron.layer == sink_layer]
         flat = torch.tensor([flat_number(target, n.layer, n.expert, n.neuron) for n in here], dtype=torch.long)
-        with target.loaded(sink_layer):
-            cols = columns(target, sink_layer, flat).cpu() if here else torch.zeros(0, target.d_model)
-        means = torch.stack([got[site].mean(0) for site in sites])
-        return cls(target, sink_layer, means, flat, cols, batch_size, progress)
+        cols = torch.zeros(0, target.d_model)
+        if here:
+            with target.loaded(sink_layer):
+                cols = columns(target, sink_layer, flat).cpu()
+        return cls(target, sink_layer, means, flat, cols, progress)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Layers and heads that can be replaced."""
-        return self.means.shape[0], self.means.shape[1]
+    def layers(self) -> int:
+        """Number of layers whose heads can be replaced."""
+        return self.means.shape[0]
 
-    def at(self, layer: int, chosen: Bool[Tensor, "*n head"]) -> Bool[Tensor, "*n layer head"]:
+    @property
+    def heads(self) -> int:
+        """Number of heads in a layer."""
+        return self.means.shape[1]
+
+    def in_layer(self, layer: int, heads: Bool[Tensor, "*n head"]) -> Bool[Tensor, "*n layer head"]:
         """Edits that replace heads of one layer."""
-        out = torch.zeros(*chosen.shape[:-1], *self.shape, dtype=torch.bool)
-        out[..., layer, :] = chosen
-        return out
+        edits = torch.zeros(*heads.shape[:-1], self.layers, self.heads, dtype=torch.bool)
+        edits[..., layer, :] = heads
+        return edits
 
     def written(
-        self,
-        ids: Int[Tensor, "row pos"],
-        replaced: Bool[Tensor, "row layer head"],
-        later: bool = False,
+        self, ids: Int[Tensor, "row pos"], replaced: Bool[Tensor, "row layer head"], later: bool = False
     ) -> Float[Tensor, "row seen d_model"]:
         """What the sink neurons write together when heads are replaced.
 
@@ -99,22 +106,22 @@ class Replacement:
             replaced: For each row, the heads that give their mean instead of their output.
             later: Replace and read at all positions except the first, instead of at the first only.
         """
-        target, found = self.target, []
-        experts = max(1, target.n_experts(self.sink_layer))
-        fitting = _HELD // (target.d_mlp * experts) if self.batch_size is None else self.batch_size
-        step = max(1, fitting // ids.shape[1])
-        where = torch.zeros(ids.shape[1], dtype=torch.bool)
-        where[1:] = later
-        where[:1] = not later
-        for start in range(0, len(ids), step):
-            rows, edits = ids[start : start + step], replaced[start : start + step]
+        target, length = self.target, ids.shape[1]
+        where = (torch.arange(length) > 0) == later
+        width = target.d_mlp * max(1, target.n_experts(self.sink_layer))
+        batch = max(1, BATCH_VALUES // width // length)
+        written: list[Tensor] = []
+        for start in range(0, len(ids), batch):
+            rows, edits = ids[start : start + batch], replaced[start : start + batch]
             with target.hooks(*replacing(target, self.means, edits, where)):
                 view = view_layer(target, self.sink_layer, rows, where.expand(len(rows), -1))
-            flat = self.flat.to(view.post.device)
-            out = view.post[:, flat].cpu() @ self.cols if len(flat) else view.mlp.cpu()
-            found.append(out.unflatten(0, (len(rows), -1)))
-            self.progress("heads", min(start + step, len(ids)), len(ids))
-        return torch.cat(found)
+            output = view.mlp.cpu()
+            if len(self.flat):
+                post = view.post[:, self.flat.to(view.post.device)].cpu()
+                output = einsum(post, self.cols, "n neuron, neuron d_model -> n d_model")
+            written.append(rearrange(output, "(row seen) d_model -> row seen d_model", row=len(rows)))
+            self.progress("heads", start + len(rows), len(ids))
+        return torch.cat(written)
 
 
 def replacing(
@@ -129,271 +136,254 @@ def replacing(
     """
 
     def hook(layer: int) -> Any:
+        chosen = rearrange(edits[:, layer], "row head -> row 1 head 1") & rearrange(where, "pos -> pos 1 1")
+
         def replace(z: Tensor) -> Tensor:
-            heads = z.reshape(len(edits), len(where), means.shape[1], -1)
-            chosen = edits[:, layer, None, :, None] & where[None, :, None, None]
+            flat = z.flatten(0, -2)
+            heads = rearrange(flat, "(row pos) (head d) -> row pos head d", row=len(edits), head=means.shape[1])
             return torch.where(chosen.to(z.device), means[layer].to(z.device, z.dtype), heads).reshape(z.shape)
 
         return on_input(replace)
 
-    used = edits.any(2).any(0).nonzero().flatten().tolist()
-    return [(target.sub(i, target.adapter.o), "pre", hook(i)) for i in used]
+    layers = reduce(edits, "row layer head -> layer", torch.any).nonzero().flatten().tolist()
+    return [(target.sub(layer, target.adapter.o), "pre", hook(layer)) for layer in layers]
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """Queries and keys of the heads of a layer at later positions of typical text; NaN if there is no such pair.
+class HeadGeometry:
+    """Queries and keys of the heads at later positions of typical text; NaN if there is no such pair.
 
     Attributes:
-        own: Cosine of query and key at the same position; rotary does not change it.
-        same: Cosine of a query and an earlier key of the same token, before and after rotary.
-        other: Cosine of a query and an earlier key of another token, before and after rotary.
-        attention: Attention of a position to itself, relative to uniform attention; 1 means no preference.
+        tokens: The tokens at later positions, row by row.
+        own_cosine: Cosine of query and key at the same position; rotary does not change it.
+        same_cosine: Cosine of a query and an earlier key of the same token, before and after rotary.
+        other_cosine: Cosine of a query and an earlier key of another token, before and after rotary.
+        self_attention: Attention of a position to itself, relative to uniform attention; 1 means no preference.
     """
 
-    own: Float[Tensor, "head token"]
-    same: tuple[Float[Tensor, " head"], Float[Tensor, " head"]]
-    other: tuple[Float[Tensor, " head"], Float[Tensor, " head"]]
-    attention: Float[Tensor, "head token"]
+    tokens: Int[Tensor, " token"]
+    own_cosine: Float[Tensor, "layer head token"]
+    same_cosine: Float[Tensor, "rotary layer head"]
+    other_cosine: Float[Tensor, "rotary layer head"]
+    self_attention: Float[Tensor, "layer head token"]
 
 
 @torch.no_grad()
-def geometry(
-    target: Target, ids: Int[Tensor, "row pos"], layers: list[int]
-) -> tuple[dict[int, Geometry], Int[Tensor, " token"]]:
-    """The geometry of each layer, and the tokens (later positions of `ids`, row by row) behind `own` and `attention`.
+def head_geometry(target: Target, ids: Int[Tensor, "row pos"], n_layers: int) -> HeadGeometry:
+    """The geometry of the first layers.
 
     Cosines are NaN if queries and keys are not available (see `queries_and_keys`).
     """
-    later = ids[:, 1:]
-    below = torch.ones(later.shape[1], later.shape[1], dtype=torch.bool).tril(-1)
-    equal = (later[:, :, None] == later[:, None, :]) & below
-    unequal = (later[:, :, None] != later[:, None, :]) & below
-    cosines: dict[tuple[int, bool], tuple[Tensor, Tensor, Tensor]] = {}
+    layers, later = list(range(n_layers)), ids[:, 1:]
+    earlier = torch.ones(later.shape[1], later.shape[1], dtype=torch.bool).tril(-1)
+    equal = rearrange(later, "row query -> row query 1") == rearrange(later, "row key -> row 1 key")
+    own = torch.full((n_layers, target.n_heads, later.numel()), torch.nan)
+    same = torch.full((2, n_layers, target.n_heads), torch.nan)
+    other = same.clone()
+    self_attention = own.clone()
 
-    def see(layer: int, rotated: bool, query: Tensor, key: Tensor) -> None:
-        unit_q = torch.nn.functional.normalize(query[:, :, 1:].float(), dim=-1)
-        unit_k = torch.nn.functional.normalize(key[:, :, 1:].float(), dim=-1)
-        unit_k = unit_k.repeat_interleave(query.shape[1] // key.shape[1], 1)
-        cos = (unit_q @ unit_k.transpose(-1, -2)).transpose(0, 1).cpu()  # head row query key
-        own = cos.diagonal(dim1=-2, dim2=-1).flatten(1)
-        cosines[layer, rotated] = (own, cos[:, equal].mean(1), cos[:, unequal].mean(1))
+    def see_queries(layer: int, rotated: bool, query: Tensor, key: Tensor) -> None:
+        unit_query = torch.nn.functional.normalize(query[:, :, 1:].float(), dim=-1)
+        unit_key = torch.nn.functional.normalize(key[:, :, 1:].float(), dim=-1)
+        groups = query.shape[1] // key.shape[1]
+        unit_key = repeat(unit_key, "row kv_head key d -> row (kv_head group) key d", group=groups)
+        cosine = einsum(unit_query, unit_key, "row head query d, row head key d -> head row query key").cpu()
+        own[layer] = rearrange(cosine.diagonal(dim1=-2, dim2=-1), "head row pos -> head (row pos)")
+        same[int(rotated), layer] = cosine[:, equal & earlier].mean(1)
+        other[int(rotated), layer] = cosine[:, ~equal & earlier].mean(1)
 
-    selfs: dict[int, list[Tensor]] = {i: [] for i in layers}
+    self_rows: dict[int, list[Tensor]] = {layer: [] for layer in layers}
 
-    def look(layer: int, first: int, probs: Tensor) -> None:
-        places = torch.arange(probs.shape[2], device=probs.device)
-        own = probs[:, :, places, first + places] * (first + 1 + places)
-        selfs[layer].append(own.cpu())
+    def see_attention(layer: int, first_query: int, probs: Float[Tensor, "row head query key"]) -> None:
+        queries = torch.arange(probs.shape[2], device=probs.device)
+        self_rows[layer].append((probs[:, :, queries, first_query + queries] * (first_query + 1 + queries)).cpu())
 
     try:
-        with queries_and_keys(target, see, layers):
-            target.forward(ids, upto=max(layers))
+        with queries_and_keys(target, see_queries, layers):
+            target.forward(ids, upto=n_layers - 1)
     except UnsupportedError:
-        nothing = torch.full((target.n_heads,), torch.nan)
-        missing = (nothing[:, None].expand(-1, later.numel()), nothing, nothing)
-        cosines = {(i, rotated): missing for i in layers for rotated in (False, True)}
-    with attention_rows(target, look, layers=layers):
-        target.forward(ids, upto=max(layers))
-    found = {}
-    for i in layers:
-        (own, same, other), (_, same_after, other_after) = cosines[i, False], cosines[i, True]
-        ratio = torch.cat(selfs[i], 2)[:, :, 1:].transpose(0, 1).flatten(1)
-        found[i] = Geometry(own, (same, same_after), (other, other_after), ratio)
-    return found, later.flatten()
-
-
-HALF = 0.5  # share of the sink neurons' activation from which the sink counts as present
-
-
-@dataclass(frozen=True)
-class Head:
-    """A head of the first layers. Drops are shares of the sink neurons' activation at a first token.
-
-    Attributes:
-        layer: Layer of the head.
-        head: Query head.
-        serves: Number of first tokens whose smallest sufficient set of heads contains this head.
-        drop: Share of the activation lost when this head's output is replaced by its mean over later positions,
-            averaged over the first tokens.
-        largest_drop: The drop at the first token where it is largest.
-        bos_drop: The drop at BOS. None without BOS.
-        alone: Share of the activation kept when all other heads of the layer are replaced, largest over first tokens.
-            None outside the marking layer.
-        control: Change when the replacement is made at later positions instead (95 % quantile over them). None outside
-            the marking layer.
-        self_attention: Attention of later positions to themselves, relative to uniform attention.
-        served_self_attention: The same at tokens that it serves. None if the text contains none.
-        self_cosine: Cosine of query and key at the same position (rotary does not change it).
-        served_self_cosine: The same cosine at tokens that it serves.
-        same_cosine: Cosine of a query and an earlier key of the same token, before rotary.
-        same_cosine_rotary: The same cosine after rotary.
-        other_cosine: Cosine of a query and an earlier key of another token, before rotary.
-        other_cosine_rotary: The same cosine after rotary.
-    """
-
-    layer: int
-    head: int
-    serves: int
-    drop: float
-    largest_drop: float
-    bos_drop: float | None
-    alone: float | None
-    control: float | None
-    self_attention: float | None
-    served_self_attention: float | None
-    self_cosine: float | None
-    served_self_cosine: float | None
-    same_cosine: float | None
-    same_cosine_rotary: float | None
-    other_cosine: float | None
-    other_cosine_rotary: float | None
-
-
-@dataclass(frozen=True)
-class First:
-    """A token that was put first, and the heads that mark it.
-
-    Attributes:
-        token: The token as text.
-        id: Token id.
-        activation: Activation of the sink neurons, relative to that at the first token of typical text.
-        fires: Whether that activation is at least half.
-        layer_drop: Share lost with all heads of the marking layer replaced. None if the token does not fire or no layer
-            marks.
-        heads: The smallest set of heads of that layer that keeps half of the activation when all others are replaced.
-            Empty where `layer_drop` is None.
-        kept: Share of the activation that these heads keep.
-        set_drop: Share lost when only these heads are replaced.
-        control_drop: Largest loss when the same number of other heads is replaced, over 20 draws. None if there are too
-            few.
-        drops: Share lost with each head of the marking layer replaced.
-    """
-
-    token: str
-    id: int
-    activation: float
-    fires: bool
-    layer_drop: float | None = None
-    heads: tuple[int, ...] = ()
-    kept: float | None = None
-    set_drop: float | None = None
-    control_drop: float | None = None
-    drops: tuple[float, ...] = ()
+        pass  # the cosines stay NaN
+    with attention_rows(target, see_attention, layers=layers):
+        target.forward(ids, upto=n_layers - 1)
+    for layer, parts in self_rows.items():
+        self_attention[layer] = rearrange(torch.cat(parts, 2)[:, :, 1:], "row head pos -> head (row pos)")
+    return HeadGeometry(later.flatten(), own, same, other, self_attention)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MarkingHeads(Result):
     """Which heads mark the first token.
 
+    Drops are shares of the sink neurons' activation at a first token. Arrays by token are NaN where the token does not
+    fire the neurons. The arrays are None if there is no sink, and those about the marking layer if no layer marks.
+
     Attributes:
-        sink_layer: Layer of the marked neurons. None if the model has no sink; all other fields are then empty.
-        neurons: The sink neurons whose activation is measured; in a mixture, (expert, neuron). If empty, no single
-            neuron is causal and the whole MLP of the sink layer stands for them.
+        sink_layer: Layer of the marked neurons. None if the model has no sink.
+        neurons: The sink neurons whose activation is measured. If empty, no single neuron is causal and the whole MLP
+            of the sink layer stands for them.
         answer: "single head": for most first tokens one head suffices; "several heads": it takes more than one;
             "several layers": the heads of no single layer make the mark, but those of several layers together do; "no
             head": heads do not make the mark; "no token fires": none of the tokens makes a sink when it stands first;
             "no sink".
         marking_layer: The layer whose heads make the mark. None if there is none.
-        layer_drops: Share lost with all heads of a layer replaced, for each layer up to the sink layer (median over
-            first tokens).
-        all_drop: Share lost with all heads of all these layers replaced.
-        single_share: Among the first tokens that fire, the share for which one head suffices.
-        heads: All heads of layers 0 to the sink layer, marking heads first.
-        first_tokens: All tokens that were put first.
+        tokens: The tokens that were put first. BOS comes first, if there is one.
+        activation: Activation of the sink neurons, relative to that at the first token of typical text. A token fires
+            the neurons if it is at least half.
+        all_drop: Share lost with all heads of layers 0 to the sink layer replaced, median over tokens.
+        layer_drop: Share lost with all heads of a layer replaced.
+        drop: Share lost with one head replaced by its mean over later positions.
+        serves: Whether a head of the marking layer is in the smallest set of heads that keeps half of a token's
+            activation when all others of the layer are replaced.
+        set_drop: Share lost when only these heads are replaced.
+        control_drop: Largest loss when the same number of other heads is replaced, over 20 draws; NaN if there are too
+            few.
+        alone: Share kept when all other heads of the marking layer are replaced, largest over first tokens.
+        control: Change when a head of the marking layer is replaced at later positions instead (95 % quantile).
+        self_attention: Attention of later positions to themselves, relative to uniform attention.
+        served_self_attention: The same at tokens that a head of the marking layer serves. NaN if the text has none.
+        self_cosine: Cosine of query and key at the same position (rotary does not change it).
+        served_self_cosine: The same cosine at tokens that a head of the marking layer serves.
+        same_cosine: Cosine of a query and an earlier key of the same token, before and after rotary.
+        other_cosine: Cosine of a query and an earlier key of another token, before and after rotary.
     """
 
     kind: ClassVar[str] = "heads"
-    percent: ClassVar[tuple[str, ...]] = ("drop", "largest_drop", "bos_drop", "alone", "control")
-    table_of: ClassVar[str] = "heads"
-    table_rows: ClassVar[int] = 16
+    percent: ClassVar[tuple[str, ...]] = ("drop", "bos_drop", "alone", "control")
     columns: ClassVar[tuple[str, ...]] = ("head", "serves", "drop", "bos_drop", "alone", "control", "self_attention")
+    glossary: ClassVar[dict[str, str]] = {
+        "serves": "number of first tokens whose smallest sufficient set of heads contains this head",
+        "drop": "share of the mark lost when the head is replaced, mean over first tokens",
+        "bos_drop": "the same at BOS",
+    }
 
     sink_layer: int | None
-    neurons: tuple[tuple[int, ...], ...]
+    neurons: tuple[str, ...] = ()
     answer: str
     marking_layer: int | None = None
-    layer_drops: tuple[float, ...] = ()
+    tokens: tuple[str, ...] = ()
+    activation: Float[np.ndarray, " token"] | None = None
     all_drop: float | None = None
-    single_share: float | None = None
-    heads: tuple[Head, ...] = ()
-    first_tokens: tuple[First, ...] = ()
+    layer_drop: Float[np.ndarray, "token layer"] | None = None
+    drop: Float[np.ndarray, "token layer head"] | None = None
+    serves: Bool[np.ndarray, "token head"] | None = None
+    set_drop: Float[np.ndarray, " token"] | None = None
+    control_drop: Float[np.ndarray, " token"] | None = None
+    alone: Float[np.ndarray, " head"] | None = None
+    control: Float[np.ndarray, " head"] | None = None
+    self_attention: Float[np.ndarray, "layer head"] | None = None
+    served_self_attention: Float[np.ndarray, " head"] | None = None
+    self_cosine: Float[np.ndarray, "layer head"] | None = None
+    served_self_cosine: Float[np.ndarray, " head"] | None = None
+    same_cosine: Float[np.ndarray, "rotary layer head"] | None = None
+    other_cosine: Float[np.ndarray, "rotary layer head"] | None = None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per head, marking heads first."""
+        if self.drop is None or self.self_attention is None:
+            return []
+        rows: list[dict[str, Any]] = []
+        mean_drop: np.ndarray = np.nanmean(self.drop, 0, dtype=np.float64)
+        for layer, head in np.ndindex(mean_drop.shape):
+            row: dict[str, Any] = {"head": head_name(layer, head), "serves": 0, "drop": float(mean_drop[layer, head])}
+            row["bos_drop"] = _entry(self.drop[0, layer], head) if self.settings.get("bos") else None
+            row |= {"alone": None, "control": None}
+            row["self_attention"] = float(self.self_attention[layer, head])
+            if layer == self.marking_layer and self.serves is not None:
+                row["serves"] = int(self.serves[:, head].sum())
+                row |= {"alone": _entry(self.alone, head), "control": _entry(self.control, head)}
+                row["served_self_attention"] = _entry(self.served_self_attention, head)
+            rows.append(row)
+        return sorted(rows, key=lambda row: (-row["serves"], -row["drop"]))
+
+    def shown_rows(self) -> list[dict[str, Any]]:
+        """The first rows."""
+        return self.rows()[:TABLE_HEADS]
 
     def conclusion(self) -> str:
         """Which heads mark the first token, and what other heads lose."""
-        if self.sink_layer is None:
-            return "The model has no attention sink, so no head marks the first token for one."
-        said = {
-            "several layers": "No layer's heads mark the first token alone; those of several layers together do.",
-            "no head": "No head marks the first token: attention does not make the mark.",
-            "no token fires": "None of the tokens given makes a sink when it stands first; give other tokens.",
-        }
-        if self.marking_layer is None:
-            return said[self.answer]
-        names = head_names([h for h in self.heads if h.serves])
-        fire = [f for f in self.first_tokens if f.fires]
-        lost = [f.set_drop for f in fire if f.set_drop is not None]
-        chance = [f.control_drop for f in fire if f.control_drop is not None]
-        beside = ""
-        if lost and chance:
-            beside = (
-                f": replacing them takes away {percent(median_high(lost))} of the mark, and replacing as many other "
-                f"heads takes away at most {percent(median_high(chance))} (median over tokens, "
-                f"largest of {DRAWS} draws)"
-            )
-        return f"The heads {names} mark the first token{beside}."
+        if self.serves is None:
+            return {
+                "no sink": "The model has no attention sink, so no head marks the first token for one.",
+                "several layers": "No layer's heads mark the first token alone; those of several layers together do.",
+                "no head": "No head marks the first token: attention does not make the mark.",
+                "no token fires": "None of the tokens given makes a sink when it stands first; give other tokens.",
+            }[self.answer]
+        heads = [(self.marking_layer, head) for head in np.flatnonzero(self.serves.any(0)).tolist()]
+        lost, chance = _median(self.set_drop), _median(self.control_drop)
+        control = ""
+        if chance is not None:
+            control = f", and replacing as many other heads takes away at most {percent(chance)} (median over tokens)"
+        return (
+            f"Heads {head_names(heads)} mark the first token: replacing them takes away {percent(lost)} of it{control}."
+        )
+
+    def numbers(self) -> list[Number]:
+        """Share of the mark that is lost without the marking heads."""
+        chance = _median(self.control_drop)
+        return [Number("mark lost without the marking heads", _median(self.set_drop), chance, chance)]
 
     def details(self) -> list[str]:
-        """The neurons, the layers, and how many heads a token needs."""
-        if self.sink_layer is None:
+        """The neurons, the tokens that fire, the layers, and how many heads a token needs."""
+        if self.activation is None:
             return []
-        fire = [f for f in self.first_tokens if f.fires]
-        names = neuron_names([(self.sink_layer, *n) for n in self.neurons])
-        lines = [
-            f"The mark is read at the sink neurons {names}."
-            if names
-            else f"No single neuron is causal, so the mark is read at the whole MLP of layer {self.sink_layer}.",
-            f"{len(fire)} of {len(self.first_tokens)} tokens make the sink fire when they stand first.",
-        ]
-        if self.layer_drops:
-            drops = ", ".join(f"layer {i} {percent(d)}" for i, d in enumerate(self.layer_drops))
+        where = (
+            ", ".join(self.neurons) or f"the whole MLP of layer {self.sink_layer}, because no neuron is causal alone"
+        )
+        fires = self.activation >= PRESENT
+        lines = [f"The mark is read at {where}."]
+        lines.append(f"{fires.sum()} of {len(fires)} tokens make the sink fire when they stand first.")
+        if self.layer_drop is not None:
+            medians = np.nanquantile(self.layer_drop, 0.5, axis=0, method="lower")
+            drops = ", ".join(f"layer {layer} {percent(drop)}" for layer, drop in enumerate(medians.tolist()))
             lines.append(
-                f"Replacing all heads of a layer takes away this share of the mark: {drops}; all layers together "
-                f"{percent(self.all_drop)}."
+                f"Share lost with all heads of a layer replaced: {drops}; of all layers, {percent(self.all_drop)}."
             )
-        if self.marking_layer is not None and self.answer == "single head":
-            lines.append(f"A single head suffices for {percent(self.single_share)} of the first tokens.")
-        elif self.marking_layer is not None:
-            usual = median_high([len(f.heads) for f in fire if f.heads] or [0])
-            lines.append(f"No single head suffices for most first tokens; the median token needs {usual}.")
+        if self.serves is not None:
+            single = (self.serves[fires].sum(1) == 1).mean()
+            lines.append(f"A single head suffices for {percent(float(single))} of the first tokens.")
         return lines
 
 
-@measurement(
-    group="Sinks",
-    figure="sinkscope.figures.first_token:draw_heads",
-    command="heads",
-    quick={"count": 2},
-    scan={
-        "order": 20,
-        "seconds": [0.4, 0.5],
-        "numbers": {
-            "mark lost without the marking heads": [
-                "first_tokens.*.set_drop",
-                "first_tokens.*.control_drop",
-                "first_tokens.*.control_drop",
-            ]
-        },
-        "facts": {"marking layer": "marking_layer"},
-    },
-)
-def marking_heads(
-    setup: Setup,
-    *,
-    tokens: Sequence[str] | None = None,
-    count: Positive = 32,
-    batch_size: Positive | None = None,
-) -> MarkingHeads:
+def _median(values: Float[np.ndarray, " token"] | None) -> float | None:
+    """The upper median without NaN; None if nothing is left."""
+    if values is None or np.isnan(values).all():
+        return None
+    return float(np.nanquantile(values, 0.5, method="higher"))
+
+
+def _entry(values: Float[np.ndarray, " head"] | None, head: int) -> float | None:
+    if values is None or np.isnan(values[head]):
+        return None
+    return float(values[head])
+
+
+def draw(result: MarkingHeads) -> go.Figure:
+    """What each layer's heads carry, which head marks which first token, and how the heads look at themselves."""
+    titles = ["All heads of a layer replaced", "One head replaced, by first token", "Attention to itself over uniform"]
+    fig = make_subplots(cols=3, subplot_titles=titles, column_widths=[0.2, 0.4, 0.4])
+    if result.layer_drop is not None:
+        fig.add_bar(y=np.nanmedian(result.layer_drop, 0), marker_color=ORANGE, showlegend=False, row=1, col=1)
+        fig.update_xaxes(title_text="layer", dtick=1, row=1, col=1)
+        fig.update_yaxes(title_text="share of the activation lost", tickformat=".0%", row=1, col=1)
+    if result.drop is not None and result.serves is not None and result.self_attention is not None:
+        firing = np.flatnonzero(result.serves.any(1))
+        firing = firing[np.lexsort(result.serves[firing].T)]  # tokens that share a head lie beside each other
+        names = [html.escape(f"{result.tokens[token]!r} ({token})") for token in firing]
+        drop, scale = result.drop[firing, result.marking_layer], ["#f7f7f7", BLUE]
+        fig.add_heatmap(z=drop, y=names, zmin=0, zmax=1, colorscale=scale, colorbar_x=0.58, row=1, col=2)
+        layer = f"head of layer {result.marking_layer}"
+        fig.update_xaxes(title_text=layer, row=1, col=2)
+        for values, name, color in (
+            (result.self_attention[result.marking_layer], "all later tokens", GREY),
+            (result.served_self_attention, "tokens that the head serves", ORANGE),
+        ):
+            fig.add_scatter(y=values, mode="markers", name=name, marker={"color": color, "size": 11}, row=1, col=3)
+        fig.update_xaxes(title_text=layer, row=1, col=3)
+    return finished(fig, result, width=1400, height=560)
+
+
+@measurement(group="Sinks", figure=draw, command="heads", quick={"count": 2})
+def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: Positive = 32) -> MarkingHeads:
     """Find the attention heads that mark the first token, by the effect of replacing their output on the sink neurons.
 
     A head's output at the first position (`hook_z`, before the output projection) is replaced by its mean over later
@@ -404,65 +394,98 @@ def marking_heads(
     Args:
         tokens: Words to put first, one token each. By default `count` tokens of the text, drawn by the seed.
         count: Number of tokens of the text to put first.
-        batch_size: Rows per pass. By default as many as a bounded memory allows.
 
     Example:
         sinkscope heads --model llama-2-7b --count 8
     """
     words = first_tokens(setup.target, setup.ids, count, setup.seed, tokens)
-    layer, neurons = causal_neurons(setup)
-    if layer is None:
-        return MarkingHeads(sink_layer=None, neurons=(), answer="no sink")
-    own = tuple(n.site[1:] for n in neurons if n.layer == layer)
-    bench = Replacement.of(setup.target, layer, neurons, setup.ids, batch_size, setup.progress)
-    return MarkingHeads(sink_layer=layer, neurons=own, **_measure(setup, bench, words))
-
-
-def _measure(setup: Setup, bench: Replacement, words: list[int]) -> dict[str, Any]:
-    """Everything of the result that is measured behind the sink neurons."""
-    (layers, heads), bos = bench.shape, setup.bos
-    firsts = torch.tensor(words if bos is None else [bos, *(w for w in words if w != bos)])
-    usual, intact = (
-        bench.written(t[:, None], torch.zeros(len(t), layers, heads, dtype=torch.bool))[:, 0]
-        for t in (setup.ids[:, 0], firsts)
+    if setup.bos is not None:
+        words = [setup.bos, *(word for word in words if word != setup.bos)]
+    sink_layer, neurons = causal_neurons(setup)
+    if sink_layer is None:
+        return MarkingHeads(sink_layer=None, answer="no sink")
+    bench = Replacement.of(setup.target, sink_layer, neurons, setup.ids, setup.progress)
+    nothing = torch.zeros(1, bench.layers, bench.heads, dtype=torch.bool)
+    firsts = torch.tensor(words)
+    typical = bench.written(setup.ids[:, :1], nothing.expand(len(setup.ids), -1, -1))[:, 0]
+    intact = bench.written(rearrange(firsts, "token -> token 1"), nothing.expand(len(firsts), -1, -1))[:, 0]
+    way = torch.nn.functional.normalize(typical.mean(0), dim=0)
+    activation = einsum(intact, way, "token d_model, d_model -> token") / typical.norm(dim=-1).median()
+    fires = activation >= PRESENT
+    result = MarkingHeads(
+        sink_layer=sink_layer,
+        neurons=tuple(neuron_names([neuron.site]) for neuron in neurons if neuron.layer == sink_layer),
+        answer="no token fires",
+        tokens=tuple(setup.tokenizer.decode([word]) for word in words),
+        activation=activation.numpy(),
     )
-    activation = intact @ torch.nn.functional.normalize(usual.mean(0), dim=0) / usual.norm(dim=-1).median()
-    fires = activation >= HALF
+    if not bool(fires.any()):
+        return result
     marks = _Marks(bench, firsts[fires], intact[fires])
-
-    everything = torch.ones(1, layers, heads, dtype=torch.bool)
-    whole = torch.eye(layers, dtype=torch.bool)[:, :, None].expand(-1, -1, heads)
-    each = torch.eye(layers * heads, dtype=torch.bool).view(-1, layers, heads)
-    lost = 1 - marks.kept(torch.cat([everything, whole, each]))
-    layer_drop, drops = lost[:, 1 : 1 + layers], lost[:, 1 + layers :].unflatten(1, (layers, heads))
-    all_drop = float(lost[:, 0].median()) if len(lost) else None
-    medians = layer_drop.median(0).values.tolist() if len(lost) else []
-    marking = max(range(layers), key=medians.__getitem__) if medians and max(medians) >= HALF else None
-    sets: list[dict[str, Any]] = []
-    carried: dict[str, Tensor] = {}
-    if marking is not None:
-        alone = marks.kept(bench.at(marking, ~torch.eye(heads, dtype=torch.bool)))
-        sets = marks.sets(marking, drops[:, marking] + alone, setup.seed)
-        for i, one in enumerate(sets):
-            one |= {"layer_drop": float(layer_drop[i, marking]), "drops": tuple(drops[i, marking].tolist())}
-        carried = {"alone": alone.amax(0), "control": _later(setup, bench, marking, usual.mean(0))}
-    rows = iter(sets)
-    listed = tuple(
-        First(setup.tokenizer.decode([t]), t, a, f, **(next(rows, {}) if f else {}))
-        for t, a, f in zip(firsts.tolist(), activation.tolist(), fires.tolist(), strict=True)
+    every_head = torch.eye(bench.layers * bench.heads, dtype=torch.bool)
+    every_head = rearrange(every_head, "edit (layer head) -> edit layer head", layer=bench.layers)
+    every_layer = repeat(torch.eye(bench.layers, dtype=torch.bool), "edit layer -> edit layer head", head=bench.heads)
+    lost = 1 - marks.kept(torch.cat([~nothing, every_layer, every_head]))
+    layer_drop = lost[:, 1 : 1 + bench.layers]
+    drop = rearrange(lost[:, 1 + bench.layers :], "token (layer head) -> token layer head", layer=bench.layers)
+    result = replace(
+        result,
+        answer="no head",
+        all_drop=float(lost[:, 0].median()),
+        layer_drop=_of_all(layer_drop, fires),
+        drop=_of_all(drop, fires),
     )
-    single = sum(len(s["heads"]) == 1 for s in sets) / len(sets) if sets else None
-    bos_drops = drops[0] if bos is not None and bool(fires[0]) else None
-    found = _heads(setup, drops, bos_drops, marking, carried, [f for f in listed if f.heads])
-    return {
-        "answer": _answer(single, all_drop),
-        "marking_layer": marking,
-        "layer_drops": tuple(medians),
-        "all_drop": all_drop,
-        "single_share": single,
-        "heads": found,
-        "first_tokens": listed,
-    }
+    geometry = head_geometry(setup.target, setup.ids, bench.layers)
+    result = replace(
+        result,
+        self_attention=reduce(geometry.self_attention, "layer head token -> layer head", "mean").numpy(),
+        self_cosine=reduce(geometry.own_cosine, "layer head token -> layer head", "mean").numpy(),
+        same_cosine=geometry.same_cosine.numpy(),
+        other_cosine=geometry.other_cosine.numpy(),
+    )
+    medians = layer_drop.median(0).values
+    if float(medians.max()) < PRESENT:
+        several = float(lost[:, 0].median()) >= PRESENT
+        return replace(result, answer="several layers" if several else "no head")
+    layer = int(medians.argmax())
+    alone = marks.kept(bench.in_layer(layer, ~torch.eye(bench.heads, dtype=torch.bool)))
+    smallest = marks.smallest_sets(layer, drop[:, layer] + alone, setup.seed)
+    single_share = float((smallest.heads.sum(1) == 1).float().mean())
+    served = _served(geometry, layer, firsts[fires], smallest.heads)
+    return replace(
+        result,
+        answer="single head" if single_share >= 0.5 else "several heads",
+        marking_layer=layer,
+        serves=_of_all(smallest.heads.float(), fires) == 1,
+        set_drop=_of_all(smallest.drop, fires),
+        control_drop=_of_all(smallest.control_drop, fires),
+        alone=alone.amax(0).numpy(),
+        control=_later_change(setup, bench, layer, typical.mean(0)).numpy(),
+        served_self_attention=served[0].numpy(),
+        served_self_cosine=served[1].numpy(),
+    )
+
+
+def _of_all(values: Float[Tensor, "firing ..."], fires: Bool[Tensor, " token"]) -> Float[np.ndarray, "token ..."]:
+    """Values of the tokens that fire, with NaN for the others."""
+    spread = torch.full((len(fires), *values.shape[1:]), torch.nan)
+    spread[fires] = values
+    return spread.numpy()
+
+
+@dataclass(frozen=True)
+class SmallestHeadSets:
+    """For each first token, the smallest set of its best heads that keeps half of the activation.
+
+    Attributes:
+        heads: The heads of the set.
+        drop: Share of the activation that is lost without them.
+        control_drop: Largest loss without the same number of other heads, over 20 draws; NaN if there are too few.
+    """
+
+    heads: Bool[Tensor, "token head"]
+    drop: Float[Tensor, " token"]
+    control_drop: Float[Tensor, " token"]
 
 
 @dataclass(frozen=True)
@@ -471,104 +494,58 @@ class _Marks:
 
     bench: Replacement
     tokens: Int[Tensor, " token"]
-    base: Float[Tensor, "token d_model"]
+    intact: Float[Tensor, "token d_model"]
 
     def kept(self, edits: Bool[Tensor, "*token edit layer head"]) -> Float[Tensor, "token edit"]:
         """Activation of the sink neurons over the intact one, for every first token and every edit."""
         edits = edits.expand(len(self.tokens), *edits.shape[-3:])
-        count = edits.shape[1]
-        if not edits.numel():
-            return torch.zeros(len(self.tokens), count)
-        out = self.bench.written(self.tokens.repeat_interleave(count)[:, None], edits.flatten(0, 1))[:, 0]
-        along = (out.unflatten(0, (-1, count)) * self.base[:, None]).sum(-1)
-        return along / self.base.square().sum(-1, keepdim=True)
+        ids = repeat(self.tokens, "token -> (token edit) 1", edit=edits.shape[1])
+        written = self.bench.written(ids, rearrange(edits, "token edit layer head -> (token edit) layer head"))
+        written = rearrange(written, "(token edit) 1 d_model -> token edit d_model", token=len(self.tokens))
+        along = einsum(written, self.intact, "token edit d_model, token d_model -> token edit")
+        return along / self.intact.square().sum(-1, keepdim=True)
 
-    def sets(self, layer: int, score: Float[Tensor, "token head"], seed: int) -> list[dict[str, Any]]:
-        """For each first token, the smallest set of its best heads that keeps half, against as many other heads."""
-        heads = score.shape[1]
+    def smallest_sets(self, layer: int, score: Float[Tensor, "token head"], seed: int) -> SmallestHeadSets:
+        """Restore heads of a layer in the order of `score` until half is back, and compare with as many other heads."""
+        count = self.bench.heads
         rank = score.argsort(1, descending=True).argsort(1)  # rank of each head; 0 is the best
-        sizes = torch.arange(1, heads + 1)
-        kept = self.kept(self.bench.at(layer, rank[:, None] >= sizes[None, :, None]))
-        enough = kept >= HALF
+        sizes = torch.arange(1, count + 1)
+        without_best = rearrange(rank, "token head -> token 1 head") >= rearrange(sizes, "size -> size 1")
+        enough = self.kept(self.bench.in_layer(layer, without_best)) >= PRESENT
         enough[:, -1] = True  # nothing is replaced there
-        size = (enough.int().argmax(1) + 1).tolist()
+        size = enough.int().argmax(1) + 1
+        heads = rank < rearrange(size, "token -> token 1")
         generator = torch.Generator().manual_seed(seed)
-        edits = torch.zeros(len(score), DRAWS + 1, heads, dtype=torch.bool)
-        for i, n in enumerate(size):
-            edits[i, 0] = rank[i] < n
-            others = (rank[i] >= n).nonzero().flatten()
-            for at in range(1, DRAWS + 1):
-                edits[i, at, others[torch.randperm(len(others), generator=generator)[:n]]] = True
-        lost = 1 - self.kept(self.bench.at(layer, edits))
-        return [
-            {
-                "heads": tuple(sorted((rank[i] < n).nonzero().flatten().tolist())),
-                "kept": float(kept[i, n - 1]),
-                "set_drop": float(lost[i, 0]),
-                "control_drop": float(lost[i, 1:].max()) if heads - n >= n else None,
-            }
-            for i, n in enumerate(size)
-        ]
+        edits = torch.zeros(len(score), CONTROL_DRAWS + 1, count, dtype=torch.bool)
+        edits[:, 0] = heads
+        for token, n in enumerate(size.tolist()):
+            others = (~heads[token]).nonzero().flatten()
+            for draw_number in range(1, CONTROL_DRAWS + 1):
+                chosen = others[torch.randperm(len(others), generator=generator)[:n]]
+                edits[token, draw_number, chosen] = True
+        lost = 1 - self.kept(self.bench.in_layer(layer, edits))
+        control = torch.where(count - size >= size, lost[:, 1:].amax(1), torch.nan)
+        return SmallestHeadSets(heads, lost[:, 0], control)
 
 
-def _later(setup: Setup, bench: Replacement, layer: int, way: Float[Tensor, " d_model"]) -> Float[Tensor, " head"]:
+def _later_change(
+    setup: Setup, bench: Replacement, layer: int, way: Float[Tensor, " d_model"]
+) -> Float[Tensor, " head"]:
     """Change along the sink neurons' direction where the same is done at later positions, over its size."""
-    heads = bench.shape[1]
-    chosen = torch.cat([torch.zeros(1, heads, dtype=torch.bool), torch.eye(heads, dtype=torch.bool)])
-    out = bench.written(setup.ids[:1].expand(heads + 1, -1), bench.at(layer, chosen), later=True)
-    along = out @ way / way.square().sum()
+    nothing = torch.zeros(1, bench.heads, dtype=torch.bool)
+    edits = bench.in_layer(layer, torch.cat([nothing, torch.eye(bench.heads, dtype=torch.bool)]))
+    written = bench.written(setup.ids[:1].expand(len(edits), -1), edits, later=True)
+    along = einsum(written, way, "edit pos d_model, d_model -> edit pos") / way.square().sum()
     return (along[1:] - along[:1]).abs().quantile(0.95, dim=1)
 
 
-def _heads(
-    setup: Setup,
-    drops: Float[Tensor, "token layer head"],
-    bos_drops: Tensor | None,
-    marking: int | None,
-    carried: dict[str, Tensor],
-    served: list[First],
-) -> tuple[Head, ...]:
-    shapes, text = geometry(setup.target, setup.ids, list(range(drops.shape[1])))
-    found: list[Head] = []
-    for layer in range(drops.shape[1] if len(drops) else 0):
-        for head in range(drops.shape[2]):
-            here = layer == marking
-            own = [first.id for first in served if here and head in first.heads]
-            found.append(
-                Head(
-                    layer,
-                    head,
-                    len(own),
-                    float(drops[:, layer, head].mean()),
-                    float(drops[:, layer, head].max()),
-                    None if bos_drops is None else float(bos_drops[layer, head]),
-                    **{name: float(carried[name][head]) if here else None for name in ("alone", "control")},
-                    **_shape(shapes[layer], head, torch.isin(text, torch.tensor(own, dtype=torch.long))),
-                )
-            )
-    return tuple(sorted(found, key=lambda h: (-h.serves, -h.drop)))
-
-
-def _answer(single: float | None, all_drop: float | None) -> str:
-    if all_drop is None:
-        return "no token fires"
-    if single is None:
-        return "several layers" if all_drop >= HALF else "no head"
-    return "single head" if single >= HALF else "several heads"
-
-
-def _shape(g: Geometry, head: int, own: Bool[Tensor, " token"]) -> dict[str, float | None]:
-    return {
-        "self_attention": _number(g.attention[head].mean()),
-        "served_self_attention": _number(g.attention[head][own].mean()),
-        "self_cosine": _number(g.own[head].mean()),
-        "served_self_cosine": _number(g.own[head][own].mean()),
-        "same_cosine": _number(g.same[0][head]),
-        "same_cosine_rotary": _number(g.same[1][head]),
-        "other_cosine": _number(g.other[0][head]),
-        "other_cosine_rotary": _number(g.other[1][head]),
-    }
-
-
-def _number(value: Tensor) -> float | None:
-    return None if math.isnan(float(value)) else float(value)
+def _served(
+    geometry: HeadGeometry, layer: int, tokens: Int[Tensor, " token"], serves: Bool[Tensor, "token head"]
+) -> Float[Tensor, "quantity head"]:
+    """Self-attention and own cosine of each head of a layer at later positions of the tokens that it serves."""
+    means = torch.full((2, serves.shape[1]), torch.nan)
+    for head in range(serves.shape[1]):
+        own = torch.isin(geometry.tokens, tokens[serves[:, head]])
+        means[0, head] = geometry.self_attention[layer, head, own].mean()
+        means[1, head] = geometry.own_cosine[layer, head, own].mean()
+    return means

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
+import numpy as np
+import plotly.graph_objects as go
 import torch
+from einops import einsum, rearrange, reduce
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
 from sinkscope.files.notation import neuron_name, read_neuron
 from sinkscope.interventions.edits import site_of
-from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
-from sinkscope.models.experts import bind, gate_up
-from sinkscope.models.target import Target
+from sinkscope.measure import Count, Number, Option, Result, Setup, measurement
+from sinkscope.measure.style import BLUE, GREY, finished
+from sinkscope.models.experts import gate_up
+from sinkscope.models.target import Target, on_input
 from sinkscope.sinks.tokens import first_tokens
 from sinkscope.trace.run import trace
 
 PER_TOKEN = 4  # largest number of later positions per token, so that frequent words do not dominate
 CLEAR = 8  # without BOS the first few tokens may still be marked as the first is: later positions begin here
-_LEAST = 2  # smallest number of samples of a class on either side
+CLASS_MINIMUM = 2  # smallest number of samples of a class on either side of the split
+BATCH_TEXTS = 64
+SHUFFLES = 5  # draws of the control
+SORTED_COLUMNS = 2048  # columns sorted at a time
+SEPARABLE = 0.99  # AUROC from which the conclusion says "separates"
+ABOVE_CHANCE = 0.1  # an AUROC must exceed that with shuffled labels by this much to say "partly"
 
 
 @dataclass(frozen=True)
-class Samples:
-    """The first and later tokens to be separated.
+class TokenSplit:
+    """The first and later tokens to be separated; half of the tokens and half of the texts are held out.
 
     Attributes:
         firsts: Tokens to put first.
@@ -35,7 +45,6 @@ class Samples:
         ids: The texts.
         later: Places in the texts, as (row, position).
         later_held: Which of these places are held out.
-        bos: BOS, if texts begin with it.
     """
 
     firsts: Int[Tensor, " first"]
@@ -43,7 +52,6 @@ class Samples:
     ids: Int[Tensor, "row pos"]
     later: Int[Tensor, "later 2"]
     later_held: Bool[Tensor, " later"]
-    bos: int | None
 
     @property
     def later_tokens(self) -> Int[Tensor, " later"]:
@@ -51,7 +59,7 @@ class Samples:
         return self.ids[self.later[:, 0], self.later[:, 1]]
 
 
-def draw_samples(ids: Int[Tensor, "row pos"], words: list[int], bos: int | None, seed: int) -> Samples:
+def split_tokens(ids: Int[Tensor, "row pos"], words: list[int], bos: int | None, seed: int) -> TokenSplit:
     """Hold out half of the tokens and half of the texts, and take later positions where both halves agree.
 
     Args:
@@ -65,520 +73,407 @@ def draw_samples(ids: Int[Tensor, "row pos"], words: list[int], bos: int | None,
     """
     generator = torch.Generator().manual_seed(seed)
     firsts = torch.tensor(words)[torch.randperm(len(words), generator=generator)]
-    held_token = torch.randint(2, (int(max(ids.max(), firsts.max())) + 1,), generator=generator).bool()
-    held_token[firsts] = torch.arange(len(firsts)) % 2 == 1
-    held_text = torch.randperm(len(ids), generator=generator) % 2 == 1
+    token_held = torch.randint(2, (int(max(ids.max(), firsts.max())) + 1,), generator=generator).bool()
+    token_held[firsts] = torch.arange(len(firsts)) % 2 == 1
+    text_held = torch.randperm(len(ids), generator=generator) % 2 == 1
 
-    start = CLEAR if bos is None else 1
-    later, held, seen = [], [], dict[int, int]()
-    for place in (torch.randperm(len(ids) * (ids.shape[1] - start), generator=generator)).tolist():
-        row, pos = divmod(place, ids.shape[1] - start)
-        token = int(ids[row, pos + start])
-        if token == bos or bool(held_token[token] != held_text[row]) or seen.get(token, 0) == PER_TOKEN:
+    begin = CLEAR if bos is None else 1
+    width = ids.shape[1] - begin
+    places: list[tuple[int, int]] = []
+    places_held: list[bool] = []
+    times_taken: dict[int, int] = {}
+    for place in torch.randperm(len(ids) * width, generator=generator).tolist():
+        row, pos = place // width, place % width + begin
+        token = int(ids[row, pos])
+        taken = times_taken.get(token, 0)
+        if token == bos or bool(token_held[token] != text_held[row]) or taken == PER_TOKEN:
             continue
-        seen[token] = seen.get(token, 0) + 1
-        later.append((row, pos + start))
-        held.append(bool(held_token[token]))
-    made = Samples(firsts, held_token[firsts], ids, torch.tensor(later).view(-1, 2), torch.tensor(held).bool(), bos)
-    for name, sides in (("first", made.first_held), ("later", made.later_held)):
-        if min(int(sides.sum()), int((~sides).sum())) < _LEAST:
+        times_taken[token] = taken + 1
+        places.append((row, pos))
+        places_held.append(bool(token_held[token]))
+    later_held = torch.tensor(places_held).bool()
+    for name, held in (("first", token_held[firsts]), ("later", later_held)):
+        if min(int(held.sum()), int((~held).sum())) < CLASS_MINIMUM:
             raise SinkscopeError(
-                f"{len(sides)} {name} tokens are too few to train on some and hold out others; give more words, or a "
+                f"{len(held)} {name} tokens are too few to train on some and hold out others; raise --count, or give a "
                 "longer --text"
             )
-    return made
+    return TokenSplit(firsts, token_held[firsts], ids, torch.tensor(places), later_held)
 
 
 @dataclass(frozen=True)
-class Factor:
+class FactorValues:
     """Pre-activations from one input projection ("gate", "up", or "" if there is only one) of one expert."""
 
     name: str
     expert: int | None
-    values: Float[Tensor, "n neuron"]
-
-
-@dataclass(frozen=True)
-class After:
-    """A layer at `n` places.
-
-    Attributes:
-        resid: Residual stream after the attention (`hook_resid_mid`; with parallel residual, where the MLP does not
-            read that stream, `hook_resid_pre` + `hook_attn_out`).
-        factors: Pre-activations of all neurons of the layer's MLP.
-    """
-
-    resid: Float[Tensor, "n d_model"]
-    factors: tuple[Factor, ...]
-
-    @classmethod
-    def join(cls, *parts: After) -> After:
-        """Concatenate several."""
-        columns = zip(*(p.factors for p in parts), strict=True)
-        factors = tuple(Factor(c[0].name, c[0].expert, torch.cat([f.values for f in c])) for c in columns)
-        return cls(torch.cat([p.resid for p in parts]), factors)
+    values: Float[Tensor, "sample neuron"]
 
 
 @torch.no_grad()
-def after_attention(
+def layer_samples(
     target: Target,
     layer: int,
     ids: Int[Tensor, "row pos"],
-    places: Int[Tensor, "n 2"],
-    batch_size: int,
+    places: Int[Tensor, "sample 2"],
     progress: Progress = silent,
-) -> After:
-    """The layer at `places`, given as (row, position) of `ids`, in their order."""
-    a, mixture = target.adapter, target.is_mixture(layer)
-    gated = a.gate is not None or a.fused_gate_up
-    names = [] if mixture else [("gate", "hook_pre"), ("up", "hook_pre_linear")] if gated else [("", "hook_pre")]
-    resid = [f"blocks.{layer}.hook_resid_mid"]
-    try:
-        trace(target, ids[:1, :1], resid)
-    except UnsupportedError:
-        resid = [f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.hook_attn_out"]
-    parts: list[list[Tensor]] = []
-    order: list[Tensor] = []
-    for start in range(0, len(ids), batch_size):
-        rows = ids[start : start + batch_size]
-        here = ((places[:, 0] >= start) & (places[:, 0] < start + len(rows))).nonzero().flatten()
-        row, pos = places[here, 0] - start, places[here, 1]
-        order.append(here)
-        experts: list[Tensor] = []
+) -> tuple[Float[Tensor, "sample d_model"], list[FactorValues]]:
+    """Read a layer at `places`, given as (row, position) of `ids`.
 
-        def keep(
-            _module: object, args: tuple[Any, ...], kwargs: dict[str, Any], experts: list[Tensor] = experts
-        ) -> None:
-            experts.append(bind(args, kwargs)[0].detach())
-
-        sites = [f"blocks.{layer}.mlp.{name}" for _, name in names]
-        with target.hooks(*([(target.sub(layer, a.experts or ""), "pre", keep)] if mixture else [])):
-            got = trace(target, rows, [*resid, *sites])
-        seen = [torch.stack([got[site].float() for site in resid]).sum(0), *(got[site] for site in sites)]
-        seen += [hidden.reshape(*rows.shape, -1).cpu() for hidden in experts]
-        parts.append([tensor[row, pos] for tensor in seen])
-        progress("sequences", start + len(rows), len(ids))
-    back = torch.cat(order).argsort()
-    stream, *read = (torch.cat(tensors)[back] for tensors in zip(*parts, strict=True))
-    if mixture:
-        return After(stream, _experts(target, layer, read[0]))
-    return After(stream, tuple(Factor(name, None, values) for (name, _), values in zip(names, read, strict=True)))
-
-
-def _experts(target: Target, layer: int, hidden: Float[Tensor, "n d_model"]) -> tuple[Factor, ...]:
-    """Both factors of every expert, whether or not the router would have asked it, and of a shared one."""
-    factors = []
+    Returns:
+        The residual stream after the attention (`hook_resid_mid`; with parallel residual, where the MLP does not read
+        that stream, `hook_resid_pre` + `hook_attn_out`), and the pre-activations of all neurons of the layer's MLP.
+    """
+    adapter, sites = target.adapter, [f"blocks.{layer}.hook_resid_mid"]
+    if adapter.mid is None:
+        sites = [f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.hook_attn_out"]
+    path = adapter.mlp
+    if path == adapter.down:  # the MLP is no module of its own
+        path = adapter.up or ""
+    resid: list[Tensor] = []
+    mlp_inputs: list[Tensor] = []
+    keep_input = on_input(lambda hidden: mlp_inputs.append(hidden.detach().flatten(0, -2)))
+    for rows in ids.split(BATCH_TEXTS):
+        with target.hooks((target.sub(layer, path), "pre", keep_input)):
+            values = trace(target, rows, sites)
+        resid.append(rearrange([value.float() for value in values.values()], "site row pos d -> (row pos) d site"))
+        progress("sequences", len(resid) * BATCH_TEXTS, len(ids))
+    flat = places[:, 0] * ids.shape[1] + places[:, 1]
+    mlp_input = torch.cat(mlp_inputs)
     with target.loaded(layer):
-        module: Any = target.sub(layer, target.adapter.experts or "")
-        for expert in range(int(module.num_experts)):
-            both = gate_up(module, expert, hidden.to(target.device))
-            factors += [Factor(n, expert, v.float().cpu()) for n, v in zip(("gate", "up"), both, strict=True)]
-        for name in ("gate", "up") if target.has_shared(layer) else ():
-            factors.append(Factor(name, None, target.mlp_part(layer, name)(hidden.to(target.device)).float().cpu()))
-    return tuple(factors)
+        factors = _factors(target, layer, mlp_input[flat.to(mlp_input.device)])
+    return reduce(torch.cat(resid)[flat], "sample d site -> sample d", "sum"), factors
 
 
-Method = Literal["LDA", "logistic regression"]
-SHUFFLES = 5  # draws of the control
-SHOWN = 800  # points in the figure
-_COLUMNS = 2048  # columns sorted at a time
+def _factors(target: Target, layer: int, mlp_input: Float[Tensor, "sample d_model"]) -> list[FactorValues]:
+    """The factors of a dense MLP, or of every expert, whether or not the router chose it, and of a shared one."""
+    adapter = target.adapter
+    factors: list[FactorValues] = []
+    for expert in range(target.n_experts(layer)):
+        gate, up = gate_up(target.sub(layer, adapter.experts or ""), expert, mlp_input)
+        factors += [FactorValues("gate", expert, gate.float().cpu()), FactorValues("up", expert, up.float().cpu())]
+    if not target.has_mlp(layer, None):
+        return factors
+    up = target.mlp_part(layer, "up")(mlp_input).float().cpu()
+    if adapter.fused_gate_up:
+        gate, up = up.chunk(2, -1)
+        return [*factors, FactorValues("gate", None, gate), FactorValues("up", None, up)]
+    if adapter.gate is None:
+        return [FactorValues("", None, up)]
+    gate = target.mlp_part(layer, "gate")(mlp_input).float().cpu()
+    return [*factors, FactorValues("gate", None, gate), FactorValues("up", None, up)]
 
 
-SEPARABLE = 0.99  # AUROC from which the conclusion says "separable"
-CHANCE = 0.1  # an AUROC must exceed that with shuffled labels by this much
-
-
-@dataclass(frozen=True)
-class Separator:
-    """One way to separate first from later tokens. AUROC 1 is perfect separation, 0.5 is none.
-
-    Attributes:
-        method: "LDA", "logistic regression", "gate neuron", "up neuron", or "neuron" where the MLP has no gate.
-        neuron: Its number. None for a plane.
-        expert: Its expert in a mixture.
-        auroc: AUROC on held-out tokens and texts.
-        train_auroc: AUROC on the tokens that the separator was chosen on.
-        margin: Lowest held-out first token minus highest later one, relative to the range of all. Above 0 a threshold
-            separates perfectly.
-        shuffled_auroc: Control: held-out AUROC with labels drawn at random per token, mean of 5 draws. Anything above
-            0.5 was learned from tokens that are on both sides of the split.
-    """
-
-    method: str
-    neuron: int | None
-    expert: int | None
-    auroc: float
-    train_auroc: float
-    margin: float
-    shuffled_auroc: float
-
-
-@dataclass(frozen=True)
-class Point:
-    """A token in the figure.
-
-    Attributes:
-        token: The token as text.
-        position: Position in its text; 0 for a first token.
-        first: Whether it stood first.
-        held_out: Whether it was held out from training.
-        plane: Its coordinate along the direction of LDA; the two means lie 1 apart, around 0.
-        across: Its coordinate along the direction of most variance orthogonal to that.
-        gate: Pre-activation of the best gate neuron (of the best neuron, without a gate). None without neurons.
-        up: Pre-activation of the best up neuron. None without one.
-    """
-
-    token: str
-    position: int
-    first: bool
-    held_out: bool
-    plane: float
-    across: float
-    gate: float | None
-    up: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Separability(Result):
-    """How well the residual stream after an attention layer separates first from later tokens.
-
-    Attributes:
-        layer: Layer whose attention was examined.
-        separators: LDA, logistic regression, and the best neuron of the layer's MLP by gate and by up pre-activation.
-        perfect_neurons: For each factor searched, how many neurons separate the tokens they were searched on perfectly.
-        neurons_searched: How many neurons were examined per factor; 1 if the neuron was given.
-        bos_first: Whether BOS lies on the side of first tokens (by LDA, which was not trained on it). None without BOS.
-        dims: Residual dimensions with the largest LDA weights, largest first.
-        missed: Held-out first tokens on the side of later ones (by LDA).
-        first_tokens: Number of first tokens, training and held out.
-        later_tokens: Number of later tokens, training and held out.
-        points: A random sample of the tokens, with equal numbers of both kinds.
-    """
-
-    kind: ClassVar[str] = "separate"
-
-    layer: int
-    separators: tuple[Separator, ...]
-    perfect_neurons: dict[str, int]
-    neurons_searched: int
-    bos_first: bool | None
-    dims: tuple[int, ...]
-    missed: tuple[str, ...]
-    first_tokens: tuple[int, int]
-    later_tokens: tuple[int, int]
-    points: tuple[Point, ...]
-
-    def shown_rows(self) -> list[dict[str, Any]]:
-        """One row per way to separate, with the layer of its neuron."""
-        return [row | {"layer": self.layer} for row in self.rows()]
-
-    def conclusion(self) -> str:
-        """Whether a plane, or the neuron requested, separates first tokens, compared with shuffled labels."""
-        plane = max(self.separators[:2], key=lambda s: s.auroc)
-        where = f"after the attention of layer {self.layer}"
-        if self.settings.get("neuron") is None:
-            return (
-                f"First tokens {_verdict(plane)} {where}: a plane ({plane.method}) reaches AUROC {plane.auroc:.4f} on "
-                f"held-out tokens and texts, and {plane.shuffled_auroc:.2f} with shuffled labels."
-            )
-        best = max(self.separators[2:], key=lambda s: s.auroc)
-        input_ = "" if best.method == "neuron" else f" by its {best.method.partition(' ')[0]} input"
-        return (
-            f"First tokens {_verdict(best, 'neuron')} {where}: {neuron_name(self.layer, best.expert, best.neuron)} "
-            f"reaches AUROC {best.auroc:.4f}{input_} on held-out tokens and texts, and {best.shuffled_auroc:.2f} with "
-            f"shuffled labels; a plane ({plane.method}) reaches {plane.auroc:.4f}."
-        )
-
-    def details(self) -> list[str]:
-        """The samples, the other separators, and the tokens on the wrong side."""
-        (f, fh), (n, nh) = self.first_tokens, self.later_tokens
-        lines = [
-            f"The separators were trained on {f} first and {n} later tokens, and tested on {fh} first and {nh} later "
-            "tokens, which are other tokens in other texts.",
-        ]
-        for s in self.separators:
-            line = f"{self.named(s)} reaches AUROC {s.auroc:.4f}, and {s.shuffled_auroc:.2f} with shuffled labels"
-            if s.neuron is not None and self.neurons_searched > 1:
-                found = self.perfect_neurons[s.method]
-                line += f"; {found} of {self.neurons_searched} neurons separate the training tokens perfectly"
-            lines.append(line + ".")
-        lines.append(f"{len(self.missed)} of {fh} held-out first tokens lie on the side of later ones (LDA).")
-        if self.bos_first is not None:
-            lines.append(f"BOS {'lies' if self.bos_first else 'does not lie'} on the side of first tokens.")
-        return lines
-
-    def named(self, separator: Separator) -> str:
-        """The name of a separator, for the beginning of a sentence."""
-        method, expert, neuron = separator.method, separator.expert, separator.neuron
-        name = "" if neuron is None else f" {neuron_name(self.layer, expert, neuron)}"
-        return f"{method[0].upper()}{method[1:]}{name}"
-
-
-def _verdict(separator: Separator, by: str = "plane") -> str:
-    if separator.auroc >= SEPARABLE:
-        return f"are separable by a {by}"
-    better = separator.auroc > separator.shuffled_auroc + CHANCE
-    return f"are only partly separable by a {by}" if better else f"are not separable by a {by}"
-
-
-@measurement(
-    group="Sinks",
-    figure="sinkscope.figures.first_token:draw_separability",
-    command="separate",
-    quick={"count": 128, "texts": 32},
-    scan={
-        "order": 25,
-        "seconds": [2.0, 4.0],
-        "quick": {"count": 128, "texts": 32},
-        "numbers": {
-            "AUROC of a plane, first against later": ["separators.1.auroc", "separators.1.shuffled_auroc"],
-        },
-    },
-)
-def separability(
-    setup: Setup,
-    *,
-    tokens: Sequence[str] | None = None,
-    count: Annotated[int, Option(min=4)] = 1024,
-    texts: Annotated[int, Option(min=2)] = 128,
-    layer: Count = 0,
-    neuron: Annotated[str | int | None, Option(metavar="NEURON")] = None,
-    expert: Count | None = None,
-    batch_size: Positive = 64,
-) -> Separability:
-    """Separate first from later tokens after an attention layer, by a plane and by the best single neuron of its MLP.
-
-    First tokens are many different tokens, each alone and without BOS; later tokens come from typical text. Half of the
-    tokens and half of the texts are held out, in both classes at once, so the token itself carries no information about
-    its class.
-
-    Args:
-        tokens: Words to put first, one token each. By default `count` tokens of the text, drawn by the seed.
-        count: Number of tokens of the text to put first.
-        texts: Number of pieces of typical text, 64 tokens each.
-        layer: Layer whose attention output is examined, and whose MLP contains the neurons.
-        neuron: Examine the gate and up factor of this neuron, such as L0.N338, instead of searching for the best one. A
-            number alone is a neuron of `layer`.
-        expert: Expert of a mixture that contains the neuron.
-        batch_size: Sequences per pass.
-
-    Example:
-        sinkscope separate --model llama-2-7b --layer 0
-    """
-    target, bos = setup.target, setup.bos
-    if neuron is not None:
-        number = str(neuron).isdigit()
-        layer, neuron, expert = (layer, int(neuron), expert) if number else site_of(read_neuron(str(neuron)))
-        setup.record(layer=layer, expert=expert, neuron=neuron)
-    elif expert is not None:
-        raise SinkscopeError(f"--expert {expert} says whose --neuron is looked at: give --neuron, too")
-    target.check_site(layer, neuron, expert)
-    setup.record(texts=len(setup.ids))
-    words = first_tokens(target, setup.ids, count, setup.seed, tokens)
-    samples = draw_samples(setup.ids, [w for w in words if w != bos], bos, setup.seed)
-    firsts = samples.firsts if bos is None else torch.cat([torch.tensor([bos]), samples.firsts])
-    alone = torch.stack([torch.arange(len(firsts)), torch.zeros(len(firsts), dtype=torch.long)], 1)
-    seen = After.join(
-        after_attention(target, layer, firsts[:, None], alone, batch_size, setup.progress),
-        after_attention(target, layer, samples.ids, samples.later, batch_size, setup.progress),
-    )
-
-    special = len(firsts) - len(samples.firsts)  # BOS is neither trained on nor held out; it is only classified
-    first = torch.arange(len(firsts) + len(samples.later)) < len(firsts)
-    held = torch.cat([torch.zeros(special, dtype=torch.bool), samples.first_held, samples.later_held])
-    train = ~held
-    train[:special] = False
-    ids = torch.cat([firsts, samples.later_tokens])
-    labels = _Labels(first, train, held, [_by_token(ids, setup.seed + i) for i in range(SHUFFLES)])
-
-    space = Space.of(seen.resid, train)
-    lda = space.plane("LDA", first)
-    neurons, perfect, best = [], {}, {}
-    factors = seen.factors
-    if neuron is not None:
-        factors = [replace(f, values=f.values[:, [neuron]]) for f in factors if f.expert == expert]
-    for name in dict.fromkeys(factor.name for factor in factors):
-        separator, best[name], found = _best_neuron([f for f in factors if f.name == name], labels)
-        neurons.append(separator if neuron is None else replace(separator, neuron=neuron))
-        perfect[separator.method] = found
-    strings = [setup.tokenizer.decode([int(t)]) for t in ids]
-    gate, up = best.get("gate", best.get("")), best.get("up")
-    places = torch.cat([torch.zeros(len(firsts), dtype=torch.long), samples.later[:, 1]])
-    plane, across = _unit(lda.scores, first, train), space.across(lda)
-    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(setup.seed))
-    shown = torch.cat([order[first[order]][: SHOWN // 2], order[~first[order]][: SHOWN // 2]]).tolist()
-    return Separability(
-        layer=layer,
-        separators=(_plane(space, "LDA", labels), _plane(space, "logistic regression", labels), *neurons),
-        perfect_neurons=perfect,
-        neurons_searched=sum(f.values.shape[1] for f in factors) // max(1, len(neurons)),
-        bos_first=bool(lda.scores[0] > 0) if special else None,
-        dims=tuple(space.weights(lda).abs().topk(5).indices.tolist()),
-        missed=tuple(strings[i] for i in (first & held & (lda.scores < 0)).nonzero().flatten().tolist()),
-        first_tokens=(int((first & train).sum()), int((first & held).sum())),
-        later_tokens=(int((~first & train).sum()), int((~first & held).sum())),
-        points=tuple(
-            Point(
-                strings[i],
-                int(places[i]),
-                bool(first[i]),
-                bool(held[i]),
-                float(plane[i]),
-                float(across[i]),
-                None if gate is None else float(gate[i]),
-                None if up is None else float(up[i]),
-            )
-            for i in shown
-        ),
-    )
-
-
-def auroc(values: Float[Tensor, "n k"], first: Bool[Tensor, " n"]) -> Float[Tensor, " k"]:
+def auroc(values: Float[Tensor, "sample k"], first: Bool[Tensor, " sample"]) -> Float[Tensor, " k"]:
     """Probability that a value of the first class exceeds one of the other, ties counted half; for every column."""
-    areas = []
-    for part in values.split(_COLUMNS, 1):
-        ones, others = part[first].T.contiguous(), part[~first].T.contiguous().sort(1).values
+    areas: list[Tensor] = []
+    for columns in values.split(SORTED_COLUMNS, 1):
+        ones = rearrange(columns[first], "sample k -> k sample").contiguous()
+        others = rearrange(columns[~first], "sample k -> k sample").contiguous().sort(1).values
         below = torch.searchsorted(others, ones) + torch.searchsorted(others, ones, right=True)
-        areas.append(below.double().mean(1).div(2 * others.shape[1]).float())
+        areas.append(reduce(below.double(), "k sample -> k", "mean").div(2 * others.shape[1]).float())
     return torch.cat(areas)
 
 
-def margin(values: Float[Tensor, "n k"], first: Bool[Tensor, " n"]) -> Float[Tensor, " k"]:
+def margin(values: Float[Tensor, "sample k"], first: Bool[Tensor, " sample"]) -> Float[Tensor, " k"]:
     """Lowest value of the first class minus highest of the other, relative to the range of all; above 0: no overlap."""
     span = (values.max(0).values - values.min(0).values).clamp(min=1e-12)
     return (values[first].min(0).values - values[~first].max(0).values) / span
 
 
+def training_coordinates(
+    samples: Float[Tensor, "sample d_model"], train: Bool[Tensor, " sample"]
+) -> Float[Tensor, "sample k"]:
+    """Samples in coordinates that the training samples span; anything outside that span has no influence on a plane.
+
+    Each residual dimension is centred and scaled by its mean and deviation over the training samples.
+    """
+    data = samples.double()
+    deviation, mean = torch.std_mean(data[train], 0, correction=0)
+    scaled = (data - mean) / torch.where(deviation > 0, deviation, torch.ones_like(deviation))
+    _, sizes, basis = torch.linalg.svd(scaled[train], full_matrices=False)
+    basis = basis[sizes > 1e-6 * sizes[0]]
+    return einsum(scaled, basis, "sample d_model, k d_model -> sample k")
+
+
+def plane_scores(
+    coordinates: Float[Tensor, "sample k"], first: Bool[Tensor, " sample"], train: Bool[Tensor, " sample"]
+) -> Float[Tensor, "sample 1"]:
+    """Scores of all samples by LDA, fitted to the training samples.
+
+    They are moved and scaled so that the means of the two fitted classes are at 0.5 and -0.5.
+    """
+    from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+
+    lda = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto", priors=[0.5, 0.5])
+    lda.fit(coordinates[train].numpy(), first[train].numpy())
+    scores = torch.from_numpy(lda.decision_function(coordinates.numpy())).float()
+    ones, others = scores[first & train].mean(), scores[~first & train].mean()
+    return rearrange((scores - (ones + others) / 2) / (ones - others), "sample -> sample 1")
+
+
 @dataclass(frozen=True)
-class Plane:
-    """A direction in the residual stream and the position of each sample along it.
+class BestNeuron:
+    """The neuron that separates the training samples best, by one factor of its input.
 
     Attributes:
-        scores: Score of each sample; above 0 is the first class.
-        way: The direction, in the coordinates of the space.
+        name: The neuron.
+        pre_activation: Its pre-activations.
+        sign: Their sign with which first tokens are higher.
     """
 
-    scores: Float[Tensor, " n"]
-    way: Float[Tensor, " k"]
+    name: str
+    pre_activation: Float[Tensor, "sample 1"]
+    sign: float
+
+    @property
+    def scores(self) -> Float[Tensor, "sample 1"]:
+        """The pre-activations, turned so that first tokens are higher."""
+        return self.sign * self.pre_activation
 
 
-@dataclass(frozen=True)
-class Space:
-    """Samples in coordinates that the training samples span; these may be fewer than the residual dimensions.
-
-    Anything outside that span has no influence on either method.
-    """
-
-    coordinates: Float[Tensor, "n k"]
-    basis: Float[Tensor, "k d_model"]
-    train: Bool[Tensor, " n"]
-
-    @classmethod
-    def of(cls, samples: Float[Tensor, "n d_model"], train: Bool[Tensor, " n"]) -> Space:
-        """Each residual dimension is centred and scaled by its mean and deviation over the training samples."""
-        data = samples.double()
-        deviation, mean = torch.std_mean(data[train], 0, correction=0)
-        scaled = (data - mean) / torch.where(deviation > 0, deviation, torch.ones_like(deviation))
-        _, sizes, basis = torch.linalg.svd(scaled[train], full_matrices=False)
-        basis = basis[sizes > 1e-6 * sizes[0]]
-        return cls(scaled @ basis.T, basis, train)
-
-    def plane(self, method: Method, first: Bool[Tensor, " n"]) -> Plane:
-        """The plane that `method` places between the classes of the training samples."""
-        from threadpoolctl import threadpool_limits  # comes with scikit-learn
-
-        with threadpool_limits(torch.get_num_threads()):  # more threads do not help problems of this size
-            fitted = _model(method).fit(self.coordinates[self.train].numpy(), first[self.train].numpy())
-            scores = fitted.decision_function(self.coordinates.numpy())
-        way = torch.from_numpy(fitted.coef_[0]).double()
-        return Plane(torch.from_numpy(scores).float(), way / way.norm())
-
-    def weights(self, plane: Plane) -> Float[Tensor, " d_model"]:
-        """The plane's weight of each residual dimension, when each is scaled to unit variance."""
-        return plane.way @ self.basis
-
-    def across(self, plane: Plane) -> Float[Tensor, " n"]:
-        """Coordinates of all samples along the direction of most variance orthogonal to the plane's."""
-        rest = self.coordinates - (self.coordinates @ plane.way)[:, None] * plane.way
-        return rest @ torch.linalg.svd(rest[self.train], full_matrices=False)[2][0]
-
-
-def _model(method: Method) -> Any:
-    if method == "LDA":
-        from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
-
-        return LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto", priors=[0.5, 0.5])
-    from sklearn.linear_model import LogisticRegression
-
-    return LogisticRegression(class_weight="balanced", max_iter=2000)
-
-
-@dataclass(frozen=True)
-class _Labels:
-    """What the samples are, and labels of the control."""
-
-    first: Bool[Tensor, " n"]
-    train: Bool[Tensor, " n"]
-    held: Bool[Tensor, " n"]
-    shuffled: list[Tensor]
-
-
-def _plane(space: Space, method: Method, labels: _Labels) -> Separator:
-    first, train, held = labels.first, labels.train, labels.held
-    scores = space.plane(method, first).scores[:, None]
-    chance = [auroc(space.plane(method, by).scores[held, None], by[held]) for by in labels.shuffled]
-    out, there, gap = (
-        auroc(scores[held], first[held]),
-        auroc(scores[train], first[train]),
-        margin(scores[held], first[held]),
-    )
-    return Separator(method, None, None, float(out), float(there), float(gap), float(torch.stack(chance).mean()))
-
-
-def _best_neuron(factors: Sequence[Factor], labels: _Labels) -> tuple[Separator, Tensor, int]:
-    """The best neuron of all experts, its values, and how many are perfect on the training samples."""
-    held, chance = labels.held, []
-    for by in labels.shuffled:
-        *_, column, _ = _search(factors, by, labels.train)
-        chance.append(float(auroc(column[held], by[held])))
-    factor, at, area, values, perfect = _search(factors, labels.first, labels.train)
-    name = f"{factor.name} neuron".strip()
-    out, gap = (float(score(values[held], labels.first[held])) for score in (auroc, margin))
-    separator = Separator(name, at, factor.expert, out, area, gap, sum(chance) / len(chance))
-    return separator, factor.values[:, at], perfect
-
-
-def _search(factors: Sequence[Factor], first: Tensor, train: Tensor) -> tuple[Factor, int, float, Tensor, int]:
-    """The neuron that separates best, with whichever sign.
-
-    Returns:
-        Its factor, its number, its AUROC on the training samples, its values `[n 1]` with that sign, and the number
-        of neurons that separate perfectly.
-    """
-    found: list[tuple[float, float, Factor, int]] = []
-    perfect = 0
+def best_neuron(
+    layer: int, factors: Sequence[FactorValues], first: Bool[Tensor, " sample"], train: Bool[Tensor, " sample"]
+) -> BestNeuron:
+    """Search all neurons of all experts with either sign; of equal neurons, the one with the widest gap is best."""
+    best_score, best = -1.0, BestNeuron("", torch.zeros(len(first), 1), 1.0)
     for factor in factors:
         there = factor.values[train]
         area = auroc(there, first[train])
-        gap = margin(there * torch.where(area < 0.5, -1.0, 1.0), first[train])
+        sign = torch.where(area < 0.5, -1.0, 1.0)
+        gap = margin(there * sign, first[train])
         area = torch.maximum(area, 1 - area)
-        best = int((area.double() + 1e-9 * gap.double()).argmax())
-        found.append((float(area[best]), float(gap[best]), factor, best))
-        perfect += int((area == 1).sum())
-    area, _, factor, at = max(found, key=lambda one: one[:2])
-    values = factor.values[:, at, None]
-    upward = float(auroc(values[train], first[train])) >= 0.5
-    return factor, at, area, values if upward else -values, perfect
+        score = area.double() + 1e-9 * gap.double()
+        neuron = int(score.argmax())
+        if float(score[neuron]) > best_score:
+            name = neuron_name(layer, factor.expert, neuron)
+            best = BestNeuron(name, factor.values[:, neuron, None], float(sign[neuron]))
+            best_score = float(score[neuron])
+    return best
 
 
-def _by_token(tokens: Int[Tensor, " n"], seed: int) -> Bool[Tensor, " n"]:
+@dataclass(frozen=True)
+class LabelledSamples:
+    """Which samples stood first, which are fitted and which are held out, and random labels for the control."""
+
+    first: Bool[Tensor, " sample"]
+    train: Bool[Tensor, " sample"]
+    held: Bool[Tensor, " sample"]
+    shuffled: list[Bool[Tensor, " sample"]]
+
+
+@dataclass(frozen=True)
+class MethodScore:
+    """How well one method separates; the fields are those of `Separability`."""
+
+    method: str
+    neuron: str
+    auroc: float
+    train_auroc: float
+    shuffled_auroc: float
+
+    @classmethod
+    def of(
+        cls,
+        method: str,
+        neuron: str,
+        scores: Float[Tensor, "sample 1"],
+        shuffled_scores: Sequence[Float[Tensor, "sample 1"]],
+        labels: LabelledSamples,
+    ) -> MethodScore:
+        """From the scores that the method gives under the true labels and under each of the shuffled ones."""
+        first, train, held = labels.first, labels.train, labels.held
+        chance: list[Tensor] = []
+        for random, of_random in zip(labels.shuffled, shuffled_scores, strict=True):
+            chance.append(auroc(of_random[held], random[held]))
+        held_auroc, train_auroc = float(auroc(scores[held], first[held])), float(auroc(scores[train], first[train]))
+        return cls(method, neuron, held_auroc, train_auroc, float(torch.stack(chance).mean()))
+
+
+def _labels_by_token(tokens: Int[Tensor, " sample"], seed: int) -> Bool[Tensor, " sample"]:
     """A random label per token: whoever knows a token knows its label, so it is learned where tokens leak."""
     generator = torch.Generator().manual_seed(seed)
     kinds, which = tokens.unique(return_inverse=True)
     return (torch.randperm(len(kinds), generator=generator) % 2 == 0)[which]
 
 
-def _unit(scores: Tensor, first: Tensor, train: Tensor) -> Tensor:
-    """Scores moved and scaled so that the means of the two classes are at 0.5 and -0.5."""
-    ones, others = scores[first & train].mean(), scores[~first & train].mean()
-    return (scores - (ones + others) / 2) / (ones - others)
+@dataclass(frozen=True, kw_only=True)
+class Separability(Result):
+    """How well the residual stream after an attention layer separates first from later tokens.
+
+    AUROC 1 is perfect separation, 0.5 is none.
+
+    Attributes:
+        layer: Layer whose attention was examined, and whose MLP contains the neurons.
+        method: "plane" (LDA), "gate neuron" and "up neuron", or "neuron" where the MLP has no gate.
+        neuron: The neuron of each method; empty for the plane.
+        auroc: AUROC on held-out tokens and texts.
+        train_auroc: AUROC on the tokens that the method was fitted to.
+        shuffled_auroc: Control: held-out AUROC with labels drawn at random per token, mean of 5 draws. Anything above
+            0.5 was learned from tokens that are on both sides of the split.
+        tokens: The samples. BOS comes first, if there is one.
+        first: Which of these stood first.
+        held_out: Which of these were held out. BOS was neither fitted nor held out.
+        score: Their scores by the plane; above 0 lies the side of first tokens.
+        pre_activation: Their pre-activations at the neuron of each method that has one.
+    """
+
+    kind: ClassVar[str] = "separate"
+
+    layer: int
+    method: tuple[str, ...]
+    neuron: tuple[str, ...]
+    auroc: Float[np.ndarray, " method"]
+    train_auroc: Float[np.ndarray, " method"]
+    shuffled_auroc: Float[np.ndarray, " method"]
+    tokens: tuple[str, ...]
+    first: Bool[np.ndarray, " sample"]
+    held_out: Bool[np.ndarray, " sample"]
+    score: Float[np.ndarray, " sample"]
+    pre_activation: Float[np.ndarray, "sample factor"]
+
+    @property
+    def missed(self) -> list[str]:
+        """Held-out first tokens on the side of later ones."""
+        return [self.tokens[sample] for sample in np.flatnonzero(self.first & self.held_out & (self.score < 0))]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per method."""
+        rows: list[dict[str, Any]] = []
+        for number, (method, neuron) in enumerate(zip(self.method, self.neuron, strict=True)):
+            row: dict[str, Any] = {"method": method, "neuron": neuron or None}
+            for name in ("auroc", "train_auroc", "shuffled_auroc"):
+                row[name] = float(getattr(self, name)[number])
+            rows.append(row)
+        return rows
+
+    def conclusion(self) -> str:
+        """Whether a plane, or the neuron that was requested, separates first tokens, beside shuffled labels."""
+        best, what = 0, "a plane"
+        if self.settings.get("neuron") is not None:
+            best = 1 + int(self.auroc[1:].argmax())
+            what = f"the {self.method[best]} {self.neuron[best]}"
+        reached, chance = self.auroc[best], self.shuffled_auroc[best]
+        verdict = "does not separate"
+        if reached >= SEPARABLE:
+            verdict = "separates"
+        elif reached > chance + ABOVE_CHANCE:
+            verdict = "partly separates"
+        return (
+            f"After the attention of layer {self.layer}, {what} {verdict} first tokens from later ones: held-out AUROC "
+            f"{reached:.4f}, and {chance:.2f} with shuffled labels."
+        )
+
+    def numbers(self) -> list[Number]:
+        """AUROC of the plane."""
+        return [Number("AUROC of a plane, first against later", float(self.auroc[0]), float(self.shuffled_auroc[0]))]
+
+    def details(self) -> list[str]:
+        """The samples, and the tokens on the wrong side."""
+        first, later = int(self.first.sum()), int((~self.first).sum())
+        held = int((self.first & self.held_out).sum())
+        return [
+            f"{first} first and {later} later tokens were read; half of the tokens and of the texts were held out.",
+            f"{len(self.missed)} of {held} held-out first tokens lie on the side of later ones.",
+        ]
+
+
+def draw(result: Separability) -> go.Figure:
+    """First and later tokens by the plane and by the best neuron."""
+    best = int(result.auroc[1:].argmax())
+    named = f"{result.method[1 + best]} {result.neuron[1 + best]}"
+    fig = go.Figure()
+    for first, color in ((False, GREY), (True, BLUE)):
+        for held_out, symbol in ((False, "circle-open"), (True, "circle")):
+            group = np.flatnonzero((result.first == first) & (result.held_out == held_out))
+            fig.add_scatter(
+                x=result.score[group],
+                y=result.pre_activation[group, best],
+                text=[html.escape(repr(result.tokens[sample])) for sample in group],
+                mode="markers",
+                marker={"color": color, "symbol": symbol, "opacity": 0.75},
+                name=f"{'first' if first else 'later'}, {'held out' if held_out else 'fitted'}",
+            )
+    fig.add_vline(0, line={"color": GREY, "dash": "dot"})
+    fig.update_xaxes(title_text=f"score by the plane (AUROC {result.auroc[0]:.4f})")
+    fig.update_yaxes(title_text=f"pre-activation of the {named} (AUROC {result.auroc[1 + best]:.4f})")
+    return finished(fig, result, width=900, height=560, legend=-0.17)
+
+
+@measurement(group="Sinks", figure=draw, command="separate", quick={"count": 128, "texts": 32})
+def separability(
+    setup: Setup,
+    *,
+    count: Annotated[int, Option(min=4)] = 1024,
+    texts: Annotated[int, Option(min=2)] = 128,
+    layer: Count = 0,
+    neuron: Annotated[str | None, Option(metavar="NEURON")] = None,
+) -> Separability:
+    """Separate first from later tokens after an attention layer, by a plane and by the best single neuron of its MLP.
+
+    First tokens are many different tokens, each alone and without BOS; later tokens come from typical text. Half of the
+    tokens and half of the texts are held out, in both classes at once, so the token itself carries no information about
+    its class. The paper's "gate" may be either factor of the MLP, so both are searched.
+
+    Args:
+        count: Number of tokens of the text to put first, drawn by the seed.
+        texts: Number of pieces of typical text, 64 tokens each.
+        layer: Layer whose attention output is examined, and whose MLP contains the neurons.
+        neuron: Examine this neuron, such as L0.N338, by both of its factors instead of searching for the best one.
+
+    Example:
+        sinkscope separate --model llama-2-7b --layer 0
+    """
+    target, bos = setup.target, setup.bos
+    site = None if neuron is None else site_of(read_neuron(neuron))
+    if site is not None:
+        target.check_site(*site)
+        layer = site.layer
+    target.check_site(layer)
+    setup.record(texts=len(setup.ids), layer=layer)
+    words = first_tokens(target, setup.ids, count, setup.seed)
+    split = split_tokens(setup.ids, [word for word in words if word != bos], bos, setup.seed)
+    specials = [] if bos is None else [bos]  # BOS is neither fitted nor held out; it is only classified
+    firsts = torch.cat([torch.tensor(specials, dtype=torch.long), split.firsts])
+    ids = torch.cat([firsts, split.later_tokens])
+    neither = torch.zeros(len(specials), dtype=torch.bool)
+    labels = LabelledSamples(
+        first=torch.arange(len(ids)) < len(firsts),
+        train=torch.cat([neither, ~split.first_held, ~split.later_held]),
+        held=torch.cat([neither, split.first_held, split.later_held]),
+        shuffled=[_labels_by_token(ids, setup.seed + draw) for draw in range(SHUFFLES)],
+    )
+    alone = torch.stack([torch.arange(len(firsts)), torch.zeros(len(firsts), dtype=torch.long)], 1)
+    at_first = layer_samples(target, layer, rearrange(firsts, "first -> first 1"), alone, setup.progress)
+    at_later = layer_samples(target, layer, split.ids, split.later, setup.progress)
+    coordinates = training_coordinates(torch.cat([at_first[0], at_later[0]]), labels.train)
+    plane = plane_scores(coordinates, labels.first, labels.train)
+    chance = [plane_scores(coordinates, random, labels.train) for random in labels.shuffled]
+    scores = [MethodScore.of("plane", "", plane, chance, labels)]
+    factors: list[FactorValues] = []
+    for one, other in zip(at_first[1], at_later[1], strict=True):
+        factors.append(FactorValues(one.name, one.expert, torch.cat([one.values, other.values])))
+    pre_activations: list[Tensor] = []
+    for name in dict.fromkeys(factor.name for factor in factors):
+        searched = [factor for factor in factors if factor.name == name]
+        if site is not None:
+            own = next(factor for factor in searched if factor.expert == site.expert)
+            searched = [FactorValues(name, site.expert, own.values[:, [site.neuron]])]
+        best = best_neuron(layer, searched, labels.first, labels.train)
+        chance = [best_neuron(layer, searched, random, labels.train).scores for random in labels.shuffled]
+        neuron_named = best.name if site is None else str(site)
+        scores.append(MethodScore.of(f"{name} neuron".strip(), neuron_named, best.scores, chance, labels))
+        pre_activations.append(best.pre_activation)
+    return Separability(
+        layer=layer,
+        method=tuple(score.method for score in scores),
+        neuron=tuple(score.neuron for score in scores),
+        auroc=np.array([score.auroc for score in scores]),
+        train_auroc=np.array([score.train_auroc for score in scores]),
+        shuffled_auroc=np.array([score.shuffled_auroc for score in scores]),
+        tokens=tuple(setup.tokenizer.decode([token]) for token in ids.tolist()),
+        first=labels.first.numpy(),
+        held_out=labels.held.numpy(),
+        score=plane[:, 0].numpy(),
+        pre_activation=torch.cat(pre_activations, 1).numpy(),
+    )

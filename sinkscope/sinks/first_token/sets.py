@@ -1,12 +1,17 @@
-"""Sets of neurons: the smallest whose removal ends the spike, in all later layers and in attention, and its backups."""
+"""Sets of components: the smallest whose removal ends an effect, and the neurons that make a spike, with backups.
+
+`smallest_set` is the search itself and knows nothing of neurons. `causal_sets` uses it for the first token's spike, and
+`later_sinks` for spikes of later tokens.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import comb
+from typing import Generic, Literal, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -15,10 +20,18 @@ from torch import Tensor
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.effects import Edit, attending, effects
-from sinkscope.sinks.first_token.found import (
-    DRAWS,
-    LOST,
+from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.sinks.first_token.effects import Edit, attending_heads, effects, heads_lost
+from sinkscope.sinks.first_token.layer_scan import (
+    SMALLEST_NORM,
+    SPIKE_RATIO,
+    STAGE_OUTLIER,
+    scan_layers,
+)
+from sinkscope.sinks.first_token.neurons import stage_neurons, verify_sink_layer
+from sinkscope.sinks.first_token.result import (
+    CONTROL_DRAWS,
+    NEEDED,
     RATE_EPS,
     CausalSet,
     LaterSink,
@@ -26,20 +39,104 @@ from sinkscope.sinks.first_token.found import (
     Neuron,
     Sites,
 )
-from sinkscope.sinks.first_token.neurons import prove, stage_neurons
-from sinkscope.sinks.first_token.walk import LEAST, SINK_RATIO, STAGE_OUTLIER, Walk, walk
 
-ROUNDS = 4  # rounds of searching for backups before the search ends
-TOP = 8  # default number of candidates
-WIDE = 64  # candidates of the sink layer tried together if the first few do not suffice
-LATER = 3  # tokens behind the first position whose spikes are examined
-_TRIED = 128  # largest number of sets of one size to try
-_TOKENS = 32  # length of the text in which attention is compared
+SETS_OF_ONE_SIZE = 128  # largest number of sets of one size that are all tried
+CANDIDATES = 8  # default number of candidates of the sink layer
+MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suffice
+BACKUP_ROUNDS = 4  # rounds of searching for backups before the search ends
+BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
+LATER_TOKENS = 3  # tokens behind the first position whose spikes are examined
+SPIKE_TEXTS = 4  # different first tokens whose spike is compared
+ATTENTION_LENGTH = 32  # length of the text in which attention is compared
+
+Candidate = TypeVar("Candidate")
 
 
 @dataclass(frozen=True)
-class Found:
-    """The result of the search: the sets, the candidates with those that it added, and what it did not try."""
+class Removal:
+    """What removing one set of components does: whether the effect is gone, and the share of it that is lost."""
+
+    gone: bool
+    drop: float
+
+
+@dataclass(frozen=True)
+class SmallestSet(Generic[Candidate]):
+    """The result of a search.
+
+    Attributes:
+        members: The smallest set found that ends the effect. None if no set that was tried does.
+        all_below: All sets of fewer members than this were tried, of larger ones only some. None: all were tried.
+    """
+
+    members: tuple[Candidate, ...] | None
+    all_below: int | None = None
+
+
+def smallest_set(
+    candidates: Sequence[Candidate], remove: Callable[[list[tuple[Candidate, ...]]], list[Removal]]
+) -> SmallestSet[Candidate]:
+    """Search for the smallest set of candidates whose removal ends an effect.
+
+    Sets are tried in order of their size, all of one size at once, while there are at most 128 of a size. Otherwise
+    growing prefixes of the candidates are tried, and unneeded members are left out of the first that ends the effect.
+
+    Args:
+        candidates: Components that may be removed, the most promising first.
+        remove: Removes each of several sets and says what that does.
+    """
+    for size in range(1, len(candidates) + 1):
+        if comb(len(candidates), size) > SETS_OF_ONE_SIZE:
+            return SmallestSet(_smallest_prefix(candidates, remove), all_below=size)
+        best = _most_effective(list(combinations(candidates, size)), remove)
+        if best is not None:
+            return SmallestSet(best)
+    return SmallestSet(None)
+
+
+def _smallest_prefix(
+    candidates: Sequence[Candidate], remove: Callable[[list[tuple[Candidate, ...]]], list[Removal]]
+) -> tuple[Candidate, ...] | None:
+    prefixes = [tuple(candidates[:size]) for size in range(2, len(candidates) + 1)]
+    ending = [prefix for prefix, removal in zip(prefixes, remove(prefixes), strict=True) if removal.gone]
+    if not ending:
+        return None
+    members = ending[0]
+    while len(members) > 1:
+        fewer = _most_effective([members[:i] + members[i + 1 :] for i in range(len(members))], remove)
+        if fewer is None:
+            break
+        members = fewer
+    return members
+
+
+def _most_effective(
+    sets: list[tuple[Candidate, ...]], remove: Callable[[list[tuple[Candidate, ...]]], list[Removal]]
+) -> tuple[Candidate, ...] | None:
+    """Of the sets that end the effect, the one that takes most of it; None if none does."""
+    best, best_drop = None, -float("inf")
+    for members, removal in zip(sets, remove(sets), strict=True):
+        if removal.gone and removal.drop > best_drop:
+            best, best_drop = members, removal.drop
+    return best
+
+
+def random_sites(target: Target, sites: Sites, excluded: Sites, generator: torch.Generator) -> Sites:
+    """As many other neurons of the same layers (and experts), none of `excluded` while there are enough others."""
+    drawn: list[tuple[int, ...]] = []
+    for site in sites:
+        neighbours = [(*site[:-1], neuron) for neuron in range(target.width(site[0], *site[1:-1]))]
+        barred = {*excluded, *sites, *drawn}
+        others = [other for other in neighbours if other not in barred]
+        if not others:
+            others = [other for other in neighbours if other not in sites]
+        drawn.append(others[int(torch.randint(len(others), (1,), generator=generator))])
+    return tuple(drawn)
+
+
+@dataclass(frozen=True)
+class CausalSets:
+    """The sets that were found, the candidates with those that the search added, and what it did not try."""
 
     sets: tuple[CausalSet, ...] = ()
     neurons: tuple[Neuron, ...] = ()
@@ -48,278 +145,309 @@ class Found:
     @property
     def minimal(self) -> CausalSet | None:
         """The smallest set that removes the spike."""
-        return next((s for s in self.sets if s.kind == "minimal"), None)
+        if self.sets and self.sets[0].kind == "minimal":
+            return self.sets[0]
+        return None
 
     @property
     def members(self) -> tuple[Neuron, ...]:
         """The neurons of the minimal set; empty if no set removes the spike."""
-        sites = () if self.minimal is None else self.minimal.numbers
-        return tuple(n for n in self.neurons if n.site in sites)
+        if self.minimal is None:
+            return ()
+        return tuple(n for n in self.neurons if n.site in self.minimal.edit_sites)
 
 
-@dataclass
-class _Search:
-    """The search for the smallest set of neurons that makes the spike of the last token of `texts`.
+@dataclass(frozen=True)
+class _RemovedNorms:
+    """Norms of the spike with each of several sets silenced, median over texts."""
+
+    norms: Float[Tensor, "set layer"]
+    intact: Float[Tensor, " layer"]
+
+    def drops(self, layer: int) -> list[float]:
+        """Share of the intact norm that each set takes away at a layer."""
+        return (1 - self.norms[:, layer] / self.intact[layer]).tolist()
+
+
+@dataclass(frozen=True)
+class _SpikeSearch:
+    """The search for the neurons that make the spike of one token.
 
     Attributes:
-        target: The model.
-        texts: The texts, which end with this token.
-        text: Texts that go on behind it, where attention to the token is compared.
-        seen: The walk that found the spike.
+        context: The model and its layer scan.
+        texts: Texts that end with the token.
+        longer: A text that goes on behind it, where attention to the token is compared.
         layer: The layer that makes the spike.
         last: The last layer after which the norm stands out.
         heads: The (layer, head) pairs behind `layer` that attend to the token.
-        generator: Draws the random sets.
-        not_tried: What the search left out.
-        intact: Norm of the token after each layer, median over texts; from the first pass on.
+        not_tried: What the search left out, noted as it goes on.
     """
 
-    target: Target
+    context: SinkContext
     texts: Int[Tensor, "row pos"]
-    text: Int[Tensor, "other longer"]
-    seen: Walk
+    longer: Int[Tensor, "other longer"]
     layer: int
     last: int
     heads: Sequence[tuple[int, int]]
-    generator: torch.Generator
     not_tried: list[str] = field(default_factory=list)
-    intact: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    def __post_init__(self) -> None:
-        self.heads = [(layer, head) for layer, head in self.heads if layer > self.layer]
 
     @property
     def at(self) -> int:
         """Position of the token."""
         return self.texts.shape[1] - 1
 
-    def norms(self, sets: Sequence[Sites]) -> Float[Tensor, "set layer"]:
-        """Median over texts, for each set."""
-        edits = [Edit(zero=s) for s in sets]
-        seen = effects(self.target, self.texts, edits, at=self.at, upto=self.last, without=self.seen.shared)
-        self.intact = seen.intact_norms.quantile(0.5, dim=0)
-        return seen.norms.quantile(0.5, dim=1) if sets else seen.norms[:, 0]
-
-    def drops(self, norms: Float[Tensor, "set layer"], layer: int) -> list[float]:
-        """Share of the intact norm that is gone at a layer."""
-        return (1 - norms[:, layer] / self.intact[layer]).tolist()
-
-    def gone(self, norms: Float[Tensor, "set layer"], *layers: int) -> list[bool]:
-        """Whether the norm stands out no more at these layers, and most of what stood out is gone."""
-        at = torch.tensor(layers)
-        usual = torch.tensor(self.seen.usual)[at]
-        low = norms[:, at] <= SINK_RATIO * usual
-        most = self.intact[at] - norms[:, at] >= LOST * (self.intact[at] - usual)
-        return (low & most).all(1).tolist()
+    def remove(self, sets: Sequence[Sites]) -> _RemovedNorms:
+        """Silence each set."""
+        edits, shared_dims = [Edit(zero=sites) for sites in sets], self.context.scan.shared_dims
+        edited = effects(self.context.target, self.texts, edits, at=self.at, upto=self.last, without=shared_dims)
+        return _RemovedNorms(edited.norms.quantile(0.5, dim=1), edited.intact_norms.quantile(0.5, dim=0))
 
     def smallest(self, sites: Sites, *layers: int) -> Sites | None:
-        """The smallest of the sets tried that takes the spike away at these layers; None if none does."""
-        for size in range(1, len(sites) + 1):
-            if comb(len(sites), size) > _TRIED:
-                self.not_tried.append(
-                    f"of {len(sites)} candidates, only some of the sets with {size} neurons or more were tried"
-                )
-                break
-            if found := self._best(list(combinations(sites, size)), *layers):
-                return found
-        else:
-            return None
-        prefixes = [sites[:k] for k in range(2, len(sites) + 1)]
-        gone = self.gone(self.norms(prefixes), *layers)
-        chosen = next((some for some, good in zip(prefixes, gone, strict=True) if good), None)
-        while chosen is not None and len(chosen) > 1:  # drop the least needed neuron while the spike stays gone
-            fewer = self._best([tuple(s for s in chosen if s != out) for out in chosen], *layers)
-            if fewer is None:
-                break
-            chosen = fewer
-        return chosen
+        """The smallest set that takes the spike away at these layers; None if no set that was tried does."""
+        index = torch.tensor(layers)
+        typical = torch.tensor(self.context.scan.typical_norm)[index]
 
-    def _best(self, sets: list[Sites], *layers: int) -> Sites | None:
-        """Of the sets that take the spike away, the one that takes most; None if none does."""
-        norms = self.norms(sets)
-        drops = self.drops(norms, layers[-1])
-        good = [i for i, gone in enumerate(self.gone(norms, *layers)) if gone]
-        return sets[max(good, key=lambda i: drops[i])] if good else None
+        def remove(sets: list[Sites]) -> list[Removal]:
+            """The spike is gone if the norm stands out no more, and most of what stood out is gone."""
+            removed = self.remove(sets)
+            norms, intact = removed.norms[:, index], removed.intact[index]
+            low = norms <= SPIKE_RATIO * typical
+            most = intact - norms >= NEEDED * (intact - typical)
+            gone = (low & most).all(1).tolist()
+            return [Removal(*both) for both in zip(gone, removed.drops(layers[-1]), strict=True)]
 
-    def with_backups(self, ids: Int[Tensor, "row pos"], here: Sites) -> tuple[Sites | None, Sites, list[Neuron]]:
-        """The smallest set with the neurons that bring the spike back when `here` is silent; these; and all tried."""
-        backups, added = Sites(), list[Neuron]()
-        for _ in range(ROUNDS):
-            silent = (*here, *backups)
-            with Ablate(sites=silent).on(self.target):
-                again = walk(self.target, ids, whole=True, upto=self.last)
-                stages = [i for i in again.stages if i > self.layer]
-                brought = [n for i in stages for n in stage_neurons(self.target, ids, i, 4, self.generator)]
-            brought = [n for n in brought if n.site not in silent]
-            added += brought
-            sites = tuple(n.site for n in brought)
-            if chosen := self.smallest((*silent, *sites), self.layer, self.last) if sites else None:
-                return chosen, tuple(s for s in chosen if s not in here), added
-            if not sites:
-                break
-            backups = (*backups, *sites)
-        self.not_tried.append(f"neurons that bring the spike back were searched in {ROUNDS} rounds")
-        return None, backups, added
+        smallest = smallest_set(sites, remove)
+        if smallest.all_below is not None:
+            self.not_tried.append(
+                f"of {len(sites)} candidates, only some of the sets with {smallest.all_below} neurons or more were "
+                "tried"
+            )
+        return smallest.members
 
-    def lost(self, sets: Sequence[Sites]) -> tuple[list[float], list[float]]:
-        """Per set, the share of heads that lose half of their attention, and the mean drop; empty without heads."""
+    def attention_drops(self, sets: Sequence[Sites]) -> Float[Tensor, "set head"] | None:
+        """Share of the attention to the token that each head loses with each set silenced; None without heads."""
         if not self.heads:
-            return [], []
-        edits = [Edit(zero=s) for s in sets]
-        seen = effects(self.target, self.text, edits, at=self.at, upto=max(self.heads)[0], attention=True)
-        return seen.lost(self.heads)
+            return None
+        edits, upto = [Edit(zero=sites) for sites in sets], max(layer for layer, _ in self.heads)
+        edited = effects(self.context.target, self.longer, edits, at=self.at, upto=upto, attention=True)
+        return edited.attention_drops(self.heads)
 
-    def grown(self, chosen: Sites, sites: Sites) -> Sites:
+    def grown(self, chosen: Sites, others: Sites) -> Sites:
         """The set and those of the other candidates that attention needs as well."""
-        extra = [s for s in sites if s not in chosen]
-        while extra:
-            fewer = [[s for s in extra if s != out] for out in extra]
-            shares = self.lost([(*chosen, *some) for some in fewer])[0]
-            if max(shares) < LOST:
+        while others:
+            fewer = [others[:i] + others[i + 1 :] for i in range(len(others))]
+            drops = self.attention_drops([chosen + some for some in fewer])
+            assert drops is not None
+            lost = heads_lost(drops)
+            if max(lost) < NEEDED:
                 break
-            extra = fewer[shares.index(max(shares))]
-        return (*chosen, *extra)
+            others = fewer[lost.index(max(lost))]
+        return chosen + others
 
-    def random(self, sites: Sites, taken: Sites) -> list[Sites]:
-        """Random sets of as many other neurons of the same layers (and experts)."""
-        return [_random(self.target, sites, {*taken, *sites}, self.generator) for _ in range(DRAWS)]
+    def controls(self, chosen: Sites, excluded: Sites) -> list[Sites]:
+        """Random sets of as many other neurons."""
+        target, generator = self.context.target, self.context.generator
+        return [random_sites(target, chosen, excluded, generator) for _ in range(CONTROL_DRAWS)]
 
-    def measured(self, chosen: Sites | None, best: Sites, sites: Sites, backups: Sites = ()) -> tuple[CausalSet, ...]:
-        """The sets with their effects and controls; the minimal one grows where attention asks for more neurons."""
-        kind = "partial" if chosen is None else "minimal"
-        chosen = best if chosen is None else chosen
-        draws = self.random(chosen, (*sites, *backups))
-        heads, drops = self.lost([chosen, *draws, (*chosen, *(s for s in sites if s not in chosen))])
-        if heads and kind == "minimal" and heads[0] < LOST <= heads[-1]:
-            chosen = self.grown(chosen, sites)
-            draws = self.random(chosen, (*sites, *backups))
-            heads, drops = self.lost([chosen, *draws])
-        norms = self.norms([chosen, *draws])
-        at_sink, at_last = self.drops(norms, self.layer), self.drops(norms, self.last)
-        first = CausalSet(
-            tuple(map(Member.of, chosen)),
-            at_sink[0],
-            at_last[0],
-            drops[0] if drops else None,
-            heads[0] if heads else None,
-            max(*at_sink[1:], *at_last[1:], *drops[1 : DRAWS + 1]),
-            kind,
-        )
-        if not first.verified:
-            return ()
-        if kind == "partial" or not backups:
-            return (first,)
-        without = self.norms([tuple(s for s in chosen if s not in backups)])[0]
-        drop = [float(1 - norms[0, i] / without[i]) for i in (self.layer, self.last)]
-        return first, CausalSet(tuple(map(Member.of, backups)), drop[0], drop[1], None, None, first.control, "backup")
+    def partial(self, chosen: Sites, candidates: Sites) -> CausalSet | None:
+        """A set that does not remove the spike, compared with random sets."""
+        controls = self.controls(chosen, candidates)
+        return self._compared(chosen, controls, self.attention_drops([chosen, *controls]), "partial")
+
+    def minimal(self, chosen: Sites, candidates: Sites, backups: Sites = ()) -> CausalSet | None:
+        """A set that removes the spike, with those of the candidates that attention needs as well."""
+        excluded = candidates + backups
+        others = tuple(site for site in candidates if site not in chosen)
+        controls = self.controls(chosen, excluded)
+        drops = self.attention_drops([chosen, *controls, chosen + others])
+        if drops is not None:
+            lost = heads_lost(drops)
+            if lost[0] < NEEDED <= lost[-1]:
+                chosen = self.grown(chosen, others)
+                controls = self.controls(chosen, excluded)
+                drops = self.attention_drops([chosen, *controls])
+        return self._compared(chosen, controls, drops, "minimal")
+
+    def _compared(
+        self,
+        chosen: Sites,
+        controls: list[Sites],
+        drops: Float[Tensor, "set head"] | None,
+        kind: Literal["minimal", "partial"],
+    ) -> CausalSet | None:
+        """The set with its effects and controls; None if a random set has as large an effect."""
+        removed = self.remove([chosen, *controls])
+        at_sink_layer, at_last_layer = removed.drops(self.layer), removed.drops(self.last)
+        control = max(*at_sink_layer[1:], *at_last_layer[1:])
+        drop_attention, lost = None, None
+        if drops is not None:
+            drop_attention, *control_drops = drops[: 1 + CONTROL_DRAWS].mean(1).tolist()
+            control = max(control, *control_drops)
+            lost = heads_lost(drops)[0]
+        if min(at_sink_layer[0], at_last_layer[0]) <= control:
+            return None
+        members = tuple(Member.of(site) for site in chosen)
+        return CausalSet(members, at_sink_layer[0], at_last_layer[0], drop_attention, lost, control, kind)
+
+    def backup(self, backups: Sites, minimal: CausalSet) -> CausalSet:
+        """The part of the minimal set that writes a spike only when the rest is silenced."""
+        every = minimal.edit_sites
+        rest = tuple(site for site in every if site not in backups)
+        without_rest, without_all = self.remove([rest, every]).norms
+        drops = (1 - without_all / without_rest).tolist()
+        members = tuple(Member.of(site) for site in backups)
+        return CausalSet(members, drops[self.layer], drops[self.last], None, None, minimal.control, "backup")
+
+    def with_backups(self, here: Sites) -> _SetWithBackups:
+        """The smallest set out of `here` and the neurons that bring the spike back while `here` is silent."""
+        backups, tried = Sites(), list[Neuron]()
+        for _ in range(BACKUP_ROUNDS):
+            silent = here + backups
+            returning = self._returning(silent)
+            if not returning:
+                break
+            tried += returning
+            backups += tuple(neuron.site for neuron in returning)
+            members = self.smallest(here + backups, self.layer, self.last)
+            if members is not None:
+                return _SetWithBackups(members, tuple(site for site in members if site not in here), tried)
+        self.not_tried.append(f"neurons that bring the spike back were searched in {BACKUP_ROUNDS} rounds")
+        return _SetWithBackups(None, backups, tried)
+
+    def _returning(self, silent: Sites) -> list[Neuron]:
+        """Neurons of later layers that make a spike while these neurons are silent."""
+        neurons: list[Neuron] = []
+        with Ablate(sites=silent).on(self.context.target):
+            scan = scan_layers(self.context.target, self.context.ids, whole=True, upto=self.last)
+            for stage in scan.stages:
+                if stage > self.layer:
+                    neurons += stage_neurons(self.context, stage, BACKUP_CANDIDATES)
+        return [neuron for neuron in neurons if neuron.site not in silent]
 
 
-def _random(target: Target, sites: Sites, taken: set[tuple[int, ...]], generator: torch.Generator) -> Sites:
-    """As many other neurons of the same layers (and experts)."""
-    drawn: list[tuple[int, ...]] = []
-    for site in sites:
-        width = target.width(site[0], *site[1:-1])
-        others = [(*site[:-1], n) for n in range(width) if (*site[:-1], n) not in {*taken, *drawn}]
-        others = others or [(*site[:-1], n) for n in range(width) if (*site[:-1], n) not in sites]
-        drawn.append(others[int(torch.randint(len(others), (1,), generator=generator))])
-    return tuple(drawn)
+@dataclass(frozen=True)
+class _SetWithBackups:
+    """A set that removes the spike for good (None if none does), its backups, and all neurons that were tried."""
+
+    members: Sites | None
+    backups: Sites
+    tried: list[Neuron]
 
 
-def causal_sets(
-    target: Target,
-    ids: Int[Tensor, "row pos"],
-    seen: Walk,
-    neurons: Sequence[Neuron],
-    heads: Sequence[tuple[int, int]],
-    generator: torch.Generator,
-) -> Found:
-    """Search for the smallest set of neurons that makes the spike, and for backups that take over.
+def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Sequence[tuple[int, int]] = ()) -> CausalSets:
+    """Search for the smallest set of neurons that makes the first token's spike, and for backups that take over.
 
-    The candidates are silenced one at a time, all together, and in every combination while these are few; otherwise one
-    at a time is left out. If the spike returns in a later layer while a set is silent, the neurons that bring it back
-    join the candidates.
+    If the spike returns in a later layer while a set is silent, the neurons that bring it back join the candidates.
 
     Args:
-        target: The model.
-        ids: Typical text; position 0 holds the first token.
-        seen: The walk that found the stages.
+        context: The model and its spike.
         neurons: Candidates of all stages.
         heads: The (layer, head) pairs that attend to the first token.
-        generator: Draws the random sets.
     """
-    layer = seen.sink_layer
-    if layer is None:
-        return Found()
-    firsts = ids[:, 0].unique()[:4, None]
-    search = _Search(target, firsts, ids[:1, :_TOKENS], seen, layer, max(layer, seen.standing[-1]), heads, generator)
-    sites: Sites = tuple(n.site for n in neurons if n.layer <= search.last)
-    added: list[Neuron] = []
-    chosen, backups = search.smallest(sites, layer, search.last), Sites()
-    here = chosen or search.smallest(sites, layer)
+    layer, ids = context.layer, context.ids
+    search = _SpikeSearch(
+        context,
+        texts=ids[:, 0].unique()[:SPIKE_TEXTS, None],
+        longer=ids[:1, :ATTENTION_LENGTH],
+        layer=layer,
+        last=max(layer, context.scan.spike_layers[-1]),
+        heads=[(behind, head) for behind, head in heads if behind > layer],
+    )
+    candidates = list(neurons)
+    sites = tuple(neuron.site for neuron in neurons if neuron.layer <= search.last)
+    minimal = search.smallest(sites, layer, search.last)
+    here = minimal or search.smallest(sites, layer)
     if here is None:  # try more neurons of the sink layer than the first candidates
-        added += stage_neurons(target, ids, layer, WIDE, generator)
-        sites = tuple(dict.fromkeys([*sites, *(n.site for n in added)]))
+        candidates += stage_neurons(context, layer, MORE_CANDIDATES)
+        sites = tuple(dict.fromkeys([*sites, *(neuron.site for neuron in candidates[len(neurons) :])]))
         here = search.smallest(sites, layer)
-        chosen = None if here is None else search.smallest(sites, layer, search.last)
-        added = [n for n in added if here is not None and n.site in (*here, *(chosen or ()))]
-    if here is not None and chosen is None:
-        chosen, backups, brought = search.with_backups(ids, here)
-        added += brought
-    sets = search.measured(chosen, here or sites, sites, backups)
-    kept = {s for one in sets for s in one.numbers} - {n.site for n in neurons}
-    return Found(sets, (*neurons, *(n for n in added if n.site in kept)), tuple(search.not_tried))
+        if here is not None:
+            minimal = search.smallest(sites, layer, search.last)
+    backups: Sites = ()
+    if here is not None and minimal is None:
+        with_backups = search.with_backups(here)
+        minimal, backups = with_backups.members, with_backups.backups
+        candidates += with_backups.tried
+    sets: list[CausalSet] = []
+    if minimal is None:
+        best = search.partial(here or sites, sites + backups)
+    else:
+        best = search.minimal(minimal, sites, backups)
+    if best is not None:
+        sets.append(best)
+        if best.kind == "minimal" and backups:
+            sets.append(search.backup(backups, best))
+    in_sets = {site for causal_set in sets for site in causal_set.edit_sites}
+    added: dict[tuple[int, ...], Neuron] = {}
+    for neuron in candidates[len(neurons) :]:
+        if neuron.site in in_sets:
+            added[neuron.site] = neuron
+    for neuron in neurons:
+        added.pop(neuron.site, None)
+    return CausalSets(tuple(sets), (*neurons, *added.values()), tuple(dict.fromkeys(search.not_tried)))
 
 
-def causal_neurons(made: Setup) -> tuple[int | None, tuple[Neuron, ...]]:
+def causal_neurons(setup: Setup) -> tuple[int | None, tuple[Neuron, ...]]:
     """The sink layer and its causal neurons; (None, ()) if no MLP of the model makes a spike.
 
     If no neuron is causal by itself because others stand in for it, the neurons of the smallest set are returned.
     """
-    asked = ("causal neurons", made.seed, len(made.ids))
-    if asked not in made.memory:
-        target, ids, generator = made.target, made.ids, torch.Generator().manual_seed(made.seed)
-        seen = walk(target, ids, whole=target.resident)
-        layer, neurons = seen.sink_layer, tuple[Neuron, ...]()
-        if layer is not None:
-            proof = prove(target, ids, layer, TOP, generator)
-            neurons = proof.causal or causal_sets(target, ids, seen, proof.neurons, [], generator).members
-        made.memory[asked] = layer, neurons
-    return made.memory[asked]
+    key = (causal_neurons, setup.seed, len(setup.ids))
+    if key not in setup.memory:
+        setup.memory[key] = _causal_neurons(setup)
+    return setup.memory[key]
 
 
-def later_sinks(
-    target: Target, ids: Int[Tensor, "row pos"], seen: Walk, generator: torch.Generator
-) -> tuple[LaterSink, ...]:
+def _causal_neurons(setup: Setup) -> tuple[int | None, tuple[Neuron, ...]]:
+    scan = scan_layers(setup.target, setup.ids, whole=setup.target.resident)
+    if scan.sink_layer is None:
+        return None, ()
+    context = SinkContext.of(setup, scan)
+    verified = verify_sink_layer(context, CANDIDATES)
+    if verified.causal:
+        return scan.sink_layer, verified.causal
+    return scan.sink_layer, causal_sets(context, verified.neurons).members
+
+
+def later_sinks(context: SinkContext) -> tuple[LaterSink, ...]:
     """Tokens behind the first position whose norm stands out most often, and what makes each of them."""
-    levels = list(zip(seen.norms, seen.usual, strict=True))
-    high = torch.stack(
-        [
-            norms > SINK_RATIO * torch.maximum(norms[:, 1:].quantile(0.75), torch.tensor(usual))
-            for norms, usual in levels
+    scan, ids = context.scan, context.ids
+    stands_out = torch.zeros_like(ids, dtype=torch.bool)
+    for norms, typical in zip(scan.norms, scan.typical_norm, strict=True):
+        usual = norms[:, 1:].quantile(0.75).clamp(min=typical)
+        stands_out |= norms > SPIKE_RATIO * usual
+    stands_out[:, 0] = False
+    sinks: list[LaterSink] = []
+    for token, _ in Counter(ids[stands_out].tolist()).most_common(LATER_TOKENS):
+        places = (stands_out & (ids == token)).nonzero().tolist()
+        row, at = min(places, key=lambda place: place[1])
+        ratios = [
+            float(norms[row, at]) / max(typical, SMALLEST_NORM)
+            for norms, typical in zip(scan.norms, scan.typical_norm, strict=True)
         ]
-    ).any(0)
-    high[:, 0] = False
-    found = list[LaterSink]()
-    for token, _ in Counter(ids[high].tolist()).most_common(LATER):
-        row, at = max((high & (ids == token)).nonzero().tolist(), key=lambda place: -place[1])
-        ratio = max(float(norms[row, at]) / max(usual, LEAST) for norms, usual in levels)
-        made = _later_set(target, ids[row : row + 1], at, seen, row, generator)
-        found.append(LaterSink(target.tokenizer.decode([token]), at, ratio, made))
-    return tuple(found)
+        name = context.target.tokenizer.decode([token])
+        sinks.append(LaterSink(name, at, max(ratios), _later_set(context, row, at)))
+    return tuple(sinks)
 
 
-def _later_set(
-    target: Target, ids: Int[Tensor, "1 pos"], at: int, seen: Walk, row: int, generator: torch.Generator
-) -> CausalSet | None:
+def _later_set(context: SinkContext, row: int, at: int) -> CausalSet | None:
     """The smallest set that makes the spike of a later position of one text; None if no MLP makes it."""
-    writes = torch.stack([norms[row, at] for norms in seen.mlp_norms])
-    outlying = writes > STAGE_OUTLIER * torch.tensor(seen.mlp_typical)
-    if not bool(outlying.any()):
+    scan, ids = context.scan, context.ids[row : row + 1]
+    layer, last, most_written = None, 0, 0.0
+    for number, reading in enumerate(scan.layers):
+        written = float(reading.mlp_norms[row, at])
+        if written > STAGE_OUTLIER * reading.mlp_typical and written > most_written:
+            layer, most_written = number, written
+        if float(scan.norms[number][row, at]) > SPIKE_RATIO * scan.typical_norm[number]:
+            last = number
+    if layer is None:
         return None
-    layer = int(torch.where(outlying, writes, 0).argmax())
-    high = [i for i, norms in enumerate(seen.norms) if norms[row, at] > SINK_RATIO * seen.usual[i]]
-    upto, heads = ids[:, : at + 1], attending(target, ids[0], at, len(seen.first), RATE_EPS)
-    search = _Search(target, upto, ids, seen, layer, max([layer, *high]), heads, generator)
-    sites = tuple(n.site for n in stage_neurons(target, upto, layer, TOP, generator, at=at))
-    sets = search.measured(search.smallest(sites, layer, search.last), sites[:1], sites)
-    return sets[0] if sets else None
+    heads = attending_heads(context.target, ids[0], at, len(scan.layers), RATE_EPS)
+    behind = [(number, head) for number, head in heads if number > layer]
+    until = replace(context, ids=ids[:, : at + 1])
+    search = _SpikeSearch(until, until.ids, longer=ids, layer=layer, last=max(layer, last), heads=behind)
+    sites = tuple(neuron.site for neuron in stage_neurons(until, layer, CANDIDATES, at=at))
+    minimal = search.smallest(sites, layer, search.last)
+    if minimal is None:
+        return search.partial(sites[:1], sites)
+    return search.minimal(minimal, sites)

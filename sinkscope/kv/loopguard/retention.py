@@ -1,0 +1,179 @@
+"""What a cache keeps when LoopGuard intervenes: anchors, a sparse history, and recent tokens but no repeating tail.
+
+LoopGuard, section 5.3, Eqs. 10 and 11. Works on plain numbers: positions are true positions in a row, from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Natural, Whole, check_fields
+
+CleanRule = Literal["tail", "repeats"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """How many tokens of each kind are kept. The paper specifies `budget` and `anchors` and leaves the rest open.
+
+    Attributes:
+        budget: Largest number of tokens right after an intervention (B).
+        anchors: Number of first positions, which are always kept (N_anchor).
+        recent: Length of the recent window (R), as in the paper: recent tokens come from the last R tokens, so a loop
+            that fills the window leaves no clean ones. None takes the latest clean tokens, wherever they are, and the
+            clean tokens before them are the history.
+        recent_budget: Number of recent tokens kept at level 0. By default seven eighths of what the anchors leave,
+            because models copy badly from tokens whose neighbours are missing. With a recent window, half the window
+            ("a small amount of local context"), but at most half of what the anchors leave.
+        clean: Which tokens count as bad. "tail" is the paper's rule: blocks that repeat at the end are removed from the
+            recent window, and with a window, earlier parts of the loop stay in the history. "repeats" is an addition:
+            it also removes, from recent window and history, every token of prompt and output that ends an n-gram seen
+            earlier in the row. It thus also finds copies further back, copies in the prompt, and copies that differ
+            slightly.
+        max_level: Cap on the aggressiveness level. Each level halves the recent budget, so the default goes down to an
+            eighth.
+    """
+
+    budget: Natural = 1024
+    anchors: Whole = 32
+    recent: Natural | None = None
+    recent_budget: Natural | None = None
+    clean: CleanRule = "tail"
+    max_level: Whole = 3
+
+    def __post_init__(self) -> None:
+        """Refuse settings that cannot work.
+
+        Raises:
+            SinkscopeError: A field is invalid; the message names the first one and what was expected.
+        """
+        check_fields(self)
+        if self.budget <= self.anchors:
+            raise SinkscopeError(
+                f"budget={self.budget} leaves nothing beside the {self.anchors} anchors: expected at least "
+                f"{self.anchors + 1}; raise the budget or keep fewer anchors",
+                page="kv-budget",
+            )
+        if self.recent_budget is not None and self.recent_budget > self.after_anchors:
+            raise SinkscopeError(
+                f"recent_budget={self.recent_budget!r}: expected a whole number from 1 to {self.after_anchors}, what "
+                "the anchors leave of the budget",
+                page="kv-budget",
+            )
+
+    @property
+    def after_anchors(self) -> int:
+        """Number of tokens that the anchors leave of the budget."""
+        return self.budget - self.anchors
+
+    def recent_tokens(self, level: int) -> int:
+        """Number of recent tokens kept, B_recent(level), at least 1."""
+        if self.recent_budget is not None:
+            at_level_0 = self.recent_budget
+        elif self.recent is None:
+            at_level_0 = self.after_anchors - self.after_anchors // 8
+        else:
+            at_level_0 = min(max(1, self.recent // 2), max(1, self.after_anchors // 2))
+        return max(1, at_level_0 >> min(level, self.max_level))
+
+    @property
+    def sparse_tokens(self) -> int:
+        """Number of history tokens kept at every level: what the anchors and the recent tokens of level 0 leave.
+
+        Recent tokens that a higher level gives up are not replaced, so the cache shrinks with the level.
+        """
+        return self.after_anchors - self.recent_tokens(0)
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """The tokens kept in one row.
+
+    Attributes:
+        positions: Their positions, ascending.
+        anchors: How many of them are anchors.
+        sparse: How many of them are sampled from the history.
+        recent: How many of them are recent.
+    """
+
+    positions: tuple[int, ...]
+    anchors: int
+    sparse: int
+    recent: int
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """The positions as ranges [start, stop)."""
+        return ranges_of(self.positions)
+
+
+def tokens_to_keep(
+    cached: Sequence[int], length: int, bad: Sequence[tuple[int, int]], retention: Retention, level: int = 0
+) -> KeptTokens:
+    """Choose the positions to keep.
+
+    The history is sampled from the positions that the cache still holds. At a second intervention, a sample of all
+    positions would contain few of those that the first one left.
+
+    Args:
+        cached: Positions in the cache, ascending.
+        length: Number of tokens in the row so far; the recent window ends there.
+        bad: Ranges [start, stop) of positions to remove; with `clean="tail"` and a recent window, only within the
+            window.
+        retention: Budgets.
+        level: Aggressiveness, from 0; a level above `max_level` counts as `max_level`.
+
+    Returns:
+        At most `retention.budget` positions; every anchor that the cache holds is among them, even if it is bad.
+    """
+    bad_positions: set[int] = set()
+    for start, stop in bad:
+        bad_positions.update(range(start, stop))
+    anchors = [position for position in cached if position < retention.anchors]
+    others = cached[len(anchors) :]
+    clean = [position for position in others if position not in bad_positions]
+    count = retention.recent_tokens(level)
+    if retention.recent is None:
+        history = clean[:-count]
+    else:
+        begin = length - retention.recent
+        before_window = others if retention.clean == "tail" else clean
+        history = [position for position in before_window if position < begin]
+        clean = [position for position in clean if position >= begin]
+    sparse = evenly_spaced(history, retention.sparse_tokens)
+    recent = clean[-count:]
+    return KeptTokens((*anchors, *sparse, *recent), len(anchors), len(sparse), len(recent))
+
+
+def repeated_indices(tokens: Sequence[int], n: int) -> list[int]:
+    """Indices of tokens that end an n-gram which also ended at an earlier index."""
+    earlier: set[tuple[int, ...]] = set()
+    indices: list[int] = []
+    for end in range(n, len(tokens) + 1):
+        gram = tuple(tokens[end - n : end])
+        if gram in earlier:
+            indices.append(end - 1)
+        earlier.add(gram)
+    return indices
+
+
+def evenly_spaced(positions: Sequence[int], count: int) -> list[int]:
+    """Choose `count` positions, evenly spaced by rank: the middle one of each of `count` equal parts."""
+    total = len(positions)
+    if count >= total:
+        return list(positions)
+    return [positions[(2 * part + 1) * total // (2 * count)] for part in range(count)]
+
+
+def ranges_of(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Join ascending positions into ranges [start, stop)."""
+    ranges: list[tuple[int, int]] = []
+    for position in positions:
+        start = position
+        if ranges and ranges[-1][1] == position:
+            start, _ = ranges.pop()
+        ranges.append((start, position + 1))
+    return ranges

@@ -1,0 +1,213 @@
+"""Progressive selection while decoding: steps read a part of the cache, which is chosen again every few tokens.
+
+LoopServe (Li et al. 2025), section 5.2 and algorithm 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, Literal
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.records import Natural, Whole
+from sinkscope.interventions.base import Run
+from sinkscope.kv.cache import CacheLayer, Rotary
+from sinkscope.kv.policy import At, Policy, register_policy
+from sinkscope.kv.session import Moment, Session
+from sinkscope.kv.usage import DecodingReads
+
+
+@dataclass(eq=False)
+class Selection:
+    """The part of one cache that decoding steps read.
+
+    Attributes:
+        reads: What they have read so far.
+        reorders: `CacheLayer.reorders` when the prompt ended.
+        step: Number of the generated token before which the part was chosen.
+        tokens: Tokens of each row that were readable then, averaged over layers and kv heads.
+        copied: Whether the part is a copy.
+    """
+
+    reads: DecodingReads = field(default_factory=DecodingReads)
+    reorders: int = 0
+    step: int = 0
+    tokens: Float[Tensor, " batch"] | None = None
+    copied: bool = False
+
+    def count_from(self, step: int, layers: list[CacheLayer]) -> None:
+        """Count what is readable before token `step`; later tokens come on top."""
+        device = layers[0].pos.device
+        readable = [kv.readable.sum(-1).float().mean(1).to(device) for kv in layers]
+        self.step = step
+        self.tokens = torch.stack(readable).mean(0)
+
+    def note_step(self, step: int) -> None:
+        """Count the tokens that a step reads, its own included."""
+        assert self.tokens is not None
+        self.reads.add(self.tokens + (step - self.step + 1))
+
+
+@register_policy("progressive")
+@dataclass(frozen=True, kw_only=True)
+class Progressive(Policy):
+    """Read only the part of the cache that the latest queries attend to; choose it again every `every` tokens.
+
+    The selected keys and values are copied once per selection, so that the steps in between read and extend only the
+    copy. `run.usage` counts the tokens of the whole cache, and the bytes of both. The cache is restored at the next
+    turn and when the run ends.
+
+    Attributes:
+        every: Tokens between selections, and number of queries that vote in each (n_d).
+        after: Decoding steps before the first selection. With 16, these steps read everything, as in the paper's
+            text. With 0, the last queries of the prompt select as soon as it has been read.
+        mode: "select" keeps the whole cache. "evict" frees tokens that are not chosen; they cannot come back.
+        per_head: Every query head reads the tokens that it attends to most. By default, query heads that share a kv
+            head read the same tokens: those with the highest mean attention. With `per_head`, a mask hides the other
+            tokens and no copy is made, which is slower.
+
+    Raises:
+        SinkscopeError: The interval is below 1, `after` is negative, or a setting of the base policy is invalid.
+        UnsupportedError: Beam search reorders rows.
+
+    Example:
+        >>> Progressive(budget=1024).every
+        16
+    """
+
+    every: Natural = 16
+    after: Whole = 16
+    mode: Literal["evict", "select"] = "select"
+    per_head: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.per_head and self.mode == "evict":
+            raise SinkscopeError(f'{self.shown_name}: per_head=True hides tokens: give mode="select"')
+
+    @property
+    def interval(self) -> int:
+        """Tokens between selections."""
+        return int(self.every)
+
+    def enter(self, run: Run, key: int) -> None:
+        """Enter like any policy; in addition, a new prompt sees the whole cache."""
+        super().enter(run, key)
+        session = Session.of(run)
+        session.before_prompt(lambda moment: self._show_all(moment.layers))
+        run.stack.callback(self._show_all_caches, session)
+
+    def summary(self, run: Run) -> str:
+        """The tokens that a decoding step read, and those held in the cache."""
+        return f"{steps_summary(self.shown_name, run)} {super().summary(run)}".strip()
+
+    def watch(self, session: Session, key: int) -> None:
+        """Keep the latest queries, also those of generated tokens."""
+        session.window_queries(self.interval, decoding=True)
+
+    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+        """Attention of the latest queries; padding does not vote."""
+        return self.group(self._votes(at), at.kv.pos.shape[1])
+
+    def _votes(self, at: At) -> Float[Tensor, "batch head slot"]:
+        rows = at.session.window_rows(at.moment, at.layer, self.interval)
+        real = at.moment.state.queries[at.layer].last(self.interval).pos >= 0
+        # As einsum, which would copy the rows: "batch query, batch head query slot -> batch head slot".
+        return (real.to(rows)[:, None, None] @ rows)[:, :, 0]
+
+    def _act(self, moment: Moment, session: Session, key: int, rotary: Rotary | None) -> None:
+        state, layers = moment.state, moment.layers
+        memory = state.memory.setdefault(key, {})
+        if moment.prefill_ended:
+            memory["budget"] = self.tokens(moment.call.before)
+            if "selection" not in memory:
+                memory["selection"] = Selection()
+                session.decoding_reads.append(memory["selection"].reads)
+        selection: Selection = memory["selection"]
+        if moment.prefill_ended:
+            selection.reorders = layers[0].reorders
+            selection.count_from(0, layers)
+        if layers[0].reorders != selection.reorders:
+            raise UnsupportedError(
+                f"beam search lets rows change places, and {self.shown_name} follows the latest queries of each row: "
+                "use num_beams=1",
+                page="kv-session",
+            )
+        steps = state.decoded - self.after
+        due = steps >= 0 and steps % self.interval == 0
+        # A guard may have cut the cache, for which it had to be whole.
+        copy_lost = selection.copied and all(kv.aside is None for kv in layers)
+        if due or copy_lost:
+            selection.copied = self._choose(moment, session, memory)
+            selection.count_from(state.decoded, layers)
+        selection.note_step(state.decoded)
+
+    def _choose(self, moment: Moment, session: Session, memory: dict[Any, Any]) -> bool:
+        """Choose the part of every layer that is read from here on; whether any part is a copy."""
+        self._show_all(moment.layers)
+        budget = memory["budget"]
+        fewest = budget if isinstance(budget, int) else int(budget.min())
+        copied = False
+        for layer, kv in enumerate(moment.layers):
+            if kv.slots <= fewest:
+                continue
+            at = At(layer, kv, moment, session, memory)
+            if self.per_head:
+                self._choose_per_head(at)
+                continue
+            keep = self.select(self.checked_scores(at), at, budget)
+            if self.mode == "evict":
+                kv.evict(keep)
+            else:
+                kv.work_on(keep)
+                copied = True
+        return copied
+
+    def _choose_per_head(self, at: At) -> None:
+        """Hide from every query head the tokens that it does not choose."""
+        kv_heads = at.kv.pos.shape[1]
+        votes = rearrange(self._votes(at), "batch (kv_head group) slot -> group batch kv_head slot", kv_head=kv_heads)
+        shown = [self.select(scores, at, at.memory["budget"]) for scores in votes]
+        at.kv.select(rearrange(shown, "group batch kv_head slot -> batch (kv_head group) slot"))
+
+    def _show_all_caches(self, session: Session) -> None:
+        for cache in session.caches:
+            self._show_all(cache.layers)
+
+    def _show_all(self, layers: list[CacheLayer]) -> None:
+        """Make everything in the cache readable."""
+        for kv in layers:
+            kv.settle()
+            if self.mode == "select" and kv.hidden is not None:
+                kv.select(None)
+
+
+def tokens_read(run: Run) -> list[list[float]]:
+    """Tokens that a decoding step attends to, including its own, for each cache of the run and each of its rows.
+
+    They are averaged over steps, layers and kv heads. The list is empty if the run has no `Progressive` or `LoopServe`.
+    """
+    if run.session is None:
+        return []
+    by_cache: list[list[float]] = []
+    for reads in run.session.decoding_reads:
+        if reads.total is not None:
+            by_cache.append((reads.total / reads.steps).tolist())
+    return by_cache
+
+
+def steps_summary(name: str, run: Run) -> str:
+    """One sentence on how much decoding steps read; "" if there was none."""
+    read: list[float] = []
+    for rows in tokens_read(run):
+        read += rows
+    if not read:
+        return ""
+    longest = max(usage.read_tokens for usage in run.usage)
+    return f"{name} read {fmean(read):,.0f} of up to {longest:,} tokens in a decoding step."

@@ -1,0 +1,305 @@
+"""Prompts read along lines: sparse attention in place of the model's own, and what it lost (LoopServe, section 5.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from einops import einsum, rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.interventions.base import Event, Run
+from sinkscope.interventions.positions import Call
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.session import Session
+from sinkscope.lines.choice import HeadLines, attention_of, recovered
+from sinkscope.lines.sparse import Sparsity, dense_in_all, dense_limit, missing, sparse_attention
+from sinkscope.trace.attention import Attention, View, stock_name
+
+
+@dataclass(frozen=True, eq=False)
+class PromptRow:
+    """Queries, keys and values of one row of a prompt, without padding and holes.
+
+    Attributes:
+        query: Queries after rotary.
+        key: Keys after rotary.
+        value: Values.
+        scaling: Factor on the scores.
+        layer: Decoder layer.
+        real: Which of the padded queries these are. None means all.
+    """
+
+    query: Float[Tensor, "head query d_head"]
+    key: Float[Tensor, "kv_head key d_head"]
+    value: Float[Tensor, "kv_head key d_value"]
+    scaling: float
+    layer: int
+    real: Bool[Tensor, " padded"] | None = None
+
+    @classmethod
+    def of(cls, prompt: Attention, row: int) -> PromptRow | None:
+        """A row of a prompt; None if it is all padding."""
+        view = prompt.view
+        assert view is not None
+        real = view.query_pos[row] >= 0
+        occupied = view.pos[row, 0] >= 0
+        if not bool(real.any()):
+            return None
+        query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
+        padded = not bool(real.all())
+        if padded:
+            query = query[:, real]
+        if not bool(occupied.all()):
+            key, value = key[:, occupied], value[:, occupied]
+        return cls(query, key, value, prompt.scaling, prompt.layer, real if padded else None)
+
+    def without_last(self, count: int) -> PromptRow:
+        """All but the last positions."""
+        return replace(self, query=self.query[:, :-count], key=self.key[:, :-count], value=self.value[:, :-count])
+
+    def all_lines(self, queries: int) -> HeadLines:
+        """Every line, for the last queries."""
+        every = torch.ones(len(self.query), self.key.shape[1], dtype=torch.bool, device=self.query.device)
+        return HeadLines(every, every, queries)
+
+    def dense(self, queries: int) -> Float[Tensor, "head query d_value"]:
+        """Attention of the last queries to everything."""
+        query, lines = self.query[:, -queries:], self.all_lines(queries)
+        return sparse_attention(query, self.key, self.value, lines, scaling=self.scaling, dense_above=0.0)[0]
+
+    def last_output(self) -> Float[Tensor, "head d_value"]:
+        """Output of the last query if it attends to everything, in float32."""
+        last_key = torch.tensor([self.key.shape[1] - 1], device=self.key.device)
+        probs = attention_of(self.query[:, -1:], self.key, last_key, self.scaling)
+        grouped = rearrange(probs, "(kv_head group) 1 key -> kv_head group key", kv_head=len(self.value))
+        output = einsum(grouped, self.value.float(), "kv_head group key, kv_head key d_value -> kv_head group d_value")
+        return rearrange(output, "kv_head group d_value -> (kv_head group) d_value")
+
+
+@dataclass(frozen=True, eq=False)
+class PromptRead:
+    """How a row of a prompt was read in one layer, and what was lost: nothing where the last query is dense.
+
+    Attributes:
+        lines: Lines along which the queries attended, except last queries that attend to everything.
+        sparsity: What was computed.
+        outputs: Outputs of successive queries, `[head query d_value]`; none if every head is dense.
+        recovered: Share of the attention of held-out queries that each head's lines hold; None if not measured.
+        last_error: Error of the output of the last query, as a share of its norm.
+    """
+
+    lines: HeadLines
+    sparsity: Sparsity
+    outputs: tuple[Float[Tensor, "head query d_value"], ...] = ()
+    recovered: Float[Tensor, " head"] | None = None
+    last_error: Tensor | float = 0.0
+
+    def event_data(self) -> dict[str, Any]:
+        """What the event of kind "prefill" says."""
+        sparsity = self.sparsity
+        attended: list[float] = []
+        for cells, dense in zip(sparsity.cells, sparsity.dense, strict=True):
+            attended.append(1.0 if dense else cells)
+        shares = torch.tensor([sparsity.cells, sparsity.computed, attended]).mean(1).tolist()
+        data: dict[str, Any] = dict(zip(("cells", "computed", "attended"), shares, strict=True))
+        data["dense_heads"] = sum(sparsity.dense)
+        data["kernel"] = sparsity.kernel
+        if self.recovered is not None:
+            data["recovered"] = self.recovered.tolist()
+            data["last_error"] = float(self.last_error)
+        return data
+
+
+@dataclass(frozen=True, eq=False)
+class SparsePrompts:
+    """Reads prompts along lines, row by row, and logs an event of kind "prefill" for every row and layer.
+
+    Attributes:
+        name: Name of the intervention, for errors.
+        choose: Function that returns lines for `query [head query d_head]`, `key [kv_head key d_head]`, the factor on
+            the scores and the layer.
+        dense_above: Share of computed cells above which a head is dense. None uses the kernel's default, and leaves
+            prompts on devices without a kernel of their own to the model's attention.
+        shortest: Prompts with fewer keys are read by the model's own attention.
+        dense_rows: Number of queries at the end that attend to everything.
+        held_out: Function of the numbers of queries and keys and the layer; it returns the indices of queries on which
+            to measure how much attention the lines hold. None skips the measurement.
+    """
+
+    name: str
+    choose: Callable[[Tensor, Tensor, float | None, int], HeadLines]
+    dense_above: float | None = torch.inf
+    shortest: int = 0
+    dense_rows: int = 0
+    held_out: Callable[[int, int, int], Tensor] | None = None
+
+    def enter(self, session: Session) -> None:
+        """Replace the attention of prompts.
+
+        Raises:
+            UnsupportedError: The model is a TransformerBridge.
+        """
+        if session.target.kind == "bridge":
+            remedy = "load the model with backend='hf'"
+            if self.name == "LoopServe":
+                remedy = f"use prefill=False, or {remedy}"
+            raise UnsupportedError(
+                f"a TransformerBridge computes its own attention, so {self.name} cannot make prompts sparse on it: "
+                f"{remedy}",
+                page="kv-session",
+            )
+        session.replace_prefill(lambda prompt, kv: self._attend(prompt, kv, session))
+
+    def _attend(
+        self, prompt: Attention, kv: CacheLayer | None, session: Session
+    ) -> Float[Tensor, "batch query head d_value"] | None:
+        """Attention of a prompt in one layer; None if the model's own attention reads it."""
+        call, view = session.now.call, prompt.view
+        assert call is not None and view is not None
+        why_dense = self.why_dense(prompt, view, kv)
+        rows: dict[int, PromptRow] = {}
+        reads: dict[int, PromptRead] = {}
+        if why_dense is None:
+            for number in range(len(prompt.query)):
+                row = PromptRow.of(prompt, number)
+                if row is None:
+                    continue
+                rows[number] = row
+                reads[number] = self.read(row)
+                if session.line_follower is not None:
+                    session.line_follower(prompt.layer, number, reads[number].lines)
+        _log_prompt(session.run, call, prompt.layer, view, why_dense, reads)
+        some_sparse = any(read.outputs for read in reads.values())
+        if why_dense is not None or (not some_sparse and _stock_is_fast(prompt, view, session)):
+            return None
+        batch, heads, queries = prompt.query.shape[:3]
+        whole = prompt.query.new_zeros(batch, queries, heads, prompt.value.shape[-1])
+        for number, row in rows.items():
+            outputs = reads[number].outputs or (row.dense(row.query.shape[1]),)
+            parts = [rearrange(output, "head query d_value -> query head d_value") for output in outputs]
+            if row.real is None:
+                torch.cat(parts, out=whole[number])
+            else:
+                whole[number, row.real] = torch.cat(parts).to(whole.dtype)
+        return whole
+
+    def read(self, row: PromptRow) -> PromptRead:
+        """Read a row as it would be read alone, also if it shares a batch with longer prompts."""
+        queries, keys = row.query.shape[1], row.key.shape[1]
+        if keys < self.shortest or queries <= self.dense_rows:
+            lines = row.all_lines(queries)
+            sparsity = dense_in_all(row.query, row.value, lines, 0.0, "auto")
+            assert sparsity is not None
+            return self._dense_read(row, lines, sparsity)
+        if self.dense_rows:
+            return self._read_with_dense_end(row)
+        read = self._read_along_lines(row)
+        if not read.outputs or read.recovered is None:
+            return read
+        expected = row.last_output()
+        error = torch.linalg.vector_norm(read.outputs[0][:, -1] - expected) / torch.linalg.vector_norm(expected)
+        return replace(read, last_error=error)
+
+    def _read_with_dense_end(self, row: PromptRow) -> PromptRead:
+        """The last queries attend to everything, the others along lines."""
+        read = self._read_along_lines(row.without_last(self.dense_rows))
+        if not read.outputs:
+            return read
+        sparsity = read.sparsity
+        line_cells = int(read.lines.lengths().sum())
+        end_cells = int(row.all_lines(self.dense_rows).lengths().sum())
+        line_share = line_cells / (line_cells + end_cells)
+        whole = Sparsity(
+            cells=tuple(line_share * cells + 1 - line_share for cells in sparsity.cells),
+            computed=tuple(line_share * computed + 1 - line_share for computed in sparsity.computed),
+            dense=sparsity.dense,
+            kernel=sparsity.kernel,
+        )
+        return replace(read, sparsity=whole, outputs=(*read.outputs, row.dense(self.dense_rows)))
+
+    def _read_along_lines(self, row: PromptRow) -> PromptRead:
+        """All queries attend along lines."""
+        query, key, value = row.query, row.key, row.value
+        lines = self.choose(query, key, row.scaling, row.layer)
+        limit = self.dense_above
+        if limit is None:
+            limit = dense_limit(query.shape[-1], "auto", query.device)
+        sparsity = dense_in_all(query, value, lines, limit, "auto")
+        if sparsity is not None:
+            return self._dense_read(row, lines, sparsity)
+        output, sparsity = sparse_attention(query, key, value, lines, scaling=row.scaling, dense_above=self.dense_above)
+        if self.held_out is None or all(sparsity.dense):
+            return replace(self._dense_read(row, lines, sparsity), outputs=(output,))
+        held_out = self.held_out(query.shape[1], key.shape[1], row.layer)
+        shares = recovered(query, key, lines, row.scaling, held_out)
+        shares[torch.tensor(sparsity.dense, device=shares.device)] = 1.0
+        return PromptRead(lines, sparsity, (output,), shares)
+
+    def _dense_read(self, row: PromptRow, lines: HeadLines, sparsity: Sparsity) -> PromptRead:
+        """A read that loses nothing, because every head is dense or nothing is measured."""
+        shares = None if self.held_out is None else torch.ones(len(row.query))
+        return PromptRead(lines, sparsity, recovered=shares)
+
+    def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None) -> str | None:
+        """Why the model's own attention must be used or is better; None if lines are used."""
+        keys, device = prompt.key.shape[2], prompt.query.device.type
+        cached = (view.pos[:, 0] >= 0).sum(-1)
+        if bool((cached < self.shortest).all()):
+            return f"fewer than {self.shortest} keys"
+        if device != "cpu" and self.dense_above is None:
+            why_no_kernel = missing("auto", prompt.query[0], prompt.value[0])
+            if why_no_kernel is not None:
+                return f"on {device} without Triton: {why_no_kernel}"
+        if view.window is not None and keys > view.window:
+            return "sliding window"
+        if prompt.softcap is not None:
+            return "soft cap"
+        if prompt.sinks is not None:
+            return "learned sinks"
+        if kv is not None and kv.edited:
+            return "tokens were evicted"
+        return None
+
+
+def _log_prompt(
+    run: Run, call: Call, layer: int, view: View, why_dense: str | None, reads: dict[int, PromptRead]
+) -> None:
+    """Log an event for every row that is not all padding."""
+    last_pos = view.query_pos.amax(1)
+    keys = (view.pos[:, 0] >= 0).sum(-1)
+    queries = (view.query_pos >= 0).sum(-1)
+    counts = torch.stack([last_pos, keys, queries], 1)
+
+    def events() -> list[Event]:
+        logged: list[Event] = []
+        for row, (position, row_keys, row_queries) in enumerate(counts.tolist()):
+            if not row_queries:
+                continue
+            data: dict[str, Any] = {"keys": row_keys, "queries": row_queries}
+            data |= {"dense": why_dense} if row not in reads else reads[row].event_data()
+            logged.append(Event(row, call.step, position, layer, None, "prefill", data))
+        return logged
+
+    run.log(events)
+
+
+def _stock_is_fast(prompt: Attention, view: View, session: Session) -> bool:
+    """Whether the model's own attention is as fast as any for a prompt: it needs neither a mask nor a whole matrix."""
+    first_turn = prompt.query.shape[2] == prompt.key.shape[2]
+    padded = bool((view.query_pos < 0).any())
+    eager = stock_name(prompt.module.config) == "eager"
+    return first_turn and not padded and not session.now.own_masks and not eager
+
+
+def prompts_summary(name: str, run: Run) -> str:
+    """One sentence on how much of the prompts' attention was computed; "" if there was no prompt."""
+    shares = [event.data.get("attended", 1.0) for event in run.events if event.kind == "prefill"]
+    if not shares:
+        return ""
+    return f"{name} computed {fmean(shares):.0%} of the attention of prompts."

@@ -1,0 +1,63 @@
+"""The loop monitor as a custom logit processor of SGLang. This module does not import SGLang."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.serving.loop_row import KEY, LoopRow, ServingSettings
+
+ROW_KEY = "__sinkscope__"  # where the row of a request lies in its own parameters
+_log = logging.getLogger(__name__)
+
+
+class SglangLoops:
+    """Watches each request for loops and ends them; `ServingSettings` says how. For SGLang."""
+
+    def __call__(self, logits: Tensor, custom_param_list: Sequence[Any] | None = None) -> Tensor:
+        """Apply the actions that are due to logits `[row vocab]`; a request has one row, or one for each draft."""
+        requests = custom_param_list or ()
+        if not requests:
+            return logits
+        rows_each = logits.shape[0] // len(requests)  # more than one if the list has a request once for its drafts
+        first_place: dict[int, int] = {}
+        for place in range(len(requests) * rows_each):
+            params = requests[place // rows_each] or {}
+            row = self._row(params)
+            if row is None:
+                continue
+            draft = place - first_place.setdefault(id(row), place)
+            if draft == 0:
+                output = params["__req__"].output_ids
+                row.follow(output)
+                # With overlapped scheduling the list lacks the latest token now and then; each call makes one more.
+                row.mark = max(len(output), row.mark + 1)
+            if row.busy(row.mark + draft):
+                row.edit(logits[place], row.mark + draft)
+        return logits
+
+    @staticmethod
+    def _row(params: dict[str, Any]) -> LoopRow | None:
+        """The row of a request, which lives in the request's own parameters; None: it is not monitored."""
+        request = params.get("__req__")
+        if request is None or ROW_KEY in params:
+            return params.get(ROW_KEY)
+        params[ROW_KEY] = None
+        try:  # SGLang has no way to refuse a request here, and an exception would end its scheduler
+            settings = ServingSettings.of_request(params.get(KEY))
+        except SinkscopeError as error:
+            _log.warning("A request is not monitored: %s", error)
+            return None
+        if settings is None:
+            return None
+        sampling = request.sampling_params
+        ends = [*sorted(request.eos_token_ids or ()), getattr(request.tokenizer, "eos_token_id", None)]
+        temperature = sampling.temperature
+        if sampling.top_k == 1:  # this is how it decodes greedily
+            temperature = 0.0
+        params[ROW_KEY] = LoopRow(settings, ends[0], temperature, getattr(sampling, "sampling_seed", None))
+        return params[ROW_KEY]

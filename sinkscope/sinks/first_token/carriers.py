@@ -1,0 +1,67 @@
+"""What the heads of a sink need, and what makes a spike that no MLP makes: components replaced one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxtyping import Int
+from torch import Tensor
+
+from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, heads_lost, writers
+from sinkscope.sinks.first_token.result import NEEDED, Carrier
+
+MAKER_TEXTS, MAKER_LENGTH = 2, 32  # typical text in which the maker of a spike is searched
+
+
+def carriers(
+    target: Target, ids: Int[Tensor, "text pos"], heads: Sequence[tuple[int, int]], at: int = 0
+) -> tuple[Carrier, ...]:
+    """Replace each component at the position by what it writes at a later one, to see whose absence ends the sink.
+
+    "position" is what remains when everything written at the position is replaced.
+    """
+    last = max(layer for layer, _ in heads)
+    components = writers(target, last)
+    names, edits = [str(c) for c in components], [Edit(swap=(c,)) for c in components]
+    biases = [Component("key bias", layer) for layer in range(last + 1) if has_key_bias(target, layer)]
+    if biases:
+        names.append("key bias")
+        edits.append(Edit(swap=tuple(biases)))
+    edits.append(Edit(swap=tuple(components)))
+    source = (at + ids.shape[1]) // 2
+    edited = effects(target, ids, edits, at=at, source=source, upto=last, attention=True)
+    drops = edited.attention_drops(heads)
+    lost, mean_drops = heads_lost(drops), drops.mean(1).tolist()
+    tried = [Carrier(name, lost[i], mean_drops[i]) for i, name in enumerate(names)]
+    return (*tried, Carrier("position", 1 - lost[-1], 1 - mean_drops[-1]))
+
+
+def carried_by(tried: Sequence[Carrier]) -> str | None:
+    """The component that most heads of the sink need; of several, the one nearest to the heads. None if no single one.
+
+    What an attention layer or an MLP writes without making a spike is called the mark.
+    """
+    needed = [carrier.name for carrier in tried if carrier.needed]
+    if "key bias" in needed:
+        return "key bias"
+    if any("layer" in name for name in needed):
+        return "mark"
+    embeddings = [name for name in needed if "embed" in name]
+    nearest_first = [*embeddings, *needed, None]
+    return nearest_first[0]
+
+
+def spike_maker(context: SinkContext) -> str | None:
+    """The component without which the first token's spike is gone; None if there is no single one."""
+    target, scan = context.target, context.scan
+    layer, ids = scan.spike_layers[0], context.ids[:MAKER_TEXTS, :MAKER_LENGTH]
+    candidates = writers(target, layer + 1)
+    edits = [Edit(swap=(component,)) for component in candidates]
+    edited = effects(target, ids, edits, source=ids.shape[1] // 2, upto=layer, without=scan.shared_dims)
+    drops = edited.drops(layer)
+    best = int(drops.argmax())
+    if float(drops[best]) < NEEDED:
+        return None
+    return str(candidates[best])

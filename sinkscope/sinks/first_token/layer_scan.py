@@ -1,0 +1,325 @@
+"""What typical text shows layer by layer: norms of the residual stream, and the layers that build the first token's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.console import Progress, silent
+from sinkscope.measure import Setup
+from sinkscope.models.target import Target, first_tensor, norm_of, on_output
+from sinkscope.trace.run import trace
+
+SPIKE_RATIO = 3.0  # a spike: the first token's norm is this many times the typical one
+# Medians are used instead of high quantiles: some later positions are sinks, too (delimiters; without BOS the first
+# tokens, as long as they belong to one cluster), and must not hide the first one.
+STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
+STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times its median on typical text, either in total or along the
+# spike (an early stage can be small compared with everything that an MLP writes, but not along that direction)
+STEP_SHARE = 0.05  # a step up or down changes the spike by at least this share of its largest length
+SMALLEST_NORM = 1e-9  # lower limit of a typical norm: in a hand-made model it can be 0, and it is a divisor
+SAMPLE_POSITIONS = 64  # positions of typical text whose activations are kept
+MASSIVE_RATIO = 30.0  # a dimension is massive on all tokens if it is this many times the median dimension
+
+
+@dataclass(frozen=True)
+class LayerReading:
+    """What typical text shows at one layer. Norms are L2; the first token is position 0.
+
+    Attributes:
+        norms: Norm of the residual stream after the layer.
+        other_norms: The same norms without `massive_dims`.
+        massive_dims: Residual dimensions that are massive on all tokens alike.
+        residual: Residual stream of the first token, mean over rows.
+        mlp_norms: Norm of what the MLP adds to the residual stream.
+        mlp_raw: Norm of the MLP's own output at the first token, before any norm behind it; median over rows.
+        written: What the MLP adds at the first token, mean over rows.
+        sample: What the MLP adds at some later positions.
+    """
+
+    norms: Float[Tensor, "row pos"]
+    other_norms: Float[Tensor, "row pos"]
+    massive_dims: list[int]
+    residual: Float[Tensor, " d_model"]
+    mlp_norms: Float[Tensor, "row pos"]
+    mlp_raw: float
+    written: Float[Tensor, " d_model"]
+    sample: Float[Tensor, "place d_model"]
+
+    @cached_property
+    def first_norm(self) -> float:
+        """Norm of the first token, median over rows."""
+        return float(self.norms[:, 0].median())
+
+    @cached_property
+    def typical_norms(self) -> tuple[float, float, float]:
+        """The 5 % quantile, the median and the 95 % quantile of the norm at later positions."""
+        levels = torch.tensor([0.05, 0.5, 0.95])
+        low, median, high = self.norms[:, 1:].flatten().quantile(levels).tolist()
+        return low, median, high
+
+    @cached_property
+    def mlp_first(self) -> float:
+        """Norm of what the MLP adds at the first token, median over rows."""
+        return float(self.mlp_norms[:, 0].median())
+
+    @cached_property
+    def mlp_typical(self) -> float:
+        """Norm of what the MLP adds at later positions, median."""
+        return float(self.mlp_norms[:, 1:].median())
+
+
+@dataclass(frozen=True)
+class LayerScan:
+    """The result of one pass over the layers, from the first upward.
+
+    A dimension that is massive on all tokens alike (Owen et al. 2025) hides the spike of one token. If such dimensions
+    make up more than half of a typical residual stream and no spike is visible with them included, `norms`,
+    `first_norm` and `typical_norm` leave them out; those of a single `LayerReading` never do.
+
+    Attributes:
+        n_layers: Number of layers of the model.
+        layers: The layers that were read.
+    """
+
+    n_layers: int
+    layers: list[LayerReading]
+
+    @cached_property
+    def shared_dims(self) -> list[int]:
+        """Dimensions massive on all tokens, in the order found; none if a spike is visible with them included."""
+        massive: list[int] = []
+        for layer in self.layers:
+            _, median, _ = layer.typical_norms
+            if layer.first_norm > SPIKE_RATIO * median:
+                return []
+            massive += layer.massive_dims
+        return list(dict.fromkeys(massive))
+
+    @cached_property
+    def norms(self) -> list[Float[Tensor, "row pos"]]:
+        """Norm of every position after each layer, without shared dimensions."""
+        if self.shared_dims:
+            return [layer.other_norms for layer in self.layers]
+        return [layer.norms for layer in self.layers]
+
+    @cached_property
+    def first_norm(self) -> list[float]:
+        """Norm of the first token after each layer, without shared dimensions; median over rows."""
+        return [float(norms[:, 0].median()) for norms in self.norms]
+
+    @cached_property
+    def typical_norm(self) -> list[float]:
+        """Median norm of later positions after each layer, without shared dimensions."""
+        if self.shared_dims:
+            return [float(norms[:, 1:].median()) for norms in self.norms]
+        return [layer.typical_norms[1] for layer in self.layers]
+
+    @cached_property
+    def spike_layers(self) -> list[int]:
+        """Layers after which the first token's norm stands out; empty if there is no norm spike."""
+        pairs = zip(self.first_norm, self.typical_norm, strict=True)
+        return [layer for layer, (first, typical) in enumerate(pairs) if first > SPIKE_RATIO * typical]
+
+    @property
+    def spike_ratio(self) -> float:
+        """The largest ratio of the first token's norm to the typical one."""
+        pairs = zip(self.first_norm, self.typical_norm, strict=True)
+        return max(first / max(typical, SMALLEST_NORM) for first, typical in pairs)
+
+    @cached_property
+    def direction(self) -> Float[Tensor, " d_model"]:
+        """Direction of the spike: the first token's residual stream where it is largest, without shared dimensions."""
+        peak = int(torch.tensor(self.first_norm).argmax())
+        spike = self.layers[peak].residual.clone()
+        spike[self.shared_dims] = 0
+        return spike / spike.norm()
+
+    @cached_property
+    def stages(self) -> list[int]:
+        """Layers whose MLP builds the first token's norm (definition of a stage), in order; may be empty."""
+        if not self.spike_layers:
+            return []
+        least = STAGE_SHARE * max(self.first_norm)
+        stages: list[int] = []
+        for number, layer in enumerate(self.layers):
+            along = float(layer.written @ self.direction)
+            typically_along = float((layer.sample @ self.direction).abs().median())
+            builds = along >= least and along > STAGE_OUTLIER * typically_along
+            # A stage may also be orthogonal to the rest of the spike; an MLP that points against it removes the spike.
+            large = layer.mlp_first >= least and layer.mlp_first > STAGE_OUTLIER * layer.mlp_typical
+            if builds or (large and along > -least):
+                stages.append(number)
+        return stages
+
+    @property
+    def sink_layer(self) -> int | None:
+        """The stage that adds most to the norm."""
+        return max(self.stages, key=lambda stage: self.layers[stage].mlp_first, default=None)
+
+    @cached_property
+    def growth(self) -> list[float]:
+        """How much longer each layer makes the spike, relative to its largest length; 0 at the first layer."""
+        lengths = torch.stack([layer.residual @ self.direction for layer in self.layers])
+        grown = lengths.diff(prepend=lengths[:1])
+        return (grown / lengths.max()).tolist()
+
+    @property
+    def steps_up(self) -> list[int]:
+        """Layers that make the spike longer by at least 5 % of its largest length."""
+        return [layer for layer, grown in enumerate(self.growth) if grown >= STEP_SHARE]
+
+    @property
+    def steps_down(self) -> list[int]:
+        """Layers that make the spike shorter by at least 5 % of its largest length."""
+        return [layer for layer, grown in enumerate(self.growth) if grown <= -STEP_SHARE]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether no new stage appeared for a third of the layers (at least three) after one was found."""
+        if not self.stages:
+            return False
+        since = len(self.layers) - 1 - self.stages[-1]
+        return since >= max(3, math.ceil(self.n_layers / 3))
+
+    @property
+    def notebook_layer(self) -> int | None:
+        """First layer whose MLP output at the first token exceeds mean + 2 sd over all layers.
+
+        This rule comes from the notebook behind Yona et al. 2025, not from the paper. With n layers no z-score exceeds
+        (n - 1) / sqrt(n), so the rule cannot fire for n < 6.
+        """
+        if len(self.layers) < self.n_layers:
+            return None
+        norms = torch.tensor([layer.mlp_raw for layer in self.layers])
+        above = norms > norms.mean() + 2 * norms.std(correction=0)
+        if not bool(above.any()):
+            return None
+        return int(above.nonzero()[0])
+
+
+def massive_dims(resid: Float[Tensor, "row pos d_model"]) -> list[int]:
+    """Dimensions massive on all tokens alike, if they make up more than half of a typical residual stream.
+
+    A dimension in which the first token itself stands out does not count, because leaving it out would hide a spike.
+    """
+    later = rearrange(resid[:, 1:], "row pos d_model -> (row pos) d_model")[:SAMPLE_POSITIONS]
+    size = later.abs().median(0).values
+    first = resid[:, 0].abs().median(0).values
+    massive = (size > MASSIVE_RATIO * size.median()) & (first < SPIKE_RATIO * size)
+    if size[massive].square().sum() > size[~massive].square().sum():
+        return massive.nonzero().flatten().tolist()
+    return []
+
+
+@torch.no_grad()
+def scan_layers(
+    target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, upto: int | None = None, progress: Progress = silent
+) -> LayerScan:
+    """Run `ids` upward, layer by layer, and stop once the first token's norm has stayed flat (unless `whole`).
+
+    Args:
+        target: The model. Layers of a streamed model are read when they are reached.
+        ids: Typical text; position 0 is the first token.
+        whole: Read every layer.
+        upto: The last layer to read. None: no limit.
+        progress: Called after each layer.
+
+    Raises:
+        SinkscopeError: A layer gives infinite or NaN norms.
+    """
+    layers: list[LayerReading] = []
+    mlp_raw: list[float] = []
+    mlp_added: list[Tensor] = []
+
+    def by_row(tensor: Tensor) -> Float[Tensor, "row pos d_model"]:
+        flat = tensor.detach().flatten(0, -2)  # some architectures run rows and positions together
+        return rearrange(flat, "(row pos) d_model -> row pos d_model", row=len(ids))
+
+    def mlp_done(output: Any) -> None:
+        norms = torch.linalg.vector_norm(by_row(first_tensor(output)), dim=-1, dtype=torch.float32)
+        mlp_raw.append(float(norms[:, 0].median()))
+
+    def mlp_normalised(output: Any) -> None:
+        mlp_added.append(by_row(first_tensor(output)).float())
+
+    def layer_done(output: Any) -> None:
+        resid, added = by_row(first_tensor(output)), mlp_added.pop()
+        norms = torch.linalg.vector_norm(resid, dim=-1, dtype=torch.float32)
+        if not bool(norms.isfinite().all()):
+            raise SinkscopeError(
+                f"layer {len(layers)} of {target.name} gives infinite or NaN norms in {target.dtype}; "
+                "try --dtype float32, and check the checkpoint"
+            )
+        massive, other_norms = massive_dims(resid.float()), norms
+        if massive:
+            other_norms = norm_of(resid, massive)
+        later = rearrange(added[:, 1:], "row pos d_model -> (row pos) d_model")
+        reading = LayerReading(
+            norms=norms.cpu(),
+            other_norms=other_norms.cpu(),
+            massive_dims=massive,
+            residual=resid[:, 0].float().mean(0).cpu(),
+            mlp_norms=added.norm(dim=-1).cpu(),
+            mlp_raw=mlp_raw[-1],
+            written=added[:, 0].mean(0).cpu(),
+            sample=later[:SAMPLE_POSITIONS].cpu().clone(),
+        )
+        layers.append(reading)
+        progress("layers", len(layers), target.n_layers)
+        if not whole and LayerScan(target.n_layers, layers).is_flat:
+            target.stop()
+
+    adapter = target.adapter
+    hooks: list[tuple[Any, str, Any]] = []
+    for number, layer in enumerate(target.layers):
+        hooks.append((target.sub(number, adapter.mlp), "post", on_output(mlp_done)))
+        behind_mlp = target.sub(number, adapter.post_mlp_norm or adapter.mlp)
+        hooks.append((behind_mlp, "post", on_output(mlp_normalised)))
+        hooks.append((layer, "post", on_output(layer_done)))
+    with target.hooks(*hooks):
+        target.forward(ids, upto=upto)
+    return LayerScan(target.n_layers, layers)
+
+
+def scan_far_enough(setup: Setup, *, whole: bool) -> LayerScan:
+    """Scan the layers; if only the first ones of a file are in memory, load more of them until they suffice."""
+    while True:
+        scan = scan_layers(setup.target, setup.ids, whole=whole, progress=setup.progress)
+        if len(scan.layers) == setup.target.n_layers or (scan.is_flat and not whole):
+            return scan
+        if not setup.more():
+            return scan
+
+
+def norms_after(
+    target: Target,
+    layer: int,
+    ids: Int[Tensor, "row pos"],
+    batch_size: int | None = None,
+    progress: Progress = silent,
+    what: str = "norms",
+) -> Float[Tensor, "row pos"]:
+    """Norm of the residual stream after a layer at every position; the passes end at this layer."""
+    site, batches, done = f"blocks.{layer}.hook_resid_post", list[Tensor](), 0
+    for rows in ids.split(batch_size or len(ids)):
+        batches.append(trace(target, rows, [site], "norm")[site])
+        done += len(rows)
+        progress(what, done, len(ids))
+    return torch.cat(batches)
+
+
+def repeats_until_half(norms: Float[Tensor, " repetition"], first: float | Tensor) -> int | None:
+    """The first number of repetitions whose norm reaches half of the first token's; None if it never does."""
+    reached = (norms >= first / 2).nonzero().flatten()
+    if not len(reached):
+        return None
+    return int(reached[0]) + 1

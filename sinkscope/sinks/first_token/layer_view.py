@@ -1,0 +1,274 @@
+"""The neurons of one layer at chosen positions: their values, what each writes, and the norm without some of them.
+
+The down projection is linear, so the effect of an ablation *at the same layer* needs no second forward pass: the
+neurons' columns are subtracted from the MLP's output before any norm that stands between it and the residual stream.
+The tests compare this with real ablated passes. Effects in later layers are measured in real passes.
+
+Neurons of a mixture are numbered `expert * d_mlp + neuron`; those of a shared expert follow after all of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import einsum, rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinkscope.models.experts import activate, bind, gate_up
+from sinkscope.models.target import Target, first_tensor, norm_of, on_input, on_output
+
+NEUTRAL_ELEMENTS = 1 << 24  # most activations of typical text that are kept: 64 MB
+COLUMNS_AT_ONCE = 1024  # columns of a down projection whose norms are computed together
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """A layer at `n` positions.
+
+    Attributes:
+        layer: Number of the layer.
+        resid: Residual stream after the layer.
+        mlp: Output of the down projection(s), before any norm behind it.
+        post: `hook_post`; in a mixture, times the weight in `routing`.
+        up: Output of the up projection, the linear factor. None in a mixture and if the MLP has no such factor.
+        routing: Weight of every expert, 0 for those not chosen; the shared expert comes last, if there is one. None if
+            the layer is not a mixture.
+    """
+
+    layer: int
+    resid: Float[Tensor, "n d_model"]
+    mlp: Float[Tensor, "n d_model"]
+    post: Float[Tensor, "n neuron"]
+    up: Float[Tensor, "n neuron"] | None = None
+    routing: Float[Tensor, "n expert"] | None = None
+
+
+@torch.no_grad()
+def view_layer(target: Target, layer: int, ids: Int[Tensor, "row pos"], where: Bool[Tensor, "row pos"]) -> LayerView:
+    """The layer at the positions marked in `where`, from a pass that ends at this layer."""
+    adapter, chosen = target.adapter, where.flatten()
+    resid, mlp, post, up = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
+    routing, shared, shared_weight = list[Tensor](), list[Tensor](), list[Tensor]()
+
+    def pick(tensor: Tensor) -> Tensor:
+        return tensor.detach().flatten(0, -2)[chosen.to(tensor.device)]
+
+    def keep_input(values: list[Tensor]) -> Any:
+        return on_input(lambda entering: values.append(pick(entering)))
+
+    def keep_output(values: list[Tensor], read: Callable[[Any], Tensor] = first_tensor) -> Any:
+        return on_output(lambda output: values.append(pick(read(output))))
+
+    def experts_done(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
+        hidden, experts, weights = bind(args, kwargs)
+        by_expert = _route(target, module, pick(experts), pick(weights))
+        routing.append(by_expert)
+        post.append(_expert_activations(target, module, pick(hidden), by_expert))
+
+    hooks = [
+        (target.sub(layer, adapter.mlp), "post", keep_output(mlp)),
+        (target.layers[layer], "post", keep_output(resid)),
+    ]
+    if not target.is_mixture(layer):
+        hooks.append((target.sub(layer, adapter.down), "pre", keep_input(post)))
+        if adapter.up is not None and (adapter.gate is not None or adapter.fused_gate_up):
+            factors = 2 if adapter.fused_gate_up else 1  # the up factor comes last
+            last_factor = keep_output(up, lambda output: output.chunk(factors, -1)[-1])
+            hooks.append((target.sub(layer, adapter.up), "post", last_factor))
+    else:
+        hooks.append((target.sub(layer, adapter.experts or ""), "post", experts_done))
+        if target.has_shared(layer):
+            hooks.append((target.mlp_part(layer, "down"), "pre", keep_input(shared)))
+            if adapter.shared_gate is not None:
+                hooks.append(
+                    (target.sub(layer, adapter.shared_gate), "post", keep_output(shared_weight, torch.sigmoid))
+                )
+    with target.hooks(*hooks):
+        target.forward(ids, upto=layer)
+    if shared:
+        weight = torch.ones_like(shared[0][:, :1])
+        if shared_weight:
+            weight = shared_weight[0]
+        post = [torch.cat([post[0], shared[0].float() * weight.float()], 1)]
+        routing = [torch.cat([routing[0], weight.float()], 1)]
+    return LayerView(
+        layer,
+        resid=resid[0].float(),
+        mlp=mlp[0].float(),
+        post=post[0].float(),
+        up=up[0].float() if up else None,
+        routing=routing[0] if routing else None,
+    )
+
+
+def _route(
+    target: Target, experts: Any, index: Int[Tensor, "n k"], weights: Float[Tensor, "n k"]
+) -> Float[Tensor, "n expert"]:
+    """The routing weight of every expert."""
+    count = int(experts.num_experts)
+    by_expert = torch.zeros(len(index), count + 1, device=index.device)  # one more: "no expert" under sharding
+    return by_expert.scatter(1, index, weights.float())[:, :count]
+
+
+def _expert_activations(
+    target: Target, experts: Any, hidden: Float[Tensor, "n d_model"], routing: Float[Tensor, "n expert"]
+) -> Float[Tensor, "n neuron"]:
+    """The neurons of all experts, times the routing weight; 0 where an expert was not chosen."""
+    post = torch.zeros(*routing.shape, target.d_mlp, device=hidden.device)
+    for expert in range(routing.shape[1]):
+        rows = routing[:, expert].nonzero().flatten()
+        if len(rows):
+            values = activate(experts, *gate_up(experts, expert, hidden[rows]))
+            post[rows, expert] = values.float() * routing[rows, expert, None]
+    return rearrange(post, "n expert neuron -> n (expert neuron)")
+
+
+def flat_number(target: Target, layer: int, expert: int | None, neuron: int) -> int:
+    """The number of a neuron in a `LayerView`."""
+    if expert is None:
+        expert = target.n_experts(layer)
+    return expert * target.d_mlp + neuron
+
+
+def expert_and_neuron(target: Target, layer: int, number: int) -> tuple[int | None, int]:
+    """The inverse of `flat_number`. The expert is None if the layer is not a mixture, and for a shared expert."""
+    first_shared = target.n_experts(layer) * target.d_mlp
+    if target.has_mlp(layer, None) and number >= first_shared:
+        return None, number - first_shared
+    return divmod(number, target.d_mlp)
+
+
+def neuron_site(target: Target, layer: int, number: int) -> tuple[int, ...]:
+    """(layer, neuron) or (layer, expert, neuron) of a neuron of a `LayerView`, as interventions take it."""
+    expert, neuron = expert_and_neuron(target, layer, number)
+    if expert is None:
+        return (layer, neuron)
+    return (layer, expert, neuron)
+
+
+@torch.no_grad()
+def contribution_norms(target: Target, view: LayerView) -> Float[Tensor, "n neuron"]:
+    """Norm of `hook_post[j] * W_out[j]` for every neuron (Yona et al. 2025, section 4.2)."""
+    layer, norms = view.layer, torch.zeros_like(view.post)
+    experts: list[int | None] = [*range(target.n_experts(layer))]
+    if target.has_mlp(layer, None):
+        experts.append(None)
+    for expert in experts:
+        start = flat_number(target, layer, expert, 0)
+        neurons = slice(start, start + target.width(layer, expert))
+        if bool(view.post[:, neurons].any()):  # read columns only of experts that write anything
+            norms[:, neurons] = view.post[:, neurons].abs() * target.w_out_norms(layer, expert).float()
+    return norms
+
+
+def column_norms_behind_the_norm(target: Target, layer: int) -> Float[Tensor, " neuron"]:
+    """Norms of the columns of the down projection, times the gain of the norm behind the MLP."""
+    gain = gain_of(target, target.sub(layer, target.adapter.post_mlp_norm or ""))
+    norms: list[Tensor] = []
+    for neurons in torch.arange(target.width(layer)).split(COLUMNS_AT_ONCE):
+        columns_here = target.w_out(layer, neurons.tolist()).float()
+        norms.append((columns_here * gain).norm(dim=-1))
+    return torch.cat(norms)
+
+
+def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
+    """The factor a norm applies to each dimension, however it is stored: probed with a vector of mean 0, square 1."""
+    signs = torch.ones(target.d_model, device=target.device, dtype=target.dtype)
+    signs[1::2] = -1
+    positive, negative = norm(signs[None])[0].float(), norm(-signs[None])[0].float()
+    return (positive - negative) / 2 * signs.float()
+
+
+@torch.no_grad()
+def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Tensor, "k d_model"]:
+    """Columns of the down projection for numbers of a `LayerView`, float32."""
+    if not target.is_mixture(layer):
+        return target.w_out(layer, neurons.tolist()).float()
+    written: list[Tensor] = []
+    for number in neurons.tolist():
+        expert, neuron = expert_and_neuron(target, layer, number)
+        written.append(target.w_out(layer, [neuron], expert).float())
+    return torch.cat(written)
+
+
+@torch.no_grad()
+def norm_without(
+    target: Target,
+    view: LayerView,
+    neurons: Int[Tensor, "draw k"],
+    cols: Float[Tensor, "draw k d_model"],
+    without: Sequence[int] = (),
+) -> Float[Tensor, "draw n"]:
+    """Norm of the residual stream after the layer at every position, with each set of neurons zeroed.
+
+    Residual dimensions in `without` are left out of the norm.
+    """
+    written = einsum(view.post[:, neurons], cols, "n draw k, draw k d_model -> draw n d_model")
+    path = target.adapter.post_mlp_norm
+    if path is None:
+        return norm_of(view.resid - written, without)
+    norm, dtype = target.sub(view.layer, path), target.dtype
+    intact, edited = norm(view.mlp.to(dtype)).float(), norm((view.mlp - written).to(dtype)).float()
+    return norm_of(view.resid - intact + edited, without)
+
+
+@torch.no_grad()
+def lost_without(
+    target: Target, view: LayerView, sets: Int[Tensor, "draw k"], without: Sequence[int] = ()
+) -> Float[Tensor, " draw"]:
+    """Share of the norm that is lost with each set of neurons zeroed, median over positions."""
+    cols = rearrange(columns(target, view.layer, sets.flatten()), "(draw k) d_model -> draw k d_model", draw=len(sets))
+    kept = norm_without(target, view, sets, cols, without) / norm_of(view.resid, without)
+    return (1 - kept).median(1).values
+
+
+def massive_activations(
+    first: Float[Tensor, " d_model"], typical: Float[Tensor, "n d_model"], without: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Dimensions of the first token with |a| > 100 and > 1000 x the median |hidden state|, largest first.
+
+    The definition is that of Sun et al. 2024, "Massive activations in large language models".
+
+    Args:
+        first: Residual stream of the first token.
+        typical: Residual stream of all positions of the layer.
+        without: Dimensions to leave out.
+    """
+    size = first.abs()
+    massive = (size > 100) & (size > 1000 * typical.abs().median())
+    dims = [dim for dim in massive.nonzero().flatten().tolist() if dim not in without]
+    return tuple(sorted(dims, key=lambda dim: -float(size[dim])))
+
+
+def neutral_view(target: Target, layer: int, ids: Int[Tensor, "row pos"]) -> LayerView:
+    """The layer on typical text without first tokens, at as many positions as 64 MB of activations allow."""
+    where = torch.ones_like(ids, dtype=torch.bool)
+    where[:, 0] = False
+    config = target.config
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+    rows = max(1, NEUTRAL_ELEMENTS // (target.d_mlp * int(experts) * ids.shape[1]))
+    return view_layer(target, layer, ids[:rows], where[:rows])
+
+
+def neutral_post(target: Target, text: LayerView, number: int) -> float:
+    """Median `hook_post` of a neuron on typical text; of a routed expert, over the tokens that chose it."""
+    post = text.post[:, number]
+    if text.routing is None:
+        return float(post.median())
+    expert, _ = expert_and_neuron(target, text.layer, number)
+    weight = text.routing[:, -1 if expert is None else expert]  # the last weight is the shared expert's
+    chosen = weight > 0
+    if not bool(chosen.any()):
+        return 0.0
+    return float((post[chosen] / weight[chosen]).median())
+
+
+def neutral_up(text: LayerView, number: int) -> float | None:
+    """Median up factor of a neuron on typical text; None if the MLP has no such factor."""
+    if text.up is None:
+        return None
+    return float(text.up[:, number].median())

@@ -1,0 +1,531 @@
+"""What `find_sinks` returns, and the words in which it reports it. The steps that find it are in `find`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from sinkscope.files.notation import neuron_name
+from sinkscope.files.result import Number
+from sinkscope.measure import Result
+from sinkscope.sinks.tokens import in_words, left_out_line
+
+CONTROL_DRAWS = 20  # random control sets of the same size for every ablation
+SINK_HEADS = 2  # an attention sink needs at least this many heads
+NEEDED = 0.5  # a component is needed if at least this share of the effect is lost without it
+RATE_EPS = 0.3  # mean attention above which a head attends to a position (Gu et al. 2024)
+Sites = tuple[tuple[int, ...], ...]
+"""Neurons as interventions take them: (layer, neuron), or (layer, expert, neuron) in a mixture."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A neuron. `expert` is None if the layer is not a mixture, and for a neuron of a shared expert."""
+
+    layer: int
+    expert: int | None
+    neuron: int
+
+    @classmethod
+    def of(cls, site: Sequence[int]) -> Member:
+        """The neuron that interventions take as (layer, neuron) or (layer, expert, neuron)."""
+        if len(site) == 2:
+            return cls(site[0], None, site[1])
+        return cls(site[0], site[1], site[2])
+
+    @property
+    def site(self) -> tuple[int, ...]:
+        """(layer, neuron) or (layer, expert, neuron), as interventions take it."""
+        if self.expert is None:
+            return (self.layer, self.neuron)
+        return (self.layer, self.expert, self.neuron)
+
+    def __str__(self) -> str:
+        return neuron_name(self.layer, self.expert, self.neuron)
+
+
+@dataclass(frozen=True)
+class Neuron(Member):
+    """A candidate neuron. Drops are the share of the norm at the sink layer that is lost when the neuron is zeroed.
+
+    Attributes:
+        contribution_norm: Norm of what the neuron writes at the first token, `hook_post[j] * W_out[j]`.
+        share: Contribution norm divided by the norm of the MLP's output at the first token.
+        ablation_drop: Share of the first token's norm that is lost when the neuron is zeroed.
+        repeat_drop: Share of the norm lost at the last of the repeated tokens; None if no token became a sink.
+        control_drop: Largest loss when a random neuron of the layer is zeroed instead, over 20 draws.
+        causal: Whether the ablation drop exceeds the control drop and is at least 0.1.
+        neutral_post: Median `hook_post` on typical text, the value that SinkPatch writes instead.
+        neutral_up: Median output of the up projection on typical text; None if the MLP has no such factor.
+    """
+
+    contribution_norm: float
+    share: float
+    ablation_drop: float
+    repeat_drop: float | None
+    control_drop: float
+    causal: bool
+    neutral_post: float
+    neutral_up: float | None
+
+
+@dataclass(frozen=True)
+class CausalSet:
+    """Neurons that together make the spike, and the effect of zeroing all of them.
+
+    Attributes:
+        sites: The neurons of the set.
+        drop_sink_layer: Share of the first token's norm at the sink layer that is lost when the set is zeroed.
+        drop_last_layer: The same share at the last layer after which the norm stands out.
+        drop_attention: Share of the attention to the first token that is lost, over the heads of the sink behind the
+            sink layer. None if there are no such heads among the layers read.
+        heads_lost: Share of these heads that lose at least half of that attention.
+        control: The largest of these drops among 20 random sets of the same number of neurons from the same layers.
+        kind: "minimal": the smallest set found that removes the spike; "partial": the best set found, which does not
+            remove it; "backup": neurons of the minimal set that write a spike only when the other neurons of the set
+            are silent. The drops of a backup are relative to the state with the others silent.
+    """
+
+    sites: tuple[Member, ...]
+    drop_sink_layer: float
+    drop_last_layer: float
+    drop_attention: float | None
+    heads_lost: float | None
+    control: float
+    kind: Literal["minimal", "partial", "backup"]
+
+    @property
+    def edit_sites(self) -> Sites:
+        """The neurons in the form that interventions take."""
+        return tuple(member.site for member in self.sites)
+
+    @property
+    def names(self) -> str:
+        """The neurons in words, such as "L1.N3 and L1.N4"."""
+        return in_words(self.sites)
+
+    @property
+    def carries_attention(self) -> bool:
+        """Whether at least half of the heads lose the sink without these neurons."""
+        return self.heads_lost is not None and self.heads_lost >= NEEDED
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A layer whose MLP builds the spike. `share` is what it adds, relative to the first token's largest norm."""
+
+    layer: int
+    share: float
+
+
+@dataclass(frozen=True)
+class RepeatedToken:
+    """A token and the first number of repetitions whose norm reaches half of the first token's; None if never."""
+
+    token: str
+    id: int
+    repeats: int | None
+
+
+@dataclass(frozen=True)
+class RepeatsNeeded:
+    """Repetitions until a token becomes a sink: the median over the tokens that did, and how many never did."""
+
+    tokens: tuple[RepeatedToken, ...]
+    median: float | None
+    unreached: int
+    max_repeats: int
+
+    @property
+    def at_once(self) -> tuple[RepeatedToken, ...]:
+        """Tokens of the first token's own cluster: their first occurrence is a sink, so the median leaves them out."""
+        return tuple(t for t in self.tokens if t.repeats == 1)
+
+
+@dataclass(frozen=True)
+class SinkRate:
+    """Share of (layer, head) pairs whose mean attention to position 0 exceeds eps (Gu et al. 2024)."""
+
+    eps: float
+    length: int
+    samples: int
+    value: float
+
+
+@dataclass(frozen=True)
+class NormSpike:
+    """Positions whose norm stands out (massive activations).
+
+    Attributes:
+        positions: Positions in pieces of typical text whose norm stands out. Position 0 is the first token.
+        step_up: Layers that build the spike of the first token.
+        step_down: Layers that reduce it by at least 5 %.
+        ratio: The largest ratio of the spike's norm to the typical norm.
+        plateau: The first and last layer after which the norm stands out.
+        made_by: "MLP", or the component without which the first token's spike is gone. None if there is no single one.
+    """
+
+    positions: tuple[int, ...]
+    step_up: tuple[int, ...]
+    step_down: tuple[int, ...]
+    ratio: float
+    plateau: tuple[int, int] | None
+    made_by: str | None
+
+    @property
+    def makers(self) -> tuple[str, ...]:
+        """The components that make the first token's spike, named as carriers are."""
+        if self.made_by == "MLP":
+            return tuple(f"MLP of layer {layer}" for layer in self.step_up)
+        if self.made_by is None:
+            return ()
+        return (self.made_by,)
+
+
+@dataclass(frozen=True)
+class SinkPosition:
+    """A position that heads attend to. For a token other than the first, the position where it was first seen.
+
+    Attributes:
+        position: Position in pieces of typical text.
+        token: The token there. Empty if the position receives attention regardless of its token.
+        rate: Share of (layer, head) pairs that attend to it.
+    """
+
+    position: int
+    token: str
+    rate: float
+
+    def __str__(self) -> str:
+        if self.position == 0:
+            return "the first token"
+        if self.token:
+            return f"{self.token!r} wherever it stands"
+        return f"position {self.position}, whatever stands there"
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """A candidate for the signal that the heads of a sink read.
+
+    Attributes:
+        name: The component, such as "attention of layer 0" or "position embedding".
+        heads_lost: Share of the sink's heads that lose at least half of their attention to the first token without it.
+        drop: Share of the attention to the first token that is lost without it, averaged over these heads.
+    """
+
+    name: str
+    heads_lost: float
+    drop: float
+
+    @property
+    def needed(self) -> bool:
+        """Whether at least half of the heads of the sink need it."""
+        return self.heads_lost >= NEEDED
+
+
+@dataclass(frozen=True)
+class AttentionSink:
+    """Positions that heads attend to.
+
+    Attributes:
+        rate: Share of (layer, head) pairs whose mean attention to position 0 exceeds eps (Gu et al. 2024). If no
+            position receives it, the share for the learned sink logits.
+        eps: Threshold on mean attention.
+        positions: The first token and later positions, if they receive attention.
+        layers_read: Number of layers whose attention was read.
+        carried_by: What the heads need, found by ablation: "spike", "mark" (what an attention layer or MLP writes there
+            without a spike), "token embedding", "position embedding", "key bias", "position" (rotary alone), "learned
+            logits". None if no single one of them.
+        by_layer: Share of heads that attend to the first token, for each layer read.
+        carriers: The evidence for each component that was tried.
+    """
+
+    rate: float
+    eps: float
+    positions: tuple[SinkPosition, ...]
+    layers_read: int
+    carried_by: str | None
+    by_layer: tuple[float, ...] = ()
+    carriers: tuple[Carrier, ...] = ()
+
+    @property
+    def who(self) -> str:
+        """Which share of the heads attends where, as part of a sentence."""
+        place = "their learned sink logits"
+        if self.carried_by != "learned logits":
+            place = str(self.positions[0])
+        return f"{self.rate:.0%} of the heads attend to {place}"
+
+    @property
+    def what(self) -> str:
+        """What the heads read, as part of a sentence."""
+        if self.carried_by is None:
+            return "no single component carries it"
+        if self.carried_by == "mark":
+            writers = [c.name for c in self.carriers if c.needed and "layer" in c.name]
+            return f"they read a mark that the {writers[-1]} writes"
+        if self.carried_by == "position":
+            return "they read the position alone, through the rotary embedding"
+        if self.carried_by == "key bias":
+            return "they read the bias of their keys"
+        return f"they read the {self.carried_by}"
+
+
+@dataclass(frozen=True)
+class LaterSink:
+    """A token that is a sink behind the first position, and the neurons that make it one.
+
+    Attributes:
+        token: The token as text.
+        position: The position where it was examined.
+        ratio: Its largest norm divided by the typical one.
+        set: The smallest set of neurons whose ablation removes its spike. None if no MLP makes the spike.
+    """
+
+    token: str
+    position: int
+    ratio: float
+    set: CausalSet | None
+
+
+@dataclass(frozen=True)
+class PublishedSink:
+    """What the literature reports for this model, and whether the result agrees."""
+
+    source: str
+    matches: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindSinks(Result):
+    """Where the attention sink of a model is made. Lists over layers are None where a layer was not read.
+
+    Attributes:
+        norm_spike: Positions whose norm stands out. None if there are none.
+        attention_sink: Positions that heads attend to. None if there are none among the layers read.
+        causal_sets: The smallest set found whose ablation removes the spike, and its backups.
+        later_sinks: Tokens behind the first position whose norm stands out.
+        shared_dims: Residual dimensions that are massive on all tokens alike; the verdicts leave them out.
+        not_tried: What the search for the smallest set left out.
+        sink_layer: The stage that adds most to the norm. None if no MLP makes a spike of the first token.
+        neurons: Candidate neurons, largest contribution first, with the effect of zeroing each.
+        set_drop: Share of the first token's norm that is lost when all causal neurons are zeroed together.
+        set_control_drop: Largest drop when the same number of random neurons is zeroed, over 20 draws.
+        stages: All layers that build the spike.
+        residual_dims: Massive activations of the first token at the sink layer, largest first (Sun et al. 2024).
+        first_token_norm: L2 norm of the first token's residual stream after each layer (median over texts).
+        typical_norm: Median norm over later positions of typical text.
+        typical_low: The 5 % quantile of these norms.
+        typical_high: The 95 % quantile of these norms.
+        layers_read: Number of layers read.
+        notebook_rule_layer: First layer with an MLP norm above mean + 2 sd. None if there is none, or if not all layers
+            were read.
+        repeats: Repetitions after which a repeated token becomes a sink.
+        sink_rate: Sink rate over 100 texts, or over 25 if layers are read from disk. None if not all layers were read.
+        published: What the literature reports. None if nothing is published for the model.
+    """
+
+    percent: ClassVar[tuple[str, ...]] = ("share", "ablation_drop", "repeat_drop", "control_drop")
+    table_of: ClassVar[str] = "neurons"
+    table_without: ClassVar[tuple[str, ...]] = ("neutral_post", "neutral_up")
+
+    norm_spike: NormSpike | None = None
+    attention_sink: AttentionSink | None = None
+    causal_sets: tuple[CausalSet, ...] = ()
+    later_sinks: tuple[LaterSink, ...] = ()
+    shared_dims: tuple[int, ...] = ()
+    not_tried: tuple[str, ...] = ()
+    sink_layer: int | None
+    neurons: tuple[Neuron, ...]
+    set_drop: float | None
+    set_control_drop: float | None
+    stages: tuple[Stage, ...]
+    residual_dims: tuple[int, ...]
+    first_token_norm: tuple[float | None, ...]
+    typical_norm: tuple[float | None, ...]
+    typical_low: tuple[float | None, ...]
+    typical_high: tuple[float | None, ...]
+    layers_read: int
+    notebook_rule_layer: int | None
+    repeats: RepeatsNeeded
+    sink_rate: SinkRate | None
+    published: PublishedSink | None
+
+    @property
+    def causal(self) -> tuple[Neuron, ...]:
+        """The neurons that ablation has verified as causes of the sink."""
+        return tuple(n for n in self.neurons if n.causal)
+
+    @property
+    def minimal(self) -> CausalSet | None:
+        """The smallest set of neurons found whose ablation removes the spike."""
+        for causal_set in self.causal_sets:
+            if causal_set.kind == "minimal":
+                return causal_set
+        return None
+
+    @property
+    def typical_ratio(self) -> float | None:
+        """The 95 % quantile of typical norms at the sink layer divided by their median."""
+        if self.sink_layer is None:
+            return None
+        high, median = self.typical_high[self.sink_layer], self.typical_norm[self.sink_layer]
+        if not high or not median:
+            return None
+        return high / median
+
+    def numbers(self) -> list[Number]:
+        """What zeroing the neurons takes away, and how far the norm stands out."""
+        numbers: list[Number] = []
+        minimal = self.minimal
+        if minimal is not None:
+            chance = minimal.control
+            numbers.append(Number("norm lost without the neurons", minimal.drop_sink_layer, chance, chance))
+            numbers.append(Number("attention lost without the neurons", minimal.drop_attention, chance, chance))
+        if self.norm_spike is not None:
+            usual = self.typical_ratio
+            numbers.append(Number("first token's norm over the typical one", self.norm_spike.ratio, usual, usual))
+        return numbers
+
+    def conclusion(self) -> str:
+        """Whether there is a norm spike and an attention sink, and what makes and carries them."""
+        spike, sink = self.norm_spike, self.attention_sink
+        if spike is None and sink is None:
+            return f"Neither a norm spike nor an attention sink: no position stands out{self._among_the_read()}."
+        if sink is None:
+            return f"Norm spike without an attention sink{self._among_the_read()}: {self._who_makes_the_spike()}."
+        if spike is None:
+            return f"Attention sink without a norm spike: {sink.who}, and {sink.what}."
+        if sink.carried_by != "spike":
+            return f"Norm spike and attention sink, but {self._who_ignores_it()} do not need the spike: {sink.what}."
+        if self.minimal is None:
+            return f"Norm spike and attention sink: {sink.who}; {self._who_makes_the_spike()}."
+        return f"Norm spike and attention sink: {self._who_makes_the_spike()}."
+
+    def _among_the_read(self) -> str:
+        if self.layers_read == self.model.n_layers:
+            return ""
+        return f" in the {self.layers_read} layers read"
+
+    def _who_ignores_it(self) -> str:
+        """Some heads lose part of their attention with the spike: then it is most heads that do not need it."""
+        if self.minimal is not None and self.minimal.heads_lost:
+            return "most heads"
+        return "heads"
+
+    def _who_makes_the_spike(self) -> str:
+        """What makes the spike, as the middle of a sentence."""
+        spike, minimal, sink = self.norm_spike, self.minimal, self.attention_sink
+        assert spike is not None
+        if 0 not in spike.positions:
+            tokens = ", ".join(repr(later.token) for later in self.later_sinks)
+            return f"norms stand out at {tokens}, not at the first token"
+        if minimal is not None:
+            one = len(minimal.sites) == 1
+            makes, them = ("makes", "it") if one else ("make", "them")
+            what = "the first token's spike"
+            if sink is not None:
+                what = "the spike that the heads attend to"
+            return (
+                f"{minimal.names} {makes} {what}; zeroing {them} removes {minimal.drop_sink_layer:.1%} of its norm, "
+                f"random neurons at most {minimal.control:.1%}"
+            )
+        size = f"the first token's norm reaches {spike.ratio:.0f} times the typical one"
+        if self.sink_layer is not None:
+            return f"{size}; layer {self.sink_layer} builds it, but no set of neurons that was tried removes it"
+        if spike.made_by is None:
+            return f"{size}, made by no single component"
+        return f"{size}, made by the {spike.made_by}"
+
+    def details(self) -> list[str]:
+        """The layers, the sets, tokens behind the first, the attention, the repetitions, and what is published."""
+        lines = [
+            f"{self.layers_read} of {self.model.n_layers} layers were read. {self._spike_sentences()}",
+            " ".join(self._set_sentences()),
+            " ".join(self._later_sentences()),
+            " ".join(self._attention_sentences()),
+            " ".join(self._repeat_sentences()),
+        ]
+        if self.published is not None:
+            verdict = "matches" if self.published.matches else "differs from"
+            lines.append(f"This {verdict} what is published ({self.published.source}).")
+        return [line.strip() for line in lines if line]
+
+    def _spike_sentences(self) -> str:
+        spike, layer = self.norm_spike, self.sink_layer
+        text = ""
+        if self.shared_dims:
+            dims = ", ".join(map(str, self.shared_dims))
+            text += f"Residual dimensions {dims} are massive on all tokens; the verdicts leave them out. "
+        if layer is not None:
+            norm, typical = self.first_token_norm[layer], self.typical_norm[layer]
+            text += f"The sink layer is layer {layer}: after it the first token's norm is {norm:.4g}, "
+            text += f"and the typical one is {typical:.4g}. "
+        if len(self.stages) > 1:
+            added = [f"layer {stage.layer} adds {stage.share:.1%}" for stage in self.stages]
+            text += f"The spike is built in stages: {in_words(added)}. "
+        if spike is not None and spike.plateau is not None:
+            first, last = spike.plateau
+            text += f"The norm stands out after layers {first} to {last}. "
+            if spike.step_down:
+                text += f"It falls in layers {in_words(spike.step_down)}."
+        return text
+
+    def _set_sentences(self) -> list[str]:
+        sentences: list[str] = []
+        for causal_set in self.causal_sets:
+            names, lost, chance = causal_set.names, causal_set.drop_last_layer, causal_set.control
+            if causal_set.kind == "partial":
+                sentences.append(f"The best set, {names}, removes {lost:.1%} (random neurons at most {chance:.1%}).")
+            elif causal_set.kind == "backup":
+                sentences.append(f"{names} is a backup: it brings the spike back when the others are silent.")
+            elif causal_set.drop_attention is not None:
+                lost = causal_set.drop_attention
+                sentences.append(f"Without {names}, the first token loses {lost:.1%} of its attention in later layers.")
+            if causal_set.kind == "minimal" and not self.causal:
+                sentences.append("No neuron is needed alone, because the others make the spike without it.")
+        return [*sentences, *(f"The search was limited: {text}." for text in self.not_tried)]
+
+    def _later_sentences(self) -> list[str]:
+        sentences: list[str] = []
+        for later in self.later_sinks:
+            maker = "no MLP makes it"
+            if later.set is not None:
+                maker = f"zeroing {later.set.names} removes {later.set.drop_last_layer:.1%}"
+            sentences.append(f"The norm of {later.token!r} reaches {later.ratio:.0f} times the typical one; {maker}.")
+        return sentences
+
+    def _attention_sentences(self) -> list[str]:
+        sentences, sink, rate = list[str](), self.attention_sink, self.sink_rate
+        if rate is not None:
+            sentences.append(
+                f"The sink rate is {rate.value:.1%}: this share of all heads gives position 0 more than {rate.eps} of "
+                f"its attention ({rate.samples} texts of {rate.length} tokens)."
+            )
+        if sink is None:
+            return [*sentences, f"Fewer than {SINK_HEADS} heads attend to any one position{self._among_the_read()}."]
+        for place in sink.positions:
+            if place.position != 0:
+                sentences.append(f"{place.rate:.1%} of the heads attend to {place}.")
+        needed = [f"{c.name} ({c.heads_lost:.0%} of the heads)" for c in sink.carriers if c.needed]
+        if needed:
+            sentences.append(f"Heads lose the sink without {in_words(needed)}.")
+        elif sink.carriers:
+            sentences.append("No component is needed alone.")
+        return sentences
+
+    def _repeat_sentences(self) -> list[str]:
+        repeats = self.repeats
+        repeated = len(repeats.tokens) - len(repeats.at_once)
+        sentences = left_out_line([token.token for token in repeats.at_once])
+        if not repeated:
+            return sentences
+        if repeats.median is None:
+            return [f"None of {repeated} tokens becomes a sink within {repeats.max_repeats} repetitions.", *sentences]
+        never = ""
+        if repeats.unreached:
+            never = f"; {repeats.unreached} of {repeated} never do within {repeats.max_repeats}"
+        over = f"median over {repeated - repeats.unreached} tokens{never}"
+        return [f"A repeated token becomes a sink after {repeats.median:.0f} repetitions ({over}).", *sentences]
