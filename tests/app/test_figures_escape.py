@@ -82,9 +82,6 @@ def _results() -> dict[str, Result]:
             found[kind] = Result.load(file)
     barcode: Any = found["barcode"]
     found["barcode"] = replace(barcode, heads=barcode.heads[:1])  # the others are drawn in the same way
-    atlas: Any = found["atlas"]
-    per_token = [f.name for f in fields(atlas) if getattr(getattr(atlas, f.name), "__len__", int)() == len(atlas.ids)]
-    found["atlas"] = replace(atlas, **{name: getattr(atlas, name)[:200] for name in per_token})  # so are other tokens
     return found
 
 
