@@ -190,9 +190,6 @@ def measurement(
     outputs: Sequence[Output] = (),
     check: Callable[..., object] | None = None,
     scan: dict[str, Any] | None = None,
-    flag: str | None = None,
-    adds: str | None = None,
-    sets: dict[str, Any] | None = None,
 ) -> Callable[[Callable[Concatenate[Setup, P], R]], Measurement[P, R]]:
     """Turn a function that takes a `Setup` and returns a `Result` into a measurement.
 
@@ -210,9 +207,6 @@ def measurement(
         check: Called with the measurement's own arguments, by name, before a model is opened. It raises
             `SinkscopeError` for errors that types and ranges do not exclude.
         scan: Makes it part of `sinkscope scan` (the fields of `sinkscope.app.card.ScanMark`).
-        flag: Ignored.
-        adds: Ignored.
-        sets: Ignored.
     """
 
     def wrap(function: Callable[Concatenate[Setup, P], R]) -> Measurement[P, R]:

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import sinkscope as ss
-from experiments.repeated_token.sink_detector import SinkDetector
 from sinkscope.bench.dialogues.recall import recall_dialogue
 from sinkscope.bench.scorers import score
 from sinkscope.errors import SinkscopeError
