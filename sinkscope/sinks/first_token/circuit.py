@@ -37,6 +37,17 @@ TYPICAL_PLACES = 6  # positions of each piece that the first token is compared w
 FIGURE_COMPONENTS = 12
 
 
+def _edge(
+    step: str, source: str, target: str, share: Any, necessity: Any, control: Any, sufficiency: Any
+) -> dict[str, Any]:
+    """A row of the table; numbers that were not measured are None instead of NaN."""
+    row: dict[str, Any] = {"step": step, "source": source, "target": target}
+    numbers = {"share": share, "necessity": necessity, "necessity_control": control, "sufficiency": sufficiency}
+    for name, value in numbers.items():
+        row[name] = None if value is None or np.isnan(value) else float(value)
+    return row
+
+
 @dataclass(frozen=True)
 class MarkEvidence:
     """What marks a position: the exact share of every component, and what replacing it does.
@@ -55,6 +66,9 @@ class MarkEvidence:
         marks: The components that make the mark: those that are needed alone or, if none is, the smallest set found.
         marks_necessity: Share of the effect that is lost without all of them.
         marks_control: Largest loss without as many random heads.
+        needed_alone: Whether each mark alone takes away at least half of the effect, and more than its control. If the
+            attention to the first token needs the spike, that is judged by the attention, because heads may read a
+            spike of half the size as well.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"arbitrary_types_allowed": True}
@@ -69,13 +83,7 @@ class MarkEvidence:
     marks: tuple[str, ...]
     marks_necessity: float | None
     marks_control: float | None
-
-    @property
-    def needed_alone(self) -> bool:
-        """Whether each mark alone takes away at least half of the effect, and more than its control."""
-        bar = max(NEEDED, self.necessity_control or 0.0)
-        marks = [self.necessity[self.components.index(name)] for name in self.marks]
-        return bool(marks) and min(marks) >= bar
+    needed_alone: bool
 
     def rows(self, step: str) -> list[dict[str, Any]]:
         """A row for each component that was replaced."""
@@ -83,35 +91,26 @@ class MarkEvidence:
         for number, name in enumerate(self.components):
             if np.isnan(self.necessity[number]) and name not in self.marks:
                 continue
-            target, share = "spike", None
+            target, share = "spike", np.nan
             if self.inputs:
                 largest = int(np.abs(self.share[number]).argmax())
-                target, share = self.inputs[largest], float(self.share[number, largest])
-            rows.append(
-                {
-                    "step": step,
-                    "source": name,
-                    "target": target,
-                    "share": share,
-                    "necessity": _number(self.necessity[number]),
-                    "necessity_control": self.necessity_control,
-                    "sufficiency": _number(self.sufficiency[number]),
-                }
-            )
+                target, share = self.inputs[largest], self.share[number, largest]
+            control = self.necessity_control
+            rows.append(_edge(step, name, target, share, self.necessity[number], control, self.sufficiency[number]))
         return sorted(rows, key=lambda row: row["source"] not in self.marks)
 
     def in_words(self) -> str:
         """What is lost without the marks, beside random heads."""
-        chance = "" if self.marks_control is None else f" (random heads: at most {percent(self.marks_control)})"
-        if self.needed_alone:
-            verb = "is" if len(self.marks) == 1 else "are each"
-            return f"{in_words(self.marks)} {verb} needed: {percent(self.marks_necessity)} is lost without{chance}"
-        largest = int(np.nan_to_num(self.necessity, nan=-1.0).argmax())
+        control = "" if self.marks_control is None else f" (random heads: at most {percent(self.marks_control)})"
         if not self.marks:
+            largest = int(np.nan_to_num(self.necessity, nan=-1.0).argmax())
             share = percent(float(self.necessity[largest]))
             return f"no component is needed alone; most is lost without {self.components[largest]}, {share}"
-        lost = percent(self.marks_necessity)
-        return f"no component is needed alone; without {in_words(self.marks)} together {lost} is lost{chance}"
+        names, lost = in_words(self.marks), percent(self.marks_necessity)
+        if not self.needed_alone:
+            return f"no component is needed alone; {lost} is lost without {names} together{control}"
+        verb, them = ("is", "it") if len(self.marks) == 1 else ("are each", "them")
+        return f"{names} {verb} needed: {lost} is lost without {them}{control}"
 
 
 @dataclass(frozen=True)
@@ -152,17 +151,8 @@ class NeuronEvidence:
         """A row per neuron."""
         rows: list[dict[str, Any]] = []
         for number, name in enumerate(self.neurons):
-            rows.append(
-                {
-                    "step": "column",
-                    "source": name,
-                    "target": "spike",
-                    "share": float(self.share[number]),
-                    "necessity": float(self.necessity[number]),
-                    "necessity_control": self.necessity_control,
-                    "sufficiency": float(self.sufficiency[number]),
-                }
-            )
+            tested = self.necessity[number], self.necessity_control, self.sufficiency[number]
+            rows.append(_edge("column", name, "spike", self.share[number], *tested))
         return rows
 
 
@@ -205,17 +195,9 @@ class ReaderEvidence:
         """A row per head."""
         rows: list[dict[str, Any]] = []
         for number, head in enumerate(self.heads):
-            rows.append(
-                {
-                    "step": "keys",
-                    "source": "spike" if self.by_spike else "marks",
-                    "target": head,
-                    "share": _number(self.share[number]),
-                    "necessity": float(self.necessity[number]),
-                    "necessity_control": _number(self.necessity_control[number]),
-                    "sufficiency": _number(self.sufficiency[number]),
-                }
-            )
+            source = "spike" if self.by_spike else "marks"
+            tested = self.necessity[number], self.necessity_control[number], self.sufficiency[number]
+            rows.append(_edge("keys", source, head, self.share[number], *tested))
         return rows
 
     def in_words(self) -> str:
@@ -226,10 +208,6 @@ class ReaderEvidence:
             f"without {carried} their attention falls from {self.attention.mean():.2f} to "
             f"{self.attention_without.mean():.2f}{control}"
         )
-
-
-def _number(value: float) -> float | None:
-    return None if np.isnan(value) else float(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -459,19 +437,24 @@ class _Spike:
             self.setup.target, comparison.ids, 0, comparison.other, self.layer, without=self.shared_dims
         )
 
-    def mark_evidence(self, effect: PositionEffect, depth: int, shares: InputShares) -> MarkEvidence:
+    def mark_evidence(
+        self, effect: PositionEffect, depth: int, shares: InputShares, judge: PositionEffect | None = None
+    ) -> MarkEvidence:
         """What marks the position of an effect.
 
         Args:
             effect: The effect.
             depth: The layer that reads: by its MLP or, if the effect is attention, by its keys.
             shares: Share of each component in the inputs that are written into.
+            judge: The effect by which components are called needed, if it is a different one.
         """
         marks, seed = effect.marks(depth), self.setup.seed
         pool = self.heads(depth, marks)
         single, together = random_sets(pool, 1, seed), random_sets(pool, len(marks), seed)
         rows = {component: shares.values[number] for number, component in enumerate(shares.components)}
         nothing = torch.zeros(len(shares.inputs))
+        single_loss = max(effect.necessity(single), default=None)
+        alone = (judge or effect).necessity([(mark,) for mark in marks])
         components = [*rows, *(mark for mark in marks if mark not in rows)]
         tested = [c for c in components if c in marks or bool((rows[c].abs() >= TESTED_SHARE).any())]
         necessity = dict(zip(tested, effect.necessity([(component,) for component in tested]), strict=True))
@@ -482,11 +465,12 @@ class _Spike:
             share=torch.stack([rows.get(component, nothing) for component in components]).numpy(),
             necessity=np.array([necessity.get(component, np.nan) for component in components]),
             sufficiency=np.array([sufficiency.get(component, np.nan) for component in components]),
-            necessity_control=max(effect.necessity(single), default=None),
+            necessity_control=single_loss,
             sufficiency_control=max(effect.sufficiency(single), default=None),
             marks=tuple(map(str, marks)),
-            marks_necessity=_number(effect.necessity([marks])[0]) if marks else None,
+            marks_necessity=effect.necessity([marks])[0] if marks else None,
             marks_control=max(effect.necessity(together), default=None),
+            needed_alone=min(alone, default=0.0) >= max(NEEDED, single_loss or 0.0),
         )
 
     def heads(self, depth: int, excluded: Sequence[Component]) -> list[Component]:
@@ -729,6 +713,12 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
     )
     if found.norm_spike is not None and 0 in found.norm_spike.positions:
         result = replace(result, spike_by=found.norm_spike.made_by)
+    reading, by_spike = None, False
+    sink = found.attention_sink
+    if sink is not None and any(place.position == 0 for place in sink.positions):
+        reading = spike.reading_effect()
+    if reading is not None and spike.layer is not None:
+        by_spike = reading.shares(reading.removed([spike.without_spike()]))[0] >= NEEDED
     errors: list[float] = []
     if spike.layer is not None:
         shares = InputShares((), (), torch.zeros(0, 0))
@@ -738,23 +728,20 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
             comparison = spike.comparison
             shares = spike.activation_shares(attribution, comparison.first_of_typical, comparison.typical)
             result = replace(result, neurons=spike.neuron_evidence(attribution))
-        result = replace(result, first=spike.mark_evidence(spike.norm_effect(), spike.layer, shares))
+        judge = reading if by_spike else None
+        result = replace(result, first=spike.mark_evidence(spike.norm_effect(), spike.layer, shares, judge))
         result = _with_repetition(result, spike, found, errors)
-    sink = found.attention_sink
-    reading = None
-    if sink is not None and any(place.position == 0 for place in sink.positions):
-        reading = spike.reading_effect()
     if reading is not None and reading.heads is not None:
-        layers = reading.heads.any(1).nonzero().flatten().tolist()
-        attribution = spike.attribution(layers)
+        heads = [(layer, head) for layer, head in reading.heads.nonzero().tolist()]
+        depth = max(layer for layer, _ in heads)
+        attribution = spike.attribution(sorted({layer for layer, _ in heads}))
         errors += attribution.errors
         marks: tuple[Component, ...] = ()
-        if spike.layer is None or reading.shares(reading.removed([spike.without_spike()]))[0] < NEEDED:
-            heads = [(layer, head) for layer, head in reading.heads.nonzero().tolist()]
-            marks = reading.marks(max(layers))
-            keys = spike.mark_evidence(reading, max(layers), spike.key_shares(attribution, heads))
+        if not by_spike:
+            marks = reading.marks(depth)
+            keys = spike.mark_evidence(reading, depth, spike.key_shares(attribution, heads))
             result = replace(result, keys=keys)
-        if marks or spike.layer is not None:
+        if marks or by_spike:
             result = replace(result, readers=spike.reader_evidence(reading, marks, attribution))
     return replace(result, error=max(errors, default=None))
 
