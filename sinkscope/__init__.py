@@ -21,7 +21,6 @@ _HOME = {  # public name -> where it lives; measurements come from the table of 
     "Ablate": "sinkscope.interventions.edits",
     "Add": "sinkscope.interventions.steer",
     "Write": "sinkscope.interventions.edits",
-    "SinkDetector": "sinkscope.interventions.sink_detector",
     "SinkPatch": "sinkscope.interventions.sink_patch",
     "LoopGuard": "sinkscope.kv.loopguard.guard",
     "LoopServe": "sinkscope.kv.loopserve.serve",

@@ -326,16 +326,12 @@ def click_parameter(one: Parameter) -> click.Parameter:
     flags = one.flag
     if kind is click.BOOL and one.default is not False:
         flags = f"{one.flag}/--no-{one.flag[2:]}"
-    return click.Option(
-        [one.name, flags],
-        type=kind,
-        required=one.required,
-        multiple=one.many,
-        is_flag=kind is click.BOOL,
-        default=None,
-        metavar=one.option.metavar,
-        help=text,
-    )
+    settings: dict[str, Any] = {"type": kind, "multiple": one.many, "metavar": one.option.metavar, "help": text}
+    if one.required:
+        settings["required"] = True
+    else:
+        settings["default"] = None
+    return click.Option([one.name, flags], is_flag=kind is click.BOOL, **settings)
 
 
 def click_type(one: Parameter) -> Any:
@@ -440,7 +436,7 @@ def main(argv: Sequence[str] | None = None, program: click.Command | None = None
     except (KeyboardInterrupt, click.Abort):
         note("interrupted")
         return 130
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except (BrokenPipeError, SystemExit):  # the reader, `head` say, has seen enough; click turns it into an exit
         _drop_output()
         return 0
     except Exception as error:

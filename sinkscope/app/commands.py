@@ -35,36 +35,22 @@ COMMANDS: dict[str, tuple[str, str, str]] = {  # words of the command: (module:f
         "Sinks",
         "Separate first from later tokens by a direction.",
     ),
-    "patch make": ("sinkscope.sinks.patch.make:make_patch", "Sinks", "Make a patch that repairs repetition."),
+    "patch make": (
+        "sinkscope.sinks.patch.make:make_patch",
+        "Sinks",
+        "Make a patch and prove that it repairs repetition.",
+    ),
     "patch eval": ("sinkscope.sinks.patch.evaluate:evaluate_patch", "Sinks", "Measure what a patch costs."),
     "repeat": (
-        "sinkscope.sinks.repetition.repeat:repeat_norms",
+        "sinkscope.sinks.repetition.repeat:repeat",
         "Repetition",
-        "Measure the norm of repeated tokens.",
+        "Measure what repeated tokens do to norm, attention or output.",
     ),
-    "repeat-attention": (
-        "sinkscope.sinks.repetition.repeat_attention:repeat_attention",
+    "attack": (
+        "sinkscope.sinks.attack.attack:cluster_attack",
         "Repetition",
-        "Measure the attention to repeated tokens.",
+        "Make sinks with different tokens that one head marks.",
     ),
-    "converge": (
-        "sinkscope.sinks.repetition.converge:convergence",
-        "Repetition",
-        "Measure how repetitions approach the lone token.",
-    ),
-    "atlas": ("sinkscope.sinks.repetition.atlas:sink_atlas", "Repetition", "Find what every token does repeated."),
-    "divergence": (
-        "sinkscope.sinks.repetition.divergence:divergence",
-        "Repetition",
-        "Measure where a model stops repeating a word.",
-    ),
-    "clusters": (
-        "sinkscope.sinks.attack.clusters:token_clusters",
-        "Repetition",
-        "Group tokens by the head that answers them.",
-    ),
-    "attack": ("sinkscope.sinks.attack.attack:cluster_attack", "Repetition", "Make sinks without a repeated token."),
-    "attack-detect": ("sinkscope.sinks.attack.detect:detect_attack", "Repetition", "Detect such attacks."),
     "loops": ("sinkscope.app.loops:check_loops", "Loops", "Check outputs for repetition, watch a stream, calibrate."),
     "barcode": ("sinkscope.attention.barcode:barcode", "Loops", "Draw the attention of heads in a loop."),
     "locking": ("sinkscope.attention.locking:locking", "Loops", "Rank heads that lock onto the loop."),
@@ -94,7 +80,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {  # words of the command: (module:f
 }
 
 KIND_MODULES = {  # kinds of results that no command returns under the name of its function
-    "attack-detection": "sinkscope.sinks.attack.detect",
     "dialogues": "sinkscope.bench.dialogues.tables",
     "dialogues-fidelity": "sinkscope.bench.dialogues.tables",
     "dialogues-positions": "sinkscope.bench.dialogues.positions",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +62,6 @@ def write_report(
     folder: Annotated[Path, Option(metavar="DIR", argument=True)],
     *,
     out: Annotated[Path | None, Option(metavar="FILE", writes=True)] = None,
-    assets: bool = False,
     progress: Hidden = None,
 ) -> None:
     """Write all results of a folder as one HTML file that needs nothing else, with figures, tables and provenance.
@@ -71,13 +69,12 @@ def write_report(
     Args:
         folder: Folder of results and runs; its subfolders are read too.
         out: File to write. By default report.html in the folder.
-        assets: Save plotly.js beside the report, shared by all pages of that folder, instead of inside the page.
         progress: Called as `progress(stage, done, total)`.
 
     Example:
         sinkscope report results --out everything.html
     """
-    made = report(folder, out, assets=assets, progress=progress)
+    made = report(folder, out, progress=progress)
     for skipped in made.skipped[:_TOLD]:
         note(f"left out: {skipped}")
     if len(made.skipped) > _TOLD:
@@ -90,7 +87,6 @@ def report(
     folder: str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
     *,
-    assets: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Report:
     """Write all results found in a folder and its subfolders as one self-contained HTML file.
@@ -102,7 +98,6 @@ def report(
     Args:
         folder: Folder with the results.
         out: File to write. By default `report.html` in the folder. An earlier page written by sinkscope is replaced.
-        assets: Whether to save plotly.js beside the report instead of inside it.
         progress: Called as `progress(stage, done, total)`.
 
     Returns:
@@ -141,7 +136,7 @@ def report(
     sections.sort(key=lambda s: (_place(s.kind), s.file))
     about = f"{len(sections)} result{'s' if len(sections) != 1 else ''}"
     left = [(s.file, s.reason) for s in skipped]
-    whole = document(visible(root.resolve().name), sections, about, left, assets=assets)
+    whole = document(visible(root.resolve().name), sections, about, left)
     return Report(save_document(target, whole), tuple(s.file for s in sections), tuple(skipped))
 
 
@@ -160,7 +155,7 @@ def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
             names = [name for name in names if name not in _OF_RUNS]
         for path in (Path(folder, name) for name in names if not name.startswith(".")):
             suffix = path.suffix.lower()
-            if suffix in _BESIDE or re.fullmatch(r"plotly-[\d.]+\.min\.js", path.name):
+            if suffix in _BESIDE:
                 continue
             if suffix != ".json":
                 skipped.append(Skipped(_name(path, root), "is no .json file"))

@@ -20,7 +20,7 @@ from organisms import MODEL_TYPES, organism, tiny_model
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.interventions import Ablate, Event, SinkDetector, SinkPatch, Write
+from sinkscope.interventions import Ablate, Event, SinkPatch, Write
 from sinkscope.interventions.positions import Tracker
 from sinkscope.models.target import Target
 
@@ -495,7 +495,6 @@ def test_two_threads_on_two_models_share_one_intervention() -> None:
         (lambda: Ablate(sites=[(1, -2)]), ["-2", "from 0"]),
         (lambda: Ablate(sites=[(1, True)]), ["True"]),
         (lambda: Ablate(layer=1, neurons=[1], value=float("nan")), ["nan", "zero"]),
-        (lambda: SinkDetector(layer=1, neurons=[1], levels=[1.0], site="gate"), ["gate", "post"]),
         (lambda: Ablate(layer=1, neurons=[1], positions=-1), ["-1", "from 0"]),
         (lambda: Write(layer=1, neurons=[1], value=float("nan"), position=1), ["nan", "number"]),
         (lambda: Write(layer=1, neurons=[1], value=1.0, position=[3, -1]), ["-1", "whole numbers"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 import pytest
@@ -63,7 +62,7 @@ def test_whatever_happens_every_copy_holds_what_it_was_given(steps: list[str]) -
             layer.reorder_cache(torch.tensor([1, 0]))
             expected[-1] = (keys[[1, 0]], values[[1, 0]])
         elif step == "fork" and len(layers) < 4:  # both share what there is, and go on
-            layers.append(copy.copy(layer))
+            layers.append(layer.copy())
             expected.append(expected[-1])
         elif step == "swap":
             layers.insert(0, layers.pop())
@@ -83,13 +82,6 @@ def test_tokens_are_written_behind_those_that_are_there_and_copied_when_there_is
         pointers.append(layer.keys.data_ptr())
     assert [pointers.count(p) for p in dict.fromkeys(pointers)] == [3, 3, 3]
     assert layer.allocated == 6 + 9
-
-
-def test_short_caches_are_copied() -> None:
-    layer = CacheLayer()
-    layer.update(*_tokens(2, 0))
-    layer.update(*_tokens(1, 1))
-    assert layer.allocated == layer.slots == 3
 
 
 def test_nothing_is_written_into_what_gradients_need() -> None:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.bundled.corpus import is_validation, library_files
+from experiments.repeated_token import corpus as module
+from experiments.repeated_token.corpus import CorpusIndex, build_index, library_texts, open_corpus
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.text import corpus as module
-from sinkscope.models.text.corpus import CorpusIndex, build_index, library_texts, open_corpus
 
 SMALL = st.text("ab \0é", max_size=30).map(str.encode)
 
