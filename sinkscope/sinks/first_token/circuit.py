@@ -623,7 +623,7 @@ class _Spike:
             gained = effect.shares_by_part(effect.given(giving))
         intact = effect.intact.mean(0)
         left = intact - reduce(removed, "edit text head -> edit head", "mean")
-        ranked = intact.argsort(descending=True)
+        ranked = intact.argsort(descending=True, stable=True)
         shares = torch.tensor([self.key_share(attribution, *place, marks) for place in order])
         control = torch.full_like(lost[0], torch.nan) if len(lost) == 1 else lost[1:].amax(0)
         return ReaderEvidence(
