@@ -20,13 +20,10 @@ from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
 CASES = [(name, family) for name, families in HARD.items() for family in families]
 # Of each kind one family, so that every family has its turn; the others, and other seeds, are slow.
-DEEP = {"late": "gpt2", "small_stages": "neox"}  # 24 layers and more: families whose layers are the fastest
+DEEP = {"small_stages": "neox"}  # 28 layers and more: the family whose layers are the fastest
 FAST = [(name, DEEP.get(name, families[k % len(families)])) for k, (name, families) in enumerate(HARD.items())]
 SEEDS = (0, 1, 2)
-ALSO = {
-    "embedding_spike": {"token embedding"},
-    "position_spike": {"position embedding"},
-}  # what else carries it: there the embedding is the spike
+ALSO = {"embedding_spike": {"token embedding"}}  # what else carries it: there the embedding is the spike
 
 
 def found(model: Any, tokenizer: Any, text: str, **options: Any) -> FindSinks:
