@@ -201,7 +201,6 @@ class Session:
         self._before_decode: list[Callable[[Moment], None]] = []
         self._before_prompt: list[Callable[[Moment], None]] = []
         self._after_call: list[Callable[[Moment], None]] = []
-        self._followers: list[Callable[[Call, list[Any]], None]] = []
         self._prefill: Callable[[Attention, CacheLayer | None], Tensor | None] | None = None
         self._states: WeakKeyDictionary[Any, CacheState] = WeakKeyDictionary()
         self._meters: list[Meter] = []
@@ -285,10 +284,6 @@ class Session:
         """
         self._own_model()
         self._prefill = fn
-
-    def follow(self, fn: Callable[[Call, list[Any]], None]) -> None:
-        """Call `fn` with the cache layers, of any kind, after every call that has a cache."""
-        self._followers.append(fn)
 
     def after_call(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` after every call whose cache consists of `CacheLayer`s."""
@@ -539,12 +534,11 @@ class Session:
         try:
             if call is None or output is None or cache is None:
                 return
-            for follow in self._followers:
-                follow(call, cache.layers)
             if self.owns_cache:
                 state = self._state()
+                moment = Moment(cache.layers, call, state, prefill_ended=False)
                 for act in self._after_call:
-                    act(Moment(cache.layers, call, state, prefill_ended=False))
+                    act(moment)
                 state.meter.note(cache.layers)
         finally:
             self._leave_call()

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_kit import close, decode, dense, model_of, prompts
+from kv_kit import close, decode, model_of, prompts
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.base import Run
 from sinkscope.kv import SnapKV
 from sinkscope.kv.policy import At
 from sinkscope.kv.snapkv import AdaKV
@@ -101,37 +97,3 @@ def test_even_shares_are_snapkv() -> None:
         expected = decode(model, ids, mask, 30)
     with AdaKV(budget=12, window=4, floor=1.0).on(model):
         close(decode(model, ids, mask, 30), expected)
-
-
-def test_decoding_from_ragged_heads_equals_a_pass_under_masks() -> None:
-    model, policy = model_of("qwen3"), AdaKV(budget=10, window=3, floor=0.2)
-    ids, mask = prompts([30, 22], 5)
-    kept: dict[int, Tensor] = {}
-    plain: Any = AdaKV.select
-
-    def select(self: AdaKV, scores: Tensor, at: Any, budget: Any) -> Tensor:
-        kept[at.layer] = plain(self, scores, at, budget)
-        return kept[at.layer]
-
-    AdaKV.select = select  # type: ignore
-    try:
-        run: Run
-        with policy.on(model) as run:
-            ours = decode(model, ids, mask, 30)
-            usage = run.usage[0]
-    finally:
-        AdaKV.select = plain
-    counts = torch.stack([layer.sum(-1) for layer in kept.values()])
-    assert len(kept) == 3 and len(counts.unique()) > 1
-    assert (counts.sum(-1) <= 10 * counts.shape[-1]).all()
-    causal = (torch.ones(35, 35).tril() * mask[:, None]).bool()
-    sees = [causal[:, None].repeat(1, counts.shape[-1], 1, 1) for _ in range(3)]
-    for layer, keep in kept.items():
-        sees[layer][:, :, 30:, :30] &= keep[:, :, None]
-    close(ours, dense(model, ids, mask, sees)[:, 29:])
-    assert usage.logical_bytes <= usage.physical_bytes
-
-
-def test_a_floor_that_makes_no_sense() -> None:
-    with pytest.raises(SinkscopeError, match=r"floor=1\.5"):
-        AdaKV(floor=1.5)

@@ -16,16 +16,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import sinkscope as ss
-from sinkscope.bench.dialogues.recall import recall_dialogue
-from sinkscope.bench.scorers import score
+from sinkscope.bench.tasks.recall import recall_dialogue, until_end
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.interventions.sink_patch import SinkPatch
-from sinkscope.kv import H2O, TOVA, AdaKV, Full, Observe, Policy, SnapKV, StreamingLLM
+from sinkscope.kv import H2O, TOVA, AdaKV, Full, Policy, SnapKV, StreamingLLM
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.kv.loopserve.conversation import Conversation, Turn
-from sinkscope.lines import select_lines
-from sinkscope.lines.choice import draw_of
 
 SPARSE: Any = {"alpha": 0.8, "shortest": 0, "dense_above": 9.0, "sample": 12, "budget": 1000, "dense_rows": 2}
 SPARSE |= {"begin": 1, "local": 1, "sharp": None, "checked": 0}  # prompts are short here
@@ -152,26 +148,6 @@ def test_turns_equal_passes_under_masks_of_the_kept_lines(answers: Any) -> None:
         assert min(float(lines.density().min()) for lines in turn.lines if lines is not None) < 0.7
 
 
-@BOTH
-def test_kept_lines_are_those_of_select_lines_on_the_layers_own_queries(answers: Any) -> None:
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def note(rows: Any) -> None:
-        if rows.query.shape[2] > 1:
-            seen[rows.layer] = rows.query[0].clone(), rows.kv.keys[0].clone()
-
-    model = model_of("qwen3")
-    chat = Conversation(model, LoopServe(**SPARSE) | Observe(note), answers=answers)
-    for number in range(2):
-        turn = ask(chat, number)
-        for layer, lines in enumerate(turn.lines):
-            query, key = (tensor[:, :-2] for tensor in seen[layer])
-            seed = draw_of(0, layer, query.shape[1], key.shape[1])
-            by_hand = select_lines(query, key, SPARSE["alpha"], sample=SPARSE["sample"], dense_above=9.0, seed=seed)
-            assert lines is not None
-            assert torch.equal(lines.vertical, by_hand.vertical) and torch.equal(lines.slash, by_hand.slash)
-
-
 @pytest.mark.parametrize(
     ("policy", "answers"),
     [
@@ -289,28 +265,6 @@ def test_a_patch_knows_the_second_token_in_every_turn(answers: Any) -> None:
         assert not torch.allclose(plain, model(input_ids=torch.tensor([ids]), use_cache=False).logits, atol=1e-3)
 
 
-# An alarm when six of the last sixteen values are high: what it says depends on the positions before.
-ALARM = SinkDetector(layer=1, neurons=[42], levels=[1.0], threshold=-0.1, hits=6, window=16)
-
-
-@BOTH
-def test_an_alarm_sees_every_position_once(answers: Any) -> None:
-    """Also where an answer is read twice: in the second turn as in one pass over the whole text."""
-    model = model_of("llama")
-    chat = Conversation(model, ALARM, answers=answers)
-    for number in range(3):
-        ask(chat, number)
-    whole = torch.tensor([chat.ids])
-    with ALARM.on(model) as run, torch.no_grad():
-        model(input_ids=whole, use_cache=False)
-    expected = [event.position for event in run.events]
-    assert len(expected) > 5
-    for turn in chat.turns:
-        begin = turn.prompt_tokens - turn.queries
-        now = [event.position for event in turn.events if event.position < turn.prompt_tokens]
-        assert now == [at for at in expected if begin <= at < turn.prompt_tokens]
-
-
 class _Stops:
     """A streamer that is interrupted at the third token."""
 
@@ -328,7 +282,7 @@ class _Stops:
 
 @pytest.mark.parametrize(
     ("edit", "answers"),
-    [(SMALL, "recompute"), (H2O(budget=20), "keep"), (ALARM, "keep")],
+    [(SMALL, "recompute"), (H2O(budget=20), "keep")],
 )
 def test_an_interrupted_turn_leaves_the_conversation_as_it_was(edit: Any, answers: Any) -> None:
     model = model_of("llama")
@@ -460,9 +414,9 @@ def recalling() -> Any:
 )
 def test_the_recall_model_answers_through_a_growing_conversation(edit: LoopServe, answers: str, place: Any) -> None:
     model: Any = recalling()
-    dialogue = recall_dialogue(5, turns=3, tokens=[150, 90, 120], hops=2)
+    dialogue = recall_dialogue(5, turns=3, tokens=[150, 90, 120], hops=2, position=place)
     chat = ss.Conversation(model, edit, answers=answers)
     for turn in dialogue.turns:
-        assert score("exact", chat.ask(turn.prompts[place]).text or "", turn.answers) == 1
-    joined = "\n\n".join(text for turn in dialogue.turns for text in (turn.prompts[place], turn.answers[0]))
+        assert until_end(chat.ask(turn.text).text or "") == until_end(turn.answers[0])
+    joined = "\n\n".join(text for turn in dialogue.turns for text in (turn.text, turn.answers[0]))
     assert chat.ids == model.tokenizer(joined)["input_ids"]

@@ -27,8 +27,9 @@ def logprob(model: Any, policy: Drawn, ids: Tensor, mask: Tensor, prompt: int) -
     return logits.log_softmax(-1).gather(2, ids[:, prompt:, None]).sum((1, 2))
 
 
-@pytest.mark.parametrize("family", SOME)
-@pytest.mark.parametrize("policy", [Drawn(budget=7), Ragged(budget=7)])
+@pytest.mark.parametrize(
+    ("family", "policy"), [("llama", Drawn(budget=7)), ("gemma2", Ragged(budget=7)), ("gpt_oss", Drawn(budget=7))]
+)
 def test_greedy(family: str, policy: Drawn) -> None:
     model = model_of(family)
     ids, mask = prompts([18, 11])
@@ -75,31 +76,6 @@ def test_beams_carry_their_caches(family: str) -> None:
     close(out.sequences_scores, logprob(model, policy, out.sequences, longer, 14))
     moved = (out.beam_indices[:, 1:] % 3 != out.beam_indices[:, :-1] % 3).any()
     assert moved and not torch.equal(out.sequences, stock.sequences)
-
-
-def test_several_samples_of_one_prompt() -> None:
-    model = model_of("llama")
-    ids, mask = prompts([14, 9])
-    ask: dict[str, Any] = {
-        "attention_mask": mask,
-        "max_new_tokens": 6,
-        "do_sample": True,
-        "num_return_sequences": 3,
-        "return_dict_in_generate": True,
-        "output_logits": True,
-    }
-    torch.manual_seed(1)
-    stock = model.generate(ids, **ask).sequences
-    policy = Drawn(budget=6)
-    for way, want in ((Full(), stock), (policy, None)):
-        torch.manual_seed(1)
-        with way.on(model):
-            got = model.generate(ids, **ask)
-        if want is not None:
-            assert torch.equal(got.sequences, want)
-    ones = torch.cat([mask.repeat_interleave(3, 0), torch.ones(6, 6, dtype=torch.long)], 1)
-    want = dense(model, got.sequences, ones, masks_of(model, policy, ones, 14))[:, 13:-1]
-    close(torch.stack(got.logits, 1), want)
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])

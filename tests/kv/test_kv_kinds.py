@@ -19,22 +19,7 @@ from sinkscope.kv import AttentionRows, Full, Observe, StreamingLLM
 from sinkscope.kv.policy import Policy
 
 QUICK = ("gemma2", "gpt_neox", "opt")
-REST = (
-    "llama",
-    "gpt_oss",
-    "mistral",
-    "gpt2",
-    "phi",
-    "phi3",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "gemma",
-    "gemma3_text",
-    "olmo",
-    "olmo2",
-)
+REST = ("llama", "gpt_oss", "mistral", "gpt2", "phi3", "qwen3_moe", "gemma3_text", "olmo2")
 FAMILIES = [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in REST)]
 
 
@@ -60,22 +45,21 @@ def by_bridge(bridge: Any, ids: Tensor, mask: Tensor, prompt: int, chunks: tuple
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_bridge_with_the_whole_cache_and_with_parts_of_it(family: str) -> None:
     bridge, model = bridge_and_model(family)
-    for lengths in ([20], [20, 13]):
-        ids, mask = prompts(lengths, 3)
-        stock = by_bridge(bridge, ids, mask, 20)
-        close(stock, decode(model, ids, mask, 20))
-        for way in (Full(), Observe(lambda _: None)):
-            with way.on(bridge):
-                close(by_bridge(bridge, ids, mask, 20), stock)
-        for policy in (Drawn(budget=8), Ragged(budget=8, mode="select")):
-            with policy.on(bridge):
-                got = by_bridge(bridge, ids, mask, 20)
-                close(by_bridge(bridge, ids, mask, 20, (9, 11)), got)
-            if policy.mode == "evict":
-                close(got, dense(model, ids, mask, masks_of(model, policy, mask, 20))[:, 19:])
-            else:
-                with policy.on(model):
-                    close(got, decode(model, ids, mask, 20))
+    ids, mask = prompts([20, 13], 3)
+    stock = by_bridge(bridge, ids, mask, 20)
+    close(stock, decode(model, ids, mask, 20))
+    for way in (Full(), Observe(lambda _: None)):
+        with way.on(bridge):
+            close(by_bridge(bridge, ids, mask, 20), stock)
+    for policy in (Drawn(budget=8), Ragged(budget=8, mode="select")):
+        with policy.on(bridge):
+            got = by_bridge(bridge, ids, mask, 20)
+            close(by_bridge(bridge, ids, mask, 20, (9, 11)), got)
+        if policy.mode == "evict":
+            close(got, dense(model, ids, mask, masks_of(model, policy, mask, 20))[:, 19:])
+        else:
+            with policy.on(model):
+                close(got, decode(model, ids, mask, 20))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

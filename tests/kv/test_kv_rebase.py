@@ -79,27 +79,6 @@ def test_a_fresh_run_on_what_is_kept(family: str, settings: dict[str, Any]) -> N
         assert float((decode(model, ids, mask, 20) - got).abs().max()) > 1e-3
 
 
-def test_deep_models_keep_values_and_move_keys() -> None:
-    """Beyond the first layer the values remember what was evicted: only the rotation of the keys changes."""
-    model = model_of("llama")
-    ids, mask = prompts([20], 1)
-    caches = {}
-    for positions in ("original", "rebased"):
-        cache = caches[positions] = DynamicCache()
-        with Everywhere(budget=7, positions=positions).on(model):
-            decode(model, ids[:, :20], mask[:, :20], 20, cache)
-            with torch.no_grad():
-                model(input_ids=ids[:, 20:], past_key_values=cache)
-    for old, new in zip(caches["original"].layers, caches["rebased"].layers, strict=True):
-        assert torch.equal(old.pos, new.pos)
-        if old is caches["original"].layers[0]:
-            assert torch.equal(old.values[..., :-1, :], new.values[..., :-1, :])
-        at = old.pos[0, 0, :-1]
-        rotary, apply = model.model.rotary_emb, _apply_rotary
-        back = apply(rotary, old.keys[..., :-1, :], -at)  # as it was before any rotation
-        close(apply(rotary, back, torch.arange(7)), new.keys[..., :-1, :])
-
-
 def _apply_rotary(rotary: Any, keys: Tensor, pos: Tensor) -> Tensor:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -145,32 +124,6 @@ def test_over_turns_runs_and_crops() -> None:
                 with StreamingLLM(budget=100).on(model):
                     got = [first, model(input_ids=ids[:, 21:24], past_key_values=cache).logits]
             close(torch.cat(got, 1), want)
-
-
-def test_generate_with_beams() -> None:
-    model = model_of("llama", num_hidden_layers=1)
-    ids, mask = prompts([16, 11])
-    policy = replace(POLICY, every="prefill")
-    with policy.on(model):
-        out = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=5,
-            num_beams=3,
-            do_sample=False,
-            length_penalty=0.0,
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
-    for row, length in enumerate((16, 11)):
-        real = out.sequences[row, 16 - length :]
-        total = 0.0
-        for step in range(5):
-            held = list(range(length)) if step == 0 else kept_of(policy, list(range(length)), length)
-            with torch.no_grad():
-                logits = model(input_ids=real[None, [*held, *range(length, length + step)]]).logits[0, -1]
-            total += float(logits.log_softmax(-1)[real[length + step]])
-        assert total == pytest.approx(float(out.sequences_scores[row]), abs=1e-4)
 
 
 def test_keys_that_move_at_every_step_stay_exact() -> None:

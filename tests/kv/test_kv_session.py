@@ -16,12 +16,11 @@ from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import DynamicCache, StaticCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Run
 from sinkscope.interventions.edits import Ablate
-from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Full, Observe, Session, SnapKV, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.loopserve import LoopServe
@@ -236,31 +235,6 @@ def test_a_cache_whose_queries_were_not_seen(policy: Any) -> None:
                     model(IDS[:, -1:], attention_mask=pad(MASK, (0, 1), value=1), past_key_values=cache)
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: StreamingLLM(budget=0), "budget=0"),
-        (lambda: StreamingLLM(budget=1.5), r"budget=1\.5"),
-        (lambda: StreamingLLM(budget=-1), "budget=-1"),
-        (lambda: StreamingLLM(budget=True), "budget=True"),
-        (lambda: StreamingLLM(budget=0.0), r"budget=0\.0"),
-        (lambda: StreamingLLM(budget=3), "below the 4 first"),
-        (lambda: Drawn(budget=5, first=3, last=3), "below the 3 first and 3 last"),
-        (lambda: Drawn(budget=5, first=-1), "first=-1"),
-        (lambda: Drawn(budget=5, every=0), "every=0"),
-        (lambda: Drawn(budget=5, every="always"), "every='always'"),  # type: ignore[arg-type]
-        (lambda: Drawn(budget=5, mode="drop"), "mode='drop'"),  # type: ignore[arg-type]
-        (lambda: Drawn(budget=5, reduce="median"), "reduce='median'"),  # type: ignore[arg-type]
-        (lambda: Drawn(budget=5, positions="new"), "positions='new'"),  # type: ignore[arg-type]
-        (lambda: Observe(ignore, last=0), "last=0"),
-    ],
-)
-def test_settings_that_make_no_sense(make: Callable[[], Any], said: str) -> None:
-    with pytest.raises(SinkscopeError, match=said) as raised:
-        make()
-    assert "\n" not in str(raised.value)
-
-
 @pytest.mark.parametrize("policy", [Full(), Drawn(budget=6), StreamingLLM(budget=8)])
 def test_edits_and_policies_act_together(policy: Policy) -> None:
     """Neither disturbs the other: the edit of a layer's MLP is the same edit by hand, whatever the cache keeps."""
@@ -284,31 +258,3 @@ def test_edits_and_policies_act_together(policy: Policy) -> None:
         close(decode(model, IDS, MASK, 14), want)
     with policy.on(model):
         assert not torch.allclose(decode(model, IDS, MASK, 14), want)
-
-
-def test_a_patch_makes_the_same_events_beside_a_policy() -> None:
-    """The first layers that it edits see the whole prompt; what it does there does not depend on the cache."""
-    model = model_of("llama")
-    patch = SinkPatch(layer=0, neurons=[1, 4])
-    with patch.on(model) as alone:
-        decode(model, IDS, MASK, 14)
-    with (patch | StreamingLLM(budget=30)).on(model) as idle:
-        kept = decode(model, IDS, MASK, 14)
-    with patch.on(model):
-        close(kept, decode(model, IDS, MASK, 14))
-    with (patch | StreamingLLM(budget=6)).on(model) as both:
-        decode(model, IDS, MASK, 14)
-
-    def where(run: Any) -> list[tuple[Any, ...]]:
-        return [(e.row, e.step, e.position, e.layer, e.kind) for e in run.events]
-
-    assert where(alone) and where(idle) == where(alone)
-    prompt = [e for e in where(alone) if e[1] == 0]
-    assert [e for e in where(both) if e[1] == 0] == prompt and len(where(both)) > len(prompt)
-
-
-def test_a_cache_of_encoder_and_decoder_is_refused_in_one_line() -> None:
-    model = model_of("llama")
-    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    with StreamingLLM(budget=6).on(model), pytest.raises(UnsupportedError, match="EncoderDecoderCache: a cache policy"):
-        model(IDS, past_key_values=cache)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -65,19 +64,6 @@ def test_without_a_cache_there_is_nothing_to_evict(family: str) -> None:
     assert torch.equal(
         tokens, model.generate(ids, attention_mask=mask, use_cache=False, max_new_tokens=4, do_sample=False)
     )
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "opt"])
-def test_generate_makes_the_cache_itself(family: str) -> None:
-    model = model_of(family)
-    ids, mask = prompts([22, 19])
-    ask: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
-    stock = model.generate(ids, attention_mask=mask, output_logits=True, **ask)
-    with Full().on(model) as run:
-        got = model.generate(ids, attention_mask=mask, output_logits=True, **ask)
-    assert torch.equal(got.sequences, stock.sequences)
-    close(torch.stack(got.logits), torch.stack(stock.logits))
-    assert len(run.usage) == 1
 
 
 def test_scores_scaled_by_layer() -> None:

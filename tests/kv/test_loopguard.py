@@ -55,11 +55,8 @@ def test_what_is_kept_is_the_plan_and_later_logits_are_those_of_a_masked_full_ca
         assert (got[row] - plain).abs().max() > 1e-2, "the cuts made no difference, so nothing was tested"
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "hf" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-)
-def test_only_the_rows_that_loop_are_cut_and_company_changes_nothing(kind: str) -> None:
-    model = tiny(kind)
+def test_only_the_rows_that_loop_are_cut_and_company_changes_nothing() -> None:
+    model = tiny()
     prompt, mask = padded(10, 13, 6)
     new = torch.tensor([looping(3, 36), looping(19, 36), looping(36, 36)])
     stock = feed(model, prompt, mask, new)
@@ -79,7 +76,7 @@ def test_only_the_rows_that_loop_are_cut_and_company_changes_nothing(kind: str) 
         assert repr([(e.position, e.step, dict(e.data)) for e in alone.events]) == repr(events)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["hf", "bridge"])
 def test_without_a_trigger_generation_is_the_stock_one_bit_for_bit(kind: str) -> None:
     model = tiny(kind)
     prompt, mask = padded(12)
@@ -129,23 +126,6 @@ def test_tokens_decided_at_once_give_the_same_signals_a_little_later() -> None:
         want = dense(stock, torch.cat([prompt[0], new[0]]), later[:1], lag)[9:]
         until = later[1].data["generated"]
         torch.testing.assert_close(logits[0, :until], want[:until], atol=1e-5, rtol=1e-5)
-
-
-def test_repeats_are_taken_out_of_the_history_too() -> None:
-    model, stock = tiny(), tiny()
-    prompt, mask = padded(10)
-    new = torch.tensor([[*LOOP * 10, *range(30, 50), *LOOP * 5]])
-    for clean, remains in (("tail", True), ("repeats", False)):
-        guard = LoopGuard.paper(
-            budget=64, anchors=4, window=16, clean=clean, variant="always", monitor={"every": 60, "warmup": 0}
-        )
-        with guard.on(model) as run:
-            got = feed(model, prompt, mask, new)
-        kept = {p - 10 for start, stop in run.events[0].data["kept"] for p in range(start, stop)}
-        # The first loop lies before the recent window: one copy of it, or many.
-        assert (len(kept & set(range(7, 30))) > 0) is remains and run.events[0].data["period"] == 3
-        want = dense(stock, torch.cat([prompt[0], new[0]]), run.events)[9:]
-        torch.testing.assert_close(got[0], want, atol=1e-5, rtol=1e-5)
 
 
 def test_rows_past_their_end_are_not_watched() -> None:
@@ -210,12 +190,9 @@ def test_composed_with_a_patch_and_a_policy() -> None:
         feed(model, prompt, mask, new)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_beams_and_assistants_are_refused_and_the_model_is_left_as_it_was(kind: str) -> None:
-    model = tiny(kind)
-    hf = Target.of(model).hf
+def test_beams_and_assistants_are_refused_and_the_model_is_left_as_it_was() -> None:
+    model = hf = tiny()
     hf.generation_config.eos_token_id = None
-    hf(torch.tensor([[3]]))  # a bridge adds hooks of its own in its first call
     before, attention = count_hooks(hf), hf.config._attn_implementation
     prompt, mask = padded(12)
     for settings, word in (({"num_beams": 2}, "num_beams=1"), ({"prompt_lookup_num_tokens": 3}, "assist")):
@@ -243,53 +220,10 @@ def test_a_fraction_of_the_prompt() -> None:
         feed(model, *padded(8), torch.tensor([looping(3, 30)]))
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"budget": 0}, ["budget=0"]),
-        ({"budget": 32}, ["budget=32", "32 anchors", "33"]),
-        ({"budget": 1.5}, ["budget=1.5", "fraction"]),
-        ({"budget": 0.0}, ["budget=0.0", "fraction"]),
-        ({"window": 0}, ["window", "0"]),
-        ({"variant": "p2"}, ["'p2'", "full", "always"]),
-        ({"monitor": {"theta_ttr": 1.5}}, ["theta_ttr", "1.5", "1"]),
-        ({"monitor": {"theta": 1}}, ["'theta'", "theta_ttr"]),
-        ({"monitor": {"window": 9}}, ["window=..."]),
-        ({"copies": 1}, ["copies=1"]),
-        ({"poll": 0}, ["poll=0"]),
-        ({"max_level": -1}, ["max_level=-1"]),
-    ],
-)
-def test_bad_input(fields: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(SinkscopeError) as caught:
-        LoopGuard(**fields)
-    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
-    named = str(caught.value).startswith("LoopGuard: ")
-    assert named or not fields.keys() & {"budget", "window", "copies", "poll", "max_level"}, (
-        "the class that was written"
-    )
-
-
 @torch.no_grad()
 def feed_greedily(model: Any, prompt: Any, mask: Any, steps: int) -> list[int]:
     settings = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return model.generate(input_ids=prompt, attention_mask=mask, **settings)[0, prompt.shape[1] :].tolist()
-
-
-def test_a_loop_that_fills_the_window_is_cut_to_the_latest_clean_tokens() -> None:
-    model = tiny(num_hidden_layers=1)
-    prompt, mask = padded(24)
-    cycle = torch.randperm(60)[:20].add(20)
-    new = torch.cat([torch.randint(4, 20, (36,)), cycle.repeat(7)])[None]  # 176 tokens; the loop begins at 60
-    fields = {"budget": 128, "window": 128, "monitor": {"every": 176}}
-    for guard, last in (
-        (LoopGuard.paper(variant="always", **fields), 72),  # history, which holds the first copy of the cycle
-        (LoopGuard(variant="always", **fields), 60),
-    ):
-        with guard.on(model) as run:
-            feed(model, prompt, mask, new)
-        (event,) = run.events
-        assert event.data["period"] == 20 and event.data["kept"] == [(0, last)]
 
 
 def test_anchors_hold_beside_a_policy_and_its_first_tokens_beside_a_guard() -> None:

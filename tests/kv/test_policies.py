@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
-import jaxtyping
 import kv_reference as dense
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from intervention_kit import bridge_of, nnsight_of
+from intervention_kit import bridge_of
 from kv_kit import each_other, shallow_of
 from organisms.tiny import tiny_model
 from torch import Tensor
@@ -20,7 +18,6 @@ from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM, make_policy
-from sinkscope.models.target import Target
 
 PROMPT, STEPS = 26, 12
 FAMILIES = ("llama", "gpt2", "mistral", "gemma2", "qwen3", "gpt_oss", "gpt_neox")
@@ -134,16 +131,6 @@ def test_heads_of_a_kv_head_are_joined_as_asked(reduce: Any) -> None:
         assert_same(run_policy(policy, model, ids, real), reference_of(policy, choose, model, ids, real))
 
 
-def test_every_few_tokens() -> None:
-    model = model_of("llama")
-    ids, real = batch(steps=14)
-    policy = H2O(budget=12, every=4)
-    got = run_policy(policy, model, ids, real)
-    assert_same(got, reference_of(policy, dense.h2o(), model, ids, real))
-    held = [int(step[0][0, 0].sum()) for step in got[0]]
-    assert held[:9] == [12, 13, 14, 15, 12, 13, 14, 15, 12]
-
-
 def test_snapkv_in_decoding_asks_the_latest_queries() -> None:
     """Against a stock forward over what is left: with one layer and one kv head, nothing remembers what went."""
     model = model_of("llama", num_hidden_layers=1, num_key_value_heads=1)
@@ -158,29 +145,6 @@ def test_snapkv_in_decoding_asks_the_latest_queries() -> None:
         held = [column for column, kept_too in zip(held, keep[0, 0].tolist(), strict=True) if kept_too]
         assert kept[step][0][0, 0].nonzero().flatten().tolist() == held, f"step {step}"
         held.append(PROMPT + step)
-
-
-@cache
-def plain_text(name: str) -> Tensor:
-    """What the plain model says under a policy."""
-    policy, model, (ids, real) = CASES[name][0], shallow_of("llama"), batch(steps=0)
-    with policy.on(model):
-        return model.generate(ids, attention_mask=real, **GREEDY)
-
-
-@pytest.mark.parametrize("kind", ["bridge", "nnsight"])
-def test_every_kind_of_model(kind: str) -> None:
-    """Text is that of the plain model under the same policy; a left-padded batch."""
-    model, tokenizer = shallow_of("llama"), tiny_model("llama")[1]
-    other = bridge_of(model, tokenizer) if kind == "bridge" else nnsight_of(model, tokenizer)
-    ids, real = batch(steps=0)
-    texts = set()
-    for name, (policy, _) in CASES.items():
-        plain = plain_text(name)
-        with policy.on(other):
-            assert torch.equal(Target.of(other).hf.generate(ids, attention_mask=real, **GREEDY), plain), policy
-        texts.add(tuple(plain.flatten().tolist()))
-    assert len(texts) == len(CASES)  # they do make a difference
 
 
 def test_snapkv_says_where_a_bridge_hides_its_queries() -> None:
@@ -225,86 +189,6 @@ def test_budget_and_protected_positions(name: str, budget: int, first: int, last
             assert (held.sum(-1) == min(budget, real_tokens)).all()
             sure = held[:, held.shape[1] - real_tokens :]
             assert sure[:, :first].all() and sure[:, max(0, real_tokens - last) :].all()
-
-
-def test_select_shows_the_best_and_frees_nothing() -> None:
-    """TOVA in select mode: what was hidden has no attention, so a step shows what it showed, and the newest."""
-    model, _ = tiny_model("llama")
-    ids, _ = batch(rows=1, pad=0, steps=4)
-    with TOVA(budget=10, mode="select").on(model) as run, torch.no_grad():
-        cache = DynamicCache()
-        model(ids[:, :PROMPT], past_key_values=cache)
-        for i in range(PROMPT, PROMPT + 4):
-            model(ids[:, i : i + 1], past_key_values=cache)
-            layer: Any = cache.layers[0]
-            assert layer.slots == i + 1
-            assert ((~layer.hidden).sum(-1) == 11).all()  # the budget, and the token of this call
-    assert run.usage[0].peak_tokens == [PROMPT + 4]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("layers", [1, 3])
-def test_rebased_streaming(layers: int) -> None:
-    """Against a stock cache whose keys are unrotated and rotated again by the model's own tables, slot by slot."""
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    model, _ = tiny_model("llama", num_hidden_layers=layers)
-    ids, real = batch(rows=1, pad=0)
-    _, logits, _ = run_policy(StreamingLLM(budget=12, positions="rebased"), model, ids, real)
-
-    def turn(keys: Tensor, positions: Tensor, sign: int) -> Tensor:
-        cos, sin = model.model.rotary_emb(keys, positions[None])
-        return apply_rotary_pos_emb(keys, keys, cos, sign * sin)[0]
-
-    cache = DynamicCache()
-    expected = [model(ids[:, :PROMPT], past_key_values=cache).logits[:, -1]]
-    for i in range(PROMPT, PROMPT + STEPS):
-        held = cache.get_seq_length()
-        keep = torch.tensor([*range(4), *range(held - 8, held)])
-        for layer in cache.layers:
-            bare = turn(layer.keys, torch.arange(held), -1)[:, :, keep]
-            layer.keys, layer.values = turn(bare, torch.arange(12), 1), layer.values[:, :, keep]
-        expected.append(
-            model(ids[:, i : i + 1], past_key_values=cache, position_ids=torch.tensor([[12]])).logits[:, -1]
-        )
-    torch.testing.assert_close(logits, torch.stack(expected, 1), atol=2e-5, rtol=0)
-    if layers == 1:  # nothing above layer 0 remembers what was evicted: a fresh run on what is left
-        left = [*range(4), *range(PROMPT + STEPS - 9, PROMPT + STEPS)]
-        torch.testing.assert_close(logits[:, -1], model(ids[:, left]).logits[:, -1], atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [
-        ("streaming", {"budget": 0}, "budget=0"),
-        ("h2o", {"budget": -3}, "budget=-3"),
-        ("h2o", {"budget": 1.5}, "up to 1.0"),
-        ("tova", {"budget": 0.0}, "above 0.0"),
-        ("tova", {"budget": True}, "budget=True"),
-        ("streaming", {"budget": 3}, "below the 4 first"),
-        ("snapkv", {"budget": 60}, "64 last"),
-        ("snapkv", {"kernel": 4}, "odd kernel"),
-        ("snapkv", {"window": 0}, "window=0"),
-        ("snapkv", {"pooling": "sum"}, "'avg' or 'max'"),
-        ("h2o", {"recent": 1.2}, "recent=1.2"),
-        ("h2o", {"every": 0}, "every=0"),
-        ("h2o", {"every": "decode"}, "prefill"),
-        ("h2o", {"reduce": "median"}, "'mean', 'max' or 'sum'"),
-        ("h2o", {"mode": "mask"}, "'evict' or 'select'"),
-        ("h2o", {"positions": "rebased"}, "original"),
-        ("streaming", {"first": -1}, "first=-1"),
-        ("streaming", {"sinks": 4}, "has no 'sinks'"),
-        ("scissorhands", {}, "expected one of adakv, full, h2o, progressive, snapkv"),
-    ],
-)
-def test_bad_input(name: str, options: dict[str, Any], says: str) -> None:
-    jaxtyping.config.update("jaxtyping_disable", True)  # the tests' own check of types would speak first
-    try:
-        with pytest.raises(SinkscopeError) as error:
-            make_policy(name, **options)
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
-    assert says in str(error.value) and "\n" not in str(error.value).split("\nSee ")[0]
 
 
 def test_two_policies_and_too_small_a_fraction() -> None:

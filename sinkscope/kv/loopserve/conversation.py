@@ -22,7 +22,7 @@ from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import ForcedAnswer, decoding
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard.steer import generate_in_pieces
-from sinkscope.kv.session import Session
+from sinkscope.kv.session import Moment, Session
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.inputs import read_row
 from sinkscope.models.target import Target
@@ -135,19 +135,19 @@ class TurnRecorder(Intervention):
             call = positions.Call(0, self.before.seen, no_tokens, earlier.columns, earlier.length, earlier.copy())
             run.tracker.bind(call, self.cache)
         session.line_follower = self._keep_lines
-        session.follow(self._note_call)
+        session.after_call(self._note_call)
 
     def _keep_lines(self, layer: int, _row: int, lines: HeadLines) -> None:
         self.lines[layer] = HeadLines(lines.vertical.cpu(), lines.slash.cpu(), lines.queries)
 
-    def _note_call(self, call: positions.Call, layers: list[CacheLayer]) -> None:
-        if layers is not self.cache.layers:  # a logits processor runs the model on a cache of its own
+    def _note_call(self, moment: Moment) -> None:
+        if moment.layers is not self.cache.layers:  # a logits processor runs the model on a cache of its own
             return
-        self.after_answer = call.sequence
+        self.after_answer = moment.call.sequence
         if self.after_prompt is None:  # the first call reads the prompt
-            self.after_prompt = call.sequence.copy()
+            self.after_prompt = moment.call.sequence.copy()
         else:
-            readable = [_tokens_readable(layer) for layer in layers]
+            readable = [_tokens_readable(kv) for kv in moment.layers]
             self.reads.append(sum(readable) / len(readable))
 
     def snapshot(self, prompt_tokens: int, keep_answer: bool) -> Snapshot:

@@ -1,0 +1,172 @@
+"""Settings of policies, guards, shapes and conversations that make no sense, refused in one line that names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from kv_kit import Drawn, Everywhere
+from organisms.tiny import tiny_model
+
+import sinkscope as ss
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.records import check_fields
+from sinkscope.kv import (
+    H2O,
+    TOVA,
+    AdaKV,
+    AShape,
+    MInference,
+    Observe,
+    Progressive,
+    SnapKV,
+    StreamingLLM,
+    TriShape,
+    make_policy,
+)
+from sinkscope.kv.loopguard import LoopReporter, LoopStopper, Retention
+
+
+@pytest.fixture(autouse=True)
+def untyped() -> Iterator[None]:
+    """Without the tests' own check of types, which would speak first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    # budgets
+    (StreamingLLM, {"budget": 0}, "budget=0: expected a number of tokens from 1, or a fraction"),
+    (StreamingLLM, {"budget": -3}, "budget=-3"),
+    (StreamingLLM, {"budget": 1.5}, "up to 1.0"),
+    (StreamingLLM, {"budget": 0.0}, "above 0.0"),
+    (StreamingLLM, {"budget": True}, "StreamingLLM: budget=True: expected a number"),
+    (StreamingLLM, {"budget": None}, "StreamingLLM: budget=None: expected a number"),
+    (StreamingLLM, {"budget": "x"}, "StreamingLLM: budget='x': expected a number"),
+    (StreamingLLM, {"budget": 3}, "budget=3 is below the 4 first"),
+    (Drawn, {"budget": 5, "first": 3, "last": 3}, "below the 3 first and 3 last"),
+    (SnapKV, {"budget": 60}, "budget=60 is below the 0 first and 64 last tokens"),
+    # other settings of policies
+    (StreamingLLM, {"first": -1}, "first=-1"),
+    (TOVA, {"first": None}, "TOVA: first=None: expected a whole number"),
+    (H2O, {"every": 0}, "every=0"),
+    (TOVA, {"every": 1.5}, "TOVA: every=1.5: expected a whole number from 1 or 'prefill'"),
+    (TOVA, {"every": "decode"}, "every='decode'"),
+    (H2O, {"reduce": "median"}, "'mean', 'max' or 'sum'"),
+    (H2O, {"mode": "mask"}, "'evict' or 'select'"),
+    (H2O, {"positions": "new"}, "positions='new'"),
+    (H2O, {"positions": "rebased"}, 'positions="original"'),
+    (Everywhere, {"positions": "rebased", "mode": "select"}, 'needs mode="evict"'),
+    (H2O, {"recent": 1.2}, "recent=1.2"),
+    (H2O, {"recent": "half"}, "H2O: recent='half': expected a number"),
+    (SnapKV, {"kernel": 4}, "odd kernel"),
+    (SnapKV, {"window": 0}, "window=0"),
+    (SnapKV, {"pooling": "sum"}, "'avg' or 'max'"),
+    (AdaKV, {"floor": 1.5}, "floor=1.5"),
+    (Progressive, {"every": "prefill"}, "Progressive: every='prefill': expected a whole number from 1"),
+    (Progressive, {"after": -1}, "after=-1"),
+    (Progressive, {"mode": "evict", "per_head": True}, 'per_head=True hides tokens: give mode="select"'),
+    (make_policy, {"name": "streaming", "sinks": 4}, "has no 'sinks'"),
+    (make_policy, {"name": "snapkv", "UNIFORM": True}, "policy 'snapkv' has no 'UNIFORM'; it has: budget, first"),
+    (make_policy, {"name": "scissorhands"}, "expected one of adakv, full, h2o, progressive, snapkv"),
+    (Observe, {"fn": print, "last": 0}, "last=0"),
+    # shapes
+    (AShape, {"local": "4k"}, "AShape: local='4k': expected a whole number"),
+    (TriShape, {"dense_rows": 1.5}, "TriShape: dense_rows=1.5: expected a whole number"),
+    (MInference, {"vertical": None}, "MInference: vertical=None: expected a whole number"),
+    # LoopServe
+    (ss.LoopServe, {"alpha": 0}, "alpha=0: expected a share above 0 and up to 1"),
+    (ss.LoopServe, {"alpha": float("nan")}, "alpha=nan"),
+    (ss.LoopServe, {"budget": 1.5}, "LoopServe: budget=1.5"),
+    (ss.LoopServe, {"interval": True}, "LoopServe: interval=True: expected a whole number"),
+    (ss.LoopServe, {"sample": 0}, "sample=0: expected a whole number from 1"),
+    (ss.LoopServe, {"first": -1}, "first=-1: expected a whole number from 0"),
+    (ss.LoopServe, {"shortest": -1}, "shortest=-1"),
+    (ss.LoopServe, {"dense_rows": -1}, "LoopServe: dense_rows=-1"),
+    (ss.LoopServe, {"dense_above": "x"}, "LoopServe: dense_above='x': expected a number"),
+    (ss.LoopServe, {"variant": "best"}, "LoopServe: variant='best': expected 'exact' or 'faithful'"),
+    (ss.LoopServe, {"prefill": "no"}, "LoopServe: prefill='no': expected True or False"),
+    (ss.LoopServe, {"prefill": False, "decode": False}, "nothing would be done"),
+    # LoopGuard
+    (ss.LoopGuard, {"budget": 32}, "LoopGuard: budget=32 leaves nothing beside the 32 anchors: expected at least 33"),
+    (ss.LoopGuard, {"budget": 0.0}, "LoopGuard: budget=0.0"),
+    (ss.LoopGuard, {"window": 0}, "window=0"),
+    (ss.LoopGuard, {"variant": "p2"}, "'p2'"),
+    (ss.LoopGuard, {"monitor": {"theta_ttr": 1.5}}, "theta_ttr"),
+    (ss.LoopGuard, {"monitor": {"theta": 1}}, "'theta'"),
+    (ss.LoopGuard, {"monitor": {"window": 9}}, "window=..."),
+    (ss.LoopGuard, {"copies": 1}, "copies=1"),
+    (ss.LoopGuard, {"poll": 0}, "LoopGuard: poll=0"),
+    (ss.LoopGuard, {"max_level": -1}, "LoopGuard: max_level=-1"),
+    (Retention, {"budget": 8, "anchors": 9}, "at least 10"),
+    (Retention, {"anchors": -1}, "anchors=-1"),
+    (Retention, {"recent": 0}, "recent=0"),
+    (Retention, {"recent_budget": 993}, "1 to 992"),
+    (LoopReporter, {"poll": 0}, "poll is 0"),
+    (LoopStopper, {"poll": 1, "reporter": LoopReporter()}, "leave them out"),
+]
+
+
+@pytest.mark.parametrize(("make", "settings", "says"), REFUSED)
+def test_settings_that_make_no_sense(make: Callable[..., Any], settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(SinkscopeError) as caught:
+        make(**settings)
+    message = str(caught.value).split("\nSee ")[0]
+    assert says in message and "\n" not in message
+
+
+def test_whole_numbers_are_numbers() -> None:
+    assert ss.LoopServe(alpha=1, dense_above=1).alpha == H2O(recent=1).recent == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherFields(Drawn):
+    """Fields of types that are not checked."""
+
+    share: Fraction | None = None
+    fn: Callable[[int], int] = abs
+    number: int | float = 1
+
+
+def test_only_numbers_switches_and_words_are_checked() -> None:
+    check_fields(OtherFields(share=Fraction(1, 2), number=0.5))
+    with pytest.raises(SinkscopeError, match="OtherFields: number='1': expected a number"):
+        OtherFields(number="1")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("policy", [StreamingLLM(budget=8), ss.LoopServe(shortest=0), ss.LoopGuard(budget=64)], ids=str)
+def test_generating_without_a_cache(policy: Any) -> None:
+    """A policy of the cache could only look on."""
+    model = tiny_model("llama")[0]
+    ids = torch.arange(5, 17)[None]
+    with policy.on(model):
+        with pytest.raises(UnsupportedError, match=r"use_cache=False.*generate with use_cache=True"):
+            model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=False)
+        out = model.generate(ids, max_new_tokens=4, do_sample=False)  # and nothing is left of it
+    assert out.shape == (1, 16)
+
+
+def test_prompts_need_no_cache() -> None:
+    model = tiny_model("llama")[0]
+    ids = torch.arange(5, 17)[None]
+    with ss.LoopServe(shortest=0, decode=False, alpha=0.5, dense_above=2.0).on(model) as run:
+        model.generate(ids, max_new_tokens=2, do_sample=False, use_cache=False)
+    assert run.counts["prefill"]
+
+
+def test_what_is_no_prompt_and_no_edit() -> None:
+    model: Any = tiny_model("llama")[0]
+    for prompt in (None, 5):
+        with pytest.raises(
+            SinkscopeError, match=r"turn 1, the prompt: .*: expected a text, a list of texts, token ids"
+        ):
+            ss.Conversation(model).ask(prompt)  # pyright: ignore[reportArgumentType]
+    for edit in ("loopserve", ss.LoopServe):
+        with pytest.raises(SinkscopeError, match=r"^edit=.*: expected LoopServe\(...\), a policy, patch or guard, or"):
+            ss.Conversation(model, edit)  # pyright: ignore[reportArgumentType]

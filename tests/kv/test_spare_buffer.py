@@ -1,0 +1,116 @@
+"""SpareBuffer behind long caches: the same numbers as copying, and nobody's tokens in another's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sinkscope.interventions import growing_tensor as room
+from sinkscope.kv.cache import CacheLayer
+
+
+def _tokens(n: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(2, 3, n, 4, generator=generator), torch.rand(2, 3, n, 5, generator=generator)
+
+
+def _same(layer: CacheLayer, expected: tuple[Tensor, Tensor]) -> None:
+    assert layer.keys is not None and layer.values is not None
+    assert torch.equal(layer.keys, expected[0]) and torch.equal(layer.values, expected[1])
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(room, "LONG", 4)
+    monkeypatch.setattr(room, "SPARE", 3)
+    with torch.no_grad():
+        yield
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    steps=st.lists(
+        st.sampled_from(["one", "one", "one", "three", "crop", "evict", "rows", "fork", "swap"]), max_size=24
+    )
+)
+def test_whatever_happens_every_copy_holds_what_it_was_given(steps: list[str]) -> None:
+    layers, expected = [CacheLayer()], [_tokens(5, 0)]
+    layers[0].update(*expected[0])
+    for number, step in enumerate(steps, 1):
+        layer, (keys, values) = layers[-1], expected[-1]
+        if step in ("one", "three"):
+            new = _tokens(1 if step == "one" else 3, number)
+            if layer.edited:  # as outside of a session, where an edited cache is not gone on with
+                layer.edited = False
+            layer.update(*new)
+            expected[-1] = (torch.cat([keys, new[0]], 2), torch.cat([values, new[1]], 2))
+        elif step == "crop" and keys.shape[2] > 3:
+            layer.crop(-2)
+            expected[-1] = (keys[:, :, :-2], values[:, :, :-2])
+        elif step == "evict" and keys.shape[2] > 2:
+            keep = torch.ones(2, 3, keys.shape[2], dtype=torch.bool)
+            keep[..., 1] = False
+            layer.evict(keep)
+            some = [0, *range(2, keys.shape[2])]
+            expected[-1] = (keys[:, :, some], values[:, :, some])
+        elif step == "rows":
+            layer.reorder_cache(torch.tensor([1, 0]))
+            expected[-1] = (keys[[1, 0]], values[[1, 0]])
+        elif step == "fork" and len(layers) < 4:  # both share what there is, and go on
+            layers.append(layer.copy())
+            expected.append(expected[-1])
+        elif step == "swap":
+            layers.insert(0, layers.pop())
+            expected.insert(0, expected.pop())
+        for held, wanted in zip(layers, expected, strict=True):
+            _same(held, wanted)
+            assert held.slots <= held.allocated
+
+
+def test_tokens_are_written_behind_those_that_are_there_and_copied_when_there_is_no_more_room() -> None:
+    layer = CacheLayer()
+    layer.update(*_tokens(6, 0))
+    pointers: list[int] = []
+    for number in range(9):
+        layer.update(*_tokens(1, number))
+        assert layer.keys is not None
+        pointers.append(layer.keys.data_ptr())
+    assert [pointers.count(p) for p in dict.fromkeys(pointers)] == [3, 3, 3]
+    assert layer.allocated == 6 + 9
+
+
+def test_nothing_is_written_into_what_gradients_need() -> None:
+    """Those of keys, and of queries alone: attention has kept the keys of every step."""
+    layer, (keys, values) = CacheLayer(), _tokens(6, 0)
+    layer.update(keys, values)
+    layer.update(*_tokens(1, 1))
+    assert layer.allocated > layer.slots
+    query, one, scores = torch.ones(4, requires_grad=True), _tokens(1, 2)[0].requires_grad_(), torch.zeros(())
+    with torch.enable_grad():
+        for new in (_tokens(1, 1), (one, _tokens(1, 2)[1]), _tokens(1, 3)):
+            held = layer.update(*new)[0]
+            assert layer.allocated == layer.slots
+            scores = scores + (held @ query).sum()
+    scores.backward()
+    assert query.grad is not None and one.grad is not None and bool((one.grad == 2).all())
+    steps = [torch.cat([keys, _tokens(1, 1)[0], _tokens(1, 1)[0]], 2), one.detach(), _tokens(1, 3)[0]]
+    torch.testing.assert_close(query.grad, sum((3 - n) * t.sum((0, 1, 2)) for n, t in enumerate(steps)))
+
+
+def test_what_was_filled_in_inference_mode_is_not_written_outside_of_it() -> None:
+    layer = CacheLayer()
+    with torch.inference_mode():
+        keys, values = _tokens(6, 0)
+        layer.update(keys, values)
+        one = _tokens(1, 1)
+        layer.update(*one)
+        assert layer.allocated > layer.slots
+    two = _tokens(1, 2)
+    with torch.no_grad():
+        layer.update(*two)
+    _same(layer, (torch.cat([keys, one[0], two[0]], 2), torch.cat([values, one[1], two[1]], 2)))
