@@ -17,7 +17,9 @@ import torch
 
 from sinkscope import __version__
 from sinkscope.app.card import CARD, CardFact, CardNumber, CardPart, SinkCard, read_card
-from sinkscope.app.pages import save_html
+from sinkscope.app.pages import document, result_section, save_document
+from sinkscope.bench.run import bench_model
+from sinkscope.bench.table import BenchTable
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.console import Progress, silent
 from sinkscope.files.output import write_atomic
@@ -62,16 +64,47 @@ class ScanPart:
         """Its file in the folder of a scan."""
         return self.name.replace("_", "-") + ".json"
 
-    def load(self) -> Measurement[Any, Any]:
-        """The measurement; this imports its module."""
+    def load(self) -> Any:
+        """The measurement, or the function of a `Setup`; this imports its module."""
         module, _, name = self.measurement.partition(":")
         return getattr(import_module(module), name)
 
 
+def loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
+    """How often greedy text loops, without a guard and with it."""
+    task = f"loops:source=text:openings={count}"
+    return bench_model(setup.target, task, ["full", "loopguard"], max_new_tokens=max_new_tokens, seed=setup.seed)
+
+
+def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
+    """How far each cache policy diverges from full attention at a quarter of the prompt."""
+    methods = ["full", "streaming:0.25", "h2o:0.25", "snapkv:0.25", "tova:0.25"]
+    return bench_model(setup.target, f"text:count={count}:prompt={prompt}", methods, seed=setup.seed)
+
+
 PARTS: tuple[ScanPart, ...] = (
     ScanPart("sinkscope.sinks.first_token.find:find_sinks", "find-sinks", {"all_layers": True}),
+    ScanPart("sinkscope.sinks.first_token.circuit:circuit", "circuit", quick={"max_repeats": 300}, streams=False),
+    ScanPart("sinkscope.sinks.first_token.marking_heads:marking_heads", "heads", quick={"count": 8}),
+    ScanPart("sinkscope.sinks.first_token.separate:separability", "separate", quick={"count": 128, "texts": 32}),
+    ScanPart("sinkscope.sinks.repetition.repeat:repeat", "repeat --ablate", {"ablate": True}, {"ablate": True}),
+    ScanPart("sinkscope.sinks.attack.attack:cluster_attack", "attack", quick={"sequences": 20}, streams=False),
+    ScanPart("sinkscope.sinks.patch.make:make_patch", "patch make", quick=None, streams=False),
+    ScanPart("sinkscope.attention.barcode:barcode", "barcode", quick={"max_new_tokens": 96}, streams=False),
+    ScanPart("sinkscope.attention.lines:line_weights", "lines", quick={"count": 3, "length": 192}, streams=False),
     ScanPart(
-        "sinkscope.sinks.first_token.circuit:circuit", "circuit", quick={"max_repeats": 300}, streams=False
+        "sinkscope.app.scan:loops",
+        "bench --task loops:source=text",
+        {"count": 16, "max_new_tokens": 384},
+        {"count": 4, "max_new_tokens": 128},
+        streams=False,
+    ),
+    ScanPart(
+        "sinkscope.app.scan:policies",
+        "bench --task text",
+        {"count": 4, "prompt": 768},
+        {"count": 1, "prompt": 256},
+        streams=False,
     ),
 )
 """The measurements of a scan, in the order of the card."""
@@ -159,7 +192,9 @@ def scan(
             card = card.compared(other)
         card.save(folder / CARD)
         write_atomic(folder / MARKDOWN, card.markdown())
-        save_html(card, folder / PAGE, *results.values())
+        sections = [result_section(result) for result in (card, *results.values())]
+        title = f"{card.kind}: {card.model.name}"
+        save_document(folder / PAGE, document(title, sections, f"{len(results)} results", kind=card.kind))
     return card
 
 
@@ -208,13 +243,16 @@ def _earlier(folder: Path, part: ScanPart) -> Result | None:
 def _measured(part: ScanPart, setup: Setup, edit: Intervention | None, quick: bool) -> Result | str:
     """The result of a part, or why there is none: whatever goes wrong in it, the next one begins."""
     measurement = part.load()
-    whole = measurement.loading == "whole" or not part.streams
+    whole = not part.streams or (isinstance(measurement, Measurement) and measurement.loading == "whole")
     if whole and not setup.target.resident:
         return f"it needs the whole model in memory, and its weights take {weight_bytes(setup.target) / 1e9:.1f} GB"
     arguments = part.quick if quick else part.full
+    setup = replace(setup, settings={}, started=time.perf_counter())
     try:
         with nullcontext() if edit is None else edit.on(setup.target):
-            return measurement.on(replace(setup, settings={}, started=time.perf_counter()), **(arguments or {}))
+            if isinstance(measurement, Measurement):
+                return measurement.on(setup, **(arguments or {}))
+            return measurement(setup, **(arguments or {}))
     except Exception as error:
         if is_out_of_memory(error):
             return "there is not enough memory for it"

@@ -221,7 +221,9 @@ def test_a_scan_under_a_patch(model: Path, tmp_path: Path, monkeypatch: pytest.M
     layer, index = planted().truth.neurons[0]
     SinkPatch(layer=layer, neurons=[index], value=0.0).save(tmp_path / "patch.json")
     plain = scan(model, out=tmp_path / "plain", quick=True)
-    patched = scan(model, out=tmp_path / "patched", quick=True, patch=tmp_path / "patch.json", against=tmp_path / "plain")
+    patched = scan(
+        model, out=tmp_path / "patched", quick=True, patch=tmp_path / "patch.json", against=tmp_path / "plain"
+    )
     assert patched.model.name == f"{plain.model.name} patched"
     assert any(change.label == "neurons that make the spike" or change.changed for change in patched.changes)
 
