@@ -5,12 +5,12 @@
 Rows, with the same threads and the model loaded once:
 - `atlas`: first number of repetitions that makes a sink. Arm A is the direct way: token by token, the whole model on
   BOS and `--max-repeats` repetitions, eight tokens in a batch, hidden states of every layer returned. Arm B is what
-  `sink_atlas` runs: passes that end at the sink layer, keep one norm, and are as long as the tokens need.
+  `repeat --tokens all` runs: passes that end at the sink layer, keep one norm, and are as long as the tokens need.
 - `clusters`: activation of the sink neuron for every (token, head of layer 0). Arm A runs a forward pass for each, with
   the other heads replaced by a hook; `batched` is the same with all tokens of a head in one batch. Arm B is what
-  `token_clusters` runs.
+  `cluster_attack` runs first.
 - `converge`: distance of the first attention's output to the single token's, for every n. Arm A is N forward passes of
-  1 to N repetitions, with hooks on every layer. Arm B is `convergence`, opening the text and bounds included.
+  1 to N repetitions, with hooks on every layer. Arm B is `repeat --read distance`, with text and bounds.
 
 The slow arms take a sample of the tokens, and seconds are per token. Every row says whether both arms gave the same.
 Ratios are medians over interleaved rounds; machines are noisy, absolute times are only there to be divided.
@@ -48,7 +48,7 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 def atlas(made: Setup, layer: int, tokens: list[int], sample: int, limit: int, rounds: int) -> dict[str, Any]:
     """Whole passes token by token against `AtlasWork`."""
     target, some = made.target, sample_tokens(tokens, sample, made.seed + 1)
-    work = begin(AtlasWork(layer, *firsts(made), SHORTEST, limit, 4096), made, tokens)
+    work = begin(AtlasWork(layer, *firsts(made), SHORTEST, limit), made, tokens)
 
     @torch.no_grad()
     def direct() -> list[int | None]:
@@ -87,7 +87,7 @@ def clusters(made: Setup, layer: int, site: Any, tokens: list[int], sample: int,
     flat = site.neuron + (site.expert or 0) * target.d_mlp
     reference = float(neuron_at(target, layer, flat, made.ids[:, :1]).median())
     mean = later_mean(target, made.ids)
-    work = HeadWork(layer, flat, reference, 0.5, mean, torch.zeros(target.d_model), 0.0)
+    work = HeadWork(layer, flat, reference, mean)
     width = len(mean) // heads
 
     @torch.no_grad()
@@ -119,7 +119,7 @@ def clusters(made: Setup, layer: int, site: Any, tokens: list[int], sample: int,
 
     def ours() -> Tensor:
         size = max(1, 2048 // (heads + 2))
-        return torch.cat([work.shares(target, tokens[i : i + size])[0] for i in range(0, len(tokens), size)])[:, 2:]
+        return torch.cat([work.shares(target, tokens[i : i + size]) for i in range(0, len(tokens), size)])[:, 2:]
 
     rows = [tokens.index(t) for t in some]
     runs = [
@@ -141,19 +141,19 @@ def clusters(made: Setup, layer: int, site: Any, tokens: list[int], sample: int,
 
 
 def converge(made: Setup, limit: int, rounds: int) -> dict[str, Any]:
-    """N forward passes against `convergence`."""
-    from sinkscope.sinks.repetition.converge import convergence
+    """N forward passes against `repeat --read distance`."""
+    from sinkscope.sinks.repetition.repeat import repeat
 
     target: Target = made.target
     word = sample_tokens(sorted(set(made.ids[:, 1:].flatten().tolist())), 64, made.seed)
     texts = [t for t in map(target.tokenizer.decode, word) if len(target.tokenizer.tokenize(t)) == 1 and t.strip()]
 
     def ours() -> Any:
-        return convergence(target, tokens=texts[:1], max_repeats=limit)
+        return repeat(target, read="distance", tokens=texts[:1], max_repeats=limit)
 
     first = ours()
-    token = first.curves[0].id
-    text = target.tokenizer(first.settings["prefix"][0], add_special_tokens=False)["input_ids"]
+    token = first.sweep.ids[0][0]
+    text = target.tokenizer(first.settings["prefix"], add_special_tokens=False)["input_ids"]
     before = ([] if made.bos is None else [made.bos]) + text
 
     @torch.no_grad()
@@ -176,8 +176,8 @@ def converge(made: Setup, limit: int, rounds: int) -> dict[str, Any]:
         return torch.stack([(last([*before, *[token] * n]) - alone).norm() for n in range(1, limit + 1)])
 
     runs = [(timed(direct), timed(ours)) for _ in range(rounds)]
-    by_hand = runs[0][0][1][torch.tensor(first.counts) - 1]
-    gap = float((by_hand - torch.tensor(first.wholes()[0].distance)).abs().max() / by_hand.max())
+    by_hand = runs[0][0][1][torch.tensor(first.sweep.counts) - 1]
+    gap = float((by_hand - torch.tensor(first.distance.distance[0, 0])).abs().max() / by_hand.max())
     return {
         "ratio": statistics.median(a / b for (a, _), (b, _) in runs),
         "same": gap < 1e-3,

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from experiments.record import record
+from experiments.repeated_token.detect import watched
+from experiments.repeated_token.sink_detector import SinkDetector
 from sinkscope.files.output import write_atomic
 from sinkscope.measure import Setup
 from sinkscope.models.load import load
-from sinkscope.sinks.attack.detect import make_detector
-from sinkscope.sinks.first_token.sets import causal_neurons
 
 
 def ratio(run: Callable[[], object], watch: Callable[[], AbstractContextManager[Any]], rounds: int) -> dict[str, float]:
@@ -50,10 +50,10 @@ def main() -> None:
     started = time.perf_counter()
     model = load(args.model, backend="hf")
     made = Setup.open(model)
-    _, neurons = causal_neurons(made)
-    if not neurons:
+    watch = watched(made)
+    if watch is None:
         raise SystemExit(f"error: {made.target.name} has no sink, so there is nothing to watch")
-    detector = make_detector(made, neurons)
+    detector = SinkDetector(layer=watch.layer, neurons=watch.neurons, levels=watch.levels.tolist())
     ids = made.ids.to(model.device)
     with torch.no_grad():
         rows = {

@@ -29,7 +29,7 @@ from sinkscope.files.output import write_atomic
 
 FOLDER = Path(__file__).parents[1] / "docs/notebooks"
 PLOTLY = "application/vnd.plotly.v1+json"
-LARGEST, PICTURE = 300_000, 60_000  # bytes of a notebook, and of a picture in it
+LARGEST = 300_000  # bytes of a notebook
 
 
 def digest(notebook: Any) -> str:
@@ -68,7 +68,7 @@ def _stored(output: Any) -> Any:
         if PLOTLY in data:
             figure = plotly.io.from_json(json.dumps(data[PLOTLY]), skip_invalid=True)
             figure.update_layout(template="plotly_white")
-            output["data"] = {"image/png": base64.b64encode(png(figure, 1, PICTURE)).decode(), "text/plain": "<Figure>"}
+            output["data"] = {"image/png": base64.b64encode(png(figure, 1)).decode(), "text/plain": "<Figure>"}
         elif "text/html" in data:  # the plain form of a result holds times and paths
             kind = re.match(r"\w+(?=\()", data["text/plain"])
             output["data"] = {"text/html": data["text/html"], "text/plain": kind[0] if kind else "table"}

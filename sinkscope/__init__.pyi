@@ -7,16 +7,12 @@ from sinkscope.attention.barcode import barcode as barcode
 from sinkscope.attention.lines import line_overlap as line_overlap
 from sinkscope.attention.lines import line_weights as line_weights
 from sinkscope.attention.locking import locking as locking
-from sinkscope.bench.cache_loss import cache_loss as cache_loss
-from sinkscope.bench.loop_rate import loop_rate as loop_rate
-from sinkscope.bench.needle import needle as needle
 from sinkscope.errors import SinkscopeError as SinkscopeError
 from sinkscope.files.result import Result as Result
 from sinkscope.interventions.base import Event as Event
 from sinkscope.interventions.base import Intervention as Intervention
 from sinkscope.interventions.edits import Ablate as Ablate
 from sinkscope.interventions.edits import Write as Write
-from sinkscope.interventions.sink_detector import SinkDetector as SinkDetector
 from sinkscope.interventions.sink_patch import SinkPatch as SinkPatch
 from sinkscope.interventions.steer import Add as Add
 from sinkscope.kv import H2O as H2O
@@ -39,8 +35,6 @@ from sinkscope.models.names import models as models
 from sinkscope.models.target import Target as Target
 from sinkscope.serving.generate import generate as generate
 from sinkscope.sinks.attack.attack import cluster_attack as cluster_attack
-from sinkscope.sinks.attack.clusters import token_clusters as token_clusters
-from sinkscope.sinks.attack.detect import detect_attack as detect_attack
 from sinkscope.sinks.first_token.circuit import circuit as circuit
 from sinkscope.sinks.first_token.find import find_sinks as find_sinks
 from sinkscope.sinks.first_token.marking_heads import marking_heads as marking_heads
@@ -48,11 +42,7 @@ from sinkscope.sinks.first_token.positions import token_positions as token_posit
 from sinkscope.sinks.first_token.separate import separability as separability
 from sinkscope.sinks.patch.evaluate import evaluate_patch as evaluate_patch
 from sinkscope.sinks.patch.make import make_patch as make_patch
-from sinkscope.sinks.repetition.atlas import sink_atlas as sink_atlas
-from sinkscope.sinks.repetition.converge import convergence as convergence
-from sinkscope.sinks.repetition.divergence import divergence as divergence
-from sinkscope.sinks.repetition.repeat import repeat_norms as repeat_norms
-from sinkscope.sinks.repetition.repeat_attention import repeat_attention as repeat_attention
+from sinkscope.sinks.repetition.repeat import repeat as repeat
 from sinkscope.trace.run import trace as trace
 
 __version__: str

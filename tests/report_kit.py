@@ -10,11 +10,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 from sample_results import NEURONS, sample_find_sinks, sample_without_sink
 
 from sinkscope import loops
 from sinkscope.files.result import ModelInfo, Result
-from sinkscope.sinks.repetition.atlas import HeadRow, SinkAtlas
+from sinkscope.sinks.repetition.atlas import AtlasReading
+from sinkscope.sinks.repetition.repeat import Repeat
 
 BAD = "<img src=x onerror=alert(1)>&lt;"
 WORSE = f"{BAD}</script><script>alert(2)</script><!--<script>\u2028"
@@ -36,29 +38,19 @@ class Plain(Result):
         return f"The word is {self.word}."
 
 
-def atlas(token: str) -> SinkAtlas:
+def atlas(token: str) -> Repeat:
     found = sample_find_sinks()
-    n = 4
-    return SinkAtlas(
-        model=found.model,
-        settings={},
-        provenance=found.provenance,
-        sink_layer=1,
-        max_repeats=8,
-        ids=(0, 1, 2, 3),
+    reading = AtlasReading(
         tokens=("a", token, "c", " d"),
-        repeats=(1, 3, None, 4),
-        norm=(1.0,) * n,
-        frequency=(1, 2, 0, 3),
-        embedding_norm=(1.0, 2.0, 3.0, 4.0),
-        head=(0, 0, None, 1),
-        special=(),
-        median=3.0,
-        unreached=1,
-        by_head=(HeadRow(0, 2, 0, 2.0), HeadRow(1, 1, 0, 4.0), HeadRow(None, 1, 1, None)),
-        shared=(),
-        text_tokens=6,
+        ids=np.arange(4),
+        repeats=np.array([1.0, 3.0, np.nan, 4.0]),
+        norm=np.ones(4),
+        frequency=np.array([1, 2, 0, 3]),
+        embedding_norm=np.array([1.0, 2.0, 3.0, 4.0]),
+        head=np.array([0, 0, np.nan, 1]),
+        max_repeats=8,
     )
+    return Repeat(model=found.model, provenance=found.provenance, read="norm", sink_layer=1, atlas=reading)
 
 
 def fill(folder: Path, text: str) -> None:
@@ -70,7 +62,9 @@ def fill(folder: Path, text: str) -> None:
         neurons=NEURONS * 10,
         provenance=replace(sample_find_sinks().provenance, argv=("sinkscope", text)),
     )
-    (folder / "sinks.json").write_text(found.to_json(massive=sample_without_sink()))
+    (folder / "sinks.json").write_text(
+        json.dumps({**found.to_dict(), "massive": sample_without_sink().to_dict()}, indent=1)
+    )
     atlas(text).save(folder / "atlas.json")
     texts = [f"{text} the same again {i}" * 40 for i in range(3)] + [text]
     loops.check(texts, name=text).save(folder / "loops.json")

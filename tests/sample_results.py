@@ -11,7 +11,6 @@ from sinkscope.sinks.first_token.result import (
     AttentionSink,
     Carrier,
     CausalSet,
-    FirstTokenAttention,
     LaterSink,
     Member,
     Neuron,
@@ -74,7 +73,6 @@ def sample_find_sinks(**changes: Any) -> FindSinks:
         layers_read=4,
         notebook_rule_layer=None,
         repeats=RepeatsNeeded((RepeatedToken(" the", 5, 300), RepeatedToken(" a", 6, None)), 300.0, 1, 1024),
-        attention=FirstTokenAttention((3, 4), 0.6, 0.05, 0.59),
         sink_rate=SinkRate(0.3, 64, 100, 0.4),
         published=PublishedSink("a paper", True),
     )
@@ -102,5 +100,4 @@ def sample_without_sink() -> FindSinks:
         typical_high=(2.5, 3.5, 4.5, 5.5, 7.0, 8.0),
         layers_read=6,
         repeats=RepeatsNeeded((), None, 0, 1024),
-        attention=None,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import sinkscope
 from sinkscope.app.commands import commands, kind_modules
-from sinkscope.files.result import _KINDS
+from sinkscope.files.result import _RESULT_CLASSES
 
 SOURCE = Path(__file__).parent / "fixtures" / "attention_entropy.py"
 KIND, NAME, MODULE = "attention-entropy", "attention_entropy", "stranger_entropy"
@@ -24,7 +24,7 @@ def installed(folder: Path, source: str, name: str = NAME) -> Iterator[None]:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[sinkscope.measurements]\nentropy = {MODULE}:{name}\n")
-    earlier = _KINDS.pop(KIND, None)  # a page of the documentation defines the same one
+    earlier = _RESULT_CLASSES.pop(KIND, None)  # a page of the documentation defines the same one
     sys.path.insert(0, str(folder))
     _look_again()
     try:
@@ -33,9 +33,9 @@ def installed(folder: Path, source: str, name: str = NAME) -> Iterator[None]:
         sys.path.remove(str(folder))
         sys.modules.pop(MODULE, None)
         vars(sinkscope).pop(NAME, None)
-        _KINDS.pop(KIND, None)
+        _RESULT_CLASSES.pop(KIND, None)
         if earlier is not None:
-            _KINDS[KIND] = earlier
+            _RESULT_CLASSES[KIND] = earlier
         _look_again()
 
 

@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from experiments.gpu.steps import measured, planted
@@ -26,27 +27,32 @@ from experiments.record import record
 from sinkscope.files.output import write_atomic
 from sinkscope.models.load import load
 from sinkscope.sinks.attack.attack import ClusterAttack, cluster_attack
-from sinkscope.sinks.attack.clusters import TokenClusters, token_clusters
-from sinkscope.sinks.repetition.atlas import SinkAtlas, sink_atlas
+from sinkscope.sinks.attack.clusters import TokenClusters
+from sinkscope.sinks.repetition.atlas import AtlasReading
+from sinkscope.sinks.repetition.repeat import Repeat, repeat
 
 
-def agreement(found: TokenClusters) -> float:
+def agreement(clusters: TokenClusters) -> float:
     """Share of all tokens that are served by the head which serves most of the group that was planted for them."""
-    group = group_of(torch.tensor(found.ids)).tolist()
-    counts = Counter((h, g) for h, g in zip(found.head, group, strict=True) if h is not None)
-    best = {head: max(n for (h, _), n in counts.items() if h == head) for head, _ in counts}
-    return sum(best.values()) / max(len(found.ids), 1)
+    groups = group_of(torch.tensor(clusters.ids)).tolist()
+    counts = Counter((head, group) for head, group in zip(clusters.head.tolist(), groups, strict=True) if head == head)
+    largest: dict[float, int] = {}
+    for (head, _), count in counts.items():
+        largest[head] = max(count, largest.get(head, 0))
+    return sum(largest.values()) / max(len(clusters.ids), 1)
 
 
 def rows_of(attack: ClusterAttack) -> list[dict[str, Any]]:
     """The table of the attack."""
-    return [{k: v for k, v in row.items() if k != "round_trip"} for row in attack.rows()]
+    return [{name: value for name, value in row.items() if name != "round_trip"} for row in attack.rows()]
 
 
-def row_of(atlas: SinkAtlas) -> dict[str, Any]:
-    """What is kept of the atlas."""
-    reached = sorted(n for n in atlas.repeats if n is not None)
-    middle = reached[len(reached) // 2] if reached else None
+def row_of(result: Repeat) -> dict[str, Any]:
+    """What is kept of the repetition of every token."""
+    atlas = result.atlas
+    assert isinstance(atlas, AtlasReading)
+    reached = np.sort(atlas.repeats[~atlas.resists])
+    middle = int(reached[len(reached) // 2]) if len(reached) else None
     return {
         "tokens": len(atlas.ids),
         "reached": len(reached),
@@ -72,14 +78,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     with made as (model, truth):
         # The probe looks at logits, and the planted checkpoint has no unembedding.
         live = load(model, backend="hf", device=device, dtype="bfloat16", probe=truth is None)
-    clusters, of_clusters = measured(device, lambda: token_clusters(live, sample=0))
-    pools = {c.head: clusters.tokens_of(c.head) for c in clusters.clusters}
-    atlas, of_atlas = measured(device, lambda: sink_atlas(live, max_repeats=args.max_repeats))
+    clustered, of_clusters = measured(device, lambda: cluster_attack(live, sequences=0, lengths=[2]))
+    clusters = clustered.clusters
+    assert clusters is not None
+    pools = {head: clusters.tokens_of(head) for head in clusters.heads}
+    atlas, of_atlas = measured(device, lambda: repeat(live, tokens=["all"], max_repeats=args.max_repeats))
     attack, of_attack = measured(
         device, lambda: cluster_attack(live, clusters=pools, lengths=[args.length], sequences=args.sequences)
     )
     rows: dict[str, Any] = {
-        "clusters": {**of_clusters, "tokens": len(clusters.ids), "served": sum(c.tokens for c in clusters.clusters)},
+        "clusters": {**of_clusters, "tokens": len(clusters.ids), "served": int(np.isfinite(clusters.head).sum())},
         "atlas": {**of_atlas, **row_of(atlas)},
         "attack": {**of_attack, "sequences": args.sequences, "length": args.length, "rows": rows_of(attack)},
     }

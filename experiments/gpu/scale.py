@@ -20,7 +20,7 @@ from experiments.gpu.steps import Steps, kept, loaded, options
 from experiments.make_shape import SHAPES
 from sinkscope.attention.barcode import barcode
 from sinkscope.lines.sums import Scores, line_sums
-from sinkscope.sinks.repetition.atlas import sink_atlas
+from sinkscope.sinks.repetition.repeat import repeat
 
 
 def sums(shape: str, length: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return {"positions": args.prompt + args.steps, "right": bool(found.rows())}
 
     steps.do("barcode", coded)
-    steps.do("atlas", lambda: row_of(sink_atlas(target.hf, max_repeats=args.max_repeats)))
+    steps.do("atlas", lambda: row_of(repeat(target.hf, tokens=["all"], max_repeats=args.max_repeats)))
     steps.end()
 
 

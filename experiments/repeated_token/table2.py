@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
 from sinkscope.interventions import SinkPatch
 from sinkscope.models.names import published_for
-from sinkscope.sinks.patch.evaluate import PatchEvaluation, Score, evaluate_patch
+from sinkscope.sinks.patch.evaluate import PatchEvaluation, evaluate_patch
 
 MODELS = {  # short name here -> as printed in Table 2
     "llama-1-7b": "LLaMa-1-7B-HF",
@@ -69,20 +70,21 @@ def table(measured: dict[str, PatchEvaluation | None]) -> str:
             if found is None:
                 lines.append((*printed, ", ".join(f"{t} {m}" for t, m in TASKS[benchmark]), *[ABSENT] * 4))
                 continue
-            scores = {(s.task, s.metric): s for s in found.scores}
-            lines += [(*printed, f"{t} {m}", *_measured(scores.get((t, m)))) for t, m in TASKS[benchmark]]
+            scores = {(row["task"], row["metric"]): row for row in found.rows()}
+            for task, metric in TASKS[benchmark]:
+                lines.append((*printed, f"{task} {metric}", *measured_cells(scores.get((task, metric)))))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _measured(score: Score | None) -> tuple[str, ...]:
-    if score is None:
+def measured_cells(row: dict[str, Any] | None) -> tuple[str, ...]:
+    """The measured columns of the table, from a row of `PatchEvaluation.rows`."""
+    if row is None:
         return ("not measured",) * 4
-    se, by_chance = score.difference_se or 0.0, score.random_se or 0.0
     return (
-        f"{100 * score.original:.2f}",
-        f"{100 * score.patched:.2f}",
-        f"{100 * score.difference:+.2f} +- {100 * se:.2f}",
-        f"{100 * score.random_difference:+.2f} +- {100 * by_chance:.2f}",
+        f"{100 * row['original']:.2f}",
+        f"{100 * row['patched']:.2f}",
+        f"{100 * row['difference']:+.2f} +- {100 * row['difference_se']:.2f}",
+        f"{100 * row['random_difference']:+.2f} +- {100 * row['random_se']:.2f}",
     )
 
 

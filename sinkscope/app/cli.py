@@ -33,8 +33,6 @@ __all__ = ["main"]
 
 GROUP_HELP = {
     "patch": "Make a patch that repairs repetition, and measure what it costs.",
-    "loopbench": "Build LoopBench-DC and LoopBench-RI, run methods on them, and print the tables.",
-    "dialogues": "Build dialogues with questions, answer them under cache policies, and print the tables.",
 }
 ABOUT = """Find the attention sink of a language model, verify it by ablation, and repair what it breaks.
 
@@ -92,6 +90,15 @@ class CommandGroup(click.Group):
         if cmd_name in self._below():
             return CommandGroup(words, help=GROUP_HELP.get(words), context_settings=self.context_settings)
         return None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Take the longest words that are a command: `bench table` is one, and `bench` with options is another."""
+        words = f"{self.prefix} {' '.join(args[:2])}".strip()
+        if words in commands():
+            return " ".join(args[:2]), click_command(commands()[words]), args[2:]
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands in sections, without importing them."""
@@ -326,16 +333,12 @@ def click_parameter(one: Parameter) -> click.Parameter:
     flags = one.flag
     if kind is click.BOOL and one.default is not False:
         flags = f"{one.flag}/--no-{one.flag[2:]}"
-    return click.Option(
-        [one.name, flags],
-        type=kind,
-        required=one.required,
-        multiple=one.many,
-        is_flag=kind is click.BOOL,
-        default=None,
-        metavar=one.option.metavar,
-        help=text,
-    )
+    settings: dict[str, Any] = {"type": kind, "multiple": one.many, "metavar": one.option.metavar, "help": text}
+    if one.required:
+        settings["required"] = True
+    else:
+        settings["default"] = None
+    return click.Option([one.name, flags], is_flag=kind is click.BOOL, **settings)
 
 
 def click_type(one: Parameter) -> Any:
@@ -440,7 +443,7 @@ def main(argv: Sequence[str] | None = None, program: click.Command | None = None
     except (KeyboardInterrupt, click.Abort):
         note("interrupted")
         return 130
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except (BrokenPipeError, SystemExit):  # the reader, `head` say, has seen enough; click turns it into an exit
         _drop_output()
         return 0
     except Exception as error:

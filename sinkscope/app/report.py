@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 
 from sinkscope.app.commands import commands, kind_modules
 from sinkscope.app.pages import Section, document, result_section, save_document
-from sinkscope.bench.files import PROMPTS
+from sinkscope.bench.record import PROMPTS
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import note
 from sinkscope.files.options import Hidden, Option, command
@@ -63,7 +62,6 @@ def write_report(
     folder: Annotated[Path, Option(metavar="DIR", argument=True)],
     *,
     out: Annotated[Path | None, Option(metavar="FILE", writes=True)] = None,
-    assets: bool = False,
     progress: Hidden = None,
 ) -> None:
     """Write all results of a folder as one HTML file that needs nothing else, with figures, tables and provenance.
@@ -71,13 +69,12 @@ def write_report(
     Args:
         folder: Folder of results and runs; its subfolders are read too.
         out: File to write. By default report.html in the folder.
-        assets: Save plotly.js beside the report, shared by all pages of that folder, instead of inside the page.
         progress: Called as `progress(stage, done, total)`.
 
     Example:
         sinkscope report results --out everything.html
     """
-    made = report(folder, out, assets=assets, progress=progress)
+    made = report(folder, out, progress=progress)
     for skipped in made.skipped[:_TOLD]:
         note(f"left out: {skipped}")
     if len(made.skipped) > _TOLD:
@@ -90,19 +87,17 @@ def report(
     folder: str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
     *,
-    assets: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Report:
     """Write all results found in a folder and its subfolders as one self-contained HTML file.
 
-    Results are the files that `--json` and `.save()` write, and the folders that `loopbench run`, `dialogues run` and
-    `dialogues fidelity` write, which are shown as their tables. Other files are left out and listed; hidden files, and
-    the HTML and PNG that commands write beside their JSON, are left out silently.
+    Results are the files that `--json` and `.save()` write, and the folders that `sinkscope bench` writes, which are
+    shown as their tables. Other files are left out and listed; hidden files, and the HTML and PNG that commands write
+    beside their JSON, are left out silently.
 
     Args:
         folder: Folder with the results.
         out: File to write. By default `report.html` in the folder. An earlier page written by sinkscope is replaced.
-        assets: Whether to save plotly.js beside the report instead of inside it.
         progress: Called as `progress(stage, done, total)`.
 
     Returns:
@@ -141,7 +136,7 @@ def report(
     sections.sort(key=lambda s: (_place(s.kind), s.file))
     about = f"{len(sections)} result{'s' if len(sections) != 1 else ''}"
     left = [(s.file, s.reason) for s in skipped]
-    whole = document(visible(root.resolve().name), sections, about, left, assets=assets)
+    whole = document(visible(root.resolve().name), sections, about, left)
     return Report(save_document(target, whole), tuple(s.file for s in sections), tuple(skipped))
 
 
@@ -160,7 +155,7 @@ def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
             names = [name for name in names if name not in _OF_RUNS]
         for path in (Path(folder, name) for name in names if not name.startswith(".")):
             suffix = path.suffix.lower()
-            if suffix in _BESIDE or re.fullmatch(r"plotly-[\d.]+\.min\.js", path.name):
+            if suffix in _BESIDE:
                 continue
             if suffix != ".json":
                 skipped.append(Skipped(_name(path, root), "is no .json file"))
@@ -191,10 +186,10 @@ def _parts(path: Path, name: str) -> list[tuple[str, Any]]:
 def _runs(folder: Path, name: str) -> dict[str, Any]:
     """The tables of a folder of runs, as the benchmark's own command prints them."""
     settings = read_json(folder / SETTINGS)
-    words = str(settings.get("command", "loopbench") if isinstance(settings, dict) else settings).split(" ")[0]
+    words = str(settings.get("command", "") if isinstance(settings, dict) else settings)
     table = commands().get(f"{words} table")
     if table is None:
-        raise SinkscopeError(f"{name} is no folder of `loopbench run`, `dialogues run` or `dialogues fidelity`")
+        raise SinkscopeError(f"{name} is no folder of `sinkscope bench`")
     made: Result = table.load()([folder])
     data = made.to_dict()
     data["provenance"] |= {"argv": ["sinkscope", words, "table", name], "seconds": 0.0, "peak_memory_bytes": None}

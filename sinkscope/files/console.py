@@ -72,10 +72,5 @@ def emit(path: str, text: str, *, force: bool = False) -> None:
 
 
 def print_result(result: Any) -> None:
-    """Print a rich table on a terminal, plain aligned text anywhere else."""
-    if not sys.stdout.isatty():
-        print(visible(result.text(get_terminal_size((80, 24)).columns)))
-        return
-    from rich.console import Console
-
-    Console().print(result.table())
+    """Print a result as text, with the columns that the terminal has room for."""
+    print(visible(result.text(get_terminal_size((80, 24)).columns)))

@@ -20,7 +20,11 @@ def neuron_name(layer: int, *place: int | None) -> str:
         place: The neuron; or the expert, which may be None, and the neuron.
     """
     *expert, neuron = place
-    return ".".join([f"L{layer}", *(f"E{one}" for one in expert if one is not None), f"N{neuron}"])
+    name = f"L{layer}"
+    for one in expert:
+        if one is not None:
+            name += f".E{one}"
+    return f"{name}.N{neuron}"
 
 
 def head_name(layer: int, head: int) -> str:
@@ -35,21 +39,31 @@ def neuron_names(sites: Sequence[Any], most: int = 8) -> str:
         sites: (layer, neuron), (layer, expert, neuron), or objects with these attributes.
         most: Names that are written out.
     """
-    return _listed([neuron_name(*_place(site, "layer", "expert", "neuron")) for site in sites], most)
+    names: list[str] = []
+    for site in sites:
+        if isinstance(site, tuple | list):
+            names.append(neuron_name(*site))
+        else:
+            names.append(neuron_name(site.layer, site.expert, site.neuron))
+    return _joined(names, most)
 
 
 def head_names(sites: Sequence[Any], most: int = 8) -> str:
     """Names with commas between, and how many more there are; sites are (layer, head), or objects with these."""
-    return _listed([head_name(*_place(site, "layer", "head")) for site in sites], most)
+    names: list[str] = []
+    for site in sites:
+        if isinstance(site, tuple | list):
+            names.append(head_name(*site))
+        else:
+            names.append(head_name(site.layer, site.head))
+    return _joined(names, most)
 
 
-def _place(site: Any, *names: str) -> Sequence[Any]:
-    return site if isinstance(site, tuple | list) else [getattr(site, name) for name in names]
-
-
-def _listed(names: list[str], most: int) -> str:
-    more = [f"{len(names) - most} more"] if len(names) > most else []
-    return ", ".join(names[:most]) + (f" and {more[0]}" if more else "")
+def _joined(names: list[str], most: int) -> str:
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
 
 
 def read_neuron(text: str, option: str = "--neuron") -> tuple[int, ...]:
@@ -58,7 +72,10 @@ def read_neuron(text: str, option: str = "--neuron") -> tuple[int, ...]:
     Raises:
         SinkscopeError: It is no such name.
     """
-    return _read(_NEURON, text, option, "a neuron such as L1.N338, or L3.E2.N7 in a mixture")
+    match = _NEURON.fullmatch(text.strip())
+    if match is None:
+        raise SinkscopeError(f"{option} {text!r}: expected a neuron such as L1.N338, or L3.E2.N7 in a mixture")
+    return tuple(int(part) for part in match.groups() if part is not None)
 
 
 def read_head(text: str, option: str = "--head") -> tuple[int, int]:
@@ -67,11 +84,7 @@ def read_head(text: str, option: str = "--head") -> tuple[int, int]:
     Raises:
         SinkscopeError: It is no such name.
     """
-    layer, head = _read(_HEAD, text, option, "a head such as L5.H3")
-    return layer, head
-
-
-def _read(pattern: re.Pattern[str], text: str, option: str, expected: str) -> tuple[int, ...]:
-    if (found := pattern.fullmatch(text.strip())) is None:
-        raise SinkscopeError(f"{option} {text!r}: expected {expected}")
-    return tuple(int(part) for part in found.groups() if part is not None)
+    match = _HEAD.fullmatch(text.strip())
+    if match is None:
+        raise SinkscopeError(f"{option} {text!r}: expected a head such as L5.H3")
+    return int(match[1]), int(match[2])

@@ -23,7 +23,7 @@ ARRAYS = "arrays"
 MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, PNG, and the comment at the end of an archive
     re.compile(rb'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"([^"\\]{1,80})"'),
     re.compile(rb'[^\0]{0,400}<meta name="generator" content="sinkscope ([\w-]{1,80})">'),
-    re.compile(rb"\x89PNG\r\n\x1a\n.{21}....tEXtSoftware\0sinkscope ([\w-]{1,80})", re.DOTALL),
+    re.compile(rb"\x89PNG\r\n\x1a\n.{29}tEXtSoftware\0sinkscope ([\w-]{1,80})\.", re.DOTALL),
     re.compile(rb"PK.*sinkscope ([\w-]{1,80})$", re.DOTALL),
 )
 REMEDIES = {

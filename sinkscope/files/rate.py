@@ -23,12 +23,15 @@ def wilson(successes: int | float, trials: int, z: float = 1.959964) -> Rate:
     Of the mean of scores between 0 and 1 it is too wide if anything: their variance is at most share * (1 - share).
     """
     share = successes / trials
-    middle = (share + z * z / (2 * trials)) / (1 + z * z / trials)
-    half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    shrink = 1 + z * z / trials
+    middle = (share + z * z / (2 * trials)) / shrink
+    half = z / shrink * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     return Rate(share, max(0.0, middle - half), min(1.0, middle + half))
 
 
 def mean_known(values: Iterable[float | int | None]) -> float | None:
-    """Mean of those that are numbers: neither None nor NaN; None: there are none."""
-    known = [value for value in values if value is not None and value == value]
-    return fmean(known) if known else None
+    """Mean of those that are numbers: neither None nor NaN. None: there are none."""
+    numbers = [value for value in values if value is not None and not math.isnan(value)]
+    if not numbers:
+        return None
+    return fmean(numbers)

@@ -1,4 +1,4 @@
-"""Tables of results: columns that fit the width, constants in the caption, and the meaning of the columns."""
+"""Tables of results: columns that fit the width, constants in the note, and the meaning of the columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from textwrap import fill, wrap
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from sinkscope.files.notation import head_name, neuron_name
 from sinkscope.files.options import described
@@ -16,17 +16,20 @@ from sinkscope.files.plain import visible
 
 WIDTH = 80
 """Characters of a line where there is no terminal."""
-_LEAST = 40  # a narrower terminal wraps the lines
-_NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?%?|-|yes|no|")
+NARROWEST = 40
+"""A narrower terminal wraps the lines."""
+BETWEEN_COLUMNS = "  "
 PLAIN = frozenset(
     "layer layers head neuron expert position token tokens text model name method seed step prompt kind id task set "
     "revision group component source dialogues questions prompts runs texts temperature norm file".split()
 )
+"""Names of columns that need no explanation."""
+_NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?%?|-|yes|no|")
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A table as plain text, as HTML, and as a rich renderable.
+    """A table as plain text and as HTML.
 
     Attributes:
         head: Names of the columns.
@@ -44,117 +47,110 @@ class Grid:
     columns: Sequence[str] = ()
     same: Sequence[str] = ()
 
-    def fitted(self, width: int | None, between: int = 2) -> Grid:
+    def fitted(self, width: int | None) -> Grid:
         """The table with the columns that fit into a width; None: every column.
 
         A column with the same value in all rows moves into the note, which also names the columns left out.
-
-        Args:
-            width: Characters per line.
-            between: Characters between two columns.
         """
         if width is None or not self.cells:
             return self
-        values = dict(zip(self.head, zip(*self.cells, strict=True), strict=True))
-        same = {name: found[0] for name, found in values.items() if len(self.cells) > 1 and len({*found}) == 1}
-        order = [*(name for name in self.columns if name in values), *(n for n in self.head if n not in self.columns)]
-        varied = [name for name in order if name not in same] or order[:1]
-        shown, room = varied, max(width, _LEAST)
-        if not self._only(varied)._laid(room, between).fits:
-            shown = []
-            for name in [name for name in self.columns if name in varied] or varied:
-                if not shown or self._only([*shown, name])._laid(room, between).fits:
-                    shown.append(name)
-        constant = [f"{_words(name)} {value}" for name, value in same.items() if name not in shown]
-        left = [_words(name) for name in varied if name not in shown]
-        said = [
-            self.note,
-            f"In every row: {', '.join(constant)}." * bool(constant),
-            f"Not shown: {', '.join(left)} (--wide shows all columns, --csv FILE writes them)." * bool(left),
-        ]
-        same_names = tuple(name for name in same if name not in shown)
-        return replace(self._only(shown), note="\n".join(filter(None, said)), same=same_names)
+        constants = self._constants()
+        first = [name for name in self.columns if name in self.head]
+        order = first + [name for name in self.head if name not in first]
+        varied = [name for name in order if name not in constants] or order[:1]
+        shown = varied
+        if not self._fits(varied, width):
+            shown = self._largest_fitting([name for name in first if name in varied] or varied, width)
+        notes = [self.note]
+        unshown_constants = [name for name in constants if name not in shown]
+        if unshown_constants:
+            values = ", ".join(f"{_words(name)} {constants[name]}" for name in unshown_constants)
+            notes.append(f"In every row: {values}.")
+        left_out = [_words(name) for name in varied if name not in shown]
+        if left_out:
+            notes.append(f"Not shown: {', '.join(left_out)} (--csv FILE writes all columns).")
+        note = "\n".join(line for line in notes if line)
+        return replace(self._only(shown), note=note, same=tuple(unshown_constants))
+
+    def _constants(self) -> dict[str, str]:
+        """Columns of several rows that have one value, and that value."""
+        constants: dict[str, str] = {}
+        if len(self.cells) > 1:
+            for number, name in enumerate(self.head):
+                values = {row[number] for row in self.cells}
+                if len(values) == 1:
+                    constants[name] = values.pop()
+        return constants
+
+    def _largest_fitting(self, names: Sequence[str], width: int) -> list[str]:
+        """The first of these columns, and all further ones for which there is room."""
+        shown = [names[0]]
+        for name in names[1:]:
+            if self._fits([*shown, name], width):
+                shown.append(name)
+        return shown
+
+    def _fits(self, names: Sequence[str], width: int) -> bool:
+        """Whether these columns fit; heads are broken between words, cells never."""
+        widths = self._only(names)._widths()
+        return sum(widths) + len(BETWEEN_COLUMNS) * (len(names) - 1) <= max(width, NARROWEST)
 
     def _only(self, names: Sequence[str]) -> Grid:
         """The table with these columns, in this order."""
         places = [list(self.head).index(name) for name in names]
-        return replace(self, head=names, cells=[[line[i] for i in places] for line in self.cells])
+        return replace(self, head=names, cells=[[row[place] for place in places] for row in self.cells])
 
-    def _laid(self, width: int | None, between: int) -> _Laid:
-        """The widths of its columns. Cells are never broken, and heads only if necessary, between words."""
-        from rich.cells import cell_len  # some characters take two cells
+    def _widths(self) -> list[int]:
+        """The width of each column: that of its widest cell or word of the head."""
+        from rich.cells import cell_len  # some characters take two places
 
-        head = list(map(_words, self.head))
-        columns = [list(column) for column in zip(*self.cells, strict=True)] or [[] for _ in head]
-        widths = [max(map(cell_len, [name, *column])) for name, column in zip(head, columns, strict=True)]
-        floors = [max(map(cell_len, [*name.split(), *column])) for name, column in zip(head, columns, strict=True)]
-        excess = 0 if width is None else sum(widths) + between * (len(widths) - 1) - width
-        while excess > 0 and widths != floors:
-            widest = max(range(len(widths)), key=lambda i: widths[i] - floors[i])
-            widths[widest] -= 1
-            excess -= 1
-        return _Laid(head, widths, [all(map(_NUMBER.fullmatch, column)) for column in columns], excess <= 0)
+        widths: list[int] = []
+        for number, name in enumerate(self.head):
+            parts = name.split("_") + [row[number] for row in self.cells]
+            widths.append(max(map(cell_len, parts)))
+        return widths
 
     def text(self, width: int | None = None) -> str:
         """Title, aligned columns and note. Heads may take several lines; numbers are right-aligned, words left."""
-        from rich.cells import cell_len, set_cell_size
-
-        laid = self._laid(width, 2)
-        heads = [wrap(name, size) or [""] for name, size in zip(laid.head, laid.widths, strict=True)]
+        widths = self._widths()
+        right = [all(_NUMBER.fullmatch(row[number]) for row in self.cells) for number in range(len(self.head))]
+        heads = [wrap(_words(name), size) or [""] for name, size in zip(self.head, widths, strict=True)]
         height = max(map(len, heads), default=0)
-
-        def line(parts: Sequence[str]) -> str:
-            padded = (
-                " " * (size - cell_len(part)) + part if number else set_cell_size(part, size)
-                for part, size, number in zip(parts, laid.widths, laid.right, strict=True)
-            )
-            return "  ".join(padded).rstrip()
-
-        tops = zip(*([""] * (height - len(lines)) + lines for lines in heads), strict=True)
-        note = "\n".join(fill(said, width) if width else said for said in self.note.splitlines())
-        around = [self.title, *map(line, tops), *map(line, self.cells), note]
-        return "\n".join(one for one in around if one)
+        lines = [self.title]
+        for number in range(height):
+            parts = ["" if number < height - len(head) else head[number - height] for head in heads]
+            lines.append(_aligned(parts, widths, right))
+        lines += [_aligned(row, widths, right) for row in self.cells]
+        for line in self.note.splitlines():
+            lines.append(line if width is None else fill(line, width))
+        return "\n".join(line for line in lines if line)
 
     def html(self) -> str:
         """The same as HTML with every column, fully escaped."""
-        told = f"<h3>{html.escape(self.title)}</h3>" if self.title else ""
-        told += f"<p>{html.escape(self.note)}</p>" if self.note else ""
-        head, *body = (
-            f"<tr>{''.join(f'<{tag}>{html.escape(one)}</{tag}>' for one in line)}</tr>"
-            for tag, line in [("th", map(_words, self.head)), *(("td", line) for line in self.cells)]
-        )
-        return f"{told}<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
-
-    def __rich_console__(self, console: Any, options: Any) -> Any:
-        """The table for rich: with rules if there is room for them, else plain text that the terminal wraps."""
-        from rich.table import Table
-        from rich.text import Text
-
-        laid = self._laid(options.max_width - 4, 3)
-        if not laid.fits:
-            yield Text(self.text(options.max_width))
-            return
-        table = Table(
-            header_style="bold",
-            title=Text(self.title) if self.title else None,
-            title_justify="left",
-            caption=Text(self.note) if self.note else None,
-            caption_justify="left",
-        )
-        for name, size, number in zip(laid.head, laid.widths, laid.right, strict=True):
-            table.add_column(Text(name), justify="right" if number else "left", overflow="fold", width=size)
-        for line in self.cells:
-            table.add_row(*map(Text, line))
-        yield table
+        parts: list[str] = []
+        if self.title:
+            parts.append(f"<h3>{html.escape(self.title)}</h3>")
+        if self.note:
+            parts.append(f"<p>{html.escape(self.note)}</p>")
+        parts.append(f"<table><thead>{_html_row('th', [_words(name) for name in self.head])}</thead><tbody>")
+        parts += [_html_row("td", row) for row in self.cells]
+        parts.append("</tbody></table>")
+        return "".join(parts)
 
 
-class _Laid(NamedTuple):
-    """The layout of a table: its head in words, its widths, the right-aligned columns, and whether it fits."""
+def _html_row(tag: str, texts: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
 
-    head: list[str]
-    widths: list[int]
-    right: list[bool]
-    fits: bool
+
+def _aligned(parts: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
+    """One line of a table."""
+    from rich.cells import cell_len
+
+    padded: list[str] = []
+    for part, width, is_number in zip(parts, widths, right, strict=True):
+        space = " " * (width - cell_len(part))
+        padded.append(space + part if is_number else part + space)
+    return BETWEEN_COLUMNS.join(padded).rstrip()
 
 
 def _words(name: str) -> str:
@@ -167,10 +163,12 @@ def cell(value: Any, *, percent: bool = False) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, float) and percent:
+        return f"{value:.1%}".replace("-0.0%", "0.0%")
+    if isinstance(value, float) and 1e4 <= abs(value) < 1e7:
+        return f"{value:.0f}"
     if isinstance(value, float):
-        if percent:
-            return f"{value:.1%}".replace("-0.0%", "0.0%")
-        return f"{value:.4g}" if abs(value) < 1e4 or abs(value) >= 1e7 else f"{value:.0f}"
+        return f"{value:.4g}"
     if isinstance(value, list | tuple):
         return ", ".join(cell(one, percent=percent) for one in value)
     return visible(str(value)).replace("\n", "\\n")
@@ -178,7 +176,9 @@ def cell(value: Any, *, percent: bool = False) -> str:
 
 def percent(value: float | None) -> str:
     """A share in whole per cent; a dash for None."""
-    return "-" if value is None else f"{value:.0%}".replace("-0%", "0%")
+    if value is None:
+        return "-"
+    return f"{value:.0%}".replace("-0%", "0%")
 
 
 def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> tuple[list[str], list[list[str]]]:
@@ -188,22 +188,25 @@ def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> t
         rows: One mapping per row, with the same keys in all.
         percent: Columns shown in per cent.
     """
-    named = [_named(row) for row in rows]
-    names = [n for n in (named[0] if named else {}) if any(row.get(n) is not None for row in named)]
-    return names, [[cell(row.get(name), percent=name in percent) for name in names] for row in named]
+    named = [_with_site_names(row) for row in rows]
+    head: list[str] = []
+    if named:
+        head = [name for name in named[0] if any(row.get(name) is not None for row in named)]
+    return head, [[cell(row.get(name), percent=name in percent) for name in head] for row in named]
 
 
-def _named(row: Mapping[str, Any]) -> dict[str, Any]:
+def _with_site_names(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with its layer and neuron, or layer and head, merged into one name."""
-    for key, parts, name in (("neuron", ("layer", "expert", "neuron"), neuron_name), ("head", _HEAD, head_name)):
-        if {"layer", key} <= row.keys():
-            known = isinstance(row["layer"], int) and isinstance(row[key], int)
-            one = name(*(row[part] for part in parts if part in row)) if known else row[key]
-            return {k: one if k == key else v for k, v in row.items() if k == key or k not in parts}
-    return dict(row)
-
-
-_HEAD = ("layer", "head")
+    named = dict(row)
+    if "neuron" in row and "layer" in row:
+        layer, expert, neuron = named.pop("layer"), named.pop("expert", None), row["neuron"]
+        if isinstance(layer, int) and isinstance(neuron, int):
+            named["neuron"] = neuron_name(layer, expert, neuron)
+    elif "head" in row and "layer" in row:
+        layer, head = named.pop("layer"), row["head"]
+        if isinstance(layer, int) and isinstance(head, int):
+            named["head"] = head_name(layer, head)
+    return named
 
 
 def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
@@ -214,25 +217,27 @@ def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> di
         names: Names of the columns.
         own: Explanations that take precedence over the docstrings.
     """
-    classes = (base for one in (*_parts(cls), cls) for base in one.__mro__)
-    found = [described(inspect.cleandoc(one.__doc__ or ""), "Attributes") for one in classes]
-    found.sort(key=lambda known: -len(known.keys() & {*names}))  # the class of the rows takes precedence
-    told: dict[str, str] = {}
-    for name in dict.fromkeys(names):
-        said = next((known[name] for known in (own, *found) if name in known), "")
-        if said and (name in own or name not in PLAIN):
-            short = re.split(r"; |\. (?=[A-Z])", said)[0].rstrip(".")
-            told[name] = f"{short[:1].upper()}{short[1:]}."
-    return told
+    descriptions: dict[str, str] = {}
+    for one in (*_field_classes(cls), cls):
+        for base in one.__mro__:
+            described_here = described(inspect.cleandoc(base.__doc__ or ""), "Attributes")
+            descriptions = described_here | descriptions
+    descriptions |= own
+    meaning: dict[str, str] = {}
+    for name in names:
+        if name in descriptions and (name in own or name not in PLAIN):
+            sentence = re.split(r"; |\. (?=[A-Z])", descriptions[name])[0].rstrip(".")
+            meaning[name] = f"{sentence[:1].upper()}{sentence[1:]}."
+    return meaning
 
 
-def _parts(cls: type[Any]) -> Iterator[type[Any]]:
+def _field_classes(cls: type[Any]) -> Iterator[type[Any]]:
     """Dataclasses of the fields, and of theirs."""
-    seen: list[Any] = [cls]
-    for one in seen:
+    classes: list[Any] = [cls]
+    for one in classes:
         hints = [hint for name, hint in get_type_hints(one).items() if name not in ("model", "provenance")]
         for hint in hints:  # the list grows by the arguments of unions and tuples
             hints += get_args(hint)
-            if isinstance(hint, type) and is_dataclass(hint) and hint not in seen:
-                seen.append(hint)
+            if isinstance(hint, type) and is_dataclass(hint) and hint not in classes:
+                classes.append(hint)
                 yield hint

@@ -2,7 +2,6 @@
 
 from sinkscope.interventions.base import Composed, Event, Intervention, Run
 from sinkscope.interventions.edits import Ablate, NeuronEdit, Write
-from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.interventions.sites import NeuronSite
 from sinkscope.interventions.steer import Add
@@ -16,7 +15,6 @@ __all__ = [
     "NeuronEdit",
     "NeuronSite",
     "Run",
-    "SinkDetector",
     "SinkPatch",
     "Write",
 ]

@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 from organisms import Organism, organism
-from sinkscope.files.registry import entries, read_entries
 
 from sinkscope.app import card as run
-from sinkscope.app.card import CardNumber, Clock, SinkCard, at_path, numbers_of, read_card, scan, scanned
+from sinkscope.app.card import CardNumber, Clock, SinkCard, at_path, read_card, scan, scanned
 from sinkscope.app.cli import main
+from sinkscope.app.commands import commands
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.interventions import SinkPatch
 from sinkscope.measure import Measurement, Setup
 
+BY_NAME = {command.name: command for command in commands().values()}
 FEW = ("find_sinks", "marking_heads", "separability")
 LIGHT = ("marking_heads", "separability")
 
@@ -28,13 +29,13 @@ LIGHT = ("marking_heads", "separability")
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quick parts alone."""
-    monkeypatch.setattr(run, "scanned", lambda quick: [entries()[name] for name in FEW])
+    monkeypatch.setattr(run, "scanned", lambda quick: [BY_NAME[name] for name in FEW])
 
 
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two quickest parts, for tests of what a scan does between parts."""
-    monkeypatch.setattr(run, "scanned", lambda quick: [entries()[name] for name in LIGHT])
+    monkeypatch.setattr(run, "scanned", lambda quick: [BY_NAME[name] for name in LIGHT])
 
 
 @cache
@@ -59,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     """The folder of a scan of the small model; for those who only read."""
     folder = tmp_path_factory.mktemp("made") / "scan"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "scanned", lambda quick: [entries()[name] for name in FEW])
+        patch.setattr(run, "scanned", lambda quick: [BY_NAME[name] for name in FEW])
         scan(model, out=folder, quick=True)
     return folder
 
@@ -154,7 +155,7 @@ def test_a_model_that_does_not_fit_is_streamed_and_opened_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("marking_heads", "loop_rate", "circuit")
-    monkeypatch.setattr(run, "scanned", lambda quick: [entries()[name] for name in names])
+    monkeypatch.setattr(run, "scanned", lambda quick: [BY_NAME[name] for name in names])
     opened: list[str] = []
     real = Setup.open
     monkeypatch.setattr(
@@ -169,7 +170,7 @@ def test_a_model_that_does_not_fit_is_streamed_and_opened_once(
     assert "many times" in str(card.parts[2].problem) and all("--memory" in str(p.problem) for p in card.parts[1:])
     opened.clear()
     monkeypatch.undo()
-    monkeypatch.setattr(run, "scanned", lambda quick: [entries()[name] for name in names[:1]])
+    monkeypatch.setattr(run, "scanned", lambda quick: [BY_NAME[name] for name in names[:1]])
     card = scan(model, out=tmp_path / "large", quick=True)
     assert isinstance(card, SinkCard) and card.parts[0].problem is None
 
@@ -248,9 +249,10 @@ def test_names_of_a_model_are_text_on_the_card(made: Path) -> None:
 
 def test_a_scan_under_a_patch(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The patched neuron no longer makes a sink of repeated tokens; the card says whose it is."""
-    entry = entries()["repeat_norms"]
-    short = replace(entry, marks={**entry.marks, "scan": {**entry.marks["scan"], "quick": {"max_repeats": 160}}})
-    monkeypatch.setattr(run, "scanned", lambda quick: [short])
+    entry = BY_NAME["repeat_norms"]
+    measure: Any = entry.load()
+    monkeypatch.setattr(measure, "scan", {**measure.scan, "quick": {"max_repeats": 160}})
+    monkeypatch.setattr(run, "scanned", lambda quick: [entry])
     SinkPatch(sites=list(planted().truth.neurons)).save(patch := tmp_path / "patch.json")
     before = scan(model, out=tmp_path / "before", quick=True)
     after = scan(model, out=tmp_path / "after", quick=True, patch=patch, against=tmp_path / "before")
@@ -322,17 +324,3 @@ def test_paths_of_numbers() -> None:
     assert at_path(result, "d") == 6
     with pytest.raises(AttributeError):
         at_path(result, "a.y")
-
-
-def test_a_measurement_of_another_package_joins_by_its_mark() -> None:
-    text = (
-        '@measurement(group="Look", scan={"order": 1, "numbers": {"x": ["value", "control"]}})\n'
-        'def strange(setup: Setup) -> Strange:\n    """Measure."""\n'
-    )
-    (entry,) = read_entries("elsewhere", text)
-    assert entry.scan is not None and entry.scan.order == 1
-
-    class Strange(Result):
-        value, control = 1.0, 0.5
-
-    assert numbers_of(entry, Strange()) == [CardNumber("strange", "x", 1.0, 0.5)]

@@ -54,8 +54,7 @@ def test_in_a_browser(tmp_path: Path, chrome: browser.Browser) -> None:
     assert BAD in chrome.run("[...document.querySelectorAll('svg .gtitle')].map((t) => t.textContent).join()")
     assert chrome.run("document.querySelectorAll('[onerror], img:not([src^=data])').length") == 0
 
-    # hover (the first four bars are layers), search and order
-    x, y = chrome.run(
+    x, y = chrome.run(  # the first four bars are layers
         "{document.querySelector('.plot').scrollIntoView();"
         "const at = document.querySelectorAll('.plot .bars .point')[4].getBoundingClientRect();"
         "[at.x + at.width / 2, at.y + at.height / 2]}"
@@ -64,53 +63,11 @@ def test_in_a_browser(tmp_path: Path, chrome: browser.Browser) -> None:
     chrome.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     chrome.run("new Promise((done) => setTimeout(done, 300))")
     assert "412" in chrome.run("document.querySelector('.hoverlayer').textContent")
-    table = "document.querySelector('main .tools + table')"
-    assert chrome.run(f"{table}.tBodies[0].rows.length") == 12
-    chrome.run(f"{table}.previousSibling.querySelector('button').click()")
-    assert chrome.run(f"{table}.tBodies[0].rows.length") == 30
-    chrome.run(
-        f"{{const find = {table}.previousSibling.querySelector('input');"
-        "find.value = '905'; find.dispatchEvent(new Event('input'));}"
-    )
-    assert chrome.run(f"{table}.tBodies[0].rows.length") == 10
-    chrome.run(
-        f"{{const find = {table}.previousSibling.querySelector('input');"
-        f"find.value = ''; find.dispatchEvent(new Event('input'));}}"
-    )
-    heads = chrome.run(f"[...{table}.tHead.rows[0].cells].map((cell) => cell.textContent)")
-    at = next(i for i, head in enumerate(heads) if head.startswith("contribution"))
-    chrome.run(f"{table}.tHead.rows[0].cells[{at}].focus()")
-    for kind in ("keyDown", "keyUp"):
-        chrome.send("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13)
-    norms = chrome.run(f"[...{table}.tBodies[0].rows].map((row) => Number(row.cells[{at}].textContent))")
-    assert norms == sorted(norms) and norms[0] == 4.0
-
-    # the reader's machine turns dark
-    light = chrome.run("getComputedStyle(document.querySelector('svg .gtitle')).fill")
-    dark = {"name": "prefers-color-scheme", "value": "dark"}
-    chrome.send("Emulation.setEmulatedMedia", features=[dark])
-    chrome.run("new Promise((done) => setTimeout(done, 500))")
-    assert chrome.run("getComputedStyle(document.querySelector('svg .gtitle')).fill") != light
-    assert chrome.run("getComputedStyle(document.body).backgroundColor") == "rgb(22, 24, 27)"
 
     chrome.open(path, 360, phone=True)
-    assert chrome.run(DRAWN) == 5
     assert chrome.run("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
-
-    # a single page, wide with plotly.js inside and narrow with it beside, and everything reached with the tab key
-    for name, beside, width in (("inside", False, 1400), ("beside", True, 390)):
-        single = save_html(sample_find_sinks(), tmp_path / f"{name}.html", assets=beside)
-        chrome.open(single, width, phone=width < 1000)
-        assert chrome.run(DRAWN) == 1
-        assert chrome.run("document.documentElement.scrollWidth <= innerWidth")
-    wanted = chrome.run("document.querySelectorAll('.plot, th, summary').length")
-    reached = 0
-    for _ in range(60):
-        chrome.send("Input.dispatchKeyEvent", type="keyDown", key="Tab", code="Tab", windowsVirtualKeyCode=9)
-        reached += chrome.run("document.activeElement.matches('.plot, th, summary')")
-    assert reached >= wanted > 5
+    chrome.open(save_html(sample_find_sinks(), tmp_path / "single.html"), 1400)
+    assert chrome.run(DRAWN) == 1
 
     assert chrome.errors == []
     assert {address.partition(":")[0] for address in chrome.asked} <= {"file", "data", "blob"}
-    files = {address.rpartition("/")[2] for address in chrome.asked if address.startswith("file")}
-    assert files == {"report.html", "inside.html", "beside.html", next(tmp_path.glob("plotly-*.js")).name}

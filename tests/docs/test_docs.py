@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from sinkscope.files.registry import entries
 
 import sinkscope
 from sinkscope.app.cli import main
+from sinkscope.app.commands import commands
 from sinkscope.files.result import Result
 from sinkscope.kv import policy
 from sinkscope.models import adapters
@@ -38,7 +38,7 @@ def blocks(page: str) -> list[str]:
 @cache
 def found() -> Any:
     """What `find_sinks()` says of the model in the package, for all pages."""
-    return entries()["find_sinks"].load()()
+    return commands()["find-sinks"].load()()
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def marked_blocks() -> list[tuple[str, str, str]]:
 
 def test_every_command_that_is_shown_exists(capsys: pytest.CaptureFixture[str]) -> None:
     """In the README and the pages: its words are a command, and its options are in the help."""
-    known = {entry.command for entry in entries().values()}
+    known = set(commands())
     helps: dict[str, str] = {}
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     lines = [line for page in pages for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.M | re.S)

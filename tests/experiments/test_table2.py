@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from experiments.repeated_token import table2
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import ModelInfo, Provenance
-from sinkscope.sinks.patch.evaluate import PatchEvaluation, Score
+from sinkscope.sinks.patch.evaluate import PatchEvaluation
 
 
 def _cells(text: str) -> list[list[str]]:
@@ -40,7 +41,12 @@ def test_measured_numbers_stand_beside_the_papers(
             model=ModelInfo("x", "llama", 32, 4096, 11008, "f"),
             settings={},
             provenance=Provenance(("x",), {}, "cpu", "float32", "sdpa", True, 0, 1.0, None),
-            scores=(Score("hellaswag", "acc_norm", 10, 0.5712, 0.5713, 0.57, 0.0001, 0.002, -0.0012, 0.001),),
+            tasks=("hellaswag",),
+            metrics=("acc_norm",),
+            samples=np.array([10]),
+            original=np.array([0.5712]),
+            changed=np.array([[0.5713], [0.57]]),
+            errors=np.array([[0.002], [0.001]]),
             neurons=(),
             random_neurons=(),
             shots={},

@@ -2,19 +2,43 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jaxtyping import Float
 
-from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import head_name, neuron_name, neuron_names, read_head, read_neuron
+from sinkscope.files.rate import Rate
 from sinkscope.files.result import Result
 from sinkscope.files.tables import Grid, strings
 from sinkscope.interventions import Ablate
+
+
+@dataclass(frozen=True)
+class RatedPart:
+    any: Rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rated(Result):
+    parts: tuple[RatedPart, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrays(Result):
+    kind: ClassVar[str] = "test-arrays"
+
+    entropy: Float[np.ndarray, "layer head"]
+    rate: Float[np.ndarray, "layer head"] | None
+    per_layer: Float[np.ndarray, " layer"]
+    layers: tuple[int, ...]
+    uniform: float
+
 
 WORDS = [f"column_{name}" for name in "abcdefghijklm"]
 
@@ -61,12 +85,12 @@ def test_the_narrow_table_keeps_what_matters_and_names_the_rest() -> None:
     grid = Grid(WORDS, rows, columns=["column_l", "column_b"])
     text = grid.fitted(80).text(80)
     assert text.splitlines()[0].split() == ["column", "l", "column", "b"] and max(map(len, text.splitlines())) <= 80
-    assert "In every row: column m same." in text and "column a, column c" in text and "--wide" in text
+    assert "In every row: column m same." in text and "column a, column c" in text and "--csv FILE" in text
     plain = Grid(WORDS, rows).fitted(80)
     assert list(plain.head) == WORDS[:8] and "column i, column j, column k, column l" in plain.note.replace("\n", " ")
     assert list(Grid(WORDS, rows).fitted(200).head) == WORDS[:12]  # the constant column stands in the note
     wide = grid.fitted(None)
-    assert wide.head == WORDS and wide.cells == rows and len(wide.text(None).splitlines()) == 4
+    assert wide.head == WORDS and wide.cells == rows and len(wide.text(None).splitlines()) == 5
 
 
 @given(st.lists(st.lists(st.text("ab _\u65e5", max_size=30), min_size=4, max_size=4), min_size=1, max_size=5))
@@ -99,18 +123,20 @@ def test_a_result_explains_its_columns_from_its_docstrings() -> None:
 
 
 def test_rates_become_three_columns() -> None:
-    from sinkscope.files.rate import Rate
-
-    @dataclass(frozen=True)
-    class Part:
-        any: Rate
-
-    @dataclass(frozen=True, kw_only=True)
-    class Rated(Result):
-        parts: tuple[Part, ...]
-
-    (row,) = Rated(parts=(Part(Rate(0.5, 0.25, 0.75)),)).rows()
+    (row,) = Rated(parts=(RatedPart(Rate(0.5, 0.25, 0.75)),)).rows()
     assert row == {"any": 0.5, "any_low": 0.25, "any_high": 0.75}
+
+
+def test_arrays_become_a_long_table_with_a_column_for_each_axis() -> None:
+    grown = np.arange(6.0).reshape(2, 3)
+    result = Arrays(entropy=grown, rate=grown / 10, per_layer=np.ones(2), layers=(3, 5), uniform=4.0)
+    rows = result.rows()
+    assert len(rows) == 6
+    assert rows[0] == {"layer": 3, "head": 0, "entropy": 0.0, "rate": 0.0}
+    assert rows[5] == {"layer": 5, "head": 2, "entropy": 5.0, "rate": 0.5}
+    assert list(result.to_frame().columns) == ["layer", "head", "entropy", "rate"]
+    again = Result.from_dict(result.to_dict())
+    assert isinstance(again, Arrays) and again.rows() == rows
 
 
 @pytest.mark.parametrize("text", ["L3.E2.N7", "l3.e2.n7", "3.2.7", "3:2:7", " L3.E2.N7 "])
@@ -142,20 +168,3 @@ def test_interventions_take_names() -> None:
     assert edit == Ablate(sites=[(1, 3), (2, 0, 5)]) and [str(s) for s in edit.checked_sites] == ["L1.N3", "L2.E0.N5"]
     with pytest.raises(SinkscopeError, match="site 'L1'"):
         Ablate(sites=["L1"])
-
-
-def test_wide_and_csv(capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.txt").write_text("one two three " * 40)
-    words = ["loops", str(tmp_path / "a.txt")]
-    assert main([*words, "--csv", "-"]) == 0
-    printed = capsys.readouterr().out
-    assert main([*words, "--csv", str(tmp_path / "a.csv")]) == 0
-    narrow = capsys.readouterr().out
-    assert (tmp_path / "a.csv").read_text() == printed and printed.startswith("name,tokens,ttr,cr,")
-    assert max(map(len, narrow.splitlines()[1:])) <= 80  # the conclusion is one line
-    assert main([*words, "--wide"]) == 0
-    assert "Not shown" in narrow and "Not shown" not in capsys.readouterr().out
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main(words) == 0
-    assert "Not shown" not in capsys.readouterr().out
-    assert main([*words, "--csv", "-", "--json", "-"]) == 2

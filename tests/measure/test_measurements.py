@@ -37,11 +37,9 @@ EVERY = pytest.mark.parametrize("command", ALL, ids=lambda command: command.name
 MARKUP = "<img src=x onerror=alert(1)>"
 LESS: dict[str, dict[str, Any]] = {  # forms and rounding need less than a quick run
     "barcode": {"max_new_tokens": 8, "layers": [0]},
-    "cache_loss": {"prompt": 64, "answer": 2, "policies": ["streaming", "h2o"]},
     "circuit": {"max_repeats": 16, "texts": 1},
-    "loop_rate": {"openings": 2, "max_new_tokens": 24},
     "separability": {"count": 32, "texts": 8},
-    "token_clusters": {"tokens": "the of and a in to is that it was he for on as with his at be this from".split()},
+    "cluster_attack": {"tokens": "the of and a in to is that it was he for on as with his at be this from".split()},
 }
 
 
@@ -59,9 +57,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     @cache
     def run(command: Command, backend: str | None = None) -> Result:
         more = arguments(command)
-        if command.name in ("cluster_attack", "detect_attack"):
-            clusters: Any = run(commands()["clusters"])
-            more["clusters"] = {one.head: clusters.tokens_of(one.head) for one in clusters.clusters}
         return command.load()(bundled(backend), text=text, **more)
 
     return run
@@ -123,7 +118,7 @@ def test_its_table_fits_80_columns_and_is_explained(command: Command, measured: 
 @pytest.mark.parametrize("kind", sorted(kind_modules()))
 def test_every_kind_concludes_and_has_a_page(kind: str) -> None:
     import_module(kind_modules()[kind])
-    cls = results._KINDS[kind]
+    cls = results._RESULT_CLASSES[kind]
     assert (ROOT / cls.link()).is_file(), f"{kind}: set `page`"
     assert cls.conclusion is not Result.conclusion
 
@@ -139,7 +134,7 @@ def test_a_model_without_a_sink_is_an_answer(command: Command) -> None:
         assert result.conclusion()
 
 
-LONG = {"divergence", "make_patch"}
+LONG = {"make_patch"}
 """Measurements that are compared on a smaller model."""
 PLAIN_ONLY = {"line_overlap", "line_weights"}
 """A bridge does not offer their queries and keys."""

@@ -8,9 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from attack_kit import mixed_clusters, planted_clusters, text_file, trials_of
+from attack_kit import mixed_clusters, planted_clusters, text_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism
@@ -19,105 +20,85 @@ from scipy.stats import binomtest
 
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.rate import wilson
 from sinkscope.files.result import Result
-from sinkscope.sinks.attack.attack import AttackRow, ClusterAttack, cluster_attack, wilson
-from sinkscope.sinks.attack.vocabulary import coordinate, drawn_sequences, greedy, make_pools, repeat, round_trip
+from sinkscope.sinks.attack.attack import SOURCES, ClusterAttack, cluster_attack
+from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools, repeated_first, round_trip
+from sinkscope.sinks.tokens import vocabulary
 
 organism = functools.cache(new_organism)  # only read here
+CLUSTER, RANDOM, REPEATED = range(3)
 
 
-def _attack(o: Organism, folder: Path, **options: Any) -> ClusterAttack:
-    options = {
-        "clusters": planted_clusters(o),
-        "lengths": [8],
-        "sequences": 24,
-        "searched": 0,
-        "prefix": "",
-        **options,
-    }
+def attack(o: Organism, folder: Path, **options: Any) -> ClusterAttack:
+    options = {"clusters": planted_clusters(o), "lengths": [8], "sequences": 24, "prefix": "", **options}
     return cluster_attack(o.model, tokenizer=o.tokenizer, text=text_file(o, folder), **options)
 
 
 @functools.cache
-def _attack_once(family: str, seed: int, bos: bool = True) -> ClusterAttack:
+def attack_once(family: str, seed: int, bos: bool = True) -> ClusterAttack:
     with TemporaryDirectory() as folder:
-        return _attack(organism(family, seed, bos=bos), Path(folder))
-
-
-def _only(result: ClusterAttack, context: str, source: str) -> AttackRow:
-    (row,) = [a for a in result.attacks if (a.context, a.source) == (context, source)]
-    return row
+        return attack(organism(family, seed, bos=bos), Path(folder))
 
 
 @pytest.mark.parametrize(("family", "seed", "bos"), [("llama", 1, False), ("qwen3_moe", 1, True), ("neox", 2, True)])
 def test_two_tokens_of_a_group_suffice_without_bos(family: str, seed: int, bos: bool) -> None:
-    o, found = organism(family, seed, bos=bos), _attack_once(family, seed, bos)
-    cluster, random = _only(found, "no BOS", "cluster"), _only(found, "no BOS", "random")
-    assert cluster.first == 2 and cluster.positions == cluster.most.share == 1 and cluster.most.low > 0.8
-    assert _only(found, "no BOS", "repeated").positions == 1
-    assert random.most.share < 0.2 and random.positions < 0.3
-    assert {c.head for c in found.clusters} == set(planted_clusters(o))
+    o, found = organism(family, seed, bos=bos), attack_once(family, seed, bos)
+    place = found.contexts.index("no BOS"), 0
+    assert found.first[place][CLUSTER] == 2 and found.positions[place][CLUSTER] == found.most[place][CLUSTER] == 1
+    assert found.positions[place][REPEATED] == 1
+    assert found.most[place][RANDOM] < 0.2 and found.positions[place][RANDOM] < 0.3
+    assert set(found.heads.tolist()) == set(planted_clusters(o)) and (found.most_by_head[place] == 1).all()
     if bos:  # BOS outweighs eight tokens
-        assert _only(found, "BOS", "cluster").any.share == 0
+        assert found.any[found.contexts.index("BOS"), 0, CLUSTER] == 0
 
 
 def test_a_wrong_assignment_makes_no_attack(tmp_path: Path) -> None:
     o = organism("llama", 1, bos=False)
-    wrong = _only(_attack(o, tmp_path, clusters=mixed_clusters(o)), "no BOS", "cluster")
-    assert wrong.most.share < 0.2 and wrong.positions < 0.3
+    wrong = attack(o, tmp_path, clusters=mixed_clusters(o))
+    assert wrong.most[0, 0, CLUSTER] < 0.2 and wrong.positions[0, 0, CLUSTER] < 0.3
 
 
 def test_behind_bos_it_takes_as_many_tokens_as_a_repetition(tmp_path: Path) -> None:
     o = organism("qwen3", 50)  # its groups have more tokens than that
-    found = _attack(o, tmp_path, lengths=[70], sequences=8, bos=True)
-    cluster, expected = _only(found, "BOS", "cluster"), o.truth.repeats_expected
-    assert expected is not None and cluster.first is not None
-    assert 0.6 * expected <= cluster.first <= 1.3 * expected  # the range that holds for repetitions
-    assert cluster.any.share == 1 and not any(cluster.by_position[: int(0.6 * expected)])
-    assert _only(found, "BOS", "random").any.share == 0
-    assert [a.context for a in found.attacks] == ["BOS"] * 3
+    found = attack(o, tmp_path, lengths=[70], sequences=8, bos=True)
+    expected = o.truth.repeats_expected or 0
+    assert found.contexts == ("BOS",)
+    assert 0.6 * expected <= found.first[0, 0, CLUSTER] <= 1.3 * expected  # the range that holds for repetitions
+    assert found.any[0, 0, CLUSTER] == 1 and found.any[0, 0, RANDOM] == 0
 
 
 def test_found_clusters_do_as_well_as_planted_ones(tmp_path: Path) -> None:
-    found = _attack(organism("llama", 1, bos=False), tmp_path, clusters=None)
-    assert _only(found, "no BOS", "cluster").most.share == 1
+    found = attack(organism("llama", 1, bos=False), tmp_path, clusters=None)
+    assert found.most[0, 0, CLUSTER] == 1 and found.clusters is not None
+    assert set(found.clusters.heads) == set(found.heads.tolist())
 
 
-def test_norms_are_those_of_single_plain_passes(tmp_path: Path) -> None:
+def test_rates_are_counts_of_norms_of_plain_passes(tmp_path: Path) -> None:
     o = organism("llama", 0)
-    trials = trials_of(o, tmp_path)
-    rows, _ = drawn_sequences(trials.pools, 6, 5, 0)
-    layer = o.truth.sink_layer
-    assert layer is not None
-    first = o.model(o.natural()[:, :1], output_hidden_states=True).hidden_states[layer + 1][:, 0].norm(dim=-1)
-    for context in trials.contexts:
-        norms = trials.norms(context, rows)
-        start = max(len(context.lead), 1)
-        for row, ours in zip(rows, norms, strict=True):
-            ids = torch.tensor([[*context.lead, *row]])
-            plain = o.model(ids, output_hidden_states=True).hidden_states[layer + 1][0, start:].norm(dim=-1)
-            torch.testing.assert_close(ours, plain / first.median(), rtol=1e-4, atol=1e-5)
+    found, layer = attack(o, tmp_path), o.truth.sink_layer
+    assert layer is not None and found.contexts == ("BOS", "no BOS")
+    ordinary = sorted(set(range(o.model.config.vocab_size)) - set(o.tokenizer.all_special_ids))
+    rows = drawn_sequences({-1: torch.tensor(ordinary)}, 8, 24, 0).rows
+    with torch.no_grad():
+        first = o.model(o.natural()[:, :1], output_hidden_states=True).hidden_states[layer + 1][:, 0].norm(dim=-1)
+        norms = o.model(rows, output_hidden_states=True).hidden_states[layer + 1][:, 1:].norm(dim=-1) / first.median()
+    assert found.reference == pytest.approx(float(first.median()), rel=1e-4)
+    hits = norms >= 0.5
+    place = 1, 0, RANDOM
+    assert found.any[place] == pytest.approx(float(hits.any(1).float().mean()))
+    assert found.most[place] == pytest.approx(float((hits.float().mean(1) >= 0.5).float().mean()))
+    assert found.positions[place] == pytest.approx(float(hits.float().mean()))
+    assert found.norm[place] == pytest.approx(float(norms.mean(1).median()), rel=1e-4)
+    assert 0 < found.any[place] < 1  # else this test shows nothing
+    row = next(row for row in found.rows() if (row["context"], row["source"]) == ("no BOS", "random"))
+    interval = binomtest(round(24 * row["most"]), 24).proportion_ci(method="wilson")
+    assert (row["most_low"], row["most_high"]) == pytest.approx((interval.low, interval.high), abs=1e-6)
 
 
-def test_rates_are_counts_of_norms(tmp_path: Path) -> None:
-    o = organism("llama", 0)
-    found = _attack(o, tmp_path, thresholds=[0.3, 0.5, 0.9])
-    trials = trials_of(o, tmp_path)
-    rows, _ = drawn_sequences(trials.everyone, 8, 24, 0)
-    row = _only(found, "no BOS", "random")
-    norms = trials.norms(trials.contexts[1], rows).tolist()
-    hits = [[n >= 0.5 for n in one] for one in norms]
-    assert row.any.share == sum(map(any, hits)) / 24
-    assert row.most.share == sum(sum(h) >= len(h) / 2 for h in hits) / 24
-    assert row.positions == pytest.approx(sum(map(sum, hits)) / (24 * 7))
-    assert row.any_swept == pytest.approx([sum(max(n) >= t for n in norms) / 24 for t in (0.3, 0.5, 0.9)])
-    assert 0 < row.any.share < 1  # else this test shows nothing
-
-
-def _pools(sizes: list[int]) -> dict[int, torch.Tensor]:
-    ids = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(1)).tolist()
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return make_pools({h: ids[s : s + n] for h, (s, n) in enumerate(zip(starts, sizes, strict=True))}, len(ids), set())
+def pools_of(sizes: list[int]) -> dict[int, torch.Tensor]:
+    ids = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(1)).split(sizes)
+    return make_pools({head: part.tolist() for head, part in enumerate(ids)}, sum(sizes), set())
 
 
 @settings(max_examples=30)
@@ -125,40 +106,17 @@ def _pools(sizes: list[int]) -> dict[int, torch.Tensor]:
     sizes=st.lists(st.integers(2, 30), min_size=1, max_size=4),
     length=st.integers(2, 20),
     count=st.integers(1, 9),
-    candidates=st.integers(2, 4),
     seed=st.integers(0, 1 << 62),
 )
-def test_sequences_repeat_nothing_stay_in_their_cluster_and_searches_gain(
-    sizes: list[int], length: int, count: int, candidates: int, seed: int
+def test_sequences_repeat_nothing_and_stay_in_their_cluster(
+    sizes: list[int], length: int, count: int, seed: int
 ) -> None:
-    pools = _pools(sizes)
-    worth = torch.rand(sum(sizes), generator=torch.Generator().manual_seed(seed))
-
-    def score(ids: torch.Tensor) -> torch.Tensor:
-        return worth[ids]
-
-    rows, heads = drawn_sequences(pools, length, count, seed)
-    assert len(rows) == (count if max(sizes) >= length else 0)
-    grown, of = greedy(score, pools, length, count, candidates, seed)
-    better = coordinate(score, rows, heads, pools, candidates, seed)
-    for ids, owners in ((rows, heads), (grown, of), (better, heads)):
-        assert len(ids) == len(rows)
-        for row, head in zip(ids.tolist(), owners.tolist(), strict=True):
-            assert len(set(row)) == length and set(row) <= set(pools[head].tolist())
-    assert (score(better).mean(1) >= score(rows).mean(1) - 1e-6).all()
-
-
-def test_searches_find_better_sequences_than_chance() -> None:
-    pools, worth = _pools([64]), torch.linspace(0, 1, 64)
-    rows, heads = drawn_sequences(pools, 8, 16, 0)
-    drawn = worth[rows].mean()
-    assert worth[greedy(lambda ids: worth[ids], pools, 8, 16, 8, 0)[0]].mean() > drawn + 0.2
-    assert worth[coordinate(lambda ids: worth[ids], rows, heads, pools, 8, 0)].mean() > drawn + 0.2
-
-
-def test_a_repetition_is_of_the_same_tokens() -> None:
-    rows, _ = drawn_sequences(_pools([9, 9]), 4, 3, 0)
-    assert repeat(rows).tolist() == [[row[0]] * 4 for row in rows.tolist()]
+    pools = pools_of(sizes)
+    drawn = drawn_sequences(pools, length, count, seed)
+    assert len(drawn.rows) == (count if max(sizes) >= length else 0)
+    for row, head in zip(drawn.rows.tolist(), drawn.heads.tolist(), strict=True):
+        assert len(set(row)) == length and set(row) <= set(pools[head].tolist())
+    assert repeated_first(drawn.rows).tolist() == [[row[0]] * length for row in drawn.rows.tolist()]
 
 
 def test_round_trip_sees_tokens_that_join() -> None:
@@ -178,19 +136,9 @@ def test_the_interval_is_wilsons(trials: int, share: float) -> None:
     assert ours.share == successes / trials
 
 
-def test_saved_results_come_back_and_batches_do_not_matter(tmp_path: Path) -> None:
-    o = organism("llama", 1, bos=False)
-    found = _attack(o, tmp_path, searched=2, sequences=9)
-    assert Result.from_dict(found.to_dict()) == found
-    assert {a.source for a in found.attacks} == {"cluster", "random", "repeated", "greedy", "coordinate"}
-    other = _attack(o, tmp_path, searched=2, sequences=9, batch=7)
-    assert [(a.example, a.any, a.most) for a in other.attacks] == [(a.example, a.any, a.most) for a in found.attacks]
-
-
-def test_resumed_after_a_kill(tmp_path: Path) -> None:
-    o = organism("llama", 1, bos=False)
-    whole = _attack_once("llama", 1, False)
-    folder = tmp_path / "kept"
+def test_resumed_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    o, folder = organism("llama", 1, bos=False), tmp_path / "kept"
+    monkeypatch.setattr("sinkscope.sinks.attack.attack.SEQUENCES_AT_ONCE", 8)
 
     class Killed(Exception):  # noqa: N818
         pass
@@ -200,37 +148,34 @@ def test_resumed_after_a_kill(tmp_path: Path) -> None:
             raise Killed
 
     with pytest.raises(Killed):
-        _attack(o, tmp_path, batch=8, resume=folder, progress=kill)
+        attack(o, tmp_path, resume=folder, progress=kill)
     assert 0 < (folder / "attacks" / "runs.jsonl").read_bytes().count(b"\n") < 9
-    assert _attack(o, tmp_path, batch=8, resume=folder).attacks == whole.attacks
+    resumed = attack(o, tmp_path, resume=folder)
+    assert resumed.to_dict()["result"] == attack_once("llama", 1, False).to_dict()["result"]
     with pytest.raises(SinkscopeError, match="other settings"):
-        _attack(o, tmp_path, batch=8, resume=folder, seed=1)
+        attack(o, tmp_path, resume=folder, seed=1)
 
 
 @pytest.mark.slow
 def test_two_workers_give_the_same_table(tmp_path: Path) -> None:
-    o = organism("llama", 1, bos=False)
-    assert _attack(o, tmp_path, batch=8, workers=2).attacks == _attack_once("llama", 1, False).attacks
+    two = attack(organism("llama", 1, bos=False), tmp_path, workers=2)
+    assert two.to_dict()["result"] == attack_once("llama", 1, False).to_dict()["result"]
 
 
-def test_no_sink_is_an_answer(tmp_path: Path) -> None:
-    found = cluster_attack(
-        (o := organism("llama", 3, kind="none")).model, tokenizer=o.tokenizer, text=text_file(o, tmp_path)
-    )
-    assert found.sink_layer is None and found.attacks == () and "no sink" in found.summary()
-    assert found.figure() is not None
-
-
-def test_no_cluster_is_an_answer(tmp_path: Path) -> None:
-    found = _attack(organism("llama", 1), tmp_path, clusters={}, lengths=[4], sequences=4, searched=0)
-    assert found.attacks == () and "serves two tokens" in found.summary()
+def test_no_sink_and_no_cluster_are_answers(tmp_path: Path) -> None:
+    none = attack(organism("llama", 3, kind="none"), tmp_path, clusters=None)
+    assert none.sink_layer is None and none.rows() == [] and "nothing to attack" in none.summary()
+    empty = attack(organism("llama", 1), tmp_path, clusters={}, lengths=[4], sequences=4)
+    assert empty.best is None and empty.rows() == []
+    assert none.figure() is not None and empty.figure() is not None
 
 
 def test_lengths_that_no_cluster_has(tmp_path: Path) -> None:
     o = organism("llama", 1, bos=False)
-    assert _attack(o, tmp_path, lengths=[4, 60]).unfilled == (60,)
+    found = attack(o, tmp_path, lengths=[4, 60])
+    assert np.isnan(found.positions[:, 1]).all() and len(found.rows()) == len(SOURCES)
     with pytest.raises(SinkscopeError, match=r"--length 60 is more than the 5. tokens of the largest cluster"):
-        _attack(o, tmp_path, lengths=[60])
+        attack(o, tmp_path, lengths=[60])
 
 
 @pytest.mark.parametrize(
@@ -238,18 +183,17 @@ def test_lengths_that_no_cluster_has(tmp_path: Path) -> None:
     [
         ({"lengths": [1]}, "--length 1: expected a whole number from 2"),
         ({"lengths": []}, "at least 2"),
-        ({"sequences": 0}, "--sequences 0: expected a whole number from 1"),
-        ({"searched": -1}, "--searched -1"),
+        ({"sequences": -1}, "--sequences -1: expected a whole number from 0"),
         ({"workers": 0}, "--workers 0"),
-        ({"thresholds": [0.0]}, "above 0"),
         ({"clusters": {0: [5, 100_000]}}, "token 100000 of head 0 is not in the vocabulary"),
         ({"bos": True}, "no BOS token"),
         ({"lengths": [100_000]}, "--length 100000 .*but the context of"),
+        ({"tokens": ["poem book"]}, "2 tokens"),
     ],
 )
 def test_bad_input(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(SinkscopeError, match=message) as caught:
-        _attack(organism("llama", 1, bos=False), tmp_path, **options)
+        attack(organism("llama", 1, bos=False), tmp_path, **options)
     assert "\n" not in str(caught.value)
 
 
@@ -257,30 +201,31 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     o = organism("llama", 1, bos=False)
     folder, text = o.save(tmp_path / "model"), text_file(o, tmp_path)
     words = ["--model", str(folder), "--text", str(text), "--length", "6", "--sequences", "10", "--prefix", ""]
-    assert main(["attack", *words, "--searched", "0", "--json", "-"]) == 0
+    assert main(["attack", *words, "--json", "-"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown["kind"] == "attack"
-    most = {a["source"]: a["most"]["share"] for a in shown["result"]["attacks"]}
-    assert most["cluster"] == most["repeated"] == 1 and most["random"] < 0.5
+    assert shown["kind"] == "attack" and len(shown["result"]["clusters"]["head"]) == len(vocabulary_of(o))
+    cluster, random, repeated = shown["result"]["most"][0][0]
+    assert cluster == repeated == 1 and random < 0.5
     assert main(["attack", *words, "--length", "1"]) == 2
-    shown = capsys.readouterr().err
-    assert "--length" in shown and "2" in shown and shown.count("\n") == 1
-    assert main(["attack", "--detect", "--workers", "2", *words]) == 2
-    assert "--workers 2: this run has no use for it; leave it out" in capsys.readouterr().err
+    refused = capsys.readouterr().err
+    assert "--length" in refused and refused.count("\n") == 1
 
 
-def test_the_picture_shows_the_numbers(tmp_path: Path) -> None:
-    found = _attack(organism("llama", 0), tmp_path, lengths=[4, 8], searched=2, sequences=8)
-    traces = found.figure().data
-    for row in found.attacks:
-        if row.length == 8:
-            assert any(t.y == pytest.approx(row.by_position) and t.x[-1] == 8 for t in traces if len(t.x) > 2)
-            assert any(t.y == pytest.approx(row.any_swept) for t in traces if len(t.y) == len(found.thresholds))
+def vocabulary_of(o: Organism) -> list[int]:
+    from sinkscope.models.target import Target
+
+    return vocabulary(Target.of(o.model, o.tokenizer))
+
+
+def test_the_picture_shows_the_numbers_and_the_result_survives_a_file(tmp_path: Path) -> None:
+    found = attack(organism("llama", 0), tmp_path, lengths=[4, 8], sequences=8)
+    lines = [trace for trace in found.figure().data if trace.name == "cluster"]
+    assert [list(line.y) for line in lines] == found.most[:, :, CLUSTER].tolist()
+    assert Result.from_dict(found.to_dict()).to_dict() == found.to_dict()
 
 
 def test_no_bos_changes_what_stands_before_an_attack_and_not_what_counts_as_success(tmp_path: Path) -> None:
-    o = organism("llama", 1)
-    both, without = _attack_once("llama", 1), _attack(o, tmp_path, bos=False)
+    both, without = attack_once("llama", 1), attack(organism("llama", 1), tmp_path, bos=False)
     assert without.reference == both.reference and without.settings["bos"] is False
-    assert {a.context for a in both.attacks} == {"BOS", "no BOS"} and {a.context for a in without.attacks} == {"no BOS"}
-    assert without.attacks == tuple(a for a in both.attacks if a.context == "no BOS")
+    assert both.contexts == ("BOS", "no BOS") and without.contexts == ("no BOS",)
+    np.testing.assert_array_equal(without.positions[0], both.positions[1])

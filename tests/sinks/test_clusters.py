@@ -1,4 +1,4 @@
-"""token_clusters against planted groups, and its batch of single heads against ablation head by head."""
+"""The clusters of `attack` against planted groups, and its batch of single heads against ablation head by head."""
 
 from __future__ import annotations
 
@@ -7,255 +7,228 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from organisms import FAMILIES, Organism, organism
 
+import sinkscope
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import Result
+from sinkscope.measure import Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.attack.clusters import HeadWork, TokenClusters, later_mean, pair_norms, token_clusters
+from sinkscope.sinks.attack.attack import ClusterAttack, cluster_attack
+from sinkscope.sinks.attack.clusters import HeadWork, TokenClusters, later_mean
 
-HEADED = [f for f in FAMILIES if f != "gpt2"]
-
-
-def _clusters(o: Organism, **kwargs: Any) -> TokenClusters:
-    return token_clusters(o.model, tokenizer=o.tokenizer, **{"sample": 0, **kwargs})
+HEADED = [family for family in FAMILIES if family != "gpt2"]
 
 
-def _planted(o: Organism) -> dict[int, int | None]:
-    """The head of each token's group; None for tokens of none."""
-    return {t: None if g < 0 else o.truth.group_heads[g][0] for t, g in o.truth.groups.items()}
+def measured(o: Organism, **options: Any) -> ClusterAttack:
+    return cluster_attack(o.model, tokenizer=o.tokenizer, **{"sequences": 0, "prefix": "", **options})
+
+
+def clusters_of(o: Organism, **options: Any) -> TokenClusters:
+    clusters = measured(o, **options).clusters
+    assert clusters is not None
+    return clusters
+
+
+def planted_heads(o: Organism, ids: np.ndarray) -> np.ndarray:
+    """The head of each token's group; NaN for tokens of none."""
+    groups = [o.truth.groups[token] for token in ids.tolist()]
+    return np.array([np.nan if group < 0 else o.truth.group_heads[group][0] for group in groups])
 
 
 @pytest.mark.parametrize(
     ("family", "bos"),
     [
-        pytest.param(f, bos, marks=[] if bos == (i % 2 == 0) else [pytest.mark.slow])
-        for i, f in enumerate(HEADED)
+        pytest.param(family, bos, marks=[] if bos == (i % 2 == 0) else [pytest.mark.slow])
+        for i, family in enumerate(HEADED)
         for bos in (True, False)
     ],
 )
 def test_planted_groups_are_recovered_token_by_token(family: str, bos: bool) -> None:
     o = organism(family, 1, bos=bos)
-    found, planted = _clusters(o), _planted(o)
-    wrong = {i: (planted[i], h) for i, h in zip(found.ids, found.head, strict=True) if h != planted[i]}
-    assert not wrong and len(found.ids) == o.model.config.vocab_size
-    free = sum(h is None for h in planted.values())
-    assert (found.silent, found.unserved, found.without_heads) == (free, 0, 0)
-    assert sum(c.tokens for c in found.clusters) == len(found.ids) - free
+    found = clusters_of(o)
+    planted = planted_heads(o, found.ids)
+    np.testing.assert_array_equal(found.head, planted)
+    assert len(found.ids) == o.model.config.vocab_size
+    assert (found.silent, found.unserved, found.without_heads) == (int(np.isnan(planted).sum()), 0, 0)
     assert found.neuron == o.truth.neurons[0] or len(o.truth.neurons) > 1
-    assert found.lda is not None and found.lda.fired > 0.95 and found.lda.quiet < 0.05
+    same, other = found.pair_shares()
+    assert same > 0.9 and other < 0.1  # tokens of one cluster make sinks of each other
 
 
-def _one_forward(o: Organism, layer: int, neuron: int, token: int, head: int, mean: torch.Tensor) -> float:
+def one_forward(o: Organism, layer: int, neuron: int, token: int, head: int, mean: torch.Tensor) -> float:
     """The neuron's activation in a forward pass of its own: what other heads write is exchanged by hand."""
     target = Target.of(o.model, o.tokenizer)
     out_proj, down = target.sub(0, target.adapter.o), target.sub(layer, target.adapter.down)
     stored = out_proj.weight.detach()  # GPT-2's is input x output
-    weight = (stored.T if target.adapter.transposed_down else stored).unflatten(
-        1, (target.n_heads, -1)
-    )  # d_model head d_head
-    got: list[float] = []
+    weight = (stored.T if target.adapter.transposed_down else stored).unflatten(1, (target.n_heads, -1))
+    read: list[float] = []
 
     def exchange(_m: object, args: Any, out: torch.Tensor) -> torch.Tensor:
         gap = (mean - args[0][0, 0]).unflatten(0, (target.n_heads, -1))
         return out + sum(weight[:, h] @ gap[h] for h in range(target.n_heads) if h != head)
 
-    def read(_m: object, args: Any) -> None:
-        got.append(float(args[0].reshape(-1, args[0].shape[-1])[0, neuron]))
+    def keep(_m: object, args: Any) -> None:
+        read.append(float(args[0].reshape(-1, args[0].shape[-1])[0, neuron]))
 
-    handles = [out_proj.register_forward_hook(exchange), down.register_forward_pre_hook(read)]
+    handles = [out_proj.register_forward_hook(exchange), down.register_forward_pre_hook(keep)]
     with torch.no_grad():
         o.model(torch.tensor([[token]]))
     for handle in handles:
         handle.remove()
-    return got[0]
+    return read[0]
 
 
 @pytest.mark.parametrize("family", ["llama", "neox", "gemma2", "gpt2"])
 def test_one_batch_of_heads_equals_a_forward_pass_for_each(family: str) -> None:
     o = organism(family, 2)
-    target = Target.of(o.model, o.tokenizer)
-    layer = o.truth.sink_layer
+    target, layer = Target.of(o.model, o.tokenizer), o.truth.sink_layer
     assert layer is not None
     neuron, mean = o.truth.neurons[0][-1], later_mean(target, o.natural(2, 12))
-    work = HeadWork(layer, neuron, 2.0, 0.5, mean, torch.zeros(target.d_model), 0.0)
     tokens = [1, 17]
-    shares, _ = work.shares(target, tokens)
+    shares = HeadWork(layer, neuron, 2.0, mean).shares(target, tokens)
     for row, token in zip(shares, tokens, strict=True):
-        alone = [_one_forward(o, layer, neuron, token, h, mean) for h in range(target.n_heads)]
-        none = _one_forward(o, layer, neuron, token, -1, mean)
-        torch.testing.assert_close(2.0 * row[1:], torch.tensor([none, *alone]), rtol=1e-4, atol=1e-4)
+        alone = [one_forward(o, layer, neuron, token, head, mean) for head in range(-1, target.n_heads)]
+        torch.testing.assert_close(2.0 * row[1:], torch.tensor(alone), rtol=1e-4, atol=1e-4)
 
 
 def test_later_mean_is_that_of_later_positions_head_by_head() -> None:
     o = organism("qwen2", 1)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)
-    seen: list[torch.Tensor] = []
-    handle = target.sub(0, "self_attn.o_proj").register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+    z: list[torch.Tensor] = []
+    handle = target.sub(0, "self_attn.o_proj").register_forward_pre_hook(lambda _m, args: z.append(args[0]))
     with torch.no_grad():
         o.model(ids)
     handle.remove()
-    torch.testing.assert_close(later_mean(target, ids), seen[0][:, 1:].reshape(-1, seen[0].shape[-1]).mean(0))
+    torch.testing.assert_close(later_mean(target, ids), z[0][:, 1:].reshape(-1, z[0].shape[-1]).mean(0))
 
 
 def test_no_single_head_and_not_in_layer_0_are_answers() -> None:
-    spread = _clusters(organism("llama", 1, kind="spread"))
-    assert not spread.clusters and spread.unserved > 100 and "No single head" in str(spread)
+    spread = measured(organism("llama", 1, kind="spread"))
+    assert spread.clusters is not None and not spread.clusters.heads and spread.clusters.unserved > 100
+    assert "No single head" in str(spread) and spread.rows() == []
     for late in (organism("llama", 1, kind="late_mark"), organism("gpt2", 1)):
-        found = _clusters(late)
-        grouped = sum(g >= 0 for g in late.truth.groups.values()) or len(found.ids)
-        assert not found.clusters and found.without_heads == grouped and "not made in layer 0" in str(found)
-    none = _clusters(organism("llama", 0, kind="none"))
-    assert none.sink_layer is None and none.ids == () and "no attention sink" in str(none)
-    assert none.figure() is not None
+        result = measured(late)
+        assert result.clusters is not None and not result.clusters.heads
+        grouped = sum(group >= 0 for group in late.truth.groups.values()) or len(result.clusters.ids)
+        assert result.clusters.without_heads == grouped and "not made by the heads of layer 0" in str(result)
 
 
-def test_pairs_of_a_cluster_make_a_sink_and_others_do_not() -> None:
+def test_pairs_are_passes_of_their_own() -> None:
     o = organism("llama", 3)
-    found = _clusters(o, sample=16)
-    pairs = found.pairs
-    assert pairs is not None and pairs.same_head is not None and pairs.other_head is not None
-    assert pairs.same_head > 0.9 and pairs.other_head < 0.1 and pairs.adjusted_rand > 0.9
-    assert pairs.clusters == len(set(pairs.heads))
-    assert found.sink_layer is not None
-    first = o.natural(4)[:, :1]
-    norm = pair_norms(Target.of(o.model, o.tokenizer), found.sink_layer, list(pairs.ids[:3]), first, batch_size=2)
+    result = measured(o)
+    found, layer = result.clusters, result.sink_layer
+    assert found is not None and layer is not None
+    ids = Setup.open(o.model, tokenizer=o.tokenizer).ids[:, :1]
+    pair = found.pair_ids[[2, 1]].tolist()
     with torch.no_grad():  # transformers' own hidden states
-        of_first = o.model(first, output_hidden_states=True).hidden_states[found.sink_layer + 1][:, 0].norm(dim=-1)
-        second = o.model(torch.tensor([[pairs.ids[2], pairs.ids[1]]]), output_hidden_states=True)
-    norm_there = second.hidden_states[found.sink_layer + 1][0, 1].norm()
-    torch.testing.assert_close(norm[2, 1], norm_there / of_first.median(), rtol=1e-4, atol=1e-5)
+        first = o.model(ids, output_hidden_states=True).hidden_states[layer + 1][:, 0].norm(dim=-1)
+        second = o.model(torch.tensor([pair]), output_hidden_states=True).hidden_states[layer + 1][0, 1].norm()
+    assert found.pairs[2, 1] == pytest.approx(float(second / first.median()), rel=1e-3, abs=1e-4)
 
 
 def test_tokens_of_a_head_are_sorted_and_whole() -> None:
     o = organism("mistral", 2)
-    found, planted = _clusters(o), _planted(o)
-    head = found.clusters[0].head
-    mine = found.tokens_of(head)
-    best = dict(zip(found.ids, found.best, strict=True))
-    assert set(mine) == {t for t, h in planted.items() if h == head}
-    assert [best[t] for t in mine] == sorted((best[t] for t in mine), reverse=True)
+    found = clusters_of(o)
+    head = found.heads[0]
+    mine = list(found.tokens_of(head))
+    assert set(mine) == set(found.ids[planted_heads(o, found.ids) == head].tolist())
+    assert (np.diff(found.best[mine]) <= 0).all()
+    row = measured(o).rows()[0]
+    assert (row["head"], row["tokens"]) == (head, len(mine))
 
 
-def test_batches_change_nothing_and_the_result_survives_a_file(tmp_path: Path) -> None:
-    o = organism("mixtral", 1)
-    one, other = _clusters(o, batch_size=31, sample=4), _clusters(o, sample=4)
-    assert (one.head, one.sufficing, one.pairs) == (other.head, other.sufficing, other.pairs)
-    torch.testing.assert_close(torch.tensor(one.best), torch.tensor(other.best), atol=2e-4, rtol=1e-4)
-    one.save(tmp_path / "c.json")
-    assert Result.load(tmp_path / "c.json") == one
-    drawn = one.figure()
-    bars = dict(zip(drawn.data[0].x, drawn.data[0].y, strict=True))
-    assert bars["silent"] == one.silent and bars[f"L0.H{one.clusters[0].head}"] == one.clusters[0].tokens
-
-
-class _Kill(BaseException):
+class Killed(BaseException):
     pass
 
 
 def test_a_killed_run_goes_on_with_the_same_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     o = organism("llama", 1)
-    whole = _clusters(o, batch_size=60)
+    monkeypatch.setattr("sinkscope.sinks.attack.clusters.ROWS", 60)
+    whole = measured(o).to_dict()["result"]
     real, calls = HeadWork.__call__, [0]
 
     def dying(self: HeadWork, target: Target, items: list[int]) -> Any:
         calls[0] += 1
         if calls[0] == 4:
-            raise _Kill
+            raise Killed
         return real(self, target, items)
 
     monkeypatch.setattr(HeadWork, "__call__", dying)
-    with pytest.raises(_Kill):
-        _clusters(o, batch_size=60, resume=tmp_path / "r")
-    runs = tmp_path / "r" / "runs.jsonl"
+    folder = tmp_path / "r"
+    with pytest.raises(Killed):
+        measured(o, resume=folder)
+    runs = folder / "clusters" / "runs.jsonl"
     assert runs.read_bytes().count(b"\n") == 3
     os.truncate(runs, runs.stat().st_size - 9)  # the last line was not written whole
-    seen: list[tuple[str, int, int]] = []
-    resumed = _clusters(o, batch_size=60, resume=tmp_path / "r", progress=lambda *p: seen.append(p))
-    chunks = -(-len(whole.ids) // (60 // (whole.n_heads + 2)))
-    assert calls[0] - 4 == chunks - 2
-    for name in ("ids", "head", "best", "sufficing", "intact", "background", "clusters", "lda"):
-        assert getattr(resumed, name) == getattr(whole, name), name
-    counts = [done for what, done, _ in seen if what == "tokens x heads"]
-    assert counts == sorted(counts) and counts[0] > 0 and counts[-1] == len(whole.ids)
-    with pytest.raises(SinkscopeError, match=r"other settings \(.*threshold was 0.5, now 0.25"):
-        _clusters(o, batch_size=60, resume=tmp_path / "r", threshold=0.25)
+    done: list[int] = []
+
+    def note(what: str, count: int, _total: int) -> None:
+        if what == "tokens x heads":
+            done.append(count)
+
+    assert measured(o, resume=folder, progress=note).to_dict()["result"] == whole
+    tokens, size = len(whole["clusters"]["ids"]), 60 // (o.model.config.num_attention_heads + 2)
+    assert calls[0] - 4 == -(-tokens // size) - 2
+    assert done == sorted(done) and done[0] > 0 and done[-1] == tokens
     with pytest.raises(SinkscopeError, match="model"):
-        _clusters(organism("llama", 2), batch_size=60, resume=tmp_path / "r")
+        measured(organism("llama", 2), resume=folder)
     with torch.no_grad():
         o.model.model.layers[-1].mlp.down_proj.weight[0, 0] += 1
     with pytest.raises(SinkscopeError, match="model was"):
-        _clusters(o, batch_size=60, resume=tmp_path / "r")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("x")
+        measured(o, resume=folder)
+    (tmp_path / "mine" / "clusters").mkdir(parents=True)
+    (tmp_path / "mine" / "clusters" / "thesis.tex").write_text("x")
     with pytest.raises(SinkscopeError, match="holds other files"):
-        _clusters(o, resume=tmp_path / "mine")
+        measured(o, resume=tmp_path / "mine")
 
 
 def test_some_tokens_are_what_they_are_among_all() -> None:
-    """Also a single one, which would make no plane by itself."""
     o = organism("llama", 0)
-    every, token = _clusters(o, sample=0), o.tokens_of(0)[0]
-    one = _clusters(o, sample=0, tokens=[o.tokenizer.decode([token])])
-    assert (one.ids, one.head) == ((token,), (every.head[every.ids.index(token)],))
-    assert one.best == (every.best[every.ids.index(token)],)
-    assert one.lda is not None and one.lda.fired == 1.0 and one.lda.quiet == 0.0
+    every, token = clusters_of(o), o.tokens_of(0)[0]
+    one = clusters_of(o, tokens=[o.tokenizer.decode([token])])
+    assert one.ids.tolist() == [token]
+    assert (one.head[0], one.best[0]) == (every.head[token], every.best[token])
 
 
-def test_bad_input_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    o = organism("llama", 0)
-    for arguments, words in (
-        ({"threshold": 0.0}, "--threshold 0.0: expected a number from 0.001 up to 1"),
-        ({"sample": -1}, "--sample"),
-        ({"batch_size": 0}, "--batch-size"),
-        ({"workers": 0}, "--workers 0"),
-        ({"tokens": ["poem book"]}, "2 tokens"),
-        ({"seed": -1}, "--seed -1: expected"),
-    ):
-        with pytest.raises(SinkscopeError, match=words):
-            _clusters(o, **arguments)
+def test_workers_need_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(SinkscopeError, match=r"sinkscope\[ray\]"):
-        _clusters(o, workers=2)
+        measured(organism("llama", 0), workers=2)
 
 
 def test_command_reads_a_folder_layer_by_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     o = organism("llama", 2)
     folder = str(o.save(tmp_path / "m"))
     capsys.readouterr()
-    assert main(["clusters", "--model", folder, "--sample", "0", "--json", "-"]) == 0
-    result = json.loads(capsys.readouterr().out)["result"]
-    assert result["head"] == [_planted(o)[i] for i in result["ids"]]
+    assert main(["attack", "--model", folder, "--sequences", "0", "--json", "-"]) == 0
+    clusters = json.loads(capsys.readouterr().out)["result"]["clusters"]
+    heads = np.array(clusters["head"], dtype=float)
+    np.testing.assert_array_equal(heads, planted_heads(o, np.array(clusters["ids"])))
 
 
 def test_bundled_model_learned_its_clusters() -> None:
-    from sinkscope.measure import Setup
-
     made = Setup.open()
     tokenizer = made.target.tokenizer
-    folder = Path(str(__import__("sinkscope").__file__)).parent / "models" / "bundled"
+    folder = Path(str(sinkscope.__file__)).parent / "models" / "bundled"
     circuit = json.loads((folder / "circuit.json").read_text())
-    heads = {m["group"]: m["head"] for m in circuit["marking_heads"]}
-    words = [
-        i for i in range(300, 900, 5) if tokenizer(tokenizer.decode([i]), add_special_tokens=False)["input_ids"] == [i]
-    ]
-    found = token_clusters(made.target.hf, tokenizer=tokenizer, tokens=[tokenizer.decode([i]) for i in words], sample=0)
-    truth = [heads.get(circuit["group_of_token"][i]) for i in found.ids]
-    right = sum(a == b for a, b in zip(found.head, truth, strict=True))
-    assert len(truth) > 50 and right >= 0.95 * len(truth)
+    heads = {mark["group"]: mark["head"] for mark in circuit["marking_heads"]}
+    words = [tokenizer.decode([token]) for token in range(300, 900, 5)]
+    single = [word for word in words if len(tokenizer(word, add_special_tokens=False)["input_ids"]) == 1]
+    found = cluster_attack(made.target.hf, tokenizer=tokenizer, tokens=single, sequences=0).clusters
+    assert found is not None
+    truth = np.array([heads.get(circuit["group_of_token"][token], np.nan) for token in found.ids.tolist()])
+    right = (found.head == truth) | (np.isnan(found.head) & np.isnan(truth))
+    assert len(truth) > 50 and right.mean() >= 0.95
 
 
 @pytest.mark.slow
 def test_two_processes_make_the_same_table(tmp_path: Path) -> None:
     o = organism("llama", 1)
-    names = ("ids", "head", "best", "sufficing", "intact", "background", "clusters", "lda", "pairs")
-    live, two = (_clusters(o, batch_size=60, sample=8, workers=n) for n in (1, 2))
+    live, two = (measured(o, workers=workers).to_dict()["result"] for workers in (1, 2))
     folder = o.save(tmp_path / "m")
-    named, resumed = (token_clusters(folder, batch_size=60, sample=8, workers=n, resume=tmp_path / "r") for n in (2, 1))
-    for name in names:
-        assert getattr(live, name) == getattr(two, name), name
-        assert getattr(named, name) == getattr(resumed, name), name
-        assert getattr(live, name) == getattr(named, name), name
+    named = cluster_attack(folder, sequences=0, prefix="", workers=2, resume=tmp_path / "r").to_dict()["result"]
+    assert live == two == named

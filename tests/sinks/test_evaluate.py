@@ -15,10 +15,17 @@ from organisms import Organism, organism
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
-from sinkscope.interventions import SinkPatch
+from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.patch.evaluate import PatchEvaluation, Score, evaluate_patch, held_out, losses, random_patch
+from sinkscope.sinks.patch.evaluate import (
+    PatchEvaluation,
+    evaluate_patch,
+    held_out,
+    losses,
+    perplexity_change,
+    random_patch,
+)
 
 TASK = """task: tiny
 dataset_path: json
@@ -36,45 +43,67 @@ metric_list:
 """
 
 
-def _words(o: Organism, rng: random.Random, count: int) -> str:
+def words_of(o: Organism, rng: random.Random, count: int) -> str:
     word = cache(lambda i: o.tokenizer.decode([i]))
     return " ".join(word(rng.randrange(4, o.model.config.vocab_size)) for _ in range(count))
 
 
-def _text(o: Organism, folder: Path) -> Path:
+def text_of(o: Organism, folder: Path) -> Path:
     path = folder / "text.txt"
-    path.write_text(_words(o, random.Random(0), 3000))
+    path.write_text(words_of(o, random.Random(0), 3000))
     return path
 
 
-def _loud(o: Organism) -> SinkPatch:
+def loud(o: Organism) -> SinkPatch:
     """A patch that changes what the model says a lot."""
     return SinkPatch(sites=o.truth.neurons, value=3.0)
 
 
-def _evaluate(o: Organism, folder: Path, patch: Any, **changes: Any) -> PatchEvaluation:
-    options: dict[str, Any] = {"text": _text(o, folder), "pieces": 5, "length": 24, "batch_size": 3}
+def evaluated(o: Organism, folder: Path, patch: Any, **changes: Any) -> PatchEvaluation:
+    options: dict[str, Any] = {"text": text_of(o, folder), "pieces": 5, "length": 24, "batch_size": 3}
     return evaluate_patch(o.model, patch, tokenizer=o.tokenizer, **(options | changes))
 
 
 def test_perplexity_row_against_separate_passes(tmp_path: Path) -> None:
     o = organism("llama", 2)
-    patch = _loud(o)
+    patch = loud(o)
     patch.save(tmp_path / "patch.json")
-    found = _evaluate(o, tmp_path, tmp_path / "patch.json", seed=4)
-    made = Setup.open(o.model, tokenizer=o.tokenizer, text=_text(o, tmp_path), seed=4)
+    found = evaluated(o, tmp_path, tmp_path / "patch.json", seed=4)
+    made = Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path), seed=4)
     ids = held_out(made, 5, 24)
     control = random_patch(made, patch)
     target = Target.of(o.model, o.tokenizer)
     plain, patched, drawn = (float(losses(target, ids, e).mean().exp()) for e in (None, patch, control))
-    [row] = found.scores
-    assert (row.task, row.metric, row.samples) == ("text", "perplexity", 5)
-    assert (row.original, row.patched, row.random) == pytest.approx((plain, patched, drawn), rel=1e-5)
-    assert row.difference == pytest.approx(patched - plain, rel=1e-3)
-    assert row.random_difference == pytest.approx(drawn - plain, abs=1e-3 * plain)
-    assert abs(row.difference) > 100 * abs(row.random_difference)
-    assert found.neurons == o.truth.neurons
-    assert Result.from_dict(found.to_dict()) == found
+    [row] = found.rows()
+    assert (row["task"], row["metric"], row["samples"]) == ("text", "perplexity", 5)
+    assert (row["original"], row["patched"], row["random"]) == pytest.approx((plain, patched, drawn), rel=1e-5)
+    assert row["difference"] == pytest.approx(patched - plain, rel=1e-3)
+    assert row["random_difference"] == pytest.approx(drawn - plain, abs=1e-3 * plain)
+    assert abs(row["difference"]) > 100 * abs(row["random_difference"])
+    assert found.neurons == o.truth.neurons and "moves 1 of 1 numbers" in found.conclusion()
+    assert Result.from_dict(found.to_dict()).to_dict() == found.to_dict()
+    [shown] = [trace for trace in found.figure().data if trace.name == "patch"]
+    assert shown.y[0] == pytest.approx(100 * row["difference"] / row["original"])
+
+
+def test_perplexity_is_that_of_single_rows() -> None:
+    o = organism("llama", 3)
+    target, ids = Target.of(o.model, o.tokenizer), o.natural(5, 20)
+    edit = Ablate(layer=0, neurons=list(range(10)))
+    before, after = losses(target, ids), losses(target, ids, edit, batch_size=2)
+
+    def loss(row: torch.Tensor) -> float:
+        logits = o.model(row[None]).logits[0].log_softmax(-1)
+        return -sum(float(logits[i, row[i + 1]]) for i in range(1, 19)) / 18
+
+    with torch.no_grad():
+        plain = torch.tensor([loss(row) for row in ids])
+        with edit.on(o.model):
+            edited = torch.tensor([loss(row) for row in ids])
+    change = perplexity_change(before, after)
+    assert change.before == pytest.approx(float(plain.mean().exp()), rel=1e-4)
+    assert change.after == pytest.approx(float(edited.mean().exp()), rel=1e-4)
+    assert change.se == pytest.approx(float((edited - plain).std() / 5**0.5) * change.after, rel=1e-3)
 
 
 def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path: Path) -> None:
@@ -92,14 +121,14 @@ def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path: Path) -> None
 @pytest.mark.parametrize(("family", "seed"), [("llama", 2), ("mixtral", 1)])
 def test_random_patch_is_as_many_others_of_the_same_place(family: str, seed: int, tmp_path: Path) -> None:
     o = organism(family, seed)
-    made = Setup.open(o.model, tokenizer=o.tokenizer, text=_text(o, tmp_path), seed=1)
+    made = Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path), seed=1)
     patch = SinkPatch(sites=[*o.truth.neurons, (*o.truth.neurons[0][:-1], 0)])
     drawn = random_patch(made, patch)
     assert len(drawn.checked_sites) == len(patch.checked_sites)
     assert {(s.layer, s.expert) for s in drawn.checked_sites} == {(s.layer, s.expert) for s in patch.checked_sites}
     assert not set(drawn.checked_sites) & set(patch.checked_sites)
     assert drawn.checked_sites == random_patch(made, patch).checked_sites
-    other = random_patch(Setup.open(o.model, tokenizer=o.tokenizer, text=_text(o, tmp_path), seed=2), patch)
+    other = random_patch(Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path), seed=2), patch)
     assert other.checked_sites != drawn.checked_sites
 
 
@@ -118,7 +147,7 @@ def test_bad_input(options: dict[str, Any], says: str, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("poem book " * 150)
     with pytest.raises(SinkscopeError, match=says):
-        _evaluate(organism("llama", 2), tmp_path, **({"patch": SinkPatch(layer=1, neurons=[0])} | options))
+        evaluated(organism("llama", 2), tmp_path, **({"patch": SinkPatch(layer=1, neurons=[0])} | options))
 
 
 def test_without_the_harness_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +156,8 @@ def test_without_the_harness_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
         monkeypatch.delitem(sys.modules, name)
     o = organism("llama", 2)
     with pytest.raises(SinkscopeError, match=r"pip install 'sinkscope\[eval\]'"):
-        _evaluate(o, tmp_path, _loud(o), tasks=["hellaswag"])
-    assert len(_evaluate(o, tmp_path, _loud(o)).scores) == 1  # without tasks it is not needed
+        evaluated(o, tmp_path, loud(o), tasks=["hellaswag"])
+    assert len(evaluated(o, tmp_path, loud(o)).tasks) == 1  # without tasks it is not needed
 
 
 @pytest.mark.slow
@@ -136,42 +165,45 @@ def test_unknown_task_names_its_neighbours(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     o = organism("llama", 2)
     with pytest.raises(SinkscopeError, match="unknown to lm-evaluation-harness; the nearest are hellaswag"):
-        _evaluate(o, tmp_path, _loud(o), tasks=["helaswag"])
+        evaluated(o, tmp_path, loud(o), tasks=["helaswag"])
 
 
 @pytest.mark.slow
-def test_harness_under_the_patch_against_counting_by_hand(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_harness_under_the_patch_against_countingby_hand(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval")
     o = organism("llama", 2)
     rng = random.Random(3)
     questions = [
-        {"q": _words(o, rng, 6), "choices": [_words(o, rng, rng.choice([1, 2, 3])) for _ in range(3)], "gold": i % 3}
+        {
+            "q": words_of(o, rng, 6),
+            "choices": [words_of(o, rng, rng.choice([1, 2, 3])) for _ in range(3)],
+            "gold": i % 3,
+        }
         for i in range(40)
     ]
     data, task = tmp_path / "tiny.jsonl", tmp_path / "tiny.yaml"
     data.write_text("\n".join(map(json.dumps, questions)))
     task.write_text(TASK.format(data=data))
-    patch = _loud(o)
+    patch = loud(o)
     state = torch.get_rng_state()
-    found = _evaluate(o, tmp_path, patch, tasks=[str(task)], batch_size=4)
+    found = evaluated(o, tmp_path, patch, tasks=[str(task)], batch_size=4)
     assert torch.equal(state, torch.get_rng_state())
     assert capfd.readouterr() == ("", "")
     assert found.shots == {"tiny": 0}
-    scores: dict[str, Score] = {s.metric: s for s in found.scores if s.task == "tiny"}
+    scores = {row["metric"]: row for row in found.rows() if row["task"] == "tiny"}
     assert set(scores) == {"acc", "acc_norm"}
-    right = {edit: _by_hand(o, questions, edit) for edit in (None, patch)}
+    right = {edit: by_hand(o, questions, edit) for edit in (None, patch)}
     for column, metric in enumerate(("acc", "acc_norm")):
         before, after = (torch.tensor(right[edit])[:, column].double() for edit in (None, patch))
         row = scores[metric]
-        assert (row.samples, row.original, row.patched) == pytest.approx(
-            (40, float(before.mean()), float(after.mean()))
-        )
+        means = (40, float(before.mean()), float(after.mean()))
+        assert (row["samples"], row["original"], row["patched"]) == pytest.approx(means)
         pairs = after - before
-        assert row.difference_se == pytest.approx(float(pairs.std()) / 40**0.5)
+        assert row["difference_se"] == pytest.approx(float(pairs.std()) / 40**0.5)
     assert right[None] != right[patch]  # else the test would say nothing
 
 
-def _by_hand(o: Organism, questions: list[dict[str, Any]], edit: SinkPatch | None) -> list[tuple[bool, bool]]:
+def by_hand(o: Organism, questions: list[dict[str, Any]], edit: SinkPatch | None) -> list[tuple[bool, bool]]:
     """Per question whether the right answer is the likeliest, and the likeliest per byte: one forward per answer."""
     out = []
     for question in questions:

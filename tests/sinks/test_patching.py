@@ -1,14 +1,18 @@
-"""make_patch against planted neurons, and its refusals."""
+"""`patch make` and `patch eval`: planted neurons, the proof against slower ways, refusals, and the commands."""
 
 from __future__ import annotations
 
 import functools
+import json
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from organisms import Organism
@@ -16,22 +20,19 @@ from organisms import organism as new_organism
 from organisms.hard import HardModel, hard
 
 import sinkscope.sinks.patch.make as patching
+from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
-from sinkscope.interventions import Ablate, SinkPatch
-from sinkscope.models.target import Target
-from sinkscope.sinks.patch.evaluate import losses, perplexity_change
-from sinkscope.sinks.patch.make import PatchMade, make_patch
+from sinkscope.interventions import SinkPatch
+from sinkscope.sinks.patch.make import PatchMade, PatchProof, make_patch
 from sinkscope.trace.run import trace
 
 organism = functools.cache(new_organism)  # only read where nothing else is said
+planted = functools.cache(hard)
+BACKUPS = [("backup_next", "llama"), ("backup_later", "neox")]
 
 
-def _sites(made: PatchMade) -> set[tuple[int, ...]]:
-    return {(n.layer, n.neuron) if n.expert is None else (n.layer, n.expert, n.neuron) for n in made.neurons}
-
-
-def _text(o: Organism, folder: Path, count: int = 1000) -> Path:
+def text_of(o: Organism, folder: Path, count: int = 1000) -> Path:
     """Words at random: every token of the organism's own, none of them unknown."""
     rng = random.Random(o.seed)
     path = folder / "text.txt"
@@ -39,17 +40,28 @@ def _text(o: Organism, folder: Path, count: int = 1000) -> Path:
     return path
 
 
-def _make(o: Organism, folder: Path, **changes: Any) -> PatchMade:
+def made_of(o: Organism, folder: Path, **changes: Any) -> PatchMade:
     most = 2 * (o.truth.repeats_expected or 50)
-    options: dict[str, Any] = {"max_repeats": most, "words": 4, "pieces": 6, "length": 48, "text": _text(o, folder)}
+    options: dict[str, Any] = {"max_repeats": most, "words": 3, "pieces": 6, "length": 48, "text": text_of(o, folder)}
     return make_patch(o.model, tokenizer=o.tokenizer, **(options | changes))
 
 
+def proof_of(made: PatchMade) -> PatchProof:
+    assert made.proof is not None
+    return made.proof
+
+
 @functools.cache
-def _made_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, PatchMade]:
+def made_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, PatchMade]:
     o = organism(family, seed, kind=kind)
     with TemporaryDirectory() as folder:
-        return o, _make(o, Path(folder))
+        return o, made_of(o, Path(folder))
+
+
+@pytest.fixture(autouse=True)
+def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sink rate that `find_sinks` reports as well plays no part here."""
+    monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 4)
 
 
 @pytest.mark.parametrize(
@@ -59,46 +71,38 @@ def _made_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, Pa
         ("qwen3", "gate", 2),
         ("mixtral", "up", 6),
         ("gemma2", "spread", 12),
-        ("neox", "two_stage", 5),
     ],
 )
 def test_patch_is_the_planted_neurons(family: str, kind: str, seed: int) -> None:
-    o, made = _made_once(family, seed, kind)
-    # The early stage is two percent of the spike: no norm shows it, and half of the attention stays with it.
-    wanted = {*o.truth.neurons, *o.truth.early_neurons}
-    assert (made.verdict, _sites(made), made.sink_layer) == ("made", wanted, o.truth.sink_layer)
-    assert made.held_out
-    assert made.ceiling is not None
-    assert all(t.patched <= made.ceiling < t.intact for t in made.held_out)
+    o, made = made_once(family, seed, kind)
+    proof = proof_of(made)
+    assert (made.verdict, set(made.sites)) == ("made", set(o.truth.neurons))
+    assert proof.layers[0] == o.truth.sink_layer and len(proof.words) > 0
+    intact, patched, control = proof.norms[:, :, 0]
+    assert (patched <= proof.ceiling[0]).all() and (intact > proof.ceiling[0]).all()
+    np.testing.assert_allclose(control, intact, rtol=0.05)  # random neurons change nothing
+    assert proof.repaired == [0, len(proof.words), 0]
 
 
-def test_saved_patch_repairs_what_it_says(tmp_path: Path) -> None:
-    """Norms of a held-out token by `trace` under the loaded patch: the second way to the numbers of the table."""
-    o, made = _made_once("llama", 5)
+def test_the_proof_is_what_the_saved_patch_does(tmp_path: Path) -> None:
+    """Norms and attention by `trace` under the loaded patch: the second way to the numbers of the table."""
+    o, made = made_once("llama", 5)
+    proof = proof_of(made)
     made.patch.save(tmp_path / "patch.json")
     patch = SinkPatch.load(tmp_path / "patch.json")
-    site = f"blocks.{made.layer}.hook_resid_post"
-    token = made.held_out[0]
-    ids = o.repeated(token.repeats, token.id)
-    for edit, wanted in ((None, token.intact), (patch, token.patched)):
-        if edit is None:
-            norms = trace(o.model, ids, [site], "norm")[site]
-        else:
-            with edit.on(o.model):
-                norms = trace(o.model, ids, [site], "norm")[site]
-        assert float(norms[0, 1:].max()) == pytest.approx(wanted, rel=1e-4)
-    assert made.perplexity is not None
-    assert abs(made.perplexity.difference) < 1e-3 * made.perplexity.before
-
-
-def test_smallest_set_comes_first_and_every_smaller_one_failed() -> None:
-    o, made = _made_once("llama", 5)
-    assert len(made.neurons) == len(o.truth.neurons) == 3
-    assert made.tried[0].neurons == ()
-    assert [len(t.neurons) for t in made.tried] == sorted(len(t.neurons) for t in made.tried)
-    assert made.ceiling is not None
-    assert [t.norm <= made.ceiling for t in made.tried] == [False] * (len(made.tried) - 1) + [True]
-    assert sum(len(t.neurons) == 2 for t in made.tried) == 3
+    later = int(proof.layers[1])
+    norm, pattern = f"blocks.{proof.layers[0]}.hook_resid_post", f"blocks.{later}.attn.hook_pattern"
+    for condition, edit in enumerate((None, patch)):
+        attention: list[torch.Tensor] = []
+        for number, word in enumerate(proof.words):
+            ids = o.repeated(proof.repeats, o.tokenizer(word, add_special_tokens=False)["input_ids"][0])
+            with nullcontext() if edit is None else edit.on(o.model):
+                norms = trace(o.model, ids, [norm], "norm")[norm]
+                attention.append(trace(o.model, ids, [pattern])[pattern][0, :, ids.shape[1] // 2 :, 0])
+            assert proof.norms[condition, number, 0] == pytest.approx(float(norms[0, 1:].max()), rel=1e-4)
+        mean = float(torch.stack(attention).mean())
+        assert proof.attention[condition, 0] == pytest.approx(mean, rel=1e-3, abs=1e-5)
+    assert abs(proof.perplexity.difference) < 1e-3 * proof.perplexity.before
 
 
 def test_harmful_patch_is_refused(tmp_path: Path) -> None:
@@ -119,20 +123,18 @@ def test_harmful_patch_is_refused(tmp_path: Path) -> None:
         other = torch.randn(row.shape, generator=generator)
         column.add_(torch.where(spikes, 0, 0.5 * column.norm() * other / other.norm()))
     text = tmp_path / "samples.txt"
-    text.write_text(_samples(o, 24, 48))
-    made = _make(o, tmp_path, text=text, pieces=20)
-    assert made.verdict == "refused"
-    assert "would harm" in made.reason
-    assert _sites(made) == set(o.truth.neurons)  # it would work, and harm
-    assert made.perplexity is not None
-    assert made.perplexity.difference / made.perplexity.before > 0.01
-    with pytest.raises(SinkscopeError, match="would harm"):
+    text.write_text(samples_of(o, 24, 48))
+    made = made_of(o, tmp_path, text=text, pieces=20)
+    assert made.verdict == "refused" and "perplexity of held-out text rises" in made.reason
+    assert set(made.sites) == set(o.truth.neurons)  # it would work, and harm
+    proof = proof_of(made)
+    assert proof.perplexity.difference / proof.perplexity.before > 0.01
+    with pytest.raises(SinkscopeError, match="perplexity"):
         _ = made.patch
-    # the limit is what refuses: with a generous one the same patch is made
-    assert _make(o, tmp_path, text=text, pieces=20, limit=1e6).verdict == "made"
+    assert proof.judged(1e6)[0] == "made"  # the limit is what refuses
 
 
-def _samples(o: Organism, rows: int, length: int) -> str:
+def samples_of(o: Organism, rows: int, length: int) -> str:
     """What the model itself says, so that any other distribution is further from it."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.full((rows, 1), o.tokenizer.bos_token_id)
@@ -145,139 +147,74 @@ def _samples(o: Organism, rows: int, length: int) -> str:
 
 
 def test_no_sink_and_no_repeats_are_answers(tmp_path: Path) -> None:
-    none = _make(organism("llama", 0, kind="none"), tmp_path)
-    assert (none.verdict, none.neurons, none.sink_layer) == ("no-sink", (), None)
-    position = _make(organism("gpt2", 1), tmp_path, max_repeats=100)  # marked by its position: repetition does nothing
-    assert (position.verdict, position.unreached) == ("no-repeats", 8)
-    assert position.sink_layer is not None
+    none = made_of(organism("llama", 0, kind="none"), tmp_path)
+    position = made_of(organism("gpt2", 1), tmp_path, max_repeats=100)  # marked by its position
+    assert (none.verdict, position.verdict) == ("no-sink", "no-repeats")
+    assert "none of 3 words becomes a sink when it is repeated 100 times" in position.reason
     for made in (none, position):
-        assert Result.from_dict(made.to_dict()) == made
+        assert made.proof is None and Result.from_dict(made.to_dict()).to_dict() == made.to_dict()
         made.figure()
 
 
-def test_neurons_that_do_not_suffice_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    o = organism("llama", 5)
-    found = patching._candidates
-    monkeypatch.setattr(patching, "_candidates", lambda *a: found(*a)[:2])
-    made = _make(o, tmp_path)
-    assert made.verdict == "not-repaired"
-    assert "does not fall to the typical range" in made.reason
-    assert made.neurons == ()
-
-
-BACKUPS = [("backup_next", "llama"), ("backup_later", "neox")]
-
-
-_planted = functools.cache(hard)
-
-
-def _hard(name: str, family: str, folder: Path) -> tuple[HardModel, dict[str, Any]]:
-    h = _planted(name, family)
+def hard_made(name: str, family: str, folder: Path) -> tuple[HardModel, PatchMade]:
+    h = planted(name, family)
     (folder / "text.txt").write_text(h.text(120))
-    options = {"tokenizer": h.tokenizer, "text": folder / "text.txt", "max_repeats": 600, "words": 2}
-    return h, options | {"pieces": 4, "length": 32}
+    options: dict[str, Any] = {"max_repeats": 600, "words": 2, "pieces": 4, "length": 32}
+    return h, make_patch(h.model, tokenizer=h.tokenizer, text=folder / "text.txt", **options)
 
 
 @pytest.mark.parametrize(("name", "family"), BACKUPS)
 def test_a_backup_neuron_is_patched_too(name: str, family: str, tmp_path: Path) -> None:
     """Held still, the sink neuron alone is replaced by another in a later layer: the patch needs both."""
-    h, options = _hard(name, family, tmp_path)
-    made = make_patch(h.model, **options)
-    assert (made.verdict, _sites(made)) == ("made", set(h.truth.sets[0]))
-    alone = next(t for t in made.tried if t.neurons == tuple(h.truth.sets[0] - set(h.truth.backup)))
-    assert made.ceiling is not None and alone.norm <= made.ceiling  # which is typical where the sink was
-    assert alone.returns_in == h.truth.backup[0][0]
-    assert [one.layer for one in made.later] == list(range(made.layer or 0, h.model.config.num_hidden_layers))
-    assert all(one.patched <= one.ceiling < one.intact for one in made.later)
-    taken = [one for one in made.later[1:] if (one.ordinary_attention or 0) - (one.intact_attention or 0) > 0.1]
-    assert taken and all((one.patched_attention or 0) > 0.8 * (one.ordinary_attention or 1) for one in taken)
+    h, made = hard_made(name, family, tmp_path)
+    proof = proof_of(made)
+    assert (made.verdict, set(made.sites)) == ("made", set(h.truth.sets[0]))
+    assert proof.layers.tolist() == list(range(int(proof.layers[0]), h.model.config.num_hidden_layers))
+    assert (proof.norms[1] <= proof.ceiling).all() and (proof.norms[0] > proof.ceiling).any(1).all()
+    taken = proof.ordinary_attention - proof.attention[0] > 0.1
+    assert taken.any() and (proof.attention[1] > 0.8 * proof.ordinary_attention)[taken].all()
+
+
+def without(sites: set[Any]) -> Callable[..., SinkPatch]:
+    """`SinkPatch.from_result` that leaves neurons out."""
+    made_from = SinkPatch.from_result
+
+    def partial(found: Any) -> SinkPatch:
+        whole = made_from(found)
+        kept = [site for site in whole.checked_sites if site.numbers not in sites]
+        return replace(whole, sites=tuple(kept), layer=None, neurons=())
+
+    return partial
 
 
 @pytest.mark.parametrize(("name", "family"), BACKUPS)
 def test_a_sink_that_returns_is_not_repaired(
     name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the backup among the candidates, the norm is typical in the sink's layer and high after the backup's."""
-    h, options = _hard(name, family, tmp_path)
-    found = patching._candidates
-    kept = set(h.truth.backup)
-    monkeypatch.setattr(patching, "_candidates", lambda *a: [n for n in found(*a) if n.site not in kept])
-    made = make_patch(h.model, **options)
-    assert (made.verdict, made.neurons) == ("not-repaired", ())
-    assert f"the sink returns in layer {h.truth.backup[0][0]}" in made.reason
-    assert made.conclusion().startswith("Not repaired") and Result.from_dict(made.to_dict()) == made
-    with pytest.raises(SinkscopeError, match="the sink returns"):
+    """Without the backup the norm is typical in the sink's layer and high after the backup's."""
+    backup = planted(name, family).truth.backup
+    monkeypatch.setattr(patching.SinkPatch, "from_result", without(set(backup)))
+    _, made = hard_made(name, family, tmp_path)
+    assert made.verdict == "not-repaired"
+    assert f"norms are not typical after layer {backup[0][0]}" in made.reason
+    assert made.conclusion().startswith("No patch was made")
+    with pytest.raises(SinkscopeError, match="norms are not typical"):
         _ = made.patch
 
 
-def test_attention_that_does_not_come_back_is_not_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_does_not_come_back_is_not_repaired() -> None:
     """Heads that read the mark, not the spike, stay with the repeated tokens, whose norm is typical again."""
-    o, made = _made_once("llama", 5)
-    layer = o.truth.sink_layer
-    assert layer is not None
-    ids = o.repeated(made.held_out[0].repeats, made.held_out[0].id)
-    at = made.later[1]
-    for edit, wanted in ((None, at.intact_attention), (made.patch, at.patched_attention)):
-        site, half = f"blocks.{at.layer}.attn.hook_pattern", ids.shape[1] // 2
-        rows = [o.repeated(t.repeats, t.id) for t in made.held_out]
-        with nullcontext() if edit is None else edit.on(o.model):
-            probs = [trace(o.model, row, [site])[site][0, :, half:, 0] for row in rows]
-        assert float(torch.stack(probs).mean()) == pytest.approx(wanted, rel=1e-3, abs=1e-5)
-    real = patching._attention_to_first
-    monkeypatch.setattr(patching, "_attention_to_first", lambda t, la, r, e, b: real(t, la, r, None, b))
-    kept = _make(o, tmp_path)
-    assert (kept.verdict, _sites(kept)) == ("not-repaired", set())
-    assert f"in layer {layer + 1} repeated tokens still take the attention" in kept.reason
-    monkeypatch.setattr(patching, "_smallest", lambda s, c, *_: (tuple(c), ()))  # seen on held-out tokens alone
-    last = _make(o, tmp_path)
-    assert (last.verdict, _sites(last)) == ("not-repaired", set(o.truth.neurons))
-    assert f"in layer {layer + 1} repeated tokens still take the attention: the first token receives" in last.reason
-
-
-def test_of_a_large_causal_set_neurons_are_left_out_one_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    o, whole = _made_once("llama", 5)
-    monkeypatch.setattr(patching, "MOST", 4)  # nothing, and one neuron alone
-    made = _make(o, tmp_path)
-    assert (made.verdict, _sites(made)) == (whole.verdict, _sites(whole)) == ("made", set(o.truth.neurons))
-    assert [len(t.neurons) for t in made.tried][:4] == [0, 1, 1, 1] and len(made.tried[4].neurons) == made.causal
-
-
-def test_perplexity_is_that_of_single_rows(tmp_path: Path) -> None:
-    o = organism("llama", 3)
-    target = Target.of(o.model, o.tokenizer)
-    ids = o.natural(5, 20)
-    edit = Ablate(layer=0, neurons=list(range(10)))
-    before, after = losses(target, ids), losses(target, ids, edit, batch_size=2)
-
-    def mean(rows: Any) -> float:
-        total = 0.0
-        for row in rows:
-            logits = o.model(row[None]).logits[0].log_softmax(-1)
-            total -= sum(float(logits[i, row[i + 1]]) for i in range(1, 19)) / 18
-        return total / len(rows)
-
-    with torch.no_grad():
-        plain = mean(ids)
-        with edit.on(o.model):
-            edited = mean(ids)
-    change = perplexity_change(before, after)
-    assert change.before == pytest.approx(torch.tensor(plain).exp().item(), rel=1e-4)
-    assert change.after == pytest.approx(torch.tensor(edited).exp().item(), rel=1e-4)
-    pairs = after - before
-    assert change.se == pytest.approx(float(pairs.std() / 5**0.5) * change.after, rel=1e-3)
+    _, made = made_once("llama", 5)
+    proof = proof_of(made)
+    kept = replace(proof, attention=proof.attention[[0, 0, 2]])
+    verdict, reason = kept.judged(0.01)
+    assert verdict == "not-repaired" and "still take the attention" in reason
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"tokens": ["poem"]}, "at least two different ones"),
-        ({"tokens": ["poem", "no such word"]}, "is 3 tokens"),
-        (
-            {"max_repeats": 5000},
-            "--max-repeats 5000 and .* the context of .* is 2048: the largest is 2047",
-        ),
+        ({"max_repeats": 5000}, "--max-repeats 5000 and .* the context of .* is 2048: the largest is 2047"),
         ({"limit": -0.1}, "--limit -0.1: expected a number from 0"),
         ({"pieces": 1}, "--pieces 1: expected a whole number from 2"),
         ({"words": 0}, "--words 0: expected a whole number from 1"),
@@ -285,4 +222,96 @@ def test_perplexity_is_that_of_single_rows(tmp_path: Path) -> None:
 )
 def test_bad_input(options: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(SinkscopeError, match=says):
-        _make(organism("llama", 0), tmp_path, **options)
+        made_of(organism("llama", 0), tmp_path, **options)
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_make_then_eval(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    o = organism("llama", 2)
+    o.save("model")
+    text_of(o, here)
+    few = "--model model --text text.txt --pieces 4 --length 24"
+    assert main(f"patch make {few} --out out/patch.json --words 3 --max-repeats 250 --json made.json".split()) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "Conclusion: The patch of" in out
+    made = Result.load("made.json")
+    assert isinstance(made, PatchMade)
+    sites = SinkPatch.load("out/patch.json").checked_sites
+    assert sites == made.patch.checked_sites and [site.numbers for site in sites] == list(o.truth.neurons)
+    lines = {line.name: list(line.y) for line in made.figure().data}
+    assert lines["patched"] == proof_of(made).norms[1].max(0).tolist()
+    assert main(f"patch eval {few} --patch out/patch.json --json -".split()) == 0
+    evaluated = json.loads(capsys.readouterr().out)
+    assert evaluated["kind"] == "patch-eval"
+    assert evaluated["result"]["neurons"] == [list(site) for site in o.truth.neurons]
+
+
+def test_a_patch_of_another_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of another name it is told, of another shape refused, before anything is measured."""
+    o = organism("llama", 2)
+    o.save("model")
+    text_of(o, here)
+    size = {"family": "llama", "n_layers": o.model.config.num_hidden_layers}
+    SinkPatch(sites=[(1, 3)], model={"name": "bundled", **size}).save("p.json")
+    words = "patch eval --model model --text text.txt --pieces 2 --length 8 --patch p.json --json out.json".split()
+    assert main(words) == 0
+    assert "Warning: the patch was made for bundled, not for model." in capsys.readouterr().out
+    Path("out.json").unlink()
+    SinkPatch(sites=[(1, 3)], model={"name": "bundled", **size, "n_layers": 99}).save("p.json")
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), Path("out.json").exists()) == ("", 1, False)
+    assert "was made for bundled, whose n_layers is 99, and that of model is" in err
+
+
+def test_refusal_is_an_error_and_no_sink_is_not(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    organism("llama", 0, kind="none").save("none")
+    assert main("patch make --model none --out p.json --json made.json".split()) == 0
+    out, err = capsys.readouterr()
+    assert "no MLP makes a norm spike" in out
+    assert err == "p.json was not written: there is nothing to patch\n"
+    refused = replace(Result.load("made.json"), verdict="refused", reason="it would harm.")
+    monkeypatch.setattr(make_patch, "function", lambda *_, **__: refused)
+    assert main("patch make --model none --out p.json".split()) == 1
+    out, err = capsys.readouterr()
+    assert "No patch was made: it would harm" in out  # the evidence is seen
+    assert err == "error: no patch was written: it would harm.\n"
+    assert not Path("p.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("patch make", "Missing option '--out'"),
+        ("patch eval", "no patch given: make one with `sinkscope patch make"),
+        ("patch make --out x.json --json x.json", "give each its own file"),
+        ("patch eval --patch none.json --backend hf", "make a patch with `sinkscope patch make`"),
+        ("patch nothing", "No such command 'nothing'"),
+        ("repeat --answer-after 0", "--answer-after 0: expected a whole number from 1"),
+    ],
+)
+def test_refused_before_any_model_is_loaded(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str, says: str
+) -> None:
+    monkeypatch.setattr("sinkscope.models.load.load", None)
+    assert main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), err.startswith("error: ")) == ("", 1, True)
+    assert says in err
+
+
+def test_tasks_have_commas_or_are_given_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    SinkPatch(sites=[(1, 3)]).save("p.json")
+    for tasks in ("--tasks hellaswag,none.yaml", "--tasks hellaswag --tasks none.yaml"):
+        assert main(f"patch eval --patch p.json {tasks}".split()) == 2
+        assert capsys.readouterr().err.startswith("error: task file 'none.yaml' is not there")

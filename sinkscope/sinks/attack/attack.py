@@ -1,526 +1,416 @@
-"""Sequences without repeated tokens whose positions become sinks, and how often they do (Yona et al. 2025, 5.2).
-
-Attacks are tried on a model up to its sink layer, preceded by nothing, by BOS, or by the beginning of a chat.
-"""
+"""Sequences without repeated tokens whose positions become sinks, and how often they do (Yona et al. 2025, 5.2)."""
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
+import plotly.express as px
+import plotly.graph_objects as go
 import torch
+from einops import repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import head_name
-from sinkscope.files.rate import Rate, wilson
-from sinkscope.measure import Count, Hidden, Option, Positive, Result, Setup, measurement
+from sinkscope.files.jobs import check_workers
+from sinkscope.files.notation import head_name, neuron_name
+from sinkscope.files.rate import wilson
+from sinkscope.files.result import Number
+from sinkscope.measure import Count, Hidden, Option, Result, Setup, measurement
+from sinkscope.measure.style import finished
 from sinkscope.models.target import Target
-from sinkscope.models.text import resolve_bos
-from sinkscope.models.text.chat import chat_text
-from sinkscope.sinks.attack.clusters import clusters_of
-from sinkscope.sinks.attack.vocabulary import (
-    Columns,
-    Work,
-    coordinate,
+from sinkscope.sinks.attack.clusters import PAIRED_TOKENS, TokenClusters, find_clusters
+from sinkscope.sinks.attack.sequences import (
+    AttackContext,
+    attack_contexts,
     drawn_sequences,
-    greedy,
-    hold_layers,
-    in_chunks,
     make_pools,
-    refuse_workers,
-    repeat,
+    repeated_first,
     round_trip,
 )
+from sinkscope.sinks.chunks import ChunkRun, ChunkWork, Columns, digest_of, hold_layers, in_chunks
 from sinkscope.sinks.first_token.layer_scan import norms_after
 from sinkscope.sinks.first_token.layer_view import view_layer
-from sinkscope.sinks.first_token.result import Neuron
 from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.tokens import vocabulary
 
-CHAT = "A chat between a user and an assistant.\nUser: "  # used before the attack if there is no chat template
-
-
-@dataclass(frozen=True)
-class Context:
-    """What stands before an attack: nothing, BOS, or BOS and the text of a chat."""
-
-    name: str
-    lead: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Trials:
-    """Everything needed to try an attack.
-
-    Attributes:
-        setup: The model and its text.
-        layer: The sink layer.
-        reference: Norm of the first token in this layer on typical text: of BOS, if there is one.
-        contexts: What may stand before the sequence.
-        pools: Head -> the ordinary tokens of its cluster.
-        everyone: All ordinary tokens, stored as the cluster of a head -1.
-        batch: Rows per pass.
-        workers: Number of processes.
-        resume: Folder for finished parts.
-    """
-
-    setup: Setup
-    layer: int
-    reference: float
-    contexts: tuple[Context, ...]
-    pools: dict[int, Tensor]
-    everyone: dict[int, Tensor]
-    batch: int
-    workers: int = 1
-    resume: Path | None = None
-
-    def norms(self, context: Context, rows: Int[Tensor, "row pos"]) -> Float[Tensor, "row attacked"]:
-        """Norms at the attacked positions divided by the reference.
-
-        All positions of a sequence are attacked except the model's position 0, where any token is a first token.
-        """
-        parts = rows.split(self.batch)
-        return torch.cat([_norms(self.setup.target, self.layer, self.reference, context.lead, p) for p in parts])
-
-    def norms_of_all(self, tasks: Sequence[tuple[Context, Tensor]]) -> list[Float[Tensor, "row attacked"]]:
-        """`norms` of many sets of sequences at once, with several workers and resumable if requested."""
-        batches = [(c.lead, part, i) for i, (c, rows) in enumerate(tasks) for part in rows.split(self.batch)]
-        work = NormWork(self.layer, self.reference, tuple((lead, part) for lead, part, _ in batches))
-        found = in_chunks(
-            self.setup,
-            work,
-            range(len(batches)),
-            what="attacks",
-            size=1,
-            workers=self.workers,
-            resume=None if self.resume is None else self.resume / "attacks",
-            settings={"sequences": work.digest()},
-        )
-        parts = [torch.tensor(norms) for norms in found.get("norms", ())]
-        return [torch.cat([p for p, b in zip(parts, batches, strict=True) if b[2] == i]) for i in range(len(tasks))]
-
-
-def make_trials(
-    setup: Setup,
-    layer: int,
-    neurons: tuple[Neuron, ...],
-    *,
-    bos: bool | None,
-    prefix: str | None,
-    clusters: Mapping[int, Sequence[int]] | None,
-    lengths: Sequence[int],
-    batch: int,
-    workers: int = 1,
-    resume: str | Path | None = None,
-) -> Trials:
-    """Contexts, tokens and reference norm, from the arguments of `cluster_attack`. The pools may be empty.
-
-    Raises:
-        SinkscopeError: Sequences do not fit the context or the clusters, the prefix is empty, or the clusters are
-            invalid.
-    """
-    target, folder = setup.target, None if resume is None else Path(resume)
-    contexts = _contexts(setup, bos, prefix)
-    longest, before = max(lengths), max(len(c.lead) for c in contexts)
-    target.check_length(
-        f"--length {longest} behind {before} tokens", longest + before, remedy="give a smaller --length"
-    )
-    ordinary = vocabulary(target, None)
-    if clusters is None:
-        kept = None if folder is None else folder / "clusters"
-        found = clusters_of(setup, layer, neurons, ordinary, workers=workers, resume=kept)
-        clusters = {c.head: found.tokens_of(c.head) for c in found.clusters}
-    size = int(target.config.vocab_size)
-    left_out = {int(i) for i in setup.tokenizer.all_special_ids} | {i for c in contexts for i in c.lead}
-    pools = make_pools(clusters, size, left_out)
-    largest = max(map(len, pools.values()), default=0)
-    if 0 < largest < min(lengths):
-        raise SinkscopeError(
-            f"--length {min(lengths)} is more than the {largest} tokens of the largest cluster, and no token is "
-            "repeated; give at most that"
-        )
-    first = setup.ids[:, :1]
-    norm = view_layer(target, layer, first, torch.ones_like(first, dtype=torch.bool)).resid.norm(dim=-1).median()
-    hold_layers(target, layer)
-    everyone = make_pools({-1: ordinary}, size, left_out)
-    return Trials(setup, layer, float(norm), contexts, pools, everyone, batch, workers, folder)
-
-
-def _contexts(setup: Setup, bos: bool | None, prefix: str | None) -> tuple[Context, ...]:
-    resolve_bos(setup.tokenizer, setup.target.config, bos)  # refuses --bos if there is no BOS
-    start = () if setup.bos is None else (setup.bos,)
-    found = []
-    if start and bos is not False:
-        found.append(Context("BOS", start))
-    if not start or bos is not True:
-        found.append(Context("no BOS", ()))
-    chat = _chat_ids(setup.tokenizer, prefix)
-    if chat:
-        found.append(Context("chat", ((() if bos is False else start) + chat)))
-    return tuple(found)
-
-
-def _chat_ids(tokenizer: Any, prefix: str | None) -> tuple[int, ...]:
-    """Tokens before what a user says: `prefix`, or what the chat template writes, or `CHAT`; none for ""."""
-    if prefix is None:
-        prefix = CHAT
-        if getattr(tokenizer, "chat_template", None):
-            mark = "\u2021"
-            turn = chat_text(tokenizer, [{"role": "user", "content": mark}], answer=False)
-            prefix = turn.partition(mark)[0].removeprefix(tokenizer.bos_token or "")
-    return tuple(tokenizer(prefix, add_special_tokens=False)["input_ids"])
-
-
-def _norms(
-    target: Target, layer: int, reference: float, lead: tuple[int, ...], rows: Int[Tensor, "row pos"]
-) -> Float[Tensor, "row attacked"]:
-    """Norm over the reference at the attacked positions, from one pass that ends at the sink layer."""
-    behind = torch.cat([torch.tensor(lead, dtype=torch.long).expand(len(rows), -1), rows], 1)
-    return norms_after(target, layer, behind)[:, max(len(lead), 1) :] / reference
-
-
-@dataclass(frozen=True)
-class NormWork(Work):
-    """Norms of many batches, in any process. An item is the index of a batch.
-
-    Attributes:
-        layer: The sink layer.
-        reference: The norm that norms are divided by.
-        batches: For each batch, what stands before the sequences, and the sequences.
-    """
-
-    reference: float
-    batches: tuple[tuple[tuple[int, ...], Tensor], ...]
-
-    def __call__(self, target: Target, items: list[int]) -> Columns:
-        """A list of rows of norms for each batch."""
-        return {"norms": [_norms(target, self.layer, self.reference, *self.batches[i]).tolist() for i in items]}
-
-    def digest(self) -> str:
-        """A digest that changes with what is measured."""
-        seen = hashlib.sha256()
-        for lead, rows in self.batches:
-            seen.update(f"{lead} {tuple(rows.shape)}".encode() + rows.numpy().tobytes())
-        return seen.hexdigest()[:16]
-
-
-SUCCESS = 0.5  # share of BOS's norm that counts as success at a position
-THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-_WHERE = {"BOS": "after BOS", "no BOS": "without BOS", "chat": "behind a chat prefix"}
-
-
-@dataclass(frozen=True)
-class AttackRow:
-    """One way to make sequences, in one context and of one length.
-
-    Attributes:
-        context: "BOS", "no BOS" or "chat" (after a prefix).
-        source: "cluster" (drawn from one cluster each), "random" (drawn from all tokens), "repeated" (one token
-            repeated), "greedy" or "coordinate" (searched among the tokens of one cluster).
-        length: Tokens per sequence.
-        sequences: Number of sequences.
-        positions: Mean share of attacked positions that succeed, with a norm of at least half of BOS's.
-        any: Share of sequences that succeed at some position.
-        most: Share of sequences that succeed at half of their positions or more.
-        first: Median number of tokens until the first success. None if half of the sequences never succeed.
-        norm: Mean norm divided by that of BOS, median over sequences.
-        round_trip: Share of sequences that survive decoding to text and encoding again.
-        any_swept: Share of sequences that succeed at some position, for each of `thresholds`.
-        most_swept: Share of sequences that succeed at half of their positions or more, for each of `thresholds`.
-        by_position: Share of sequences that succeed at each attacked position.
-        example: The sequence with the largest mean norm, as text.
-    """
-
-    context: str
-    source: str
-    length: int
-    sequences: int
-    positions: float
-    any: Rate
-    most: Rate
-    first: float | None
-    norm: float
-    round_trip: float
-    any_swept: tuple[float, ...]
-    most_swept: tuple[float, ...]
-    by_position: tuple[float, ...]
-    example: str
-
-
-@dataclass(frozen=True)
-class ClusterRate:
-    """Success of the sequences drawn from one cluster. `tokens` are those that an attack can use."""
-
-    head: int
-    tokens: int
-    context: str
-    length: int
-    sequences: int
-    positions: float
-    most: Rate
+SUCCESS = 0.5  # share of the first token's norm from which a position counts as a sink
+SOURCES = ("cluster", "random", "repeated")
+SEQUENCES_AT_ONCE = 64  # sequences per pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterAttack(Result):
     """How often sequences without a repeated token make sinks.
 
+    A position succeeds if its norm after the sink layer is at least half of the first token's. The model's position 0
+    does not count, because any token there is a first token. Sources: "cluster": drawn from one cluster each, the
+    clusters in turn; "random": drawn from all tokens; "repeated": one token repeated. NaN: not tried.
+
     Attributes:
         sink_layer: Layer where norms are read. None if the model has no sink; nothing was tried then.
-        reference: Norm of the first token in that layer: of BOS, if the model has one.
-        success: Share of the reference that counts as success.
-        thresholds: Shares that were swept.
-        attacks: One row for each context, source and length.
-        clusters: Success of source "cluster", for each head.
-        unfilled: Lengths for which no cluster has enough tokens.
+        clusters: The head of layer 0 that serves each token. None if clusters were given, or no neuron is causal.
+        reference: Norm of the first token of typical text in the sink layer.
+        contexts: What stands before: "BOS", "no BOS", "chat".
+        sources: How the sequences were made.
+        lengths: Tokens per sequence.
+        sequences: Sequences of each kind.
+        positions: Mean share of positions that succeed.
+        any: Share of sequences that succeed at some position.
+        most: Share of sequences that succeed at half of their positions or more.
+        first: Median number of tokens until the first success. NaN if half of the sequences never succeed.
+        norm: Mean norm over the first token's, median over sequences.
+        round_trip: Share of sequences that keep their ids when they are written as text and tokenized again.
+        heads: The heads whose clusters were used.
+        cluster_sizes: Tokens of each cluster that an attack can use.
+        most_by_head: `most` of source "cluster", for each cluster.
     """
 
     kind: ClassVar[str] = "attack"
-    percent: ClassVar[tuple[str, ...]] = (
-        "positions",
-        "any",
-        "any_low",
-        "any_high",
-        "most",
-        "most_low",
-        "most_high",
-        "round_trip",
-    )
-
-    table_without: ClassVar[tuple[str, ...]] = ("any_swept", "most_swept", "by_position", "example")
-    columns: ClassVar[tuple[str, ...]] = (
-        "context",
-        "length",
-        "source",
-        "positions",
-        "any",
-        "most",
-        "first",
-        "norm",
-        "round_trip",
-    )
+    percent: ClassVar[tuple[str, ...]] = ("positions", "any", "most", "most_low", "most_high", "round_trip")
+    columns: ClassVar[tuple[str, ...]] = ("context", "length", "source", "positions", "any", "most", "first", "norm")
 
     sink_layer: int | None
+    clusters: TokenClusters | None = None
     reference: float | None = None
-    success: float
-    thresholds: tuple[float, ...]
-    attacks: tuple[AttackRow, ...] = ()
-    clusters: tuple[ClusterRate, ...] = ()
-    unfilled: tuple[int, ...] = ()
+    contexts: tuple[str, ...]
+    sources: tuple[str, ...] = SOURCES
+    lengths: Int[np.ndarray, " length"]
+    sequences: int
+    positions: Float[np.ndarray, "context length source"]
+    any: Float[np.ndarray, "context length source"]
+    most: Float[np.ndarray, "context length source"]
+    first: Float[np.ndarray, "context length source"]
+    norm: Float[np.ndarray, "context length source"]
+    round_trip: Float[np.ndarray, "length source"]
+    heads: Int[np.ndarray, " head"]
+    cluster_sizes: Int[np.ndarray, " head"]
+    most_by_head: Float[np.ndarray, "context length head"]
+
+    @property
+    def best(self) -> tuple[int, int] | None:
+        """Context and length of the cluster attack with most successful positions; None if none was tried."""
+        tried = self.positions[:, :, 0]
+        if not tried.size or np.isnan(tried).all():
+            return None
+        highest = np.argwhere(tried == np.nanmax(tried))
+        context, length = max(highest.tolist(), key=lambda place: place[1])
+        return int(context), int(length)
 
     def conclusion(self) -> str:
-        """The largest share of positions that succeeds, compared with random tokens and with one repeated token."""
+        """The largest share of positions that succeeds, beside random tokens."""
         if self.sink_layer is None:
-            return "The model has no sink, so there is nothing to attack."
-        if not self.attacks:
-            return "No head of layer 0 serves two tokens by itself, so there is no cluster to attack with."
-        best = max((a for a in self.attacks if a.source == "cluster"), key=lambda a: (a.positions, a.length))
-        same = {a.source: a for a in self.attacks if (a.context, a.length) == (best.context, best.length)}
-        chance = same["random"]
-        verdict = "works" if best.any.low > chance.any.high else f"seems to work in {best.sequences} sequences"
-        if best.positions <= chance.positions:
-            verdict = "does no better than random tokens"
+            return "The model has no norm spike, so there is nothing to attack."
+        if self.best is None:
+            if self.clusters is None:
+                return "No single neuron makes the sink, so there are no clusters to attack with."
+            return self.clusters.sentence()
+        context, length = self.best
+        cluster, random, _ = self.positions[context, length]
+        verdict = "works" if cluster > random else "does no better than random tokens"
+        where = {"BOS": "after BOS", "no BOS": "without BOS", "chat": "after a chat prefix"}[self.contexts[context]]
         return (
-            f"The cluster attack {verdict}: {best.length} different tokens of one cluster make sinks at "
-            f"{best.positions:.0%} of their positions, random tokens at {chance.positions:.0%}, and one token repeated "
-            f"at {same['repeated'].positions:.0%} ({_WHERE.get(best.context, best.context)})."
+            f"The cluster attack {verdict} {where}: {self.lengths[length]} different tokens of one cluster make sinks "
+            f"at {cluster:.0%} of their positions, random tokens at {random:.0%}."
         )
 
     def details(self) -> list[str]:
-        """What counts as success, all sources at the longest length, and the clusters that succeed."""
-        if not self.attacks:
-            return []
-        lines = [
-            f"A position succeeds if its norm after layer {self.sink_layer} is at least {self.success:.0%} of the "
-            f"first token's, {self.reference:.4g}."
-        ]
-        for name in dict.fromkeys(a.context for a in self.attacks):
-            ours = [a for a in self.attacks if a.context == name]
-            longest = max(a.length for a in ours)
-            parts = [f"{a.source} {a.positions:.0%}" for a in ours if a.length == longest]
-            lines.append(f"{name}, {longest} tokens: the share of positions that succeed is {', '.join(parts)}.")
-            for length in dict.fromkeys(a.length for a in ours):
-                parts_of = [c for c in self.clusters if (c.context, c.length) == (name, length)]
-                won = [f"{head_name(0, c.head)} ({c.tokens} tokens)" for c in parts_of if c.most.share >= 0.5]
-                if won and len(won) < len(parts_of):
-                    lines.append(
-                        f"{name}, {length} tokens: most positions succeed only for the tokens of {', '.join(won)}."
-                    )
-        if self.unfilled:
-            lines.append(f"No cluster has enough tokens for length {', '.join(map(str, self.unfilled))}.")
+        """The clusters, and the share of positions that succeed at the longest length."""
+        lines: list[str] = []
+        if self.clusters is not None:
+            clusters = self.clusters
+            if self.best is not None:
+                lines.append(clusters.sentence())
+            lines.append(
+                f"Each token stands alone; the sink neuron is {neuron_name(*clusters.neuron)}. {clusters.unserved} "
+                f"tokens fire it only through several heads, and {clusters.silent} do not fire it."
+            )
+            same, other = clusters.pair_shares()
+            if same == same:
+                lines.append(
+                    f"When two tokens stand without BOS, the second is a sink in {same:.1%} of pairs of one head and "
+                    f"{other:.1%} of pairs of two."
+                )
+        if self.best is not None:
+            for context, shares in zip(self.contexts, self.positions[:, -1], strict=True):
+                named = [f"{name} {share:.0%}" for name, share in zip(self.sources, shares, strict=True)]
+                lines.append(f"{context}, {self.lengths[-1]} tokens: positions that succeed: {', '.join(named)}.")
         return lines
 
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per context, length and source; without an attack, one per head that serves tokens."""
+        if self.best is None:
+            return self.cluster_rows()
+        table: list[dict[str, Any]] = []
+        for place in np.ndindex(self.positions.shape):
+            context, length, source = place
+            if np.isnan(self.positions[place]):
+                continue
+            interval = wilson(round(float(self.most[place]) * self.sequences), self.sequences)
+            first = self.first[place]
+            table.append(
+                {
+                    "context": self.contexts[context],
+                    "length": int(self.lengths[length]),
+                    "source": self.sources[source],
+                    "positions": self.positions[place],
+                    "any": self.any[place],
+                    "most": self.most[place],
+                    "most_low": interval.low,
+                    "most_high": interval.high,
+                    "first": None if np.isnan(first) else first,
+                    "norm": self.norm[place],
+                    "round_trip": self.round_trip[length, source],
+                }
+            )
+        return table
 
-def _check(*, lengths: Sequence[int], workers: int, thresholds: Sequence[float] = (), **_: Any) -> None:
-    refuse_workers(workers=workers)
-    refuse_no_lengths(lengths=lengths)
-    if not all(0 < t < math.inf for t in thresholds):
-        raise SinkscopeError(f"thresholds {list(thresholds)}: give shares of BOS's norm above 0, such as 0.5")
+    def cluster_rows(self) -> list[dict[str, Any]]:
+        """One row per head of layer 0 that serves tokens."""
+        table: list[dict[str, Any]] = []
+        if self.clusters is not None:
+            for head in self.clusters.heads:
+                tokens = len(self.clusters.tokens_of(head))
+                examples = self.clusters.examples(head)
+                table.append({"layer": 0, "head": head, "tokens": tokens, "examples": examples})
+        return table
+
+    def numbers(self) -> list[Number]:
+        """Success of the attack, and the tokens that one head serves."""
+        numbers: list[Number] = []
+        if self.clusters is not None:
+            served = float(np.isfinite(self.clusters.head).mean())
+            without = self.clusters.without_heads / len(self.clusters.ids)
+            numbers.append(Number("tokens that one head of layer 0 marks", served, without))
+        if self.best is not None:
+            cluster, random, _ = self.positions[self.best]
+            numbers.append(Number("positions that a cluster attack makes sinks", float(cluster), float(random)))
+        return numbers
 
 
-def refuse_no_lengths(*, lengths: Sequence[int], **_: Any) -> None:
-    """Refuse an empty list of lengths."""
+def draw(result: ClusterAttack) -> go.Figure:
+    """Draw the success of the attack by length, a panel per context; without an attack, the clusters."""
+    if result.best is None:
+        clusters: dict[str, list[Any]] = {"head": [], "tokens": []}
+        for row in result.cluster_rows():
+            clusters["head"].append(head_name(0, row["head"]))
+            clusters["tokens"].append(row["tokens"])
+        fig = px.bar(clusters, x="head", y="tokens")
+    else:
+        labels = {"most": "sequences that succeed at half of their positions"}
+        axes: dict[str, Any] = {"x": "length", "y": "most", "color": "source", "facet_col": "context"}
+        fig = px.line(result.rows(), **axes, log_x=True, markers=True, range_y=(-0.03, 1.03), labels=labels)
+    return finished(fig, result, width=1200, height=480)
+
+
+@dataclass(frozen=True)
+class AttackWork(ChunkWork):
+    """Norms at the attacked positions over the first token's. An item is the index of a batch.
+
+    Attributes:
+        layer: The sink layer.
+        reference: Norm of the first token of typical text.
+        leads: What stands before the sequences of each batch.
+        batches: The sequences of each batch.
+    """
+
+    reference: float
+    leads: tuple[tuple[int, ...], ...]
+    batches: tuple[Int[Tensor, "row pos"], ...]
+
+    def __call__(self, target: Target, items: list[int]) -> Columns:
+        """A list of rows of norms for each batch."""
+        return {"norms": [self.norms(target, item).tolist() for item in items]}
+
+    def norms(self, target: Target, item: int) -> Float[Tensor, "row attacked"]:
+        """Norms of a batch; all positions are attacked except the model's position 0."""
+        lead, rows = self.leads[item], self.batches[item]
+        before = repeat(torch.tensor(lead, dtype=torch.long), "pos -> row pos", row=len(rows))
+        norms = norms_after(target, self.layer, torch.cat([before, rows], dim=1))
+        return norms[:, max(len(lead), 1) :] / self.reference
+
+
+def refuse_lengths(*, lengths: Sequence[int], workers: int, **_: Any) -> None:
+    """Refuse an empty list of lengths, and several workers where Ray is not installed.
+
+    Raises:
+        SinkscopeError: There is no length, or no Ray.
+    """
+    check_workers(workers)
     if not lengths:
         raise SinkscopeError("--length: none is given; give a number of tokens of at least 2")
 
 
 @measurement(
     group="Repetition",
-    figure="sinkscope.figures.vocabulary:attack",
+    figure=draw,
     command="attack",
-    quick={"lengths": [4], "sequences": 4, "searched": 1, "prefix": ""},
-    check=_check,
+    quick={"lengths": [4], "sequences": 4, "prefix": ""},
+    check=refuse_lengths,
 )
 def cluster_attack(
     setup: Setup,
     *,
     clusters: Hidden = None,
+    tokens: Annotated[Sequence[str] | None, Option("--tokens", metavar="A,B,...", reads="commas")] = None,
     lengths: Sequence[Annotated[int, Option(min=2)]] = (8, 32, 128),
-    sequences: Positive = 1000,
-    searched: Count = 16,
-    candidates: Annotated[int, Option(min=2, hidden=True)] = 8,
+    sequences: Count = 1000,
     bos: Annotated[bool | None, Option(own=True)] = None,
     prefix: str | None = None,
-    thresholds: Hidden = THRESHOLDS,
-    batch: Annotated[int, Option(name="--batch-size", min=1)] = 64,
-    workers: Positive = 1,
+    workers: Annotated[int, Option(min=1)] = 1,
     resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> ClusterAttack:
-    """Try to make sinks with sequences in which no token occurs twice, built from the tokens that one head serves.
+    """Find the head of layer 0 that marks each token, and make sinks with different tokens of one head.
 
-    Yona et al. 2025 (section 5.2) show two such sequences and do not report a success rate. Here the same sequences are
-    tried after BOS, without it, and after a chat prefix. Random and repeated tokens and two searches are tried for
-    comparison. If the model has no sink, `sink_layer` is None.
+    First, every token stands alone, and all heads of layer 0 but one are held at their mean over later positions of
+    natural text: a token belongs to the cluster of the head that by itself fires the sink neuron. Then sequences of
+    different tokens of one cluster are tried after BOS, without it, and after a chat prefix, beside random tokens and
+    one token repeated. Yona et al. 2025 (section 5.2, appendix B) show two such sequences without a success rate.
 
     Args:
-        clusters: Head -> token ids. By default `token_clusters` finds them.
+        clusters: Head -> token ids. By default they are found.
+        tokens: Tokens to cluster and to attack with. By default the whole vocabulary.
         lengths: Tokens per sequence.
-        sequences: Sequences of each kind and length, drawn from the clusters in turn; the success rate is over these.
-        searched: Sequences of each search and length; 0 skips the searches.
-        candidates: Blocks of tokens that a search tries at each of its (up to eight) steps.
+        sequences: Sequences of each kind and length; 0 finds the clusters only.
         bos: Try the attack only with BOS, or only without. By default both are tried.
         prefix: Text of the chat before the attack; "" leaves the chat out. By default that of the tokenizer's chat
             template, or of a plain chat.
-        thresholds: Shares of BOS's norm to sweep.
-        batch: Sequences per pass.
-        workers: Number of processes; more than one run over Ray (the searches run in one).
+        workers: Number of processes; more than one run over Ray.
         resume: Folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
         sinkscope attack --model llama-2-7b --length 8 --sequences 100
     """
-    layer, neurons = causal_neurons(setup)
+    target = setup.target
     lengths = sorted(set(lengths))
-    setup.record(lengths=lengths, candidates=candidates, clusters="given" if clusters is not None else "token_clusters")
-    if layer is None:
-        return ClusterAttack(sink_layer=None, success=SUCCESS, thresholds=tuple(thresholds))
-    trials = make_trials(
-        setup,
-        layer,
-        neurons,
-        bos=bos,
-        prefix=prefix,
-        clusters=clusters,
-        lengths=lengths,
-        batch=batch,
-        workers=workers,
-        resume=resume,
-    )
-    attacks, parts = list[AttackRow](), list[ClusterRate]()
-    tasks = list(_drawn(trials, lengths, sequences, setup.seed))
-    measured = trials.norms_of_all([(t.context, t.rows) for t in tasks])
-    for i, (task, ratios) in enumerate(zip(tasks, measured, strict=True)):
-        attacks.append(_row(trials, task, ratios, thresholds))
-        if task.source == "cluster":
-            parts += _by_cluster(trials, task, ratios)
-        if task.source == "repeated" and searched:  # the last drawn source of a context
-            for found in _searched(trials, tasks[i - 2], searched, candidates, setup.seed):
-                attacks.append(_row(trials, found, trials.norms(found.context, found.rows), thresholds))
-            setup.progress("searches", i + 1, len(tasks))
-    return ClusterAttack(
-        sink_layer=layer,
-        reference=trials.reference,
-        success=SUCCESS,
-        thresholds=tuple(thresholds),
-        attacks=tuple(attacks),
-        clusters=tuple(parts),
-        unfilled=tuple(n for n in lengths if n not in {a.length for a in attacks}),
-    )
+    setup.record(lengths=lengths, clusters="found" if clusters is None else "given")
+    contexts = attack_contexts(setup, bos, prefix)
+    before = max(len(context.lead) for context in contexts)
+    remedy = "give a smaller --length"
+    target.check_length(f"--length {lengths[-1]} behind {before} tokens", lengths[-1] + before, remedy=remedy)
+    run = ChunkRun(workers, None if resume is None else Path(resume))
+    layer, neurons = causal_neurons(setup)
+    ordinary = vocabulary(target, tokens)
+    found: TokenClusters | None = None
+    if clusters is None and layer is not None:
+        found = find_clusters(setup, layer, neurons, ordinary, run=run.part("clusters"), paired=PAIRED_TOKENS)
+        if found is not None:
+            clusters = {head: found.tokens_of(head) for head in found.heads}
+    left_out = {int(token) for token in setup.tokenizer.all_special_ids}
+    for context in contexts:
+        left_out |= set(context.lead)
+    size = int(target.config.vocab_size)
+    pools = make_pools(clusters or {}, size, left_out)
+    largest = max(map(len, pools.values()), default=0)
+    if 0 < largest < lengths[0] and sequences:
+        raise SinkscopeError(
+            f"--length {lengths[0]} is more than the {largest} tokens of the largest cluster, and no token is "
+            "repeated; give at most that"
+        )
+    trials = AttackTrials(setup, contexts, lengths, pools, make_pools({-1: ordinary}, size, left_out))
+    if layer is None or not pools or not sequences:
+        return trials.result(layer, found, 0)
+    hold_layers(target, layer)
+    first = setup.ids[:, :1]
+    view = view_layer(target, layer, first, torch.ones_like(first, dtype=torch.bool))
+    trials.reference = float(view.resid.norm(dim=-1).median())
+    trials.try_all(layer, sequences, run.part("attacks"))
+    return trials.result(layer, found, sequences)
 
 
-@dataclass(frozen=True)
-class _Task:
-    """Sequences of one source in one context, and the head whose cluster each is of."""
+class AttackTrials:
+    """Everything that is tried, and the arrays of the result.
 
-    context: Context
-    source: str
-    rows: Int[Tensor, "row pos"]
-    heads: Int[Tensor, " row"]
+    Args:
+        setup: The model and its text.
+        contexts: What may stand before a sequence.
+        lengths: Tokens per sequence.
+        pools: Head -> the tokens of its cluster.
+        everyone: All ordinary tokens, stored as the cluster of a head -1.
+    """
 
+    def __init__(
+        self,
+        setup: Setup,
+        contexts: Sequence[AttackContext],
+        lengths: Sequence[int],
+        pools: dict[int, Tensor],
+        everyone: dict[int, Tensor],
+    ) -> None:
+        self.setup = setup
+        self.contexts = contexts
+        self.lengths = lengths
+        self.pools = pools
+        self.everyone = everyone
+        self.reference = float("nan")
+        shape = len(contexts), len(lengths), len(SOURCES)
+        names = ("positions", "any", "most", "first", "norm")
+        self.arrays: dict[str, Any] = {name: np.full(shape, np.nan) for name in names}
+        self.round_trip = np.full(shape[1:], np.nan)
+        self.most_by_head = np.full((*shape[:2], len(pools)), np.nan)
 
-def _drawn(trials: Trials, lengths: Sequence[int], sequences: int, seed: int) -> Iterator[_Task]:
-    """What is not searched for: the same sequences in every context."""
-    for length in lengths:
-        rows, heads = drawn_sequences(trials.pools, length, sequences, seed)
-        if not len(rows):
-            continue
-        random = drawn_sequences(trials.everyone, length, sequences, seed)
-        for context in trials.contexts:
-            yield _Task(context, "cluster", rows, heads)
-            yield _Task(context, "random", *random)
-            yield _Task(context, "repeated", repeat(rows), heads)
+    def try_all(self, layer: int, count: int, run: ChunkRun) -> None:
+        """Measure `count` sequences of every source and length in every context."""
+        places: list[tuple[int, int, int]] = []
+        leads: list[tuple[int, ...]] = []
+        batches: list[Tensor] = []
+        drawn_heads: dict[int, Tensor] = {}
+        for length, tokens in enumerate(self.lengths):
+            drawn = drawn_sequences(self.pools, tokens, count, self.setup.seed)
+            if not len(drawn.rows):
+                continue
+            drawn_heads[length] = drawn.heads
+            random = drawn_sequences(self.everyone, tokens, count, self.setup.seed).rows
+            for source, rows in enumerate((drawn.rows, random, repeated_first(drawn.rows))):
+                self.round_trip[length, source] = round_trip(self.setup.tokenizer, rows)
+                for context, before in enumerate(self.contexts):
+                    for part in rows.split(SEQUENCES_AT_ONCE):
+                        places.append((context, length, source))
+                        leads.append(before.lead)
+                        batches.append(part)
+        work = AttackWork(layer, self.reference, tuple(leads), tuple(batches))
+        tried = digest_of(repr([(lead, part.tolist()) for lead, part in zip(leads, batches, strict=True)]))
+        columns = in_chunks(self.setup, work, range(len(batches)), run, what="attacks", size=1, tried=tried)
+        norms: dict[tuple[int, int, int], list[Tensor]] = {}
+        for place, part in zip(places, columns["norms"], strict=True):
+            norms.setdefault(place, []).append(torch.tensor(part))
+        for place, parts in norms.items():
+            self.count(place, torch.cat(parts), drawn_heads[place[1]])
 
+    def count(self, place: tuple[int, int, int], norms: Float[Tensor, "row attacked"], heads: Tensor) -> None:
+        """Enter the success of the sequences of one context, length and source."""
+        hits = norms >= SUCCESS
+        reached = hits.any(1)
+        most = hits.float().mean(1) >= 0.5
+        skipped = self.lengths[place[1]] - norms.shape[1]  # tokens of the sequence before the first attacked one
+        first = torch.where(reached, hits.int().argmax(1) + 1.0 + skipped, torch.inf).median()
+        self.arrays["positions"][place] = hits.float().mean()
+        self.arrays["any"][place] = reached.float().mean()
+        self.arrays["most"][place] = most.float().mean()
+        self.arrays["norm"][place] = norms.mean(1).median()
+        if torch.isfinite(first):
+            self.arrays["first"][place] = first
+        if place[2] == 0:
+            for number, head in enumerate(self.pools):
+                if bool((heads == head).any()):
+                    self.most_by_head[*place[:2], number] = most[heads == head].float().mean()
 
-def _searched(trials: Trials, drawn: _Task, count: int, candidates: int, seed: int) -> Iterator[_Task]:
-    """Two searches in the context of `drawn`; the second begins with its sequences."""
-    context, rows, heads = drawn.context, drawn.rows[:count], drawn.heads[:count]
-
-    def score(ids: Tensor) -> Tensor:
-        return trials.norms(context, ids).clamp(max=1.0)  # exceeding BOS's norm earns nothing
-
-    yield _Task(context, "greedy", *greedy(score, trials.pools, rows.shape[1], count, candidates, seed))
-    yield _Task(context, "coordinate", coordinate(score, rows, heads, trials.pools, candidates, seed), heads)
-
-
-def _row(trials: Trials, task: _Task, ratios: Float[Tensor, "row attacked"], thresholds: Sequence[float]) -> AttackRow:
-    tokenizer, rows = trials.setup.tokenizer, task.rows
-    hit = ratios >= SUCCESS
-    reached = hit.any(1)
-    before = rows.shape[1] - ratios.shape[1]  # tokens of the sequence before the first attacked one
-    first = torch.where(reached, hit.int().argmax(1) + 1.0 + before, math.inf).median()
-    swept = [ratios >= t for t in thresholds]
-    return AttackRow(
-        context=task.context.name,
-        source=task.source,
-        length=rows.shape[1],
-        sequences=len(rows),
-        positions=hit.float().mean().item(),
-        any=wilson(int(reached.sum()), len(rows)),
-        most=wilson(int(_most(hit).sum()), len(rows)),
-        first=None if math.isinf(first) else float(first),
-        norm=ratios.mean(1).median().item(),
-        round_trip=round_trip(tokenizer, rows),
-        any_swept=tuple(h.any(1).float().mean().item() for h in swept),
-        most_swept=tuple(_most(h).float().mean().item() for h in swept),
-        by_position=tuple(hit.float().mean(0).tolist()),
-        example=tokenizer.decode(rows[ratios.mean(1).argmax()]),
-    )
-
-
-def _most(hit: Tensor) -> Tensor:
-    return hit.float().mean(1) >= 0.5
-
-
-def _by_cluster(trials: Trials, task: _Task, ratios: Float[Tensor, "row attacked"]) -> list[ClusterRate]:
-    found = []
-    for head in task.heads.unique().tolist():
-        hit = ratios[task.heads == head] >= SUCCESS
-        tokens, length = len(trials.pools[head]), task.rows.shape[1]
-        most = wilson(int(_most(hit).sum()), len(hit))
-        found.append(ClusterRate(head, tokens, task.context.name, length, len(hit), hit.float().mean().item(), most))
-    return found
+    def result(self, layer: int | None, clusters: TokenClusters | None, sequences: int) -> ClusterAttack:
+        """The result, with NaN where nothing was tried."""
+        return ClusterAttack(
+            sink_layer=layer,
+            clusters=clusters,
+            reference=self.reference,
+            contexts=tuple(context.name for context in self.contexts),
+            lengths=np.array(self.lengths),
+            sequences=sequences,
+            round_trip=self.round_trip,
+            heads=np.array(list(self.pools), dtype=int),
+            cluster_sizes=np.array([len(tokens) for tokens in self.pools.values()], dtype=int),
+            most_by_head=self.most_by_head,
+            **self.arrays,
+        )

@@ -10,10 +10,9 @@ from torch import Tensor
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, heads_lost, writers
-from sinkscope.sinks.first_token.result import NEEDED, Carrier, FirstTokenAttention, Sites
+from sinkscope.sinks.first_token.result import NEEDED, Carrier
 
 MAKER_TEXTS, MAKER_LENGTH = 2, 32  # typical text in which the maker of a spike is searched
-LAYERS_BEHIND = 3  # layers behind the sink layer whose attention is compared
 
 
 def carriers(
@@ -66,20 +65,3 @@ def spike_maker(context: SinkContext) -> str | None:
     if float(drops[best]) < NEEDED:
         return None
     return str(candidates[best])
-
-
-def attention_behind(context: SinkContext, zeroed: Sites, control: Sites) -> FirstTokenAttention | None:
-    """What zeroing neurons does to the attention behind the sink layer; None without neurons or such layers."""
-    target, last = context.target, min(context.layer + LAYERS_BEHIND, context.target.n_layers - 1)
-    layers = range(context.layer + 1, last + 1)
-    if not layers or not zeroed:
-        return None
-    edits = [Edit(zero=zeroed), Edit(zero=control)]
-    edited = effects(target, context.ids[:1], edits, upto=last, attention=True)
-    behind = slice(layers.start, layers.stop)
-    return FirstTokenAttention(
-        tuple(layers),
-        intact=float(edited.intact_attention[0, behind].mean()),
-        ablated=float(edited.attention[0, 0, behind].mean()),
-        control=float(edited.attention[1, 0, behind].mean()),
-    )

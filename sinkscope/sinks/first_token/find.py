@@ -15,7 +15,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Positive, Setup, measurement
 from sinkscope.models.names import published_for
 from sinkscope.sinks.first_token.attention_received import AttentionReceived, attention_of_all, attention_of_the_read
-from sinkscope.sinks.first_token.carriers import attention_behind, carried_by, carriers, spike_maker
+from sinkscope.sinks.first_token.carriers import carried_by, carriers, spike_maker
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import attending_heads
 from sinkscope.sinks.first_token.layer_scan import scan_far_enough
@@ -46,6 +46,22 @@ CARRIER_TEXTS, CARRIER_LENGTH = 2, 48  # typical text in which components are re
     figure="sinkscope.sinks.first_token.figure:draw",
     loading="enough",
     quick={"max_repeats": 64},
+    scan={
+        "order": 0,
+        "seconds": [1.2, 1.5],
+        "full": {"all_layers": True},
+        "numbers": {
+            "norm lost without the neurons": ["minimal.drop_sink_layer", "minimal.control", "minimal.control"],
+            "attention lost without the neurons": ["minimal.drop_attention", "minimal.control", "minimal.control"],
+            "first token's norm over the typical one": ["norm_spike.ratio", "typical_ratio", "typical_ratio"],
+        },
+        "facts": {
+            "sink layer": "sink_layer",
+            "neurons that make the spike": "minimal.sites",
+            "what carries the attention sink": "attention_sink.carried_by",
+            "matches what is published": "published.matches",
+        },
+    },
 )
 def find_sinks(
     setup: Setup,
@@ -106,10 +122,6 @@ def find_sinks(
 
     # What makes the spikes, and what do the heads need?
     later = later_sinks(context)
-    attention = None
-    if scan.stages:
-        causal_sites = tuple(neuron.site for neuron in verified.causal)
-        attention = attention_behind(context, causal_sites, verified.controls)
     spike = norm_spike(context, later)
     sink = attention_sink(context, received, spike, sets.minimal, later)
 
@@ -136,7 +148,6 @@ def find_sinks(
         layers_read=depth,
         notebook_rule_layer=scan.notebook_layer,
         repeats=_repeats_needed(setup, words, repeated, limit),
-        attention=attention,
         sink_rate=sink_rate,
         published=_published(setup.target.name, scan.sink_layer, verified),
     )

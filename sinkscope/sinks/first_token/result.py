@@ -154,16 +154,6 @@ class SinkRate:
 
 
 @dataclass(frozen=True)
-class FirstTokenAttention:
-    """Mean attention to the first token behind the sink: intact, causal neurons zeroed, random neurons zeroed."""
-
-    layers: tuple[int, ...]
-    intact: float
-    ablated: float
-    control: float
-
-
-@dataclass(frozen=True)
 class NormSpike:
     """Positions whose norm stands out (massive activations).
 
@@ -333,7 +323,6 @@ class FindSinks(Result):
         notebook_rule_layer: First layer with an MLP norm above mean + 2 sd. None if there is none, or if not all layers
             were read.
         repeats: Repetitions after which a repeated token becomes a sink.
-        attention: Effect of zeroing neurons on the attention behind the sink layer.
         sink_rate: Sink rate over 100 texts, or over 25 if layers are read from disk. None if not all layers were read.
         published: What the literature reports. None if nothing is published for the model.
     """
@@ -361,7 +350,6 @@ class FindSinks(Result):
     layers_read: int
     notebook_rule_layer: int | None
     repeats: RepeatsNeeded
-    attention: FirstTokenAttention | None
     sink_rate: SinkRate | None
     published: PublishedSink | None
 
@@ -378,21 +366,8 @@ class FindSinks(Result):
                 return causal_set
         return None
 
-    def numbers(self) -> list[Number]:
-        """What zeroing the neurons takes away, and how far the norm stands out."""
-        numbers: list[Number] = []
-        if (minimal := self.minimal) is not None:
-            lost = minimal.drop_sink_layer
-            numbers.append(Number("norm lost without the neurons", lost, minimal.control, minimal.control))
-        if (attention := self.attention) is not None:
-            label, chance = "attention to the first token without them", attention.control
-            numbers.append(Number(label, attention.ablated, chance, abs(attention.intact - chance)))
-        if self.norm_spike is not None:
-            usual = self._typical_ratio()
-            numbers.append(Number("first token's norm over the typical one", self.norm_spike.ratio, usual, usual))
-        return numbers
-
-    def _typical_ratio(self) -> float | None:
+    @property
+    def typical_ratio(self) -> float | None:
         """The 95 % quantile of typical norms at the sink layer divided by their median."""
         if self.sink_layer is None:
             return None
@@ -400,6 +375,19 @@ class FindSinks(Result):
         if not high or not median:
             return None
         return high / median
+
+    def numbers(self) -> list[Number]:
+        """What zeroing the neurons takes away, and how far the norm stands out."""
+        numbers: list[Number] = []
+        minimal = self.minimal
+        if minimal is not None:
+            chance = minimal.control
+            numbers.append(Number("norm lost without the neurons", minimal.drop_sink_layer, chance, chance))
+            numbers.append(Number("attention lost without the neurons", minimal.drop_attention, chance, chance))
+        if self.norm_spike is not None:
+            usual = self.typical_ratio
+            numbers.append(Number("first token's norm over the typical one", self.norm_spike.ratio, usual, usual))
+        return numbers
 
     def conclusion(self) -> str:
         """Whether there is a norm spike and an attention sink, and what makes and carries them."""
@@ -452,10 +440,9 @@ class FindSinks(Result):
         return f"{size}, made by the {spike.made_by}"
 
     def details(self) -> list[str]:
-        """The layers, the norms, the sets, the attention, the repetitions, and what is published."""
-        read = f"{self.layers_read} of {self.model.n_layers} layers were read."
+        """The layers, the sets, tokens behind the first, the attention, the repetitions, and what is published."""
         lines = [
-            " ".join([read, *self._spike_sentences()]),
+            f"{self.layers_read} of {self.model.n_layers} layers were read. {self._spike_sentences()}",
             " ".join(self._set_sentences()),
             " ".join(self._later_sentences()),
             " ".join(self._attention_sentences()),
@@ -464,63 +451,55 @@ class FindSinks(Result):
         if self.published is not None:
             verdict = "matches" if self.published.matches else "differs from"
             lines.append(f"This {verdict} what is published ({self.published.source}).")
-        return [line for line in lines if line]
+        return [line.strip() for line in lines if line]
 
-    def _spike_sentences(self) -> list[str]:
-        spike, layer, sentences = self.norm_spike, self.sink_layer, list[str]()
+    def _spike_sentences(self) -> str:
+        spike, layer = self.norm_spike, self.sink_layer
+        text = ""
         if self.shared_dims:
             dims = ", ".join(map(str, self.shared_dims))
-            sentences.append(f"Residual dimensions {dims} are massive on all tokens; the verdicts leave them out.")
-        if spike is None:
-            return sentences
+            text += f"Residual dimensions {dims} are massive on all tokens; the verdicts leave them out. "
         if layer is not None:
             norm, typical = self.first_token_norm[layer], self.typical_norm[layer]
-            if norm and typical:
-                sentences.append(
-                    f"The sink layer is layer {layer}: after it the first token's norm is {norm:.4g}, "
-                    f"{norm / typical:.0f} times the typical one of {typical:.4g}."
-                )
+            text += f"The sink layer is layer {layer}: after it the first token's norm is {norm:.4g}, "
+            text += f"and the typical one is {typical:.4g}. "
         if len(self.stages) > 1:
-            added = in_words([f"layer {s.layer} adds {s.share:.1%}" for s in self.stages])
-            sentences.append(f"The spike is built in stages: {added}.")
-        if spike.plateau is not None:
+            added = [f"layer {stage.layer} adds {stage.share:.1%}" for stage in self.stages]
+            text += f"The spike is built in stages: {in_words(added)}. "
+        if spike is not None and spike.plateau is not None:
             first, last = spike.plateau
-            down = ""
+            text += f"The norm stands out after layers {first} to {last}. "
             if spike.step_down:
-                down = f", and layers {in_words(spike.step_down)} remove it again"
-            sentences.append(f"The norm stands out after layers {first} to {last}{down}.")
-        return sentences
+                text += f"It falls in layers {in_words(spike.step_down)}."
+        return text
 
     def _set_sentences(self) -> list[str]:
         sentences: list[str] = []
         for causal_set in self.causal_sets:
-            if causal_set.kind == "backup":
-                sentences.append(
-                    f"{causal_set.names} is a backup: it brings the spike back when the others are silent, and zeroing "
-                    f"it as well removes {causal_set.drop_last_layer:.1%} of the norm at the last layer that has the "
-                    "spike."
-                )
-            elif causal_set.kind == "partial":
-                lost, chance = causal_set.drop_last_layer, causal_set.control
-                sentences.append(f"The best set, {causal_set.names}, removes {lost:.1%} (random ones {chance:.1%}).")
-            elif len(causal_set.sites) > 1 and not self.causal:
+            names, lost, chance = causal_set.names, causal_set.drop_last_layer, causal_set.control
+            if causal_set.kind == "partial":
+                sentences.append(f"The best set, {names}, removes {lost:.1%} (random neurons at most {chance:.1%}).")
+            elif causal_set.kind == "backup":
+                sentences.append(f"{names} is a backup: it brings the spike back when the others are silent.")
+            elif causal_set.drop_attention is not None:
+                lost = causal_set.drop_attention
+                sentences.append(f"Without {names}, the first token loses {lost:.1%} of its attention in later layers.")
+            if causal_set.kind == "minimal" and not self.causal:
                 sentences.append("No neuron is needed alone, because the others make the spike without it.")
-        sentences += [f"The search was limited: {text}." for text in self.not_tried]
-        return sentences
+        return [*sentences, *(f"The search was limited: {text}." for text in self.not_tried)]
 
     def _later_sentences(self) -> list[str]:
         sentences: list[str] = []
         for later in self.later_sinks:
             maker = "no MLP makes it"
             if later.set is not None:
-                lost, chance = later.set.drop_last_layer, later.set.control
-                maker = f"zeroing {later.set.names} removes {lost:.1%} of it (random neurons at most {chance:.1%})"
+                maker = f"zeroing {later.set.names} removes {later.set.drop_last_layer:.1%}"
             sentences.append(f"The norm of {later.token!r} reaches {later.ratio:.0f} times the typical one; {maker}.")
         return sentences
 
     def _attention_sentences(self) -> list[str]:
-        sentences, sink = list[str](), self.attention_sink
-        if (rate := self.sink_rate) is not None:
+        sentences, sink, rate = list[str](), self.attention_sink, self.sink_rate
+        if rate is not None:
             sentences.append(
                 f"The sink rate is {rate.value:.1%}: this share of all heads gives position 0 more than {rate.eps} of "
                 f"its attention ({rate.samples} texts of {rate.length} tokens)."
@@ -535,29 +514,18 @@ class FindSinks(Result):
             sentences.append(f"Heads lose the sink without {in_words(needed)}.")
         elif sink.carriers:
             sentences.append("No component is needed alone.")
-        if (attention := self.attention) is not None:
-            sentences.append(
-                f"In layers {min(attention.layers)} to {max(attention.layers)}, later tokens give the first one "
-                f"{attention.intact:.3f} of their attention, {attention.ablated:.3f} without these neurons, and "
-                f"{attention.control:.3f} without random ones."
-            )
         return sentences
 
     def _repeat_sentences(self) -> list[str]:
         repeats = self.repeats
-        if self.sink_layer is None:
-            return []
-        sentences: list[str] = []
         repeated = len(repeats.tokens) - len(repeats.at_once)
-        if repeated and repeats.median is None:
-            limit = repeats.max_repeats
-            sentences.append(f"None of {repeated} tokens becomes a sink by repetition within {limit} repetitions.")
-        elif repeated:
-            never = ""
-            if repeats.unreached:
-                never = f"; {repeats.unreached} of {repeated} never do within {repeats.max_repeats}"
-            sentences.append(
-                f"A repeated token becomes a sink after {repeats.median:.0f} repetitions "
-                f"(median over {repeated - repeats.unreached} tokens{never})."
-            )
-        return [*sentences, *left_out_line([t.token for t in repeats.at_once])]
+        sentences = left_out_line([token.token for token in repeats.at_once])
+        if not repeated:
+            return sentences
+        if repeats.median is None:
+            return [f"None of {repeated} tokens becomes a sink within {repeats.max_repeats} repetitions.", *sentences]
+        never = ""
+        if repeats.unreached:
+            never = f"; {repeats.unreached} of {repeated} never do within {repeats.max_repeats}"
+        over = f"median over {repeated - repeats.unreached} tokens{never}"
+        return [f"A repeated token becomes a sink after {repeats.median:.0f} repetitions ({over}).", *sentences]

@@ -20,17 +20,23 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
+import plotly.express as px
+import plotly.graph_objects as go
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
+from sinkscope.files.notation import neuron_names
+from sinkscope.interventions import NeuronSite
 from sinkscope.interventions.base import Intervention
-from sinkscope.interventions.edits import NeuronSite
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import PIECE, Count, Option, Positive, Result, Setup, measurement
+from sinkscope.measure.style import finished
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.layer_view import flat_number, neutral_post, neutral_up, neutral_view
@@ -57,10 +63,10 @@ class Change:
     @classmethod
     def of(cls, before: float, after: float, samples: Float[Tensor, " n"], scale: float = 1.0) -> Change:
         """Computed with the standard error of the mean of the samples' differences, times `scale`."""
-        many = len(samples) > 1
-        return cls(
-            before, after, after - before, float(samples.std()) / math.sqrt(len(samples)) * scale if many else None
-        )
+        error = None
+        if len(samples) > 1:
+            error = float(samples.std()) / math.sqrt(len(samples)) * scale
+        return cls(before, after, after - before, error)
 
 
 def under(edit: Intervention | None, target: Target) -> AbstractContextManager[Any]:
@@ -111,9 +117,8 @@ def losses(
         rows = ids[start : start + batch_size].to(target.device)
         with under(edit, target):
             logits = target.hf(input_ids=rows, use_cache=False).logits
-        each = functional.cross_entropy(
-            logits[:, 1:-1].float().transpose(1, 2), rows[:, 2:].to(logits.device), reduction="none"
-        )
+        predictions = rearrange(logits[:, 1:-1].float(), "row pos vocab -> row vocab pos")
+        each = functional.cross_entropy(predictions, rows[:, 2:].to(logits.device), reduction="none")
         out.append(each.mean(1).cpu())
         progress("perplexity", min(start + batch_size, len(ids)), len(ids))
     return torch.cat(out)
@@ -125,44 +130,22 @@ def perplexity_change(before: Float[Tensor, " row"], after: Float[Tensor, " row"
     return Change.of(first, second, after.double() - before.double(), second)
 
 
-_SEED = 1234  # seed of the examples before a question; the harness's default
-
-
-@dataclass(frozen=True)
-class Score:
-    """A number without a patch, with the patch, and with a patch of as many random neurons of the same layers.
-
-    Attributes:
-        task: Name of the task; "text" for the held-out text.
-        metric: "perplexity", "acc", "acc_norm", ...
-        samples: Number of questions, or of pieces of text.
-        original: Value without a patch.
-        patched: Value with the patch.
-        random: Value with a patch of as many random neurons.
-        difference: Patched minus original.
-        difference_se: Standard error of the difference, over the paired samples. None for a single sample.
-        random_difference: Random minus original.
-        random_se: Standard error of the random difference.
-    """
-
-    task: str
-    metric: str
-    samples: int
-    original: float
-    patched: float
-    random: float
-    difference: float
-    difference_se: float | None
-    random_difference: float
-    random_se: float | None
+SHOTS_SEED = 1234  # seed of the examples before a question; the harness's default
 
 
 @dataclass(frozen=True, kw_only=True)
 class PatchEvaluation(Result):
     """Benchmarks and perplexity with and without a patch (Yona et al. 2025, Table 2).
 
+    Conditions: "patch", and "random": a patch of as many random neurons of the same layers.
+
     Attributes:
-        scores: Held-out text first, then the tasks in the order given, each with all its metrics.
+        tasks: Task of each score; "text" is held-out text, and stands first.
+        metrics: Metric of each score: "perplexity", "acc", "acc_norm", ...
+        samples: Number of questions, or of pieces of text.
+        original: Value without a patch.
+        changed: Value under each patch.
+        errors: Standard error of the difference to the original, over the paired samples. NaN for a single sample.
         neurons: Neurons of the patch: (layer, neuron) or (layer, expert, neuron).
         random_neurons: Neurons of the random patch.
         shots: Examples before each question, by task. If none were requested, the number from the task's own file.
@@ -170,30 +153,29 @@ class PatchEvaluation(Result):
 
     page: ClassVar[str] = "measure/patch"
     kind: ClassVar[str] = "patch-eval"
-    columns: ClassVar[tuple[str, ...]] = (
-        "task",
-        "metric",
-        "original",
-        "patched",
-        "random",
-        "difference",
-        "difference_se",
-    )
 
-    scores: tuple[Score, ...]
+    tasks: tuple[str, ...]
+    metrics: tuple[str, ...]
+    samples: Int[np.ndarray, " score"]
+    original: Float[np.ndarray, " score"]
+    changed: Float[np.ndarray, "condition score"]
+    errors: Float[np.ndarray, "condition score"]
     neurons: tuple[tuple[int, ...], ...]
     random_neurons: tuple[tuple[int, ...], ...]
     shots: dict[str, int]
 
+    @property
+    def differences(self) -> Float[np.ndarray, "condition score"]:
+        """Value under each patch minus the original."""
+        return self.changed - self.original
+
     def conclusion(self) -> str:
-        """Which numbers the patch changes, and how many a random patch changes."""
-        known = [s for s in self.scores if s.difference_se is not None and s.random_se is not None]
-        moved = [f"{s.task} {s.metric}" for s in known if abs(s.difference) > 2 * (s.difference_se or 0.0)]
-        chance = sum(abs(s.random_difference) > 2 * (s.random_se or 0.0) for s in known)
+        """How many numbers the patch changes, beside a random patch."""
+        known = np.isfinite(self.errors).all(0)
+        patch, random = ((np.abs(self.differences) > 2 * self.errors) & known).sum(1).tolist()
         return (
-            f"The patch of {len(self.neurons)} neuron{'s' * (len(self.neurons) > 1)} moves {len(moved)} of "
-            f"{len(known)} numbers by more than two standard errors{': ' * bool(moved)}{', '.join(moved)}; a patch of "
-            f"as many random neurons moves {chance}."
+            f"The patch of {neuron_names(self.neurons)} moves {patch} of {known.sum()} numbers by more than two "
+            f"standard errors; a patch of as many random neurons moves {random}."
         )
 
     def details(self) -> list[str]:
@@ -203,26 +185,63 @@ class PatchEvaluation(Result):
             return []
         return [f"Warning: the patch was made for {made_for}, not for {self.model.name}."]
 
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per score."""
+        columns = {
+            "task": self.tasks,
+            "metric": self.metrics,
+            "samples": self.samples.tolist(),
+            "original": self.original,
+            "patched": self.changed[0],
+            "random": self.changed[1],
+            "difference": self.differences[0],
+            "difference_se": self.errors[0],
+            "random_difference": self.differences[1],
+            "random_se": self.errors[1],
+        }
+        return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
 
-def _read(patch: SinkPatch | str | os.PathLike[str] | None) -> SinkPatch:
+
+def draw(result: PatchEvaluation) -> go.Figure:
+    """Draw the change by the patch and by a random patch in per cent, with two standard errors."""
+    changes: dict[str, list[Any]] = {"score": [], "change": [], "error": [], "patch": []}
+    scores = [f"{task} {metric}" for task, metric in zip(result.tasks, result.metrics, strict=True)]
+    for number, name in enumerate(("patch", "random patch")):
+        changes["score"] += scores
+        changes["change"] += (100 * result.differences[number] / result.original).tolist()
+        changes["error"] += (200 * result.errors[number] / result.original).tolist()
+        changes["patch"] += [name] * len(scores)
+    labels = {"change": "change in per cent of the original"}
+    fig = px.scatter(changes, x="score", y="change", error_y="error", color="patch", labels=labels)
+    return finished(fig, result, width=900, height=480)
+
+
+def read_patch_argument(patch: SinkPatch | str | os.PathLike[str] | None) -> SinkPatch:
+    """The patch itself, or the one in the file.
+
+    Raises:
+        SinkscopeError: There is none, or the file is not a patch.
+    """
     if patch is None:
         raise SinkscopeError("no patch given: make one with `sinkscope patch make --out patch.json`", page="patch-file")
-    return patch if isinstance(patch, SinkPatch) else SinkPatch.load(patch)
+    if isinstance(patch, SinkPatch):
+        return patch
+    return SinkPatch.load(patch)
 
 
-def _check(patch: SinkPatch | str | os.PathLike[str] | None, tasks: Sequence[str], **_: object) -> None:
+def refuse_unknown(patch: SinkPatch | str | os.PathLike[str] | None, tasks: Sequence[str], **_: object) -> None:
     """Refuse a wrong file or name before a model is loaded."""
-    _read(patch)
+    read_patch_argument(patch)
     if tasks:
         Tasks(tasks)
 
 
 @measurement(
     group="Sinks",
-    figure="sinkscope.figures.patch:draw_eval",
+    figure=draw,
     command="patch eval",
     loading="whole",
-    check=_check,
+    check=refuse_unknown,
     quick={"patch": SinkPatch(layer=1, neurons=[3]), "pieces": 2, "length": 16},
 )
 def evaluate_patch(
@@ -253,7 +272,7 @@ def evaluate_patch(
     Example:
         sinkscope patch eval --model llama-2-7b --patch patch.json
     """
-    edit = _read(patch)
+    edit = read_patch_argument(patch)
     edit.check_made_for(setup.target)
     control = random_patch(setup, edit)
     edits = (None, edit, control)
@@ -263,34 +282,53 @@ def evaluate_patch(
         site=edit.site,
         value=edit.value,
         made_for=(edit.model or {}).get("name"),
-        tasks=[Path(t).name for t in tasks],
+        tasks=[Path(task).name for task in tasks],
         pieces=len(ids),
         length=ids.shape[1],
     )
-    read = [losses(setup.target, ids, e, batch_size, setup.progress) for e in edits]
-    scores = [_score("text", "perplexity", len(ids), *(perplexity_change(read[0], after) for after in read[1:]))]
-    asked = Tasks(tasks) if tasks else None
-    if asked is not None:
-        measured = [asked.run(setup, e, shots, questions, batch_size) for e in edits]
-        for key, before in measured[0].items():
-            changes = (Change.of(float(before.mean()), float(m[key].mean()), m[key] - before) for m in measured[1:])
-            scores.append(_score(*key, len(before), *changes))
+    intact, *patched = [losses(setup.target, ids, each, batch_size, setup.progress) for each in edits]
+    names = [("text", "perplexity")]
+    samples = [len(ids)]
+    changes = [[perplexity_change(intact, after) for after in patched]]
+    shots_used: dict[str, int] = {}
+    if tasks:
+        harness = Tasks(tasks)
+        intact_answers, *patched_answers = [harness.run(setup, each, shots, questions, batch_size) for each in edits]
+        shots_used = harness.shots
+        for name, before in intact_answers.items():
+            names.append(name)
+            samples.append(len(before))
+            changes.append([score_change(before, answers[name]) for answers in patched_answers])
     return PatchEvaluation(
-        scores=tuple(scores),
+        tasks=tuple(task for task, _ in names),
+        metrics=tuple(metric for _, metric in names),
+        samples=np.array(samples),
+        original=np.array([by_patch[0].before for by_patch in changes]),
+        changed=np.array([[by_patch[number].after for by_patch in changes] for number in range(2)]),
+        errors=np.array([[by_patch[number].se for by_patch in changes] for number in range(2)], dtype=float),
         neurons=tuple(site.numbers for site in edit.checked_sites),
         random_neurons=tuple(site.numbers for site in control.checked_sites),
-        shots={} if asked is None else asked.shots,
+        shots=shots_used,
     )
 
 
-def random_patch(made: Setup, patch: SinkPatch) -> SinkPatch:
-    """A patch of the same kind for as many other neurons of the same layers and experts, drawn with the seed."""
-    generator = torch.Generator().manual_seed(made.seed)
+def score_change(before: Float[Tensor, " sample"], after: Float[Tensor, " sample"]) -> Change:
+    """The mean score before and after, over paired questions."""
+    return Change.of(float(before.mean()), float(after.mean()), after - before)
+
+
+def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
+    """A patch of the same kind for as many other neurons of the same layers and experts, drawn with the seed.
+
+    Raises:
+        SinkscopeError: The patch has more than half of the neurons of a layer.
+    """
+    generator = torch.Generator().manual_seed(setup.seed)
     calibrated: dict[NeuronSite, float] = {}
     for group in patch.groups():
-        with made.target.loaded(group.layer):
-            view = neutral_view(made.target, group.layer, made.ids)
-        width = made.target.width(group.layer, group.expert)
+        with setup.target.loaded(group.layer):
+            view = neutral_view(setup.target, group.layer, setup.ids)
+        width = setup.target.width(group.layer, group.expert)
         taken = set(group.neurons)
         if 2 * len(taken) > width:
             raise SinkscopeError(
@@ -298,17 +336,14 @@ def random_patch(made: Setup, patch: SinkPatch) -> SinkPatch:
                 "others can be drawn beside it; give a smaller patch"
             )
         order = torch.randperm(width, generator=generator).tolist()
-        for neuron in [n for n in order if n not in taken][: len(taken)]:
-            number = flat_number(made.target, *group[:2], neuron)
-            post, up = neutral_post(made.target, view, number), neutral_up(view, number)
-            value = post if patch.site == "post" or up is None else up
+        others = [neuron for neuron in order if neuron not in taken]
+        for neuron in others[: len(taken)]:
+            flat = flat_number(setup.target, group.layer, group.expert, neuron)
+            value = neutral_up(view, flat)
+            if patch.site == "post" or value is None:
+                value = neutral_post(setup.target, view, flat)
             calibrated[NeuronSite(group.layer, neuron, group.expert)] = value
     return SinkPatch(sites=tuple(calibrated), site=patch.site, value=patch.value, calibrated=calibrated)
-
-
-def _score(task: str, metric: str, samples: int, patched: Change, control: Change) -> Score:
-    numbers = patched.before, patched.after, control.after
-    return Score(task, metric, samples, *numbers, patched.difference, patched.se, control.difference, control.se)
 
 
 class Tasks:
@@ -392,7 +427,7 @@ def _set_shots(tasks: Any, shots: int | None) -> None:
         own = task.get_config("num_fewshot")
         if own is None or (shots is not None and own != 0):
             task.set_config(key="num_fewshot", value=shots or 0)
-        task.set_fewshot_seed(seed=_SEED)
+        task.set_fewshot_seed(seed=SHOTS_SEED)
 
 
 def _by_metric(samples: dict[str, list[dict[str, Any]]]) -> dict[tuple[str, str], list[float]]:

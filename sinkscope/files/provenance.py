@@ -1,0 +1,138 @@
+"""Which model was measured, and how, when and on which device."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from sinkscope import __version__
+from sinkscope.files.plain import pathless
+
+LIBRARIES = ("torch", "transformers", "transformer_lens", "nnsight")
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The model that was measured. The fingerprint is computed from the configuration and a sample of the weights."""
+
+    name: str
+    family: str
+    n_layers: int
+    d_model: int
+    d_mlp: int
+    fingerprint: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", pathless(self.name))
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How a result was made.
+
+    Attributes:
+        argv: The command, with relative paths or base names.
+        versions: Versions of python, sinkscope, and of torch, transformers, transformer_lens and nnsight if they were
+            used.
+        device: Device name in torch's notation.
+        dtype: Data type of the model.
+        attention: Attention implementation that the model ran with.
+        bos: Whether sequences began with BOS. None if that has no meaning.
+        seed: Seed of every random choice.
+        seconds: Time from start to result.
+        peak_memory_bytes: Largest memory of this process so far; on cuda, the largest memory allocated there.
+    """
+
+    argv: tuple[str, ...]
+    versions: dict[str, str]
+    device: str
+    dtype: str
+    attention: str
+    bos: bool | None
+    seed: int
+    seconds: float
+    peak_memory_bytes: int | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "argv", tuple(pathless(word) for word in self.argv))
+
+
+UNKNOWN_MODEL = ModelInfo("unknown", "unknown", 0, 0, 0, "")
+UNKNOWN_PROVENANCE = Provenance((), {}, "unknown", "unknown", "unknown", None, 0, 0.0, None)
+
+
+def provenance(
+    *,
+    started: float,
+    device: object,
+    dtype: object,
+    attention: str,
+    bos: bool | None,
+    seed: int,
+    argv: Sequence[str] | None = None,
+) -> Provenance:
+    """Collect the provenance at the end of a measurement.
+
+    Args:
+        started: `time.perf_counter()` at the beginning of the measurement.
+        device: Torch device, or its name.
+        dtype: Torch dtype, or its name.
+        attention: Attention implementation that the model ran with.
+        bos: Whether sequences began with BOS.
+        seed: Seed of every random choice.
+        argv: The command. By default that of this process.
+    """
+    if argv is None:
+        argv = sys.argv
+    return Provenance(
+        argv=tuple(argv),
+        versions=versions(),
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        attention=attention,
+        bos=bos,
+        seed=seed,
+        seconds=round(time.perf_counter() - started, 3),
+        peak_memory_bytes=peak_memory(str(device)),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of python, sinkscope, and the libraries that were used."""
+    versions = {"python": platform.python_version(), "sinkscope": __version__}
+    for name in LIBRARIES:
+        if name in sys.modules:
+            versions[name] = _version(name)
+    return versions
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return str(getattr(sys.modules[name], "__version__", "unknown"))
+
+
+def peak_memory(device: str = "cpu") -> int | None:
+    """Largest memory so far in bytes: resident memory of this process, or memory allocated on a cuda device."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.max_memory_allocated(device))
+    status = Path("/proc/self/status")
+    if status.is_file():  # unlike getrusage, not inherited from the process that started this one
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024
+    return int(peak) * unit

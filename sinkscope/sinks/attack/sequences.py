@@ -1,0 +1,117 @@
+"""Sequences of an attack: tokens of one cluster, random tokens, or one token repeated; and what may stand before."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import repeat
+from jaxtyping import Int
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.measure import Setup
+from sinkscope.models.text import resolve_bos
+from sinkscope.models.text.chat import chat_text
+
+CHAT = "A chat between a user and an assistant.\nUser: "  # used before the attack if there is no chat template
+MARK = "\u2021"  # stands for what the user says
+
+
+@dataclass(frozen=True)
+class AttackContext:
+    """What stands before an attack: nothing, BOS, or BOS and the text of a chat."""
+
+    name: str
+    lead: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DrawnSequences:
+    """Sequences in which no token occurs twice, and the head whose cluster each was drawn from."""
+
+    rows: Int[Tensor, "row pos"]
+    heads: Int[Tensor, " row"]
+
+
+def attack_contexts(setup: Setup, bos: bool | None, prefix: str | None) -> tuple[AttackContext, ...]:
+    """BOS, no BOS, and a chat, as far as the model and the arguments allow."""
+    resolve_bos(setup.tokenizer, setup.target.config, bos)  # refuses --bos if there is no BOS
+    start: tuple[int, ...] = ()
+    if setup.bos is not None:
+        start = (setup.bos,)
+    contexts: list[AttackContext] = []
+    if start and bos is not False:
+        contexts.append(AttackContext("BOS", start))
+    if not start or bos is not True:
+        contexts.append(AttackContext("no BOS", ()))
+    chat = chat_ids(setup.tokenizer, prefix)
+    if chat:
+        lead = chat if bos is False else start + chat
+        contexts.append(AttackContext("chat", lead))
+    return tuple(contexts)
+
+
+def chat_ids(tokenizer: Any, prefix: str | None) -> tuple[int, ...]:
+    """Tokens before what a user says: `prefix`, or what the chat template writes, or `CHAT`; none for ""."""
+    if prefix is None:
+        prefix = CHAT
+        if getattr(tokenizer, "chat_template", None):
+            turn = chat_text(tokenizer, [{"role": "user", "content": MARK}], answer=False)
+            prefix = turn.partition(MARK)[0].removeprefix(tokenizer.bos_token or "")
+    return tuple(tokenizer(prefix, add_special_tokens=False)["input_ids"])
+
+
+def make_pools(
+    clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out: set[int]
+) -> dict[int, Int[Tensor, " token"]]:
+    """The clusters as tensors, without the tokens of `left_out`. Clusters of fewer than two tokens are dropped.
+
+    Raises:
+        SinkscopeError: A token does not exist in the model.
+    """
+    pools: dict[int, Tensor] = {}
+    for head, tokens in clusters.items():
+        ids = sorted({int(token) for token in tokens} - left_out)
+        for token in ids:
+            if not 0 <= token < vocabulary:
+                raise SinkscopeError(
+                    f"clusters: token {token} of head {head} is not in the vocabulary of {vocabulary} tokens; give ids "
+                    f"from 0 to {vocabulary - 1}"
+                )
+        if len(ids) > 1:
+            pools[int(head)] = torch.tensor(ids)
+    return pools
+
+
+def drawn_sequences(pools: Mapping[int, Int[Tensor, " token"]], length: int, count: int, seed: int) -> DrawnSequences:
+    """`count` sequences of distinct tokens, each from one cluster, the clusters taken in turn.
+
+    No rows if no cluster has `length` tokens.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(f"draw {seed} {length}".encode()))
+    large = [head for head, tokens in pools.items() if len(tokens) >= length]
+    if not large:
+        return DrawnSequences(torch.zeros(0, length, dtype=torch.long), torch.zeros(0, dtype=torch.long))
+    heads = [large[number % len(large)] for number in range(count)]
+    rows: list[Tensor] = []
+    for head in heads:
+        order = torch.randperm(len(pools[head]), generator=generator)
+        rows.append(pools[head][order[:length]])
+    return DrawnSequences(torch.stack(rows), torch.tensor(heads))
+
+
+def repeated_first(rows: Int[Tensor, "row pos"]) -> Int[Tensor, "row pos"]:
+    """The first token of each sequence, repeated: the baseline that the attack does without."""
+    return repeat(rows[:, 0], "row -> row pos", pos=rows.shape[1])
+
+
+def round_trip(tokenizer: Any, rows: Int[Tensor, "row pos"]) -> float:
+    """Share of sequences that give the same ids after decoding to text and encoding again."""
+    texts = tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
+    again = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    same = [one == other for one, other in zip(again, rows.tolist(), strict=True)]
+    return sum(same) / max(len(same), 1)

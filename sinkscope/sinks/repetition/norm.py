@@ -1,0 +1,207 @@
+"""Norm of repeated tokens at the sink layer, also with sink neurons zeroed (Yona et al. 2025, Fig. 2, 3, 6, 7, 9)."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sinkscope.files.notation import neuron_names
+from sinkscope.files.result import Number
+from sinkscope.interventions import Ablate
+from sinkscope.measure import Setup
+from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.sinks.first_token.layer_scan import LayerScan, norms_after, repeats_until_half, scan_layers
+from sinkscope.sinks.first_token.neurons import verify_sink_layer
+from sinkscope.sinks.repetition.sweep import Sweep, SweepRows, curves_figure, rounded
+from sinkscope.sinks.tokens import left_out_line
+
+SEQUENCES = 4  # sequences per pass
+CANDIDATES = 8  # neurons of the sink layer that ablation verifies
+Neurons = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class NormReading:
+    """L2 norm of the residual stream after the sink layer.
+
+    Attributes:
+        conditions: "intact"; "one": the largest sink neuron is zeroed; "set": all causal ones; "control": as many
+            random neurons of that layer.
+        zeroed: The neurons that are zeroed under each condition, (layer, neuron) or (layer, expert, neuron).
+        norms: Norm of the repeated token after n repetitions.
+        first_norms: Norm of the first token in the same pass.
+        repeats: First number of repetitions whose intact norm reaches half of the first token's. NaN if never.
+        first_norm: Norm of the first token of typical text: BOS, or without BOS the median over pieces.
+        typical: The 5 % quantile, the median and the 95 % quantile of norms at later positions of typical text.
+    """
+
+    conditions: tuple[str, ...]
+    zeroed: tuple[Neurons, ...]
+    norms: Float[np.ndarray, "condition token n"]
+    first_norms: Float[np.ndarray, "condition token"]
+    repeats: Float[np.ndarray, " token"]
+    first_norm: float
+    typical: Float[np.ndarray, " quantile"]
+
+    @property
+    def lost(self) -> Float[np.ndarray, "condition token"]:
+        """Share of the intact norm at the last repetition that a condition takes away."""
+        return 1 - self.norms[:, :, -1] / self.norms[0, :, -1]
+
+    def conclusion(self, sweep: Sweep) -> str:
+        """The number of repetitions beside the norm of typical text, or what zeroing takes away beside its control."""
+        tried, reached = self._tried(sweep)
+        typical = f"in typical text the median is {self.typical[1] / self.first_norm:.1%} of that norm"
+        if not tried:
+            return "The first occurrence of every token is already a sink, so repetition has nothing to show here."
+        if not reached:
+            return (
+                f"No repeated token reaches half of the first token's norm within {sweep.max_repeats} repetitions "
+                f"({len(tried)} tokens); {typical}."
+            )
+        if "control" in self.conditions:
+            return self._needed()
+        return (
+            f"A repeated token reaches half of the first token's norm after {np.median(self.repeats[reached]):.0f} "
+            f"repetitions (median of {len(reached)} of {len(tried)} tokens); {typical}."
+        )
+
+    def _tried(self, sweep: Sweep) -> tuple[list[int], list[int]]:
+        """Rows that need repetition at all, and those of them that become sinks."""
+        tried = [row for row in sweep.single if self.repeats[row] != 1]
+        return tried, [row for row in tried if np.isfinite(self.repeats[row])]
+
+    def _losses(self) -> dict[str, float]:
+        """Median of `lost` over sequences that become sinks, by condition."""
+        reached = np.isfinite(self.repeats)
+        medians = np.median(self.lost[:, reached], axis=1)
+        return dict(zip(self.conditions, medians.tolist(), strict=True))
+
+    def _needed(self) -> str:
+        losses = self._losses()
+        causal = "set" if "set" in losses else "one"
+        neurons = neuron_names(self.zeroed[self.conditions.index(causal)])
+        verdict = "make the repetitions' norm"
+        if losses[causal] < 0.5 or losses[causal] <= losses["control"]:
+            verdict = "are not needed for the repetitions' norm"
+        return (
+            f"The sink neurons {neurons} {verdict}: zeroing them takes away {losses[causal]:.1%} of it, and zeroing "
+            f"as many random neurons {losses['control']:.1%}."
+        )
+
+    def details(self, sweep: Sweep) -> list[str]:
+        """Norms, tokens that never become a sink, the cycle, and the effect of ablation on the first token."""
+        low, middle, high = self.typical.tolist()
+        lines = [
+            f"The first token's norm is {self.first_norm:.4g}, and that of typical text {middle:.4g} (5-95 %: "
+            f"{low:.4g} to {high:.4g})."
+        ]
+        never = [row for row in sweep.single if np.isnan(self.repeats[row])]
+        if never:
+            lines.append(f"{len(never)} of {len(sweep.single)} tokens never reach half of the first token's norm.")
+        lines += left_out_line([sweep.tokens[row] for row in sweep.single if self.repeats[row] == 1])
+        for ids, count in zip(sweep.ids, self.repeats, strict=True):
+            if len(ids) > 1:
+                when = "never reaches it" if np.isnan(count) else f"reaches it after {count:.0f} tokens"
+                lines.append(f"The cycle of {len(ids)} words {when}.")
+        for condition in range(1, len(self.conditions)):
+            first = 1 - self.first_norms[condition, 0] / self.first_norms[0, 0]
+            neurons = neuron_names(self.zeroed[condition])
+            lines.append(f"{self._title(condition)} ({neurons}): {first:.1%} of the first token's norm is lost.")
+        return lines
+
+    def _title(self, condition: int) -> str:
+        titles = {
+            "intact": "intact",
+            "one": "largest sink neuron zeroed",
+            "set": "all causal neurons zeroed",
+            "control": "random neurons zeroed",
+        }
+        return titles[self.conditions[condition]]
+
+    def rows(self, sweep: Sweep) -> list[dict[str, Any]]:
+        """One row per sequence; `lost_*` is the share of the norm at the last repetition that zeroing removes."""
+        table: list[dict[str, Any]] = []
+        for row, token in enumerate(sweep.tokens):
+            repeats = self.repeats[row]
+            last = self.norms[0, row, -1]
+            cells = {
+                "repeated": token,
+                "repeats": None if np.isnan(repeats) else int(repeats),
+                "last_norm": last,
+                "of_first": last / self.first_norms[0, row],
+            }
+            for name, lost in zip(self.conditions[1:], self.lost[1:, row], strict=True):
+                cells[f"lost_{name}"] = lost
+            table.append(cells)
+        return table
+
+    def numbers(self, sweep: Sweep) -> list[Number]:
+        """The norm after the last repetition, and what ablation takes away."""
+        last = self.norms[0, sweep.single, -1]
+        margin = float(2 * last.std() / np.sqrt(len(last)))
+        numbers = [Number("norm after the last repetition", float(np.median(last)), float(self.typical[1]), margin)]
+        if "control" in self.conditions and np.isfinite(self.repeats).any():
+            losses = self._losses()
+            causal = losses.get("set", losses["one"])
+            numbers.append(Number("norm then lost without the neurons", causal, losses["control"]))
+        return numbers
+
+    def draw(self, sweep: Sweep) -> Any:
+        """Norm over the number of repetitions, a panel per condition."""
+        panels: dict[str, np.ndarray] = {}
+        for condition, norms in enumerate(self.norms):
+            panels[self._title(condition)] = norms
+        fig = curves_figure(sweep, panels, "norm")
+        fig.add_hline(self.first_norm, annotation_text="first token", line_width=1)
+        fig.add_hline(self.first_norm / 2, annotation_text="half of it", line_dash="dot", line_width=1)
+        fig.add_hrect(self.typical[0], self.typical[2], fillcolor="grey", opacity=0.2, annotation_text="typical text")
+        return fig
+
+
+def read_norms(setup: Setup, rows: SweepRows, ablate: bool) -> tuple[int | None, NormReading | None]:
+    """The sink layer, and the norms of repeated tokens there; (None, None) if the model has no sink."""
+    target = setup.target
+    spike = scan_layers(target, setup.ids, whole=target.resident, progress=setup.progress)
+    layer = spike.sink_layer
+    if layer is None:
+        return None, None
+    zeroed: dict[str, Neurons] = {"intact": ()}
+    if ablate:
+        zeroed |= ablated_neurons(setup, spike)
+    norms: list[Tensor] = []
+    for name, neurons in zeroed.items():
+        edit = Ablate(sites=list(neurons)).on(target) if neurons else nullcontext()
+        with edit:
+            norms.append(norms_after(target, layer, rows.ids, SEQUENCES, setup.progress, f"repetitions, {name}"))
+    table = torch.stack(norms)  # condition token pos
+    first_norm = spike.layers[layer].first_norm
+    repeats = [repeats_until_half(intact[rows.start :], first_norm) for intact in table[0]]
+    return layer, NormReading(
+        conditions=tuple(zeroed),
+        zeroed=tuple(zeroed.values()),
+        norms=rounded(table[:, :, rows.places]),
+        first_norms=rounded(table[:, :, 0]),
+        repeats=np.array(repeats, dtype=float),
+        first_norm=first_norm,
+        typical=np.array(spike.layers[layer].typical_norms),
+    )
+
+
+def ablated_neurons(setup: Setup, spike: LayerScan) -> dict[str, Neurons]:
+    """The neurons zeroed under each condition; none if no single neuron of the layer is causal."""
+    proof = verify_sink_layer(SinkContext.of(setup, spike), CANDIDATES)
+    causal = tuple(neuron.site for neuron in proof.neurons if neuron.causal)
+    if not causal:
+        return {}
+    conditions: dict[str, Neurons] = {"one": causal[:1]}
+    if len(causal) > 1:
+        conditions["set"] = causal
+    conditions["control"] = proof.controls
+    return conditions

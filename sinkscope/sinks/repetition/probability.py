@@ -1,0 +1,197 @@
+"""What follows a repetition, before and after the patch (Yona et al. 2025, section 5 and Table 3)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sinkscope.files.notation import neuron_names
+from sinkscope.interventions import SinkPatch
+from sinkscope.interventions.decode import greedy, repeat_probabilities
+from sinkscope.measure import Setup
+from sinkscope.models.load import load
+from sinkscope.models.open import open_target
+from sinkscope.sinks.first_token.sets import causal_neurons
+from sinkscope.sinks.repetition.sweep import Sweep, SweepRows, curves_figure, rounded
+
+SHOWN_TEXT = 40  # characters of an answer in the table
+
+
+@dataclass(frozen=True)
+class RepeatAnswer:
+    """The model's greedy answer after `repeats` repetitions.
+
+    Attributes:
+        token: The repeated token.
+        patched: Whether the model ran under the patch.
+        repeats: Repetitions in the prompt.
+        kept: Tokens of the answer that continue the repetition, before the first other token.
+        tokens: Tokens of the answer, including the end of sequence.
+        follows: The text after the repetition.
+    """
+
+    token: str
+    patched: bool
+    repeats: int
+    kept: int
+    tokens: int
+    follows: str
+
+
+@dataclass(frozen=True)
+class ProbabilityReading:
+    """Probability that the token comes once more after n repetitions.
+
+    Attributes:
+        conditions: "intact", and "patched" if there is a patch.
+        neurons: The neurons of the patch, (layer, neuron) or (layer, expert, neuron).
+        probability: The probability.
+        caught: First n after which the token is the likeliest one. NaN if never.
+        left: First n after `caught` at which it no longer is. NaN if never.
+        uniform: Probability of every token if all were equally likely.
+        answers: What the model writes.
+    """
+
+    conditions: tuple[str, ...]
+    neurons: tuple[tuple[int, ...], ...]
+    probability: Float[np.ndarray, "condition token n"]
+    caught: Float[np.ndarray, "condition token"]
+    left: Float[np.ndarray, "condition token"]
+    uniform: float
+    answers: tuple[RepeatAnswer, ...]
+
+    def conclusion(self, sweep: Sweep) -> str:
+        """The probability that the repetition continues, without and with the patch."""
+        last = np.median(self.probability[:, :, -1], axis=1)
+        said = f"After {sweep.max_repeats} repetitions the repeated token has probability {last[0]:.2g}"
+        if len(last) == 1:
+            return f"{said}; there is no causal sink neuron to patch."
+        return f"{said} in the intact model and {last[1]:.2g} under the patch (medians of {len(sweep.tokens)} tokens)."
+
+    def details(self, sweep: Sweep) -> list[str]:
+        """The patch, and where the repetition ends with and without it."""
+        lines: list[str] = []
+        if self.neurons:
+            lines.append(f"The patch holds {neuron_names(self.neurons)}.")
+        for condition, caught, left in zip(self.conditions, self.caught, self.left, strict=True):
+            stopped = left[np.isfinite(left)]
+            line = f"In the {condition} model {np.isfinite(caught).sum()} of {len(caught)} tokens began to repeat, and "
+            line += f"{len(stopped)} stopped"
+            if len(stopped):
+                line += f", in the median after {np.median(stopped):.0f} repetitions"
+            lines.append(line + ".")
+        return lines
+
+    def rows(self, sweep: Sweep) -> list[dict[str, Any]]:
+        """One row per answer. The text that follows is cut."""
+        table: list[dict[str, Any]] = []
+        for answer in self.answers:
+            table.append({**vars(answer), "follows": ascii(answer.follows[:SHOWN_TEXT])[1:-1]})
+        return table
+
+    def draw(self, sweep: Sweep) -> Any:
+        """Probability over n, a line per token and a panel per condition."""
+        panels = dict(zip(self.conditions, self.probability, strict=True))
+        fig = curves_figure(sweep, panels, "p(next = token)")
+        return fig.add_hline(self.uniform, line_dash="dot", annotation_text="uniform")
+
+
+def in_memory(setup: Setup) -> Setup:
+    """The same setup with the whole model in memory, as logits and generation need it."""
+    if setup.target.resident:
+        return setup
+    model, options = setup.source
+    return replace(setup, target=open_target(load(model, backend="hf", **options), **options))
+
+
+def read_probabilities(
+    setup: Setup,
+    rows: SweepRows,
+    patch: SinkPatch | str | os.PathLike[str] | None,
+    after: Sequence[int],
+    new_tokens: int,
+) -> ProbabilityReading:
+    """Run every sequence with and without the patch, and let the model answer after some repetitions.
+
+    Args:
+        setup: The model, whole in memory.
+        rows: The sequences.
+        patch: The patch or its file. None: a patch of the causal neurons.
+        after: Numbers of repetitions after which the model answers.
+        new_tokens: Maximum length of an answer.
+
+    Raises:
+        SinkscopeError: The repetitions and the answer do not fit the context.
+    """
+    target, sweep = setup.target, rows.sweep
+    around = f"a text of {max(after)} repetitions behind {rows.start} tokens"
+    target.check_length(around, rows.start + max(after), new_tokens, "repeat less often before an answer")
+    edit = chosen_patch(setup, patch)
+    edits: dict[str, SinkPatch | None] = {"intact": None}
+    if edit is not None:
+        edits["patched"] = edit
+    before = rows.ids[0, : rows.start].tolist()
+    shape = len(edits), len(sweep.tokens)
+    probability = torch.zeros(*shape, len(sweep.counts))
+    caught, left = np.full(shape, np.nan), np.full(shape, np.nan)
+    answers: list[RepeatAnswer] = []
+    for condition, (name, act) in enumerate(edits.items()):
+        for token, (word,) in enumerate(sweep.ids):
+            curve, likeliest = repeat_probabilities(target, before, word, sweep.max_repeats, act)
+            probability[condition, token] = curve[sweep.counts - 1]
+            caught[condition, token], left[condition, token] = repeated_span(likeliest == word)
+            setup.progress(f"repetitions, {name}", token + 1, len(sweep.tokens))
+        for count in after:
+            prompts = torch.tensor([[*before, *ids * count] for ids in sweep.ids])
+            written = greedy(target, prompts, new_tokens, act)
+            for token, answer in enumerate(written):
+                answers.append(repeat_answer(setup, sweep, token, act is not None, count, answer))
+            setup.progress(f"answers, {name}", count, max(after))
+    neurons: tuple[tuple[int, ...], ...] = ()
+    if edit is not None:
+        neurons = tuple(site.numbers for site in edit.checked_sites)
+    uniform = 1 / int(target.config.vocab_size)
+    return ProbabilityReading(tuple(edits), neurons, rounded(probability), caught, left, uniform, tuple(answers))
+
+
+def chosen_patch(setup: Setup, patch: SinkPatch | str | os.PathLike[str] | None) -> SinkPatch | None:
+    """The given patch, or one of the causal neurons; None if the model has none."""
+    if isinstance(patch, SinkPatch):
+        return patch
+    if patch is not None:
+        return SinkPatch.load(patch)
+    _, neurons = causal_neurons(setup)
+    if not neurons:
+        return None
+    calibrated = {neuron.site: neuron.neutral_post for neuron in neurons}
+    return SinkPatch(sites=list(calibrated), calibrated=calibrated)
+
+
+def repeated_span(is_token: Tensor) -> tuple[float, float]:
+    """First n after which the token is the likeliest one, and the first n later at which it no longer is; else NaN."""
+    likeliest = is_token.tolist()
+    if True not in likeliest:
+        return float("nan"), float("nan")
+    caught = likeliest.index(True)
+    if False not in likeliest[caught:]:
+        return caught + 1.0, float("nan")
+    return caught + 1.0, likeliest.index(False, caught) + 1.0
+
+
+def repeat_answer(
+    setup: Setup, sweep: Sweep, token: int, patched: bool, repeats: int, answer: list[int]
+) -> RepeatAnswer:
+    """Split an answer into the repetition that goes on and the text that follows."""
+    (word,) = sweep.ids[token]
+    kept = 0
+    while kept < len(answer) and answer[kept] == word:
+        kept += 1
+    follows = setup.tokenizer.decode(answer[kept:], skip_special_tokens=True)
+    return RepeatAnswer(sweep.tokens[token], patched, repeats, kept, len(answer), follows)

@@ -1,0 +1,135 @@
+"""What is repeated: the sequences that every reading of `repeat` runs, and the numbers of repetitions it reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import plotly.express as px
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sinkscope.measure import Setup
+from sinkscope.sinks.tokens import CYCLE, repetitions, single_words, words_to_repeat
+
+CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
+FIRST_LAYER_WORDS = ("cat", "dog", "the", "bla")  # the words of Fig. 5 of Yona et al. 2025
+PAPER_PREFIXES = {"distance": "some prefix:", "probability": "Repeat:"}  # Fig. 5 and Table 3
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What was repeated.
+
+    Attributes:
+        tokens: The text that each sequence repeats.
+        ids: The ids that each sequence repeats in turn. More than one form a cycle, and repetitions then count tokens.
+        before: The tokens before the first repetition.
+        max_repeats: Number of repetitions in every sequence.
+        counts: The numbers of repetitions at which curves are given.
+        replaced: Pairs of (word of the paper that is not one token here, word that took its place).
+    """
+
+    tokens: tuple[str, ...]
+    ids: tuple[tuple[int, ...], ...]
+    before: tuple[str, ...]
+    max_repeats: int
+    counts: Int[np.ndarray, " n"]
+    replaced: tuple[tuple[str, str], ...]
+
+    @property
+    def single(self) -> list[int]:
+        """Rows that repeat one token, so without the cycle."""
+        return [row for row, ids in enumerate(self.ids) if len(ids) == 1]
+
+
+@dataclass(frozen=True)
+class SweepRows:
+    """The sequences of a sweep.
+
+    Attributes:
+        sweep: What is repeated.
+        ids: The sequences.
+        start: Position of the first repetition.
+    """
+
+    sweep: Sweep
+    ids: Int[Tensor, "token pos"]
+    start: int
+
+    @property
+    def places(self) -> list[int]:
+        """Positions of the last repetition after each number of repetitions in `counts`."""
+        return (self.sweep.counts + self.start - 1).tolist()
+
+
+def sweep_rows(
+    setup: Setup,
+    read: str,
+    tokens: list[str] | None,
+    prefix: str | None,
+    max_repeats: int | None,
+    *,
+    cycle: bool = False,
+    after: int = 0,
+) -> SweepRows:
+    """Choose the tokens of a reading and build its sequences.
+
+    Args:
+        setup: The model and its text.
+        read: The reading.
+        tokens: The words to repeat. None: those of the paper's figure, or words of the text.
+        prefix: Text before the repetitions. None: that of the paper's figure.
+        max_repeats: Number of repetitions. None: 1,024, or what the context holds.
+        cycle: Whether all words are also repeated in turn.
+        after: Positions of the context that are kept free for what follows.
+
+    Raises:
+        SinkscopeError: A word is not one token, or occurs in the prefix, or the context is too short.
+    """
+    if prefix is None:
+        prefix = PAPER_PREFIXES.get(read)
+    paper: tuple[str, ...] = ()
+    if read == "attention":
+        paper = ("the",)
+    elif read == "distance":
+        paper = FIRST_LAYER_WORDS
+    elif cycle:
+        paper = CYCLE
+    words, replaced = words_to_repeat(setup, tokens, prefix, paper)
+    cycles: list[tuple[int, ...]] = [(word,) for word in words]
+    if cycle and len(words) > 1:
+        cycles.append(tuple(words))
+    rows = repetitions(setup, cycles, prefix, max_repeats, after=after)
+    setup.record(max_repeats=rows.count, prefix=prefix)
+    before = single_words(setup.tokenizer, rows.ids[0, : rows.start].tolist())
+    sweep = Sweep(rows.labels, tuple(cycles), before, rows.count, curve_counts(rows.count), replaced)
+    return SweepRows(sweep, rows.ids, rows.start)
+
+
+def curve_counts(most: int) -> Int[np.ndarray, " n"]:
+    """Numbers of repetitions from 1 to `most`: all small ones, then evenly spaced in their logarithm."""
+    spaced = torch.logspace(0, float(np.log10(most)), CURVE_POINTS, dtype=torch.float64).round().long().tolist()
+    return np.array(sorted({1, most, *spaced}))
+
+
+def curves_figure(sweep: Sweep, panels: dict[str, np.ndarray], label: str) -> Any:
+    """A line per token over the number of repetitions, one panel for each array `[token n]`; both axes logarithmic."""
+    curves: dict[str, list[Any]] = {"repetitions": [], label: [], "token": [], "panel": []}
+    for title, values in panels.items():
+        for token, curve in zip(sweep.tokens, values, strict=True):
+            positive = curve > 0
+            curves["repetitions"] += sweep.counts[positive].tolist()
+            curves[label] += curve[positive].tolist()
+            curves["token"] += [token] * int(positive.sum())
+            curves["panel"] += [title] * int(positive.sum())
+    fig = px.line(curves, x="repetitions", y=label, color="token", facet_col="panel", log_x=True, log_y=True)
+    return fig.for_each_annotation(lambda note: note.update(text=note.text.removeprefix("panel=")))
+
+
+def rounded(values: Tensor) -> np.ndarray:
+    """The values with seven significant digits, so that a JSON file stays small."""
+    digits = [float(f"{value:.7g}") for value in values.flatten().tolist()]
+    return np.array(digits, dtype=float).reshape(tuple(values.shape))

@@ -1,0 +1,167 @@
+"""`repeat --read probability` on a model that repeats until its sink sets in, and its numbers found another way."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from organisms import Organism, organism
+
+from sinkscope.app.cli import main
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.result import Result
+from sinkscope.interventions import SinkPatch
+from sinkscope.interventions.decode import greedy, repeat_probabilities
+from sinkscope.models.target import Target
+from sinkscope.sinks.repetition.probability import ProbabilityReading
+from sinkscope.sinks.repetition.repeat import Repeat, repeat
+
+PREFIX = "cat the"
+
+
+@lru_cache
+def repeater() -> Organism:
+    """Says the word it has just read, until the sink drowns it: the unembedding reads the word out of the residual
+    stream and, where the sink dimension is large, one other token."""
+    o = organism("llama", 2)
+    base, head = o.model.model, o.model.lm_head
+    with torch.no_grad():
+        head.weight = torch.nn.Parameter(base.embed_tokens.weight.clone())  # where it was tied it no longer is
+        dim = o.truth.residual_dims[0]
+        [(layer, neuron), *_] = o.truth.neurons
+        head.weight[:, list(o.truth.residual_dims)] = 0
+        sign = float(base.layers[layer].mlp.down_proj.weight[dim, neuron].sign())
+        head.weight[10, dim] = 100 * sign
+    return o
+
+
+@lru_cache
+def repeated_word() -> int:
+    o = repeater()
+    return next(t for t in o.tokens_of(0) if t != 10 and o.tokenizer.decode([t]) not in ("cat", "the"))
+
+
+def measured(**changes: Any) -> Repeat:
+    o = repeater()
+    options: dict[str, Any] = {
+        "read": "probability",
+        "tokens": [o.tokenizer.decode([repeated_word()])],
+        "prefix": PREFIX,
+        "max_repeats": 300,
+        "answer_after": [5, 280],
+        "new_tokens": 8,
+    }
+    return repeat(o.model, tokenizer=o.tokenizer, **(options | changes))
+
+
+@lru_cache
+def plain(prefix: str = PREFIX) -> ProbabilityReading:
+    """A reading, which no test can alter."""
+    reading = measured(prefix=prefix).probability
+    assert reading is not None
+    return reading
+
+
+@pytest.mark.parametrize("prefix", ["", PREFIX])
+def test_it_repeats_until_the_sink_and_for_ever_with_the_patch(prefix: str) -> None:
+    o, found = repeater(), plain(prefix)
+    assert set(found.neurons) == set(o.truth.neurons) and found.conditions == ("intact", "patched")
+    expected = o.truth.repeats_expected or 0
+    intact, patched = 0, 1
+    assert found.caught[:, 0].tolist() == [1, 1] and np.isnan(found.left[patched, 0])
+    # the other token wins before the norm is half of BOS's, which is what `repeats_expected` counts to
+    assert 0.2 * expected < found.left[intact, 0] < 1.3 * expected
+    assert found.probability[intact, 0, -1] < 0.01 and found.probability[patched, 0, -1] > 0.9
+    assert len(found.answers) == 4
+    for answer in found.answers:
+        breaks = answer.repeats == 280 and not answer.patched
+        assert answer.kept < 8 if breaks else answer.kept == 8
+        assert (answer.follows == "") == (answer.kept == answer.tokens)
+
+
+def test_curve_against_a_pass_of_its_own() -> None:
+    o, word = repeater(), repeated_word()
+    target = Target.of(o.model, o.tokenizer)
+    head = o.tokenizer(PREFIX)["input_ids"]
+    patch = SinkPatch(sites=o.truth.neurons)
+    for edit in (None, patch):
+        p, likeliest = repeat_probabilities(target, head, word, 300, edit)
+        for n in (1, 2, 100, 253, 254, 255, 300):  # 256 ids make a chunk
+            ids = torch.tensor([[*head, *[word] * n]])
+            with torch.no_grad():
+                if edit is None:
+                    logits = o.model(ids).logits[0, -1]
+                else:
+                    with edit.on(o.model):
+                        logits = o.model(ids).logits[0, -1]
+            assert float(p[n - 1]) == pytest.approx(float(logits.softmax(-1)[word]), rel=1e-3, abs=1e-7)
+            assert int(likeliest[n - 1]) == int(logits.argmax())
+    p, likeliest = repeat_probabilities(target, head, word, 300)
+    left = int(plain().left[0, 0])
+    assert (likeliest == word).tolist()[:left] == [True] * (left - 1) + [False]
+    result = measured()
+    assert result.sweep is not None and result.probability is not None
+    assert result.probability.probability[0, 0] == pytest.approx(p[result.sweep.counts - 1].numpy(), rel=1e-5)
+
+
+def test_greedy_is_the_likeliest_token_step_by_step() -> None:
+    o = repeater()
+    target = Target.of(o.model, o.tokenizer)
+    rows = o.natural(2, 9)
+    answers = greedy(target, rows, 6)
+    for row, answer in zip(rows, answers, strict=True):
+        ids = row[None]
+        for token in answer:
+            with torch.no_grad():
+                assert int(o.model(ids).logits[0, -1].argmax()) == token
+            ids = torch.cat([ids, torch.tensor([[token]])], 1)
+        assert len(answer) == 6 or answer[-1] == o.tokenizer.eos_token_id
+
+
+def test_a_model_without_a_sink_is_measured_without_a_patch() -> None:
+    o = organism("llama", 0, kind="none")
+    options: dict[str, Any] = {"max_repeats": 20, "answer_after": [3], "new_tokens": 3}
+    result = repeat(o.model, tokenizer=o.tokenizer, read="probability", **options)
+    assert result.probability is not None and result.probability.conditions == ("intact",)
+    assert "no causal sink neuron" in result.summary()
+    assert result.figure() is not None
+
+
+def test_a_patch_that_is_given_is_used(tmp_path: Path) -> None:
+    SinkPatch(layer=1, neurons=[5], value=0.0).save(tmp_path / "p.json")
+    result = measured(patch=tmp_path / "p.json", answer_after=[5], max_repeats=250, prefix="")
+    found = result.probability
+    assert found is not None and found.neurons == ((1, 5),) and (1, 5) not in repeater().truth.neurons
+    assert found.left[0] == found.left[1]  # no sink neuron: it diverges all the same
+    assert Result.from_dict(result.to_dict()).to_dict() == result.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tokens": ["cat"]}, "--prefix 'cat the' contains the repeated token 'cat'"),
+        ({"max_repeats": 2046}, "the largest is 2045"),
+        ({"answer_after": [2040]}, "2040 repetitions .*and 8 more are to come, but the context of .* is 2048"),
+        ({"tokens": ["cat dog"]}, "'cat dog' is 2 tokens"),
+        ({"new_tokens": 3000}, "and 3000 more are to come, but the context of .* is 2048: .* at most"),
+        ({"patch": "none.json"}, "cannot read none.json"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(SinkscopeError, match=says):
+        measured(**options)
+
+
+def test_the_command_reads_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    organism("llama", 2).save("model")
+    words = "repeat --read probability --model model --tokens dog,cat --prefix the --answer-after 5 --answer-after 9"
+    assert main([*words.split(), *"--max-repeats 30 --new-tokens 4 --json d.json".split()]) == 0
+    result: Any = Result.load("d.json")
+    assert result.sweep.tokens == ("dog", "cat") and result.sweep.counts[-1] == 30
+    assert len(result.probability.answers) == 2 * 2 * 2
+    assert {answer.repeats for answer in result.probability.answers} == {5, 9}
