@@ -13,7 +13,7 @@ from sinkscope.app.pages import Section, document, result_section, save_document
 from sinkscope.bench.record import PROMPTS
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import note
-from sinkscope.files.options import Hidden, Option, command
+from sinkscope.files.options import Hidden, Option
 from sinkscope.files.output import check_output, check_writable
 from sinkscope.files.plain import visible
 from sinkscope.files.result import Result, known_kinds, read_json
@@ -57,7 +57,6 @@ class Report:
     skipped: tuple[Skipped, ...]
 
 
-@command(group="Look", command="report")
 def write_report(
     folder: Annotated[Path, Option(metavar="DIR", argument=True)],
     *,
