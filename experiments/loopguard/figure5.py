@@ -22,7 +22,8 @@ from typing import Any
 from experiments.drawn import save
 from experiments.record import record
 from sinkscope.attention.barcode import Barcode, HeadBarcode, Picture, barcode
-from sinkscope.bench.loopbench.prompts import load_prompts
+from sinkscope.bench.prompt import read_prompts
+from sinkscope.bench.tasks.loops import DATA
 from sinkscope.files.console import ProgressBar
 from sinkscope.files.records import build
 from sinkscope.kv.loopguard import LoopGuard
@@ -108,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
     started = time.perf_counter()
-    prompt = next(p for p in load_prompts("small") if p.id == args.prompt).prompt
+    rows = [*read_prompts(DATA / "small-dc.jsonl"), *read_prompts(DATA / "small-ri.jsonl")]
+    prompt = next(row for row in rows if row.id == args.prompt).turns[0].text
     model = load(args.model, backend="hf")
     heads = None if not args.head else [(int(a), int(b)) for a, b in (name.split(".") for name in args.head)]
     with ProgressBar() as progress:

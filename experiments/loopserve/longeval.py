@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import html
+import json
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,7 +26,8 @@ import torch
 from experiments.drawn import save
 from experiments.record import record
 from sinkscope.attention.lines import line_overlap, line_weights
-from sinkscope.bench.published import read_prompts
+from sinkscope.files.output import write_atomic
+from sinkscope.files.records import read_rows
 from sinkscope.measure.style import BLUE, GREEN, ORANGE, at_place, finished
 from sinkscope.models.load import load
 
@@ -49,6 +52,22 @@ ROWS = (  # what the table says: part of the paper, name, place in the result
 
 
 AGREE = ("etas", "inputs", "inputs_random", "segments", "segments_random")
+TOPICS_END, LINES_END = "Now the record ends.", "Now the record is over."
+"""Where the context of LongEval's prompts ends; the second one begins the question."""
+
+
+def separated(file: Path, out: Path) -> Path:
+    """Write LongEval's prompts as rows with a context and a question, as `sinkscope lines --data` reads them."""
+    rows: list[dict[str, str]] = []
+    for where, row in read_rows(file, "LongEval's 5_topics.jsonl or 200_lines.jsonl"):
+        prompt = row["prompt"]
+        at = prompt.rfind(TOPICS_END) + len(TOPICS_END)
+        if LINES_END in prompt:
+            at = prompt.rindex(LINES_END)
+        context, question = prompt[:at].rstrip(), prompt[at:].strip()
+        assert context and question, where
+        rows.append({"id": str(row.get("test_id", len(rows) + 1)), "context": context, "question": question})
+    return write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def measure(model: Any, name: str, data: Path | None, **options: Any) -> dict[str, Any]:
@@ -167,10 +186,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     started, model = time.perf_counter(), load(args.model, backend="hf")
     files = {"ordinary text": None, "LongEval topics": args.topics, "LongEval lines": args.lines}
-    for file in filter(None, files.values()):
-        assert all(prompt.question for prompt in read_prompts(file)), file.name
     options = {"count": args.count, "length": args.length, "new": args.new}
-    sources = [measure(model, name, file, **options) for name, file in files.items()]
+    sources: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, file in files.items():
+            prompts = None if file is None else separated(file, Path(folder) / file.name)
+            sources.append(measure(model, name, prompts, **options))
     digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files.values() if file is not None}
     origin = "LongEval, github.com/DachengLi1/LongChat, Apache-2.0"
     settings = {"model": args.model, **options, "window": 8, "files": digests, "origin": origin}

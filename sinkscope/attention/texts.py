@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.bench.published import read_prompts
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import note
 from sinkscope.files.records import Part, conform
@@ -22,6 +21,7 @@ from sinkscope.loops.signals import tail_period
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import read_row
 from sinkscope.models.text import text_rows
+from sinkscope.models.text.prompts import read_text_prompts
 
 PERIODS = 3  # repetitions that make a loop
 LEAST = 24  # minimum tokens of a loop
@@ -177,7 +177,7 @@ def inputs(
     Args:
         setup: The model and ordinary text.
         texts: Texts or ids; all are used.
-        data: A file of prompts to use instead (see `read_prompts`); the first `count` are used.
+        data: A file of prompts to use instead (see `read_text_prompts`); the first `count` are used.
         count: Number of pieces of ordinary text, or of prompts from the file.
         length: Maximum tokens per text; longer texts are shortened in the middle, as in LongBench. None uses the
             context, or 512 for ordinary text.
@@ -196,7 +196,7 @@ def inputs(
         return [(Input(str(i), len(row)), row) for i, row in enumerate(rows)]
     named: list[tuple[str, Text]] = [(str(i), text) for i, text in enumerate(texts or ())]
     if data is not None:
-        named = [(prompt.id, prompt.text) for prompt in read_prompts(data)[:count]]
+        named = [(prompt.id, prompt.text) for prompt in read_text_prompts(data)[:count]]
     if not named:
         raise SinkscopeError("no text was given: expected at least one")
     found: list[tuple[Input, Int[Tensor, " pos"]]] = []
@@ -230,7 +230,7 @@ def questions(setup: Setup, data: File | None, count: int, length: int | None, n
         length = length or len(start) + len(body[0])
         named = [(_tokens(setup, ASKED), row) for row in body]
     else:
-        found = [p for p in read_prompts(data)[:count] if p.question.strip() and p.context.strip()]
+        found = [p for p in read_text_prompts(data)[:count] if p.question.strip() and p.context.strip()]
         if not found:
             note(f"{Path(data).name} does not separate questions from their context, so nothing is asked")
         named = [(_tokens(setup, p.question), _tokens(setup, p.context)) for p in found]

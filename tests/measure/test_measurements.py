@@ -37,9 +37,7 @@ EVERY = pytest.mark.parametrize("command", ALL, ids=lambda command: command.name
 MARKUP = "<img src=x onerror=alert(1)>"
 LESS: dict[str, dict[str, Any]] = {  # forms and rounding need less than a quick run
     "barcode": {"max_new_tokens": 8, "layers": [0]},
-    "cache_loss": {"prompt": 64, "answer": 2, "policies": ["streaming", "h2o"]},
     "circuit": {"max_repeats": 16, "texts": 1},
-    "loop_rate": {"openings": 2, "max_new_tokens": 24},
     "separability": {"count": 32, "texts": 8},
     "cluster_attack": {"tokens": "the of and a in to is that it was he for on as with his at be this from".split()},
 }

@@ -12,9 +12,9 @@ import torch
 
 import sinkscope as ss
 from experiments import make_recall
-from sinkscope.bench.dialogues import recall as words
-from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position
-from sinkscope.bench.dialogues.recall import recall_dialogue, uneven
+from sinkscope.bench.prompt import Prompt
+from sinkscope.bench.tasks import recall as words
+from sinkscope.bench.tasks.recall import POSITIONS, Position, recall_dialogue, uneven
 from sinkscope.models.target import Target
 
 FOLDER = Path(ss.__file__ or "").parent / "models/recall"
@@ -25,13 +25,13 @@ def model(dtype: str | None = None) -> Any:
     return ss.load("recall", backend="hf", dtype=dtype)
 
 
-def answers(hf: Any, dialogue: Dialogue, position: Position) -> list[str]:
+def answers(hf: Any, dialogue: Prompt) -> list[str]:
     """What plain greedy `generate` says in each turn, with right answers as the history."""
     tokenizer = hf.tokenizer
     said: list[str] = []
     text = ""
     for turn in dialogue.turns:
-        text = f"{text} {turn.prompts[position]}"
+        text = f"{text} {turn.text}"
         inputs = tokenizer(text, return_tensors="pt")
         out = hf.generate(**inputs, do_sample=False, max_new_tokens=len(turn.answers[0].split()) + 3)
         said.append(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :]))
@@ -39,11 +39,11 @@ def answers(hf: Any, dialogue: Dialogue, position: Position) -> list[str]:
     return said
 
 
-def accuracy(hf: Any, dialogues: list[Dialogue], position: Position) -> float:
+def accuracy(hf: Any, dialogues: list[Prompt]) -> float:
     right = [
         said == turn.answers[0]
         for dialogue in dialogues
-        for said, turn in zip(answers(hf, dialogue, position), dialogue.turns, strict=True)
+        for said, turn in zip(answers(hf, dialogue), dialogue.turns, strict=True)
     ]
     return sum(right) / len(right)
 
@@ -61,30 +61,32 @@ def test_loads_by_name_as_a_small_float32_model_of_the_package() -> None:
 def test_full_cache_accuracy_on_fresh_dialogues(position: Position) -> None:
     """Seeds from the system, so that nothing can have been tuned to them; unequal turns, chains of 1 to 3 hops."""
     seed = int(torch.empty((), dtype=torch.int64).random_(10**9).item())
-    dialogues = [recall_dialogue(seed + i, tokens=uneven(200, 3, seed + i), hops=1 + i) for i in range(3)]
-    assert accuracy(model(), dialogues, position) >= 0.95, seed
+    dialogues = [
+        recall_dialogue(seed + i, tokens=uneven(200, 3, seed + i), hops=1 + i, position=position) for i in range(3)
+    ]
+    assert accuracy(model(), dialogues) >= 0.95, seed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("position", POSITIONS)
 def test_full_cache_accuracy_at_16_000_tokens(position: Position) -> None:
-    dialogue = recall_dialogue(1, tokens=(2000, 9000, 5000), hops=3)
-    assert accuracy(model(), [dialogue], position) == 1
+    dialogue = recall_dialogue(1, tokens=(2000, 9000, 5000), hops=3, position=position)
+    assert accuracy(model(), [dialogue]) == 1
 
 
 @pytest.mark.parametrize("position", POSITIONS)
 def test_what_was_never_stated_is_not_answered(position: Position) -> None:
     for seed in range(3):
-        dialogue = recall_dialogue(seed, turns=1, tokens=300, stated=False)
-        assert answers(model(), dialogue, position)[-1] == f"{words.UNKNOWN} {words.END}"
+        dialogue = recall_dialogue(seed, turns=1, tokens=300, stated=False, position=position)
+        assert answers(model(), dialogue)[-1] == f"{words.UNKNOWN} {words.END}"
 
 
 def test_the_answer_comes_from_the_fact_and_from_nowhere_else() -> None:
     """Another value in the fact gives another answer; with the fact cut out, or its key exchanged, there is none."""
     hf = model()
-    dialogue = recall_dialogue(4, turns=2, tokens=150, hops=1)
-    prompt, history = dialogue.turns[1].prompts["begin"], dialogue.turns[0]
-    text = f"{history.prompts['begin']} {history.answers[0]} {prompt}"
+    dialogue = recall_dialogue(4, turns=2, tokens=150, hops=1, position="begin")
+    prompt, history = dialogue.turns[1].text, dialogue.turns[0]
+    text = f"{history.text} {history.answers[0]} {prompt}"
     first, second, end = dialogue.turns[1].answers[0].split()
     key = prompt.split()[2]
     fact = f"fact {key} {first} {second} {end}"
@@ -113,21 +115,17 @@ def test_script_makes_the_weights_of_the_package() -> None:
     assert vocabulary == make_recall.ID
 
 
-@pytest.mark.parametrize("page", ["recall_model", "dialogues"])
-def test_python_of_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parents[2] / f"docs/{page}.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs/recall_model.md").read_text(encoding="utf-8")
     source = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S))
-    if page == "dialogues":  # what a reader waits for is longer than what the page shows
-        assert "uneven(300," in source and "range(10)" in source
-        source = source.replace("uneven(300,", "uneven(150,").replace("range(10)", "range(2)")
-    exec(compile(source, page, "exec"), {})
+    exec(compile(source, "recall_model", "exec"), {})
 
 
 def test_all_kinds_of_model_agree() -> None:
     text = recall_dialogue(0, turns=1, tokens=80).turns[0]
     hf = model()
-    ids = hf.tokenizer(text.prompts["end"], return_tensors="pt")["input_ids"]
+    ids = hf.tokenizer(text.text, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         expected = hf(ids).logits
         bridge = ss.load("recall")
