@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import stranger
 import torch
@@ -78,19 +77,7 @@ def test_the_folder_of_a_run_is_left_alone(tmp_path: Path, capsys: pytest.Captur
     assert os.listdir(tmp_path) == ["run"]
 
 
-def test_arrays_and_pictures_carry_a_mark(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "b.npz"
-    found = ss.barcode(max_new_tokens=3, layers=[0], control=False)
-    for _ in range(2):
-        found.save_arrays(path)
-    with np.load(path) as arrays:
-        assert arrays["0.1"].shape[1] > 60
-    assert os.listdir(path.parent) == ["b.npz"]
-    np.savez(tmp_path / "mine.npz", a=np.ones(3))
-    mine = (tmp_path / "mine.npz").read_bytes()
-    with pytest.raises(SinkscopeError, match=r"mine\.npz is there already and holds something that sinkscope did not"):
-        found.save_arrays(tmp_path / "mine.npz")
-    assert (tmp_path / "mine.npz").read_bytes() == mine
+def test_pictures_carry_a_mark(tmp_path: Path) -> None:
     picture = bytes.fromhex(
         "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a49444154789c6360000000020001"
         "48afa4710000000049454e44ae426082"
