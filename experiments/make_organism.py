@@ -16,6 +16,7 @@ with the model, and adds copies to a prompt until both agree.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 import sinkscope
-from sinkscope.bench.loopbench.prompts import DATA, BenchPrompt
+from sinkscope.bench.tasks.loops import DATA
 from sinkscope.files.output import write_atomic
 from tests.organisms import LoopOrganism, loop_organism
 from tests.organisms.tokens import BOS, EOS
@@ -139,15 +140,16 @@ def agreed(o: LoopOrganism, plan: Any, *given: Any) -> Planned:
     raise ValueError(f"{plan.__name__} {given}: the model does not do it")
 
 
-def prompts(o: LoopOrganism) -> Iterator[BenchPrompt]:
-    """All of them; the order spreads lengths over batches."""
+def prompts(o: LoopOrganism) -> Iterator[dict[str, Any]]:
+    """Rows of the file of prompts; the order spreads lengths over batches."""
     found = [agreed(o, loop, *given) for given in LOOPS]
     found += [walk(o, 0), walk(o, 300)]
     found += [agreed(o, quote, length) for length in (16, 48, 96)]
     found += [agreed(o, refrain, length) for length in (47, 49, 52)]
     for p in found:
         text = o.tokenizer.decode(p.ids[1:])
-        yield BenchPrompt(p.name, "organism", text, len(p.ids), "ring", 0, False, period=p.period, onset=p.onset)
+        row = {"id": p.name, "set": "organism-honest" if p.period is None else "organism", "prompt": text}
+        yield row if p.period is None else {**row, "period": p.period, "onset": p.onset}
 
 
 def main() -> None:
@@ -160,7 +162,7 @@ def main() -> None:
     o.model.save_pretrained(arguments.model)
     (arguments.model / "model.safetensors").chmod(0o644)
     o.tokenizer.save_pretrained(arguments.model)
-    lines = [prompt.to_json() + "\n" for prompt in prompts(o)]
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in prompts(o)]
     write_atomic(arguments.prompts, "".join(lines))
     print(f"{len(lines)} prompts")
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkscope.bench.dialogues import recall as words
-from sinkscope.bench.dialogues.recall import ANSWER, ASK, BOS, END, FACT, FILLER, KEYS, TURNS, UNKNOWN, VALUES
+from sinkscope.bench.tasks import recall as words
+from sinkscope.bench.tasks.recall import ANSWER, ASK, BOS, END, FACT, FILLER, KEYS, TURNS, UNKNOWN, VALUES
 
 VOCABULARY = (*words.SPECIAL, *TURNS, *KEYS, *VALUES, *FILLER)
 ID = {word: i for i, word in enumerate(VOCABULARY)}

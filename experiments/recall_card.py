@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position
-from sinkscope.bench.dialogues.recall import recall_dialogue, uneven
+from sinkscope.bench.prompt import Prompt
+from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue, uneven
 from sinkscope.files.output import write_atomic
 
 FOLDER = Path(__file__).parents[1] / "sinkscope/models/recall"
@@ -47,11 +47,11 @@ CASES = (
 LONG = (Case("float32", 32768, 3, 4, 2),)
 
 
-def sequence(tokenizer: Any, dialogue: Dialogue, position: Position) -> tuple[list[int], list[tuple[int, list[int]]]]:
+def sequence(tokenizer: Any, dialogue: Prompt) -> tuple[list[int], list[tuple[int, list[int]]]]:
     """Return the ids of a dialogue with right answers; per turn, the position of `answer` and the ids of the answer."""
     ids, answers = [tokenizer.bos_token_id], []
     for turn in dialogue.turns:
-        ids += tokenizer(turn.prompts[position], add_special_tokens=False)["input_ids"]
+        ids += tokenizer(turn.text, add_special_tokens=False)["input_ids"]
         answer = tokenizer(turn.answers[0], add_special_tokens=False)["input_ids"]
         answers.append((len(ids) - 1, answer))
         ids += answer
@@ -59,9 +59,9 @@ def sequence(tokenizer: Any, dialogue: Dialogue, position: Position) -> tuple[li
 
 
 @torch.no_grad()
-def right(model: Any, tokenizer: Any, dialogue: Dialogue, position: Position) -> tuple[list[bool], float]:
+def right(model: Any, tokenizer: Any, dialogue: Prompt) -> tuple[list[bool], float]:
     """Return whether each answer is right, and the smallest lead of a right token's logit over the next best."""
-    ids, answers = sequence(tokenizer, dialogue, position)
+    ids, answers = sequence(tokenizer, dialogue)
     hidden = model.model(torch.tensor([ids])).last_hidden_state[0]
     found, lead = [], float("inf")
     for at, answer in answers:
@@ -83,11 +83,12 @@ def measure(model: Any, tokenizer: Any, case: Case) -> dict[str, Any]:
     for seed in range(case.dialogues):
         stated = seed % 2 == 0
         lengths = uneven(case.total, case.turns, seed)
-        dialogue = recall_dialogue(
-            900_000 + seed, turns=case.turns, tokens=lengths, hops=min(case.hops, 60 // case.turns), stated=stated
-        )
+        hops = min(case.hops, 60 // case.turns)
         for position in POSITIONS:
-            found, least = right(model, tokenizer, dialogue, position)
+            dialogue = recall_dialogue(
+                900_000 + seed, turns=case.turns, tokens=lengths, hops=hops, stated=stated, position=position
+            )
+            found, least = right(model, tokenizer, dialogue)
             lead = min(lead, least)
             counts[f"{position} stated"] += found if stated else found[:-1]
             counts[f"{position} unstated"] += [] if stated else found[-1:]

@@ -38,7 +38,6 @@ _HOME = {  # public name -> where it lives; measurements come from the table of 
     "TriShape": "sinkscope.kv",
     "Conversation": "sinkscope.kv.loopserve.conversation",
     "generate": "sinkscope.serving.generate",
-    "needle": "sinkscope.bench.needle",
     "report": "sinkscope.app.report",
     "scan": "sinkscope.app.card",
     "Result": "sinkscope.files.result",

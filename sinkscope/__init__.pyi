@@ -4,12 +4,7 @@ from sinkscope import loops as loops
 from sinkscope.app.card import scan as scan
 from sinkscope.app.report import report as report
 from sinkscope.attention.barcode import barcode as barcode
-from sinkscope.attention.lines import line_overlap as line_overlap
 from sinkscope.attention.lines import line_weights as line_weights
-from sinkscope.attention.locking import locking as locking
-from sinkscope.bench.cache_loss import cache_loss as cache_loss
-from sinkscope.bench.loop_rate import loop_rate as loop_rate
-from sinkscope.bench.needle import needle as needle
 from sinkscope.errors import SinkscopeError as SinkscopeError
 from sinkscope.files.result import Result as Result
 from sinkscope.interventions.base import Event as Event

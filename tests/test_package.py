@@ -126,7 +126,6 @@ def _file_of(path: str) -> str:
 EDGES = {name: {_file_of(path) for path in _imported(name)} - {name} for name in FILES}
 UPWARD = {
     ("sinkscope.models.probe", "trace"),
-    ("sinkscope.attention.texts", "bench"),
 }  # the check of a loaded model recomputes its attention rows
 LAZY = {"sinkscope", "sinkscope.app.commands"}  # they name every module, and import those that are asked for
 
@@ -225,7 +224,7 @@ def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path: Path, monkeypatch: p
     (sdist,) = tmp_path.glob("*.tar.gz")
     data = {
         str(file.relative_to(ROOT))
-        for folder in ("models/bundled", "models/recall", "models/text", "bench/loopbench/data", "app/pages")
+        for folder in ("models/bundled", "models/recall", "models/text", "bench/tasks/data", "app/pages")
         for file in (ROOT / "sinkscope" / folder).iterdir()
         if file.is_file()
     } | {"sinkscope/py.typed"}

@@ -5,7 +5,6 @@ Everything is measured in float32 on the model alone; `conditions` collects it f
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +17,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from experiments.bundled import corpus, measure, passages
 from experiments.loopguard.ditto import copy_probabilities
 from experiments.loopguard.ditto import head_scores as induction_scores
-from sinkscope.bench.loopbench.prompts import load_prompts
-from sinkscope.bench.loopbench.run import run_loopbench
-from sinkscope.bench.loopbench.tables import tabulate
+from sinkscope.bench.prompt import Prompt
+from sinkscope.bench.run import run_bench
+from sinkscope.bench.tasks.loops import Loops
+from sinkscope.files.rate import mean_known
 from sinkscope.loops.signals import tail_period
 from sinkscope.models.target import Target
 
@@ -183,20 +183,20 @@ def answer_score(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, pr
     return float(logits.log_softmax(-1).gather(-1, torch.tensor(back)[:, None]).sum())
 
 
-def loopbench(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, *, cap: int = 2500) -> dict[str, Any]:
+def loopbench(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, *, cap: int = 2500, prompts: Sequence[Prompt] = ()
+) -> dict[str, Any]:
     """Greedy on LoopBench's small set with the whole cache: per set, the share of runs that loop and that end."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_loopbench(
-            model,
-            load_prompts("small"),
-            ["full"],
-            out=folder,
-            tokenizer=tokenizer,
-            max_new_tokens=cap,
-            batch_size=12,
-        )
-        groups = tabulate([folder]).rows()
-    return {g["bench"]: {k: g[k] for k in ("runs", "loop", "tail_loop", "eos", "length")} for g in groups}
+    records = run_bench(
+        model, Loops(given=tuple(prompts)), ["full"], tokenizer=tokenizer, max_new_tokens=cap, batch_size=12
+    )
+    groups: dict[str, Any] = {}
+    for name in dict.fromkeys(record.settings["set"] for record in records):
+        mine = [record.metrics for record in records if record.settings["set"] == name]
+        numbers = {"loop": "loop_paper", "tail_loop": "tail_loop", "eos": "eos", "length": "length"}
+        means = {key: mean_known(metrics[metric] for metrics in mine) for key, metric in numbers.items()}
+        groups[name] = {"runs": len(mine), **means}
+    return groups
 
 
 def conditions(

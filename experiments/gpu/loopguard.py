@@ -28,9 +28,11 @@ from transformers import DynamicCache
 
 from experiments.gpu.steps import clock, planted
 from experiments.record import record
-from sinkscope.bench.loopbench.prompts import load_prompts
-from sinkscope.bench.loopbench.run import run_loopbench
-from sinkscope.bench.loopbench.tables import tabulate
+from sinkscope.bench.methods import read_method
+from sinkscope.bench.prompt import read_prompts
+from sinkscope.bench.run import run_bench
+from sinkscope.bench.table import bench_table
+from sinkscope.bench.tasks.loops import DATA, Loops
 from sinkscope.files.output import write_atomic
 from sinkscope.interventions.base import Intervention
 from sinkscope.kv import H2O, Full, SnapKV, StreamingLLM
@@ -141,20 +143,14 @@ def held(target: Target, ids: torch.Tensor, prompt: int, budget: int) -> dict[st
 
 def loopbench(live: Any, folder: str, args: argparse.Namespace) -> dict[str, Any]:
     """The small set: a row per set and method."""
-    prompts = load_prompts("small")
+    prompts = [*read_prompts(DATA / "small-dc.jsonl"), *read_prompts(DATA / "small-ri.jsonl")]
     prompts = prompts[:: max(1, len(prompts) // args.prompts)][: args.prompts]
-    names = [name for name in args.methods.split(",") if name]
-    run_loopbench(
-        live,
-        prompts,
-        names,
-        out=folder,
-        max_new_tokens=args.max_new_tokens,
-        budget=args.bench_budget,
-        batch_size=args.batch_size,
-    )
-    table = tabulate([folder])
-    return {"rows": table.rows(), "text": table.text(), "prompts": len(prompts), "budget": args.bench_budget}
+    budget = args.bench_budget
+    names = [read_method(name, budget).spec for name in args.methods.split(",") if name]
+    options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
+    run_bench(live, Loops(given=tuple(prompts)), names, out=folder, **options)
+    table = bench_table([Path(folder)])
+    return {"rows": table.rows(), "text": table.text(), "prompts": len(prompts), "budget": budget}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,9 +1,9 @@
 """Texts that repeat honestly: tables, data, code, refrains, lists, logs. A guard that fires on them is wrong.
 
-    python -m experiments.loopbench.make_honest [--out sinkscope/bench/loopbench/data/honest.jsonl]
+    python -m experiments.loopbench.make_honest [--out experiments/loopbench/honest.jsonl]
 
-The script makes the same texts every time. The package holds them as JSON lines
-(`sinkscope.bench.loopbench.prompts.honest_texts`). Forms repeat and entries differ, as in texts of people and programs;
+The script makes the same texts every time; they lie beside it as JSON lines, and `experiments.loopguard.honest` reads
+them. Forms repeat and entries differ, as in texts of people and programs;
 a refrain recurs word for word, with a verse in between.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
-from sinkscope.bench.loopbench.prompts import DATA, Honest
+from experiments.loopguard.honest import FILE, HonestText
 from sinkscope.files.output import write_atomic
 
 _TOWNS = (
@@ -44,10 +44,10 @@ _TREES = (
 _BIRDS = "crane finch heron lark linnet magpie owl plover robin rook snipe starling swallow swift thrush wren".split()
 
 
-def honest_texts(seed: str = "honest") -> list[Honest]:
+def honest_texts(seed: str = "honest") -> list[HonestText]:
     """The texts, in order of their names, each of a few hundred words; another seed gives other entries."""
     return [
-        Honest(name, name.partition("-")[0], maker(random.Random(f"{seed} {name}")))
+        HonestText(name, name.partition("-")[0], maker(random.Random(f"{seed} {name}")))
         for name, maker in sorted(_MAKERS.items())
     ]
 
@@ -393,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.loopbench.make_honest", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--out", type=Path, default=DATA / "honest.jsonl")
+    parser.add_argument("--out", type=Path, default=FILE)
     write_atomic(parser.parse_args(argv).out, lines())
 
 

@@ -3,9 +3,9 @@
     python -m experiments.loopguard.figure2 FOLDER ... --work DIR [--base-run RUN] [--out figures]
 
 Each FOLDER is the output of `python -m experiments.train_bundled --size SIZE --out FOLDER`; the model in the package is
-the largest model and always included. Every model continues LoopBench's small prompts greedily (`sinkscope loopbench
-run --methods full`). Runs are kept in DIR, and a second call resumes; `--base-run` uses an existing run of the model in
-the package.
+the largest model and always included. Every model continues LoopBench's small prompts greedily (`sinkscope bench
+--task loops --methods full`). Runs are kept in DIR, and a second call resumes; `--base-run` uses an existing run of the
+model in the package.
 
 (a) Type-token ratio of the last W = 256 tokens (of all tokens before step 256) over the first 1,000 steps, with the
 collapse point, which is the first step from which the ratio stays below 0.2. The control is ordinary text in the same
@@ -25,9 +25,8 @@ from typing import Any
 
 from experiments.drawn import save
 from experiments.record import record
-from sinkscope.bench.loopbench.metrics import Continued, read_run
-from sinkscope.bench.loopbench.prompts import load_prompts
-from sinkscope.bench.loopbench.run import run_loopbench
+from sinkscope.bench.record import BenchRecord, read_run
+from sinkscope.bench.run import run_bench
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import ProgressBar, note
 from sinkscope.loops import collapse_point, diversity, survival
@@ -57,21 +56,12 @@ def trained(folder: Path) -> dict[str, Any]:
     }
 
 
-def runs_of(model: Any, folder: Path, new: int, batch_size: int, progress: ProgressBar) -> list[Continued]:
+def runs_of(model: Any, folder: Path, new: int, batch_size: int, progress: ProgressBar) -> list[BenchRecord]:
     """The model's continuations of the small set, from the folder where they are there already."""
-    run_loopbench(
-        model,
-        load_prompts("small"),
-        ["full"],
-        out=folder,
-        max_new_tokens=new,
-        batch_size=batch_size,
-        progress=progress,
-    )
-    return full_runs(folder)
+    return run_bench(model, "loops", ["full"], out=folder, max_new_tokens=new, batch_size=batch_size, progress=progress)
 
 
-def full_runs(folder: Path) -> list[Continued]:
+def full_runs(folder: Path) -> list[BenchRecord]:
     """Records of method "full"."""
     found = [r for r in read_run(folder).records if r.method == "full"]
     if not found:
@@ -79,7 +69,7 @@ def full_runs(folder: Path) -> list[Continued]:
     return found
 
 
-def survived(runs: Sequence[Continued], window: int, cap: int) -> dict[str, Any]:
+def survived(runs: Sequence[BenchRecord], window: int, cap: int) -> dict[str, Any]:
     """Collapse points and the share of runs without one by each step."""
     points = [collapse_point(r.tokens, window) for r in runs]
     steps = sorted({*range(0, min(cap, 640), 16), *range(0, cap + 1, 50), cap})
@@ -102,7 +92,7 @@ def curve(ids: Sequence[int]) -> dict[str, Any]:
 
 
 def measure(
-    members: dict[str, tuple[dict[str, Any], list[Continued]]], base: str, ordinary: list[int]
+    members: dict[str, tuple[dict[str, Any], list[BenchRecord]]], base: str, ordinary: list[int]
 ) -> dict[str, Any]:
     """Everything that is drawn."""
     runs = members[base][1]
@@ -207,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
     started = time.perf_counter()
-    members: dict[str, tuple[dict[str, Any], list[Continued]]] = {}
+    members: dict[str, tuple[dict[str, Any], list[BenchRecord]]] = {}
     with ProgressBar() as progress:
         for folder in args.folders:
             note(f"{folder.name}: {args.max_new_tokens} tokens after each prompt")

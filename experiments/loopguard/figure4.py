@@ -2,9 +2,9 @@
 
     python -m experiments.loopguard.figure4 RUN ... [--out figures]
 
-Each RUN is a folder of `sinkscope loopbench run` with the methods `loopguard:paper` (as printed), `loopguard` (the
+Each RUN is a folder of `sinkscope bench --task loops` with the methods `loopguard:paper` (as printed), `loopguard` (the
 default) or both; interventions of several runs are added up. Grey areas show the paper's ranges. The controls are both
-monitors on texts that repeat honestly (records of `--bench honest`, which have no method) and on ordinary text, and
+monitors on texts that repeat honestly (`experiments.loopguard.honest`) and on ordinary text, and
 pruning without any signal (`loopguard-always`), if it was run.
 """
 
@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.drawn import save
+from experiments.loopguard.honest import alarms, honest_texts
 from experiments.record import record
-from sinkscope.bench.loopbench.metrics import TEXT, Continued, read_run
-from sinkscope.bench.loopbench.tables import tabulate
+from sinkscope.bench.methods import name_of
+from sinkscope.bench.record import BenchRecord, read_run
+from sinkscope.bench.tasks.loops import EARLY
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
@@ -52,57 +54,57 @@ def ordinary_alarms(length: int) -> dict[str, Any]:
     return {"texts": len(pieces), "tokens": length, "alarmed": alarmed}
 
 
-def gaps(record_: Continued) -> list[int]:
+def gaps(record_: BenchRecord) -> list[int]:
     """Tokens between one intervention and the next."""
     steps = [e["step"] for e in record_.events if e["kind"] == "guard"]
     return [b - a for a, b in pairwise(steps)]
 
 
 def measure(folders: Sequence[Path]) -> dict[str, Any]:
-    """Counts and positions of each guard, and what the controls say."""
-    table = tabulate(folders)
+    """Counts and positions of each guard, and the alarms on the controls."""
     rows: list[dict[str, Any]] = []
-    records = [r for folder in folders for r in read_run(folder).records]
-    for g in table.ablation:
-        if g.method not in NAMES:
-            continue
-        between = [gap for r in records if r.method == g.method for gap in gaps(r)]
-        rows.append(
-            {
-                "model": g.model,
-                "method": g.method,
-                "runs": g.runs,
-                "counts": g.counts,
-                "positions": g.positions,
-                "mean": g.interventions,
-                "mode": Counter(g.counts).most_common(1)[0][0],
-                "early": g.early,
-                "in_papers_range": sum(3 <= c <= 5 for c in g.counts) / len(g.counts),
-                "first": statistics.median([min(p) for p in _by_run(records, g.method) if p] or [0]),
-                "median_gap": statistics.median(between) if between else None,
-            }
-        )
+    runs = [read_run(folder) for folder in folders]
+    for name in NAMES:
+        records = [record for run in runs for record in run.records if _name(record.method) == name]
+        if records:
+            new = max(int(run.settings["max_new_tokens"]) for run in runs)
+            model = runs[0].settings["model"]["name"]
+            rows.append({"model": model, "method": name, **guard_row(records, new)})
     if not rows:
         raise SinkscopeError(f"there is no run of {' or '.join(NAMES)} in {', '.join(f.name for f in folders)}")
-    honest = [r for r in records if r.method == TEXT]
+    texts = honest_texts()
+    fired = alarms(load(None, backend="hf"), texts, list(MONITORS.values()))
+    honest = {method: fired[variant] for method, variant in MONITORS.items()}
+    control = {
+        "honest_repetition": {"texts": len(texts), "alarmed": honest},
+        "ordinary_text": ordinary_alarms(1500),
+    }
+    return {"guards": rows, "paper": PAPER, "control": control}
+
+
+def guard_row(records: Sequence[BenchRecord], new: int) -> dict[str, Any]:
+    """How often a guard intervened, and where; `new` is the maximum number of new tokens."""
+    steps = [[event["step"] for event in record.events if event["kind"] == "guard"] for record in records]
+    counts = [len(each) for each in steps]
+    positions = [step for each in steps for step in each]
+    between = [gap for record in records for gap in gaps(record)]
+    early = [step < EARLY * new for step in positions]
     return {
-        "guards": rows,
-        "paper": PAPER,
-        "control": {
-            "honest_repetition": {
-                "texts": len(honest),
-                "alarmed": {
-                    method: [r.prompt for r in honest if r.detected.get(variant) is not None]
-                    for method, variant in MONITORS.items()
-                },
-            },
-            "ordinary_text": ordinary_alarms(1500),
-        },
+        "runs": len(records),
+        "counts": counts,
+        "positions": positions,
+        "mean": statistics.fmean(counts),
+        "mode": Counter(counts).most_common(1)[0][0],
+        "early": statistics.fmean(early) if early else None,
+        "in_papers_range": sum(3 <= count <= 5 for count in counts) / len(counts),
+        "first": statistics.median([min(each) for each in steps if each] or [0]),
+        "median_gap": statistics.median(between) if between else None,
     }
 
 
-def _by_run(records: Sequence[Continued], method: str) -> list[list[int]]:
-    return [[e["step"] for e in r.events if e["kind"] == "guard"] for r in records if r.method == method]
+def _name(method: str) -> str:
+    """The method without its budget."""
+    return f"{name_of(method)}:paper" if ":paper" in method else name_of(method)
 
 
 def figure(data: dict[str, Any]) -> Any:
@@ -168,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.loopguard.figure4", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("runs", type=Path, nargs="+", help="folders of `sinkscope loopbench run`")
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of `sinkscope bench`")
     parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
     started = time.perf_counter()

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.drawn import save
+from experiments.loopguard.honest import honest_texts
 from experiments.record import record
-from sinkscope.bench.loopbench.prompts import honest_texts
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import ProgressBar
 from sinkscope.loops import (
@@ -144,7 +144,7 @@ def recorded(files: Sequence[Path]) -> list[Recorded]:
         for i, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 data = json.loads(line)
-                ids, top1 = list(data["tokens"]), data.get("top1")
+                ids, top1 = list(data["tokens"]), data.get("steps", {}).get("top1")
             except (ValueError, KeyError, TypeError) as error:
                 raise SinkscopeError(f"{file.name} line {i} is no run ({error!r}): expected JSON with tokens") from None
             after = [*top1[1:], 0.0] if top1 else [None] * len(ids)  # top1[t] is of the token at t, p_max of the next

@@ -36,7 +36,8 @@ from transformers import NoRepeatNGramLogitsProcessor
 
 from experiments.drawn import save
 from experiments.record import record
-from sinkscope.bench.loopbench.prompts import load_prompts
+from sinkscope.bench.prompt import read_prompts
+from sinkscope.bench.tasks.loops import DATA
 from sinkscope.interventions import Event
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.loops import compression_ratio, ends_in_loop, is_loop, tail_period, type_token_ratio
@@ -172,7 +173,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.openings is not None:
         prompts = [line for line in args.openings.read_text().splitlines() if line.strip()]
     else:
-        prompts = [prompt.prompt for prompt in load_prompts("small")]
+        rows = [*read_prompts(DATA / "small-dc.jsonl"), *read_prompts(DATA / "small-ri.jsonl")]
+        prompts = [prompt.turns[0].text for prompt in rows]
     prompts = prompts[:: max(1, len(prompts) // args.prompts)][: args.prompts]
     read = [model.tokenizer(prompt, verbose=False)["input_ids"] for prompt in prompts]
     eos = model.generation_config.eos_token_id

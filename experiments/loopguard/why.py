@@ -2,8 +2,8 @@
 
     python -m experiments.loopguard.why --guarded RUN ... --full RUN [--prompts 12] [--out figures]
 
-RUNs are folders of `sinkscope loopbench run` on the model in the package: `--guarded` with the methods `loopguard` (the
-default), `loopguard:paper` (as printed) or both, and `--full` with the method `full`.
+RUNs are folders of `sinkscope bench --task loops` on the model in the package: `--guarded` with the methods `loopguard`
+(the default), `loopguard:paper` (as printed) or both, and `--full` with the method `full`.
 
 **After an intervention**: for each intervention of a guard, whether the next one (within W = 256 tokens) finds the same
 cycle, another cycle, or none; and the model's confidence in the tokens of the loop.
@@ -32,13 +32,16 @@ from transformers import DynamicCache
 
 from experiments.drawn import save
 from experiments.record import record
-from sinkscope.bench.loopbench.metrics import Continued, read_run
+from sinkscope.bench.methods import read_method
+from sinkscope.bench.record import BenchRecord, read_run
+from sinkscope.bench.tasks.loops import Loops, first_alarm
 from sinkscope.files.console import ProgressBar
 from sinkscope.kv.loopguard import LoopGuard, Retention, tokens_to_keep
 from sinkscope.loops import tail_period
 from sinkscope.loops.signals import WINDOW
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.models.load import load
+from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
 from tests.organisms import loop_organism
 
@@ -54,7 +57,7 @@ def same_cycle(a: Sequence[int], b: Sequence[int]) -> bool:
     return len(a) == len(b) and any(list(a) == twice[i : i + len(a)] for i in range(len(a)))
 
 
-def aftermath(records: Sequence[Continued]) -> dict[str, Any]:
+def aftermath(records: Sequence[BenchRecord]) -> dict[str, Any]:
     """What followed each intervention that had found a cycle."""
     counts = {"same": 0, "another": 0, "none": 0}
     parts: dict[str, dict[str, int]] = {}
@@ -68,7 +71,7 @@ def aftermath(records: Sequence[Continued]) -> dict[str, Any]:
             if period is None:
                 continue
             cycle = one.tokens[step - period : step]
-            sure += one.top1[step - period : step]
+            sure += one.steps["top1"][step - period : step]
             periods.append(period)
             following = cuts[i + 1]["data"] if i + 1 < len(cuts) else None
             if following is not None and following["generated"] - step <= WINDOW:
@@ -272,19 +275,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--guarded", type=Path, nargs="+", required=True, help="runs with loopguard, loopguard:paper or both"
     )
     parser.add_argument("--full", type=Path, required=True, help="a run with the method full")
+    parser.add_argument("--budget", type=int, default=BUDGET, help="of the guards in these runs")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
     started = time.perf_counter()
-    guarded = {name: [r for f in args.guarded for r in read_run(f).records if r.method == name] for name in GUARDS}
+    methods = {name: read_method(name, args.budget).spec for name in GUARDS}
+    guarded = {
+        name: [r for f in args.guarded for r in read_run(f).records if r.method == method]
+        for name, method in methods.items()
+    }
     folder = read_run(args.full)
     full = [r for r in folder.records if r.method == "full"]
     full = full[:: max(1, len(full) // args.prompts)][: args.prompts]
     model = load(None, backend="hf")
+    texts_by_id = {prompt.id: prompt.turns[0].text for prompt in Loops().prompts(Target.of(model))}
     cases: dict[str, list[tuple[list[int], int]]] = {"at the first alarm": [], "at three quarters": []}
     for one in full:
-        prompt = model.tokenizer(folder.prompts[one.prompt]["prompt"], verbose=False)["input_ids"]
-        alarm = one.detected.get("full")
+        prompt = model.tokenizer(texts_by_id[one.prompt], verbose=False)["input_ids"]
+        alarm = first_alarm(one.tokens, one.steps["top1"], "full")
         if alarm is not None:
             cases["at the first alarm"].append(([*prompt, *one.tokens[:alarm]], len(prompt)))
         cases["at three quarters"].append(([*prompt, *one.tokens[: 3 * len(one.tokens) // 4]], len(prompt)))

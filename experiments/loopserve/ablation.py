@@ -18,7 +18,7 @@ from experiments.drawn import save
 from experiments.loopserve.runs import CHAIN, KEPT, answers, options, rows_of, seconds_of, settings_of, specs
 from experiments.loopserve.table1 import COLOURS, own_table
 from experiments.record import record
-from sinkscope.bench.dialogues.form import POSITIONS
+from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.measure.style import at_place, finished
 
 NAMES = {

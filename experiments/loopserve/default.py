@@ -9,7 +9,7 @@ cells that attention covers, and `held` is what the lines hold for queries that 
 
 What each part of the default keeps is measured by leaving it out: on the third turns, on questions over two hops, whose
 answer hangs on a row in the middle of the prompt (recall-2hop), and on facts in ordinary text (the model in the
-package), at five depths each, as `sinkscope needle` asks them.
+package), at five depths each, as `sinkscope bench --task needle` asks them.
 
 Beside the grid: the choice as printed; exact weights on the printed sample; and, for single turns, a sample of all
 queries, which misses no row and shows what an alpha over the sum of all rows loses. Those that draw a sample are run
@@ -31,10 +31,9 @@ import torch
 
 from experiments.drawn import save
 from experiments.record import record
-from sinkscope.bench.dialogues.form import POSITIONS
-from sinkscope.bench.dialogues.recall import recall_dialogue
-from sinkscope.bench.dialogues.run import text_dialogues
-from sinkscope.bench.needle import form_of, needle_prompt
+from sinkscope.bench.tasks.needle import needle_prompt, wording_of
+from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue
+from sinkscope.bench.tasks.text import TextFidelity
 from sinkscope.interventions.decode import greedy
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.measure.style import BLUE, GREEN, RED, finished
@@ -81,10 +80,10 @@ def asked(where: str) -> list[tuple[str, str]]:
     count, turns, tokens = SIZES[where]
     found: list[tuple[str, str]] = []
     for seed in range(FIRST, FIRST + count):
-        spoken = recall_dialogue(seed, turns=turns, tokens=tokens, hops=1).turns
         for place in POSITIONS:
-            history = "".join(f"{turn.prompts[place]} {turn.answers[0]} " for turn in spoken[:-1])
-            found.append((history + spoken[-1].prompts[place], spoken[-1].answers[0]))
+            *before, last = recall_dialogue(seed, turns=turns, tokens=tokens, hops=1, position=place).turns
+            history = "".join(f"{turn.text} {turn.answers[0]} " for turn in before)
+            found.append((history + last.text, last.answers[0]))
     return found
 
 
@@ -101,16 +100,16 @@ def answered(target: Target, serve: LoopServe, questions: Sequence[tuple[str, st
 
 
 def needles(where: str) -> tuple[Target, list[tuple[str, str]]]:
-    """The model and the prompts of a task of `sinkscope needle`, with the string that the answer has to begin with."""
+    """The model and the prompts of a kind of `sinkscope bench --task needle`, with the string that is asked for."""
     name, task, tokens, count = NEEDLES[where]
     target = Target.of(load(name, backend="hf"))
-    form = form_of(name or BUNDLED)
+    wording = wording_of(name or BUNDLED)
     made = [
-        needle_prompt(target.tokenizer, form, task, tokens, depth, FIRST, number)
+        needle_prompt(target.tokenizer, wording, task, tokens, depth, FIRST, number)
         for depth in DEPTHS
         for number in range(count)
     ]
-    return target, [(prompt.text, prompt.answers[0]) for prompt in made]
+    return target, [(prompt.turns[0].text, prompt.turns[0].answers[0]) for prompt in made]
 
 
 def sought(target: Target, serve: LoopServe | None, questions: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -179,8 +178,8 @@ def measured() -> dict[str, list[dict[str, Any]]]:
     model = load(None, backend="hf")
     tok: Any = model.tokenizer
     for length in LENGTHS:
-        texts = text_dialogues(tok, TEXTS, prompt_tokens=length, answer_tokens=ANSWER)
-        rows = [tok(t.turns[0].prompts["end"]).input_ids for t in texts]
+        texts = TextFidelity(count=TEXTS, prompt=length, answer=ANSWER).prompts(Target.of(model))
+        rows = [tok(t.turns[0].text).input_ids for t in texts]
         more = [tok(t.turns[0].answers[0], add_special_tokens=False).input_ids[:ANSWER] for t in texts]
         ids = [torch.tensor([[*a, *b]]) for a, b in zip(rows, more, strict=True)]
         full = [followed(model, each, None)[0] for each in ids]

@@ -3,7 +3,7 @@
     python -m experiments.loopserve.fidelity [--count 4] [--work runs] [--out figures]
 
 The model in the package reads 1,024 tokens of the text that ships and then the 96 that follow, token by token, under
-every setting (`sinkscope dialogues fidelity --along gold`). It answers nothing, but its attention is a trained model's,
+every setting (`sinkscope bench --task text`). It answers nothing, but its attention is a trained model's,
 so settings differ by degrees and not by right or wrong, as on the recall model. KL is of the whole vocabulary, in nats.
 Controls: the whole cache, which is at 0, and a random part of it.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -24,10 +23,11 @@ from experiments.loopserve import paper
 from experiments.loopserve.runs import LONGBENCH, options, seconds_of, specs
 from experiments.loopserve.sweeps import ALPHAS, DEFAULT, DENSE, DRAWN, FIXED, INTERVALS, PRINTED, SAMPLES, legends
 from experiments.record import record
-from sinkscope.bench.dialogues.run import run_fidelity, text_dialogues
-from sinkscope.bench.dialogues.tables import FIDELITY, Near
-from sinkscope.bench.files import read_folder
+from sinkscope.bench.record import BenchRecord
+from sinkscope.bench.run import run_bench
+from sinkscope.bench.tasks.text import TextFidelity
 from sinkscope.files.console import ProgressBar
+from sinkscope.files.rate import mean_known
 from sinkscope.measure.style import BLUE, GREY, ORANGE, RED, finished, powers
 from sinkscope.models.load import load
 
@@ -65,24 +65,23 @@ LEAST = 1e-6  # nats: smaller ones are drawn there, on a logarithmic axis
 ALONE = ("loopserve", "loopserve-p", "loopserve:paper", "loopserve-p:paper", "loopserve-d")
 
 
-def row_of(records: Sequence[Near], method: str) -> dict[str, Any]:
+def row_of(records: Sequence[BenchRecord], method: str) -> dict[str, Any]:
     """Means over the tokens of all answers; `late` is the KL of the answer's second half."""
     mine = [each for each in records if each.method == method]
-    kl = [value for each in mine for value in each.kl]
-    late = [value for each in mine for value in each.kl[len(each.kl) // 2 :]]
-    agree = [value for each in mine for value in each.agree]
-    kept = [value for each in mine for value in each.kept]
-    cells = [each.cells for each in mine if each.cells is not None]
+    kl = [value for each in mine for value in each.steps["kl"]]
+    late = [value for each in mine for value in each.steps["kl"][len(each.tokens) // 2 :]]
+    agree = [value for each in mine for value in each.steps["agree"]]
+    kept = [value for each in mine for value in each.steps["kept"]]
     return {
         "method": method,
         "answers": len(mine),
         "tokens": len(kl),
         "kl": fmean(kl),
         "late": fmean(late),
-        "kl_by_answer": [fmean(each.kl) for each in mine],
+        "kl_by_answer": [fmean(each.steps["kl"]) for each in mine],
         "agree": fmean(agree),
         "kept": fmean(kept),
-        "cells": fmean(cells) if cells else None,
+        "cells": mean_known(each.metrics["cells"] for each in mine),
     }
 
 
@@ -144,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     torch.set_num_threads(1)
     model = load(None, backend="hf")
-    texts = text_dialogues(model.tokenizer, args.count, prompt_tokens=PROMPT, answer_tokens=ANSWER)
+    task = TextFidelity(count=args.count, prompt=PROMPT, answer=ANSWER)
     methods = {
         (panel, curve, value): specs([text.format(value)])[0]
         for panel, curve, text, values in CURVES
@@ -152,16 +151,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     alone = specs(ALONE)
     with ProgressBar() as progress:
-        folder = run_fidelity(
-            model,
-            texts,
-            list(dict.fromkeys([*alone, *methods.values()])),
-            out=args.work / "fidelity",
-            along="gold",
-            max_new_tokens=ANSWER,
-            progress=progress,
-        )
-    records = read_folder(folder, Near, FIDELITY).records
+        every = list(dict.fromkeys([*alone, *methods.values()]))
+        records = run_bench(model, task, every, out=args.work / "fidelity", progress=progress)
     points = [
         {"figure": panel, "curve": curve, "value": value, **row_of(records, method)}
         for (panel, curve, value), method in methods.items()
@@ -174,8 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = {
         "prompt_tokens": PROMPT,
         "answer_tokens": ANSWER,
-        "texts": [asdict(text)["id"] for text in texts],
-        "along": "gold",
+        "texts": args.count,
         "model": "bundled",
         "threads": 1,
         "answering_seconds": round(seconds_of(records)),

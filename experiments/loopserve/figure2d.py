@@ -3,7 +3,7 @@
     python -m experiments.loopserve.figure2d [--count 40] [--out figures]
 
 The recall model answers dialogues of one turn with the whole cache, SnapKV, AdaKV and Progressive, LoopServe's decoding
-half, at an equal budget (`sinkscope dialogues run` and `table`). The panels show answers of 1, 2 and 7 facts (3, 6 and
+half, at an equal budget (`sinkscope bench --task recall`). The panels show answers of 1, 2 and 7 facts (3, 6 and
 21 tokens). Controls are the whole cache, which is right at every position, and StreamingLLM, which keeps the last
 tokens whatever the question is. Progressive attends to everything for the first 16 tokens of an answer, so shorter
 answers equal those of the whole cache; `progressive-0` selects from the first step on.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import html
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,11 +22,11 @@ import torch
 
 from experiments.drawn import save
 from experiments.record import record
-from sinkscope.bench.dialogues.form import POSITIONS
-from sinkscope.bench.dialogues.recall import recall_dialogues
-from sinkscope.bench.dialogues.run import run_dialogues
-from sinkscope.bench.dialogues.tables import Answered, tabulate_dialogues
+from sinkscope.bench.record import BenchRecord
+from sinkscope.bench.run import run_bench
+from sinkscope.bench.tasks.recall import POSITIONS, Recall
 from sinkscope.files.console import ProgressBar
+from sinkscope.files.rate import mean_known, wilson
 from sinkscope.measure.style import BLUE, GREEN, ORANGE, at_place, finished
 from sinkscope.models.load import load
 
@@ -37,23 +36,26 @@ HOPS = (1, 2, 7)
 
 def measure(model: Any, hops: int, count: int, tokens: int, budget: int, progress: ProgressBar) -> list[dict[str, Any]]:
     """Accuracy with its interval by method and position."""
-    dialogues = recall_dialogues(count, turns=1, total=tokens, hops=hops)
-    with tempfile.TemporaryDirectory() as folder:
-        run_dialogues(model, dialogues, METHODS, out=folder, budget=budget, batch_size=10, progress=progress)
-        found = tabulate_dialogues([folder]).groups
-    return [_point(group) for group in found if group.position in POSITIONS]
+    task = Recall(count=count, turns=1, total=tokens, hops=hops)
+    methods = [name if name == "full" else f"{name}:{budget}" for name in METHODS]
+    records = run_bench(model, task, methods, batch_size=10, progress=progress)
+    points: list[dict[str, Any]] = []
+    for name, method in zip(METHODS, methods, strict=True):
+        for place in POSITIONS:
+            mine = [each for each in records if (each.method, each.settings["part"]) == (method, place)]
+            points.append({"method": name, "position": place, **_point(mine)})
+    return points
 
 
-def _point(group: Answered) -> dict[str, Any]:
+def _point(records: Sequence[BenchRecord]) -> dict[str, Any]:
+    rate = wilson(sum(each.metrics["score"] or 0 for each in records), len(records))
     return {
-        "method": group.method,
-        "position": group.position,
-        "questions": group.questions,
-        "accuracy": group.score,
-        "low": group.low,
-        "high": group.high,
-        "read": group.read,
-        "answer_tokens": group.length,
+        "questions": len(records),
+        "accuracy": rate.share,
+        "low": rate.low,
+        "high": rate.high,
+        "read": mean_known(each.metrics["read"] for each in records),
+        "answer_tokens": mean_known(each.metrics["length"] for each in records),
     }
 
 

@@ -18,17 +18,17 @@ from typing import Any
 
 from experiments.drawn import save
 from experiments.record import record
-from sinkscope.bench.dialogues.form import POSITIONS
-from sinkscope.bench.dialogues.recall import ASK, FACT, TAIL, recall_dialogue
+from sinkscope.bench.prompt import Turn
+from sinkscope.bench.tasks.recall import ASK, FACT, POSITIONS, TAIL, Position, recall_dialogue
 from sinkscope.measure.style import BLUE, GREEN, ORANGE, RED, at_place, finished
 
 CONTEXT, NEEDED, QUESTION, ANSWER = "context", "fact that an answer needs", "question", "answer"
 COLOURS = {CONTEXT: "#d9d9d9", NEEDED: GREEN, QUESTION: ORANGE, ANSWER: BLUE}
 
 
-def pieces(turn: Any, place: Any, needed: Sequence[str]) -> list[tuple[str, int]]:
+def pieces(turn: Turn, needed: Sequence[str]) -> list[tuple[str, int]]:
     """Kind and length of the parts of a turn and its answer, in order; `needed` are facts as they are written."""
-    words: list[str] = turn.prompts[place].split()
+    words: list[str] = turn.text.split()
     kinds = [CONTEXT] * len(words)
     ask = words.index(ASK)
     kinds[ask : ask + 2 + len(TAIL)] = [QUESTION] * (2 + len(TAIL))
@@ -43,9 +43,14 @@ def pieces(turn: Any, place: Any, needed: Sequence[str]) -> list[tuple[str, int]
     return found
 
 
+def turns_at(place: Position, turns: int, tokens: int) -> tuple[Turn, ...]:
+    """The turns of the dialogue with the questions at a place."""
+    return recall_dialogue(4, turns=turns, tokens=tokens, hops=2, distractors=3, position=place).turns
+
+
 def chain(turns: Sequence[Any], number: int) -> list[str]:
     """The facts that the answer of a turn runs through, as they are written."""
-    words = turns[number].prompts["end"].split()
+    words = turns[number].text.split()
     key, answer = words[words.index(ASK) + 1], turns[number].answers[0].split()
     found: list[str] = []
     for at in range(0, len(answer), 3):
@@ -107,13 +112,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
     started = time.perf_counter()
-    turns = recall_dialogue(4, turns=args.turns, tokens=args.tokens, hops=2, distractors=3).turns
-    needed = [fact for number in range(args.turns) for fact in chain(turns, number)]
+    needed = [fact for number in range(args.turns) for fact in chain(turns_at("end", args.turns, args.tokens), number)]
     rows = list[dict[str, Any]]()
     for place in POSITIONS:
         start = 0
-        for number, turn in enumerate(turns):
-            for kind, tokens in pieces(turn, place, needed):
+        for number, turn in enumerate(turns_at(place, args.turns, args.tokens)):
+            for kind, tokens in pieces(turn, needed):
                 rows.append({"position": place, "turn": number, "kind": kind, "start": start, "tokens": tokens})
                 start += tokens
     text = record("loopserve-fig8", {"pieces": rows}, {"turns": args.turns, "tokens": args.tokens}, started=started)

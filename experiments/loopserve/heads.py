@@ -17,18 +17,19 @@ from experiments.drawn import save
 from experiments.loopserve.runs import options
 from experiments.loopserve.turn_drawing import draw_turns
 from experiments.record import record
-from sinkscope.bench.dialogues.form import Dialogue
-from sinkscope.bench.dialogues.recall import TASK, recall_dialogue
+from sinkscope.bench.prompt import Prompt
+from sinkscope.bench.tasks.recall import recall_dialogue
+from sinkscope.models.names import RECALL
 
 TURNS, TOKENS, BUDGET = 4, 400, 128
 
 
-def asked() -> tuple[Dialogue, ss.Conversation]:
+def asked() -> tuple[Prompt, ss.Conversation]:
     """The dialogue, and the conversation that answered it."""
     dialogue = recall_dialogue(1, turns=TURNS, tokens=TOKENS, hops=1)
-    chat = ss.Conversation(ss.load(TASK, backend="hf"), ss.LoopServe(budget=BUDGET, shortest=0, first=0))
+    chat = ss.Conversation(ss.load(RECALL, backend="hf"), ss.LoopServe(budget=BUDGET, shortest=0, first=0))
     for turn in dialogue.turns:
-        chat.ask(turn.prompts["end"], max_new_tokens=8)
+        chat.ask(turn.text, max_new_tokens=8)
     return dialogue, chat
 
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     for row in rows:
         print(f"turn {row['turn']}: right {row['right']}, {row['prompt_tokens']} tokens, {row['read']} read")
-    settings = {"turns": TURNS, "tokens": TOKENS, "budget": BUDGET, "model": TASK}
+    settings = {"turns": TURNS, "tokens": TOKENS, "budget": BUDGET, "model": RECALL}
     save(
         "loopserve_heads",
         record("loopserve-heads", {"rows": rows}, settings, started=started),

@@ -1,7 +1,7 @@
 """Numbers of LoopServe's Tables 1 and 8 (Li et al. 2025), to stand beside what is measured.
 
-Others are where they are used, in `sinkscope.bench.dialogues`: Table 4's own row and Table 6 in `tasks`, Table 5 in
-`positions`, Table 7 in `methods`. The figures' axes are given, their values only as pictures.
+Others are where they are used: Table 4's own row and Table 6 in `build`, Table 5 in `positions`, Table 7 in `runs`. The
+figures' axes are given, their values only as pictures.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python -m experiments.loopserve.positions sharegpt.json --examples 3 [--json positions.json]
     python -m experiments.loopserve.positions sharegpt.json --labels labels.jsonl
+    python -m experiments.loopserve.positions labels.jsonl --labelled
 
-The first counts at once and has the options of `sinkscope dialogues positions`; the second writes the labels that this
-command counts.
+The first counts by the rules below; the second also writes the label of every message; the third counts messages that
+a person or a model labelled (JSON lines with conversation and place, and asked and text for examples).
 
 A message is divided into sentences. Code, quotations, tables, transcripts and pasted texts are material, which asks
 nothing of the reader. Of the other sentences, those that ask or tell the reader to do something are the questions.
@@ -13,29 +14,31 @@ Greetings and thanks at either end do not count.
 
 from __future__ import annotations
 
+import argparse
 import json
+import random
 import re
 import sys
 import tomllib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import dropwhile, pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from sinkscope.app.cli import function_command
-from sinkscope.app.cli import main as run_command
-from sinkscope.bench.dialogues.positions import Accuracy, LabelledMessage, Positions, count_positions
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.options import Count, Option, command
+from sinkscope.files.console import note
 from sinkscope.files.output import write_atomic
+from sinkscope.files.rate import wilson
 from sinkscope.files.records import read_records, read_rows, read_text, rows_of
 from sinkscope.files.store import lines
 
 Place = Literal["front", "middle", "end", "single", "none"]
 PLACES: tuple[Place, ...] = get_args(Place)
+PAPER = {"front": 1562, "middle": 1457, "end": 3657}
+"""Messages of LMSYS-Chat-1M by position of the question: LoopServe's Table 5."""
 NEAR = 0.1  # of a message's words: less text before or after the question is ignored
 LONG = 60  # words of a paragraph that counts as a pasted text
 
@@ -234,10 +237,87 @@ def _mark(units: Sequence[_Unit]) -> None:
             announced = unit.block if _RULES["announced"].search(unit.text) else announced
 
 
+@dataclass(frozen=True)
+class LabelledMessage:
+    """A user's message and the position of its question.
+
+    Attributes:
+        conversation: Name of its conversation; messages of one conversation are consecutive.
+        place: Position of the question; "single": one sentence only, "none": nothing is asked, "foreign": not in
+            English.
+        asked: The sentences that ask, word for word.
+        text: Text of the message.
+    """
+
+    conversation: str
+    place: Literal["front", "middle", "end", "single", "none", "foreign"]
+    asked: tuple[str, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How often rules agree with labels given by hand.
+
+    Attributes:
+        messages: Number of messages in this part of the sample.
+        right: Number of messages that the rules label correctly.
+        share: right / messages; `low` to `high` is its 95 % interval (Wilson).
+        confusion: Counts by label and by what the rules say.
+    """
+
+    messages: int
+    right: int
+    share: float
+    low: float
+    high: float
+    confusion: dict[str, dict[str, int]]
+
+
 def accuracy() -> Accuracy:
     """The rules against the labels of the held-out sample, as `questions.py` measured them."""
     (found,) = read_records(Path(__file__).with_name("question_accuracy.json"), Accuracy, "the file beside this one")
     return found
+
+
+def count_places(
+    messages: Sequence[LabelledMessage], *, min_turns: int = 1, count: int | None = None, seed: int = 0
+) -> dict[str, Any]:
+    """Count the positions of questions.
+
+    Args:
+        messages: User messages with their labels.
+        min_turns: Minimum number of user messages per conversation; the paper takes 2.
+        count: Number of conversations to draw; the paper takes 10,000. None uses all.
+        seed: Seed of the draw.
+
+    Returns:
+        Counts by label, and the share of each position of Table 5 with its 95 % interval and the paper's.
+
+    Raises:
+        SinkscopeError: There are fewer conversations than requested.
+    """
+    talks: dict[str, list[LabelledMessage]] = {}
+    for message in messages:
+        talks.setdefault(message.conversation, []).append(message)
+    long_enough = [talk for talk in talks.values() if len(talk) >= min_turns]
+    if not long_enough or len(long_enough) < (count or 0):
+        raise SinkscopeError(
+            f"the log has {len(long_enough)} conversations of {min_turns} or more messages: give fewer"
+        )
+    if count is not None:
+        long_enough = random.Random(seed).sample(long_enough, count)
+    counts = Counter(message.place for talk in long_enough for message in talk)
+    total = sum(counts[place] for place in PAPER)
+    places: list[dict[str, Any]] = []
+    for parts in (("front",), ("middle",), ("end",), ("front", "middle")):
+        number = sum(counts[part] for part in parts)
+        row: dict[str, Any] = {"position": " + ".join(parts), "count": number}
+        if total:
+            row |= asdict(wilson(number, total))
+        paper = sum(PAPER[part] for part in parts)
+        places.append({**row, "paper_count": paper, "paper_share": paper / sum(PAPER.values())})
+    return {"conversations": len(long_enough), "counts": dict(counts), "places": places}
 
 
 EXPECTED = (
@@ -248,46 +328,6 @@ _LISTS = ("conversation", "conversations", "messages")
 _ROLE, _TEXT = ("role", "from"), ("content", "value")
 _USERS = {"user", "human", "prompter"}
 _JSON = (".json", ".jsonl", ".ndjson")
-
-
-@command(group="Dialogues", command="positions")
-def question_positions(
-    file: Annotated[str | Path, Option(argument=True, metavar="FILE")],
-    *,
-    min_turns: int = 1,
-    count: int | None = None,
-    examples: int = 0,
-    seed: Count = 0,
-    labels: Annotated[str | Path | None, Option(metavar="FILE", writes=True)] = None,
-) -> Positions:
-    """Count where questions stand in the messages of a chat log, by rules for English text. Loads no model.
-
-    Args:
-        file: LMSYS-Chat-1M, ShareGPT or OpenAI messages (JSON, parquet), or one message a line.
-        min_turns: Leave out conversations with fewer messages of the user; the paper takes 2.
-        count: Draw this many conversations; the paper takes 10000. By default all.
-        examples: Messages to show of each class.
-        seed: Seed of the draw.
-        labels: Write every message with its label, as `sinkscope dialogues positions` reads them.
-
-    Raises:
-        SinkscopeError: no such file, nothing in it, or a line of another form (with its number).
-
-    Example:
-        python -m experiments.loopserve.positions sharegpt.json --examples 3
-    """
-    found = list(labelled(Path(file).expanduser()))
-    if labels is not None:
-        write_atomic(labels, lines(found))
-    return count_positions(
-        found,
-        Path(file).name,
-        min_turns=min_turns,
-        count=count,
-        examples=examples,
-        seed=seed,
-        accuracy=accuracy(),
-    )
 
 
 def labelled(file: Path) -> Iterator[LabelledMessage]:
@@ -369,7 +409,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 done, 2 bad input.
     """
-    return run_command(argv, function_command(question_positions, "python -m experiments.loopserve.positions"))
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.loopserve.positions", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("file", type=Path, help="LMSYS-Chat-1M, ShareGPT or OpenAI messages, or one message a line")
+    parser.add_argument("--min-turns", type=int, default=1, help="leave out conversations with fewer user messages")
+    parser.add_argument("--count", type=int, help="draw this many conversations")
+    parser.add_argument("--examples", type=int, default=0, help="messages to show of each class")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--labels", type=Path, help="write every message with its label")
+    parser.add_argument("--labelled", action="store_true", help="the file holds labelled messages")
+    parser.add_argument("--json", type=Path, help="write the counts")
+    args = parser.parse_args(argv)
+    try:
+        if args.labelled:
+            messages = read_records(args.file, LabelledMessage, "labelled messages, JSON lines")
+        else:
+            messages = list(labelled(args.file.expanduser()))
+        result = count_places(messages, min_turns=args.min_turns, count=args.count, seed=args.seed)
+    except SinkscopeError as error:
+        note(f"error: {error}")
+        return 2
+    if args.labels is not None:
+        write_atomic(args.labels, lines(messages))
+    if args.json is not None:
+        write_atomic(args.json, json.dumps(result, indent=1) + "\n")
+    print(f"{result['conversations']} conversations, messages by label: {result['counts']}")
+    for row in result["places"]:
+        share = f"{row['share']:.1%} ({row['low']:.0%} to {row['high']:.0%})" if "share" in row else "-"
+        print(f"{row['position']:<15} {row['count']:>6} {share:<24} paper {row['paper_share']:.1%}")
+    for place in PAPER:
+        for message in [each for each in messages if each.place == place][: args.examples]:
+            text = " ".join(message.text.split())[:300]
+            print(f"{place}, {message.conversation}: {' / '.join(message.asked)}\n    {text}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -22,9 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments.loopserve.positions import PLACES, locate
+from experiments.loopserve.positions import PLACES, Accuracy, locate
 from experiments.record import record
-from sinkscope.bench.dialogues.positions import Accuracy
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import note
 from sinkscope.files.output import write_atomic

@@ -1,7 +1,7 @@
 """Dialogues of the recall model, the methods that answer them, and how far the answers are right.
 
-What the scripts beside this one share. Every suite is a folder of `run_dialogues`: a killed run goes on, and what
-another script has answered there already is not answered again.
+What the scripts beside this one share. Every suite is a folder of `run_bench`: a killed run goes on, and what another
+script has answered there already is not answered again.
 
 The numbers of the suites were chosen by rules that look at no method's score: an eighth of the shortest prompt exceeds
 SnapKV's window; an answer of `kept` is the one fact that the prompt's last token looks for, those of the others run on
@@ -13,23 +13,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sinkscope.bench.dialogues.form import POSITIONS, Dialogue
-from sinkscope.bench.dialogues.recall import END, recall_dialogue, uneven
-from sinkscope.bench.dialogues.run import run_dialogues
-from sinkscope.bench.dialogues.tables import COMMAND, Near, Said
-from sinkscope.bench.files import read_folder
-from sinkscope.bench.methods import METHODS, MethodKind, Settings, at_settings, check_methods
-from sinkscope.bench.scorers import score
+from sinkscope.bench.methods import read_method
+from sinkscope.bench.record import BenchRecord
+from sinkscope.bench.run import run_bench
+from sinkscope.bench.tasks.recall import POSITIONS, Recall
 from sinkscope.files.console import ProgressBar
-from sinkscope.files.rate import wilson
+from sinkscope.files.rate import mean_known, wilson
+from sinkscope.files.records import Whole
 from sinkscope.kv import Progressive, SnapKV
 from sinkscope.kv.policy import At
 from sinkscope.models.load import load
@@ -39,47 +36,36 @@ SHARE = 0.125
 """Of the context: what each method may read or compute, where sizes are equal."""
 LONGBENCH = "window=32:kernel=7:pooling=max"
 """SnapKV's window in its own runs on LongBench; Table 7 gives a budget alone."""
+TABLE7 = {
+    "full": "full",
+    "h2o": "h2o:1024:recent=0.5",
+    "snapkv": "snapkv:1024",
+    "adakv": "adakv:1024",
+    "streaming": "streaming:4096",
+    "a-shape": "a-shape:first=128:local=4096",
+    "tri-shape": "tri-shape:first=128:local=4096:dense_rows=128",
+    "minference": "minference:vertical=1000:slash=6096",
+    "loopserve": "loopserve:1024:interval=16",
+}
+"""The sizes of LoopServe's Table 7; of MInference, which it leaves open, the numbers of lines of its code."""
+CONTROLS = {"random": "RandomKeep", "random-progressive": "RandomProgressive"}
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Some dialogues.
-
-    Attributes:
-        name: folder of its answers.
-        count: dialogues.
-        turns: of each.
-        total: tokens of all turns together.
-        least: tokens of the shortest turn.
-        hops: facts that an answer runs through, three tokens each.
-        seed: of the first dialogue.
-        cache: "fresh": every turn is read anew with all before it. "grow": one cache over all turns of a dialogue.
-    """
+    """Dialogues under the name of the folder of their answers."""
 
     name: str
-    count: int
-    turns: int
-    total: int
-    least: int
-    hops: int
-    seed: int = 0
-    cache: Literal["fresh", "grow"] = "fresh"
-
-    def dialogues(self) -> list[Dialogue]:
-        """The dialogues, the same every time."""
-        return [
-            recall_dialogue(i, turns=self.turns, tokens=uneven(self.total, self.turns, i, self.least), hops=self.hops)
-            for i in range(self.seed, self.seed + self.count)
-        ]
+    task: Recall
 
 
-KEPT = Suite("kept", count=8, turns=3, total=1800, least=512, hops=1)
-CHAIN = Suite("chain", count=8, turns=3, total=1800, least=512, hops=8)
-LONG = Suite("long", count=2, turns=1, total=4864, least=4864, hops=8)
-SWEPT_KEPT = Suite("swept-kept", count=3, turns=3, total=1800, least=512, hops=1, seed=100)
-SWEPT_CHAIN = Suite("swept-chain", count=3, turns=3, total=1800, least=512, hops=8, seed=100)
-NINE = Suite("nine", count=2, turns=9, total=2700, least=272, hops=1, seed=200, cache="grow")
-NINE_CHAIN = replace(NINE, name="nine-chain", count=3, hops=7)
+KEPT = Suite("kept", Recall(count=8, turns=3, total=1800, least=512, hops=1))
+CHAIN = Suite("chain", Recall(count=8, turns=3, total=1800, least=512, hops=8))
+LONG = Suite("long", Recall(count=2, turns=1, total=4864, least=4864, hops=8))
+SWEPT_KEPT = Suite("swept-kept", Recall(count=3, turns=3, total=1800, least=512, hops=1, first=100))
+SWEPT_CHAIN = Suite("swept-chain", Recall(count=3, turns=3, total=1800, least=512, hops=8, first=100))
+NINE = Suite("nine", Recall(count=2, turns=9, total=2700, least=272, hops=1, first=200, cache="grow"))
+NINE_CHAIN = Suite("nine-chain", Recall(count=3, turns=9, total=2700, least=272, hops=7, first=200, cache="grow"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +81,8 @@ class RandomKeep(SnapKV):
 class RandomProgressive(Progressive):
     """Control: chosen anew as often as by `Progressive`, at random."""
 
+    after: Whole = 0
+
     def scores(self, at: At) -> Tensor:
         """Random numbers, the same for the same layer and length."""
         return _noise(at)
@@ -103,17 +91,6 @@ class RandomProgressive(Progressive):
 def _noise(at: At) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * int(at.length.max()) + at.layer)
     return torch.rand(at.kv.pos.shape, generator=generator).to(at.kv.pos.device)
-
-
-_HERE = __name__
-METHODS.update(
-    {
-        "random": MethodKind(_HERE, "RandomKeep", "a random part of the prompt"),
-        "random-progressive": MethodKind(
-            _HERE, "RandomProgressive", "a random part, anew while decoding", {"after": 0}
-        ),
-    }
-)
 
 
 def options(name: str, doc: str | None) -> argparse.ArgumentParser:
@@ -126,62 +103,63 @@ def options(name: str, doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def specs(names: Sequence[str], settings: Settings = "equal") -> list[str]:
-    """Methods as their records are kept: with the sizes of Table 7 ("paper"), or all at an eighth of the context."""
-    return [method.spec for method in check_methods(at_settings(names, settings, SHARE))]
+def specs(names: Sequence[str]) -> list[str]:
+    """Methods as their records are kept, at an eighth of the context; the names of controls are written out."""
+    written: list[str] = []
+    for text in names:
+        name, _, rest = text.partition(":")
+        if name in CONTROLS:
+            text = f"{__name__}:{CONTROLS[name]}:{rest}".removesuffix(":")
+        written.append(read_method(text, SHARE).spec)
+    return written
 
 
-def answers(suite: Suite, methods: Sequence[str], work: Path) -> Sequence[Said]:
+def answers(suite: Suite, methods: Sequence[str], work: Path) -> list[BenchRecord]:
     """Everything that the methods say, from the folder or anew."""
-    folder = work / suite.name
     torch.set_num_threads(1)
     with ProgressBar() as progress:
         model = load("recall", backend="hf")
-        run_dialogues(model, suite.dialogues(), methods, out=folder, cache=suite.cache, progress=progress, budget=SHARE)
-    return read_folder(folder, Said, COMMAND).records
+        return run_bench(model, suite.task, methods, out=work / suite.name, progress=progress)
 
 
-def right(said: Sequence[str], wanted: Sequence[str]) -> float:
-    """Share of an answer before its first mistake."""
-    same = 0
-    while same < min(len(said), len(wanted)) and said[same] == wanted[same]:
-        same += 1
-    return same / len(wanted)
-
-
-def rows_of(suite: Suite, records: Sequence[Said], method: str) -> list[dict[str, Any]]:
+def rows_of(suite: Suite, records: Sequence[BenchRecord], method: str) -> list[dict[str, Any]]:
     """Scores of a method by position of the question, and over all."""
-    return [
-        {"position": place, **row}
-        for place in (*POSITIONS, ALL)
-        if (row := _row(suite, records, method, lambda each, place=place: place in (each.position, ALL)))
-    ]
+    rows: list[dict[str, Any]] = []
+    for place in (*POSITIONS, ALL):
+        row = _row(suite, records, method, lambda each, place=place: place in (each.settings["part"], ALL))
+        if row:
+            rows.append({"position": place, **row})
+    return rows
 
 
-def turns_of(suite: Suite, records: Sequence[Said], method: str) -> list[dict[str, Any]]:
+def turns_of(suite: Suite, records: Sequence[BenchRecord], method: str) -> list[dict[str, Any]]:
     """Scores of a method by turn, counted from 1, over all positions."""
-    return [
-        {"turn": turn + 1, **row}
-        for turn in range(suite.turns)
-        if (row := _row(suite, records, method, lambda each, turn=turn: each.turn == turn))
-    ]
+    rows: list[dict[str, Any]] = []
+    for turn in range(suite.task.turns):
+        row = _row(suite, records, method, lambda each, turn=turn: each.turn == turn)
+        if row:
+            rows.append({"turn": turn + 1, **row})
+    return rows
 
 
-def _row(suite: Suite, records: Sequence[Said], method: str, among: Callable[[Said], bool]) -> dict[str, Any]:
+def _row(
+    suite: Suite, records: Sequence[BenchRecord], method: str, among: Callable[[BenchRecord], bool]
+) -> dict[str, Any]:
     """Exact answers with Wilson's 95 % interval, and how far the answers go.
 
     `prefix` is the mean share of an answer before its first mistake: along a chain of facts a mistake is the end of it.
     `same` is the share of answers equal to those of everything, `read` what a decoding step attends to, `cells` the
     share of the prompt's cells that are computed (None: left to the model).
     """
-    by_id = {dialogue.id: dialogue for dialogue in suite.dialogues()}
-    full = {each.prompt: each.tokens for each in records if each.method == "full"}
+    full = {(each.prompt, each.turn): each.tokens for each in records if each.method == "full"}
     mine = [each for each in records if each.method == method and among(each)]
     if not mine:
         return {}
-    gold = [by_id[each.dialogue].turns[each.turn].answers for each in mine]
-    exact = [score("exact", each.text, answers) for each, answers in zip(mine, gold, strict=True)]
-    rate = wilson(sum(exact), len(exact))
+    rate = wilson(sum(each.metrics["score"] or 0 for each in mine), len(mine))
+    equal = [each.tokens == full[each.prompt, each.turn] for each in mine] if full else []
+    means = {
+        name: mean_known(each.metrics[name] for each in mine) for name in ("prefix", "read", "cells", "prompt_tokens")
+    }
     return {
         "suite": suite.name,
         "method": method,
@@ -189,35 +167,22 @@ def _row(suite: Suite, records: Sequence[Said], method: str, among: Callable[[Sa
         "score": rate.share,
         "low": rate.low,
         "high": rate.high,
-        "same": fmean(each.tokens == full[each.prompt] for each in mine) if full else None,
-        "prefix": fmean(right(_words(each), answers[0].split()) for each, answers in zip(mine, gold, strict=True)),
-        "read": _mean([each.read for each in mine]),
-        "cells": _mean([each.cells for each in mine]),
-        "prompt_tokens": fmean(each.prompt_tokens for each in mine),
+        "same": mean_known(equal),
+        **means,
     }
-
-
-def _words(record: Said) -> list[str]:
-    return [*record.text.replace(END, " ").split(), *([END] if record.ended == "eos" else [])]
-
-
-def _mean(numbers: Sequence[float | None]) -> float | None:
-    there = [number for number in numbers if number is not None]
-    return fmean(there) if there else None
 
 
 def settings_of(suites: Sequence[Suite], seconds: float) -> dict[str, Any]:
     """What the JSON says of the dialogues, and how long all answers took, also those that were there already."""
     return {
-        "suites": [asdict(suite) for suite in suites],
+        "suites": [{"name": suite.name, **asdict(suite.task)} for suite in suites],
         "model": "recall",
         "sampling": "greedy",
-        "history": "gold",
         "threads": 1,
         "answering_seconds": round(seconds),
     }
 
 
-def seconds_of(records: Sequence[Said | Near]) -> float:
-    """Wall clock of answers that were given one at a time."""
-    return sum(record.seconds for record in records)
+def seconds_of(records: Sequence[BenchRecord]) -> float:
+    """Wall clock of the answers."""
+    return sum(record.metrics["seconds"] or 0.0 for record in records)

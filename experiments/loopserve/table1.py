@@ -2,26 +2,30 @@
 
     python -m experiments.loopserve.table1 [--runs FOLDER ...] [--work runs] [--out figures]
 
-`--runs` are folders of `sinkscope dialogues run` on LongBench's dialogues by the paper's models; without them "not run"
-stands there. The recall model answers dialogues of three turns at an eighth of the context for every method, once with
-one fact an answer (the prompt's last token looks for it) and once with a chain of eight (each found only when the one
-before is written), and longer ones at the sizes of Table 7. Controls: everything, and a random part.
+`--runs` are folders of `sinkscope bench` on LongBench's dialogues (`experiments.loopserve.build`) by the paper's
+models; without them "not run" stands there. The recall model answers dialogues of three turns at an eighth of the
+context for every method, once with one fact an answer (the prompt's last token looks for it) and once with a chain of
+eight (each found only when the one before is written), and longer ones at the sizes of Table 7. Controls: everything,
+and a random part.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from experiments.drawn import save
 from experiments.loopserve import paper
+from experiments.loopserve.build import SETS
 from experiments.loopserve.runs import (
     CHAIN,
     KEPT,
     LONG,
     LONGBENCH,
     SHARE,
+    TABLE7,
     answers,
     options,
     rows_of,
@@ -30,10 +34,9 @@ from experiments.loopserve.runs import (
     specs,
 )
 from experiments.record import record
-from sinkscope.bench.dialogues.build import TASKS
-from sinkscope.bench.dialogues.form import POSITIONS
-from sinkscope.bench.dialogues.tables import tabulate_dialogues
-from sinkscope.bench.methods import split_spec
+from sinkscope.bench.methods import name_of
+from sinkscope.bench.table import bench_table
+from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.measure.style import BLUE, GREEN, ORANGE, at_place, finished
 
 COLOURS = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))
@@ -67,12 +70,12 @@ OWN = (
     "random:window=32",
 )
 LONGER = (
-    *paper.METHODS,
+    *TABLE7.values(),
     "loopserve-p",
-    "loopserve:paper",
+    "loopserve:paper:1024",
     "loopserve-p:paper:variant=exact",
-    "loopserve-d",
-    "random:window=32",
+    "loopserve-d:1024",
+    "random:1024:window=32",
 )
 
 
@@ -118,11 +121,12 @@ def measured(folders: Sequence[str]) -> dict[tuple[str, str, str, str], float]:
     Where one method was run with several settings, the last one counts, and the printed one before the default.
     """
     found: dict[tuple[str, str, str, str], float] = {}
-    groups = tabulate_dialogues(folders).groups if folders else ()
+    groups = bench_table([Path(folder) for folder in folders]).groups if folders else ()
     for group in sorted(groups, key=lambda group: ":paper" in group.method):
         model = next((key for key, name in paper.MODELS.items() if name.lower() in group.model.lower()), None)
-        if model is not None and group.task in TASKS:
-            found[model, group.position, group.task, split_spec(group.method)[0].split(":")[0]] = 100 * group.score
+        if model is not None and group.set in SETS:
+            for place, score in group.parts.items():
+                found[model, place, group.set, name_of(group.method)] = 100 * score
     return found
 
 
@@ -165,7 +169,8 @@ def _share(value: float | None, of: float) -> str:
 
 def short(spec: str) -> str:
     """The method's name, and what tells it from others of that name."""
-    name, *given = spec.split(":")
+    written = spec.removeprefix("experiments.loopserve.runs:").replace("RandomKeep", "random")
+    name, *given = written.split(":")
     shown = [part for part in given if part.split("=")[0] in ("alpha", "first", "paper", "seed", "variant")]
     return ", ".join([name, *(shown if name.startswith("loopserve") else [])])
 
@@ -231,12 +236,12 @@ def _bars(rows: Sequence[dict[str, Any]], suite: str, place: str, key: str) -> t
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = options("table1", __doc__)
-    parser.add_argument("--runs", nargs="*", default=[], help="folders of `sinkscope dialogues run`")
+    parser.add_argument("--runs", nargs="*", default=[], help="folders of `sinkscope bench`")
     args = parser.parse_args(argv)
     started = time.perf_counter()
     table1, table8 = paper_rows(args.runs), table8_rows(args.runs)
     rows, seconds = list[dict[str, Any]](), 0.0
-    plan = [(KEPT, specs(OWN)), (CHAIN, specs(OWN)), (LONG, specs(LONGER, "paper"))]
+    plan = [(KEPT, specs(OWN)), (CHAIN, specs(OWN)), (LONG, specs(LONGER))]
     for suite, methods in plan:
         said = answers(suite, methods, args.work)
         seconds += seconds_of(said)

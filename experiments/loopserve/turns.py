@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     methods = dict(zip(NAMES, specs(list(NAMES.values())), strict=True))
     rows, seconds = list[dict[str, Any]](), 0.0
     for suite, _, _ in SHOWN:
-        assert suite.turns == len(TURNS)
+        assert suite.task.turns == len(TURNS)
         said = answers(suite, list(methods.values()), args.work)
         seconds += seconds_of(said)
         rows += [{"label": name, **row} for name, method in methods.items() for row in turns_of(suite, said, method)]

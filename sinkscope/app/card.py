@@ -28,7 +28,6 @@ from sinkscope.app.pages import save_html
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.console import Progress, silent
 from sinkscope.files.jobs import Pool, Tally, check_workers, finish
-from sinkscope.files.options import command
 from sinkscope.files.output import write_atomic
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.result import Result
@@ -487,7 +486,6 @@ class ScanJob:
         return (self.name,)
 
 
-@command(group="Look")
 def scan(
     models: Annotated[Any, Option(argument=True, metavar="MODEL", many=True)] = None,
     *,
@@ -753,7 +751,6 @@ def _cards(job: ScanJob, *, wanted: Wanted, progress: Progress) -> list[CardOf]:
         return [CardOf(job.name, failed=visible(str(error).replace(str(job.model), job.name)).rstrip("."))]
 
 
-@command(group="Look")
 def demo(
     *,
     out: Annotated[Path, Option(metavar="FOLDER", writes=True)] = Path("sinkscope-demo"),

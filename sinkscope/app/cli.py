@@ -33,8 +33,6 @@ __all__ = ["main"]
 
 GROUP_HELP = {
     "patch": "Make a patch that repairs repetition, and measure what it costs.",
-    "loopbench": "Build LoopBench-DC and LoopBench-RI, run methods on them, and print the tables.",
-    "dialogues": "Build dialogues with questions, answer them under cache policies, and print the tables.",
 }
 ABOUT = """Find the attention sink of a language model, verify it by ablation, and repair what it breaks.
 
@@ -92,6 +90,15 @@ class CommandGroup(click.Group):
         if cmd_name in self._below():
             return CommandGroup(words, help=GROUP_HELP.get(words), context_settings=self.context_settings)
         return None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Take the longest words that are a command: `bench table` is one, and `bench` with options is another."""
+        words = f"{self.prefix} {' '.join(args[:2])}".strip()
+        if words in commands():
+            return " ".join(args[:2]), click_command(commands()[words]), args[2:]
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands in sections, without importing them."""

@@ -52,26 +52,10 @@ COMMANDS: dict[str, tuple[str, str, str]] = {  # words of the command: (module:f
         "Make sinks with different tokens that one head marks.",
     ),
     "loops": ("sinkscope.app.loops:check_loops", "Loops", "Check outputs for repetition, watch a stream, calibrate."),
-    "barcode": ("sinkscope.attention.barcode:barcode", "Loops", "Draw the attention of heads in a loop."),
-    "locking": ("sinkscope.attention.locking:locking", "Loops", "Rank heads that lock onto the loop."),
-    "loop-rate": ("sinkscope.bench.loop_rate:loop_rate", "Loops", "Measure how often a model loops."),
-    "loopbench build": ("sinkscope.bench.loopbench.prompts:build_prompts", "Loops", "Build a set of prompts."),
-    "loopbench run": ("sinkscope.bench.loopbench.run:loopbench_run", "Loops", "Run methods on prompts."),
-    "loopbench show": ("sinkscope.bench.loopbench.tables:show", "Loops", "Show outputs."),
-    "loopbench table": ("sinkscope.bench.loopbench.tables:tabulate", "Loops", "Print the tables."),
+    "barcode": ("sinkscope.attention.barcode:barcode", "Loops", "Show attention in a loop, and what locks onto it."),
     "lines": ("sinkscope.attention.lines:line_weights", "Dialogues", "Measure attention on the heaviest lines."),
-    "overlap": ("sinkscope.attention.lines:line_overlap", "Dialogues", "Compare heaviest lines between texts."),
-    "cache-loss": ("sinkscope.bench.cache_loss:cache_loss", "Dialogues", "Measure what each cache policy loses."),
-    "needle": ("sinkscope.bench.needle:needle", "Dialogues", "Measure at which depths policies find a needle."),
-    "dialogues build": ("sinkscope.bench.dialogues.build:build_dialogues", "Dialogues", "Build dialogues."),
-    "dialogues fidelity": ("sinkscope.bench.dialogues.run:dialogues_fidelity", "Dialogues", "Compare output states."),
-    "dialogues positions": (
-        "sinkscope.bench.dialogues.positions:question_positions",
-        "Dialogues",
-        "Compare places of the question.",
-    ),
-    "dialogues run": ("sinkscope.bench.dialogues.run:dialogues_run", "Dialogues", "Answer dialogues."),
-    "dialogues table": ("sinkscope.bench.dialogues.tables:dialogues_table", "Dialogues", "Print the tables."),
+    "bench": ("sinkscope.bench.run:bench", "Benchmark", "Compare methods on prompts: scores beside costs."),
+    "bench table": ("sinkscope.bench.table:bench_table", "Benchmark", "Show the tables of finished runs."),
     "scan": ("sinkscope.app.card:scan", "Look", "Run all measurements on a model and write its sink card."),
     "demo": ("sinkscope.app.card:demo", "Look", "Take a two-minute tour of the bundled model."),
     "models": ("sinkscope.app.models:print_models", "Look", "List the short names of public models."),
@@ -80,13 +64,9 @@ COMMANDS: dict[str, tuple[str, str, str]] = {  # words of the command: (module:f
 }
 
 KIND_MODULES = {  # kinds of results that no command returns under the name of its function
-    "dialogues": "sinkscope.bench.dialogues.tables",
-    "dialogues-fidelity": "sinkscope.bench.dialogues.tables",
-    "dialogues-positions": "sinkscope.bench.dialogues.positions",
+    "bench": "sinkscope.bench.table",
     "line-weights": "sinkscope.attention.lines",
     "loop-calibration": "sinkscope.loops.calibrate",
-    "loopbench": "sinkscope.bench.loopbench.tables",
-    "loopbench-show": "sinkscope.bench.loopbench.tables",
     "loops": "sinkscope.loops.check",
     "patch-eval": "sinkscope.sinks.patch.evaluate",
     "patch-make": "sinkscope.sinks.patch.make",
@@ -124,9 +104,7 @@ class Command:
     @property
     def public(self) -> bool:
         """Whether `sinkscope` has its function as a public name: it is a measurement."""
-        return not self.module.startswith(
-            ("sinkscope.app.", "sinkscope.bench.dialogues.", "sinkscope.bench.loopbench.")
-        )
+        return not self.module.startswith(("sinkscope.app.", "sinkscope.bench."))
 
     def load(self) -> Any:
         """Its function; this imports its module."""

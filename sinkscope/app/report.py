@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 from sinkscope.app.commands import commands, kind_modules
 from sinkscope.app.pages import Section, document, result_section, save_document
-from sinkscope.bench.files import PROMPTS
+from sinkscope.bench.record import PROMPTS
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import note
-from sinkscope.files.options import Hidden, Option, command
+from sinkscope.files.options import Hidden, Option
 from sinkscope.files.output import check_output, check_writable
 from sinkscope.files.plain import visible
 from sinkscope.files.result import Result, known_kinds, read_json
@@ -57,7 +57,6 @@ class Report:
     skipped: tuple[Skipped, ...]
 
 
-@command(group="Look", command="report")
 def write_report(
     folder: Annotated[Path, Option(metavar="DIR", argument=True)],
     *,
@@ -91,9 +90,9 @@ def report(
 ) -> Report:
     """Write all results found in a folder and its subfolders as one self-contained HTML file.
 
-    Results are the files that `--json` and `.save()` write, and the folders that `loopbench run`, `dialogues run` and
-    `dialogues fidelity` write, which are shown as their tables. Other files are left out and listed; hidden files, and
-    the HTML and PNG that commands write beside their JSON, are left out silently.
+    Results are the files that `--json` and `.save()` write, and the folders that `sinkscope bench` writes, which are
+    shown as their tables. Other files are left out and listed; hidden files, and the HTML and PNG that commands write
+    beside their JSON, are left out silently.
 
     Args:
         folder: Folder with the results.
@@ -186,10 +185,10 @@ def _parts(path: Path, name: str) -> list[tuple[str, Any]]:
 def _runs(folder: Path, name: str) -> dict[str, Any]:
     """The tables of a folder of runs, as the benchmark's own command prints them."""
     settings = read_json(folder / SETTINGS)
-    words = str(settings.get("command", "loopbench") if isinstance(settings, dict) else settings).split(" ")[0]
+    words = str(settings.get("command", "") if isinstance(settings, dict) else settings)
     table = commands().get(f"{words} table")
     if table is None:
-        raise SinkscopeError(f"{name} is no folder of `loopbench run`, `dialogues run` or `dialogues fidelity`")
+        raise SinkscopeError(f"{name} is no folder of `sinkscope bench`")
     made: Result = table.load()([folder])
     data = made.to_dict()
     data["provenance"] |= {"argv": ["sinkscope", words, "table", name], "seconds": 0.0, "peak_memory_bytes": None}

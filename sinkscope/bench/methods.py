@@ -1,29 +1,40 @@
-"""The methods that benchmarks compare, as data: what is applied to the model, and what is added to its sampler.
+"""The methods that a benchmark compares: cache policies, guards, samplers and stoppers, by name with settings.
 
-A method is written `name`, or `name:key=value:key=value`, or `package.module:Class` for a policy from another package.
-`name:paper` selects the algorithm and settings that a paper prints, if they differ from the default; it calls the class
-method `paper` of the method's class. Settings may follow.
+A method is written `name`, `name:0.25` (with its budget), `name:key=value:key=value`, or `package.module:Class` for a
+policy of another package. `name:paper` selects the algorithm and settings that a paper prints, if they differ from the
+default; it calls the class method `paper` of the method's class.
 """
 
 from __future__ import annotations
 
-from ast import literal_eval
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_type_hints
 
-from pydantic import Field
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Budget, Part, check_values, read_setting, said
+from sinkscope.files.records import Budget, read_setting
+from sinkscope.kv.policy import At, Policy, policies, policy_named
 
 Block = Literal["cache", "guard", "sampler", "stopper"]
-BLOCKS: tuple[Block, ...] = get_args(Block)
-Settings = Literal["paper", "equal"]
-SHARE = 0.125
-"""Of the context, where methods are compared at an equal share."""
+FULL = "full"
+PAPER = "paper"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomSlots(Policy):
+    """Keeps random slots, chosen separately in every layer and head: the baseline that a policy has to beat."""
+
+    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+        """Score a position by its hash, so that a slot that was kept stays."""
+        heads = torch.arange(at.kv.pos.shape[1], device=at.kv.pos.device)[:, None]
+        hashed = torch.sin(at.kv.pos.double() * 12.9898 + heads * 78.233 + at.layer * 37.719)
+        return hashed.mul(43758.5453).frac().abs()
 
 
 @dataclass(frozen=True)
@@ -31,121 +42,72 @@ class MethodKind:
     """Definition of a method name.
 
     Attributes:
-        home: Module of the class.
-        made: Name of the class whose instances are applied to the model; empty for samplers and stoppers.
         about: One-line description.
+        home: `module:Class` of what is applied to the model; empty for the full cache, samplers and stoppers.
         fixed: Fields that the name determines.
-        without: Fields that cannot be set.
-        sized: Whether it reads only part of the cache, limited to `budget` tokens.
-        shaped: Whether it is a sparse pattern for prompts, which `kv.shapes.ShapeShare` builds at a share of the
-            context.
+        budget: Whether it reads only part of the cache, limited to `budget` tokens.
+        shape: Whether it is a sparse pattern for prompts; with a budget it becomes `kv.shapes.ShapeShare`.
         paper: Whether it always uses the paper's printed settings.
-        block: "cache" and "guard" appear in LoopBench's tables; "sampler" and "stopper" in blocks of their own.
+        block: "sampler" and "stopper" act on logits and stopping, the others on the cache.
     """
 
-    home: str
-    made: str
     about: str
+    home: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    without: tuple[str, ...] = ()
-    sized: bool = True
-    shaped: bool = False
+    budget: bool = True
+    shape: bool = False
     paper: bool = False
     block: Block = "cache"
 
-    @property
-    def cls(self) -> Any:
-        """The class; importing it imports torch."""
-        return getattr(import_module(self.home), self.made)
-
-    @property
-    def printed(self) -> bool:
-        """Whether the class also has the version that a paper prints."""
-        return self.block not in ("sampler", "stopper") and hasattr(self.cls, _PRINTED)
-
-    def settable(self) -> dict[str, Any]:
-        """Fields that may be set, with their types."""
-        if self.block in ("sampler", "stopper"):
-            return {}
-        hints = get_type_hints(self.cls, include_extras=True)
-        closed = {*self.fixed, *self.without}
-        found = {f.name: hints[f.name] for f in fields(self.cls) if f.name not in closed}
-        return {"budget": Part, **found} if self.shaped else found
+    def load(self) -> Any:
+        """The class of what is applied to the model."""
+        module, _, name = self.home.partition(":")
+        return getattr(import_module(module), name)
 
 
-_PRINTED = "paper"
-_KV, _GUARD, _SERVE = "sinkscope.kv", "sinkscope.kv.loopguard", "sinkscope.kv.loopserve"
-_DECODING = ("budget", "interval", "first", "per_head")
-_PROMPTS = tuple("alpha sample recent dense_rows begin local sharp checked seed variant shortest dense_above".split())
+_SERVE = "sinkscope.kv.loopserve:LoopServe"
+_READ_ALL = {"shortest": 0}  # short prompts are made sparse too, because quality is compared and not speed
 
 
 def _guard(about: str, paper: bool = True, **fixed: Any) -> MethodKind:
-    return MethodKind(_GUARD, "LoopGuard", about, fixed, ("window", "rewind"), paper=paper, block="guard")
-
-
-def _rule(block: Block, about: str) -> MethodKind:
-    return MethodKind("", "", about, sized=False, block=block)
+    return MethodKind(about, "sinkscope.kv.loopguard:LoopGuard", fixed, paper=paper, block="guard")
 
 
 METHODS: dict[str, MethodKind] = {
-    "full": MethodKind(
-        _KV,
-        "Full",
-        "the whole cache",
-        without=tuple("budget first last every mode positions reduce".split()),
-        sized=False,
-    ),
-    "streaming": MethodKind(_KV, "StreamingLLM", "first tokens and a window"),
-    "h2o": MethodKind(_KV, "H2O", "heavy hitters and a window"),
-    "snapkv": MethodKind(_KV, "SnapKV", "chosen at the end of the prompt"),
-    "tova": MethodKind(_KV, "TOVA", "what the newest query attends to"),
-    "adakv": MethodKind(_KV, "AdaKV", "SnapKV with budgets of each head's own"),
-    "progressive": MethodKind(_KV, "Progressive", "chosen anew while decoding"),
-    "progressive-0": MethodKind(_KV, "Progressive", "the same from the first step on", {"after": 0}),
-    "a-shape": MethodKind(_KV, "AShape", "prompts: first tokens and a window", sized=False, shaped=True),
-    "tri-shape": MethodKind(_KV, "TriShape", "the same, and the last queries see all", sized=False, shaped=True),
-    "minference": MethodKind(_KV, "MInference", "prompts: fixed numbers of lines", sized=False, shaped=True),
-    "loopserve": MethodKind(_SERVE, "LoopServe", "prompts along lines, chosen anew while decoding"),
-    "loopserve-0": MethodKind(_SERVE, "LoopServe", "the same, chosen from the first step on", {"first": 0}),
-    "loopserve-p": MethodKind(
-        _SERVE, "LoopServe", "prompts alone", {"decode": False}, ("prefill", *_DECODING), sized=False
-    ),
-    "loopserve-d": MethodKind(_SERVE, "LoopServe", "decoding alone", {"prefill": False}, ("decode", *_PROMPTS)),
-    "loopguard": _guard("LoopGuard: early alarms; a ban and drawn tokens if a loop comes back", paper=False),
-    "loopguard-window": _guard("the paper's LoopGuard, its cache within the budget at all times", between="window"),
-    "loopguard-repeats": _guard("the paper's LoopGuard, which takes out older copies too", clean="repeats"),
+    FULL: MethodKind("the whole cache", budget=False),
+    "random": MethodKind("random slots, the control", "sinkscope.bench.methods:RandomSlots"),
+    "streaming": MethodKind("first tokens and a window", "sinkscope.kv:StreamingLLM"),
+    "h2o": MethodKind("heavy hitters and a window", "sinkscope.kv:H2O"),
+    "snapkv": MethodKind("chosen at the end of the prompt", "sinkscope.kv:SnapKV"),
+    "tova": MethodKind("what the newest query attends to", "sinkscope.kv:TOVA"),
+    "adakv": MethodKind("SnapKV with a budget for each head", "sinkscope.kv:AdaKV"),
+    "progressive": MethodKind("chosen anew while decoding", "sinkscope.kv:Progressive"),
+    "progressive-0": MethodKind("the same from the first step on", "sinkscope.kv:Progressive", {"after": 0}),
+    "a-shape": MethodKind("prompts: first tokens and a window", "sinkscope.kv:AShape", budget=False, shape=True),
+    "tri-shape": MethodKind("a-shape with dense last queries", "sinkscope.kv:TriShape", budget=False, shape=True),
+    "minference": MethodKind("prompts: fixed numbers of lines", "sinkscope.kv:MInference", budget=False, shape=True),
+    "loopserve": MethodKind("sparse prompts, chosen anew while decoding", _SERVE, _READ_ALL),
+    "loopserve-0": MethodKind("the same, chosen from the first step on", _SERVE, {**_READ_ALL, "first": 0}),
+    "loopserve-p": MethodKind("sparse prompts alone", _SERVE, {**_READ_ALL, "decode": False}, budget=False),
+    "loopserve-d": MethodKind("chosen anew while decoding alone", _SERVE, {"prefill": False}),
+    "loopguard": _guard("early alarms; a ban and drawn tokens if a loop comes back", paper=False),
+    "loopguard-window": _guard("the paper's guard, always within the budget", between="window"),
+    "loopguard-repeats": _guard("the paper's guard, which also removes older copies", clean="repeats"),
     "loopguard-always": _guard("pruning every 200 tokens", variant="always"),
     "loopguard-p1": _guard("pruning on the top-1 streak alone", variant="p1"),
     "loopguard-ttr": _guard("pruning on the type-token ratio alone", variant="ttr"),
     "loopguard-cr": _guard("pruning on the compression ratio alone", variant="cr"),
     "loopguard-stall": _guard("pruning on stalled novelty alone", variant="stall"),
     "loopguard-tail": _guard("pruning on a repeating tail alone", variant="tail"),
-    "repetition-penalty": _rule("sampler", "repetition penalty 1.1, prompt included"),
-    "presence-penalty": _rule("sampler", "presence penalty 1.5 on generated tokens"),
-    "no-repeat-4-gram": _rule("sampler", "no four tokens twice, prompt included"),
-    "dry": _rule("sampler", "DRY, multiplier 0.8, base 1.75, allowed length 2"),
-    "stop-pattern": _rule("stopper", "stops at a pattern of <= 64 tokens, 4 times and >= 64 tokens"),
-    "stop-llama.cpp": _rule("stopper", "stops at a pattern of 16 to 1,024 tokens, 4 times, as llama.cpp"),
-    "stop-vllm-mlx": _rule("stopper", "stops at a pattern of <= 128 tokens, 3 times and >= 48 tokens, as vllm-mlx"),
-    "stop-monitor": _rule("stopper", "stops where LoopGuard would prune, by its default monitor"),
+    "repetition-penalty": MethodKind("repetition penalty 1.1, prompt included", budget=False, block="sampler"),
+    "presence-penalty": MethodKind("presence penalty 1.5 on generated tokens", budget=False, block="sampler"),
+    "no-repeat-4-gram": MethodKind("no four tokens twice, prompt included", budget=False, block="sampler"),
+    "dry": MethodKind("DRY, multiplier 0.8, base 1.75, allowed length 2", budget=False, block="sampler"),
+    "sampling": MethodKind("drawn at temperature 1", budget=False, block="sampler"),
+    "stop-pattern": MethodKind("stops at 4 copies and 64 tokens of a pattern", budget=False, block="stopper"),
+    "stop-monitor": MethodKind("stops where LoopGuard would prune", budget=False, block="stopper"),
 }
 """By the name that commands use. "-0": without steps that read everything first; "-p", "-d": one half alone."""
-
-PAPER: dict[str, dict[str, Any]] = {
-    "full": {},
-    "h2o": {"budget": 1024, "recent": 0.5},
-    "snapkv": {"budget": 1024},
-    "adakv": {"budget": 1024},
-    "streaming": {"budget": 4096},
-    "a-shape": {"first": 128, "local": 4096},
-    "tri-shape": {"first": 128, "local": 4096, "dense_rows": 128},
-    "minference": {"vertical": 1000, "slash": 6096},
-    "loopserve": {"budget": 1024, "interval": 16, "shortest": 0},
-    "loopserve:paper": {},
-}
-"""LoopServe's table 7 (Li et al. 2025); of MInference, which it leaves open, the numbers of lines of its code.
-
-LoopServe is there twice: by default, at the table's sizes, and as printed, with the table's alpha, too."""
 
 
 def kind_of(name: str) -> MethodKind:
@@ -156,31 +118,25 @@ def kind_of(name: str) -> MethodKind:
     """
     if name in METHODS:
         return METHODS[name]
-    from sinkscope.kv.policy import policy_named
-
-    cls = type(policy_named(name))
-    names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-    return MethodKind(cls.__module__, cls.__qualname__, "", sized="budget" in names)
+    policy = type(policy_named(name))
+    names = {each.name for each in fields(policy)}  # pyright: ignore[reportArgumentType]
+    return MethodKind("", f"{policy.__module__}:{policy.__qualname__}", budget="budget" in names)
 
 
-def name_of(method: str) -> str:
-    """The method's name without its settings."""
-    name, _, rest = (part.strip() for part in method.partition(":"))
-    known = name in METHODS or not rest.partition(":")[0].isidentifier()
-    return name if known else f"{name}:{rest.partition(':')[0]}"
+def name_of(spec: str) -> str:
+    """A method's name without its settings."""
+    name, _, rest = spec.strip().partition(":")
+    first = rest.partition(":")[0]
+    if name not in METHODS and first.isidentifier() and first != PAPER:
+        return f"{name}:{first}"
+    return name
 
 
-def block_of(method: str) -> Block:
-    """The block of a method in tables; policies from other packages are in the cache block."""
-    kind = METHODS.get(name_of(method))
-    return "cache" if kind is None else kind.block
-
-
-def order_of(method: str) -> tuple[int, str]:
-    """Sort key that follows the order of this module's table; other methods come last."""
+def order_of(spec: str) -> tuple[int, str]:
+    """Sort key that follows the order of `METHODS`; other methods come last."""
     names = list(METHODS)
-    name = name_of(method)
-    return (names.index(name) if name in METHODS else len(names)), method
+    name = name_of(spec)
+    return (names.index(name) if name in METHODS else len(names), spec)
 
 
 @dataclass(frozen=True)
@@ -189,153 +145,109 @@ class Method:
 
     Attributes:
         name: Name in `METHODS`, or of another policy.
-        options: Fields that were given, in the order of the class.
         paper: Whether fields that were not given take the paper's values.
+        budget: Cached tokens, or a share of the prompt. None for a method without a budget.
+        options: Other fields that were given.
     """
 
     name: str
-    options: tuple[tuple[str, Any], ...] = ()
     paper: bool = False
+    budget: Budget | None = None
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def spec(self) -> str:
         """The method as it is written; records are stored under this text."""
-        name = f"{self.name}:{_PRINTED}" if self.paper else self.name
-        written = (f"{key}={str(v).lower() if v is None or v is True or v is False else v}" for key, v in self.options)
-        return ":".join([name, *written])
+        parts = [self.name]
+        if self.paper:
+            parts.append(PAPER)
+        if self.budget is not None:
+            parts.append(str(self.budget))
+        for key, value in self.options:
+            parts.append(f"{key}={str(value).lower() if isinstance(value, bool | None) else value}")
+        return ":".join(parts)
 
     @property
     def kind(self) -> MethodKind:
         """Definition of the method's name."""
         return kind_of(self.name)
 
-    def make(self, budget: Budget, window: int | None = None) -> Any:
-        """The intervention to apply to the model, or None if there is none.
-
-        Args:
-            budget: Used if the method has no budget of its own.
-            window: For a guard, the tokens W over which signals are computed; None keeps its own.
+    def make(self) -> Any:
+        """The intervention to apply to the model; None for the full cache, samplers and stoppers.
 
         Raises:
-            SinkscopeError: The settings are invalid.
+            SinkscopeError: The settings are invalid together.
         """
-        kind, options = self.kind, dict(self.options)
-        if kind.block in ("sampler", "stopper"):
+        kind = self.kind
+        if not kind.home:
             return None
-        if kind.shaped and "budget" in options:
-            if len(options) > 1:
-                raise SinkscopeError(
-                    f"{self.spec}: a share of the context as budget decides the other sizes: give budget alone, or "
-                    "the sizes without it"
-                )
+        options = {**kind.fixed, **dict(self.options)}
+        if kind.shape and self.budget is not None:
             from sinkscope.kv.shapes import ShapeShare
 
-            return ShapeShare(kind.made, options["budget"])
-        if kind.sized:
-            options.setdefault("budget", budget)
-        if kind.block == "guard" and window is not None:
-            options["window"] = window
-        make = kind.cls.paper if self.paper or kind.paper else kind.cls
-        return make(**kind.fixed, **options)
+            return ShapeShare(kind.home.partition(":")[2], self.budget)
+        if self.budget is not None:
+            options["budget"] = self.budget
+        cls = kind.load()
+        if self.paper or kind.paper:
+            return cls.paper(**options)
+        return cls(**options)
 
 
-def read_method(text: str, blocks: Sequence[str] = BLOCKS) -> Method:
-    """Parse a text such as `loopserve:alpha=0.98:first=0` into a method; its class does not yet check them together.
+def read_method(spec: str, budget: Budget | None = None) -> Method:
+    """Parse a text such as `h2o:0.25` or `loopserve:alpha=0.98:first=0`.
 
     Args:
-        text: The method as the user writes it.
-        blocks: Allowed blocks; methods of other blocks are rejected.
+        spec: The method as the user writes it.
+        budget: Budget of a method that has one and states none.
 
     Raises:
         SinkscopeError: A name or setting is unknown, a setting occurs twice, or a value has the wrong type.
     """
-    from sinkscope.kv.policy import policies
-
-    name = name_of(text.strip()).strip()
-    usual = [each for each, kind in METHODS.items() if kind.block in blocks]
-    if name not in usual and ":" not in name and (name in METHODS or name not in policies()):
-        near = get_close_matches(name, usual, 1)
+    name = name_of(spec)
+    if name not in METHODS and ":" not in name and name not in policies():
+        near = get_close_matches(name, METHODS, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise SinkscopeError(
-            f"method {name!r} is unknown: {hint}expected some of {', '.join(usual)}, or package.module:Class"
+            f"method {name!r} is unknown: {hint}expected some of {', '.join(METHODS)}, or package.module:Class"
         )
-    given = [part.strip() for part in text.strip().removeprefix(name).split(":")[1:]]
-    if not given:
-        return Method(name)
-    kind, found = kind_of(name), dict[str, Any]()
-    known, paper = kind.settable(), given[0] == _PRINTED and kind.printed
-    for part in given[paper:]:
+    kind = kind_of(name)
+    hints: dict[str, Any] = {}
+    if kind.home:
+        every = get_type_hints(kind.load(), include_extras=True)
+        names = [each.name for each in fields(kind.load())]
+        hints = {each: every[each] for each in names}
+    if kind.shape:
+        hints["budget"] = Budget
+    paper = False
+    options: dict[str, Any] = {}
+    for part in spec.strip().removeprefix(name).split(":")[1:]:
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or key not in known:
-            has = f"it has {', '.join(known)}" if known else "it has none"
-            raise SinkscopeError(f"method {text!r}: {name} has no setting {part!r}: {has}; write key=value")
-        if key in found:
-            raise SinkscopeError(f"method {text!r}: {key} is given twice: give it once")
-        found[key] = read_setting(value, known[key], f"method {text!r}: {key}=")
-    return Method(name, tuple((key, found[key]) for key in known if key in found), paper)
+        if key == PAPER and not equals and hasattr(kind.load() if kind.home else None, PAPER):
+            paper = True
+            continue
+        if not equals:
+            key, value = "budget", key
+        if key not in hints:
+            known = f"it has {', '.join(hints)}" if hints else "it has none"
+            raise SinkscopeError(f"method {spec!r}: {name} has no setting {part!r}: {known}; write key=value")
+        if key in options:
+            raise SinkscopeError(f"method {spec!r}: {key} is given twice: give it once")
+        options[key] = read_setting(value, hints[key], f"method {spec!r}: {key}=")
+    own = options.pop("budget", None)
+    if own is None and kind.budget:
+        own = budget
+    if own is None and kind.shape and isinstance(budget, float) and not options:
+        own = budget
+    return Method(name, paper, own, tuple(options.items()))
 
 
-def check_methods(specs: Sequence[str], blocks: Sequence[str] = BLOCKS) -> tuple[Method, ...]:
+def read_methods(specs: Sequence[str], budget: Budget | None = None) -> tuple[Method, ...]:
     """The methods without duplicates.
 
     Raises:
         SinkscopeError: There are none, and as for `read_method`.
     """
     if not specs:
-        names = [name for name, kind in METHODS.items() if kind.block in blocks]
-        raise SinkscopeError(f"no method is given: choose from {', '.join(names)}")
-    return tuple(dict.fromkeys(read_method(spec, blocks) for spec in specs))
-
-
-def at_settings(specs: Sequence[str], settings: Settings, share: Budget = SHARE) -> list[str]:
-    """Methods with the settings of a comparison; settings in a method's own text take precedence.
-
-    Args:
-        specs: As for `check_methods`; if empty, the methods of the paper's table 1.
-        settings: "paper": LoopServe's table 7; methods not listed there get the budget that it gives to all, 1024.
-            "equal": every method with a size gets the same share of the context.
-        share: The share for "equal".
-
-    Returns:
-        The methods written out in full, so that a run with them needs no further budget.
-
-    Raises:
-        SinkscopeError: The comparison is unknown or the share is outside (0, 1), and as for `check_methods`.
-    """
-    check_values(Settings, settings=settings)
-    check_values(Annotated[float, Field(gt=0, lt=1), said("a share of the context between 0.0 and 1.0")], share=share)
-    found: list[str] = []
-    for method in check_methods(specs or list(PAPER), ["cache"]):
-        kind, given = method.kind, dict(method.options)
-        options = (_at_paper(method, kind, given) if settings == "paper" else _at_share(kind, given, share)) | given
-        order = [key for key in kind.settable() if key in options] if options else []
-        found.append(Method(method.name, tuple((key, options[key]) for key in order), method.paper).spec)
-    return list(dict.fromkeys(found))
-
-
-def _at_paper(method: Method, kind: MethodKind, given: dict[str, Any]) -> dict[str, Any]:
-    if "budget" in given and kind.shaped:
-        return {}
-    # An ablation or "-0" has what its method has, as far as it goes.
-    paper = PAPER.get(method.name) or PAPER.get(method.name.rpartition("-")[0], {})
-    closed = {*kind.fixed, *kind.without}
-    budget = {"budget": 1024} if kind.sized else {}
-    return _always(kind) | budget | {key: value for key, value in paper.items() if key not in closed}
-
-
-def _at_share(kind: MethodKind, given: dict[str, Any], share: Budget) -> dict[str, Any]:
-    own = kind.sized or (kind.shaped and not given)
-    return _always(kind) | ({"budget": share} if own else {})
-
-
-def _always(kind: MethodKind) -> dict[str, Any]:
-    """LoopServe takes short prompts, too: quality is compared, not speed."""
-    return {"shortest": 0} if kind.made == "LoopServe" and "shortest" not in kind.without else {}
-
-
-def split_spec(spec: str) -> tuple[str, Budget | None]:
-    """Split a written method into its text without the budget and the budget, if it has one. Imports no torch."""
-    parts = spec.split(":")
-    budgets = [part.removeprefix("budget=") for part in parts if part.startswith("budget=")]
-    text = ":".join(part for part in parts if not part.startswith("budget="))
-    return text, literal_eval(budgets[0]) if budgets else None
+        raise SinkscopeError(f"no method is given: choose from {', '.join(METHODS)}")
+    return tuple(dict.fromkeys(read_method(spec, budget) for spec in specs))

@@ -16,8 +16,12 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress
 from sinkscope.files.store import Folder
 
-PATIENCE = 600.0  # seconds after which all Ray workers must have started
-_REACH = 10.0  # seconds in which a Ray cluster must answer
+PATIENCE = 600.0
+"""Seconds after which all Ray workers must have started."""
+CLUSTER_ANSWERS_WITHIN = 10.0
+"""Seconds."""
+NOTE_EVERY = 30.0
+"""Seconds between two lines about workers that are still starting."""
 
 
 @runtime_checkable
@@ -133,7 +137,8 @@ class Pool(Generic[J_, R_]):
             SinkscopeError: Workers do not start, or one ends.
         """
         if self._elsewhere is None:
-            yield from ((i, self._here(job)) for i, job in enumerate(jobs))
+            for index, job in enumerate(jobs):
+                yield index, self._here(job)
             return
         if not jobs:
             return
@@ -141,9 +146,11 @@ class Pool(Generic[J_, R_]):
         try:
             self._start(ray, min(self._workers, len(jobs)))
             pool = ray.util.ActorPool(self._actors)
-            yield from pool.map_unordered(lambda actor, i: actor.run.remote(i, jobs[i]), range(len(jobs)))
+            yield from pool.map_unordered(lambda actor, index: actor.run.remote(index, jobs[index]), range(len(jobs)))
         except ray.exceptions.RayTaskError as error:
-            raise error.cause if isinstance(error.cause, SinkscopeError) else error from None
+            if isinstance(error.cause, SinkscopeError):
+                raise error.cause from None
+            raise
         except ray.exceptions.RayActorError as error:
             raise SinkscopeError(
                 f"a Ray worker ended before its work was done ({str(error).splitlines()[0]:.80}): if memory ran out, "
@@ -155,34 +162,43 @@ class Pool(Generic[J_, R_]):
         missing = count - len(self._actors)
         if missing < 1:
             return
-        what, began, said = f"starting {count} Ray worker{'s' * (count > 1)}", time.monotonic(), 0.0
-        if self._progress is not None:
-            self._progress(what, count - missing, count)
+        self._report_start(count - missing, count)
         if not self._actors:
             self._join(ray)
         gpus = ray.cluster_resources().get("GPU", 0)
-        share = 1 / math.ceil(count / gpus) if self._gpu and gpus else 0
-        remote = ray.remote(num_cpus=1, num_gpus=share)(_Worker)
-        actors = [remote.remote(_threads(ray, count, self._ours)) for _ in range(missing)]
+        share_of_gpu = 0.0
+        if self._gpu and gpus:
+            share_of_gpu = 1 / math.ceil(count / gpus)
+        worker = ray.remote(num_cpus=1, num_gpus=share_of_gpu)(_Worker)
+        threads = _threads(ray, count, self._ours)
+        actors = [worker.remote(threads) for _ in range(missing)]
         self._actors += actors
-        made = ray.put(self._elsewhere)
-        waiting = [actor.open.remote(made) for actor in actors]
+        opener = ray.put(self._elsewhere)
+        self._wait_for(ray, [actor.open.remote(opener) for actor in actors], count)
+
+    def _wait_for(self, ray: Any, waiting: list[Any], count: int) -> None:
+        """Wait until all workers have opened what they work on."""
+        began = noted = time.monotonic()
         while waiting:
-            done, waiting = ray.wait(waiting, timeout=1.0)
-            ray.get(done)  # what went wrong there is raised here
-            elapsed = time.monotonic() - began
-            if self._progress is not None:
-                self._progress(what, count - len(waiting), count)
-            if waiting and elapsed > self._patience:
+            ready, waiting = ray.wait(waiting, timeout=1.0)
+            ray.get(ready)  # errors of the worker are raised here
+            self._report_start(count - len(waiting), count)
+            now = time.monotonic()
+            if waiting and now - began > self._patience:
                 free = ray.available_resources()
                 raise SinkscopeError(
                     f"{len(waiting)} of {count} Ray workers did not start within {self._patience:.0f} s (free: "
                     f"{free.get('CPU', 0):.0f} CPUs, {free.get('GPU', 0):.2g} GPUs): give fewer workers, or wait "
                     "until the machines are less busy"
                 )
-            if waiting and elapsed - said > 30 and not sys.stderr.isatty():  # a bar shows it on a terminal
-                said = elapsed
-                print(f"{what}: {count - len(waiting)} ready after {elapsed:.0f} s", file=sys.stderr)
+            if waiting and now - noted > NOTE_EVERY and not sys.stderr.isatty():  # a bar shows it on a terminal
+                noted = now
+                ready_count = count - len(waiting)
+                print(f"{_starting(count)}: {ready_count} ready after {now - began:.0f} s", file=sys.stderr)
+
+    def _report_start(self, ready: int, count: int) -> None:
+        if self._progress is not None:
+            self._progress(_starting(count), ready, count)
 
     def _join(self, ray: Any) -> None:
         """Join a cluster, or start one on this machine."""
@@ -190,7 +206,9 @@ class Pool(Generic[J_, R_]):
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere
         address = self._address or os.environ.get("RAY_ADDRESS")
-        where = {"address": address} if address else {"num_cpus": self._workers, "include_dashboard": False}
+        where: dict[str, Any] = {"num_cpus": self._workers, "include_dashboard": False}
+        if address:
+            where = {"address": address}
         try:
             _reach(address)
             ray.init(log_to_driver=False, logging_level="ERROR", **where)
@@ -211,12 +229,23 @@ def finish(pool: Pool[J, Sequence[Any]], jobs: Sequence[J], kept: Folder[Any], t
         kept: Where records are found and stored.
         tally: How much is done.
     """
-    left = [job for job in jobs if any(key not in kept.records for key in job.keys)]
+    left: list[J] = []
+    finished = 0
+    for job in jobs:
+        if all(key in kept.records for key in job.keys):
+            finished += job.size
+        else:
+            left.append(job)
     if len(left) < len(jobs):
-        tally.add(sum(job.size for job in jobs) - sum(job.size for job in left))
+        tally.add(finished)
     for index, records in pool.map(left):
         kept.append(records)
         tally.add(left[index].size)
+
+
+def _starting(count: int) -> str:
+    plural = "s" if count > 1 else ""
+    return f"starting {count} Ray worker{plural}"
 
 
 class _Worker:
@@ -249,7 +278,10 @@ def _ray() -> Any:
 def _threads(ray: Any, count: int, ours: bool) -> int:
     """CPU threads of a worker: this machine's or the cluster's, divided equally."""
     torch = sys.modules.get("torch")
-    cpus = torch.get_num_threads() if ours and torch else int(ray.cluster_resources().get("CPU", 1))
+    if ours and torch:
+        cpus = torch.get_num_threads()
+    else:
+        cpus = int(ray.cluster_resources().get("CPU", 1))
     return max(1, cpus // count)
 
 
@@ -261,4 +293,4 @@ def _reach(address: str | None) -> None:
     """
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if port.isdecimal():
-        socket.create_connection((host, int(port)), timeout=_REACH).close()
+        socket.create_connection((host, int(port)), timeout=CLUSTER_ANSWERS_WITHIN).close()

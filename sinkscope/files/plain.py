@@ -15,17 +15,22 @@ from typing import Any
 from sinkscope.errors import SinkscopeError
 
 _ROOTED = re.compile(r"^(?:/|~|\\\\|[A-Za-z]:[\\/]|\.\.(?:[\\/]|$))")
+LONGEST_INTEGER = 20
+"""Digits of the largest integer that is read."""
 
 
 def pathless(text: str) -> str:
     """`text`, but a path that leads through folders of this machine becomes relative, or its last part."""
-    if not _ROOTED.match(text):
-        head, equals, tail = text.partition("=")
-        text = f"{head}={pathless(tail)}" if equals else text  # --text=/some/where
-    elif "\n" not in text:
+    if _ROOTED.match(text) and "\n" not in text:
         text = _below_here(text) or re.split(r"[\\/]", text.rstrip("\\/"))[-1]
+    elif not _ROOTED.match(text):
+        option, equals, value = text.partition("=")  # --text=/some/where
+        if equals:
+            text = f"{option}={pathless(value)}"
     home = str(Path.home())
-    return re.sub(rf"(?<![\w.~-]){re.escape(home)}(?![\w.-])", "~", text) if len(home) > 1 else text
+    if len(home) > 1:
+        text = re.sub(rf"(?<![\w.~-]){re.escape(home)}(?![\w.-])", "~", text)
+    return text
 
 
 def _below_here(path: str) -> str | None:
@@ -35,12 +40,21 @@ def _below_here(path: str) -> str | None:
         inside = Path(os.path.normpath(Path(path).expanduser())).relative_to(here)
     except (OSError, RuntimeError, ValueError):
         return None
-    return inside.as_posix() if here not in Path.home().parents else None
+    if here in Path.home().parents:
+        return None
+    return inside.as_posix()
 
 
 def visible(text: str) -> str:
     """`text` with control characters written out: what a model or a file says must not steer a terminal."""
-    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if text.isprintable():
+        return text
+    characters: list[str] = []
+    for character in text:
+        if character not in "\n\t" and not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -50,13 +64,13 @@ def parse_json(text: str | bytes) -> Any:
         ValueError: It is not JSON, is nested too deeply, or has an integer too large for any field.
     """
     try:
-        return json.loads(text, parse_int=_whole)
+        return json.loads(text, parse_int=_integer)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def _whole(digits: str) -> int:
-    if len(digits) > 20:
+def _integer(digits: str) -> int:
+    if len(digits) > LONGEST_INTEGER:
         raise ValueError(f"a number has {len(digits)} digits")
     return int(digits)
 
@@ -77,17 +91,20 @@ def plain(value: Any, *, scrub: bool = False) -> Any:
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    if isinstance(value, str):
-        return pathless(value) if scrub else str(value)
-    if isinstance(value, PurePath):
+    if isinstance(value, PurePath) or (isinstance(value, str) and scrub):
         return pathless(str(value))
+    if isinstance(value, str):
+        return str(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name), scrub=scrub) for f in fields(value)}
+        return {one.name: plain(getattr(value, one.name), scrub=scrub) for one in fields(value)}
     if isinstance(value, Mapping):
-        return {str(k): plain(v, scrub=scrub) for k, v in value.items()}
-    if isinstance(value, Sequence | Set):
-        return [plain(v, scrub=scrub) for v in (sorted(value, key=repr) if isinstance(value, Set) else value)]
-    if callable(to_list := getattr(value, "tolist", None)):  # numpy arrays and scalars, tensors
+        return {str(key): plain(one, scrub=scrub) for key, one in value.items()}
+    if isinstance(value, Set):
+        value = sorted(value, key=repr)
+    if isinstance(value, Sequence):
+        return [plain(one, scrub=scrub) for one in value]
+    to_list = getattr(value, "tolist", None)
+    if callable(to_list):  # numpy arrays and scalars, tensors
         return plain(to_list(), scrub=scrub)
     if type(value).__module__ == "torch":  # a dtype or a device
         return str(value).removeprefix("torch.")

@@ -87,12 +87,14 @@ def conform(
 @cache
 def between(kind: Any, low: int | float | None, high: int | float | None) -> Any:
     """The type of a number within a range; a limit of 1e300 only excludes what overflows, and errors do not name it."""
-    limits = [f" {word} {n}" for word, n in (("from", low), ("up to", high)) if n is not None and n != 1e300]
-    return Annotated[
-        kind,
-        Field(ge=low, le=high, allow_inf_nan=False),
-        said(f"{'a whole number' if kind is int else 'a number'}{''.join(limits)}"),
-    ]
+    expected = "a number"
+    if kind is int:
+        expected = "a whole number"
+    if low is not None:
+        expected += f" from {low}"
+    if high is not None and high != 1e300:
+        expected += f" up to {high}"
+    return Annotated[kind, Field(ge=low, le=high, allow_inf_nan=False), said(expected)]
 
 
 def check_values(kind: Any, page: str | None = None, **values: Any) -> None:
@@ -121,52 +123,67 @@ def read_setting(text: str, kind: Any, name: str) -> Any:
 @dataclass_transform(frozen_default=True)
 def checked(cls: type[T]) -> type[T]:
     """Make a frozen dataclass whose fields are checked against their annotations; the error is a SinkscopeError."""
-    made: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
-    build: Callable[..., None] = made.__init__
-    usual: dict[Any, str] = {
-        (f.name,): f"; the default is {f.default}" for f in fields(made) if f.default is not MISSING
-    }
+    frozen: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
+    build: Callable[..., None] = frozen.__init__
+    defaults = {one.name: one.default for one in fields(frozen) if one.default is not MISSING}
 
     @wraps(build)
     def init(self: Any, *args: Any, **given: Any) -> None:
         try:
             build(self, *args, **given)
         except ValidationError as error:
-            raise _refusal(error, given, "", usual.get(error.errors()[0]["loc"], "")) from None
+            place = error.errors()[0]["loc"]
+            then = ""
+            if len(place) == 1 and place[0] in defaults:
+                then = f"; the default is {defaults[place[0]]}"
+            raise _refusal(error, given, "", then) from None
 
-    made.__init__ = init
-    return made
+    frozen.__init__ = init
+    return frozen
 
 
 def _refusal(error: ValidationError, value: Any, name: str, then: str = "", *, page: str | None = None) -> Any:
-    """The error that states the first problem in one line: the place, what is there, what was expected."""
+    """The error that states the first problem in one line: the place, the value there, and what was expected."""
     problems = error.errors(include_url=False)
-    wrong, steps, place = problems[0]["input"], problems[0]["loc"], ""
-    missing = "missing" in problems[0]["type"]
-    context = problems[0].get("ctx", {})
-    cause = context.get("error")  # what __post_init__ said
-    for step in steps:  # names of members of a union stand in between
-        inside: Any = dict(enumerate(value)) if isinstance(value, list | tuple) else value
-        if isinstance(inside, Mapping) and (step in inside or (missing and step == steps[-1])):
+    first = problems[0]
+    context = first.get("ctx", {})
+    cause = context.get("error")  # raised by __post_init__
+    page = page or context.get("page") or getattr(cause, "page", None)
+    place = ": ".join(part for part in (name, _place(value, first)) if part)
+    if "missing" in first["type"]:
+        return SinkscopeError(f"{place} is missing{then}", page=page)
+    if cause is not None:
+        return SinkscopeError(f"{place}: {cause}{then}".removeprefix(": "), page=page)
+    alternatives: list[str] = []
+    for problem in problems:
+        if repr(problem["input"]) == repr(first["input"]) and problem["msg"] not in alternatives:
+            alternatives.append(problem["msg"])
+    expected = " or ".join(alternatives)
+    for theirs, ours in _WORDS.items():
+        expected = expected.replace(theirs, ours)
+    shown = f"{place} is {first['input']!r:.80},"
+    if place.endswith(("=", " ")):
+        shown = f"{place}{first['input']!r:.80}:"
+    return SinkscopeError(f"{shown} expected {expected}{then}", page=page)
+
+
+def _place(value: Any, problem: Any) -> str:
+    """Where in a value a problem is, such as "parts[0].share"; pydantic's steps also name members of unions."""
+    place = ""
+    missing = "missing" in problem["type"]
+    for step in problem["loc"]:
+        inside: Any = value
+        if isinstance(value, list | tuple):
+            inside = dict(enumerate(value))
+        if not isinstance(inside, Mapping):
+            continue
+        if step in inside or (missing and step == problem["loc"][-1]):
             place += f"[{step}]" if isinstance(step, int) else f".{step}"
             value = inside.get(step)
-    place = ": ".join(filter(None, (name, place.removeprefix("."))))
-    if missing:
-        text = f"{place} is missing"
-    elif cause is not None:
-        text = f"{place}: {cause}".removeprefix(": ")
-    else:
-        expected = " or ".join(
-            dict.fromkeys(problem["msg"] for problem in problems if repr(problem["input"]) == repr(wrong))
-        )
-        for theirs, ours in _WORDS.items():
-            expected = expected.replace(theirs, ours)
-        shown = f"{place}{wrong!r:.80}:" if place.endswith(("=", " ")) else f"{place} is {wrong!r:.80},"
-        text = f"{shown} expected {expected}"
-    return SinkscopeError(text + then, page=page or context.get("page") or getattr(cause, "page", None))
+    return place.removeprefix(".")
 
 
-def check_fields(made: Any) -> None:
+def check_fields(settings: Any) -> None:
     """Refuse fields of a dataclass whose values do not fit the numbers, switches and words that are annotated there.
 
     A bool is not a number here, an int is, and fields of any other type are not checked. What a subclass annotates
@@ -176,19 +193,22 @@ def check_fields(made: Any) -> None:
     Raises:
         SinkscopeError: A field does not fit; the message names the first, its value and what was expected.
     """
-    for cls in reversed(type(made).__mro__):
+    for cls in reversed(type(settings).__mro__):
         try:
             hints = get_type_hints(cls, include_extras=True)
         except NameError:
             continue
-        for name in filter(made.__dataclass_fields__.__contains__, hints):
-            if _checkable(hints[name]):
-                conform(hints[name], getattr(made, name), f"{type(made).__name__}: {name}=", strict=True)
+        for name, hint in hints.items():
+            if name in settings.__dataclass_fields__ and _checkable(hint):
+                conform(hint, getattr(settings, name), f"{type(settings).__name__}: {name}=", strict=True)
 
 
 def _checkable(hint: Any) -> bool:
-    if get_origin(hint) in (Annotated, Union, UnionType):
-        return all(_checkable(part) for part in get_args(hint)[: 1 if get_origin(hint) is Annotated else None])
+    """Whether a type is made of numbers, switches, words and None."""
+    if get_origin(hint) is Annotated:
+        return _checkable(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return all(_checkable(part) for part in get_args(hint))
     return hint in (int, float, bool, NoneType) or get_origin(hint) is Literal
 
 
@@ -225,25 +245,41 @@ def _from_json(reader: Any, value: Any, where: str, then: str, page: str | None 
 @cache
 def _lenient(kind: Any) -> SchemaValidator:
     """A reader of what `plain` wrote: null is NaN where only a number fits, and an array of numpy is a list."""
+    return SchemaValidator(_lenient_schema(TypeAdapter(kind).core_schema))
 
-    def changed(part: Any) -> Any:
-        if isinstance(part, list):
-            return [changed(each) for each in part]
-        if not isinstance(part, dict):
-            return part
-        if part.get("type") == "is-instance" and hasattr(part["cls"], "array_type"):
-            import numpy as np  # slow to load, and few results hold arrays
 
-            dtype = float if any("float" in str(name) for name in part["cls"].dtypes) else None
-            return core_schema.no_info_after_validator_function(
-                lambda value: np.asarray(value, dtype), core_schema.list_schema()
-            )
-        made: Any = {name: changed(each) for name, each in part.items()}
-        if part.get("type") == "float":
-            return core_schema.no_info_before_validator_function(lambda value: nan if value is None else value, made)
-        return made
+def _lenient_schema(part: Any) -> Any:
+    """A part of pydantic's schema, changed in this way."""
+    if isinstance(part, list):
+        return [_lenient_schema(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "is-instance" and hasattr(part["cls"], "array_type"):  # an annotation of jaxtyping
+        is_float = any("float" in str(name) for name in part["cls"].dtypes)
+        read = _read_floats if is_float else _read_array
+        return core_schema.no_info_after_validator_function(read, core_schema.list_schema())
+    changed: Any = {name: _lenient_schema(each) for name, each in part.items()}
+    if part.get("type") == "float":
+        return core_schema.no_info_before_validator_function(_nan_for_none, changed)
+    return changed
 
-    return SchemaValidator(changed(TypeAdapter(kind).core_schema))
+
+def _nan_for_none(value: Any) -> Any:
+    if value is None:
+        return nan
+    return value
+
+
+def _read_floats(value: Any) -> Any:
+    import numpy as np  # slow to load, and few results hold arrays
+
+    return np.asarray(value, float)
+
+
+def _read_array(value: Any) -> Any:
+    import numpy as np
+
+    return np.asarray(value)
 
 
 def read_records(path: str | os.PathLike[str], type_: type[T], expected: str, *, key: str = "") -> list[T]:
@@ -260,10 +296,15 @@ def read_records(path: str | os.PathLike[str], type_: type[T], expected: str, *,
         SinkscopeError: The file cannot be read or has no records, or a record has another form; the message names
             the file, the line, the field, what was found and what was expected.
     """
-    found = [(where, check(row, type_, where, expected)) for where, row in read_rows(path, expected)]
-    if key:
-        refuse_twins([(where, getattr(record, key)) for where, record in found], key, expected)
-    return [record for _, record in found]
+    records: list[T] = []
+    keys: list[tuple[str, Any]] = []
+    for where, row in read_rows(path, expected):
+        record = check(row, type_, where, expected)
+        records.append(record)
+        if key:
+            keys.append((where, getattr(record, key)))
+    refuse_twins(keys, key, expected)
+    return records
 
 
 def refuse_twins(keys: list[tuple[str, Any]], name: str, expected: str) -> None:
@@ -296,11 +337,9 @@ def read_rows(path: str | os.PathLike[str], expected: str) -> Iterator[tuple[str
             is parquet and no library for it is installed.
     """
     file = Path(path).expanduser()
-    return (
-        _parquet(file, expected)
-        if file.suffix == ".parquet"
-        else rows_of(read_text(file, expected), file.name, expected)
-    )
+    if file.suffix == ".parquet":
+        return _parquet(file, expected)
+    return rows_of(read_text(file, expected), file.name, expected)
 
 
 def rows_of(text: str, name: str, expected: str) -> Iterator[tuple[str, Any]]:
@@ -313,18 +352,20 @@ def rows_of(text: str, name: str, expected: str) -> Iterator[tuple[str, Any]]:
         whole = _loads(text)
     except RecursionError:
         problem = f"{name} line 1 is not JSON (it is nested too deeply)"
-    except ValueError as error:
-        # An array over many lines is broken elsewhere than in its first.
+    except ValueError as error:  # an array over many lines is broken elsewhere than in its first
         problem = f"{name} line {getattr(error, 'lineno', 1)} is not JSON"
     else:
         if isinstance(whole, list):
-            yield from ((f"{name} row {number}", row) for number, row in enumerate(whole, 1))
+            for number, row in enumerate(whole, 1):
+                yield f"{name} row {number}", row
         else:
-            yield f"{name} line {1 + text[: -len(text.lstrip())].count(chr(10))}", whole
+            blank = text[: -len(text.lstrip())]
+            yield f"{name} line {1 + blank.count(chr(10))}", whole
         return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            yield f"{name} line {number}", json_line(line, problem or f"{name} line {number} is not JSON", expected)
+            where = f"{name} line {number}"
+            yield where, json_line(line, problem or f"{where} is not JSON", expected)
             problem = ""
 
 
@@ -380,4 +421,5 @@ def _parquet(file: Path, expected: str) -> Iterator[tuple[str, Any]]:
         raise SinkscopeError(f"{file.name} cannot be read as parquet ({error!s:.60}): give {expected}") from None
     if not rows:
         raise SinkscopeError(f"{file.name} is empty: give {expected}")
-    yield from ((f"{file.name} row {number}", row) for number, row in enumerate(rows, 1))
+    for number, row in enumerate(rows, 1):
+        yield f"{file.name} row {number}", row

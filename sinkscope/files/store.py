@@ -25,8 +25,10 @@ class Keyed:
     @property
     def key(self) -> Hashable:
         """Identifies the record: the values of its key fields, or the value of the only one."""
-        found = tuple(getattr(self, name) for name in self.identity)
-        return found if len(self.identity) > 1 else found[0]
+        values = tuple(getattr(self, name) for name in self.identity)
+        if len(values) == 1:
+            return values[0]
+        return values
 
 
 R = TypeVar("R", bound=Keyed)
@@ -59,8 +61,11 @@ class Folder(Generic[R]):
         also: Mapping[str, str] | None = None,
         option: str = "--out",
     ) -> None:
-        self.folder = None if folder is None else Path(folder)
-        self.name = "" if folder is None else pathless(os.fspath(folder))
+        self.folder: Path | None = None
+        self.name = ""
+        if folder is not None:
+            self.folder = Path(folder)
+            self.name = pathless(os.fspath(folder))
         self.records: dict[Hashable, R] = {}
         self._kind, self._also, self._option = kind, also or {}, option
         self._settings = plain(settings, scrub=True)
@@ -70,71 +75,93 @@ class Folder(Generic[R]):
     def __enter__(self: F) -> F:
         if self.folder is None:
             return self
-        shown, manifest = f"{self._option} {self.name}", self.folder / SETTINGS
-        if self.folder.exists() and not self.folder.is_dir():
-            raise SinkscopeError(f"{shown} is a file: give the name of a new folder")
-        if self.folder.is_dir() and not manifest.exists():
-            ours = {SETTINGS, RECORDS, LOCK, *self._also}
-            if any(p.name not in ours and not p.name.startswith(".sinkscope-") for p in self.folder.iterdir()):
-                raise SinkscopeError(f"{shown} holds other files: give a new or empty folder")
-        from filelock import FileLock, Timeout
-
+        self._refuse_foreign_folder(self.folder)
+        self._acquire(self.folder)
         try:
-            self._new = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(self.folder / LOCK)  # the system drops it when the process ends, however it ends
-            self._lock.acquire(blocking=False)
-        except Timeout:
-            raise SinkscopeError(
-                f"{shown} is being written by another run: wait for it, or give another folder"
-            ) from None
-        except OSError as error:
-            raise SinkscopeError(f"cannot write {self.name}: {_reason(error)}; choose another place") from None
-        try:
-            if manifest.exists():
-                self._check_settings(read_json(manifest, self.name), shown)
-            else:
-                write_atomic(manifest, json.dumps(self._settings, indent=1, sort_keys=True) + "\n")
-            for name, content in self._also.items():
-                if not (self.folder / name).exists():
-                    write_atomic(self.folder / name, content)
-            runs = self.folder / RECORDS
-            if runs.exists():
-                found, whole = read_lines(runs, self.name, self._kind)
-                self.records = {record.key: record for record in found}
-                if whole < runs.stat().st_size:  # a kill cut the last line short; the next must not be glued to it
-                    os.truncate(runs, whole)
+            self._read_or_begin(self.folder)
         except BaseException as error:
             self.__exit__(type(error))
             raise
         return self
 
+    @property
+    def _shown(self) -> str:
+        return f"{self._option} {self.name}"
+
+    def _refuse_foreign_folder(self, folder: Path) -> None:
+        if folder.exists() and not folder.is_dir():
+            raise SinkscopeError(f"{self._shown} is a file: give the name of a new folder")
+        if not folder.is_dir() or (folder / SETTINGS).exists():
+            return
+        own_names = {SETTINGS, RECORDS, LOCK, *self._also}
+        for path in folder.iterdir():
+            if path.name not in own_names and not path.name.startswith(".sinkscope-"):
+                raise SinkscopeError(f"{self._shown} holds other files: give a new or empty folder")
+
+    def _acquire(self, folder: Path) -> None:
+        """Make the folder and lock it."""
+        from filelock import FileLock, Timeout
+
+        try:
+            self._new = [one for one in (folder, *folder.parents) if not one.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(folder / LOCK)  # the system drops it when the process ends, however it ends
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            raise SinkscopeError(
+                f"{self._shown} is being written by another run: wait for it, or give another folder"
+            ) from None
+        except OSError as error:
+            raise SinkscopeError(f"cannot write {self.name}: {_reason(error)}; choose another place") from None
+
+    def _read_or_begin(self, folder: Path) -> None:
+        """Compare the settings and read the records of an earlier run, or write the settings of a new one."""
+        if (folder / SETTINGS).exists():
+            self._check_settings(read_json(folder / SETTINGS, self.name))
+        else:
+            write_atomic(folder / SETTINGS, json.dumps(self._settings, indent=1, sort_keys=True) + "\n")
+        for name, content in self._also.items():
+            if not (folder / name).exists():
+                write_atomic(folder / name, content)
+        path = folder / RECORDS
+        if path.exists():
+            records, complete = read_lines(path, self.name, self._kind)
+            self.records = {record.key: record for record in records}
+            if complete < path.stat().st_size:  # a kill cut the last line short; the next must not be glued to it
+                os.truncate(path, complete)
+
     def __exit__(self, *raised: object) -> None:
         """Release the folder; if the work failed before its first record, remove a folder made for it."""
         if self._lock is None or self.folder is None:
             return
+        failed = bool(raised) and raised[0] is not None
         try:
-            if self._new and raised and raised[0] is not None and not self.records:
+            if self._new and failed and not self.records:
                 for name in (SETTINGS, *self._also, LOCK):
                     (self.folder / name).unlink(missing_ok=True)
                 for folder in self._new:
                     folder.rmdir()
-        except OSError:  # what is in the way is not ours
+        except OSError:  # something in the folder is not ours
             pass
         finally:
             self._lock.release()
 
-    def _check_settings(self, found: Any, shown: str) -> None:
-        was, now = _flat(found) if isinstance(found, dict) else {}, _flat(self._settings)
-        differ = [
-            f"{name} was {_short(was.get(name))}, now {_short(now.get(name))}"
-            for name in sorted({*was, *now})
-            if was.get(name) != now.get(name)
-        ]
-        if differ or not isinstance(found, dict):
-            what = ", ".join(differ) if was else "its settings.json is not one of this version"
+    def _check_settings(self, stored: Any) -> None:
+        """Refuse to continue a run that was begun with other settings."""
+        if not isinstance(stored, dict):
             raise SinkscopeError(
-                f"{shown} was begun with other settings ({what}): give the same settings, or another folder"
+                f"{self._shown} was begun with other settings (its settings.json is not one of this version): give the "
+                "same settings, or another folder"
+            )
+        earlier, now = _flat(stored), _flat(self._settings)
+        differences: list[str] = []
+        for name in sorted({*earlier, *now}):
+            if earlier.get(name) != now.get(name):
+                differences.append(f"{name} was {_short(earlier.get(name))}, now {_short(now.get(name))}")
+        if differences:
+            raise SinkscopeError(
+                f"{self._shown} was begun with other settings ({', '.join(differences)}): give the same settings, or "
+                "another folder"
             )
 
     def append(self, records: Iterable[R]) -> None:
@@ -145,16 +172,11 @@ class Folder(Generic[R]):
         """
         new = {record.key: record for record in records if record.key not in self.records}
         if self.folder is not None:
-            data = lines(new.values()).encode()
             try:
-                descriptor = os.open(self.folder / RECORDS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-                try:
-                    view = memoryview(data)
-                    while view:
-                        view = view[os.write(descriptor, view) :]
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                with open(self.folder / RECORDS, "ab") as file:
+                    file.write(lines(new.values()).encode())
+                    file.flush()
+                    os.fsync(file.fileno())
             except OSError as error:
                 raise SinkscopeError(
                     f"cannot write {self.name}: {_reason(error)}; make room and run the same command again, finished "
@@ -175,16 +197,16 @@ def read_lines(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
         SinkscopeError: Any other line is damaged.
     """
     data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    found: list[R] = []
-    for number, line in enumerate(data[:whole].split(b"\n")[:-1], 1):
+    complete = data.rfind(b"\n") + 1
+    records: list[R] = []
+    for number, line in enumerate(data[:complete].split(b"\n")[:-1], 1):
         try:
-            found.append(build(kind, parse_json(line), ""))
+            records.append(build(kind, parse_json(line), ""))
         except (ValueError, RecursionError):
             raise SinkscopeError(
                 f"{name}/{path.name} line {number} is damaged: delete that line, and run the same command again"
             ) from None
-    return found, whole
+    return records, complete
 
 
 def read_json(path: Path, name: str) -> Any:
@@ -207,10 +229,15 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings, flattened: those inside a setting (such as the model's) stand beside the others."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
-        flat |= {f"{name} {key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+        if isinstance(value, dict):
+            flat |= {f"{name} {key}": part for key, part in value.items()}
+        else:
+            flat[name] = value
     return flat
 
 
 def _short(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    if len(text) > 60:
+        text = text[:57] + "..."
+    return text

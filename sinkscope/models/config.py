@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,16 +79,17 @@ def parse_device(device: torch.device | str | None) -> torch.device:
     Raises:
         SinkscopeError: This machine has no such device; the message lists the available ones.
     """
-    here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = ["cpu", *(f"cuda:{i}" for i in range(count))]
     if torch.backends.mps.is_available():
         here.append("mps")
     if device is None:
-        return torch.device(next((name for name in here if name.startswith("cuda")), "cpu"))
+        return torch.device("cuda:0" if count > 0 else "cpu")
     with suppress(RuntimeError):
-        found = torch.device(device)
-        name = f"cuda:{found.index or 0}" if found.type == "cuda" else found.type
-        if name in here and (found.type == "cuda" or not found.index):
-            return found
+        place = torch.device(device)
+        name = f"{place.type}:{place.index or 0}"
+        if name in here or name.removesuffix(":0") in here:
+            return place
     raise SinkscopeError(f"device {str(device)!r} is not there; this machine has {', '.join(here)}", page="no-device")
 
 
@@ -110,30 +110,33 @@ def check_kind(name: str, raw: Any) -> None:
         )
     text = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
     for field, most in _SIZES.items():
-        least = -math.inf if "layer" in field else 1  # that there are none is said below
-        if isinstance(size := text.get(field), int) and not least <= size <= most:
+        size = text.get(field)
+        is_too_small = isinstance(size, int) and size < 1 and "layer" not in field  # no layers: `read_config` says so
+        if is_too_small or (isinstance(size, int) and size > most):
             raise SinkscopeError(
                 f"{field} is {size} in the config.json of {name}; expected a whole number from 1 to {most}: "
                 "download it again",
                 page="no-config",
             )
     classes: list[str] = raw.get("architectures") or []
-    causal, known = any(c.endswith(_CAUSAL) for c in classes), model_type in ADAPTERS
-    if known and (causal or not classes):
+    is_causal = any(class_name.endswith(_CAUSAL) for class_name in classes)
+    has_adapter = model_type in ADAPTERS
+    if has_adapter and (is_causal or not classes):
         return
-    images = auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
-    kinds = {
-        "an encoder-decoder model": raw.get("is_encoder_decoder"),
-        "not a causal language model": known,
-        "a vision model": model_type in images or "vision_config" in raw,
-        "an encoder-only model": model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not causal,
-    }
-    what = next((what for what, holds in kinds.items() if holds), None)
-    if what is None:
+    if raw.get("is_encoder_decoder"):
+        kind = "an encoder-decoder model"
+    elif has_adapter:
+        kind = "not a causal language model"
+    elif model_type in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES or "vision_config" in raw:
+        kind = "a vision model"
+    elif model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_causal:
+        kind = "an encoder-only model"
+    else:
         adapter_for(model_type)
-    named = f"architectures {', '.join(classes)}" if classes else f"model type {model_type}"
+        return
+    what = f"architectures {', '.join(classes)}" if classes else f"model type {model_type}"
     raise UnsupportedError(
-        f"{name} is {what} ({named}); expected a decoder-only causal language model, such as llama-2-7b or gpt2",
+        f"{name} is {kind} ({what}); expected a decoder-only causal language model, such as llama-2-7b or gpt2",
         page="not-causal-lm",
     )
 
@@ -179,7 +182,8 @@ def read_config(
             )
         text.num_hidden_layers = layers
         for field in _PER_LAYER:
-            if isinstance(per_layer := getattr(text, field, None), list):
+            per_layer = getattr(text, field, None)
+            if isinstance(per_layer, list):
                 setattr(text, field, per_layer[:layers])
     return config
 
@@ -241,7 +245,8 @@ def check_vocabulary(tokenizer: Any, hf: Any) -> None:
         return
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     special -= {tokenizer.bos_token_id, tokenizer.eos_token_id}
-    if beyond := sorted(i for i in tokenizer.get_vocab().values() if i >= rows and i not in special):
+    beyond = [i for i in tokenizer.get_vocab().values() if i >= rows and i not in special]
+    if beyond:
         raise SinkscopeError(
             f"the tokenizer has {len(tokenizer):,} tokens and the embedding {rows:,} rows ({len(beyond):,} tokens have "
             "none): they belong to different models; use the tokenizer that came with the weights",
@@ -262,14 +267,19 @@ def check_finite(hf: torch.nn.Module, source: str = "", rename: Any = str) -> No
         SinkscopeError: A parameter does; the message names the first.
     """
     for name, tensor in hf.named_parameters():
+        shown = rename(name)
+        if not shown or tensor.is_meta or not tensor.is_floating_point() or tensor.itemsize < 2:
+            continue
         # One number per tensor: NaN and infinity survive a sum. Cheaper than a boolean tensor of the same shape.
-        if not (shown := rename(name)) or tensor.is_meta or not tensor.is_floating_point() or tensor.itemsize < 2:
+        if torch.isfinite(tensor.sum(dtype=torch.float32)):
             continue
-        if torch.isfinite(tensor.sum(dtype=torch.float32)) or not (bad := int((~torch.isfinite(tensor)).sum())):
-            continue
-        finer = "" if tensor.dtype == torch.float32 else ", or try dtype=float32"
-        raise SinkscopeError(
-            f"tensor {shown}{source and f' of {source}'} holds {bad:,} values that are NaN or infinite (of "
-            f"{tensor.numel():,}, {str(tensor.dtype).removeprefix('torch.')}); download the checkpoint again{finer}",
-            page="nan-weights",
-        )
+        count = int((~torch.isfinite(tensor)).sum())
+        if count > 0:  # else only the sum was too large
+            where = f"{shown} of {source}" if source else shown
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            remedy = "" if dtype == "float32" else ", or try dtype=float32"
+            raise SinkscopeError(
+                f"tensor {where} holds {count:,} values that are NaN or infinite (of {tensor.numel():,}, {dtype}); "
+                f"download the checkpoint again{remedy}",
+                page="nan-weights",
+            )

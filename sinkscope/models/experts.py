@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -22,8 +23,9 @@ def gate_up(
     experts: Any, expert: int, hidden: Float[Tensor, "token d_model"], neurons: list[int] | None = None
 ) -> tuple[Float[Tensor, "token neuron"], Float[Tensor, "token neuron"]]:
     """Both input projections of an expert, of some neurons or of all, whichever way the fused weight is laid out."""
-    gate, up = (torch.nn.functional.linear(hidden, *both) for both in in_rows(experts, expert, neurons))
-    return gate, up
+    (gate_weight, gate_bias), (up_weight, up_bias) = in_rows(experts, expert, neurons)
+    linear = torch.nn.functional.linear
+    return linear(hidden, gate_weight, gate_bias), linear(hidden, up_weight, up_bias)
 
 
 def in_rows(
@@ -31,14 +33,16 @@ def in_rows(
 ) -> list[tuple[Float[Tensor, "neuron d_model"], Float[Tensor, " neuron"] | None]]:
     """Weights and biases (None where there are none) of gate and up of an expert, of some neurons or of all."""
     weight = experts.gate_up_proj[expert]
-    weight = weight.T if experts.is_transposed else weight
+    if experts.is_transposed:
+        weight = weight.T
     width = weight.shape[0] // 2
-    picked = torch.arange(width) if neurons is None else torch.tensor(neurons)
-    halves = []
+    numbers = torch.arange(width) if neurons is None else torch.tensor(neurons)
+    halves: list[tuple[Tensor, Tensor | None]] = []
     for half in (0, 1):
-        rows = half * width + picked if experts.is_concatenated else 2 * picked + half
+        rows = half * width + numbers if experts.is_concatenated else 2 * numbers + half
         rows = rows.to(weight.device)
-        halves.append((weight[rows], experts.gate_up_proj_bias[expert][rows] if experts.has_bias else None))
+        bias = experts.gate_up_proj_bias[expert][rows] if experts.has_bias else None
+        halves.append((weight[rows], bias))
     return halves
 
 
@@ -46,8 +50,8 @@ def activate(
     experts: Any, gate: Float[Tensor, "token neuron"], up: Float[Tensor, "token neuron"]
 ) -> Float[Tensor, "token neuron"]:
     """`hook_post` before the routing weight: the experts' own activation, which has clamps and offsets in some."""
-    joined = torch.cat([gate, up], -1) if experts.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
-    return experts._apply_gate(joined)
+    order = "(half neuron)" if experts.is_concatenated else "(neuron half)"
+    return experts._apply_gate(rearrange([gate, up], f"half token neuron -> token {order}"))
 
 
 def columns(experts: Any, expert: int, neurons: list[int]) -> Float[Tensor, "neuron d_model"]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Int
 from torch import Tensor
 
@@ -62,28 +63,43 @@ def read_inputs(
     Raises:
         SinkscopeError: The input is none of these or empty, an id or mask is invalid, or there is no tokenizer.
     """
-    parts = {key: value for key, value in (more or {}).items() if value is not None}
+    try:
+        return _read(target, given, more or {}, bos, special)
+    except SinkscopeError as error:
+        raise SinkscopeError(str(error), page=error.page or page) from None
+
+
+def _read(target: Target, given: Any, more: Mapping[str, Any], bos: bool | None, special: bool) -> Inputs:
+    entries = {name: value for name, value in more.items() if value is not None}
     if isinstance(given, Mapping):
-        parts, given = {**given, **parts}, None
+        entries = {**given, **entries}
+        given = None
     if given is None:
-        given = parts.pop("input_ids", None)
-    elif "input_ids" in parts:
-        raise SinkscopeError("tokens and input_ids are both given: give one of them", page=page)
-    mask = parts.pop("attention_mask", None)
-    if odd := [key for key in parts if key not in _UNREAD]:
-        raise SinkscopeError(f"{odd[0]}: there is no such argument; inputs are input_ids and attention_mask", page=page)
+        given = entries.pop("input_ids", None)
+    elif "input_ids" in entries:
+        raise SinkscopeError("tokens and input_ids are both given: give one of them")
+    mask = entries.pop("attention_mask", None)
+    for name in entries:
+        if name not in _UNREAD:
+            raise SinkscopeError(f"{name}: there is no such argument; inputs are input_ids and attention_mask")
     if given is None:
-        raise SinkscopeError(f"no tokens are given: {_EXPECTED}", page=page)
-    texts = [given] if isinstance(given, str) else given
+        raise SinkscopeError(f"no tokens are given: {_EXPECTED}")
+    texts: Any = [given] if isinstance(given, str) else given
     if isinstance(texts, list | tuple) and texts and all(isinstance(text, str) for text in texts):
-        return _of_texts(target, list(texts), bos, special, mask, page)
+        if mask is not None:
+            raise SinkscopeError("attention_mask: texts need none, the padding is added here")
+        ids, padding = _padded(_encoded(target, texts, bos, special))
+        return Inputs(ids, padding, tuple(texts))
     if bos is not None:
-        raise SinkscopeError(f"bos={bos}: token ids are read as they are given; give bos with texts", page=page)
-    ids, filled = _ids(given, page)
-    if mask is not None and filled is not None:
-        raise SinkscopeError("attention_mask: rows of several lengths need none, the padding is added here", page=page)
-    _check_ids(target, ids, page)
-    return Inputs(ids, filled if mask is None else _mask(mask, ids, page), None)
+        raise SinkscopeError(f"bos={bos}: token ids are read as they are given; give bos with texts")
+    if isinstance(given, list | tuple) and given and all(isinstance(row, list | tuple) for row in given):
+        ids, padding = _padded(_checked_rows(given))
+        if mask is not None and padding is not None:
+            raise SinkscopeError("attention_mask: rows of several lengths need none, the padding is added here")
+    else:
+        ids, padding = _tensor(given), None
+    _check_ids(target, ids)
+    return Inputs(ids, padding if mask is None else _mask(mask, ids), None)
 
 
 def read_row(target: Target, given: Any, what: str = "", *, special: bool = True) -> list[int]:
@@ -98,94 +114,99 @@ def read_row(target: Target, given: Any, what: str = "", *, special: bool = True
     Raises:
         SinkscopeError: As for `read_inputs`; or there are several rows, or more tokens than the context holds.
     """
+    name = what or "the input"
     try:
         rows = read_inputs(target, [given] if isinstance(given, list | tuple) else given, special=special).rows()
     except SinkscopeError as error:
         raise SinkscopeError(f"{what}: {error}" if what else str(error), page=error.page) from None
     if len(rows) > 1:
-        raise SinkscopeError(f"{what or 'the input'} has {len(rows)} rows: expected one text, or one row of token ids")
-    target.check_length(what or "the input", len(rows[0]))
+        raise SinkscopeError(f"{name} has {len(rows)} rows: expected one text, or one row of token ids")
+    target.check_length(name, len(rows[0]))
     return rows[0]
 
 
-def _mask(given: Any, ids: Int[Tensor, "batch pos"], page: str | None) -> Int[Tensor, "batch pos"]:
+def _mask(given: Any, ids: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
     mask = torch.as_tensor(given)
-    mask = mask.view(1, -1) if mask.ndim == 1 else mask
+    if mask.ndim == 1:
+        mask = rearrange(mask, "pos -> 1 pos")
     if mask.shape != ids.shape:
         raise SinkscopeError(
             f"attention_mask has another shape than the token ids, {tuple(mask.shape)} beside {tuple(ids.shape)}: give "
-            "1 or 0 for each token",
-            page=page,
+            "1 or 0 for each token"
         )
-    if not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask.any(1).all()):
+    is_binary = bool(((mask == 0) | (mask == 1)).all())
+    if not is_binary or not bool(mask.any(1).all()):
         raise SinkscopeError(
-            "attention_mask: expected 1 at real tokens and 0 at padding, and a real token in every row",
-            page=page,
+            "attention_mask: expected 1 at real tokens and 0 at padding, and a real token in every row"
         )
     return mask.long()
 
 
-def _of_texts(target: Target, texts: list[str], bos: bool | None, special: bool, mask: Any, page: str | None) -> Inputs:
-    if mask is not None:
-        raise SinkscopeError("attention_mask: texts need none, the padding is added here", page=page)
-    tok = target.need_tokenizer()
-    if bos and tok.bos_token_id is None:
-        raise SinkscopeError(
-            f"--bos: the tokenizer of {target.name} has no BOS token; leave --bos out or use --no-bos", page=page
-        )
-    rows = []
-    for i, text in enumerate(texts):
+def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bool) -> list[list[int]]:
+    """The ids of each text."""
+    tokenizer = target.need_tokenizer()
+    bos_id = tokenizer.bos_token_id
+    if bos and bos_id is None:
+        raise SinkscopeError(f"--bos: the tokenizer of {target.name} has no BOS token; leave --bos out or use --no-bos")
+    rows: list[list[int]] = []
+    for number, text in enumerate(texts, 1):
         if not text.strip():
-            raise SinkscopeError(f"prompt {i + 1} is empty: write at least one word", page=page)
-        row = [int(token) for token in tok(text, add_special_tokens=special, verbose=False)["input_ids"]]
-        if bos is not None and tok.bos_token_id is not None:
-            rest = row[1:] if row[:1] == [tok.bos_token_id] else row
-            row = [tok.bos_token_id, *rest] if bos else rest
+            raise SinkscopeError(f"prompt {number} is empty: write at least one word")
+        row = [int(token) for token in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
+        if bos is not None and bos_id is not None:
+            rest = row[1:] if row[:1] == [bos_id] else row
+            row = [bos_id, *rest] if bos else rest
         if not row:
-            raise SinkscopeError(f"prompt {i + 1}: the tokenizer of {target.name} produces no token for it", page=page)
+            raise SinkscopeError(f"prompt {number}: the tokenizer of {target.name} produces no token for it")
         rows.append(row)
-    return Inputs(*_filled(rows), tuple(texts))
+    return rows
 
 
-def _ids(given: Any, page: str | None) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"] | None]:
-    """Ids, and a mask if rows had to be padded."""
-    if isinstance(given, list | tuple) and given and all(isinstance(row, list | tuple) for row in given):
-        if not all(given):
-            raise SinkscopeError(f"there is no token id in a row; {_EXPECTED}", page=page)
-        if wrong := [i for row in given for i in row if not _is_id(i)]:
-            raise SinkscopeError(f"token id {wrong[0]!r}: expected whole numbers from 0; {_EXPECTED}", page=page)
-        return _filled([list(row) for row in given])
+def _checked_rows(given: Sequence[Sequence[Any]]) -> list[list[int]]:
+    """Rows of ids, none of which is empty."""
+    for row in given:
+        if not row:
+            raise SinkscopeError(f"there is no token id in a row; {_EXPECTED}")
+        for number in row:
+            if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 1 << 63:
+                raise SinkscopeError(f"token id {number!r}: expected whole numbers from 0; {_EXPECTED}")
+    return [list(row) for row in given]
+
+
+def _tensor(given: Any) -> Int[Tensor, "batch pos"]:
+    """Ids from a tensor, an array or a list, of one row or several."""
     try:
-        rows = [torch.as_tensor(row) for row in given] if isinstance(given, list | tuple) else []
-        ids = torch.stack(rows) if rows else torch.as_tensor(given)
+        if isinstance(given, list | tuple) and given:
+            ids = torch.stack([torch.as_tensor(row) for row in given])
+        else:
+            ids = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
-        raise SinkscopeError(f"tokens of type {type(given).__name__}: {_EXPECTED}", page=page) from None
-    ids = ids.view(1, -1) if ids.ndim == 1 else ids
-    if ids.ndim != 2 or not ids.numel() or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise SinkscopeError(f"tokens of type {type(given).__name__}: {_EXPECTED}") from None
+    if ids.ndim == 1:
+        ids = rearrange(ids, "pos -> 1 pos")
+    is_whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if ids.ndim != 2 or not ids.numel() or not is_whole:
         kind = str(ids.dtype).removeprefix("torch.")
-        raise SinkscopeError(f"token ids of shape {tuple(ids.shape)} and type {kind}: {_EXPECTED}", page=page)
-    return ids.long(), None
+        raise SinkscopeError(f"token ids of shape {tuple(ids.shape)} and type {kind}: {_EXPECTED}")
+    return ids.long()
 
 
-def _is_id(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 1 << 63
-
-
-def _filled(rows: Sequence[list[int]]) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"] | None]:
-    width = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-    if min(map(len, rows)) == width:
+def _padded(rows: Sequence[list[int]]) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"] | None]:
+    """Rows of ids as a tensor, and a mask if they had to be padded."""
+    tensors = [torch.tensor(row) for row in rows]
+    ids = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+    if all(len(row) == ids.shape[1] for row in rows):
         return ids, None
-    return ids, torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    ones = [torch.ones_like(tensor) for tensor in tensors]
+    return ids, torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)
 
 
-def _check_ids(target: Target, ids: Int[Tensor, "batch pos"], page: str | None) -> None:
+def _check_ids(target: Target, ids: Int[Tensor, "batch pos"]) -> None:
     weight = plain_weight(target.embedding)
     size = int(target.config.vocab_size) if weight is None else len(weight)
-    low, high = (int(end) for end in ids.aminmax())
+    low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= size:
         raise SinkscopeError(
             f"token id {low if low < 0 else high} is none of {target.name}, whose embedding has {size:,} rows: "
-            f"expected 0 to {size - 1:,}",
-            page=page,
+            f"expected 0 to {size - 1:,}"
         )

@@ -17,16 +17,7 @@ import numpy as np
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, is_out_of_memory
-from sinkscope.models.checkpoint import (
-    TOKENIZER_FILES,
-    Local,
-    ModelSource,
-    fingerprint,
-    hub_folder,
-    local_files,
-    locate,
-    no_permission,
-)
+from sinkscope.models.checkpoint import LocalFiles, local_files
 from sinkscope.models.config import (
     check_finite,
     check_vocabulary,
@@ -35,6 +26,9 @@ from sinkscope.models.config import (
     read_config,
     read_tokenizer,
 )
+from sinkscope.models.fingerprint import fingerprint
+from sinkscope.models.hub import TOKENIZER_FILES, hub_folder
+from sinkscope.models.locate import ModelSource, locate, no_permission
 from sinkscope.models.probe import prove
 from sinkscope.models.target import unwrap
 
@@ -65,8 +59,7 @@ def load(
         backend: "bridge" (TransformerBridge, the default), "hf" (plain Hugging Face), or "nnsight". If given
             explicitly, a live Hugging Face model is copied and the copy wrapped, since wrapping changes it in place.
         revision: Branch, tag or commit of a hub id.
-        layers: Load only the first `layers` decoder layers; tensors of the others are not read, and shards that hold
-            nothing else are not downloaded.
+        layers: Load only the first `layers` decoder layers; tensors of the others are not read.
         dtype: torch dtype or its name ("float32", "bf16", ...). None uses the checkpoint's.
         device: "cpu", "cuda", "cuda:1" or "mps". None uses the first cuda device if there is one, else the CPU.
         device_map: Passed on to transformers instead of `device`.
@@ -96,45 +89,51 @@ def load(
         )
     if device_map is not None and device is not None:
         raise SinkscopeError(f"device {str(device)!r} and device_map exclude each other; give one of them")
-    if device_map is None and (place := parse_device(device)).type != "cpu":
-        device_map = {"": place}
-    wanted_dtype = parse_dtype(dtype)
+    if device_map is None:
+        place = parse_device(device)
+        device_map = None if place.type == "cpu" else {"": place}
+    options = {
+        "dtype": parse_dtype(dtype) or "auto",
+        "device_map": device_map,
+        "quantization_config": quantization_config,
+        "trust_remote_code": trust_remote_code,
+    }
     source = locate(x, revision)
     with quiet(), explained(source):
-        with local_files(source, layers, code=trust_remote_code) as local:
-            files: dict[str, Any] = {"gguf": local.gguf, "trust_remote_code": trust_remote_code}
-            config = read_config(source.name, local.folder, layers=layers, **files)
-            tok = tokenizer if tokenizer is not None else read_tokenizer(source.name, local.folder, **files)
-            options = {"device_map": device_map, "quantization_config": quantization_config}
-            hf = _weights(source, local, config, wanted_dtype, options, trust_remote_code)
-            files_are = local.commit or fingerprint(local.folder / (local.gguf or ""))
+        files = local_files(source, code=trust_remote_code)
+        content: dict[str, Any] = {"gguf": files.gguf, "trust_remote_code": trust_remote_code}
+        config = read_config(source.name, files.folder, layers=layers, **content)
+        if tokenizer is None:
+            tokenizer = read_tokenizer(source.name, files.folder, **content)
+        hf = _weights(source, files, config, options)
+        origin = files.commit or fingerprint(files.folder / (files.gguf or ""))
         if source.kind == "hub":
             hf.config._name_or_path = str(source.where)
-            hf.config._commit_hash = local.commit
+            hf.config._commit_hash = files.commit
         if source.planted:
             _plant(hf, Path(source.where) / source.planted)
             hf.config.circuit = source.name
-            files_are = fingerprint(hf)  # not that of the model it was made from
+            origin = fingerprint(hf)  # not that of the model it was made from
         hf.sinkscope_name = source.name
-        hf.tokenizer = tok
-        check_vocabulary(tok, hf)
+        hf.tokenizer = tokenizer
+        check_vocabulary(tokenizer, hf)
         check_finite(hf)
-        model = wrap(hf, tok, backend or "bridge")
+        model = wrap(hf, tokenizer, backend or "bridge")
         if probe:
             prove(model)
         if quantization_config is None:
-            hf.sinkscope_origin = files_are, fingerprint(hf)
+            hf.sinkscope_origin = origin, fingerprint(hf)
     return model
 
 
 @torch.no_grad()
 def _plant(hf: Any, file: Path) -> None:
     """Overwrite weights of a freshly loaded model with the numbers in a file, except where these are NaN."""
-    there = hf.state_dict()  # of a model that was cut to its first layers only their tensors
-    with np.load(file) as changed:
-        for name in there.keys() & changed.keys():
-            new = torch.from_numpy(changed[name]).to(there[name])
-            there[name].copy_(new.where(~new.isnan(), there[name]))
+    weights = hf.state_dict()  # of a model that was cut to its first layers only their tensors
+    with np.load(file) as planted:
+        for name in weights.keys() & planted.keys():
+            new = torch.from_numpy(planted[name]).to(weights[name])
+            weights[name].copy_(new.where(~new.isnan(), weights[name]))
 
 
 def open_tokenizer(
@@ -186,11 +185,12 @@ def open_tokenizer(
 
 def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[str, Any]) -> Any:
     hf, kind = unwrap(model)
-    if given := [name for name, value in settings.items() if value is not None]:
-        raise SinkscopeError(
-            f"{given[0]}= is for names, folders and files, and this {type(model).__name__} is loaded already; leave it "
-            "out, or give the name of the model"
-        )
+    for name, value in settings.items():
+        if value is not None:
+            raise SinkscopeError(
+                f"{name}= is for names, folders and files, and this {type(model).__name__} is loaded already; leave it "
+                "out, or give the name of the model"
+            )
     if backend is None or backend == kind:
         if tokenizer is not None:
             raise SinkscopeError(
@@ -203,42 +203,43 @@ def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[st
             f"a live {type(model).__name__} cannot become backend={backend!r}: it changed the Hugging Face model "
             f"inside; load that again with sinkscope.load(name, backend={backend!r})"
         )
-    copied = copy.deepcopy(hf).eval()
-    tok = tokenizer if tokenizer is not None else getattr(model, "tokenizer", None)
-    return wrap(copied, tok, backend)
+    if tokenizer is None:
+        tokenizer = getattr(model, "tokenizer", None)
+    return wrap(copy.deepcopy(hf).eval(), tokenizer, backend)
 
 
-def _weights(
-    source: ModelSource, local: Local, config: Any, dtype: Any, options: dict[str, Any], trust_remote_code: bool
-) -> Any:
+def _weights(source: ModelSource, files: LocalFiles, config: Any, options: dict[str, Any]) -> Any:
     from transformers import AutoModelForCausalLM
 
-    options = options | {"gguf_file": local.gguf, "weights_only": local.pickled or None}
-    # The bar of GGUF files knows no switch.
-    silent = local.gguf is not None and not sys.stderr.isatty()
-    with contextlib.redirect_stderr(io.StringIO()) if silent else contextlib.nullcontext():
+    if files.gguf is not None:
+        options = {**options, "gguf_file": files.gguf}
+    if files.is_pickled:
+        options = {**options, "weights_only": True}
+    hides_bar = files.gguf is not None and not sys.stderr.isatty()  # the bar of GGUF files knows no switch
+    with contextlib.redirect_stderr(io.StringIO()) if hides_bar else contextlib.nullcontext():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            local.folder,
+            files.folder,
             config=config,
-            dtype=dtype or "auto",
-            trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, with names
             **{name: value for name, value in options.items() if value is not None},
         )
     model, info = loaded
-    wrong = ""
-    if mismatched := sorted(info["mismatched_keys"]):
-        name, found, wanted = mismatched[0]
-        wrong = f"tensor {name} of {source.name} has shape {tuple(found)}, its configuration asks for {tuple(wanted)}"
-    elif missing := sorted(info["missing_keys"]):
-        wrong = f"{source.name} lacks {len(missing)} tensors that its configuration asks for, such as {missing[0]}"
-    if wrong:
+    mismatched, missing = sorted(info["mismatched_keys"]), sorted(info["missing_keys"])
+    problem = None
+    if mismatched:
+        name, shape, expected = mismatched[0]
+        problem = (
+            f"tensor {name} of {source.name} has shape {tuple(shape)}, its configuration asks for {tuple(expected)}"
+        )
+    elif missing:
+        problem = f"{source.name} lacks {len(missing)} tensors that its configuration asks for, such as {missing[0]}"
+    if problem is not None:
         raise SinkscopeError(
-            f"{wrong}; the weights belong to another config.json: download both from one revision",
+            f"{problem}; the weights belong to another config.json: download both from one revision",
             page="missing-tensors",
         )
-    if local.pickled:  # only now: a checkpoint that is refused says one line, and that is why
+    if files.is_pickled:  # only now: a checkpoint that is refused says one line, and that is why
         print(
             f"note: {source.name} has pickled weights (.bin), read with weights_only so that no code in them runs; "
             "safetensors load faster",
@@ -265,11 +266,14 @@ def wrap(hf: Any, tokenizer: Any, backend: Backend) -> Any:
             'backend="hf"',
             page="no-tokenizer",
         )
-    bridge = backend == "bridge"
-    library, package = ("TransformerLens", "transformer-lens") if bridge else ("nnsight", "nnsight")
+    library, package = "nnsight", "nnsight"
+    if backend == "bridge":
+        library, package = "TransformerLens", "transformer-lens"
     try:
-        module: Any = import_module("transformer_lens.model_bridge" if bridge else "nnsight")
-        cls = module.TransformerBridge if bridge else module.TransformersModel
+        if backend == "bridge":
+            cls: Any = import_module("transformer_lens.model_bridge").TransformerBridge
+        else:
+            cls = import_module("nnsight").TransformersModel
     except ImportError as error:
         raise UnsupportedError(
             f"backend={backend!r} needs {package}, which cannot be imported ({error}): pip install {package}, or use "
@@ -278,13 +282,12 @@ def wrap(hf: Any, tokenizer: Any, backend: Backend) -> Any:
         ) from None
     tokenizer = copy.deepcopy(tokenizer)
     try:
-        if bridge:
+        if backend == "bridge":
             return _bridge(cls, hf, tokenizer)
         return cls(hf, tokenizer=tokenizer, task="text-generation")
     except Exception as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
         raise UnsupportedError(
-            f'{library} cannot wrap this {hf.config.model_type} model ({first}); backend="hf" can',
+            f'{library} cannot wrap this {hf.config.model_type} model ({_first_line(error)}); backend="hf" can',
             page="backend-cannot",
         ) from error
 
@@ -343,39 +346,35 @@ def explained(source: ModelSource) -> Generator[None]:
         yield
     except SinkscopeError:
         raise
+    except PermissionError as error:
+        raise no_permission(error.filename or source.where) from error
     except Exception as error:
-        if isinstance(error, PermissionError):
-            raise no_permission(error.filename or source.where) from error
-        name, first, lacks = source.name, _first_line(error), isinstance(error, ImportError)
-        whole = "if the files are whole, check that config.json, weights and tokenizer belong together"
-        refusals = (
-            (
-                is_out_of_memory(error),
-                "out-of-memory",
-                f"out of memory while loading {name}; try --dtype bfloat16 (in Python dtype=), layers=N, a "
-                'quantization_config or device_map="auto"',
-            ),
-            (
-                isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error),
-                "pickled-weights",
-                f"the pickled weights of {name} hold more than tensors, or are damaged, and are refused: loading them "
-                "could run code; convert them to safetensors where you trust them",
-            ),
-            (
-                source.kind == "gguf",
-                "bad-gguf",
-                f"{name} could not be read: {first}; "
-                + ("pip install gguf" if lacks else "download it again, or give a folder"),
-            ),
-            (
-                True,
-                "load-failed",
-                f"{name} could not be loaded: {type(error).__name__}: {first}; "
-                + ("install what it asks for" if lacks else whole),
-            ),
+        raise _refusal(error, source) from error
+
+
+def _refusal(error: Exception, source: ModelSource) -> SinkscopeError:
+    """What went wrong, and what to do."""
+    name, first = source.name, _first_line(error)
+    lacks_library = isinstance(error, ImportError)
+    if is_out_of_memory(error):
+        return SinkscopeError(
+            f"out of memory while loading {name}; try --dtype bfloat16 (in Python dtype=), layers=N, a "
+            'quantization_config or device_map="auto"',
+            page="out-of-memory",
         )
-        page, message = next((page, message) for holds, page, message in refusals if holds)
-        raise SinkscopeError(message, page=page) from error
+    if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+        return SinkscopeError(
+            f"the pickled weights of {name} hold more than tensors, or are damaged, and are refused: loading them "
+            "could run code; convert them to safetensors where you trust them",
+            page="pickled-weights",
+        )
+    if source.kind == "gguf":
+        remedy = "pip install gguf" if lacks_library else "download it again, or give a folder"
+        return SinkscopeError(f"{name} could not be read: {first}; {remedy}", page="bad-gguf")
+    remedy = "if the files are whole, check that config.json, weights and tokenizer belong together"
+    if lacks_library:
+        remedy = "install what it asks for"
+    return SinkscopeError(f"{name} could not be loaded: {type(error).__name__}: {first}; {remedy}", page="load-failed")
 
 
 def _first_line(error: Exception) -> str:

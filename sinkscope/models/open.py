@@ -21,15 +21,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Adapter, adapter_for
-from sinkscope.models.checkpoint import (
-    TOKENIZER_FILES,
-    ModelSource,
-    SafetensorsSource,
-    check_depth,
-    fingerprint,
-    hub_folder,
-    locate,
-)
+from sinkscope.models.checkpoint import SafetensorsSource, check_depth
 from sinkscope.models.config import (
     check_finite,
     check_vocabulary,
@@ -39,7 +31,10 @@ from sinkscope.models.config import (
     read_json,
     read_tokenizer,
 )
+from sinkscope.models.fingerprint import fingerprint
+from sinkscope.models.hub import TOKENIZER_FILES, hub_folder
 from sinkscope.models.load import explained, load, quiet
+from sinkscope.models.locate import ModelSource, locate
 from sinkscope.models.names import BUNDLED
 from sinkscope.models.target import Target
 

@@ -1,25 +1,32 @@
 """Check that a model's adapter names the right modules, and that recomputed attention equals the model's own.
 
-The check runs eight tokens: one pass through the whole model with a batch of four rows, three of them edited, and two
-passes that stop after the first layers, for the model's own attention weights and the recomputed ones.
+The check runs eight tokens: a pass through the whole model with a batch of four equal rows, three of them edited in one
+layer, for each kind of MLP; and two passes that stop after the first layers, for the model's own attention weights and
+the recomputed ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from einops import rearrange, repeat
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.target import Target, first_tensor, on_hidden, on_input, on_output, plain_weight
+from sinkscope.models.target import Target, first_tensor, on_hidden, on_input, on_output
 
-_LENGTH, _ROWS, _POSITION = 8, 4, 4
+_LENGTH = 8
+_ROWS = 4  # not edited; one neuron moved; `up` moved up, or the shared expert's neuron moved; `up` moved down
+_POSITION = 4  # of the edits
 _ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
+_MODULES = ("attn", "mlp", "q", "k", "v", "fused_qkv", "o", "post_attn_norm", "post_mlp_norm")
+_DENSE_MODULES = (*_MODULES, "down", "up", "gate")
+_MIXTURE_MODULES = (*_MODULES, "shared_gate")
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class ProbeReport:
         problem: What is wrong. None if nothing is.
     """
 
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = ()
     edit_error: float = 0.0
     logits_change: float = 0.0
     row_sum_error: float = 0.0
@@ -62,9 +69,10 @@ def prove(model: object) -> None:
         UnsupportedError: There is a problem; the message says what, and what to try.
     """
     target = Target.of(model)
-    if not target.resident or any(p.is_meta for p in target.hf.parameters()):
+    if not target.resident or any(parameter.is_meta for parameter in target.hf.parameters()):
         return
-    if (problem := probe(target).problem) is not None:
+    problem = probe(target).problem
+    if problem is not None:
         other = "" if target.kind == "hf" else 'try backend="hf", or '
         raise UnsupportedError(
             f"the load-time probe of this {target.config.model_type} model failed ({target.kind}): {problem}; "
@@ -84,84 +92,95 @@ def probe(model: object) -> ProbeReport:
         What was measured; `problem` says what is wrong. A wrong adapter does not raise an error.
     """
     target = Target.of(model)
-    layers: list[int] = []
-    tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 16 * torch.finfo(target.dtype).eps
-    tolerance = max(tolerance, 0.2 if getattr(target.hf, "is_quantized", False) else 0)
-    numbers: dict[str, float] = {}
-    problem: str | None = None
-    silent: set[str] = set()
+    tolerance = 1e-3
+    if target.dtype not in (torch.float32, torch.float64):
+        tolerance = max(tolerance, 16 * torch.finfo(target.dtype).eps)
+    if getattr(target.hf, "is_quantized", False):
+        tolerance = max(tolerance, 0.2)
+    edits, attention = _EditErrors(), _AttentionErrors()
     try:
-        layers, numbers["edit_error"], numbers["logits_change"], silent = _edits(target)
-        numbers["row_sum_error"], numbers["attention_error"] = _attention(target)
-        problem = _verdict(numbers, tolerance, bool(layers))
+        edits.measure(target)
+        attention.measure(target)
+        problem = edits.problem(tolerance) or attention.problem(tolerance)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except _WrongError as wrong:
         problem = str(wrong)
     except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        problem = f"a forward pass raised {type(error).__name__}: {first}"
-    return ProbeReport(tuple(layers), silent=tuple(sorted(silent)), tolerance=tolerance, problem=problem, **numbers)
-
-
-def _verdict(numbers: dict[str, float], tolerance: float, edited: bool) -> str | None:
-    off, change, rows, attention = (
-        numbers[name] for name in ("edit_error", "logits_change", "row_sum_error", "attention_error")
+        first_line = (str(error).splitlines() or [""])[0]
+        problem = f"a forward pass raised {type(error).__name__}: {first_line}"
+    return ProbeReport(
+        tuple(sorted(edits.layers)),
+        edits.error,
+        edits.logits_change,
+        attention.row_sums,
+        attention.distance,
+        tuple(sorted(edits.silent)),
+        tolerance,
+        problem,
     )
-    wrong = {  # "not <=", so that NaN is wrong as well
-        f"an edited neuron does not change what it should, as it should (off by {off:.2g})": not off <= tolerance,
-        "an edit at the down projection's input does not change the logits": edited and not change > 0,
-        f"recomputed attention rows do not sum to one (off by {rows:.2g})": not rows <= tolerance,
-        f"recomputed attention differs from the model's own (by {attention:.2g})": not attention <= tolerance,
-    }
-    return next((problem for problem, holds in wrong.items() if holds), None)
 
 
-def _typical_neuron(target: Target, layer: int) -> int | None:
-    """A neuron whose column is neither zero nor large; None if all are zero or the adapter's path is wrong."""
-    try:
-        norms = target.w_out_norms(layer)
-    except (AttributeError, IndexError):
-        return 0  # the probe will say what is wrong with the path
-    order = norms.argsort()[int((norms == 0).sum()) :]
-    return int(order[len(order) // 2]) if len(order) else None
-
-
-def _ids(target: Target) -> Tensor:
-    rows = int(next(target.embedding.parameters()).shape[0])
+def _ids(target: Target) -> Int[Tensor, "1 pos"]:
+    vocabulary = int(next(target.embedding.parameters()).shape[0])
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(min(16, rows // 2), rows, (1, _LENGTH), generator=generator).to(target.device)
+    return torch.randint(min(16, vocabulary // 2), vocabulary, (1, _LENGTH), generator=generator).to(target.device)
 
 
 # -- edits ---------------------------------------------------------------------------------------------------------
 
 
-def _edits(target: Target) -> tuple[list[int], float, float, set[str]]:
-    """(layers, error of the edits, change of the logits, fields of the adapter whose module never ran).
+@dataclass
+class _EditErrors:
+    """What the edits changed, over the layers that were edited."""
 
-    The first layer of each kind of MLP that writes anything is edited; a wrong path is wrong in every layer.
-    """
-    ids = _ids(target).repeat(_ROWS, 1)
-    layers, error, change, silent = dict[bool, int](), 0.0, float("inf"), set[str]()
-    for layer in range(target.n_layers):
-        kind = target.is_mixture(layer)
-        if kind in layers or (not kind and _typical_neuron(target, layer) is None):
-            continue
-        watch = _Watch(target, layer)
-        with watch.installed():
-            output = target.model(ids) if target.kind == "bridge" else target.hf(input_ids=ids, use_cache=False)
-        logits = (output if isinstance(output, Tensor) else output.logits).float()
-        if watch.is_mute():
-            continue
-        layers[kind] = layer
-        change = min(change, float((logits[1] - logits[0])[_POSITION:].abs().max()))
-        silent |= watch.silent()
-        error = max(error, watch.error())
-    return sorted(layers.values()), error, change if layers else 0.0, silent
+    layers: list[int] = field(default_factory=list)
+    error: float = 0.0
+    logits_change: float = 0.0
+    silent: set[str] = field(default_factory=set)
+
+    def measure(self, target: Target) -> None:
+        """Edit the first layer of each kind of MLP that writes anything; a wrong path is wrong in every layer."""
+        ids = repeat(_ids(target), "1 pos -> row pos", row=_ROWS)
+        kinds = set[bool]()
+        for layer in range(target.n_layers):
+            is_mixture = target.is_mixture(layer)
+            if is_mixture in kinds or (not is_mixture and _typical_neuron(target, layer) is None):
+                continue
+            edited = _EditedLayer(target, layer)
+            with target.hooks(*edited.hooks()):
+                output = target.model(ids) if target.kind == "bridge" else target.hf(input_ids=ids, use_cache=False)
+            if edited.writes_nothing():
+                continue
+            logits = (output if isinstance(output, Tensor) else output.logits).float()
+            change = float((logits[1] - logits[0])[_POSITION:].abs().max())
+            self.logits_change = min(change, self.logits_change) if kinds else change
+            self.silent |= edited.silent()
+            self.error = max(self.error, *edited.errors())
+            self.layers.append(layer)
+            kinds.add(is_mixture)
+
+    def problem(self, tolerance: float) -> str | None:
+        """What is wrong; "not <=", so that NaN is wrong as well."""
+        if not self.error <= tolerance:
+            return f"a moved neuron does not change the layer as the adapter says (relative error {self.error:.2g})"
+        if self.layers and not self.logits_change > 0:
+            return "an edit at the down projection's input does not change the logits"
+        return None
 
 
-class _Watch:
-    """Edits in one layer, one per row of a batch, and the hooks that record their effects.
+def _typical_neuron(target: Target, layer: int) -> int | None:
+    """A neuron whose column is neither zero nor large; None if all are zero."""
+    try:
+        norms = target.w_out_norms(layer)
+    except (AttributeError, IndexError):
+        return 0  # a wrong path, which the edits report
+    order = norms.argsort()[int((norms == 0).sum()) :]
+    return int(order[len(order) // 2]) if len(order) else None
+
+
+class _EditedLayer:
+    """Edits in one layer, one per row of a batch, and what passed its modules.
 
     Row 0 is not edited. In row 1, a neuron at the input of the down projection is moved; in a mixture, the output of
     the fused experts is halved instead. In row 2 of a mixture with a shared expert, a neuron of that expert is moved.
@@ -171,189 +190,212 @@ class _Watch:
 
     def __init__(self, target: Target, layer: int) -> None:
         self.target, self.layer, self.adapter = target, layer, target.adapter
-        self.mixture, self.shared = target.is_mixture(layer), target.has_shared(layer)
-        self.neuron = 0 if self.mixture and not self.shared else _typical_neuron(target, layer) or 0
-        self.seen: dict[str, Tensor] = {}
-        self.ran: set[str] = set()
-        ungated = ("shared_gate",) if self.mixture else ("down", "up", "gate")
-        names = ("attn", "mlp", "q", "k", "v", "fused_qkv", "o", "post_attn_norm", "post_mlp_norm", *ungated)
-        self.paths: dict[str, str] = {n: path for n in names if (path := getattr(self.adapter, n)) is not None}
+        self.is_mixture, self.has_shared = target.is_mixture(layer), target.has_shared(layer)
+        self.neuron = 0
+        if not self.is_mixture or self.has_shared:
+            self.neuron = _typical_neuron(target, layer) or 0
+        self.passed: dict[str, Float[Tensor, "row pos width"]] = {}
+        self._paths = dict[str, str]()
+        for name in _MIXTURE_MODULES if self.is_mixture else _DENSE_MODULES:
+            path = getattr(self.adapter, name)
+            if path is not None:
+                self._paths[name] = path
+
+    def hooks(self) -> list[tuple[nn.Module, str, Any]]:
+        """The hooks that edit and record."""
+        adapter = self.adapter
+        hooks: list[tuple[nn.Module, str, Any]] = []
+        for name, path in {"layer": "", **self._paths}.items():
+            hooks.append((self._module(path), "post", on_output(partial(self._record, name))))
+        if self.is_mixture:
+            hooks.append((self._module(adapter.experts), "post", on_hidden(self._halve)))
+            if self.has_shared:
+                down = self.target.mlp_part(self.layer, "down")
+                hooks.append((down, "pre", on_input(partial(self._move, "shared", 2))))
+        else:
+            hooks.append((self._module(adapter.down), "pre", on_input(partial(self._move, "post", 1))))
+            hooks.append((self._module(adapter.up), "post", on_output(self._move_up)))
+        return hooks
 
     def silent(self) -> set[str]:
         """Fields whose module exists but did not run."""
-        return self.paths.keys() - self.ran
+        return self._paths.keys() - self.passed.keys()
 
-    @contextmanager
-    def installed(self) -> Generator[None]:
-        """Context manager with the hooks installed."""
-        a = self.adapter
-        pairs: list[tuple[Any, str, Any]] = [(self.target.layers[self.layer], "post", partial(self._see, "layer"))]
-        pairs += [(self._sub(path), "post", partial(self._see, name)) for name, path in self.paths.items()]
-        if self.mixture:
-            pairs.append((self._sub(a.experts), "post", on_hidden(self._halve)))
-            if self.shared:
-                moved = on_input(partial(self._move, 2, "shared"))
-                pairs.append((self.target.mlp_part(self.layer, "down"), "pre", moved))
+    def writes_nothing(self) -> bool:
+        """A gain of zero before the experts or behind the MLP: the edit writes nothing, and the layer shows nothing."""
+        written = self.passed.get("post" if self.is_mixture else "post_mlp_norm")
+        return written is not None and not written.any() and not self._change("layer", 1).any()
+
+    def errors(self) -> list[float]:
+        """Relative distances between the actual and the expected changes."""
+        missing = {"layer", "mlp", "post"} - self.passed.keys()
+        if missing:
+            raise _WrongError(f"the adapter's {' and '.join(sorted(missing))} did not run in layer {self.layer}")
+        moved = torch.zeros_like(self.passed["post"][0])
+        if self.is_mixture:
+            moved[_POSITION] = -0.5 * self.passed["post"][0, _POSITION]
+            written = moved
         else:
-            moved = on_input(partial(self._move, 1, "post"))
-            pairs += [(self._sub(a.down), "pre", moved), (self._sub(a.up), "post", on_output(self._move_up))]
-        self._check_shapes()
-        with self.target.hooks(*pairs):
-            yield
+            moved[_POSITION, self.neuron] = self._change("post", 1)[_POSITION, self.neuron]
+            written = self._written(moved)
+        errors = [
+            _relative(self._change("post", 1), moved),
+            _relative(self._change("mlp", 1), written, self.passed["mlp"]),
+        ]
+        config = self.target.config
+        # OPT-350m normalises the residual stream itself, after adding the MLP's output.
+        if config.model_type != "opt" or config.do_layer_norm_before:
+            last = "post_mlp_norm" if "post_mlp_norm" in self.passed else "mlp"
+            errors.append(_relative(self._change("layer", 1), self._change(last, 1), self.passed["layer"]))
+        if self.has_shared:
+            written = self._written(self._change("shared", 2))
+            if "shared_gate" in self.passed:
+                written = written * self.passed["shared_gate"][2].sigmoid()
+            errors.append(_relative(self._change("mlp", 2), written, self.passed["mlp"]))
+        if "up" in self.passed and not self._gate_is_closed():
+            errors += self._errors_of_up()
+        return errors
 
-    def _sub(self, path: str | None) -> Any:
+    def _errors_of_up(self) -> list[float]:
+        width, neurons = self.passed["up"].shape[-1], self.passed["post"].shape[-1]
+        expected = 2 * neurons if self.adapter.fused_gate_up else neurons
+        if width != expected:
+            raise _WrongError(f"the output of {self.adapter.up!r} has width {width}, expected {expected}")
+        higher, lower = self._change("post", 2), self._change("post", 3)
+        both = torch.stack([higher, lower])
+        moved = torch.zeros_like(both)
+        moved[:, _POSITION, ::2] = both[:, _POSITION, ::2]
+        errors = [_relative(both, moved)]
+        if self.adapter.gate or self.adapter.fused_gate_up:
+            errors.append(_relative(higher, -lower, self.passed["post"]))
+        return errors
+
+    def _gate_is_closed(self) -> bool:
+        """The gate of every moved neuron is exactly zero (weights of zero), so that no move of `up` shows."""
+        gate = self.passed.get("gate", self.passed["up"] if self.adapter.fused_gate_up else None)
+        return gate is not None and not gate[0, _POSITION, : self.target.width(self.layer) : 2].any()
+
+    def _change(self, name: str, row: int) -> Float[Tensor, "pos width"]:
+        """What an edit of a row changed at a module."""
+        return self.passed[name][row] - self.passed[name][0]
+
+    def _written(self, moved: Float[Tensor, "pos neuron"]) -> Float[Tensor, "pos d_model"]:
+        """What the moved neuron writes according to its column."""
+        column = self.target.w_out(self.layer, [self.neuron])[0].float().to(moved.device)
+        return moved[:, self.neuron, None] * column
+
+    def _module(self, path: str | None) -> nn.Module:
         try:
             return self.target.sub(self.layer, path or "")
         except AttributeError as error:
             raise _WrongError(f"the adapter names a module that is not there ({error})") from None
 
-    def _check_shapes(self) -> None:
-        t, a = self.target, self.adapter
-        if self.mixture:
-            experts = self._sub(a.experts)
-            found = {f"{a.experts}.down_proj": (experts.down_proj[0], t.d_mlp, t.d_model)}
-            input_first = experts.is_transposed
-        else:
-            width = (
-                t.d_mlp if a.experts is None else int(t.config.intermediate_size)
-            )  # experts have a width of their own
-            fans = {a.down: (width, t.d_model), a.up: (t.d_model, width * (2 if a.fused_gate_up else 1))}
-            fans |= {a.gate: (t.d_model, width)} if a.gate else {}
-            found = {path: (plain_weight(self._sub(path)), *fan) for path, fan in fans.items()}
-            input_first = a.transposed_down
-        for path, (weight, fan_in, fan_out) in found.items():
-            wanted = (fan_in, fan_out) if input_first else (fan_out, fan_in)
-            if weight is not None and tuple(weight.shape) != wanted:  # None: quantised
-                raise _WrongError(f"the weight of {path!r} has shape {tuple(weight.shape)}, expected {wanted}")
+    def _record(self, name: str, output: Any) -> None:
+        self.passed[name] = _by_row(first_tensor(output).detach().float())
 
-    def _see(self, name: str, _module: object, _args: object, _kwargs: object, output: Any) -> None:
-        self.ran.add(name)
-        self.seen[name] = self._shaped(first_tensor(output))
-
-    @staticmethod
-    def _shaped(tensor: Tensor) -> Tensor:
-        return tensor.detach().float().reshape(_ROWS, _LENGTH, -1)  # OPT flattens batch and position
-
-    def _move(self, row: int, name: str, post: Tensor) -> Tensor:
+    def _move(self, name: str, row: int, post: Tensor) -> Tensor:
         """Move the neuron in one row at the input of its down projection."""
-        edited = post.clone()
-        rows = edited.view(_ROWS, _LENGTH, -1)
-        rows[row, _POSITION, self.neuron] += _step(rows)
-        self.seen[name] = self._shaped(edited)
-        return edited
+        edited = _by_row(post).clone()
+        edited[row, _POSITION, self.neuron] += _step(edited)
+        self.passed[name] = edited.float()
+        return edited.reshape(post.shape)
 
     def _move_up(self, output: Tensor) -> Tensor:
-        edited = output.clone()
-        rows = edited.view(_ROWS, _LENGTH, -1)
+        edited = _by_row(output).clone()
         first = self.target.d_mlp if self.adapter.fused_gate_up else 0
-        rows[2, _POSITION, first::2] += _step(rows)
-        rows[3, _POSITION, first::2] -= _step(rows)
-        return edited
+        edited[2, _POSITION, first::2] += _step(edited)
+        edited[3, _POSITION, first::2] -= _step(edited)
+        return edited.reshape(output.shape)
 
     def _halve(self, output: Tensor) -> Tensor:
-        edited = output.clone()
-        edited.view(_ROWS, _LENGTH, -1)[1, _POSITION] *= 0.5
-        self.seen["post"] = self._shaped(edited)
-        return edited
-
-    def error(self) -> float:
-        """Largest relative distance between the actual and the expected change."""
-        if missing := {"layer", "mlp", "post"} - self.seen.keys():
-            raise _WrongError(f"the adapter's {' and '.join(sorted(missing))} did not run in layer {self.layer}")
-        change = {name: rows - rows[:1] for name, rows in self.seen.items()}
-        post = change["post"]
-        expected = torch.zeros_like(post[1])
-        if self.mixture:
-            expected[_POSITION] = -0.5 * self.seen["post"][0, _POSITION]
-            written = expected
-        else:
-            expected[_POSITION, self.neuron] = post[1, _POSITION, self.neuron]
-            column = self.target.w_out(self.layer, [self.neuron]).float().to(post.device)
-            written = expected[:, self.neuron, None] * column
-        errors = [_relative(post[1], expected), _relative(change["mlp"][1], written, self.seen["mlp"])]
-        if self.shared:
-            step = change["shared"][2, :, self.neuron, None]
-            weight = self.seen["shared_gate"][2].sigmoid() if "shared_gate" in self.seen else 1.0
-            column = self.target.w_out(self.layer, [self.neuron]).float().to(step.device)
-            errors.append(_relative(change["mlp"][2], weight * step * column, self.seen["mlp"]))
-        if not self._normed_after():
-            added = change.get("post_mlp_norm", change["mlp"])
-            errors.append(_relative(change["layer"][1], added[1], self.seen["layer"]))
-        if "up" in self.ran and not self._gate_is_closed():
-            moved = torch.zeros_like(post[2:])
-            moved[:, _POSITION, ::2] = post[2:, _POSITION, ::2]
-            errors.append(_relative(post[2:], moved))
-            if self.adapter.gate or self.adapter.fused_gate_up:
-                errors.append(_relative(post[2], -post[3], self.seen["post"]))
-        return max(errors)
-
-    def is_mute(self) -> bool:
-        """A gain of zero before the experts or behind the MLP: the edit writes nothing, and the layer shows nothing."""
-        writes = self.seen.get("post" if self.mixture else "post_mlp_norm")
-        return writes is not None and not writes.any() and not (self.seen["layer"][1] - self.seen["layer"][0]).any()
-
-    def _gate_is_closed(self) -> bool:
-        """The gate of every moved neuron is exactly zero (weights of zero), so that no move of `up` shows."""
-        gate = self.seen.get("gate", self.seen["up"] if self.adapter.fused_gate_up else None)
-        return gate is not None and not gate[0, _POSITION, : self.target.width(self.layer) : 2].any()
-
-    def _normed_after(self) -> bool:
-        """OPT-350m normalises the residual stream itself, after adding the MLP's output."""
-        config = self.target.config
-        return config.model_type == "opt" and not config.do_layer_norm_before
+        edited = _by_row(output).clone()
+        edited[1, _POSITION] *= 0.5
+        self.passed["post"] = edited.float()
+        return edited.reshape(output.shape)
 
 
-def _step(rows: Tensor) -> Tensor:
+def _by_row(tensor: Tensor) -> Float[Tensor, "row pos width"]:
+    """A tensor by row and position, which OPT and experts run together."""
+    if tensor.ndim == 2:
+        return rearrange(tensor, "(row pos) width -> row pos width", row=_ROWS)
+    return rearrange(tensor, "row pos ... -> row pos (...)")
+
+
+def _step(rows: Float[Tensor, "row pos width"]) -> Tensor:
     """How far a neuron is moved: by the norm of the whole vector, so that rounding does not hide the move."""
     return rows[0, _POSITION].float().norm().clamp(min=1).to(rows.dtype)
 
 
-def _relative(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
+def _relative(change: Tensor, expected: Tensor, numbers: Tensor | None = None) -> float:
     """Largest distance, relative to the expected change or, if larger, to the numbers that were subtracted."""
     size = expected.abs().max()
     if not size > 0:
         return float("inf")
-    if scale is not None:
-        size = torch.maximum(size, scale.abs().max())
-    return float((found - expected).abs().max() / size)
+    if numbers is not None:
+        size = torch.maximum(size, numbers.abs().max())
+    return float((change - expected).abs().max() / size)
 
 
 # -- attention -----------------------------------------------------------------------------------------------------
 
 
-def _attention(target: Target) -> tuple[float, float]:
-    """(distance of row sums from one, distance from the model's own weights) of the first layers."""
+@dataclass
+class _AttentionErrors:
+    """Distance of recomputed attention rows from a sum of one, and from the model's own weights."""
+
+    row_sums: float = 0.0
+    distance: float = 0.0
+
+    def measure(self, target: Target) -> None:
+        """Compare the first layers."""
+        layers = list(range(min(_ATTENTION_LAYERS, target.n_layers)))
+        recomputed = _recomputed_rows(target, layers)
+        own = recomputed if target.kind == "bridge" else _own_rows(target, layers)
+        for layer in layers:
+            if layer not in recomputed:
+                raise _WrongError(f"no attention was recomputed in layer {layer}")
+            rows, weights = recomputed[layer], own[layer]
+            if rows.shape != weights.shape:
+                raise _WrongError(
+                    f"recomputed attention has shape {tuple(rows.shape)}, the model's own {tuple(weights.shape)}"
+                )
+            if not target.adapter.learned_sinks:
+                self.row_sums = max(self.row_sums, float((rows.sum(-1) - 1).abs().max()))
+            self.distance = max(self.distance, float((rows - weights).abs().max()))
+
+    def problem(self, tolerance: float) -> str | None:
+        """What is wrong; "not <=", so that NaN is wrong as well."""
+        if not self.row_sums <= tolerance:
+            return f"recomputed attention rows do not sum to one (off by {self.row_sums:.2g})"
+        if not self.distance <= tolerance:
+            return f"recomputed attention differs from the model's own (by {self.distance:.2g})"
+        return None
+
+
+def _recomputed_rows(target: Target, layers: list[int]) -> dict[int, Float[Tensor, "1 head query key"]]:
     # The one import of a package further down: what is recomputed there is what has to be proven here.
-    from sinkscope.trace.attention import attention_rows, eager
+    from sinkscope.trace.attention import attention_rows
 
-    layers = list(range(min(_ATTENTION_LAYERS, target.n_layers)))
-    ids = _ids(target)
-    own: dict[int, Tensor] = {}
-    rows: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    chunks: dict[int, list[Tensor]] = {}
 
-    def keep(layer: int, _module: object, _args: object, _kwargs: object, output: Any) -> None:
-        own[layer] = output[1].float()
+    def keep(layer: int, _first: int, rows: Tensor) -> None:
+        chunks.setdefault(layer, []).append(rows)
 
-    with attention_rows(
-        target, lambda layer, _first, chunk: rows[layer].append(chunk), layers=layers, rows_per_chunk=3
-    ):
-        target.forward(ids, upto=layers[-1])
-    if target.kind == "bridge":
-        own = {layer: torch.cat(chunks, 2) for layer, chunks in rows.items()}
-    else:
-        shown = ((target.sub(i, target.adapter.attn), "post", partial(keep, i)) for i in layers)
-        with eager(target), target.hooks(*shown):
-            target.forward(ids, upto=layers[-1])
-    sums, distance = 0.0, 0.0
-    for layer in layers:
-        if not rows[layer]:
-            raise _WrongError(f"no attention was recomputed in layer {layer}")
-        found = torch.cat(rows[layer], 2)
-        if found.shape != own[layer].shape:
-            raise _WrongError(
-                f"recomputed attention has shape {tuple(found.shape)}, the model's own {tuple(own[layer].shape)}"
-            )
-        if not target.adapter.learned_sinks:
-            sums = max(sums, float((found.sum(-1) - 1).abs().max()))
-        distance = max(distance, float((found - own[layer]).abs().max()))
-    return sums, distance
+    with attention_rows(target, keep, layers=layers, rows_per_chunk=3):
+        target.forward(_ids(target), upto=layers[-1])
+    return {layer: torch.cat(parts, 2) for layer, parts in chunks.items()}
+
+
+def _own_rows(target: Target, layers: Iterable[int]) -> dict[int, Float[Tensor, "1 head query key"]]:
+    """The weights that the model's own eager attention returns."""
+    from sinkscope.trace.attention import eager
+
+    weights: dict[int, Tensor] = {}
+
+    def keep(layer: int, output: Any) -> None:
+        weights[layer] = output[1].float()
+
+    hooks = [(target.sub(layer, target.adapter.attn), "post", on_output(partial(keep, layer))) for layer in layers]
+    with eager(target), target.hooks(*hooks):
+        target.forward(_ids(target), upto=max(layers))
+    return weights

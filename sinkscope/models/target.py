@@ -34,17 +34,20 @@ def unwrap(model: object) -> tuple[nn.Module, Kind]:
     """
     if isinstance(model, Target):
         return model.hf, model.kind
-    if isinstance(original := getattr(model, "original_model", None), nn.Module):
+    original = getattr(model, "original_model", None)
+    if isinstance(original, nn.Module):
         return original, "bridge"
-    adapters: Any = getattr(model, "peft_config", None)
-    if adapters and callable(inside := getattr(model, "get_base_model", None)):
-        if any(getattr(config, "is_prompt_learning", False) for config in adapters.values()):
+    peft_configs: Any = getattr(model, "peft_config", None)
+    if peft_configs and hasattr(model, "get_base_model"):
+        if any(getattr(config, "is_prompt_learning", False) for config in peft_configs.values()):
             raise UnsupportedError(
                 f"this {type(model).__name__} puts learned tokens before the text, which sinkscope does not see: "
                 "measure the model without it, or an adapter in the weights, such as LoRA"
             )
-        return unwrap(inside())
-    if any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__):
+        wrapper: Any = model
+        return unwrap(wrapper.get_base_model())
+    packages = {cls.__module__.split(".")[0] for cls in type(model).__mro__}
+    if "nnsight" in packages:
         inner = getattr(model, "_module", None) or getattr(model, "_model", None)
         if isinstance(inner, nn.Module):
             return inner, "nnsight"
@@ -91,8 +94,8 @@ class Target:
         adapter = adapter_for(config.model_type)
         if tokenizer is None:  # a bridge and nnsight change theirs, `load` keeps the original on the module
             tokenizer = getattr(hf, "tokenizer", None) or getattr(model, "tokenizer", None)
-        label = name or getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "") or type(hf).__name__
-        label = str(label).rstrip("/").split("/")[-1]
+        origin = getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "")
+        label = str(name or origin or type(hf).__name__).rstrip("/").split("/")[-1]
         cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
         if cap is not None and getattr(config, "_attn_implementation", None) == "sdpa":
             warnings.warn(
@@ -106,14 +109,15 @@ class Target:
     @cached_property
     def available_tokenizer(self) -> Any:
         """The tokenizer, or else that of the checkpoint from which a live model says it was loaded; None if neither."""
-        where = getattr(self.config, "_name_or_path", "") or getattr(self.hf.config, "_name_or_path", "")
-        if self.tokenizer is not None or not where:
+        origin = getattr(self.config, "_name_or_path", "") or getattr(self.hf.config, "_name_or_path", "")
+        if self.tokenizer is not None or not origin:
             return self.tokenizer
         from transformers import AutoTokenizer
 
         with suppress(Exception):  # the origin may not exist any more
-            found = without_cache(AutoTokenizer.from_pretrained(where, trust_remote_code=False))
-            return found if len(found("a text", add_special_tokens=False)["input_ids"]) else None  # made of no files
+            tokenizer = without_cache(AutoTokenizer.from_pretrained(origin, trust_remote_code=False))
+            if tokenizer("a text", add_special_tokens=False)["input_ids"]:  # else it was made of no files
+                return tokenizer
         return None
 
     def need_tokenizer(self) -> Any:
@@ -192,17 +196,17 @@ class Target:
         """
         self._check_number("layer", layer, self.n_layers)
         self._check_number("head", head or 0, self.n_heads)
-        if neuron is not None and not self.has_mlp(layer, expert):
-            mixture = self.is_mixture(layer)
-            what, want = ("a mixture of experts", "expert, ") if mixture else ("one MLP without experts", "")
+        if neuron is None:
+            return
+        if not self.has_mlp(layer, expert):
+            is_like = "one MLP without experts; give (layer, neuron)"
+            if self.is_mixture(layer):
+                is_like = "a mixture of experts; give (layer, expert, neuron)"
             raise SinkscopeError(
-                f"{neuron_name(layer, expert, neuron)}: layer {layer} of {self.name} is {what}; give (layer, "
-                f"{want}neuron)",
-                page="neuron-sites",
+                f"{neuron_name(layer, expert, neuron)}: layer {layer} of {self.name} is {is_like}", page="neuron-sites"
             )
-        if neuron is not None:
-            self._check_number("expert", expert or 0, self.n_experts(layer) or 1)
-            self._check_number("neuron", neuron, self.width(layer, expert))
+        self._check_number("expert", expert or 0, self.n_experts(layer) or 1)
+        self._check_number("neuron", neuron, self.width(layer, expert))
 
     def chosen_layers(self, layers: Sequence[int] | None) -> list[int]:
         """The layers in order; None selects all.
@@ -219,9 +223,10 @@ class Target:
 
     def _check_number(self, what: str, value: int, count: int) -> None:
         if not 0 <= value < count:
+            where = "" if what == "layer" else " in a layer"
             raise SinkscopeError(
-                f"{what} {value} is not in {self.name}, which has {count} {what}s{' in a layer' * (what != 'layer')}: "
-                f"give one from 0 to {count - 1}",
+                f"{what} {value} is not in {self.name}, which has {count} {what}s{where}: give one from 0 to "
+                f"{count - 1}",
                 page="neuron-sites",
             )
 
@@ -255,19 +260,25 @@ class Target:
             SinkscopeError: It does not fit.
         """
         limit = self.max_positions
-        if limit is not None and tokens + new > limit:
-            more = f" and {new} more are to come" * (new > 0)
-            fewer = f", or ask for at most {limit - tokens} new tokens" * (new > 0 and tokens < limit)
-            raise SinkscopeError(
-                f"{what} has {tokens} tokens{more}, but the context of {self.name} is {limit}: {remedy}{fewer}",
-                page=page,
-            )
+        if limit is None or tokens + new <= limit:
+            return
+        length = f"{tokens} tokens"
+        if new > 0:
+            length += f" and {new} more are to come"
+            if tokens < limit:
+                remedy += f", or ask for at most {limit - tokens} new tokens"
+        raise SinkscopeError(
+            f"{what} has {length}, but the context of {self.name} is {limit}: {remedy}",
+            page=page,
+        )
 
     @property
     def end_ids(self) -> list[int]:
         """Ids after which generation ends, as the model's generation configuration says."""
         ends = getattr(getattr(self.hf, "generation_config", None), "eos_token_id", None)
-        return list(ends) if isinstance(ends, list | tuple) else [] if ends is None else [int(ends)]
+        if ends is None:
+            return []
+        return list(ends) if isinstance(ends, list | tuple) else [int(ends)]
 
     @property
     def embedding(self) -> nn.Module:
@@ -319,7 +330,8 @@ class Target:
         if expert is not None:
             return self.d_mlp
         down = self.mlp_part(layer, "down")
-        if (weight := plain_weight(down)) is None:
+        weight = plain_weight(down)
+        if weight is None:
             return int(getattr(down, "in_features", self.d_mlp))
         return int(weight.shape[0 if self.adapter.transposed_down else 1])
 
@@ -340,18 +352,20 @@ class Target:
             if expert is not None:
                 return experts.columns(self.sub(layer, self.adapter.experts or ""), expert, neurons)
             down = self.mlp_part(layer, "down")
-            if (weight := plain_weight(down)) is not None:
+            weight = plain_weight(down)
+            if weight is not None:
                 return weight[neurons] if self.adapter.transposed_down else weight[:, neurons].T
-            # Quantised or adapted weights: ask the module itself what a unit input writes.
-            eye = torch.zeros(len(neurons) + 1, self.width(layer), device=self.device, dtype=self.dtype)
-            eye[torch.arange(len(neurons)), torch.tensor(neurons)] = 1
-            out = down(eye)
-            return out[:-1] - out[-1:]
+            # Quantised or adapted weights: ask the module itself what a unit input writes; the last row gives its bias.
+            units = torch.zeros(len(neurons) + 1, self.width(layer), device=self.device, dtype=self.dtype)
+            units[range(len(neurons)), neurons] = 1
+            written = down(units)
+            return written[:-1] - written[-1:]
 
     @torch.no_grad()
     def rows_of(self, module: Any, width: int) -> Float[Tensor, "out d"]:
         """Weight rows of a linear module: what each output reads from its `width` inputs, without the bias."""
-        if (weight := plain_weight(module)) is not None:
+        weight = plain_weight(module)
+        if weight is not None:
             return weight.T if self.adapter.transposed_down else weight  # such an architecture stores all of them so
         # Quantised or adapted weights: ask the module itself, but without its hooks; the last row gives its bias.
         device = next((p.device for p in module.parameters()), self.device)
@@ -362,12 +376,14 @@ class Target:
     def w_out_norms(self, layer: int, expert: int | None = None) -> Float[Tensor, " d_mlp"]:
         """L2 norm of every column of the down projection."""
         with self.loaded(layer):
-            if expert is None and (weight := plain_weight(self.mlp_part(layer, "down"))) is not None:
+            weight = plain_weight(self.mlp_part(layer, "down")) if expert is None else None
+            if weight is not None:
                 return torch.linalg.vector_norm(weight, dim=int(self.adapter.transposed_down), dtype=torch.float32)
-            columns = (
-                self.w_out(layer, some.tolist(), expert) for some in torch.arange(self.width(layer, expert)).split(1024)
-            )
-            return torch.cat([torch.linalg.vector_norm(c, dim=1, dtype=torch.float32) for c in columns])
+            norms = list[Tensor]()
+            for neurons in torch.arange(self.width(layer, expert)).split(1024):
+                columns = self.w_out(layer, neurons.tolist(), expert)
+                norms.append(torch.linalg.vector_norm(columns, dim=1, dtype=torch.float32))
+            return torch.cat(norms)
 
     def check_loaded(self) -> None:
         """Refuse a model whose weights are on the meta device, unless they are read from elsewhere when needed.
@@ -397,12 +413,11 @@ class Target:
         """
         self.check_loaded()
         kwargs.setdefault("use_cache", False)
-        end = () if upto is None else ((self.layers[upto], "post", lambda *_: self.stop()),)
+        model = self.hf if unembed else self.base
+        ends = [] if upto is None else [(self.layers[upto], "post", lambda *_: self.stop())]
         try:
-            with self.hooks(*end):
-                return (self.hf if unembed else self.base)(
-                    input_ids=ids.to(self.device), attention_mask=attention_mask, **kwargs
-                )
+            with self.hooks(*ends):
+                return model(input_ids=ids.to(self.device), attention_mask=attention_mask, **kwargs)
         except _Stop:
             return None
 
@@ -428,7 +443,9 @@ def on_input(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
         new = fn(args[0] if args else kwargs["hidden_states"])
         if new is None:
             return None
-        return ((new, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": new})
+        if args:
+            return (new, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": new}
 
     return hook
 
@@ -443,18 +460,22 @@ def on_hidden(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
 
     def hook(_module: object, _args: object, _kwargs: object, output: Any) -> Any:
         new = fn(first_tensor(output))
-        return type(output)([new, *output[1:]]) if new is not None and isinstance(output, tuple | list) else new
+        if new is None or not isinstance(output, tuple | list):
+            return new
+        return type(output)([new, *output[1:]])
 
     return hook
 
 
 def plain_weight(module: Any) -> Tensor | None:
     """The floating-point weight matrix of a linear module, also below a bridge's wrapper; None if quantised."""
-    inner = getattr(module, "original_component", None)
     if hasattr(module, "base_layer"):  # an adapter adds to what this weight says
         return None
+    inner = getattr(module, "original_component", None)
     weight = getattr(inner if isinstance(inner, nn.Module) else module, "weight", None)
-    return weight.detach() if isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2 else None
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.ndim != 2:
+        return None
+    return weight.detach()
 
 
 def first_tensor(output: Any) -> Tensor:
@@ -464,7 +485,9 @@ def first_tensor(output: Any) -> Tensor:
 
 def norm_of(resid: Float[Tensor, "... d_model"], without: Sequence[int] = ()) -> Float[Tensor, ...]:
     """L2 norm of a residual stream, in float32, without some of its dimensions."""
-    kept = torch.ones(resid.shape[-1], dtype=torch.bool, device=resid.device)
-    kept[list(without)] = False
-    resid = resid[..., kept] if without else resid.contiguous()  # equal values in one layout have equal norms
+    resid = resid.contiguous()  # equal values in one layout have equal norms
+    if without:
+        is_kept = torch.ones(resid.shape[-1], dtype=torch.bool, device=resid.device)
+        is_kept[list(without)] = False
+        resid = resid[..., is_kept]
     return torch.linalg.vector_norm(resid, dim=-1, dtype=torch.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -15,9 +15,7 @@ from sample_results import sample_find_sinks
 
 from sinkscope import loops
 from sinkscope.app.commands import kind_modules as kinds
-from sinkscope.bench.dialogues.positions import Positions
-from sinkscope.bench.dialogues.tables import Dialogues, Fidelity
-from sinkscope.bench.loopbench.tables import Shown
+from sinkscope.bench.table import BenchGroup, BenchTable
 from sinkscope.files.result import Result
 
 CHOICES = {  # one of a few words, or packed numbers
@@ -62,9 +60,10 @@ def _filled(hint: Any) -> Any:
 def _by_hand() -> Iterator[Result]:
     """Kinds of which no file lies in figures/."""
     sample = sample_find_sinks()
-    for made in (Dialogues, Fidelity, Positions, Shown):
-        own = {name: _filled(t) for name, t in get_type_hints(made).items() if name in {f.name for f in fields(made)}}
-        yield made(**{**own, "model": sample.model, "settings": {}, "provenance": sample.provenance})
+    groups = tuple(
+        BenchGroup(sample.model.name, "recall", "recall", name, 0.0, 4, 0.5, 0.2, 0.8) for name in ("full", "a:b")
+    )
+    yield BenchTable(model=sample.model, settings={}, provenance=sample.provenance, groups=groups)
     yield loops.check(["the same again " * 60, "a short text"], name="texts")
     yield loops.calibrate([[i * i % 251 for i in range(9000)]], vocabulary=251, name="a text")
 
@@ -72,16 +71,10 @@ def _by_hand() -> Iterator[Result]:
 @cache
 def _results() -> dict[str, Result]:
     found = {one.kind: one for one in _by_hand()}
-    for kind in ("dialogues", "dialogues-fidelity"):  # what is drawn
-        first, second = found[kind].groups  # type: ignore[attr-defined]
-        groups = (replace(first, position="end"), replace(second, position="all"))
-        found[kind] = replace(found[kind], groups=groups)  # type: ignore[call-arg]
     for file in sorted(COMMITTED.glob("*.json")):
         kind = json.loads(file.read_text())["kind"]
         if kind in sorted(kinds()) and kind not in found:
             found[kind] = Result.load(file)
-    barcode: Any = found["barcode"]
-    found["barcode"] = replace(barcode, heads=barcode.heads[:1])  # the others are drawn in the same way
     return found
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import stranger
 import torch
@@ -26,9 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
 from sinkscope.app.cli import main
-from sinkscope.bench.dialogues.form import write_dialogues
-from sinkscope.bench.dialogues.recall import recall_dialogue
-from sinkscope.bench.runner import ask
+from sinkscope.bench.answer import BenchModel, generate_rows
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.output import FIGURE, check_output, write_output
 from sinkscope.files.result import Result
@@ -56,7 +53,6 @@ def test_earlier_outputs_are_replaced_and_nothing_else(
         ["loops", "out/a.html", "--html", "out/a.html"],
         ["report", "out", "--out", "out/a.json"],
         ["report", "out", "--out", "a"],
-        ["loopbench", "build", "--bench", "dc", "--source", "a", "--out", "a", "--force"],
     ):
         assert main(words) == 2, words
         assert capsys.readouterr().err.count("\n") == 1
@@ -65,39 +61,23 @@ def test_earlier_outputs_are_replaced_and_nothing_else(
     assert main(["report", "out"]) == main(["report", "out"]) == 0  # its own report, twice
 
 
-def test_the_folder_of_a_run_is_left_alone(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_folder_of_a_run_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
-    short = write_dialogues([recall_dialogue(0, turns=1, tokens=60)], tmp_path_factory.mktemp("short") / "short.jsonl")
-    words = "dialogues run --methods full --positions end --max-new-tokens 2 --dialogues".split()
-    assert main([*words, str(short), "--out", str(run)]) == 0
+    words = "bench --methods full --max-new-tokens 2 --task recall:count=1:turns=1:total=60:hops=1".split()
+    assert main([*words, "--out", str(run)]) == 0
     before = {path: path.read_bytes() for path in run.iterdir()}
     for out in ("runs.jsonl", "new.json"):
         capsys.readouterr()
-        assert main(["dialogues", "table", str(run), "--json", str(run / out)]) == 2
+        assert main(["bench", "table", str(run), "--json", str(run / out)]) == 2
         assert "the folder of a run" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in run.iterdir()} == before
     settings = json.loads((run / "settings.json").read_text())
     assert settings["decoding"]["do_sample"] is False and settings["decoding"]["num_beams"] == 1
-    for more in (["--window", "1"], ["--window", "1", "--max-new-tokens", "4"]):
-        assert main(["loopbench", "run", "--methods", "full", "--out", str(tmp_path / "new" / "run"), *more]) == 2
+    assert main([*words[:3], "--task", "recall:count=0", "--out", str(tmp_path / "new" / "run")]) == 2
     assert os.listdir(tmp_path) == ["run"]
 
 
-def test_arrays_and_pictures_carry_a_mark(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "b.npz"
-    found = ss.barcode(max_new_tokens=3, layers=[0], control=False)
-    for _ in range(2):
-        found.save_arrays(path)
-    with np.load(path) as arrays:
-        assert arrays["0.1"].shape[1] > 60
-    assert os.listdir(path.parent) == ["b.npz"]
-    np.savez(tmp_path / "mine.npz", a=np.ones(3))
-    mine = (tmp_path / "mine.npz").read_bytes()
-    with pytest.raises(SinkscopeError, match=r"mine\.npz is there already and holds something that sinkscope did not"):
-        found.save_arrays(tmp_path / "mine.npz")
-    assert (tmp_path / "mine.npz").read_bytes() == mine
+def test_pictures_carry_a_mark(tmp_path: Path) -> None:
     picture = bytes.fromhex(
         "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a49444154789c6360000000020001"
         "48afa4710000000049454e44ae426082"
@@ -194,10 +174,9 @@ LOUD = {
 def _ways(model: Any, tokenizer: Any) -> list[Any]:
     ids = torch.arange(5, 15)[None]
     target = Target.of(model, tokenizer)
-    asked = ask(target, None, 12, 64)
     return [
         greedy(target, ids, 12),
-        asked.generate(ids.tolist(), None)[0],
+        generate_rows(BenchModel.of(target), ids.tolist(), 12)[0],
         ss.Conversation(model).ask(ids[0].tolist(), max_new_tokens=12).ids,
         [made.tokens for made in ss.generate(model, "poem book tree", tokenizer=tokenizer, max_new_tokens=12)],
         [made.tokens for made in ss.generate(model, ["poem", "book"], tokenizer=tokenizer, temperature=1.0, seed=3)],

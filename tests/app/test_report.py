@@ -13,9 +13,8 @@ import sinkscope as ss
 import sinkscope.app.report as page
 from sinkscope.app.cli import main
 from sinkscope.app.report import Report, Skipped, report
-from sinkscope.bench.dialogues.recall import recall_dialogues
-from sinkscope.bench.dialogues.run import run_dialogues
-from sinkscope.bench.dialogues.tables import tabulate_dialogues
+from sinkscope.bench.run import run_bench
+from sinkscope.bench.table import bench_table
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.models.load import load
@@ -223,15 +222,13 @@ def test_unreadable_result_is_named(plain: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_folders_of_runs_are_their_tables(tmp_path: Path) -> None:
     talks, near = tmp_path / "talks", tmp_path / "below/near"
-    some = recall_dialogues(1, turns=1, total=200, hops=1)
-    run_dialogues(load("recall", backend="hf"), some, ["full"], out=talks, max_new_tokens=4)
+    task = "recall:count=1:turns=1:total=200:hops=1"
+    run_bench(load("recall", backend="hf"), task, ["full"], out=talks, max_new_tokens=4)
     shutil.copytree(talks, near)
     settings = json.loads((near / "settings.json").read_text())
     (near / "settings.json").write_text(json.dumps({**settings, "command": "atlas"}))
     made = ss.report(tmp_path)
     assert made.files == ("talks",)
-    assert made.skipped == (
-        Skipped("below/near", "below/near is no folder of `loopbench run`, `dialogues run` or `dialogues fidelity`"),
-    )
+    assert made.skipped == (Skipped("below/near", "below/near is no folder of `sinkscope bench`"),)
     text = read_report(made.path).text
-    assert tabulate_dialogues([talks]).summary().splitlines()[0] in text and "sinkscope dialogues table talks" in text
+    assert bench_table([talks]).summary().splitlines()[0] in text and "sinkscope bench table talks" in text

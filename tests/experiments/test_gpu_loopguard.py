@@ -61,10 +61,10 @@ def test_script_runs_unattended_without_bridge_and_nnsight(tmp_path: Path, monke
     script.main([*words.split(), *bench.split(), "--out", str(out)])
     result = json.loads(out.read_text())["result"]
     assert result["cost"]["same_logits"] and result["loopbench"]["model"] == "bundled"
-    rows = {(row["bench"], row["method"]): row for row in result["loopbench"]["rows"]}
-    assert set(rows) == {(bench, method) for bench in ("dc", "ri") for method in ("full", "loopguard")}
-    assert all(row["runs"] == 1 and row["length"] == 256 for row in rows.values())
-    guarded = [row for row in rows.values() if row["method"] == "loopguard"]
+    rows = {(row["set"], row["method"]): row for row in result["loopbench"]["rows"]}
+    assert set(rows) == {(name, method) for name in ("dc", "ri") for method in ("full", "loopguard:256")}
+    assert all(row["answers"] == 1 and row["length"] == 256 for row in rows.values())
+    guarded = [row for row in rows.values() if row["method"] == "loopguard:256"]
     assert all(row["interventions"] >= 1 for row in guarded), "the model in the package loops"
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from loopbench_kit import record
+from bench_kit import made_record
 from organisms.tiny import tiny_model
 
 from experiments.loopguard import figure2, figure4, variants, why
+from sinkscope.bench.record import BenchRecord
 from sinkscope.kv.loopguard import Retention
 
 
@@ -58,12 +59,16 @@ def test_what_each_cut_leaves() -> None:
     assert max(kept) < 80, "the repetition within the recent window is gone"
 
 
+def looped(tokens: tuple[int, ...]) -> BenchRecord:
+    return made_record("loopguard:64", tokens=tokens, steps={"top1": (0.5,) * len(tokens)})
+
+
 def test_what_followed_an_intervention() -> None:
     def event(step: int, period: int | None) -> dict[str, Any]:
         return {"step": step, "position": step, "kind": "guard", "data": {"generated": step, "period": period}}
 
     tokens = ([1, 2, 3] * 34)[:100] + ([2, 3, 1] * 34)[:100] + [9] * 100 + list(range(1000, 1300))
-    one = replace(record(method="loopguard", tokens=tuple(tokens)), events=(event(99, 3), event(198, 3), event(290, 1)))
+    one = replace(looped(tuple(tokens)), events=(event(99, 3), event(198, 3), event(290, 1)))
     found = why.aftermath([one])
     assert found["counts"] == {"same": 1, "another": 1, "none": 1}
     assert found["median_gap"] == (99 + 92) / 2
@@ -86,8 +91,8 @@ def test_perplexity_is_that_of_what_follows_after_a_part_of_what_was_before() ->
 
 
 def test_survival_counts_runs_without_a_collapse() -> None:
-    loop = record(tokens=(*range(300), *[1, 2] * 350))
-    healthy = record(tokens=tuple(range(1000)))
+    loop = looped((*range(300), *[1, 2] * 350))
+    healthy = looped(tuple(range(1000)))
     found = figure2.survived([loop, healthy], 256, 1000)
     assert found["collapsed"] == 0.5 and found["points"][1] is None
     point = found["points"][0]

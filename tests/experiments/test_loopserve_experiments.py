@@ -11,42 +11,28 @@ from typing import Any
 
 import pytest
 import torch
-from longbench_files import save
+from bench_kit import made_record
 from organisms.tiny import tiny_model
 
 import sinkscope as ss
 from experiments.loopserve import ablation, default, fidelity, figure8, longeval, paper, runs, sweeps, table1, turns
-from sinkscope.bench.dialogues.build import TASKS
-from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn
-from sinkscope.bench.dialogues.recall import recall_dialogue
-from sinkscope.bench.dialogues.tables import COMMAND, Near, Said
-from sinkscope.bench.files import open_folder
-from sinkscope.bench.methods import METHODS, check_methods, read_method
+from experiments.loopserve.build import SETS
+from sinkscope.bench.methods import METHODS, read_method
+from sinkscope.bench.record import BenchRecord, open_run
+from sinkscope.bench.tasks.recall import POSITIONS, Recall, recall_dialogue
 from sinkscope.files.rate import wilson
 from sinkscope.files.result import ModelInfo
 from sinkscope.lines.choice import draw_of, sample_queries
+from sinkscope.models.target import Target
 
 ROOT = Path(__file__).parents[2]
 
 
-def said(**changed: Any) -> Said:
-    one = Said(
-        model="f",
-        method="full",
-        prompt="",
-        dialogue="recall-0",
-        position="end",
-        turn=0,
-        prompt_tokens=100,
-        tokens=(1, 2),
-        text="",
-        ended="eos",
-        read=50.0,
-        cells=None,
-        seconds=0.1,
-    )
-    one = replace(one, **changed)
-    return replace(one, prompt=f"{one.dialogue} {one.position} {one.turn}")
+def said(position: str = "end", dialogue: str = "recall-0", **changed: Any) -> BenchRecord:
+    """An answer made by hand."""
+    settings = {"part": position, **changed.pop("settings", {})}
+    metrics = {"score": 0.0, "prefix": 0.0, "prompt_tokens": 100, "seconds": 0.1, **changed.pop("metrics", {})}
+    return made_record(prompt=f"{dialogue} {position}", settings=settings, metrics=metrics, **changed)
 
 
 def test_tables_of_the_paper_are_whole_but_for_one_column_of_trec() -> None:
@@ -54,7 +40,7 @@ def test_tables_of_the_paper_are_whole_but_for_one_column_of_trec() -> None:
     for model, places in paper.TABLE1.items():
         assert set(places) == set(POSITIONS)
         for place, tasks in places.items():
-            assert set(tasks) == set(TASKS)
+            assert set(tasks) == set(SETS)
             for task, numbers in tasks.items():
                 assert tuple(numbers) == paper.METHODS and set(numbers) <= set(METHODS)
                 lost += [(model, place, task, method) for method, number in numbers.items() if number is None]
@@ -89,55 +75,39 @@ def test_ours_comes_from_finished_folders_and_the_rest_is_not_run(tmp_path: Path
 
 
 def _qasper_run(folder: Path, name: str) -> Path:
-    prompts = dict.fromkeys(POSITIONS, "x")
-    dialogue = Dialogue("q", "qasper", tuple(DialogueTurn(prompts, ("Ellen Varga",), ()) for _ in range(2)))
-    settings = {
-        "command": COMMAND,
-        "model": asdict(ModelInfo(name, "llama", 1, 1, 1, "f")),
-        "budget": 1024,
-        "history": "gold",
-        "device": "cpu",
-        "dtype": "float32",
-        "attention": "sdpa",
-    }
-    with open_folder(folder, settings, [asdict(dialogue)], Said) as store:
+    model = asdict(ModelInfo(name, "llama", 1, 1, 1, "f00"))
+    settings = {"model": model, "device": "cpu", "dtype": "float32", "attention": "sdpa"}
+    with open_run(folder, settings, []) as store:
+        scores = [1.0, 2 / 3]
         store.append(
-            [
-                said(dialogue="q", method="snapkv", turn=0, text="Ellen Varga"),
-                said(dialogue="q", method="snapkv", turn=1, text="Ellen"),
-            ]
+            said(dialogue="q", method="snapkv:1024", turn=turn, metrics={"score": score}, settings={"set": "qasper"})
+            for turn, score in enumerate(scores)
         )
     return folder
 
 
 def test_scores_and_how_far_a_chain_was_followed() -> None:
-    suite = runs.Suite("s", count=1, turns=2, total=300, least=120, hops=2)
-    first, second = (turn.answers[0].split() for turn in suite.dialogues()[0].turns)
-    assert len(first) == 6 and first[-1] == "."
-    begun = " ".join([*first[:4], "other", *first[5:-1]])
+    suite = runs.Suite("s", Recall(count=1, turns=2, total=300, least=120, hops=2))
+    numbers = {  # score and prefix of each method by place and turn
+        "full": {("begin", 0): (1, 1), ("begin", 1): (1, 1), ("end", 0): (1, 1), ("end", 1): (1, 1)},
+        "tova:0.125": {("begin", 0): (0, 4 / 6), ("begin", 1): (0, 0), ("end", 0): (0, 4 / 6), ("end", 1): (1, 1)},
+    }
     records = [
-        said(position=place, turn=turn, method=method, text=text, ended=ended)
-        for place in ("begin", "end")
-        for turn, answer in enumerate((first, second))
-        for method, text, ended in (
-            ("full", " ".join(answer[:-1]), "eos"),
-            ("tova", " ".join(answer[:-1]) if (place, turn) == ("end", 1) else begun, "eos"),
-            ("h2o", " ".join(answer[:-1]), "cap"),  # it never said that the chain ends
-        )
+        said(place, turn=turn, method=method, metrics={"score": float(score), "prefix": float(prefix)})
+        for method, by_place in numbers.items()
+        for (place, turn), (score, prefix) in by_place.items()
     ]
     rows = {row["position"]: row for row in runs.rows_of(suite, records, "full")}
     assert set(rows) == {"begin", "end", "all"}
     assert rows["all"]["score"] == rows["all"]["prefix"] == rows["all"]["same"] == 1
-    rows = {row["position"]: row for row in runs.rows_of(suite, records, "tova")}
-    # `begun` follows the first answer for 4 of 6 words and the second for none.
+    rows = {row["position"]: row for row in runs.rows_of(suite, records, "tova:0.125")}
     assert rows["begin"]["prefix"] == pytest.approx((4 / 6 + 0) / 2) and rows["begin"]["score"] == 0
     assert rows["end"]["prefix"] == pytest.approx((4 / 6 + 1) / 2) and rows["end"]["score"] == 0.5
     rate = wilson(1, 4)
     assert (rows["all"]["score"], rows["all"]["low"], rows["all"]["high"]) == (rate.share, rate.low, rate.high)
-    assert [row["score"] for row in runs.turns_of(suite, records, "tova")] == [0, 0.5]
-    assert [row["turn"] for row in runs.turns_of(suite, records, "tova")] == [1, 2]
-    assert runs.rows_of(suite, records, "h2o")[0]["prefix"] == pytest.approx(5 / 6)
-    assert runs.rows_of(suite, records, "adakv") == []
+    assert [row["score"] for row in runs.turns_of(suite, records, "tova:0.125")] == [0, 0.5]
+    assert [row["turn"] for row in runs.turns_of(suite, records, "tova:0.125")] == [1, 2]
+    assert runs.rows_of(suite, records, "adakv:0.125") == []
 
 
 def test_random_controls_hold_the_budget_and_are_the_same_every_time() -> None:
@@ -145,29 +115,29 @@ def test_random_controls_hold_the_budget_and_are_the_same_every_time() -> None:
     ids = torch.tensor([[(7 * i) % 50 + 4 for i in range(60)]])
 
     def kept(name: str) -> list[Any]:
-        with read_method(name).make(20).on(model), torch.no_grad():
+        with read_method(runs.specs([name])[0], 20).make().on(model), torch.no_grad():
             out = model.generate(
                 ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0
             )
             return [layer.pos.tolist() for layer in out.past_key_values.layers]
 
-    one, again, votes = kept("random:window=8"), kept("random:window=8"), kept("snapkv:window=8")
+    one, again, votes = kept("random:20:window=8"), kept("random:20:window=8"), kept("snapkv:20:window=8")
     assert one == again != votes
     for layer in one:
         for head in layer[0]:
             assert len([p for p in head if 0 <= p < 60]) == 20 and set(range(52, 60)) <= set(head)
     assert one[0] != one[1], "every layer has its own"
-    assert kept("random-progressive") == kept("random-progressive")
+    assert kept("random-progressive:20") == kept("random-progressive:20")
 
 
 def test_what_the_sample_misses_the_prompt_loses() -> None:
     """The last token alone looks for the key asked about: lines chosen without its row do not have that cell."""
     model: Any = ss.load("recall", backend="hf")
-    turn = recall_dialogue(3, turns=1, tokens=500, hops=1).turns[0]
-    inputs = model.tokenizer(turn.prompts["begin"], return_tensors="pt")
+    turn = recall_dialogue(3, turns=1, tokens=500, hops=1, position="begin").turns[0]
+    inputs = model.tokenizer(turn.text, return_tensors="pt")
 
     def first(method: str) -> str:
-        with read_method(method).make(0.125).on(model), torch.no_grad():
+        with read_method(method, 0.125).make().on(model), torch.no_grad():
             return model.tokenizer.decode(model(**inputs).logits[0, -1].argmax())
 
     wanted = turn.answers[0].split()[0]
@@ -183,18 +153,16 @@ def test_what_the_sample_misses_the_prompt_loses() -> None:
 def test_every_method_of_the_experiments_can_be_made() -> None:
     methods = [
         *runs.specs(table1.OWN),
-        *runs.specs(table1.LONGER, "paper"),
+        *runs.specs(table1.LONGER),
         *runs.specs(list(ablation.NAMES.values())),
         *runs.specs(list(turns.NAMES.values())),
         *sweeps.methods_of(runs.SWEPT_KEPT).values(),
         *sweeps.methods_of(runs.SWEPT_CHAIN).values(),
         *runs.specs([text.format(value) for _, _, text, values in fidelity.CURVES for value in values]),
     ]
-    for method in check_methods(methods):
-        method.make(0.5)
-        kind = METHODS[method.name]
-        if kind.made == "LoopServe" and "shortest" not in kind.without:
-            assert ("shortest", 0) in method.options, f"{method.spec}: short prompts would be left alone"
+    for spec in methods:
+        method = read_method(spec)
+        assert method.spec == spec and (method.make() is not None or spec == "full")
     assert len(sweeps.methods_of(runs.SWEPT_KEPT)) + len(sweeps.methods_of(runs.SWEPT_CHAIN)) == sum(
         len(values) for *_, values in sweeps.CURVES
     ), "two curves of a panel have the same name"
@@ -203,13 +171,12 @@ def test_every_method_of_the_experiments_can_be_made() -> None:
 
 
 def test_pieces_of_a_dialogue_are_its_tokens_and_the_facts_that_it_needs() -> None:
-    turns_ = recall_dialogue(4, turns=3, tokens=160, hops=2, distractors=3).turns
-    facts = [fact for number in range(3) for fact in figure8.chain(turns_, number)]
+    facts = [fact for number in range(3) for fact in figure8.chain(figure8.turns_at("end", 3, 160), number)]
     assert len(set(facts)) == 6
     for place in POSITIONS:
         marked = 0
-        for turn in turns_:
-            words, parts = turn.prompts[place].split(), figure8.pieces(turn, place, facts)
+        for turn in figure8.turns_at(place, 3, 160):
+            words, parts = turn.text.split(), figure8.pieces(turn, facts)
             kinds = [kind for kind, tokens in parts for _ in range(tokens)]
             assert len(kinds) == len(words) + len(turn.answers[0].split())
             assert kinds[words.index("ask")] == kinds[words.index("ask") + 4] == figure8.QUESTION
@@ -223,41 +190,28 @@ def test_questions_for_the_default_hold_the_right_history() -> None:
         asked = default.asked(where)
         assert len(asked) == 3 * count and all(answer.endswith(".") for _, answer in asked)
         assert {len(prompt.split()) for prompt, _ in asked} == {turns_ * tokens + 3 * (turns_ - 1)}
-    first = recall_dialogue(default.FIRST, turns=3, tokens=600, hops=1).turns
-    begun = f"{first[0].prompts['begin']} {first[0].answers[0]} {first[1].prompts['begin']} {first[1].answers[0]} "
-    assert default.asked(default.THIRD)[0] == (begun + first[2].prompts["begin"], first[2].answers[0])
+    first = recall_dialogue(default.FIRST, turns=3, tokens=600, hops=1, position="begin").turns
+    begun = f"{first[0].text} {first[0].answers[0]} {first[1].text} {first[1].answers[0]} "
+    assert default.asked(default.THIRD)[0] == (begun + first[2].text, first[2].answers[0])
 
 
 def test_the_suites_are_what_their_rules_say() -> None:
+    target = Target.of(ss.load("recall", backend="hf", probe=False))
     for suite in (runs.KEPT, runs.CHAIN, runs.LONG, runs.SWEPT_KEPT, runs.SWEPT_CHAIN, runs.NINE, runs.NINE_CHAIN):
-        dialogues = suite.dialogues()
-        assert len(dialogues) == suite.count and {len(d.turns) for d in dialogues} == {suite.turns}
-        shortest = min(len(turn.prompts["end"].split()) for d in dialogues for turn in d.turns)
-        assert shortest >= suite.least and runs.SHARE * suite.least > 32
-        if suite.hops > 1:
-            assert 3 * suite.hops > 16 + 1, "LoopServe's first 16 steps would be the whole answer"
-    assert runs.LONG.least > 4096 + 128, "Table 7's windows would cover everything"
+        prompts, task = suite.task.prompts(target), suite.task
+        assert len(prompts) == 3 * task.count and {len(prompt.turns) for prompt in prompts} == {task.turns}
+        shortest = min(len(turn.text.split()) for prompt in prompts for turn in prompt.turns)
+        assert shortest >= task.least and runs.SHARE * task.least > 32
+        if task.hops > 1:
+            assert 3 * task.hops > 16 + 1, "LoopServe's first 16 steps would be the whole answer"
+    assert runs.LONG.task.least > 4096 + 128, "Table 7's windows would cover everything"
 
 
 def test_means_of_fidelity() -> None:
-    near = Near(
-        model="f",
-        method="tova",
-        prompt="a",
-        dialogue="a",
-        position="end",
-        turn=0,
-        prompt_tokens=9,
-        kl=(0.0, 1.0, 2.0, 5.0),
-        agree=(True, True, False, False),
-        kept=(0.5, 0.7, 0.9),
-        read=4.0,
-        cells=0.25,
-        seconds=1.0,
-    )
-    row = fidelity.row_of(
-        [near, replace(near, prompt="b", kl=(0.0, 0.0, 0.0, 4.0)), replace(near, method="h2o")], "tova"
-    )
+    steps = {"kl": (0.0, 1.0, 2.0, 5.0), "agree": (1.0, 1.0, 0.0, 0.0), "kept": (0.5, 0.7, 0.9)}
+    near = made_record("tova", "a", tokens=(1, 2, 3, 4), steps=steps, metrics={"cells": 0.25})
+    other = replace(near, prompt="b", steps={**steps, "kl": (0.0, 0.0, 0.0, 4.0)})
+    row = fidelity.row_of([near, other, replace(near, method="h2o")], "tova")
     assert (row["answers"], row["tokens"], row["kl"], row["late"]) == (2, 8, 1.5, 2.75)
     assert row["kl_by_answer"] == [2.0, 1.0] and row["agree"] == 0.5 and row["kept"] == pytest.approx(0.7)
     assert row["cells"] == 0.25
@@ -290,29 +244,19 @@ def test_longeval_s_table_is_what_was_measured_and_holds_nothing_of_the_files(
         }
         for n in range(3)
     ]
-    file = save(tmp_path / "lines.jsonl", prompts)
-    results: dict[str, tuple[dict[str, Any], Any]] = {}
-
-    def noted(name: str) -> Any:
-        def measured(model: Any, **options: Any) -> Any:
-            results[name] = options, getattr(ss, name)(model, **options)
-            return results[name][1]
-
-        return measured
-
-    for name in ("line_weights", "line_overlap"):
-        monkeypatch.setattr(longeval, name, noted(name))
+    file = tmp_path / "lines.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in prompts))
     made = longeval.measure(None, "lines", file, count=2, length=64, new=8)
-    (options, weights), (more, agree) = results["line_weights"], results["line_overlap"]
-    assert options == {"data": file, "count": 2, "length": 64}
-    assert more == {**options, "max_new_tokens": 8, "window": 8}
-    assert made["shown"]["mass"] == weights.mass[1] and weights.etas[1] == 0.1
-    assert made["shown"]["segments"] == agree.segments[0] and made["shown"]["inputs_random"] == agree.inputs_random[0]
-    assert agree.tokens is not None and [p.position for p in agree.tokens.positions] == ["begin", "middle", "end"]
-    assert made["shown"]["end"] == agree.tokens.positions[2].overlap[1] == made["shown"]["last"]
+    weights = ss.line_weights(None, [row["prompt"] for row in prompts[:2]], length=64)
+    assert weights.etas[1] == 0.1
+    for name in ("mass", "inputs_random", "segments"):
+        assert made["shown"][name] == pytest.approx(weights.mean(name)[1], abs=1e-6)
+    tokens = made["tokens"]
+    assert [each["position"] for each in tokens["positions"]] == ["begin", "middle", "end"]
+    assert made["shown"]["end"] == tokens["positions"][2]["overlap"][1] == made["shown"]["last"]
     assert "REGISTER" not in json.dumps(made)
     rows = longeval.table([made]).splitlines()
-    assert len(rows) == 2 + len(longeval.ROWS) and rows[2].endswith(f"| {weights.mass[1]:.0%} |")
+    assert len(rows) == 2 + len(longeval.ROWS) and rows[2].endswith(f"| {weights.mean('mass')[1]:.0%} |")
 
 
 def test_the_page_shows_the_committed_numbers() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 import sinkscope as ss
 from experiments.loopserve.turn_drawing import draw_turns
-from sinkscope.bench.dialogues.recall import recall_dialogue
+from sinkscope.bench.tasks.recall import recall_dialogue
 from sinkscope.errors import SinkscopeError
 
 
@@ -16,7 +16,7 @@ def test_panels_show_the_lines_of_every_turn() -> None:
     with pytest.raises(SinkscopeError, match="no turn yet"):
         draw_turns(chat)
     for turn in recall_dialogue(0, turns=2, tokens=120, hops=1).turns:
-        chat.ask(turn.prompts["end"], max_new_tokens=4)
+        chat.ask(turn.text, max_new_tokens=4)
     cells, weight, places, whole, read = draw_turns(chat).data
     for i, turn in enumerate(chat.turns):
         held = [event.data["recovered"] for event in turn.events if event.kind == "prefill"]

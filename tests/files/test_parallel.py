@@ -138,32 +138,25 @@ def _pickled(pool: Pool[Any, Any], jobs: Sequence[Any]) -> Iterator[tuple[int, A
 
 
 @pytest.mark.parametrize("over_ray", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_workers_make_the_same_table_of_loopbench(
+def test_two_workers_make_the_same_records_of_a_benchmark(
     over_ray: bool, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a part of the run was made in one process."""
     if over_ray:
         request.getfixturevalue("cluster")
-    from loopbench_kit import prompts, tiny, untimed  # here, as the workers of the other tests import this file
+    from bench_kit import task, tiny, untimed  # here, as the workers of the other tests import this file
 
-    from sinkscope.bench.loopbench.metrics import read_run
-    from sinkscope.bench.loopbench.prompts import honest_texts
-    from sinkscope.bench.loopbench.run import run_loopbench
-    from sinkscope.bench.loopbench.tables import tabulate
+    from sinkscope.bench.run import run_bench
 
     model, tokenizer = tiny()
-    given: dict[str, Any] = {"max_new_tokens": 20, "window": 16, "batch_size": 2, "budget": 64, "tokenizer": tokenizer}
-    given |= {"temperatures": (0.0, 0.7)}
-    some: list[Any] = [*prompts(3), *honest_texts()[:1]]
-    methods = ["full", "streaming", "stop-monitor", "loopguard"]
-    run_loopbench(model, some, methods, out=tmp_path / "one", **given)
-    run_loopbench(model, some, methods[:1], out=tmp_path / "two", **given)
+    options: dict[str, Any] = {"batch_size": 2, "tokenizer": tokenizer}
+    methods = ["full", "streaming:16", "stop-monitor", "loopguard:64"]
+    one = run_bench(model, task(), methods, **options)
+    run_bench(model, task(), methods[:1], out=tmp_path / "two", **options)
     if not over_ray:
         monkeypatch.setattr(Pool, "map", _pickled)
-    run_loopbench(model, some, methods, out=tmp_path / "two", workers=2, **given)
-    one, two = tabulate([tmp_path / "one"]), tabulate([tmp_path / "two"])
-    assert one.to_dict()["result"] == two.to_dict()["result"]
-    assert untimed(read_run(tmp_path / "one").records) == untimed(read_run(tmp_path / "two").records)
+    two = run_bench(model, task(), methods, out=tmp_path / "two", workers=2, **options)
+    assert untimed(one) == untimed(two)
 
 
 def test_a_cluster_that_does_not_answer_is_an_error() -> None:

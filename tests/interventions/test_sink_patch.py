@@ -99,17 +99,6 @@ def test_which_site_repairs_which_sink(kind: str, seed: int) -> None:
     assert up[-1] < 0.2 * before[-1] if kind == "up" else up[-1] > 0.8 * before[-1]
 
 
-def test_two_layers_at_once() -> None:
-    o = organism("llama", 1, kind="two_stage")
-    sites = (*o.truth.early_neurons, *o.truth.neurons)
-    ids = o.repeated(REPEATS)
-    with listing_1(o.model, list(sites)):
-        want = logits(o.model, ids)
-    with SinkPatch(sites=sites).on(o.model) as run:
-        torch.testing.assert_close(logits(o.model, ids), want)
-    assert {e.layer for e in run.events} == {site[0] for site in sites}
-
-
 # --- the same numbers however it is called ------------------------------------------------------------------------
 
 
@@ -163,18 +152,6 @@ def test_every_generated_token_in_every_kind() -> None:
         assert torch.equal(bridge.generate(ids, **quiet), want)
     with bridge.hooks(fwd_hooks=patch.fwd_hooks(bridge)):
         assert torch.equal(bridge.generate(ids, **quiet), want)
-
-
-def test_logits_of_every_generated_token() -> None:
-    model, _, sites = loud_model()
-    ids = torch.tensor([[1, 20, 21, 22, 20, 21]])
-    with SinkPatch(sites=sites).on(model):
-        out = model.generate(
-            ids, max_new_tokens=8, do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True
-        )
-    with listing_1(model, sites):
-        want = logits(model, out.sequences)[:, ids.shape[1] - 1 : -1]
-    torch.testing.assert_close(torch.stack(out.logits, 1), want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -241,17 +218,6 @@ def test_chunks_and_later_turns_equal_one_prompt() -> None:
         torch.testing.assert_close(torch.cat(parts, 1), want, atol=2e-4, rtol=1e-4)
 
 
-def test_later_turn_of_generate_keeps_the_stored_value() -> None:
-    model, _, sites = loud_model()
-    first, more = torch.tensor([[1, 20, 21, 22]]), torch.tensor([[33, 34, 35]])
-    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-    with SinkPatch(sites=sites).on(model):
-        out = model.generate(first, return_dict_in_generate=True, **settings)
-        prompt = torch.cat([out.sequences, more], 1)
-        got = model.generate(prompt, past_key_values=out.past_key_values, **settings)
-    assert torch.equal(got, greedy(model, prompt, 4, lambda: listing_1(model, sites)))
-
-
 def test_rows_multiplied_after_the_prompt() -> None:
     model, _, sites = loud_model()
     ids, more = torch.tensor([[1, 20, 21, 22], [1, 30, 31, 32]]), torch.tensor([[5], [6], [7], [8]])
@@ -276,18 +242,6 @@ def test_embeddings_instead_of_ids() -> None:
         counts = run.counts
         assert torch.equal(got, model.generate(ids, **settings)[:, 5:])
     assert counts["fallback"] in (0, run.counts["fallback"] // 2)
-
-
-def test_nested_twice_is_once() -> None:
-    o = organism("llama", 0)
-    ids, patch = o.repeated(80), patch_for(o)
-    with patch.on(o.model):
-        want = logits(o.model, ids)
-        with patch.on(o.model) as inner:
-            torch.testing.assert_close(logits(o.model, ids), want)
-    assert inner.counts["patched"] == 0
-    with (patch | patch).on(o.model):
-        torch.testing.assert_close(logits(o.model, ids), want)
 
 
 # --- which neutral value -------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import torch
 from intervention_kit import bridge_of, count_hooks, greedy, logits, nnsight_of
 from organisms import MODEL_TYPES, tiny_model
 
-import sinkscope as ss
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import Ablate, Add, SinkPatch, Write
 from sinkscope.models.target import Target
@@ -133,27 +132,6 @@ def test_in_generation_and_nothing_stays(kind: str) -> None:
         assert {e.position for e in run.events} == (set(range(5, 13)) if name == "add" else set(range(13)))
         assert repr(run).startswith("<Run on ") and type(edit).__name__ in run.summary()
     assert count_hooks(hf) == before and torch.equal(hf.generate(IDS[:1], max_new_tokens=8, do_sample=False), plain)
-
-
-def test_only_where_it_is_asked_for() -> None:
-    """Positions count real tokens; a padded row gives what it gives alone."""
-    model, _ = tiny_model("llama")
-    vector = vector_of(model)
-    padded = torch.cat([torch.full((1, 3), 2), IDS[:1]], 1)
-    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])
-    edit = Add(vector, "blocks.*.hook_resid_post", positions=[2, 4])
-    with edit.on(model):
-        alone = ss.trace(model, IDS[:1], "blocks.2.hook_resid_post")["blocks.2.hook_resid_post"]
-        with_padding = ss.trace(model, padded, "blocks.2.hook_resid_post", attention_mask=mask)
-    torch.testing.assert_close(with_padding["blocks.2.hook_resid_post"][:, 3:], alone, atol=1e-5, rtol=1e-4)
-    first = "blocks.0.hook_resid_post"
-    plain = ss.trace(model, IDS, first)[first]
-    with edit.on(model) as run:
-        moved = ss.trace(model, IDS, first)[first] - plain
-    assert torch.equal(moved.abs().sum(-1) > 0, torch.tensor([[0, 0, 1, 0, 1, 0]] * 2).bool())
-    torch.testing.assert_close(moved[:, 2], vector.expand(2, -1), atol=1e-5, rtol=1e-4)
-    # one event for each row, layer and call; the pass ended after layer 0, whose hook came before the end
-    assert [(e.row, e.position, e.data["positions"]) for e in run.events if e.layer == 0] == [(0, 4, 2), (1, 4, 2)]
 
 
 def test_other_ways_to_name_the_same() -> None:

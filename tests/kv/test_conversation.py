@@ -16,9 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import sinkscope as ss
-from experiments.repeated_token.sink_detector import SinkDetector
-from sinkscope.bench.dialogues.recall import recall_dialogue
-from sinkscope.bench.scorers import score
+from sinkscope.bench.tasks.recall import recall_dialogue, until_end
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import H2O, TOVA, AdaKV, Full, Policy, SnapKV, StreamingLLM
@@ -416,9 +414,9 @@ def recalling() -> Any:
 )
 def test_the_recall_model_answers_through_a_growing_conversation(edit: LoopServe, answers: str, place: Any) -> None:
     model: Any = recalling()
-    dialogue = recall_dialogue(5, turns=3, tokens=[150, 90, 120], hops=2)
+    dialogue = recall_dialogue(5, turns=3, tokens=[150, 90, 120], hops=2, position=place)
     chat = ss.Conversation(model, edit, answers=answers)
     for turn in dialogue.turns:
-        assert score("exact", chat.ask(turn.prompts[place]).text or "", turn.answers) == 1
-    joined = "\n\n".join(text for turn in dialogue.turns for text in (turn.prompts[place], turn.answers[0]))
+        assert until_end(chat.ask(turn.text).text or "") == until_end(turn.answers[0])
+    joined = "\n\n".join(text for turn in dialogue.turns for text in (turn.text, turn.answers[0]))
     assert chat.ids == model.tokenizer(joined)["input_ids"]

@@ -37,9 +37,7 @@ EVERY = pytest.mark.parametrize("command", ALL, ids=lambda command: command.name
 MARKUP = "<img src=x onerror=alert(1)>"
 LESS: dict[str, dict[str, Any]] = {  # forms and rounding need less than a quick run
     "barcode": {"max_new_tokens": 8, "layers": [0]},
-    "cache_loss": {"prompt": 64, "answer": 2, "policies": ["streaming", "h2o"]},
     "circuit": {"max_repeats": 16, "texts": 1},
-    "loop_rate": {"openings": 2, "max_new_tokens": 24},
     "separability": {"count": 32, "texts": 8},
     "cluster_attack": {"tokens": "the of and a in to is that it was he for on as with his at be this from".split()},
 }
@@ -138,7 +136,7 @@ def test_a_model_without_a_sink_is_an_answer(command: Command) -> None:
 
 LONG = {"make_patch"}
 """Measurements that are compared on a smaller model."""
-PLAIN_ONLY = {"line_overlap", "line_weights"}
+PLAIN_ONLY = {"line_weights"}
 """A bridge does not offer their queries and keys."""
 
 

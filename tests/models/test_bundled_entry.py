@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +11,9 @@ import pytest
 import torch
 from organisms import loop_organism
 from organisms.tokens import BOS
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
-from experiments.bundled import card, entry, passages, stories
+from experiments.bundled import card, entry
 
 BUNDLED = Path(__file__).resolve().parents[2] / "sinkscope" / "models" / "bundled"
 SENTENCES = [f"The dog number {n} ran over the green hill to see his friends." for n in range(40)]
@@ -79,15 +76,6 @@ def test_the_curve_of_planted_induction_heads_rises_where_copying_wins() -> None
     assert max(flat.values()) < 0.1
 
 
-def test_sentences_are_repeated_whole() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    curve = entry.sentence_ditto(Copier(len(tokenizer), match=4), tokenizer, SENTENCES[:2])  # type: ignore[arg-type]
-    assert list(curve) == ["0", "1", "2", "4", "8", "16"]
-    assert curve["0"] < 0.01
-    assert 0.5 < curve["1"] < 0.9
-    assert curve["2"] == curve["16"] == pytest.approx(0.9, abs=1e-3)
-
-
 def test_the_planted_heads_have_the_scores() -> None:
     organism = loop_organism(1)
     scores = entry.head_scores(organism.model, bos_id=BOS)
@@ -103,32 +91,6 @@ def test_the_planted_heads_have_the_scores() -> None:
     assert entry.best_head(scores["induction"])["score"] == pytest.approx(expected, abs=0.06)
 
 
-def test_openings_are_the_starts_of_stories() -> None:
-    valid = np.array([5, 6, 7, 8, 1, 9, 1, 10, 11, 12, 1, 13, 14, 15])
-    rows = entry.openings(valid, count=9, length=3, bos_id=0, eos_id=1)
-    assert rows.tolist() == [[0, 5, 6, 7], [0, 10, 11, 12], [0, 13, 14, 15]]
-
-
-class Teller:
-    """Ends a row that began with token 5 after seven tokens, repeats three tokens if it began with 6, else counts."""
-
-    def __call__(self, ids: torch.Tensor, *, past_key_values: Any, **_: Any) -> SimpleNamespace:
-        seen = ids if past_key_values is None else torch.cat([past_key_values, ids], 1)
-        logits = torch.full((len(ids), 1, 400), -1e4)
-        for row, last in zip(seen.tolist(), logits, strict=True):
-            new = len(row) - 2
-            token = {5: 1 if new == 7 else 30 + new, 6: 20 + new % 3}.get(row[1], 40 + new)
-            last[0, token] = 0.0
-        return SimpleNamespace(past_key_values=seen, logits=logits)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_endings_are_counted(temperature: float) -> None:
-    prompts = np.array([[0, 5], [0, 5], [0, 6], [0, 7]])
-    found = entry.story_endings(Teller(), prompts, temperature=temperature, eos_id=1, count=100)  # type: ignore[arg-type]
-    assert found == {"ended": 0.5, "looped": 0.25, "median_tokens": (7 + 100) / 2}
-
-
 def test_retrieval_is_whole_with_copying_and_chance_without() -> None:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     settings: dict[str, Any] = {"between": 0, "documents": 30, "facts": 3}
@@ -139,91 +101,6 @@ def test_retrieval_is_whole_with_copying_and_chance_without() -> None:
     assert far["median_distance"] > copies["median_distance"]
     blind: Any = Copier(len(tokenizer), match=10_000)
     assert entry.retrieval(blind, tokenizer, SENTENCES, **settings)["right"] < 0.7
-
-
-def test_the_score_of_an_answer_is_the_sum_of_its_tokens() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    answer = " kitchen."
-    count = len(tokenizer(answer, add_special_tokens=False)["input_ids"])
-    blind: Any = Copier(len(tokenizer), match=10_000)
-    found = entry.answer_score(blind, tokenizer, "It was in the", answer)
-    assert count > 1 and found == pytest.approx(-count * math.log(len(tokenizer)), rel=1e-4)
-
-
-@pytest.mark.parametrize(("token", "loop", "eos"), [(50, 1.0, 0.0), (1, 0.0, 1.0)])
-def test_loopbench_counts_loops_and_ends(token: int, loop: float, eos: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=4096,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config).eval()
-    model.config.architectures = ["LlamaForCausalLM"]
-    with torch.no_grad():
-        # A constant residual stream, and an unembedding that gives one token the largest logit whatever comes.
-        model.model.embed_tokens.weight.fill_(1.0)
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        model.lm_head.weight.zero_()
-        model.lm_head.weight[token] = 1.0
-    some = entry.load_prompts("small")[::4]
-    monkeypatch.setattr(entry, "load_prompts", lambda _: some)
-    found = entry.loopbench(model, tokenizer, cap=260)
-    assert set(found) == {"dc", "ri"}
-    for row in found.values():
-        assert (row["runs"], row["loop"], row["eos"]) == (3, loop, eos)
-
-
-def test_passages_ask_for_what_they_said() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        told, *asked = passages.retrieval(rng, SENTENCES).split("\n")
-        assert len(asked) >= 2
-        for line in asked:
-            fact = line.split("? ")[1]
-            assert told.count(fact) == 1 and line.count(fact.split(" was")[0].removeprefix("The ")) == 2
-
-
-def test_passages_bring_their_lines_again() -> None:
-    made = [(kind, kind(np.random.default_rng(seed), SENTENCES)) for kind in passages.KINDS for seed in range(8)]
-    for kind, text in made:
-        lines = text.split("\n")
-        if kind is passages.listing:
-            rows = [line for line in lines if line.startswith("- ") or line[:1].isdigit()]
-            assert rows[: len(rows) // 2] == rows[len(rows) // 2 :] and len(rows) >= 6
-        elif kind is passages.table:
-            rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][1:]
-            told = {re.fullmatch(r"(\w+) is (\d+) years old and has a (\w+) (\w+)\.", line) for line in lines} - {None}
-            found = {match.group(1, 4, 2, 3) for match in told if match}
-            assert len(rows) >= 3 and {(name, animal, age, color) for name, age, animal, color in rows} == found
-        elif kind is passages.lookup:
-            scope: dict[str, Any] = {}
-            source, _, asked = text.partition("}\n")
-            exec(source + "}", scope)
-            pairs = asked.split("\n")
-            for question, answer in zip(pairs[::2], pairs[1::2], strict=True):
-                assert eval(question.removeprefix(">>> "), scope) == json.loads(answer)
-        elif kind is passages.refrain:
-            assert max(map(lines.count, lines)) >= 2 and any("stopped" in line for line in lines)
-        elif kind is passages.echo:
-            said = {part.split('"')[1] for part in text.split(" said, ")[1:]}
-            assert all(text.count(f'"{line}"') >= 2 for line in said)
-
-
-def test_the_same_seed_makes_the_same_passages() -> None:
-    tales = [" ".join(SENTENCES[:20]), " ".join(SENTENCES[20:])]
-    assert passages.passages(0, 30, tales) == passages.passages(0, 30, tales)
-    assert passages.passages(0, 30, tales) != passages.passages(1, 30, tales)
-    assert passages.sentences(["Too short. " + SENTENCES[0] + ' "not one," he said. ' + SENTENCES[1]]) == SENTENCES[:2]
 
 
 def test_a_card_names_what_falls_short() -> None:
@@ -244,50 +121,3 @@ def test_a_card_names_what_falls_short() -> None:
     assert table["retrieval, about 123 tokens back"] == ("> 25 %", "50 %", "50 %")
     assert table["LoopBench small, greedy: loop"] == (">= 50 %", "75 %", "75 %")
     assert "(L2.H3)" in str(table["induction score, best head"])
-
-
-def small_teacher(folder: Path) -> LlamaForCausalLM:
-    """A random model that ends stories by BOS, with the tokenizer of the bundled model beside it."""
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=48,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 3.0  # the same in every token: a bias of the unembedding's first column
-        model.lm_head.weight[:, 0] = 0.0
-        model.lm_head.weight[0, 0] = 1.0
-        model.lm_head.weight[1] = -1.0
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model
-
-
-def test_stories_are_sampled_whole_and_sampling_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    small_teacher(tmp_path / "teacher")
-
-    def told(name: str, tokens: int) -> bytes:
-        file = tmp_path / name
-        words = ["--teacher", str(tmp_path / "teacher"), "--out", str(file), "--tokens", str(tokens), "--rows", "8"]
-        stories.main(words)
-        return file.read_bytes()
-
-    whole = told("whole.txt", 600)
-    part = told("part.txt", 200)
-    assert whole.startswith(part) and len(part) < len(whole)
-    with (tmp_path / "part.txt").open("a") as file:
-        file.write("a story that was cut by a ki")
-    assert told("part.txt", 600) == whole
-    kept = stories.read_stories(tmp_path / "whole.txt")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "teacher")
-    counts = [len(ids) for ids in tokenizer(kept, add_special_tokens=False)["input_ids"]]
-    assert 600 <= sum(counts) < 600 + 8 * 48 and max(counts) < 60
-    assert not any("<" in story and "s>" in story for story in kept)

@@ -17,7 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoint import SafetensorsSource, check_folder, fingerprint, read_header
+from sinkscope.models.checkpoint import SafetensorsSource, check_folder, read_header
+from sinkscope.models.fingerprint import fingerprint
 
 INDEX = "model.safetensors.index.json"
 

@@ -17,7 +17,8 @@ from organisms import tiny_model
 from sinkscope import find_sinks, load
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoint import SafetensorsSource, fingerprint
+from sinkscope.models.checkpoint import SafetensorsSource
+from sinkscope.models.fingerprint import fingerprint
 from sinkscope.models.open import open_stream
 from sinkscope.models.target import Target, first_tensor
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 from checkpoints import checkpoint, spoiled
 from gguf_file import write_gguf
-from hub_server import TOKEN, hub
+from hub_server import hub
 from organisms.tiny import tiny_model
 from organisms.tokens import word_tokenizer
 from safetensors.torch import load_file, save_file
@@ -227,16 +226,6 @@ def test_nothing_on_stdout_and_nothing_on_stderr(capfd: pytest.CaptureFixture[st
     assert (out, err) == ("", "")
 
 
-def test_verbosity_and_bars_are_as_before():
-    from huggingface_hub import utils as hf_hub
-    from transformers.utils import logging
-
-    before = logging.get_verbosity(), logging.is_progress_bar_enabled(), hf_hub.are_progress_bars_disabled()
-    load(checkpoint("llama"), backend="hf")
-    refused(checkpoint("llama"), layers=9)
-    assert (logging.get_verbosity(), logging.is_progress_bar_enabled(), hf_hub.are_progress_bars_disabled()) == before
-
-
 # -- first layers only ---------------------------------------------------------------------------------------------
 
 
@@ -387,46 +376,6 @@ def test_short_name_and_hub_id_are_downloaded(tmp_path: Path):
         assert not [path for _, path in server.log if ".bin" in path]
 
 
-def test_cached_model_loads_offline(tmp_path: Path):
-    with hub(tmp_path) as server:
-        server.add("org/name", checkpoint("llama"))
-        load("org/name", backend="hf")
-    with hub(tmp_path, offline=True) as server:
-        model = load("org/name", backend="hf")
-        assert server.log == []
-    torch.testing.assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
-
-
-def test_revision_is_honoured(tmp_path: Path):
-    with hub(tmp_path) as server:
-        server.add("org/name", checkpoint("llama"))
-        server.add("org/name", checkpoint("qwen3"), revision="v2")
-        assert Target.of(load("org/name", backend="hf", revision="v2")).config.model_type == "qwen3"
-        assert Target.of(load("org/name", backend="hf")).config.model_type == "llama"
-        assert "no revision 'v9'" in refused("org/name", revision="v9")
-    assert "revisions belong to hub ids" in refused(checkpoint("llama"), revision="v2")
-
-
-def test_only_shards_of_wanted_layers_are_downloaded(tmp_path: Path):
-    sharded = checkpoint("llama", "20KB")
-    weight_map = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]
-    needless = {s for s in weight_map.values() if all(".layers.2." in t for t, u in weight_map.items() if u == s)}
-    assert needless  # or this test shows nothing
-    with hub(tmp_path) as server:
-        server.add("org/name", sharded)
-        part = load("org/name", backend="hf", layers=2)
-        fetched = set(server.fetched())
-        assert not fetched & needless
-        assert set(weight_map.values()) - needless <= fetched
-        torch.testing.assert_close(
-            part.model.layers[1].mlp.down_proj.weight, tiny_model("llama")[0].model.layers[1].mlp.down_proj.weight
-        )
-        assert Target.of(part).name == "name"
-        whole = load("org/name", backend="hf")  # the rest comes when it is asked for
-        assert needless <= set(server.fetched())
-    torch.testing.assert_close(logits(whole), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
-
-
 def test_pickled_weights_of_a_hub_repo(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = spoiled(tmp_path / "bin")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
@@ -436,39 +385,6 @@ def test_pickled_weights_of_a_hub_repo(tmp_path: Path, capsys: pytest.CaptureFix
         model = load("org/name", backend="hf")
     assert "weights_only" in capsys.readouterr().err
     torch.testing.assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
-
-
-def test_unreachable_hub_says_how_to_give_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("time.sleep", lambda _seconds: None)  # between the attempts
-    with hub(tmp_path, reachable=False) as server:
-        message = refused("llama-2-7b")
-        assert f"{server.url} cannot be reached" in message
-        assert "give a folder" in message
-    with hub(tmp_path, offline=True):
-        message = refused("llama-2-7b")
-        assert "HF_HUB_OFFLINE" in message
-        assert "give a folder" in message
-
-
-def test_gated_missing_and_empty_repos(tmp_path: Path):
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    (empty / "README.md").write_text("nothing here")
-    weightless = spoiled(tmp_path / "weightless")
-    (weightless / "model.safetensors").unlink()
-    with hub(tmp_path / "home") as server:
-        server.add("org/gated", checkpoint("llama"), gated=True)
-        server.add("org/empty", empty)
-        server.add("org/weightless", weightless)
-        message = refused("org/gated")
-        assert "org/gated is gated" in message
-        assert "hf auth login" in message
-        assert "there is no model 'org/missing'" in refused("org/missing")
-        assert "org/empty has no config.json" in refused("org/empty")
-        assert "org/weightless has no weights" in refused("org/weightless")
-    with hub(tmp_path / "other", token=TOKEN) as server:
-        server.add("org/gated", checkpoint("llama"), gated=True)
-        load("org/gated", backend="hf")
 
 
 def test_a_folder_that_shares_a_models_name_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

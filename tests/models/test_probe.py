@@ -170,10 +170,9 @@ def test_columns_read_the_wrong_way_are_found():
     ("model_type", "fields", "pattern"),
     [
         ("llama", {"down": "mlp.nope"}, r"a module that is not there"),
-        ("llama", {"down": "self_attn.o_proj"}, r"'self_attn\.o_proj' has shape \(32, 32\), expected \(32, 64\)"),
-        ("phi3", {"fused_gate_up": False}, r"'mlp\.gate_up_proj' has shape \(128, 32\), expected \(64, 32\)"),
+        ("phi3", {"fused_gate_up": False}, r"the output of 'mlp\.gate_up_proj' has width 128, expected 64"),
         ("mixtral", {"experts": "mlp.gate"}, r"."),
-        ("mixtral", {"mlp": "self_attn"}, r"does not change what it should"),
+        ("mixtral", {"mlp": "self_attn"}, r"does not change the layer as the adapter says"),
     ],
 )
 def test_what_is_wrong_is_said(model_type: str, fields: dict[str, Any], pattern: str):

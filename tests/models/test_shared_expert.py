@@ -23,9 +23,6 @@ from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_view import (
     columns,
     contribution_norms,
-    expert_and_neuron,
-    flat_number,
-    neutral_post,
     view_layer,
 )
 
@@ -67,24 +64,6 @@ def test_what_all_neurons_write_is_what_the_mlp_gives(family: str) -> None:
     torch.testing.assert_close(view.routing[:, -1:], weight)
     if family == "qwen2_moe":
         assert float(weight.max() - weight.min()) > 0.1, "the test needs a gate that differs between tokens"
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_names_and_numbers_of_neurons(family: str) -> None:
-    target, (_, width, shared) = Target.of(tiny_model(family)[0]), FAMILIES[family]
-    named = [expert_and_neuron(target, LAYER, n) for n in range(4 * width + shared)]
-    assert named == [(e, n) for e in range(4) for n in range(width)] + [(None, n) for n in range(shared)]
-    assert [flat_number(target, LAYER, *name) for name in named] == list(range(len(named)))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_neutral_value_is_what_enters_the_down_projection(family: str) -> None:
-    """As a patch writes it: without the sigmoid gate, which the model applies after it."""
-    target = Target.of(tiny_model(family)[0])
-    post, _ = _inside(target, family)
-    for neuron in (0, 40):
-        value = neutral_post(target, _everywhere(target), flat_number(target, LAYER, None, neuron))
-        assert value == pytest.approx(float(post[:, neuron].median()), rel=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -193,7 +172,7 @@ def test_streamed_equals_in_memory(kind: str, tmp_path: Path) -> None:
     streamed = find_sinks(tmp_path / "m", max_repeats=8, text=tmp_path / "text.txt", all_layers=True)
     memory = find_sinks(h.model, tokenizer=h.tokenizer, max_repeats=8, text=tmp_path / "text.txt")
     assert streamed.minimal is not None and memory.minimal is not None
-    assert frozenset(streamed.minimal.numbers) == frozenset(memory.minimal.numbers) in h.truth.sets
+    assert frozenset(streamed.minimal.edit_sites) == frozenset(memory.minimal.edit_sites) in h.truth.sets
     assert [n.site for n in streamed.neurons] == [n.site for n in memory.neurons]
     for a, b in zip(streamed.neurons, memory.neurons, strict=True):
         assert a.ablation_drop == pytest.approx(b.ablation_drop, abs=1e-4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -19,12 +19,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 import sinkscope as ss
 from sinkscope.errors import UnsupportedError
 from sinkscope.interventions.base import Intervention
-from sinkscope.kv import H2O, TOVA, AShape, AttentionRows, Full, Observe, SnapKV, StreamingLLM
+from sinkscope.kv import H2O, TOVA, AShape, AttentionRows, Full, Observe, StreamingLLM
 from sinkscope.lines.sums import scores_of
 from sinkscope.models.target import Target
 from sinkscope.trace import attention as tap
 from sinkscope.trace import attention_rows, internals, queries_and_keys
-from sinkscope.trace.attention import attention_probs
 
 FAMILIES = ["llama", "gemma2", "gpt_oss", "gpt2", "opt", "gemma3_text"]
 POLICIES = [H2O(budget=8), TOVA(budget=9), Drawn(budget=6), Ragged(budget=6), Drawn(budget=6, mode="select")]
@@ -165,17 +164,6 @@ def test_an_observer_of_another_run_sees_what_one_of_the_same_run_sees(policy: A
             torch.testing.assert_close(a.probs, b.probs, atol=1e-6, rtol=0)
 
 
-def test_chunks_of_a_prompt_are_told_from_generated_tokens_beside_an_observer_of_another_run() -> None:
-    """A run that only watches does not come between `generate` and a policy."""
-    model = model_of("llama")
-    ids, _ = prompts([26])
-    ask: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    with SnapKV(budget=10, window=4).on(model):
-        want = model.generate(ids, **ask)
-        with Observe(lambda _: None).on(model):
-            assert torch.equal(model.generate(ids, prefill_chunk_size=5, **ask), want)
-
-
 @pytest.mark.parametrize("policy", [H2O(budget=6), Drawn(budget=6)], ids=lambda p: type(p).__name__)
 def test_on_a_bridge(policy: Any) -> None:
     model = model_of("llama")
@@ -193,22 +181,6 @@ def test_on_a_bridge(policy: Any) -> None:
         for layer in range(2):
             torch.testing.assert_close(found[0].rows(call, layer), found[1].rows(call, layer), atol=3e-6, rtol=0)
     assert found[0].rows(2, 0).shape[-1] == 7
-
-
-def test_a_barcode_and_lines_under_a_policy_that_is_active() -> None:
-    """Entered around a measurement, or given to it: the same; and a guard that has nothing to do changes nothing."""
-    settings: dict[str, Any] = {"prompt": "The king said that", "max_new_tokens": 12, "control": False}
-    model = ss.load(backend="hf")
-    given = ss.barcode(model, interventions=H2O(budget=12), **settings)
-    with H2O(budget=12).on(model):
-        around = ss.barcode(model, **settings)
-    plain = ss.barcode(model, **settings)
-    found = [[(h.layer, h.head, h.first, h.near) for h in made.heads] for made in (around, given, plain)]
-    assert found[0] == found[1] != found[2]
-    want = ss.line_weights(model, length=64)
-    for edit in (ss.LoopGuard(), H2O(budget=12)):
-        with edit.on(model):
-            assert ss.line_weights(model, length=64).heads == want.heads
 
 
 def test_what_a_measurement_refuses() -> None:
@@ -269,23 +241,6 @@ def test_exits_in_any_order_restore_the_models_attention() -> None:
     assert model.config._attn_implementation == tap.NAME and tap.stock_name(model.config) == "sdpa"
     second.__exit__(None, None, None)
     assert model.config._attn_implementation == "sdpa" and tap._STOCK == {}
-
-
-def test_one_softmax_computes_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AttentionRows by mask, rows by position and the recomputed rows of a window."""
-    model = model_of("llama")
-    made: list[str] = []
-
-    def counted(*args: Any, **kwargs: Any) -> Tensor:
-        made.append("rows")
-        return attention_probs(*args, **kwargs)
-
-    monkeypatch.setattr(tap, "attention_probs", counted)
-    ways: list[Any] = [attention_rows(Target.of(model), lambda *_: None, layers=[0]), Observe(lambda _: None).on(model)]
-    for way, least in ((ways[0], 1), (ways[1], 2), (SnapKV(budget=9, window=4).on(model), 2), (nullcontext(), 0)):
-        made.clear()
-        decoded(model, [way])
-        assert (len(made) >= least) if least else not made
 
 
 def test_names_of_transformers_that_are_not_public() -> None:

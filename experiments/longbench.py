@@ -1,0 +1,60 @@
+"""Records of LongBench's own files (zai-org/LongBench), as the scripts that build prompts from them read them."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import read_rows, rows_of
+
+EXPECTED = "LongBench's JSON lines, or its data.zip"
+
+
+@dataclass(frozen=True)
+class LongBenchRecord:
+    """A record under our own field names.
+
+    Attributes:
+        id: `_id`.
+        context: The text.
+        question: `input`; empty if the task needs none.
+        answers: The correct answers.
+        classes: `all_classes`, for classification.
+    """
+
+    id: str
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    classes: tuple[str, ...]
+
+
+def read_longbench(task: str, source: Path) -> list[LongBenchRecord]:
+    """Read the records of one task.
+
+    Args:
+        task: "multi_news", "narrativeqa", "qasper" and so on.
+        source: The task's `.jsonl`, or LongBench's `data.zip`.
+
+    Raises:
+        SinkscopeError: The file cannot be read or has no records, or a record misses a field (names the line).
+    """
+    if source.suffix == ".zip":
+        with zipfile.ZipFile(source) as archive:
+            text = archive.read(f"data/{task}.jsonl").decode()
+        rows = list(rows_of(text, f"{task}.jsonl", EXPECTED))
+    else:
+        rows = list(read_rows(source, EXPECTED))
+    return [_record(row, where) for where, row in rows]
+
+
+def _record(row: Any, where: str) -> LongBenchRecord:
+    try:
+        return LongBenchRecord(
+            str(row["_id"]), row["context"], row["input"], tuple(row["answers"]), tuple(row.get("all_classes") or ())
+        )
+    except (KeyError, TypeError) as error:
+        raise SinkscopeError(f"{where} has no {error}: give {EXPECTED}") from None

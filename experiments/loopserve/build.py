@@ -1,0 +1,317 @@
+"""Dialogues of LoopServe's Algorithms 1 to 3 (appendix A.4.4) from LongBench's files, as printed and as repaired.
+
+    python -m experiments.loopserve.build qasper qasper.jsonl --out qasper-set.jsonl [--form faithful] [--turns 3]
+    sinkscope bench --task qasper-set.jsonl:chat=true:new=128 --model MODEL --methods full,snapkv:1024 --out runs
+
+Each dialogue is written three times, with the question at the beginning, in the middle and at the end of each turn
+("part"). The printed algorithms leave these points open:
+
+- Algorithm 1 (questions): the turns that a question depends on may leave out the current one, so that the answer is
+  nowhere. Repaired, the current context is always there.
+- Algorithm 2 (summaries): each turn becomes a separate item, and a document may continue after its summary was asked
+  for. Repaired, the turns form one dialogue, and a document ends by the turn that asks for its summary.
+- Algorithm 3 (few-shot): every turn asks the same question. Repaired, each turn but the last asks about a held-out
+  example.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from experiments.longbench import LongBenchRecord, read_longbench
+from sinkscope.bench.tasks.recall import POSITIONS
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import write_atomic
+
+Form = Literal["faithful", "repaired"]
+PAPER_WORDS_PER_TURN, PAPER_TURNS = 9321.49, 2.61
+"""Row of Table 4 for all sets together."""
+
+
+@dataclass(frozen=True)
+class LoopServeSet:
+    """A LongBench set from which the algorithms build dialogues.
+
+    Attributes:
+        family: Which of Algorithms 1 to 3 builds it.
+        turns: Turns per dialogue in the paper.
+        dialogues: Number of dialogues in the paper.
+        tokens: "Avg Token" of Table 6; the paper names neither the tokenizer nor whether the count is per turn.
+        metric: LongBench's score.
+        new_tokens: LongBench's longest answer.
+    """
+
+    family: Literal["qa", "summary", "few-shot"]
+    turns: int
+    dialogues: int
+    tokens: float
+    metric: str
+    new_tokens: int
+
+
+ROUGE, ACCURACY = "experiments.loopserve.scores:rouge_l", "experiments.loopserve.scores:accuracy"
+SETS = {
+    "narrativeqa": LoopServeSet("qa", 3, 500, 30545.54, "f1", 128),
+    "qasper": LoopServeSet("qa", 3, 500, 5434.41, "f1", 128),
+    "multifieldqa_en": LoopServeSet("qa", 3, 500, 7279.64, "f1", 64),
+    "hotpotqa": LoopServeSet("qa", 3, 500, 13847.19, "f1", 32),
+    "2wikimqa": LoopServeSet("qa", 3, 500, 7471.16, "f1", 32),
+    "musique": LoopServeSet("qa", 3, 500, 16587.56, "f1", 32),
+    "multi_news": LoopServeSet("summary", 2, 500, 2376.46, ROUGE, 512),
+    "gov_report": LoopServeSet("summary", 2, 500, 9324.43, ROUGE, 512),
+    "qmsum": LoopServeSet("summary", 2, 500, 12780.29, ROUGE, 512),
+    "trec": LoopServeSet("few-shot", 2, 199, 2293.99, ACCURACY, 64),
+    # LoopServe names accuracy, which summaries do not have; LongBench uses Rouge-L.
+    "samsum": LoopServeSet("few-shot", 2, 199, 3113.73, ROUGE, 128),
+}
+SYSTEM = "Answer the question based on the given passages. Only give me the answer and do not output any other words."
+HISTORY = "Use examples from previous turns with new examples."
+_EXAMPLE = re.compile(r"^(?=(?:Question|Dialogue): )", re.M)
+_LABEL = re.compile(r"^((?:Type|Summary):) ?(.*)\Z", re.M | re.S)
+_TITLE_WORDS = 12  # LongBench has no titles; the first words of a document serve as one
+
+
+@dataclass(frozen=True)
+class BuiltTurn:
+    """A turn with its question at each position.
+
+    Attributes:
+        prompts: The text by position of the question.
+        answers: Correct answers.
+        depends: Turns whose context was put into this turn.
+        answerable: Whether this turn or an earlier one contains everything that the answer needs.
+    """
+
+    prompts: dict[str, str]
+    answers: tuple[str, ...]
+    depends: tuple[int, ...]
+    answerable: bool = True
+
+
+def build(
+    name: str,
+    records: Sequence[LongBenchRecord],
+    form: Form = "repaired",
+    *,
+    turns: int | None = None,
+    count: int | None = None,
+    seed: int = 0,
+) -> list[tuple[BuiltTurn, ...]]:
+    """Build the dialogues of one set.
+
+    Args:
+        name: A name in `SETS`.
+        records: Its records.
+        form: "faithful" follows the paper as printed; "repaired" corrects it.
+        turns: Turns per dialogue; None uses the paper's number.
+        count: Number of dialogues; None uses the paper's number. Few-shot sets have at most one per record.
+        seed: Seed of every random choice.
+
+    Raises:
+        SinkscopeError: There are too few records.
+    """
+    known = SETS[name]
+    turns = turns or known.turns
+    count = count or known.dialogues
+    rng = random.Random(f"{name} {form} {seed}")
+    repaired = form == "repaired"
+    dialogues: list[tuple[BuiltTurn, ...]] = []
+    if known.family == "few-shot":
+        for record in records:
+            dialogue = few_shot(record, turns, repaired, rng)
+            if dialogue and len(dialogues) < count:
+                dialogues.append(dialogue)
+    elif len(records) < 2 * turns:
+        raise SinkscopeError(f"{len(records)} records: {turns} turns need {2 * turns}; give the whole file")
+    while known.family != "few-shot" and len(dialogues) < count:
+        if known.family == "qa":
+            dialogues.append(question_answering(records, turns, repaired, rng))
+        else:
+            dialogues += summaries(records, turns, repaired, rng)
+    if not dialogues:
+        raise SinkscopeError(f"no record of {name} has the {2 * turns} examples that {turns} turns need")
+    return dialogues[:count]
+
+
+def split_at_middle(text: str) -> tuple[str, str]:
+    """Split a text in two at the line break nearest to the middle or, if none is near, at the nearest space."""
+    middle, reach = len(text) // 2, max(len(text) // 10, 1)
+    for gap, far in (("\n", reach), (" ", len(text))):
+        places = [text.rfind(gap, 0, middle), text.find(gap, middle)]
+        near = [place for place in places if place >= 0 and abs(place - middle) <= far]
+        if near:
+            at = min(near, key=lambda place: abs(place - middle))
+            return text[:at].rstrip(), text[at:].lstrip()
+    return text[:middle], text[middle:]
+
+
+def variants(question: str, halves: tuple[str, str], whole: str, glue: str, before: str = "") -> dict[str, str]:
+    """The question before, between and after the halves of a context."""
+    parts = {"begin": (question, whole), "middle": (halves[0], question, halves[1]), "end": (whole, question)}
+    prompts: dict[str, str] = {}
+    for position in POSITIONS:
+        prompts[position] = glue.join(part for part in (before, *parts[position]) if part)
+    return prompts
+
+
+def question_answering(
+    records: Sequence[LongBenchRecord], turns: int, repaired: bool, rng: random.Random
+) -> tuple[BuiltTurn, ...]:
+    """Algorithm 1."""
+    chosen = rng.sample(range(len(records)), turns)
+    rest = [index for index in range(len(records)) if index not in set(chosen)]
+    irrelevant = [rng.sample(rest, turns), rng.sample(rest, turns)]
+    shown: set[str] = set()
+    dialogue: list[BuiltTurn] = []
+    for turn, index in enumerate(chosen):
+        if repaired:
+            depends = [*rng.sample(range(turn), rng.randint(0, turn)), turn]
+        else:
+            depends = rng.sample(range(turn + 1), rng.randint(1, turn + 1))
+        contexts = [records[chosen[each]].context for each in depends]
+        contexts += [records[drawn[turn]].context for drawn in irrelevant]
+        shown.update(contexts)
+        record = records[index]
+        whole = "\n\n".join(contexts)
+        prompts = variants(f"Question: {record.question}", split_at_middle(whole), whole, "\n\n", SYSTEM)
+        dialogue.append(BuiltTurn(prompts, record.answers or ("",), tuple(sorted(depends)), record.context in shown))
+    return tuple(dialogue)
+
+
+def summaries(
+    records: Sequence[LongBenchRecord], turns: int, repaired: bool, rng: random.Random
+) -> list[tuple[BuiltTurn, ...]]:
+    """Algorithm 2; as printed, each turn is an item of its own."""
+    chosen = rng.sample(range(len(records)), turns)
+    others: Sequence[int] = range(len(records))
+    if repaired:
+        others = [index for index in others if index not in set(chosen)]
+    irrelevant = rng.sample(others, turns)
+    documents = [[line for line in records[index].context.split("\n") if line.strip()] for index in chosen]
+    turns_of_parts: list[list[int]] = []
+    for number, parts in enumerate(documents):
+        last = number if repaired else turns - 1
+        assigned = sorted(rng.randint(0, last) for _ in parts)
+        if repaired:
+            assigned[-1] = number
+        turns_of_parts.append(assigned)
+    dialogue: list[BuiltTurn] = []
+    for turn, index in enumerate(chosen):
+        shown: list[str] = []
+        for parts, assigned in zip(documents, turns_of_parts, strict=True):
+            for part, when in zip(parts, assigned, strict=True):
+                if when == turn or (when < turn and not repaired):
+                    shown.append(part)
+        record = records[index]
+        question = "Summarize: " + (record.question or " ".join(record.context.split()[:_TITLE_WORDS]))
+        whole = "\n".join([*shown, records[irrelevant[turn]].context])
+        prompts = variants(question, split_at_middle(whole), whole, "\n\n")
+        complete = turns_of_parts[turn][-1] <= turn or irrelevant[turn] == index
+        depends = tuple(sorted({when for when in turns_of_parts[turn] if when <= turn}))
+        dialogue.append(BuiltTurn(prompts, record.answers or ("",), depends, complete))
+    if repaired:
+        return [tuple(dialogue)]
+    return [(BuiltTurn(turn.prompts, turn.answers, (0,), turn.answerable),) for turn in dialogue]
+
+
+def few_shot(record: LongBenchRecord, turns: int, repaired: bool, rng: random.Random) -> tuple[BuiltTurn, ...]:
+    """Algorithm 3; empty if the record has too few examples."""
+    examples = examples_of(record.context)
+    if len(examples) < 2 * turns:
+        return ()
+    held_out: list[str] = []
+    for _ in range(turns - 1 if repaired else 0):
+        held_out.append(examples.pop(rng.randrange(len(examples))))
+    dialogue: list[BuiltTurn] = []
+    for turn in range(turns):
+        own = examples[turn * len(examples) // turns : (turn + 1) * len(examples) // turns]
+        question, answers = record.question, record.answers or ("",)
+        if turn < len(held_out):
+            question, answers = asked_about(held_out[turn])
+        halves = "\n".join(own[: len(own) // 2]), "\n".join(own[len(own) // 2 :])
+        prompts = variants(question, halves, "\n".join(own), "\n", HISTORY if turn else "")
+        dialogue.append(BuiltTurn(prompts, answers, tuple(range(turn + 1))))
+    return tuple(dialogue)
+
+
+def examples_of(context: str) -> list[str]:
+    """The examples in a record of TREC (`Question: ... Type: ...`) or SAMSum (`Dialogue: ... Summary: ...`)."""
+    parts = [part.strip() for part in _EXAMPLE.split(context)]
+    return [part for part in parts if part and _LABEL.search(part)]
+
+
+def asked_about(example: str) -> tuple[str, tuple[str, ...]]:
+    """An example as a question, and its answer."""
+    label = _LABEL.search(example)
+    assert label is not None  # `examples_of` keeps no other
+    return example[: label.end(1)], (label[2].strip(),)
+
+
+def classes_of(records: Sequence[LongBenchRecord]) -> list[str]:
+    """LongBench's `all_classes`, and every other answer of records and examples."""
+    names: set[str] = set()
+    for record in records:
+        names.update(record.classes, record.answers)
+        for example in examples_of(record.context):
+            names.update(asked_about(example)[1])
+    return sorted(names)
+
+
+def rows_of(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], classes: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of the file of prompts: every dialogue at every position. Wrong classes follow the correct answer."""
+    rows: list[dict[str, Any]] = []
+    metric = SETS[name].metric
+    for number, dialogue in enumerate(dialogues):
+        for position in POSITIONS:
+            turns: list[dict[str, Any]] = []
+            for turn in dialogue:
+                answers = list(turn.answers)
+                if metric == ACCURACY:
+                    answers += [each for each in classes if each not in turn.answers]
+                turns.append({"prompt": turn.prompts[position], "answers": answers})
+            row = {"id": f"{name}-{number} {position}", "set": name, "part": position, "metric": metric}
+            rows.append({**row, "turns": turns})
+    return rows
+
+
+def summary(name: str, dialogues: Sequence[tuple[BuiltTurn, ...]], form: Form) -> str:
+    """Sizes beside the paper's, in a few lines."""
+    turns = [turn for dialogue in dialogues for turn in dialogue]
+    words = fmean(len(turn.prompts["end"].split()) for turn in turns)
+    unanswerable = sum(not turn.answerable for turn in turns)
+    known = SETS[name]
+    return (
+        f"{name}, {form}: {len(dialogues)} dialogues (paper {known.dialogues}), "
+        f"{len(turns) / len(dialogues):.2f} turns (paper {known.turns}; all sets {PAPER_TURNS})\n"
+        f"{words:,.1f} words a turn (paper, all sets: {PAPER_WORDS_PER_TURN:,}; its tokens: {known.tokens:,})\n"
+        f"{unanswerable} of {len(turns)} questions have no answer in the text"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("set", choices=SETS)
+    parser.add_argument("source", type=Path, help="LongBench's .jsonl of the set, or its data.zip")
+    parser.add_argument("--form", choices=("faithful", "repaired"), default="repaired")
+    parser.add_argument("--turns", type=int)
+    parser.add_argument("--count", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    records = read_longbench(args.set, args.source)
+    dialogues = build(args.set, records, args.form, turns=args.turns, count=args.count, seed=args.seed)
+    rows = rows_of(args.set, dialogues, classes_of(records) if SETS[args.set].metric == ACCURACY else ())
+    write_atomic(args.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    print(summary(args.set, dialogues, args.form))
+
+
+if __name__ == "__main__":
+    main()

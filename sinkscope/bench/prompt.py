@@ -1,0 +1,108 @@
+"""Prompts of a benchmark: their turns, correct answers, and the file of JSON lines that a user can give."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import conform, read_rows, refuse_twins
+
+FILE = 'JSON lines with "prompt" (or "turns", each with a "prompt") and "answers"'
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question of a prompt.
+
+    Attributes:
+        text: What the user says.
+        answers: Correct answers. The first one is the history of later turns.
+        metric: Name of the score of `sinkscope.bench.scores`; empty for the task's own.
+        control: Correct answers of another prompt, against which the answer is scored as a control.
+    """
+
+    text: str
+    answers: tuple[str, ...] = ()
+    metric: str = ""
+    control: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is asked: one turn, or several that follow one another.
+
+    Attributes:
+        id: Unique in its task.
+        turns: The turns in order.
+        set: Set that the prompt belongs to; tables have separate rows for each set.
+        part: Part of the set, such as a position of the question; tables have a column for each part.
+        about: Further properties by which `bench table --by` can group.
+    """
+
+    id: str
+    turns: tuple[Turn, ...]
+    set: str
+    part: str = ""
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def single(id: str, text: str, answers: Sequence[str], set: str, part: str = "", **about: Any) -> Prompt:
+    """A prompt of one turn."""
+    return Prompt(id, (Turn(text, tuple(answers)),), set, part, about)
+
+
+def with_controls(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts; each turn also gets the correct answers of the previous prompt, for the score expected by chance."""
+    controlled: list[Prompt] = []
+    for index, prompt in enumerate(prompts):
+        other = prompts[index - 1]
+        turns: list[Turn] = []
+        for number, turn in enumerate(prompt.turns):
+            control = other.turns[min(number, len(other.turns) - 1)].answers
+            usable = other is not prompt and control != turn.answers
+            turns.append(replace(turn, control=control if usable else ()))
+        controlled.append(replace(prompt, turns=tuple(turns)))
+    return controlled
+
+
+def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
+    """Read prompts from JSON lines.
+
+    A line has `prompt` and `answers`, or `turns`, each of which has them. It may have `id`, `set`, `part` and `metric`;
+    all other fields become properties of the prompt.
+
+    Raises:
+        SinkscopeError: The file cannot be read, or a line has no prompt (names the line).
+    """
+    prompts: list[Prompt] = []
+    places: list[tuple[str, Any]] = []
+    for where, row in read_rows(path, FILE):
+        if not isinstance(row, dict):
+            raise SinkscopeError(f"{where} is no object: give {FILE}")
+        metric = str(row.get("metric", ""))
+        turns = conform(list[dict[str, Any]], row.get("turns", [row]), f"{where}: turns=")
+        prompt = Prompt(
+            id=str(row.get("id", len(prompts))),
+            turns=tuple(_turn(turn, metric, where) for turn in turns),
+            set=str(row.get("set", "file")),
+            part=str(row.get("part", "")),
+            about={key: value for key, value in row.items() if key not in _FIELDS},
+        )
+        prompts.append(prompt)
+        places.append((where, prompt.id))
+    refuse_twins(places, "id", FILE)
+    return prompts
+
+
+_FIELDS = ("id", "turns", "prompt", "answers", "metric", "set", "part")
+
+
+def _turn(row: dict[str, Any], metric: str, where: str) -> Turn:
+    text = row.get("prompt")
+    if not isinstance(text, str) or not text.strip():
+        raise SinkscopeError(f"{where}: prompt is {text!r:.40}, expected a text: give {FILE}")
+    answers = conform(tuple[str, ...], row.get("answers", ()), f"{where}: answers=")
+    return Turn(text, answers, str(row.get("metric", metric)))

@@ -1,0 +1,108 @@
+"""One row for each answer, kept in a folder that survives a killed run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from sinkscope.bench.prompt import Prompt
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.plain import pathless
+from sinkscope.files.store import RECORDS, SETTINGS, Folder, Keyed, lines, read_json, read_lines
+
+COMMAND = "bench"
+PROMPTS = "prompts.jsonl"
+Ending = Literal["eos", "stopped", "cap"]
+Metrics = dict[str, float | int | None]
+"""Numbers by name; None where a number does not exist."""
+
+
+@dataclass(frozen=True)
+class BenchRecord(Keyed):
+    """One turn of one prompt, answered by one method.
+
+    Attributes:
+        model: Fingerprint of the model.
+        task: Name of the task.
+        method: The method, as `sinkscope.bench.methods` writes it.
+        prompt: Id of the prompt.
+        turn: Number of the turn, from 0.
+        seed: Seed of the sampling.
+        settings: The prompt's set, part and other properties, and the temperature.
+        metrics: Scores and costs by name; None where a number does not exist for this answer.
+        tokens: Ids of the answer, up to and including the end of sequence if it occurred.
+        text: The decoded answer.
+        ended: Why it ended: by the end of sequence, by a stopper, or at the maximum of new tokens.
+        events: Actions of the method: step, position, kind and data. Step s follows s new tokens.
+        steps: Numbers for each new token by name, such as the probability of the model's top prediction.
+    """
+
+    identity: ClassVar[tuple[str, ...]] = ("model", "task", "method", "prompt", "turn", "seed")
+
+    model: str
+    task: str
+    method: str
+    prompt: str
+    turn: int
+    seed: int
+    settings: dict[str, Any]
+    metrics: Metrics
+    tokens: tuple[int, ...]
+    text: str
+    ended: Ending
+    events: tuple[dict[str, Any], ...] = ()
+    steps: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BenchRun:
+    """Contents of a folder.
+
+    Attributes:
+        name: Base name of the folder.
+        settings: Settings of the run.
+        records: The records, in the order in which they were finished.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    records: tuple[BenchRecord, ...]
+
+
+def open_run(
+    folder: str | os.PathLike[str] | None, settings: Mapping[str, Any], prompts: Sequence[Prompt]
+) -> Folder[BenchRecord]:
+    """Open the folder of a run for writing; use it in a `with`.
+
+    Args:
+        folder: A new or empty folder, or one that was begun with the same settings and prompts. None keeps records in
+            memory only.
+        settings: Everything else that determines the records.
+        prompts: The prompts, which are stored beside the records.
+    """
+    stored = lines(prompts)
+    digest = hashlib.sha256(stored.encode()).hexdigest()[:16]
+    return Folder(folder, {"command": COMMAND, **settings, "prompts": digest}, BenchRecord, also={PROMPTS: stored})
+
+
+def read_run(folder: str | os.PathLike[str]) -> BenchRun:
+    """Read a folder of `sinkscope bench`, even while it is being written.
+
+    Raises:
+        SinkscopeError: The folder is missing or belongs to another command, or a file in it is damaged.
+    """
+    path = Path(folder)
+    name = str(folder)
+    settings = None
+    if (path / SETTINGS).is_file():
+        settings = read_json(path / SETTINGS, name)
+    if not isinstance(settings, dict) or settings.get("command") != COMMAND:
+        raise SinkscopeError(f"{name} is no folder of `sinkscope bench`: give what its --out was given")
+    records: Iterable[BenchRecord] = ()
+    if (path / RECORDS).is_file():
+        records = read_lines(path / RECORDS, name, BenchRecord)[0]
+    return BenchRun(pathless(name), settings, tuple(records))

@@ -1,0 +1,194 @@
+"""`sinkscope bench`: several methods answer the prompts of a task, in batches, over processes, resumable."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from sinkscope.bench.answer import Batch, BenchModel, ModelByName, check_prompt
+from sinkscope.bench.methods import read_methods
+from sinkscope.bench.record import BenchRecord, open_run
+from sinkscope.bench.table import BenchTable, tabulate_records
+from sinkscope.bench.task import Task, check_methods, read_task
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.console import Progress
+from sinkscope.files.jobs import Pool, Tally, check_workers, finish
+from sinkscope.files.options import Count, Hidden, Option, Positive
+from sinkscope.files.records import Natural, Whole, check_values
+from sinkscope.serving.generate import Temperature
+
+VERSION = 3
+"""Version of the records; a change of what they hold is another setting."""
+
+
+def bench(
+    *,
+    task: Annotated[str, Option(metavar="TASK|FILE")],
+    methods: Annotated[Sequence[str], Option("--methods", reads="commas")],
+    out: Annotated[Path | None, Option(metavar="DIR", writes=True)] = None,
+    model: str | None = None,
+    revision: str | None = None,
+    backend: Literal["bridge", "hf", "nnsight"] = "hf",
+    device: str | None = None,
+    dtype: str | None = None,
+    max_new_tokens: Positive | None = None,
+    batch_size: Positive = 1,
+    temperature: Annotated[float, Option(min=0)] = 0.0,
+    seed: Count = 0,
+    seeds: Positive = 1,
+    workers: Positive = 1,
+    ray: Annotated[str | None, Option(metavar="ADDRESS")] = None,
+    progress: Hidden = None,
+) -> BenchTable:
+    """Answer the prompts of a task with every method, and show scores beside costs. The same command resumes.
+
+    Args:
+        task: loops, recall, needle, text, or a file of JSON lines with "prompt" and "answers"; settings follow after
+            colons, such as needle:lengths=640,1024:samples=2. An unknown setting lists all.
+        methods: Names separated by commas, each with a budget or settings (h2o:0.25, loopguard:paper,
+            snapkv:window=32), or package.module:Class. An unknown name lists all.
+        out: Folder for the records. If it holds part of this run, the run continues.
+        model: A short name, hub id, folder or .gguf file. By default the bundled model; the recall model for recall.
+        revision: Branch, tag or commit on the hub.
+        backend: Load the model as this kind of object.
+        device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
+        dtype: float32, bfloat16 or float16. By default the checkpoint's.
+        max_new_tokens: Maximum length of an answer. By default the task's.
+        batch_size: Number of prompts that run together.
+        temperature: Sampling temperature; 0 is greedy.
+        seed: Seed of the sampling.
+        seeds: Number of samples per prompt at a temperature above 0, with consecutive seeds from --seed on.
+        workers: Number of processes that share the work; more than one run over Ray.
+        ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
+        progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope bench --task recall --methods full,h2o:0.25 --out runs
+    """
+    chosen = read_task(task)
+    options = {"backend": backend, "revision": revision, "device": device, "dtype": dtype}
+    by_name = ModelByName(model or chosen.model, {key: value for key, value in options.items() if value is not None})
+    records, settings = _run(
+        by_name,
+        chosen,
+        methods,
+        out=out,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        temperature=temperature,
+        seed=seed,
+        seeds=seeds,
+        workers=workers,
+        ray=ray,
+        progress=progress,
+    )
+    return tabulate_records([(records, settings)])
+
+
+def run_bench(model: object, task: Task | str, methods: Sequence[str], **options: Any) -> list[BenchRecord]:
+    """Answer the prompts of a task with every method; records already in `out` are not computed again.
+
+    Prompts are grouped into batches in their order and padded on the left. An unfinished batch is rerun as a whole, so
+    the records do not depend on interruptions. Other batch sizes give the same records up to rounding: matrices of
+    another shape are summed in another order, which may break a tie between two tokens differently.
+
+    Args:
+        model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`, whole in memory; or `ModelByName`.
+        task: A task, or its text as on the command line.
+        methods: As on the command line.
+        options: Further arguments of the command (`out`, `max_new_tokens`, `batch_size`, `temperature`, `seed`,
+            `seeds`, `workers`, `ray`, `progress`), and `tokenizer` for a model that carries none.
+
+    Returns:
+        The records of these methods and prompts, in the order of methods and prompts.
+
+    Raises:
+        SinkscopeError: A method or setting is unknown, a prompt does not fit, a number is invalid, or the folder was
+            begun with other settings or is being written.
+        UnsupportedError: A live model cannot be sent to other processes.
+    """
+    chosen = read_task(task) if isinstance(task, str) else task
+    return _run(model, chosen, methods, **options)[0]
+
+
+def _run(
+    model: object,
+    task: Task,
+    specs: Sequence[str],
+    *,
+    out: str | os.PathLike[str] | None = None,
+    tokenizer: Any = None,
+    max_new_tokens: int | None = None,
+    batch_size: int = 1,
+    temperature: float = 0.0,
+    seed: int = 0,
+    seeds: int = 1,
+    workers: int = 1,
+    ray: str | None = None,
+    progress: Progress | None = None,
+) -> tuple[list[BenchRecord], dict[str, Any]]:
+    check_workers(workers, ray)
+    check_values(Natural | None, max_new_tokens=max_new_tokens, batch_size=batch_size, seeds=seeds)
+    check_values(Temperature, temperature=temperature)
+    check_values(Whole, seed=seed)
+    methods = read_methods(specs, task.budget)
+    check_methods(task, methods)
+    opened = BenchModel.of(model, tokenizer)
+    prompts = task.prompts(opened.target)
+    _check_ids([prompt.id for prompt in prompts])
+    new = max_new_tokens or task.new_tokens(opened.target)
+    for prompt in prompts:
+        for tokens in task.turn_lengths(opened, prompt, new):
+            check_prompt(opened, methods, prompt, tokens, new)
+    batches: list[Batch] = []
+    for each_seed in range(seed, seed + (seeds if temperature else 1)):
+        for chosen in [methods] if task.together else [(method,) for method in methods]:
+            for start in range(0, len(prompts), batch_size):
+                part = tuple(prompts[start : start + batch_size])
+                batches.append(Batch(opened.fingerprint, task.name, chosen, part, new, temperature, each_seed))
+    settings = {
+        "version": VERSION,
+        **opened.settings(),
+        "task": task.name,
+        "max_new_tokens": new,
+        "temperature": temperature,
+        **task.conditions(),
+    }
+    tally = Tally("answers", sum(batch.size for batch in batches), progress)
+    work: Callable[[Batch], list[BenchRecord]] = partial(task.answers, opened)
+    elsewhere = None
+    if workers > 1 or ray is not None:
+        if not isinstance(model, ModelByName) and opened.target.kind != "hf":
+            raise UnsupportedError(
+                "workers need the model by its name, or a plain Hugging Face model; this is a live "
+                f"{type(model).__name__}: give its name, or workers=1"
+            )
+        sent = model if isinstance(model, ModelByName) else opened.target.hf
+        elsewhere = partial(_open_worker, sent, opened.target.tokenizer, task)
+    gpu = opened.target.device.type == "cuda"
+    with (
+        open_run(out, settings, prompts) as folder,
+        Pool(work, elsewhere, workers=workers, address=ray, gpu=gpu, progress=progress) as pool,
+    ):
+        finish(pool, batches, folder, tally)
+        records: list[BenchRecord] = []
+        for batch in batches:
+            records += [folder.records[key] for key in batch.keys]
+    return records, settings
+
+
+def _check_ids(ids: Sequence[str]) -> None:
+    if not ids:
+        raise SinkscopeError("there are no prompts: give at least one")
+    name, count = Counter(ids).most_common(1)[0]
+    if count > 1:
+        raise SinkscopeError(f"two prompts have the same id {name!r}: give each its own")
+
+
+def _open_worker(model: object, tokenizer: Any, task: Task) -> Callable[[Batch], list[BenchRecord]]:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return partial(task.answers, BenchModel.of(model, tokenizer))

@@ -1,0 +1,191 @@
+"""Samplers and stoppers, applied row by row so that padding and other rows have no influence.
+
+The stock processors of transformers also see the left padding of a short row, and its sampling draws one random number
+for all rows: in both cases a prompt's output depends on the batch it is in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+)
+
+from sinkscope.kv.loopguard import LoopReporter, LoopStopper
+from sinkscope.loops.monitor import MonitorSettings
+from sinkscope.loops.signals import tail_period
+
+RowProcessor = Callable[[Tensor, Tensor, int], Tensor]
+"""(ids `[pos]` without padding, scores `[vocab]`, prompt tokens among the ids) -> scores `[vocab]`."""
+BREAKERS = ("\n", ":", '"', "*")
+"""Strings at which DRY begins its matching anew; the published defaults."""
+
+
+class PerRow(LogitsProcessor):
+    """Applies a separate processor to each row, without its padding.
+
+    Args:
+        processors: One processor per row.
+        prompts: Number of prompt tokens per row, not counting padding.
+    """
+
+    def __init__(self, processors: Sequence[RowProcessor], prompts: Sequence[int]) -> None:
+        self._processors = processors
+        self._prompts = prompts
+        self._width = max(prompts)
+
+    def __call__(self, input_ids: Int[Tensor, "batch pos"], scores: Float[Tensor, "batch vocab"]) -> Any:
+        """Scores of the next token."""
+        processed: list[Tensor] = []
+        for row, processor in enumerate(self._processors):
+            ids = input_ids[row, self._width - self._prompts[row] :]
+            processed.append(processor(ids, scores[row], self._prompts[row]))
+        return torch.stack(processed)
+
+
+class StopRows(StoppingCriteria):
+    """A stopping criterion that records when it stopped each row.
+
+    Attributes:
+        at: Number of new tokens at which each row was first stopped; None if it was not stopped.
+    """
+
+    def __init__(self, inner: StoppingCriteria, rows: int, width: int) -> None:
+        self.at: list[int | None] = [None] * rows
+        self._inner = inner
+        self._width = width
+
+    def __call__(self, input_ids: Int[Tensor, "batch pos"], scores: Any, **kwargs: Any) -> Any:
+        """Which rows end here."""
+        stop: Any = self._inner(input_ids, scores, **kwargs)  # pyright: ignore[reportArgumentType]
+        new = input_ids.shape[1] - self._width
+        for row, stopped in enumerate(stop.tolist()):
+            if stopped and self.at[row] is None:
+                self.at[row] = new
+        return stop
+
+
+class PatternStop(StoppingCriteria):
+    """Stops rows whose new tokens end in 4 or more copies of a pattern of at most 64 tokens, and 64 tokens of it."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def __call__(self, input_ids: Int[Tensor, "batch pos"], scores: Any, **kwargs: Any) -> Any:
+        """Which rows end here."""
+        rows = input_ids[:, self._width :].tolist()
+        tails = [tail_period(row[-256:], repeats=4, shortest=64, longest=64) for row in rows]
+        return torch.tensor([tail is not None for tail in tails], device=input_ids.device)
+
+
+def stopper(name: str, rows: int, width: int, ends: Sequence[int]) -> tuple[list[Any], StopRows]:
+    """The observing logits processors of a stopper, and its criterion.
+
+    Args:
+        name: "stop-pattern", or "stop-monitor", which stops where `LoopGuard()` would prune.
+        rows: Rows of the batch.
+        width: Width of the padded prompts.
+        ends: Ids that end a row.
+    """
+    if name == "stop-pattern":
+        return [], StopRows(PatternStop(width), rows, width)
+    reporter = LoopReporter(MonitorSettings(), eos_token_id=tuple(ends))
+    return [reporter], StopRows(LoopStopper(reporter=reporter), rows, width)
+
+
+def row_processor(name: str, tokenizer: Any, seed: int, prompt: str) -> RowProcessor:
+    """What a sampler of `sinkscope.bench.methods` does to the scores of one row."""
+    if name == "repetition-penalty":
+        return stock(RepetitionPenaltyLogitsProcessor(1.1))
+    if name == "no-repeat-4-gram":
+        return stock(NoRepeatNGramLogitsProcessor(4))
+    if name == "presence-penalty":
+        return presence(1.5)
+    if name == "dry":
+        return dry(0.8, 1.75, 2, dry_breakers(tokenizer))
+    return sampled(1.0, seed, prompt)
+
+
+def stock(processor: LogitsProcessor) -> RowProcessor:
+    """A transformers processor for one row."""
+    return lambda ids, scores, _: processor(ids[None].long(), scores[None])[0]  # pyright: ignore[reportArgumentType]
+
+
+def presence(penalty: float) -> RowProcessor:
+    """Subtract `penalty` from the logit of every token generated so far, regardless of count (OpenAI's API; vLLM)."""
+
+    def process(ids: Tensor, scores: Tensor, prompt: int) -> Tensor:
+        scores = scores.clone()
+        scores[ids[prompt:].unique()] -= penalty
+        return scores
+
+    return process
+
+
+def dry(multiplier: float, base: float, allowed: int, breakers: Sequence[int] = (), longest: int = 50) -> RowProcessor:
+    """DRY ("don't repeat yourself"), as published for text-generation-webui.
+
+    A token that would extend a repetition of n >= `allowed` tokens loses `multiplier * base ** (n - allowed)`, where n
+    is the length of the longest suffix of the text that occurred earlier followed by that token. Prompt and answer both
+    count. `breakers` are token ids that no match spans and that are never penalised; matches longer than `longest`
+    count as `longest`.
+    """
+    stop = torch.tensor(list(breakers), dtype=torch.long)
+
+    def process(ids: Tensor, scores: Tensor, _prompt: int) -> Tensor:
+        barrier = torch.isin(ids, stop.to(ids.device))
+        if len(ids) < 2 or bool(barrier[-1]):
+            return scores
+        lengths = _suffix_matches(ids, barrier, longest)
+        lengths[barrier[1:]] = 0  # what would follow is a breaker
+        best = torch.zeros(scores.shape[-1], dtype=torch.long, device=scores.device)
+        best.scatter_reduce_(0, ids[1:].to(scores.device), lengths.to(scores.device), "amax")
+        penalty = multiplier * base ** (best - allowed).to(scores.dtype)
+        return scores - torch.where(best >= max(allowed, 1), penalty, torch.zeros_like(penalty))
+
+    return process
+
+
+def _suffix_matches(ids: Int[Tensor, " pos"], barrier: Bool[Tensor, " pos"], longest: int) -> Int[Tensor, " end"]:
+    """How many tokens up to each position, the last one left out, equal the end of the text."""
+    alive = ids[:-1] == ids[-1]
+    lengths = alive.long()
+    for back in range(1, min(longest, len(ids) - 1)):
+        if not bool(alive.any()) or bool(barrier[-1 - back]):
+            break
+        shifted = torch.zeros_like(alive)
+        shifted[back:] = ids[: len(ids) - 1 - back] == ids[-1 - back]
+        alive = alive & shifted
+        lengths += alive
+    return lengths
+
+
+def dry_breakers(tokenizer: Any, breakers: Sequence[str] = BREAKERS) -> list[int]:
+    """Ids of the strings that break DRY's matches: the last token of "a" followed by each string, as published."""
+    last = {int(tokenizer(f"a{text}", add_special_tokens=False)["input_ids"][-1]) for text in breakers}
+    return sorted(last)
+
+
+def sampled(temperature: float, seed: int, prompt: str) -> RowProcessor:
+    """Sampling at a temperature, with random numbers that depend only on `seed` and the prompt's id.
+
+    Gumbel noise is added to logits divided by the temperature, and the argmax of the sum is a sample from the softmax.
+    Greedy decoding of the returned logits therefore samples, and no row's logits depend on another row.
+    """
+    digest = hashlib.sha256(f"{seed}/{prompt}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+
+    def process(_ids: Tensor, scores: Tensor, _prompt: int) -> Tensor:
+        exponential = torch.empty(scores.shape[-1], dtype=torch.float64).exponential_(generator=generator)
+        return scores / temperature - exponential.log().to(scores)
+
+    return process

@@ -1,0 +1,78 @@
+"""Scores of an answer against correct answers, 0 to 1."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from sinkscope.errors import SinkscopeError
+
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def score(metric: str, text: str, answers: Sequence[str]) -> float:
+    """The score of an output.
+
+    Args:
+        metric: A name in `METRICS`, or `package.module:function`; the function gets the output and the answers.
+        text: The model's output.
+        answers: Correct answers, at least one.
+
+    Raises:
+        SinkscopeError: The metric is unknown.
+    """
+    if metric in METRICS:
+        return METRICS[metric](text, answers)
+    module, colon, name = metric.partition(":")
+    try:
+        if colon:
+            return float(getattr(import_module(module), name)(text, answers))
+    except (ImportError, AttributeError):
+        pass
+    raise SinkscopeError(f"metric {metric!r} is unknown: expected {', '.join(METRICS)} or package.module:function")
+
+
+def normalised(text: str) -> list[str]:
+    """The words in lower case, without ASCII punctuation, then without articles (SQuAD's normalisation)."""
+    return _ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def f1(text: str, answers: Sequence[str]) -> float:
+    """The best harmonic mean of precision and recall over the words of the output and of an answer (LongBench)."""
+    best = 0.0
+    words = normalised(text)
+    for answer in answers:
+        wanted = normalised(answer)
+        common = sum((Counter(words) & Counter(wanted)).values())
+        if common:
+            precision = common / len(words)
+            recall = common / len(wanted)
+            best = max(best, 2 * precision * recall / (precision + recall))
+    return best
+
+
+def exact(text: str, answers: Sequence[str]) -> float:
+    """1 if the output has the same words as an answer, after normalisation."""
+    return float(any(normalised(text) == normalised(answer) for answer in answers))
+
+
+def contains(text: str, answers: Sequence[str]) -> float:
+    """1 if an answer occurs in the output, ignoring case."""
+    return float(any(answer.lower() in text.lower() for answer in answers))
+
+
+def share(text: str, answers: Sequence[str]) -> float:
+    """Share of the answers that occur in the output, ignoring case (RULER's `string_match_all`)."""
+    return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
+
+
+METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
+    "f1": f1,
+    "exact": exact,
+    "contains": contains,
+    "share": share,
+}

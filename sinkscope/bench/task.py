@@ -1,0 +1,284 @@
+"""A task: prompts for a model, and the score of each answer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from sinkscope.bench.answer import Answer, Batch, BenchModel, answer_rows, cells_of, row_events
+from sinkscope.bench.methods import Method
+from sinkscope.bench.prompt import Prompt, Turn, read_prompts, with_controls
+from sinkscope.bench.record import BenchRecord, Metrics
+from sinkscope.bench.scores import score
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Budget, check_fields, read_setting
+from sinkscope.models.target import Target
+
+TASKS = {
+    "loops": "sinkscope.bench.tasks.loops:Loops",
+    "recall": "sinkscope.bench.tasks.recall:Recall",
+    "needle": "sinkscope.bench.tasks.needle:Needle",
+    "text": "sinkscope.bench.tasks.text:TextFidelity",
+}
+"""Tasks by name; any other text is the name of a file of prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(ABC):
+    """Base of all tasks: a frozen dataclass of settings.
+
+    Attributes:
+        name: Name in records and tables.
+        main: Metric by which methods are compared.
+        low_is_good: Whether a small value of that metric is good.
+        said: What the metric says of a method, as the end of a sentence; `{}` stands for the value.
+        columns: Further metrics that tables show.
+        budget: Budget of methods that state none.
+        model: Model that answers by default; None for the bundled model.
+        together: Whether all methods answer a batch in one pass.
+    """
+
+    name: ClassVar[str]
+    main: ClassVar[str] = "score"
+    low_is_good: ClassVar[bool] = False
+    said: ClassVar[str] = "is right in {:.0%}"
+    columns: ClassVar[tuple[str, ...]] = ()
+    budget: ClassVar[Budget] = 0.125
+    model: ClassVar[str | None] = None
+    together: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @abstractmethod
+    def prompts(self, target: Target) -> list[Prompt]:
+        """The prompts for a model."""
+
+    @abstractmethod
+    def new_tokens(self, target: Target) -> int:
+        """Maximum length of an answer, if the user gives none."""
+
+    @abstractmethod
+    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
+        """Metrics of an answer to a prompt of these ids; `main` is among them."""
+
+    def encode(self, model: BenchModel, texts: Sequence[str]) -> list[int]:
+        """Ids of a prompt after earlier prompts and answers."""
+        return model.encode(texts)
+
+    def conditions(self) -> dict[str, Any]:
+        """Settings of the task beside its prompts that determine the records."""
+        return {}
+
+    def turn_lengths(self, model: BenchModel, prompt: Prompt, new: int) -> list[int]:
+        """Largest length of each turn of a prompt, so that what cannot fit is refused before the run."""
+        return [len(self.encode(model, [turn.text])) for turn in prompt.turns]
+
+    def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
+        """Answer a batch; the default answers single turns."""
+        method = batch.methods[0]
+        rows = [self.encode(model, [prompt.turns[0].text]) for prompt in batch.prompts]
+        records: list[BenchRecord] = []
+        for prompt, ids, answer in zip(
+            batch.prompts, rows, answer_rows(model, method, rows, batch.prompts, batch), strict=True
+        ):
+            records.append(self.record(model, batch, prompt, 0, ids, answer))
+        return records
+
+    def record(
+        self, model: BenchModel, batch: Batch, prompt: Prompt, turn: int, ids: list[int], answer: Answer
+    ) -> BenchRecord:
+        """The record of an answer by the batch's method."""
+        metrics = self.score(model, batch, ids, prompt.turns[turn], answer)
+        return batch.record(batch.methods[0], prompt, turn, answer, metrics, {"top1": tuple(answer.top1)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialogues(Task):
+    """Base of tasks whose prompts may have several turns.
+
+    Attributes:
+        history: "gold": turns follow the first correct answers. "model": turns follow the method's own answers.
+        cache: "fresh": every turn reads the whole conversation anew. "grow": one cache grows over the turns; with gold
+            history, each turn is answered twice from the same cache, by the method and by the correct answer.
+        chat: Whether turns are wrapped in the tokenizer's chat template.
+    """
+
+    columns: ClassVar[tuple[str, ...]] = ("chance",)
+
+    history: Literal["gold", "model"] = "gold"
+    cache: Literal["fresh", "grow"] = "fresh"
+    chat: bool = False
+
+    def encode(self, model: BenchModel, texts: Sequence[str]) -> list[int]:
+        """Ids of a conversation that ends with a prompt."""
+        return model.encode(texts, self.chat)
+
+    def spoken(self, model: BenchModel, answer: Answer) -> str:
+        """An answer as the next turn reads it."""
+        return answer.text
+
+    def conditions(self) -> dict[str, Any]:
+        """History, cache, and whether a chat template is used."""
+        return {"history": self.history, "cache": self.cache, "chat": self.chat}
+
+    def turn_lengths(self, model: BenchModel, prompt: Prompt, new: int) -> list[int]:
+        """Length of each turn with all turns before it; the model's own answers may be as long as is allowed."""
+        texts: list[str] = []
+        lengths: list[int] = []
+        for number, turn in enumerate(prompt.turns):
+            room = number * new if self.history == "model" else 0
+            lengths.append(len(self.encode(model, [*texts, turn.text])) + room)
+            texts += [turn.text, self._gold(prompt, number) if self.history == "gold" else ""]
+        return lengths
+
+    def _gold(self, prompt: Prompt, number: int) -> str:
+        answers = prompt.turns[number].answers
+        last = number == len(prompt.turns) - 1
+        if not answers and not last:
+            raise SinkscopeError(
+                f"prompt {prompt.id!r}: turn {number + 1} has no answer for the history: give answers, or history=model"
+            )
+        return answers[0] if answers else ""
+
+    def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
+        """Answer all turns of the prompts, turn after turn."""
+        if self.cache == "grow":
+            return self._on_one_cache(model, batch)
+        texts: dict[str, list[str]] = {prompt.id: [] for prompt in batch.prompts}
+        records: list[BenchRecord] = []
+        for number in range(max(len(prompt.turns) for prompt in batch.prompts)):
+            prompts = [prompt for prompt in batch.prompts if number < len(prompt.turns)]
+            rows = [self.encode(model, [*texts[prompt.id], prompt.turns[number].text]) for prompt in prompts]
+            written = answer_rows(model, batch.methods[0], rows, prompts, batch)
+            for prompt, ids, answer in zip(prompts, rows, written, strict=True):
+                records.append(self.record(model, batch, prompt, number, ids, answer))
+                spoken = self._gold(prompt, number) if self.history == "gold" else self.spoken(model, answer)
+                texts[prompt.id] += [prompt.turns[number].text, spoken]
+        return records
+
+    def _on_one_cache(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
+        from sinkscope.kv.loopserve.conversation import Conversation
+
+        records: list[BenchRecord] = []
+        for prompt in batch.prompts:
+            talk = Conversation(model.target, batch.methods[0].make(), tokenizer=model.target.tokenizer, chat=self.chat)
+            for number, turn in enumerate(prompt.turns):
+                text = turn.text if self.chat or number == 0 else f"\n\n{turn.text}"
+                branch = talk.branch()
+                asked = branch.ask(text, max_new_tokens=batch.new)
+                tokens, ended = model.cut(list(asked.ids))
+                held = asked.prompt_tokens + len(tokens) - 1
+                answer = Answer(
+                    prompt_tokens=asked.prompt_tokens,
+                    tokens=tokens,
+                    text=model.decode(tokens),
+                    ended="eos" if ended else "cap",
+                    events=row_events(asked.events, 0, len(tokens)),
+                    read=[] if asked.read is None else [asked.read],
+                    cached=[float(held)],
+                    cells=cells_of(asked.events, 0),
+                    seconds=0.0,
+                )
+                records.append(self.record(model, batch, prompt, number, [], answer))
+                if self.history == "model":
+                    talk = branch
+                elif number + 1 < len(prompt.turns):
+                    talk.say(text, self._gold(prompt, number))
+        return records
+
+    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
+        """The score against the correct answers, and against those of another prompt, which is the control."""
+        return {
+            "score": self.compare(answer, turn.answers, turn.metric) if turn.answers else None,
+            "chance": self.compare(answer, turn.control, turn.metric) if turn.control else None,
+        }
+
+    def compare(self, answer: Answer, answers: Sequence[str], metric: str) -> float:
+        """The score against these correct answers."""
+        return score(metric or "contains", answer.text, answers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptFile(Dialogues):
+    """The user's own prompts (see `read_prompts`).
+
+    Attributes:
+        file: Path of the file; empty if the prompts are given.
+        given: The prompts.
+        new: Maximum length of an answer.
+    """
+
+    name: ClassVar[str] = "file"
+
+    file: str = ""
+    given: tuple[Prompt, ...] = ()
+    new: int = 64
+
+    def prompts(self, target: Target) -> list[Prompt]:
+        """The prompts of the file."""
+        return with_controls(self.given or read_prompts(self.file))
+
+    def new_tokens(self, target: Target) -> int:
+        """64, unless set."""
+        return self.new
+
+
+def read_task(spec: str) -> Task:
+    """Parse a text such as `needle:lengths=640,1024` or `prompts.jsonl:history=model`.
+
+    Args:
+        spec: Name in `TASKS`, or a file of prompts; then settings as `key=value`, separated by colons.
+
+    Raises:
+        SinkscopeError: The task or a setting is unknown, or a value has the wrong type.
+    """
+    name, *parts = spec.split(":")
+    if name in TASKS:
+        module, _, cls_name = TASKS[name].partition(":")
+        cls: Any = getattr(import_module(module), cls_name)
+        options: dict[str, Any] = {}
+    else:
+        if not Path(name).expanduser().is_file():
+            raise SinkscopeError(f"--task {name!r}: expected {', '.join(TASKS)}, or a file of prompts")
+        cls, options = PromptFile, {"file": name}
+    hints = get_type_hints(cls, include_extras=True)
+    known = [each.name for each in fields(cls) if each.name not in ("file", "given")]
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if not equals or key not in known or key in options:
+            raise SinkscopeError(f"--task {spec}: {part!r} is no setting: {name} has {', '.join(known)} (key=value)")
+        options[key] = _read_value(value, hints[key], f"--task {name}: {key}=")
+    return cls(**options)
+
+
+def _read_value(text: str, kind: Any, where: str) -> Any:
+    """A value, or several of them separated by commas."""
+    if get_origin(kind) is not tuple:
+        return read_setting(text, kind, where)
+    each_kind = get_args(kind)[0]
+    return tuple(read_setting(each, each_kind, where) for each in text.split(","))
+
+
+def task_class(name: str) -> type[Task]:
+    """The class of a task by the name in its records."""
+    if name not in TASKS:
+        return PromptFile
+    module, _, cls_name = TASKS[name].partition(":")
+    return getattr(import_module(module), cls_name)
+
+
+def check_methods(task: Task, methods: Sequence[Method]) -> None:
+    """Make every method once, so that impossible settings are refused before the run.
+
+    Raises:
+        SinkscopeError: Settings are invalid together, or a growing cache is combined with a sampler or a stopper.
+    """
+    for method in methods:
+        method.make()
+        if getattr(task, "cache", "") == "grow" and method.kind.block in ("sampler", "stopper"):
+            raise SinkscopeError(f"method {method.spec!r}: cache=grow takes cache policies and guards alone")

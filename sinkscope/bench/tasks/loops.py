@@ -1,0 +1,248 @@
+"""Loops: prompts that make greedy decoding repeat itself, and who escapes (Xu et al. 2026, LoopGuard, section 4).
+
+The prompts are those of LoopBench's two sets in a size for the bundled model ("small"), story openings ("stories"), the
+loop organism, whose prompts state whether and where it loops ("organism"), openings of ordinary text ("text"), or a
+file of prompts. Another benchmark, of circular reasoning, is also called LoopBench.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from einops import rearrange
+
+from sinkscope.bench.answer import Answer, Batch, BenchModel
+from sinkscope.bench.methods import Method
+from sinkscope.bench.prompt import Prompt, Turn, read_prompts, single
+from sinkscope.bench.record import Metrics
+from sinkscope.bench.task import Task
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.rate import mean_known
+from sinkscope.files.records import Natural
+from sinkscope.loops.monitor import Monitor, MonitorSettings
+from sinkscope.loops.signals import (
+    MAX_NEW,
+    collapse_point,
+    compression_ratio,
+    distinct,
+    ends_in_loop,
+    is_loop,
+    seq_rep,
+    tail_period,
+    type_token_ratio,
+)
+from sinkscope.models.target import Target
+from sinkscope.models.text import text_rows, typical_text
+
+DATA = Path(__file__).with_name("data")
+SETS = {
+    "small": ("small-dc", "small-ri"),
+    "small-dc": ("small-dc",),
+    "small-ri": ("small-ri",),
+    "stories": ("stories",),
+    "organism": ("organism",),
+}
+"""Prompts in the package: name -> files in `DATA`."""
+TEXT = "text"
+INTERVENTION = "guard"
+"""Kind of the event that a guard's intervention is."""
+EARLY = 400 / 2500
+"""Share of the new tokens before which Fig. 4 b calls an intervention early."""
+_OPENINGS = 16
+_ORGANISM_NEW = 1400
+_TEXT_NEW = 384
+_COPIES = 3
+_SHORTEST_TAIL = 24
+_SENTENCE_END = re.compile(r"(?<=[.!?…])[\"'”’)]*\s+|\n+")
+_WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loops(Task):
+    """Prompts that make decoding loop.
+
+    Attributes:
+        source: small, small-dc, small-ri, stories, organism, text, or a file of prompts.
+        openings: Number of openings of ordinary text, for "text".
+        opening: Tokens of each opening.
+        given: Prompts to use instead.
+    """
+
+    name: ClassVar[str] = "loops"
+    main: ClassVar[str] = "loop"
+    low_is_good: ClassVar[bool] = True
+    said: ClassVar[str] = "ends in a loop in {:.0%}"
+    columns: ClassVar[tuple[str, ...]] = (
+        *("loop_paper", "tail_loop", "eos", "stopped", "ttr", "cr", "length"),
+        *("interventions", "early", "drawn", "alarm", "perplexity", "fresh", "collapse", "chance"),
+    )
+    budget: ClassVar[int] = 1024
+
+    source: str = "small"
+    openings: Natural = _OPENINGS
+    opening: Natural = 16
+    given: tuple[Prompt, ...] = ()
+
+    def prompts(self, target: Target) -> list[Prompt]:
+        """The prompts of the source."""
+        if self.given:
+            return list(self.given)
+        if self.source == TEXT:
+            return self._text(target)
+        if self.source not in SETS:
+            if not Path(self.source).is_file():
+                raise SinkscopeError(
+                    f"source={self.source!r}: expected {', '.join(SETS)}, {TEXT}, or a file of prompts"
+                )
+            return read_prompts(self.source)
+        prompts: list[Prompt] = []
+        for name in SETS[self.source]:
+            prompts += read_prompts(DATA / f"{name}.jsonl")
+        return prompts
+
+    def new_tokens(self, target: Target) -> int:
+        """2,500 as in the paper; 1,400 for the organism and 384 for openings of text."""
+        if self.source == "organism":
+            return _ORGANISM_NEW
+        if self.source != TEXT:
+            return MAX_NEW
+        room = (target.max_positions or _TEXT_NEW + self.opening + 2) - self.opening - 2
+        return max(_SHORTEST_TAIL, min(_TEXT_NEW, room))
+
+    def _text(self, target: Target) -> list[Prompt]:
+        """Openings of ordinary text, whose own continuation is the control."""
+        tokenizer = target.need_tokenizer()
+        length = self.opening + self.new_tokens(target)
+        bos = getattr(tokenizer, "bos_token_id", None)
+        prompts: list[Prompt] = []
+        for number, row in enumerate(text_rows(tokenizer, typical_text(), self.openings, length, bos).tolist()):
+            opening = tokenizer.decode(row[int(bos is not None) : self.opening])
+            prompts.append(single(f"text-{number}", opening, [tokenizer.decode(row[self.opening :])], TEXT))
+        return prompts
+
+    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
+        """How repetitive the answer is, how it ended, and what a guard did.
+
+        - loop: it ends in three copies of a period with 24 tokens in all, or in `tail_loop`.
+        - tail_loop: the paper's rule without the length, on the last 256 tokens.
+        - loop_paper: the paper's rule (Eq. 7), length included.
+        - early: share of the interventions before 16 % of the new tokens.
+        - drawn: number of tokens that a guard drew.
+        - alarm: step of the first intervention; without one, the step at which LoopGuard's monitor would first fire.
+        - nll, fresh: mean surprise of the tokens after the alarm for the model with a clean cache, and share of the
+          sentences there that are new.
+        """
+        method = batch.methods[0]
+        tokens = answer.tokens
+        interventions = [event["data"] for event in answer.events if event["kind"] == INTERVENTION]
+        steps = [event["step"] for event in answer.events if event["kind"] == INTERVENTION]
+        guarded = method.kind.block == "guard"
+        alarm = steps[0] if steps else first_alarm(tokens, answer.top1)
+        after = after_alarm(model, turn.text, ids, answer, alarm)
+        chance = None
+        if turn.answers:
+            chance = float(loops(model.target.need_tokenizer()(turn.answers[0])["input_ids"]))
+        return {
+            "loop": float(loops(tokens)),
+            "tail_loop": float(ends_in_loop(tokens)),
+            "loop_paper": float(is_loop(tokens, batch.new)),
+            "eos": float(answer.ended == "eos"),
+            "stopped": float(answer.ended == "stopped"),
+            "ttr": type_token_ratio(tokens),
+            "cr": compression_ratio(tokens),
+            "seq_rep_4": seq_rep(tokens, 4),
+            "distinct_2": distinct(tokens, 2),
+            "collapse": collapse_point(tokens),
+            "interventions": float(len(steps)) if guarded else None,
+            "early": mean_known(step < EARLY * batch.new for step in steps),
+            "drawn": float(drawn_tokens(method, interventions, len(tokens))) if guarded else None,
+            "alarm": alarm,
+            "nll": after[0],
+            "fresh": after[1],
+            "chance": chance,
+        }
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether tokens end in three copies of a period with 24 tokens in all, or their last 256 tokens are a loop."""
+    return ends_in_loop(tokens) or tail_period(tokens, repeats=_COPIES, shortest=_SHORTEST_TAIL) is not None
+
+
+def first_alarm(tokens: Sequence[int], top1: Sequence[float], variant: str = "repeats") -> int | None:
+    """Step at which a monitor first fires on an output.
+
+    Args:
+        tokens: Tokens of the output.
+        top1: Probability of the model's top prediction for each token.
+        variant: Variant of the monitor, see `MonitorSettings.variant`; "repeats" is the default monitor.
+    """
+    monitor = Monitor(MonitorSettings.variant(variant))
+    following = [*top1[1:], 0.0]  # the monitor takes a token with the probabilities after it
+    for token, probability in zip(tokens, following, strict=True):
+        step = monitor.update(token, probability)
+        if step.trigger:
+            return step.step
+    return None
+
+
+def drawn_tokens(method: Method, interventions: Sequence[dict[str, Any]], length: int) -> int:
+    """Number of tokens that a guard drew: `draws` after each intervention that sampled."""
+    drawn: set[int] = set()
+    draws = method.make().draws
+    for data in interventions:
+        if data["escalated"] in ("sample", "both"):
+            start = int(data["generated"])
+            drawn.update(range(start, min(start + draws, length)))
+    return len(drawn)
+
+
+def after_alarm(
+    model: BenchModel, prompt: str, ids: list[int], answer: Answer, alarm: int | None
+) -> tuple[float | None, float | None]:
+    """Surprise of the text after the alarm, and its share of new sentences; None if there is no such text.
+
+    The first token after the alarm was still chosen with the whole cache, so it is left out.
+    """
+    if alarm is None or alarm + 1 >= len(answer.tokens):
+        return None, None
+    text = answer.tokens[alarm + 1 :]
+    tokens = torch.tensor([[*ids, *text]], device=model.target.device)
+    with torch.no_grad():
+        logits = model.target.hf(input_ids=tokens, use_cache=False).logits
+    predictions = rearrange(logits, "1 pos vocab -> pos vocab")[len(ids) - 1 : -1].float()
+    surprise = float(torch.nn.functional.cross_entropy(predictions, tokens[0, len(ids) :]))
+    before = f"{prompt}\n{model.decode(answer.tokens[: alarm + 1])}"
+    return round(surprise, 4), fresh_sentences(before, model.decode(text), whole=answer.ended == "eos")
+
+
+def fresh_sentences(before: str, after: str, *, whole: bool) -> float | None:
+    """Share of a text's sentences that occur neither before it nor earlier in it; None without a complete sentence.
+
+    A sentence ends at a full stop, a question mark, an exclamation mark or a line end. Two sentences with the same
+    words are equal. The text begins in the middle of a sentence, which is not counted.
+
+    Args:
+        before: The preceding text.
+        after: The text.
+        whole: Whether the text ended by itself, so that its last sentence is complete.
+    """
+    known = {tuple(_WORD.findall(sentence.lower())) for sentence in _SENTENCE_END.split(before)}
+    fresh: list[bool] = []
+    for sentence in _SENTENCE_END.split(after)[1 : None if whole else -1]:
+        words = tuple(_WORD.findall(sentence.lower()))
+        if words:
+            fresh.append(words not in known)
+            known.add(words)
+    return mean_known(fresh)
+
+
+def perplexity(surprises: Sequence[float | None]) -> float | None:
+    """Perplexity of several texts: exp of the mean of their surprises."""
+    mean = mean_known(surprises)
+    return None if mean is None else math.exp(mean)

@@ -1,0 +1,281 @@
+"""Questions about earlier turns for the recall model, whose answers are correct by construction.
+
+A fact reads `fact KEY VALUE VALUE LINK`: the link is the key of the next fact of a chain, or `.` at its end. A turn
+consists of `turnN`, filler words with facts among them, a question `ask KEY what was said` at the beginning, middle or
+end, and `answer`. The correct answer follows the chain from the key: `VALUE VALUE LINK` per hop, up to and including
+`.`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import ClassVar, Literal, get_args
+
+from sinkscope.bench.answer import Answer, Batch, BenchModel
+from sinkscope.bench.prompt import Prompt, Turn, with_controls
+from sinkscope.bench.record import Metrics
+from sinkscope.bench.task import Dialogues
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Natural, Whole
+from sinkscope.models.names import RECALL
+from sinkscope.models.target import Target
+
+Position = Literal["begin", "middle", "end"]
+POSITIONS: tuple[Position, ...] = get_args(Position)
+BOS, UNK, PAD, END, FACT, ASK, ANSWER, UNKNOWN = "<s> <unk> <pad> . fact ask answer unknown".split()
+"""`END` closes a chain of facts and ends an answer; `UNKNOWN` is the answer if nothing was stated."""
+
+SPECIAL = (BOS, UNK, PAD, END, FACT, ASK, ANSWER, UNKNOWN)
+TURNS: tuple[str, ...] = tuple(f"turn{i}" for i in range(1, 17))
+KEYS: tuple[str, ...] = tuple(
+    """adam alba anna axel bela bruno carla cesar clara dana david diego edith elena emil erik eva felix fiona frida
+    georg gina greta hanna hugo ida igor ines ivan jana jonas julia karl katya lara lena leo lotte luca maja marco
+    maria mila nadia nils nina nora olaf olga oscar otto paula petra rosa ruth samir sara sofia tamar theo vera viktor
+    wanda xenia""".split()
+)
+VALUES: tuple[str, ...] = tuple(
+    """anchor apple arrow basket bell bottle bread bridge brush button cabin candle carpet castle chair clock coat
+    coin compass copper cotton crown cup diamond door drum engine feather fiddle flag flute fork garden glass glove
+    hammer harbor hat honey iron jacket kettle key lamp lantern lemon letter mirror needle onion paper pearl pencil
+    pillow pipe plum ribbon ring rope saddle shovel spoon table violin""".split()
+)
+FILLER: tuple[str, ...] = tuple(
+    """the a and of to in it was that had on at with for from by as but then there when while after before near over
+    under again once more some few many each all both still just only even also very never always
+    often soon later today morning evening night day week month summer winter spring autumn rain snow wind sun cloud
+    river lake hill field forest road street town village house market station train boat horse dog cat bird fish tree
+    leaf stone sand sea sky star moon people child friend neighbor farmer baker teacher doctor sailor driver walked
+    stood looked waited talked laughed carried opened closed found left came went stayed turned began worked slept
+    listened remembered old young small large quiet bright cold warm slow what said""".split()
+)
+TAIL = ("what", "was", "said")
+"""Follows the key in a question, so that heads that look a few places back see the key alone."""
+_FRAME = 4 + len(TAIL)  # tokens of a turn that are not context: marker, question, `answer`
+_FACT = 5  # tokens of a fact
+_GAP = 3  # smallest number of filler words between facts, and at both ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall(Dialogues):
+    """Dialogues for the recall model, with the question at each position.
+
+    Attributes:
+        count: Number of dialogues; their seeds count up from `first`.
+        turns: Turns of each dialogue.
+        total: Tokens of all turns of a dialogue, which have unequal lengths.
+        least: Tokens of the shortest turn.
+        hops: Number of facts in the chain of an answer.
+        first: Seed of the first dialogue.
+        positions: Positions of the question: begin, middle, end.
+    """
+
+    name: ClassVar[str] = "recall"
+    columns: ClassVar[tuple[str, ...]] = ("prefix", "chance")
+    budget: ClassVar[int] = 256
+    model: ClassVar[str] = RECALL
+
+    count: Natural = 10
+    turns: Natural = 3
+    total: Natural = 768
+    least: Natural = 48
+    hops: Natural = 2
+    first: Whole = 0
+    positions: tuple[Position, ...] = POSITIONS
+
+    def prompts(self, target: Target) -> list[Prompt]:
+        """Each dialogue at each position."""
+        prompts: list[Prompt] = []
+        for position in self.positions:
+            dialogues: list[Prompt] = []
+            for seed in range(self.first, self.first + self.count):
+                lengths = uneven(self.total, self.turns, seed, self.least)
+                dialogues.append(
+                    recall_dialogue(seed, turns=self.turns, tokens=lengths, hops=self.hops, position=position)
+                )
+            prompts += with_controls(dialogues)
+        return prompts
+
+    def new_tokens(self, target: Target) -> int:
+        """64, more than the tokens of 21 hops."""
+        return 64
+
+    def spoken(self, model: BenchModel, answer: Answer) -> str:
+        """An answer with the word that ends it, which is also the end of sequence."""
+        return model.decode(answer.tokens, special=True)
+
+    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
+        """Exact answers, and the share of an answer before its first mistake, which is the end of a chain of facts."""
+        metrics = super().score(model, batch, ids, turn, answer)
+        said = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")
+        wanted = turn.answers[0].split()
+        same = 0
+        while same < min(len(said), len(wanted)) and said[same] == wanted[same]:
+            same += 1
+        return {**metrics, "prefix": same / len(wanted)}
+
+    def compare(self, answer: Answer, answers: Sequence[str], metric: str) -> float:
+        """1 if the answer is exact up to its end."""
+        return float(any(until_end(answer.text) == until_end(each) for each in answers))
+
+
+def until_end(text: str) -> list[str]:
+    """The words of an answer before its end mark, which decoders may leave out."""
+    words = text.split()
+    return words[: words.index(END)] if END in words else words
+
+
+def recall_dialogue(
+    seed: int = 0,
+    *,
+    turns: int = 3,
+    tokens: int | Sequence[int] = 256,
+    hops: int = 2,
+    position: Position = "end",
+    distractors: int | None = None,
+    stated: bool = True,
+) -> Prompt:
+    """Build a dialogue; the same arguments give the same one, and positions differ only in where questions stand.
+
+    Args:
+        seed: Seed of every random choice.
+        turns: Number of turns, 1 to 16.
+        tokens: Tokens of a turn's prompt (words, for this tokenizer; answers and BOS not counted), or one number for
+            each turn.
+        hops: Number of facts in the chain of an answer, which has 3 * hops tokens.
+        position: Position of the questions in their turns.
+        distractors: Number of facts that no question asks about; None adds as many as keys and places allow.
+        stated: If False, the last question asks about a key that was never stated, and its answer is `unknown .`.
+
+    Raises:
+        SinkscopeError: The facts do not fit, or a number is out of range.
+    """
+    lengths = _lengths(turns, tokens)
+    rng = random.Random(f"recall {seed}")
+    keys = list(KEYS)
+    rng.shuffle(keys)
+    chains = _chains(keys, turns, hops, stated)
+    unstated = None if stated else keys.pop()
+
+    facts: dict[str, list[str]] = {}
+    for chain in chains:
+        for key, link in zip(chain, [*chain[1:], END], strict=True):
+            facts[key] = [FACT, key, rng.choice(VALUES), rng.choice(VALUES), link]
+    room = [(length - _FRAME - _GAP) // (_FACT + _GAP) for length in lengths]
+    keys_by_turn: list[list[str]] = [[] for _ in range(turns)]
+    for number, chain in enumerate(chains):
+        for key in chain:
+            free = [turn for turn in range(number + 1) if len(keys_by_turn[turn]) < room[turn]]
+            if not free:
+                raise SinkscopeError(
+                    f"tokens={tokens!r}: turn {number + 1} and those before it have no place left for the facts of "
+                    f"{hops} hops a question; give more tokens, or fewer hops"
+                )
+            keys_by_turn[rng.choice(free)].append(key)
+    _distract(rng, keys, facts, keys_by_turn, room, distractors)
+
+    questions: list[Turn] = []
+    for number, length in enumerate(lengths):
+        pieces = _pieces(rng, [facts[key] for key in keys_by_turn[number]], length - _FRAME)
+        if unstated is not None and number == turns - 1:
+            questions.append(Turn(_turn_text(number, pieces, unstated, position), (f"{UNKNOWN} {END}",)))
+            continue
+        answer: list[str] = []
+        for key in chains[number]:
+            answer += facts[key][2:]
+        questions.append(Turn(_turn_text(number, pieces, chains[number][0], position), (" ".join(answer),)))
+    return Prompt(f"recall-{seed} {position}", tuple(questions), "recall", position)
+
+
+def uneven(total: int, turns: int, seed: int = 0, least: int = 48) -> tuple[int, ...]:
+    """Random lengths of turns that add up to `total`, each at least `least`.
+
+    Raises:
+        SinkscopeError: `total` is less than `turns` times `least`.
+    """
+    spare = total - turns * least
+    if spare < 0:
+        raise SinkscopeError(
+            f"total={total} tokens for {turns} turns of at least {least}: give {turns * least} or more, or fewer turns"
+        )
+    rng = random.Random(f"uneven {seed}")
+    cuts = sorted(rng.randint(0, spare) for _ in range(turns - 1))
+    return tuple(least + end - start for start, end in pairwise([0, *cuts, spare]))
+
+
+def _lengths(turns: int, tokens: int | Sequence[int]) -> list[int]:
+    if not 1 <= turns <= len(TURNS):
+        raise SinkscopeError(f"turns={turns!r}: expected 1 to {len(TURNS)}, the turn markers of the recall model")
+    lengths = [tokens] * turns if isinstance(tokens, int) else list(tokens)
+    if len(lengths) != turns:
+        raise SinkscopeError(f"tokens has {len(lengths)} numbers for {turns} turns: give one for each, or a single one")
+    if min(lengths) < _FRAME + _GAP:
+        raise SinkscopeError(f"tokens={min(lengths)}: a turn has at least {_FRAME + _GAP} tokens")
+    return lengths
+
+
+def _chains(keys: list[str], turns: int, hops: int, stated: bool) -> list[list[str]]:
+    """The keys of each question's chain, taken from `keys`; without `stated` the last question has no chain."""
+    asked = turns if stated else turns - 1
+    if hops < 1 or asked * hops + (not stated) > len(keys):
+        raise SinkscopeError(
+            f"hops={hops!r} in {turns} turns: expected at least 1 and, since a key is used once, at most "
+            f"{(len(keys) - (not stated)) // max(asked, 1)}"
+        )
+    chains: list[list[str]] = []
+    for _ in range(asked):
+        chains.append([keys.pop() for _ in range(hops)])
+    return chains
+
+
+def _distract(
+    rng: random.Random,
+    keys: list[str],
+    facts: dict[str, list[str]],
+    keys_by_turn: list[list[str]],
+    room: list[int],
+    wanted: int | None,
+) -> None:
+    """Facts that belong to no chain fill every turn to about the same share; their links lead to any stated key."""
+    places = sum(room) - sum(map(len, keys_by_turn))
+    most = min(len(keys), places)
+    if wanted is not None and not 0 <= wanted <= most:
+        raise SinkscopeError(f"distractors={wanted!r}: expected 0 to {most}, the keys and places that are left")
+    for _ in range(most if wanted is None else wanted):
+        free = [turn for turn in range(len(room)) if len(keys_by_turn[turn]) < room[turn]]
+        turn = min(free, key=lambda each: len(keys_by_turn[each]) / room[each])
+        key = keys.pop()
+        link = rng.choice([*facts, END])
+        facts[key] = [FACT, key, rng.choice(VALUES), rng.choice(VALUES), link]
+        keys_by_turn[turn].append(key)
+
+
+def _pieces(rng: random.Random, facts: Sequence[list[str]], size: int) -> list[list[str]]:
+    """A context of `size` words in pieces, between which a question may stand: single filler words and whole facts."""
+    spare = size - _GAP - len(facts) * (_FACT + _GAP)
+    shuffled = rng.sample(facts, len(facts))
+    cuts = sorted(rng.randint(0, spare) for _ in shuffled)
+    pieces: list[list[str]] = []
+    before = 0
+    for cut, fact in zip([*cuts, spare], [*shuffled, None], strict=True):
+        for _ in range(_GAP + cut - before):
+            pieces.append([rng.choice(FILLER)])
+        if fact is not None:
+            pieces.append(fact)
+        before = cut
+    return pieces
+
+
+def _turn_text(turn: int, pieces: Sequence[list[str]], key: str, position: Position) -> str:
+    starts = [0, *accumulate(map(len, pieces))]
+    # A fact's link may be the key of the question, and heads that look a few places back would see both. So the
+    # question never follows a fact directly.
+    places = [i for i in range(1, len(pieces) + 1) if len(pieces[i - 1]) == 1]
+    middle = min(places, key=lambda i: abs(starts[i] - starts[-1] // 2))
+    at = {"begin": 0, "middle": middle, "end": len(pieces)}[position]
+    words = [TURNS[turn]]
+    for piece in [*pieces[:at], [ASK, key, *TAIL], *pieces[at:]]:
+        words += piece
+    return " ".join([*words, ANSWER])

@@ -1,0 +1,305 @@
+"""Fidelity on text: how close a method stays to full attention along the same tokens.
+
+Every method reads the same prompt and is then fed the same continuation token by token, whatever it would have
+generated itself: the text's own, or the greedy answer of full attention for prompts without answers.
+
+- kl: sum of p (log p - log q) over the vocabulary, in nats; p of full attention, q of the method, at every token. The
+  first one depends on the prompt alone: it is 0 if a method does not change prompts.
+- agree: both have the same top prediction at that token.
+- kept: of the attention that a decoding step pays with the full cache along the same text, the share that lies on
+  positions that the method can read at this step, mean over layers and heads. Methods that change only prompts keep 1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from einops import einsum, rearrange, repeat
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinkscope.bench.answer import (
+    Answer,
+    Batch,
+    BenchModel,
+    CacheCounts,
+    cells_of,
+    generate_rows,
+    held_counts,
+    read_counts,
+    row_events,
+)
+from sinkscope.bench.prompt import Prompt, Turn, read_prompts, single
+from sinkscope.bench.record import BenchRecord, Metrics
+from sinkscope.bench.task import Task
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Natural
+from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.decode import ForcedAnswer
+from sinkscope.kv import Full
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.session import AttentionRows, Session
+from sinkscope.models.target import Target
+from sinkscope.models.text import typical_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFidelity(Task):
+    """Divergence from full attention along a text.
+
+    Attributes:
+        count: Number of consecutive pieces of the typical text.
+        prompt: Tokens of each prompt; fewer if the context or the text is shorter.
+        answer: Tokens that follow and are compared.
+        source: File of prompts to read instead of the typical text; prompts without answers are compared along the
+            greedy answer of full attention.
+    """
+
+    name: ClassVar[str] = "text"
+    main: ClassVar[str] = "kl"
+    low_is_good: ClassVar[bool] = True
+    said: ClassVar[str] = "diverges by {:.3g} nats a token"
+    columns: ClassVar[tuple[str, ...]] = ("agree", "kept", "first")
+    together: ClassVar[bool] = True
+
+    count: Natural = 4
+    prompt: Natural = 768
+    answer: Natural = 32
+    source: str = ""
+
+    def prompts(self, target: Target) -> list[Prompt]:
+        """Consecutive pieces of the text."""
+        if self.source:
+            return read_prompts(self.source)
+        tokenizer = target.need_tokenizer()
+        ids = tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]
+        room = (target.max_positions or self.prompt + self.answer) - self.answer
+        length = min(self.prompt, room - 2, len(ids) // self.count - self.answer)
+        if length < 1:
+            raise SinkscopeError(f"count={self.count}: the text has {len(ids)} tokens; give fewer or shorter pieces")
+        prompts: list[Prompt] = []
+        for number in range(self.count):
+            start = number * (length + self.answer)
+            middle = start + length
+            answer = tokenizer.decode(ids[middle : middle + self.answer])
+            prompts.append(single(f"text-{number}", tokenizer.decode(ids[start:middle]), [answer], "text"))
+        return prompts
+
+    def new_tokens(self, target: Target) -> int:
+        """The length of the continuation."""
+        return self.answer
+
+    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
+        """Nothing: `answers` compares methods itself."""
+        return {}
+
+    def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
+        """Run full attention, every method, and full attention again to weigh the positions they left readable."""
+        rows = [self.encode(model, [prompt.turns[0].text]) for prompt in batch.prompts]
+        full = FullLogits()
+        forced = _given_answers(model, batch)
+        written = _generate_along(model, rows, forced, batch.new, Full(), full)[0]
+        along = forced or [model.cut(row)[0] for row in written]
+        compared: list[_Compared] = []
+        for method in batch.methods:
+            started = time.perf_counter()
+            logits = LogitsComparison(full.values)
+            counts = CacheCounts()
+            positions = ReadablePositions()
+            edit = method.make() or Full()
+            events = _generate_along(model, rows, along, batch.new, edit | counts | positions, logits)[1]
+            seconds = (time.perf_counter() - started) / len(rows)
+            compared.append(_Compared(logits, counts, positions, events, seconds))
+        weights = AttentionKept([each.positions for each in compared])
+        _generate_along(model, rows, along, batch.new, Full() | weights)
+        records: list[BenchRecord] = []
+        for number, method in enumerate(batch.methods):
+            for row, prompt in enumerate(batch.prompts):
+                tokens = along[row]
+                answer = compared[number].answer(model, row, len(rows[row]), tokens)
+                steps = {
+                    "kl": compared[number].logits.row_kl(row, len(tokens)),
+                    "agree": compared[number].logits.row_agreement(row, len(tokens)),
+                    "kept": weights.row_shares(number, row, len(tokens) - 1),
+                }
+                metrics = {name: fmean(values) if values else None for name, values in steps.items()}
+                metrics["first"] = steps["kl"][0]
+                records.append(batch.record(method, prompt, 0, answer, metrics, steps))
+        return records
+
+
+def _given_answers(model: BenchModel, batch: Batch) -> list[list[int]]:
+    """Ids of the correct answers; empty if no prompt has one."""
+    given: list[list[int]] = []
+    for prompt in batch.prompts:
+        if not prompt.turns[0].answers:
+            continue
+        ids = model.target.tokenizer(prompt.turns[0].answers[0], add_special_tokens=False, verbose=False)["input_ids"]
+        tokens = model.cut([int(token) for token in ids][: batch.new])[0]
+        if not tokens:
+            raise SinkscopeError(f"prompt {prompt.id!r}: its answer has no tokens; give a text, or leave answers out")
+        given.append(tokens)
+    if given and len(given) < len(batch.prompts):
+        raise SinkscopeError("some prompts have answers and others have none: give answers to all or to none")
+    return given
+
+
+def _generate_along(
+    model: BenchModel,
+    rows: list[list[int]],
+    answers: list[list[int]],
+    new: int,
+    edit: Intervention,
+    hook: Any = None,
+) -> tuple[list[list[int]], list[Event]]:
+    """New tokens and events; with `answers` these are the new tokens, whatever the model would have generated."""
+    if not answers:
+        return generate_rows(model, rows, new, edit, hook)
+    forced = ForcedAnswer(answers, max(map(len, rows)), model.pad)
+    return generate_rows(model, rows, max(map(len, answers)), edit, hook, logits_processor=[forced])
+
+
+@dataclass(frozen=True)
+class _Compared:
+    logits: LogitsComparison
+    counts: CacheCounts
+    positions: ReadablePositions
+    events: list[Event]
+    seconds: float
+
+    def answer(self, model: BenchModel, row: int, prompt: int, tokens: list[int]) -> Answer:
+        return Answer(
+            prompt_tokens=prompt,
+            tokens=tokens,
+            text=model.decode(tokens),
+            ended="cap",
+            events=row_events(self.events, row, len(tokens)),
+            read=read_counts(self.counts.readable, row, prompt, len(tokens)),
+            cached=held_counts(self.counts.held, row, prompt, len(tokens)),
+            cells=cells_of(self.events, row),
+            seconds=self.seconds,
+        )
+
+
+class FullLogits:
+    """Logits of full attention at every step.
+
+    Attributes:
+        values: `[row vocab]` for each step.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[Float[Tensor, "row vocab"]] = []
+
+    def __call__(self, _module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        """Keep the logits of a call of the model."""
+        self.values.append(output.logits[:, -1].float())
+
+
+class LogitsComparison:
+    """How far the logits of a method are from those of full attention at every step."""
+
+    def __init__(self, full: Sequence[Float[Tensor, "row vocab"]]) -> None:
+        self._full = full
+        self._kl: list[Float[Tensor, " row"]] = []
+        self._agree: list[Bool[Tensor, " row"]] = []
+
+    def __call__(self, _module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        """Compare the logits of a call of the model."""
+        logits = output.logits[:, -1].float()
+        full = self._full[len(self._kl)]
+        self._kl.append(divergence(full, logits).cpu())
+        self._agree.append((full.argmax(-1) == logits.argmax(-1)).cpu())
+
+    def row_kl(self, row: int, tokens: int) -> tuple[float, ...]:
+        """Divergence at each token of a row."""
+        return tuple(round(float(step[row]), 6) for step in self._kl[:tokens])
+
+    def row_agreement(self, row: int, tokens: int) -> tuple[float, ...]:
+        """1 at each token of a row with the same top prediction."""
+        return tuple(float(step[row]) for step in self._agree[:tokens])
+
+
+def divergence(full: Float[Tensor, "row vocab"], other: Float[Tensor, "row vocab"]) -> Float[Tensor, " row"]:
+    """KL(full || other) between two rows of logits, in nats."""
+    p, q = full.double().log_softmax(-1), other.double().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).clamp(min=0)
+
+
+class ReadablePositions(Intervention):
+    """Records which true positions each head could read after every call, one bit each.
+
+    Attributes:
+        calls: For each call and layer, packed bits `[row head position/8]`.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[list[np.ndarray]] = []
+
+    def enter(self, run: Run, key: int) -> None:
+        """Read the cache after every call."""
+        session = Session.of(run)
+        session.own_cache()
+        session.after_call(lambda moment: self._note(moment.layers))
+
+    def _note(self, layers: Sequence[CacheLayer]) -> None:
+        self.calls.append([np.packbits(readable_positions(layer).cpu().numpy(), axis=-1) for layer in layers])
+
+    def bits(self, call: int, layer: int) -> Bool[Tensor, "row head position"]:
+        """Positions that were readable after a call; positions after the last one are False."""
+        return torch.from_numpy(np.unpackbits(self.calls[call][layer], axis=-1)) > 0
+
+
+def readable_positions(layer: CacheLayer) -> Bool[Tensor, "row head position"]:
+    """Positions that hold a token which is not hidden, by kv head, or by query head if each hides its own."""
+    readable = layer.readable
+    pos = repeat(layer.pos, "row kv slot -> row (kv group) slot", group=readable.shape[1] // layer.pos.shape[1])
+    positions = torch.zeros(*pos.shape[:2], layer.seen + 1, dtype=torch.bool, device=pos.device)
+    return positions.scatter_(-1, pos.masked_fill(~readable, layer.seen), True)[..., : layer.seen]
+
+
+class AttentionKept(Intervention):
+    """Of what full attention pays in every decoding step, the share on positions that methods left readable."""
+
+    def __init__(self, methods: Sequence[ReadablePositions]) -> None:
+        self._methods = methods
+        self._sums: list[list[Float[Tensor, " row"]]] = [[] for _ in methods]
+        self._calls = 0
+        self._layers = 0
+
+    def enter(self, run: Run, key: int) -> None:
+        """Observe the newest query of every layer."""
+        session = Session.of(run)
+        session.own_cache()
+        session.watch(self._add, last=1)
+        session.after_call(lambda moment: self._next(len(moment.layers)))
+
+    def row_shares(self, method: int, row: int, steps: int) -> tuple[float, ...]:
+        """Share at each decoding step of a row, mean over layers and heads."""
+        return tuple(round(float(total[row]) / self._layers, 6) for total in self._sums[method][:steps])
+
+    def _next(self, layers: int) -> None:
+        self._calls += 1
+        self._layers = layers
+
+    def _add(self, rows: AttentionRows) -> None:
+        if not self._calls:  # the prompt
+            return
+        newest = rows.probs[:, :, -1].double()
+        for method, sums in zip(self._methods, self._sums, strict=True):
+            readable = method.bits(self._calls, rows.layer).to(rows.pos.device)
+            heads = readable.shape[1]
+            paid = rearrange(newest, "row (head group) slot -> row head group slot", head=heads)
+            pos = repeat(rows.pos, "row kv slot -> row (kv group) slot", group=heads // rows.pos.shape[1])
+            there = readable.gather(-1, pos.clamp(min=0)).double()  # nothing is paid to padding
+            kept = einsum(paid, there, "row head group slot, row head slot -> row head group")
+            share = kept / paid.sum(-1)
+            if len(sums) < self._calls:
+                sums.append(torch.zeros(len(paid), dtype=torch.float64))
+            sums[-1] += share.mean((1, 2)).cpu()

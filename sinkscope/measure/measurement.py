@@ -1,0 +1,229 @@
+"""The decorator that makes a measurement of a function: opening, checking, settings and provenance around its work."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_type_hints
+
+from sinkscope.files.options import Parameter, parameters_of
+from sinkscope.files.result import Result
+from sinkscope.interventions.decode import noted_decoding
+from sinkscope.kv.edit_of import edit_of
+from sinkscope.measure.setup import Setup
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+P = ParamSpec("P")
+R = TypeVar("R", bound=Result)
+Loading = Literal["stream", "enough", "whole"]
+
+SETUP_PARAMETERS = {one.name: one for one in parameters_of(Setup.open)}
+"""Parameters that every measurement has."""
+EDIT_PARAMETERS = {one.name: one for one in parameters_of(edit_of)}
+"""Parameters of a measurement that can run under interventions."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A file that a command writes in addition to JSON, HTML and PNG.
+
+    Attributes:
+        name: Name of the option, without dashes.
+        help: One sentence for the help.
+        save: Called with the result and the path. It writes the whole file or nothing. Text that it returns is printed
+            as a note on standard error.
+        required: Whether the option must be given.
+        kind: Kind of the file, which an earlier output that it may replace has as well. None: that of the result.
+    """
+
+    name: str
+    help: str
+    save: Callable[[Any, str], object]
+    required: bool = False
+    kind: str | None = None
+
+
+class Measurement(Generic[P, R]):
+    """A measurement that can be called with a model; made by `@measurement`.
+
+    Calling it opens the model, runs the function on the `Setup`, and fills in the result's model, settings and
+    provenance. `on(setup, ...)` runs it on a model that is already open.
+    """
+
+    def __init__(
+        self,
+        function: Callable[Concatenate[Setup, P], R],
+        *,
+        group: str,
+        command: str | None,
+        loading: Loading,
+        edits: bool,
+        quick: dict[str, Any],
+        outputs: Sequence[Output],
+        check: Callable[..., object] | None,
+        scan: dict[str, Any] | None,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.__name__ = function.__name__
+        self.function = function
+        self.group = group
+        self.command = command
+        self.loading: Loading = loading
+        self.edits = edits
+        self.quick = quick
+        self.outputs = tuple(outputs)
+        self.check = check
+        self.scan = scan
+        own = list(inspect.signature(function).parameters.values())[1:]
+        self._own = [one.name for one in own]
+        model, *shared = inspect.signature(Setup.open).parameters.values()
+        common = [one for one in shared if one.name not in (*self._own, "loading")]
+        if edits:
+            common += inspect.signature(edit_of).parameters.values()
+        self.__signature__ = inspect.Signature(sorted([model, *own, *common], key=lambda one: one.kind))
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The function's own parameters, without the `Setup`."""
+        setup = next(iter(inspect.signature(self.function).parameters))
+        return parameters_of(self.function, without=[setup])
+
+    @functools.cached_property
+    def all_parameters(self) -> tuple[Parameter, ...]:
+        """Its own parameters, then those that it shares with all measurements."""
+        shared = dict(SETUP_PARAMETERS)
+        if self.edits:
+            shared |= EDIT_PARAMETERS
+        return (*self.parameters, *(one for name, one in shared.items() if name not in self._own))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        """Open the model and measure. The arguments are those of the signature."""
+        arguments = self.__signature__.bind(*args, **kwargs).arguments
+        self.refuse(arguments)
+        edit = None
+        if self.edits:
+            edit = edit_of(**{name: arguments[name] for name in EDIT_PARAMETERS if name in arguments})
+        own_only = {one.name for one in self.parameters if one.option.own}
+        opening = {name: arguments[name] for name in SETUP_PARAMETERS if name in arguments and name not in own_only}
+        opening |= self._pieces(opening.pop("texts", None))
+        opening["loading"] = self.loading
+        if edit is not None:
+            opening["loading"] = "whole"
+        setup = replace(Setup.open(**opening), edit=edit)
+        return self._measured(setup, {name: arguments[name] for name in self._own if name in arguments}, arguments)
+
+    def _pieces(self, texts: Any) -> dict[str, int]:
+        """How many pieces of typical text are needed. A measurement may have a parameter `texts` that takes texts."""
+        if texts is None:
+            texts = self.__signature__.parameters["texts"].default
+        if isinstance(texts, int):
+            return {"texts": texts}
+        if texts is not None and not any(isinstance(text, str) for text in texts):
+            return {"texts": 0}  # only ids are read
+        return {}
+
+    def on(self, setup: Setup, **kwargs: Any) -> R:
+        """Measure on an open model. The arguments are the measurement's own."""
+        self.refuse(kwargs)
+        return self._measured(setup, kwargs, {})
+
+    def refuse(self, arguments: Mapping[str, Any]) -> None:
+        """Check arguments before a model is opened.
+
+        Raises:
+            SinkscopeError: An argument is outside its range, or the measurement cannot use the arguments.
+        """
+        for one in self.all_parameters:
+            if one.name in arguments:
+                one.check(arguments[one.name])
+        if self.check is not None:
+            self.check(**{one.name: arguments.get(one.name, one.default) for one in self.parameters})
+
+    def _measured(self, setup: Setup, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> R:
+        with noted_decoding() as decoding:
+            result = copy(self.function(setup, **own))  # pyright: ignore[reportCallIssue]
+        settings: dict[str, Any] = {
+            "bos": setup.bos is not None,
+            "text": None,
+            "texts": len(setup.ids),
+            "revision": arguments.get("revision"),
+            "seed": setup.seed,
+        }
+        if arguments.get("text") is not None:
+            settings["text"] = Path(arguments["text"]).name
+        for one in self.parameters:
+            if not one.option.hidden:
+                settings[one.name] = own.get(one.name, one.default)
+        if self.edits:
+            for name in EDIT_PARAMETERS:
+                if arguments.get(name):
+                    settings[name] = str(arguments[name])
+        settings |= setup.settings
+        if decoding:
+            settings["decoding"] = decoding
+        result.fill_in(setup.info(), settings, setup.provenance())
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _named, (self.__module__, self.__name__)
+
+
+def _named(module: str, name: str) -> Any:
+    return getattr(import_module(module), name)
+
+
+def measurement(
+    *,
+    group: str,
+    figure: Callable[[Any], go.Figure] | str | None = None,
+    command: str | None = None,
+    loading: Loading = "stream",
+    edits: bool = False,
+    quick: dict[str, Any] | None = None,
+    outputs: Sequence[Output] = (),
+    check: Callable[..., object] | None = None,
+    scan: dict[str, Any] | None = None,
+) -> Callable[[Callable[Concatenate[Setup, P], R]], Measurement[P, R]]:
+    """Turn a function that takes a `Setup` and returns a `Result` into a measurement.
+
+    The public function takes a model and the options of `Setup.open` in addition to its own parameters. Its command,
+    help, JSON, page, documentation and the tests of the matrix are built from its signature and docstring.
+
+    Args:
+        group: The documentation lists measurements of one group together.
+        figure: Function that draws the result; "module:function" is imported when it is needed.
+        command: Words of the command. None: the function's name with dashes.
+        loading: As in `Setup.open`.
+        edits: Whether it can run under a patch, a policy or a guard; `setup.edit` holds those requested.
+        quick: Arguments with which it takes about a second on a small model, for the tests of the matrix.
+        outputs: Additional files that its command writes.
+        check: Called with the measurement's own arguments, by name, before a model is opened. It raises
+            `SinkscopeError` for errors that types and ranges do not exclude.
+        scan: Makes it part of `sinkscope scan` (the fields of `sinkscope.app.card.ScanMark`).
+    """
+
+    def wrap(function: Callable[Concatenate[Setup, P], R]) -> Measurement[P, R]:
+        result_class = get_type_hints(function)["return"]
+        if "kind" not in vars(result_class):
+            result_class.claim(function.__name__.replace("_", "-"))
+        result_class.drawing = figure
+        return Measurement(
+            function,
+            group=group,
+            command=command,
+            loading=loading,
+            edits=edits,
+            quick=quick or {},
+            outputs=outputs,
+            check=check,
+            scan=scan,
+        )
+
+    return wrap

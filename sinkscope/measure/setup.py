@@ -1,0 +1,263 @@
+"""The argument of every measurement: an opened model, typical text to compare it with, and a record of the run."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from einops import repeat
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkscope.files.console import Progress, silent
+from sinkscope.files.options import Hidden, Option
+from sinkscope.files.provenance import ModelInfo, Provenance, provenance
+from sinkscope.interventions.base import Intervention
+from sinkscope.interventions.decode import decode, watched
+from sinkscope.kv.session import Observe
+from sinkscope.models.load import load
+from sinkscope.models.open import PartTarget, fingerprint_of, open_target
+from sinkscope.models.target import Target
+from sinkscope.models.text import resolve_bos, text_rows, typical_text
+from sinkscope.trace import attention_rows
+
+PIECE = 64
+"""Tokens in one piece of typical text."""
+
+
+@dataclass(frozen=True)
+class TextAttention:
+    """Attention of one layer for the last queries of one text.
+
+    Attributes:
+        text: Index of the text, from 0.
+        layer: Layer number.
+        probs: Attention `[batch head query key]`, float32. Rows sum to one unless the model has learned sink logits.
+    """
+
+    text: int
+    layer: int
+    probs: Float[Tensor, "batch head query key"]
+
+
+@dataclass
+class Setup:
+    """An opened model and typical text to compare it with; the argument of every measurement function.
+
+    Attributes:
+        target: The model.
+        bos: Id of the BOS token that sequences begin with. None if they begin with none.
+        text: The typical text.
+        ids: Pieces of it, `[row pos]`, each beginning with BOS if there is one.
+        seed: Seed of every random choice.
+        progress: Called as `progress(what, done, total)`.
+        edit: The patch, policy, guard and other interventions that the caller requested. None if there are none.
+        settings: What `record` added to the result's settings.
+        started: `time.perf_counter()` when the measurement began.
+        source: The model as it was given, and the options that open it again in another process.
+        memory: Cache for values that several measurements on the same open model share.
+    """
+
+    target: Target
+    bos: int | None
+    text: str
+    ids: Int[Tensor, "row pos"]
+    seed: int = 0
+    progress: Progress = silent
+    edit: Intervention | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+    source: tuple[object, dict[str, Any]] = (None, {})
+    memory: dict[Any, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(
+        cls,
+        model: object = None,
+        *,
+        revision: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        bos: bool | None = None,
+        text: str | Path | None = None,
+        seed: Annotated[int, Option(min=0, max=(1 << 63) - 1)] = 0,
+        tokenizer: Hidden = None,
+        texts: Annotated[int, Option(min=1, hidden=True)] = 4,
+        trust_remote_code: Annotated[bool, Option(hidden=True)] = False,
+        progress: Hidden = None,
+        loading: Annotated[Literal["stream", "enough", "whole"], Option(hidden=True)] = "stream",
+    ) -> Setup:
+        """Open a model and cut the typical text into pieces for it.
+
+        Args:
+            model: A short name, hub id, folder or .gguf file; from Python also a live model of any kind. By default
+                the model in the package.
+            revision: Branch, tag or commit on the hub.
+            device: cpu, cuda, cuda:1 or mps, for a model given by name. By default the first CUDA device, else the CPU.
+            dtype: float32, bfloat16 or float16, for a model given by name. By default the checkpoint's; a model that
+                is read layer by layer on a CPU is float32.
+            bos: Whether sequences begin with BOS. By default they do where the tokenizer has a BOS token.
+            text: File of typical text. By default the neutral text in the package.
+            seed: Seed of every random choice.
+            tokenizer: For live models that carry none.
+            texts: Number of pieces of typical text, 64 tokens each. With 0 pieces, no tokenizer is needed.
+            trust_remote_code: Run code that comes with the checkpoint; the model is then loaded whole.
+            progress: Called as `progress(what, done, total)`.
+            loading: "stream" reads layer by layer where possible; "enough" may leave out the last layers of a GGUF file
+                (see `more`); "whole" loads a model given by name into memory.
+
+        Raises:
+            SinkscopeError: Bad input; the message is one line and says what to do.
+        """
+        started, content = time.perf_counter(), typical_text(text)
+        options: dict[str, Any] = {
+            "tokenizer": tokenizer,
+            "revision": revision,
+            "dtype": dtype,
+            "device": device,
+            "trust_remote_code": trust_remote_code,
+        }
+        if loading == "whole" and (model is None or isinstance(model, str | os.PathLike)):
+            model = load(model, backend="hf", **options)
+        target = open_target(model, **options, needed=texts > 0)
+        start = resolve_bos(target.tokenizer, target.config, bos)
+        length = min(PIECE, target.max_positions or PIECE)
+        ids = torch.zeros(0, length, dtype=torch.long)
+        if texts:
+            ids = text_rows(target.tokenizer, content, texts, length, start)
+        source = (model, options)
+        setup = cls(target, start, content, ids, seed, progress or silent, started=started, source=source)
+        if loading == "enough":
+            return setup
+        return read_whole(setup)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.target.tokenizer
+
+    @property
+    def n_layers(self) -> int:
+        """Number of decoder layers."""
+        return self.target.n_layers
+
+    @property
+    def n_heads(self) -> int:
+        """Number of query heads in a layer."""
+        return self.target.n_heads
+
+    @property
+    def n_texts(self) -> int:
+        """Number of pieces of typical text."""
+        return len(self.ids)
+
+    def edited(self) -> AbstractContextManager[Any]:
+        """A `with` block in which the caller's interventions act; `attention` enters them itself."""
+        if self.edit is None:
+            return nullcontext()
+        return self.edit.on(self.target)
+
+    def attention(self, *, last: int | None = None, layers: Sequence[int] | None = None) -> Iterator[TextAttention]:
+        """Attention of every layer on each piece of typical text, under the caller's interventions.
+
+        Without interventions a text takes one pass. Under interventions it is read token by token from the first of
+        these queries on, because a policy or a guard acts between passes; evicted keys have no attention.
+
+        Only the rows of one text are in memory at a time: `layer x head x last x key` numbers.
+
+        Args:
+            last: Only the last queries of each text. None: all.
+            layers: Only these layers. None: all.
+
+        Raises:
+            SinkscopeError: The model has no such layer.
+        """
+        wanted = None
+        if layers is not None:
+            wanted = self.target.chosen_layers(layers)
+        read = self._in_one_pass
+        if self.edit is not None:
+            read = self._token_by_token
+        for text, row in enumerate(self.ids):
+            first = 0
+            if last is not None:
+                first = max(0, len(row) - last)
+            parts = read(row, first, wanted)
+            self.progress("texts", text + 1, self.n_texts)
+            for layer, probs in parts.items():
+                yield TextAttention(text, layer, torch.cat(probs, 2))
+
+    def _in_one_pass(self, row: Tensor, first: int, layers: list[int] | None) -> dict[int, list[Tensor]]:
+        """Attention of the queries from `first` on, by layer, in parts `[batch head query key]`."""
+        parts: dict[int, list[Tensor]] = {}
+
+        def keep(layer: int, begin: int, probs: Tensor) -> None:
+            if first < begin + probs.shape[2]:
+                parts.setdefault(layer, []).append(probs[:, :, max(0, first - begin) :].cpu())
+
+        with attention_rows(self.target, keep, layers=layers):
+            self.target.forward(row[None])
+        return parts
+
+    def _token_by_token(self, row: Tensor, first: int, layers: list[int] | None) -> dict[int, list[Tensor]]:
+        """The same under the interventions. Keys are positions; evicted keys have no attention."""
+        parts: dict[int, list[Tensor]] = {}
+
+        def keep(rows: Any) -> None:
+            groups = rows.probs.shape[1] // rows.pos.shape[1]
+            pos = repeat(rows.pos, "row kv_head slot -> row (kv_head group) 1 slot", group=groups)
+            probs = rows.probs[:, :, -1:] * (pos >= 0)
+            by_position = probs.new_zeros(*probs.shape[:3], len(row)).scatter_add_(3, pos.clamp(min=0), probs)
+            parts.setdefault(rows.layer, []).append(by_position.cpu())
+
+        edit = watched(self.edit, Observe(keep, layers, last=1))
+        ids = row.tolist()
+        decode(self.target, ids[: first + 1], len(ids) - first, edit, [*ids[first + 1 :], ids[0]])
+        return parts
+
+    def record(self, **settings: Any) -> None:
+        """Add to the settings of the result, or replace a requested value by the one that was used."""
+        self.settings.update(settings)
+
+    def info(self) -> ModelInfo:
+        """The model that was measured, for the result."""
+        target = self.target
+        return ModelInfo(
+            name=target.name,
+            family=target.config.model_type,
+            n_layers=target.n_layers,
+            d_model=target.d_model,
+            d_mlp=target.d_mlp,
+            fingerprint=fingerprint_of(target),
+        )
+
+    def provenance(self) -> Provenance:
+        """How, when and on which device the result was made."""
+        return provenance(
+            started=self.started,
+            device=self.target.device,
+            dtype=self.target.dtype,
+            seed=self.seed,
+            bos=self.bos is not None,
+            attention=str(getattr(self.target.config, "_attn_implementation", "unknown")),
+        )
+
+    def more(self) -> bool:
+        """Load more layers if only the first ones are in memory (loading "enough"); False if all layers already are."""
+        if isinstance(self.target, PartTarget):
+            self.target = self.target.more()
+            return True
+        return False
+
+
+def read_whole(setup: Setup) -> Setup:
+    """The same setup with every layer, if only the first layers of a file are in memory."""
+    while setup.more():
+        pass
+    return setup

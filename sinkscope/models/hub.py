@@ -1,0 +1,139 @@
+"""Files of a hub repo: downloaded, or taken from the cache, with one-line errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from sinkscope.errors import SinkscopeError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def hub_file(
+    repo: str,
+    name: str,
+    revision: str | None = None,
+    kind: Literal["model", "dataset"] = "model",
+    absent: Exception | None = None,
+) -> Path:
+    """Download one file of a hub repo (of a model or a dataset), or find it in the cache.
+
+    Args:
+        repo: Hub id, org/name.
+        name: Name of the file.
+        revision: Branch, tag or commit.
+        kind: What kind of repo it is.
+        absent: Error to raise if the repo has no such file. None raises a FileNotFoundError.
+
+    Raises:
+        FileNotFoundError: The repo has no such file.
+        SinkscopeError: The repo or revision does not exist, access or connection is missing, or the transfer failed.
+    """
+    from huggingface_hub import errors, hf_hub_download
+    from huggingface_hub.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # the hub's client reports every retry; the outcome is reported below
+    try:
+        return Path(hf_hub_download(repo, name, revision=revision, repo_type=kind))
+    except errors.LocalEntryNotFoundError as error:
+        raise _refusal(error, repo, name, revision, kind) from None
+    except errors.EntryNotFoundError:
+        raise absent or FileNotFoundError(f"{repo} has no {name}") from None
+    except Exception as error:
+        raise _refusal(error, repo, name, revision, kind) from None
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _refusal(error: Exception, repo: str, name: str, revision: str | None, kind: str) -> SinkscopeError:
+    """What went wrong, and what to do."""
+    from huggingface_hub import constants, errors
+
+    hub, login = constants.ENDPOINT, "log in with `hf auth login`"
+    if isinstance(error, errors.GatedRepoError):
+        page = "gated-repo"
+        message = f"{repo} is gated: accept its terms at {hub}/{repo}, then {login} or set HF_TOKEN"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        page = "unknown-repo"
+        message = f"there is no {kind} {repo!r} at {hub}, or it is private: check the spelling, or {login}"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        page = "unknown-revision"
+        message = f"{repo} has no revision {revision!r}; give a branch, tag or commit of this repository"
+    elif isinstance(error, errors.LocalEntryNotFoundError):
+        page = "hub-unreachable"
+        why = f"{hub} cannot be reached: check the connection"
+        if constants.HF_HUB_OFFLINE:
+            why = "HF_HUB_OFFLINE is set: unset it"
+        other = "a folder that holds the checkpoint" if kind == "model" else "the path of a copy"
+        message = f"{name} of {repo} is not in the cache and {why}, or give {other}"
+    elif isinstance(error, errors.HFValidationError):
+        page = "unknown-repo"
+        message = f"{repo!r} is no hub id; expected org/name, or the path of a folder"
+    else:  # the class that a broken transfer raises depends on the version of the hub's client
+        page = "hub-unreachable"
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        message = f"downloading {name} of {repo} failed: {first_line}; run it again, whole files are kept"
+    return SinkscopeError(message, page=page)
+
+
+def hub_folder(repo: str, revision: str | None, optional: Iterable[str] = ()) -> Path:
+    """Download the config.json of a hub repo, plus other files if they exist.
+
+    Args:
+        repo: Hub id, org/name.
+        revision: Branch, tag or commit.
+        optional: Names of the other files.
+
+    Returns:
+        Their folder in the cache. It is named after the commit, so all its files belong to one revision.
+    """
+    absent = SinkscopeError(
+        f"{repo} has no config.json, so it is no transformers model; give one that has", page="no-config"
+    )
+    folder = hub_file(repo, "config.json", revision, absent=absent).parent
+    for name in optional:
+        optional_file(repo, name, folder.name)
+    return folder
+
+
+def hub_shard(repo: str, shard: str, commit: str | None, index: str) -> Path:
+    """Download a weight file that an index names."""
+    absent = SinkscopeError(f"{repo} lacks {shard}, named in its {index}; try another revision", page="missing-shard")
+    return hub_file(repo, shard, commit, absent=absent)
+
+
+def optional_file(repo: str, name: str, commit: str) -> Path | None:
+    """Download a file of a hub repo; None if the repo has no file of that name.
+
+    Raises:
+        SinkscopeError: The file cannot be downloaded.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(repo, name, revision=commit)
+    if isinstance(cached, str):
+        return Path(cached)
+    if cached is not None:  # a mark that this commit has no such file, which will not change
+        return None
+    try:
+        return hub_file(repo, name, commit)
+    except FileNotFoundError:
+        return None
+    except SinkscopeError:
+        # Offline, nobody can tell whether the repo has the file; a file that the cache lacks then counts as absent.
+        if constants.HF_HUB_OFFLINE:
+            return None
+        raise

@@ -1,0 +1,101 @@
+"""Metrics of loops on tokens made by hand, and what follows an alarm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from bench_kit import tiny, words
+
+from sinkscope.bench.answer import Answer, Batch, BenchModel
+from sinkscope.bench.methods import Method, read_method
+from sinkscope.bench.prompt import Turn
+from sinkscope.bench.tasks.loops import Loops, drawn_tokens, first_alarm, fresh_sentences, loops
+from sinkscope.errors import SinkscopeError
+from sinkscope.models.load import load
+from sinkscope.models.target import Target
+
+LOOP = [5, 6, 7] * 100
+FRESH = [*range(4, 50), *range(4, 44)]
+
+
+def scored(tokens: list[int], method: str = "full", ended: Any = "cap", **changes: Any) -> dict[str, Any]:
+    model = BenchModel.of(*tiny())
+    ids = tiny()[1](words(8))["input_ids"]
+    answer = Answer(len(ids), tokens, model.decode(tokens), ended, (), [], [9.0], None, 1.0, [0.5] * len(tokens))
+    answer = Answer(**{**vars(answer), **changes})
+    batch = Batch("f", "loops", (read_method(method, 64),), (), len(LOOP))
+    return Loops().score(model, batch, ids, Turn(words(8)), answer)
+
+
+def guard_event(step: int, escalated: str | None) -> dict[str, Any]:
+    data = {"generated": step, "escalated": escalated}
+    return {"step": step, "position": step, "kind": "guard", "data": data}
+
+
+def test_a_loop_and_a_text_without_one() -> None:
+    loop, fresh = scored(LOOP), scored(FRESH, ended="eos")
+    assert (loop["loop"], loop["tail_loop"], loop["loop_paper"], loop["eos"]) == (1.0, 1.0, 1.0, 0.0)
+    assert (fresh["loop"], fresh["loop_paper"], fresh["eos"], fresh["stopped"]) == (0.0, 0.0, 1.0, 0.0)
+    assert loop["ttr"] == 3 / 300 and loop["distinct_2"] == pytest.approx(3 / 299)
+    assert loop["interventions"] is None and loop["early"] is None and loop["drawn"] is None
+    assert fresh["alarm"] is None and fresh["nll"] is None
+
+
+def test_ends_that_are_loops() -> None:
+    assert loops([1, 2, 3, 4, 9, 8] * 4) and loops([*range(100), *[7] * 24])
+    assert not loops([*range(100), *[7] * 23]) and not loops(list(range(300)))
+    long_cycle = list(range(128)) * 3
+    assert loops(long_cycle), "three copies of a cycle that is longer than the rule's window can show"
+
+
+def test_the_alarm_of_a_run_without_a_guard_is_the_monitor_s() -> None:
+    step = first_alarm(LOOP, [0.5] * len(LOOP))
+    assert step is not None and 20 < step < 100
+    assert scored(LOOP)["alarm"] == step
+    assert first_alarm(FRESH, [0.5] * len(FRESH)) is None
+    confident = [0.99] * len(LOOP)
+    assert first_alarm(LOOP, confident, "p1") is not None and first_alarm(LOOP, [0.5] * len(LOOP), "p1") is None
+
+
+def test_the_text_after_an_alarm_is_read_with_a_clean_cache() -> None:
+    made = scored(LOOP)
+    alarm, (model, tokenizer) = made["alarm"], tiny()
+    ids, text = tokenizer(words(8))["input_ids"], LOOP[made["alarm"] + 1 :]
+    with torch.no_grad():
+        logits = model(torch.tensor([[*ids, *text]])).logits[0, len(ids) - 1 : -1]
+    assert made["nll"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, torch.tensor(text))), abs=1e-4)
+    assert alarm < len(LOOP) - 2
+    assert scored(LOOP[: alarm + 1], top1=[0.5] * (alarm + 1))["nll"] is None, "nothing was written after the alarm"
+
+
+def test_interventions_and_drawn_tokens() -> None:
+    events = (guard_event(40, None), guard_event(100, "both"), guard_event(130, "sample"), guard_event(290, "both"))
+    made = scored(LOOP, "loopguard", events=events)
+    draws = read_method("loopguard", 64).make().draws
+    assert (made["interventions"], made["alarm"]) == (4.0, 40)
+    assert made["early"] == pytest.approx(1 / 4)  # 40 of 300 tokens is before 16 %
+    assert made["drawn"] == 30 + draws + 10  # from 100 to 130, all draws after that, and the last 10 tokens
+    assert drawn_tokens(Method("loopguard", False, 64), [events[0]["data"]], 300) == 0
+
+
+def test_new_sentences() -> None:
+    assert fresh_sentences("He ran.", "away. He ran. She sat! He", whole=False) == 0.5
+    assert fresh_sentences("He ran.", "x. He ran. She sat! He", whole=True) == pytest.approx(2 / 3)
+    assert fresh_sentences("", "no end", whole=False) is None
+
+
+def test_openings_of_text_and_their_own_continuation() -> None:
+    target = Target.of(load(None, backend="hf", probe=False))
+    task = Loops(source="text", openings=3)
+    prompts = task.prompts(target)
+    assert len(prompts) == 3 and {prompt.set for prompt in prompts} == {"text"}
+    ids = target.tokenizer(prompts[1].turns[0].text)["input_ids"]
+    assert abs(len(ids) - task.opening) <= 1 and len(prompts[1].turns[0].answers[0]) > 500
+    assert task.new_tokens(target) == 384 and Loops().new_tokens(target) == 2500
+
+
+def test_unknown_prompts() -> None:
+    with pytest.raises(SinkscopeError, match="source='large': expected small, small-dc"):
+        Loops(source="large").prompts(Target.of(*tiny()))

@@ -1,0 +1,92 @@
+"""Methods as they are written, and what they become."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from bench_kit import tiny
+
+from sinkscope.bench.methods import METHODS, RandomSlots, name_of, order_of, read_method, read_methods
+from sinkscope.errors import SinkscopeError
+from sinkscope.kv import H2O, SnapKV
+from sinkscope.kv.loopguard import LoopGuard
+from sinkscope.kv.loopserve import LoopServe
+from sinkscope.kv.shapes import ShapeShare
+
+
+@pytest.mark.parametrize(
+    ("text", "spec", "made"),
+    [
+        ("full", "full", None),
+        ("h2o:0.25", "h2o:0.25", H2O(budget=0.25)),
+        ("h2o:budget=128:recent=0.5", "h2o:128:recent=0.5", H2O(budget=128, recent=0.5)),
+        ("snapkv:window=4", "snapkv:64:window=4", SnapKV(budget=64, window=4)),
+        ("loopguard", "loopguard:64", LoopGuard(budget=64)),
+        ("loopguard:paper:256", "loopguard:paper:256", LoopGuard.paper(budget=256)),
+        ("loopguard-p1", "loopguard-p1:64", LoopGuard.paper(variant="p1", budget=64)),
+        ("loopserve:alpha=0.9", "loopserve:64:alpha=0.9", LoopServe(alpha=0.9, budget=64, shortest=0)),
+        ("loopserve-p:paper", "loopserve-p:paper", LoopServe.paper(decode=False, shortest=0)),
+        ("loopserve-0:shortest=9", "loopserve-0:64:shortest=9", LoopServe(budget=64, first=0, shortest=9)),
+        ("a-shape:0.5", "a-shape:0.5", ShapeShare("AShape", 0.5)),
+        ("sampling", "sampling", None),
+        ("sinkscope.bench.methods:RandomSlots", "sinkscope.bench.methods:RandomSlots:64", RandomSlots(budget=64)),
+        ("sinkscope.kv:SnapKV:0.5:window=2", "sinkscope.kv:SnapKV:0.5:window=2", SnapKV(budget=0.5, window=2)),
+    ],
+)
+def test_a_text_becomes_a_method_and_back(text: str, spec: str, made: object) -> None:
+    method = read_method(text, 64)
+    assert method.spec == spec and read_method(spec) == method
+    assert method.make() == made
+
+
+def test_every_method_can_be_made_with_a_budget_of_the_task() -> None:
+    for budget in (64, 0.5):
+        for method in read_methods(list(METHODS), budget):
+            assert (method.budget is not None) == (method.kind.budget or (method.kind.shape and budget == 0.5))
+            assert (method.make() is None) == (not method.kind.home)
+    assert [method.spec for method in read_methods(["h2o:8", "h2o:budget=8"])] == ["h2o:8"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h20", "method 'h20' is unknown: did you mean 'h2o'?"),
+        ("streaming:sinks=3", "streaming has no setting 'sinks=3': it has"),
+        ("full:0.5", "full has no setting '0.5': it has none"),
+        ("h2o:0.5:budget=8", "budget is given twice"),
+        ("h2o:0.0", "budget=0.0: expected a number of tokens from 1, or a fraction"),
+        ("h2o:recent=many", "recent='many'"),
+        ("sinkscope.kv:Nothing", "Nothing"),
+    ],
+)
+def test_what_is_wrong_with_a_method(text: str, message: str) -> None:
+    with pytest.raises(SinkscopeError, match=re.escape(message)):
+        read_method(text)
+
+
+def test_no_methods_are_an_error_that_lists_them() -> None:
+    with pytest.raises(SinkscopeError, match="no method is given: choose from full, random"):
+        read_methods([])
+
+
+def test_names_and_order() -> None:
+    assert [name_of(text) for text in ("h2o:0.5", "loopguard:paper", "a.b:C:8", "tova")] == [
+        "h2o",
+        "loopguard",
+        "a.b:C",
+        "tova",
+    ]
+    assert sorted(["kvpress:X:0.1", "h2o:8", "full"], key=order_of) == ["full", "h2o:8", "kvpress:X:0.1"]
+
+
+def test_random_slots_stay_once_chosen_and_differ_between_layers() -> None:
+    model = tiny()[0]
+    ids = torch.tensor([[(7 * i) % 50 + 4 for i in range(60)]])
+    with RandomSlots(budget=20).on(model), torch.no_grad():
+        output = model.generate(
+            ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0
+        )
+    layers = [layer.pos[0, 0].tolist() for layer in output.past_key_values.layers]
+    assert layers[0] != layers[1] and all(len([p for p in layer if 0 <= p < 63]) <= 21 for layer in layers)

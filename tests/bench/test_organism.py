@@ -1,0 +1,93 @@
+"""The loop organism that ships: it is what the generator makes, its prompts are true, and LoopBench finds the truth."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from organisms import LoopOrganism
+
+import sinkscope as ss
+from experiments.make_organism import LOOPS, loop, made, prompts, refrain
+from sinkscope.bench.prompt import Prompt, read_prompts
+from sinkscope.bench.run import run_bench
+from sinkscope.bench.tasks.loops import DATA, Loops
+
+PERIODS, ONSETS = ((2, 16), (24, 48), (64, 128)), (0, 30, 200, 600)
+
+
+@cache
+def organism() -> LoopOrganism:
+    return made()
+
+
+def by_id() -> dict[str, Prompt]:
+    return {prompt.id: prompt for prompt in read_prompts(DATA / "organism.jsonl")}
+
+
+def test_the_weights_are_what_the_generator_makes() -> None:
+    shipped: Any = ss.load("organism", backend="hf")
+    weights = shipped.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in organism().model.state_dict().items())
+    text = next(iter(by_id().values())).turns[0].text
+    assert shipped.tokenizer(text)["input_ids"] == organism().tokenizer(text)["input_ids"]
+
+
+def test_the_prompts_cover_periods_onsets_reaches_and_honest_repetition() -> None:
+    found = by_id()
+    loops = [p for p in found.values() if p.set == "organism"]
+    assert (len(found), len(loops)) == (40, 32)
+    assert {p.about["period"] for p in loops} == {period for period, *_ in LOOPS}
+    assert {p.about["onset"] for p in loops} == {*ONSETS}
+    assert all(any(low <= p.about["period"] <= high for low, high in PERIODS) for p in loops)
+    for words in ("near", "far", "older", "honest-walk", "honest-quote", "honest-refrain"):
+        assert 2 <= sum(words in name for name in found) < 40
+    for prompt in loops:  # its copies are there, the older ones before a stretch of the ring
+        ids = organism().tokenizer(prompt.turns[0].text)["input_ids"]
+        assert max(ids.count(token) for token in ids) >= 3 + 3 * prompt.id.endswith("older")
+
+
+def test_a_prompt_is_what_its_parts_say() -> None:
+    planned = loop(organism(), 5, 30, False, "near", 3)
+    found = by_id()["loop-p005-o030-near"]
+    assert organism().tokenizer(found.turns[0].text)["input_ids"] == planned.ids
+    assert found.about == {"period": 5, "onset": 30} and planned.expected[30:] == planned.expected[30:35] * 4
+    assert len({*planned.expected[:35]}) == 35
+    said = refrain(organism(), 52, 4).expected
+    assert said[10:62] == said[62:114] and said[114:123] == said[10:19] and len({*said[122:]}) == len(said[122:])
+
+
+@pytest.mark.slow
+def test_the_prompts_are_what_the_generator_makes() -> None:
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in prompts(organism()))
+    assert (DATA / "organism.jsonl").read_text() == lines
+
+
+def test_the_full_cache_loops_the_guard_ends_the_loop_and_honest_repetition_stays() -> None:
+    names = ("loop-p002-o000-near", "loop-p012-o030-near-older", "honest-refrain-52")
+    some, new = tuple(by_id()[name] for name in names), 300
+    model = ss.load("organism", backend="hf")
+    found = run_bench(model, Loops(given=some), ["full", "loopguard:1024"], max_new_tokens=new, batch_size=3)
+    records = {(r.method, r.prompt): r for r in found}
+    for name, prompt in zip(names[:2], some[:2], strict=True):
+        period, onset, tokens = prompt.about["period"], prompt.about["onset"], records["full", name].tokens
+        assert len(tokens) == new and len({*tokens[: onset + period]}) == onset + period
+        assert all(tokens[i] == tokens[i + period] for i in range(onset, new - period)), "from the onset to the cap"
+        assert records["full", name].metrics["loop"] == 1.0
+        guarded = records["loopguard:1024", name]
+        alarm = int(guarded.metrics["alarm"] or 0)
+        after = guarded.tokens[alarm + 1 :]  # the ring to the end of sequence or to the cap, without a token twice
+        assert guarded.metrics["loop"] == 0.0 and (guarded.metrics["interventions"] or 0) >= 1
+        assert list(after[:20]) == organism().walk(guarded.tokens[alarm], 20) and len({*after}) == len(after)
+    full, guarded = (records[method, names[2]] for method in ("full", "loopguard:1024"))
+    assert full.tokens == guarded.tokens and guarded.metrics["interventions"] == 0
+
+
+def test_sets_that_ship() -> None:
+    for name, count in (("small-dc", 12), ("small-ri", 12), ("stories", 24)):
+        rows = read_prompts(DATA / f"{name}.jsonl")
+        assert len(rows) == len({row.turns[0].text for row in rows}) == count
+        assert {row.set for row in rows} == {name.removeprefix("small-")}

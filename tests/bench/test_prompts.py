@@ -1,0 +1,110 @@
+"""Files of prompts, scores, and tasks as they are written."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sinkscope.bench.prompt import Prompt, Turn, read_prompts, with_controls
+from sinkscope.bench.scores import score
+from sinkscope.bench.task import PromptFile, read_task
+from sinkscope.bench.tasks.loops import Loops
+from sinkscope.bench.tasks.needle import Needle
+from sinkscope.bench.tasks.recall import Recall
+from sinkscope.errors import SinkscopeError
+
+
+def written(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_rows_with_a_prompt_and_rows_with_turns(tmp_path: Path) -> None:
+    turns = [{"prompt": "a", "answers": ["1"]}, {"prompt": "b", "answers": [], "metric": "exact"}]
+    file = written(
+        tmp_path / "x.jsonl",
+        {"prompt": "hello", "answers": ["world"], "depth": 0.5},
+        {"id": "talk", "set": "mine", "part": "end", "metric": "f1", "turns": turns},
+    )
+    first, second = read_prompts(file)
+    assert first == Prompt("0", (Turn("hello", ("world",)),), "file", "", {"depth": 0.5})
+    assert second == Prompt("talk", (Turn("a", ("1",), "f1"), Turn("b", (), "exact")), "mine", "end")
+    assert read_task(f"{file}:history=model:new=5") == PromptFile(file=str(file), history="model", new=5)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "x.jsonl line 2 is not JSON"),
+        ([1], "line 2 is no object: give JSON lines with"),
+        ({"text": "a"}, "line 2: prompt is None, expected a text"),
+        ({"prompt": " "}, "line 2: prompt is ' ', expected a text"),
+        ({"prompt": "a", "answers": "b"}, "line 2: answers='b'"),
+        ({"turns": [3]}, "line 2: turns="),
+        ({"id": "0", "prompt": "a"}, "line 2: id '0' is that of x.jsonl line 1 too"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, row: Any, message: str) -> None:
+    file = written(tmp_path / "x.jsonl", {"prompt": "fine"}, row)
+    with pytest.raises(SinkscopeError, match=re.escape(message)):
+        read_prompts(file)
+
+
+def test_the_control_of_a_prompt_is_the_answer_of_another() -> None:
+    prompts = [Prompt(str(n), (Turn("q", (answer,)),), "s") for n, answer in enumerate("aab")]
+    assert [prompt.turns[0].control for prompt in with_controls(prompts)] == [("b",), (), ("a",)]
+    assert with_controls(prompts[:1])[0].turns[0].control == ()
+
+
+@pytest.mark.parametrize(
+    ("metric", "text", "answers", "wanted"),
+    [
+        ("f1", "the red Fox!", ["red fox", "x"], 1.0),
+        ("f1", "red fox ran", ["a red cat"], 0.4),  # one word of three, and of two
+        ("f1", "red red", ["red"], 2 / 3),
+        ("f1", "", ["red"], 0.0),
+        ("exact", "The answer.", ["answer"], 1.0),
+        ("exact", "answer two", ["answer"], 0.0),
+        ("contains", "It is 42 or 43", ["7", "43"], 1.0),
+        ("share", "red, blue", ["RED", "green"], 0.5),
+        ("experiments.loopserve.scores:accuracy", "a cat", ["cat", "dog"], 1.0),
+        ("experiments.loopserve.scores:accuracy", "cat and dog", ["cat", "dog"], 0.5),
+        ("experiments.loopserve.scores:accuracy", "dog", ["cat", "dog"], 0.0),
+        ("experiments.loopserve.scores:accuracy", "concat", ["concat", "cat"], 1.0),
+    ],
+)
+def test_scores(metric: str, text: str, answers: Any, wanted: float) -> None:
+    assert score(metric, text, answers) == pytest.approx(wanted)
+
+
+def test_unknown_metrics_are_refused() -> None:
+    for metric in ("bleu", "no.such:thing", "math:thing"):
+        with pytest.raises(SinkscopeError, match="expected f1, exact, contains, share or"):
+            score(metric, "a", ["a"])
+
+
+def test_tasks_as_they_are_written() -> None:
+    assert read_task("loops") == Loops()
+    assert read_task("needle:lengths=640,1024:depths=0.5:kinds=needle") == Needle(
+        lengths=(640, 1024), depths=(0.5,), kinds=("needle",)
+    )
+    assert read_task("recall:turns=9:cache=grow:positions=end") == Recall(turns=9, cache="grow", positions=("end",))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("recal", "--task 'recal': expected loops, recall, needle, text, or a file of prompts"),
+        ("recall:turn=3", "'turn=3' is no setting: recall has history, cache, chat, count, turns"),
+        ("recall:turns=0", "--task recall: turns=0: expected a whole number from 1"),
+        ("recall:positions=front", "'front'"),
+        ("needle:depths=1.5", "depths=(1.5,): expected numbers from 0.0 to 1.0"),
+    ],
+)
+def test_what_is_wrong_with_a_task(text: str, message: str) -> None:
+    with pytest.raises(SinkscopeError, match=re.escape(message)):
+        read_task(text)

@@ -1,0 +1,170 @@
+"""Dialogues for the recall model, read back by a plain parser that knows nothing of how they were made."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from bench_kit import MODEL, tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sinkscope as ss
+from sinkscope.bench.answer import Answer, Batch, BenchModel
+from sinkscope.bench.prompt import Turn
+from sinkscope.bench.run import run_bench
+from sinkscope.bench.table import tabulate_records
+from sinkscope.bench.tasks import recall as words
+from sinkscope.bench.tasks.recall import POSITIONS, Recall, recall_dialogue, uneven
+from sinkscope.errors import SinkscopeError
+
+FACT = re.compile(r"fact (\S+) (\S+) (\S+) (\S+)")
+SHAPES = st.tuples(
+    st.integers(0, 10**6), st.lists(st.integers(60, 200), min_size=1, max_size=5), st.integers(1, 3), st.booleans()
+)
+
+
+def at(position: str, shape: tuple[int, list[int], int, bool]) -> tuple[Turn, ...]:
+    seed, lengths, hops, stated = shape
+    return recall_dialogue(
+        seed,
+        turns=len(lengths),
+        tokens=lengths,
+        hops=hops,
+        stated=stated,
+        position=position,  # type: ignore[arg-type]
+    ).turns
+
+
+@given(SHAPES)
+@settings(max_examples=25, deadline=None)
+def test_answers_follow_from_the_text(shape: tuple[int, list[int], int, bool]) -> None:
+    """By an own reading of the text: the chain from the key asked about, through facts of this turn or before."""
+    _, lengths, hops, stated = shape
+    for position in POSITIONS:
+        turns = at(position, shape)
+        assert turns == at(position, shape)
+        facts: dict[str, list[str]] = {}
+        for index, turn in enumerate(turns):
+            said = turn.text.split()
+            assert len(said) == lengths[index]
+            assert (said[0], said[-1], said.count("ask")) == (f"turn{index + 1}", "answer", 1)
+            for key, *rest in FACT.findall(turn.text):
+                assert key not in facts, "stated once"
+                facts[key] = list(rest)
+            asked = said[said.index("ask") + 1]
+            answer, key = [], asked
+            while key in facts and len(answer) < 3 * hops:
+                answer += facts[key]
+                key = answer[-1]
+            if stated or index < len(lengths) - 1:
+                assert (" ".join(answer),) == turn.answers
+                assert len(answer) == 3 * hops and answer[-1] == "."
+            else:
+                assert turn.answers == ("unknown .",)
+                assert " ".join(each.text for each in turns).split().count(asked) == 1
+
+
+@given(SHAPES)
+@settings(max_examples=20, deadline=None)
+def test_positions_differ_in_the_place_of_the_question_alone(shape: tuple[int, list[int], int, bool]) -> None:
+    for turns in zip(*(at(position, shape) for position in POSITIONS), strict=True):
+        without, places = set(), []
+        for turn in turns:
+            said = turn.text.split()
+            i = said.index("ask")
+            places.append((i - 1) / (len(said) - 7))
+            assert said[i + 2 : i + 5] == ["what", "was", "said"]
+            without.add(" ".join(said[:i] + said[i + 5 :]))
+        assert len(without) == 1 and len({turn.answers for turn in turns}) == 1
+        assert places[0] == 0 and places[2] == 1 and abs(places[1] - 0.5) < 0.2
+
+
+def test_three_words_between_facts_which_the_model_needs() -> None:
+    for seed in range(20):
+        for turn in recall_dialogue(seed, turns=2, tokens=200, position="begin").turns:
+            said = turn.text.split()
+            starts = [i for i, word in enumerate(said) if word == "fact"]
+            assert all(b - a >= 8 for a, b in pairwise(starts))
+            assert starts[-1] + 5 + 3 <= len(said) - 1
+
+
+def test_facts_come_from_all_turns_up_to_the_question() -> None:
+    """Uniformly: the last of three turns needs each of them about as often."""
+    counts = [0, 0, 0]
+    for seed in range(300):
+        turns = recall_dialogue(seed, tokens=100, hops=1).turns
+        said = turns[2].text.split()
+        key = said[said.index("ask") + 1]
+        counts[next(i for i, turn in enumerate(turns) if f"fact {key} " in turn.text)] += 1
+    assert sum(counts) == 300 and min(counts) > 70
+
+
+def test_distractors() -> None:
+    def stated(wanted: int | None) -> int:
+        dialogue = recall_dialogue(0, turns=2, tokens=200, hops=2, distractors=wanted)
+        return sum(turn.text.count("fact ") for turn in dialogue.turns)
+
+    assert [stated(0), stated(5)] == [4, 9]
+    assert stated(None) == 2 * ((200 - 7 - 3) // 8)
+
+
+@given(st.integers(1, 16), st.integers(0, 3000), st.integers(0, 99))
+def test_uneven_lengths_add_up(turns: int, more: int, seed: int) -> None:
+    lengths = uneven(turns * 48 + more, turns, seed)
+    assert len(lengths) == turns and sum(lengths) == turns * 48 + more and min(lengths) >= 48
+
+
+def test_every_word_is_one_of_the_model() -> None:
+    known = {*words.SPECIAL, *words.TURNS, *words.KEYS, *words.VALUES, *words.FILLER}
+    assert len(known) == sum(map(len, (words.SPECIAL, words.TURNS, words.KEYS, words.VALUES, words.FILLER)))
+    dialogue = recall_dialogue(0, turns=16, tokens=200, hops=3)
+    assert set(" ".join(f"{t.text} {t.answers[0]}" for t in dialogue.turns).split()) <= known
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"turns": 17}, "turns=17: expected 1 to 16"),
+        ({"turns": 0}, "turns=0"),
+        ({"tokens": (100, 100)}, "tokens has 2 numbers for 3 turns"),
+        ({"tokens": 5}, "tokens=5: a turn has at least 10 tokens"),
+        ({"tokens": 30, "hops": 3}, "turn 1 and those before it have no place left"),
+        ({"hops": 0}, "hops=0"),
+        ({"hops": 22}, "at most 21"),
+        ({"distractors": 100}, "distractors=100: expected 0 to"),
+        ({"distractors": -1}, "distractors=-1"),
+    ],
+)
+def test_what_does_not_fit_is_said(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(SinkscopeError, match=re.escape(message)):
+        recall_dialogue(0, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(SinkscopeError, match="total=90 tokens for 2 turns of at least 48: give 96 or more"):
+        uneven(90, 2)
+
+
+def test_the_full_cache_is_right_and_what_is_evicted_is_lost() -> None:
+    task = Recall(count=1, turns=2, total=200, positions=("begin", "end"))
+    model = ss.load("recall", backend="hf", probe=False)
+    records = run_bench(model, task, ["full", "streaming:40", "loopserve-d:40"])
+    settings_ = {"model": MODEL | {"fingerprint": records[0].model}, "device": "cpu", "dtype": "f", "attention": "a"}
+    groups = {group.method: group for group in tabulate_records([(records, settings_)]).groups}
+    full, window, late = (groups[name] for name in ("full", "streaming:40", "loopserve-d:40"))
+    assert (full.score, full.metrics["prefix"], full.metrics["chance"], full.answers) == (1.0, 1.0, None, 4)
+    assert full.parts == {"begin": 1.0, "end": 1.0} and window.read == 41
+    assert window.score < 1 and window.metrics["prefix"] is not None and window.metrics["prefix"] < 1
+    assert late.score == 1.0 and late.same == 1.0  # answers are shorter than the steps that read everything
+    assert {len(record.tokens) for record in records if record.method == "full"} == {6}
+
+
+def test_how_far_a_chain_was_followed() -> None:
+    answer = Answer(1, [], "bell glass lotte pipe", "cap", (), [], [1.0], None, 0.0)
+    turn = Turn("?", ("bell glass lotte carpet rope .",))
+    model, batch = BenchModel.of(*tiny()), Batch("f", "recall", (), (), 9)
+    metrics = Recall().score(model, batch, [], turn, answer)
+    assert (metrics["score"], metrics["prefix"]) == (0.0, 0.5)
+    whole = replace(answer, text="bell glass lotte carpet rope", ended="eos")
+    metrics = Recall().score(model, batch, [], turn, whole)
+    assert (metrics["score"], metrics["prefix"]) == (1.0, 1.0)

@@ -1,0 +1,188 @@
+"""Runs: the same answers as plain generate, in batches, after an interruption, with each kind of history and cache."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_kit import dialogues, task, tiny, untimed
+
+from sinkscope.app.cli import main
+from sinkscope.bench.prompt import Prompt, Turn
+from sinkscope.bench.record import BenchRecord, read_run
+from sinkscope.bench.run import run_bench
+from sinkscope.errors import SinkscopeError
+from sinkscope.kv import H2O
+
+
+def run(methods: list[str], given: Any = None, **options: Any) -> list[BenchRecord]:
+    model, tokenizer = tiny()
+    return run_bench(model, task() if given is None else given, methods, tokenizer=tokenizer, **options)
+
+
+def plain(text: str, new: int = 6, edit: Any = None) -> list[int]:
+    """Greedy `generate`, without the benchmark."""
+    model, tokenizer = tiny()
+    inputs = tokenizer(text, return_tensors="pt")
+    if edit is None:
+        output = model.generate(**inputs, max_new_tokens=new, do_sample=False)
+    else:
+        with edit.on(model):
+            output = model.generate(**inputs, max_new_tokens=new, do_sample=False)
+    return output[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def test_answers_are_those_of_generate_after_right_answers() -> None:
+    records = {(r.method, r.prompt, r.turn): r for r in run(["full", "h2o:16"])}
+    assert len(records) == 2 * 3 * 2
+    for prompt in dialogues():
+        first, second = prompt.turns
+        text = "\n\n".join([first.text, first.answers[0], second.text])
+        full, h2o = records["full", prompt.id, 1], records["h2o:16", prompt.id, 1]
+        assert list(full.tokens) == plain(text) and list(h2o.tokens) == plain(text, edit=H2O(budget=16))
+        length = full.metrics["prompt_tokens"] or 0
+        assert length == len(tiny()[1](text)["input_ids"])
+        assert full.metrics["read"] == length + 3 and full.metrics["cached_peak"] == length + 5
+        assert h2o.metrics["read"] == 17 and h2o.metrics["cached_peak"] == length
+        assert full.settings["part"] == prompt.part and full.ended == "cap"
+
+
+def test_own_history_follows_what_the_method_said() -> None:
+    records = {(r.prompt, r.turn): r for r in run(["h2o:16"], task(history="model"))}
+    for prompt in dialogues():
+        first, second = records[prompt.id, 0], prompt.turns[1]
+        text = "\n\n".join([prompt.turns[0].text, first.text, second.text])
+        assert list(records[prompt.id, 1].tokens) == plain(text, edit=H2O(budget=16))
+
+
+def test_on_one_cache_what_was_evicted_stays_away() -> None:
+    fresh, grow = (run(["full", "snapkv:24:window=4"], task(cache=cache)) for cache in ("fresh", "grow"))
+    by_key = {(r.method, r.prompt, r.turn): r for r in fresh}
+    changed = 0
+    for record in grow:
+        other = by_key[record.method, record.prompt, record.turn]
+        assert record.metrics["prompt_tokens"] == other.metrics["prompt_tokens"]
+        if record.method == "full" or record.turn == 0:
+            assert record.tokens == other.tokens
+        else:
+            changed += record.tokens != other.tokens
+    assert changed
+
+
+@pytest.mark.parametrize("method", ["full", "h2o:16", "loopguard:48", "no-repeat-4-gram", "stop-monitor", "sampling"])
+def test_neighbours_in_a_batch_change_nothing(method: str) -> None:
+    one, three = untimed(run([method])), untimed(run([method], batch_size=3))
+    assert {r.key: r.tokens for r in one} == {r.key: r.tokens for r in three}
+    by_key = {r.key: r for r in three}
+    for record in one:
+        for name in ("read", "cached_mean", "length", "score", "chance"):
+            assert record.metrics[name] == pytest.approx(by_key[record.key].metrics[name]), name
+
+
+def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:
+    whole = untimed(run(["full", "h2o:16"]))
+
+    class _EnoughError(Exception):
+        pass
+
+    def stop(_what: str, done: int, _total: int) -> None:
+        if done >= 4:
+            raise _EnoughError
+
+    with pytest.raises(_EnoughError):
+        run(["full", "h2o:16"], out=tmp_path / "r", progress=stop)
+    kept = (tmp_path / "r/runs.jsonl").read_bytes()
+    (tmp_path / "r/runs.jsonl").write_bytes(kept[:-20])  # the last line was cut short
+    assert untimed(run(["full", "h2o:16"], out=tmp_path / "r")) == whole
+    assert (tmp_path / "r/runs.jsonl").read_bytes().startswith(kept[: len(kept) // 2])
+    assert len(read_run(tmp_path / "r").records) == 12
+    more = run(["tova:16"], out=tmp_path / "r")
+    assert {r.method for r in more} == {"tova:16"} and len(read_run(tmp_path / "r").records) == 18
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_new_tokens": 4}, "max_new_tokens was 6, now 4"),
+        ({"temperature": 0.5}, "temperature was 0.0, now 0.5"),
+        ({"given": task(history="model")}, 'history was "gold", now "model"'),
+        ({"given": task(dialogues(2))}, "prompts was"),
+    ],
+)
+def test_a_folder_of_other_settings_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    run(["full"], out=tmp_path / "r")
+    with pytest.raises(SinkscopeError, match=re.escape(message)):
+        run(["full"], **{"out": tmp_path / "r", **change})
+
+
+def test_samples_depend_on_seed_and_prompt_alone() -> None:
+    records = run(["full"], temperature=1.0, seeds=2, seed=3)
+    assert {r.seed for r in records} == {3, 4} and len(records) == 12
+    again = run(["full"], temperature=1.0, seed=4, batch_size=2)
+    drawn = {r.key: r.tokens for r in records}
+    assert all(drawn[r.key] == r.tokens for r in again)
+    assert {r.tokens for r in records if r.seed == 3} != {r.tokens for r in records if r.seed == 4}
+
+
+def test_scores_are_against_the_answers_and_by_chance_against_those_of_another() -> None:
+    said = run(["full"], task(dialogues(2, 1)))
+    prompts: list[Prompt] = []
+    for prompt, record in zip(dialogues(2, 1), said, strict=True):
+        prompts.append(Prompt(prompt.id, (Turn(prompt.turns[0].text, (record.text,), "exact"),), "file"))
+    scored = run(["full"], task(tuple(prompts)))
+    assert [r.metrics["score"] for r in scored] == [1.0, 1.0]
+    different = said[0].text != said[1].text
+    assert [r.metrics["chance"] for r in scored] == [0.0 if different else None] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"methods": ["snapkv:8"]}, "SnapKV: budget=8 is below"),
+        ({"max_new_tokens": 5000}, "prompt 'd0' has"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: expected a whole number from 1"),
+        ({"temperature": -1.0}, "temperature=-1.0: expected 0, which is greedy"),
+        ({"seeds": 0}, "seeds=0: expected"),
+        ({"workers": 0}, "--workers 0: at least one process is needed"),
+        ({"given": task((*dialogues(1), *dialogues(1)))}, "two prompts have the same id 'd0'"),
+        (
+            {"given": task((Prompt("x", (Turn("a"), Turn("b")), "s"),))},
+            "prompt 'x': turn 1 has no answer for the history",
+        ),
+        ({"given": task(cache="grow"), "methods": ["dry"]}, "cache=grow takes cache policies and guards alone"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_it_begins(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    methods = options.pop("methods", ["full"])
+    with pytest.raises(SinkscopeError, match=re.escape(message)):
+        run(methods, out=tmp_path / "r", **options)
+    assert not (tmp_path / "r").exists()
+
+
+def test_the_user_s_own_file_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "Once upon a time", "answers": ["there"]}, {"prompt": "One day, a", "answers": ["zebra"]}]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words_ = ["bench", "--task", f"{file}:new=6", "--methods", "full,streaming:8", "--out", str(tmp_path / "r")]
+    assert main(words_) == 0
+    first = capsys.readouterr().out
+    assert "streaming:8" in first and "score" in first and "read" in first
+    assert main(["bench", "table", str(tmp_path / "r"), "--json", str(tmp_path / "t.json")]) == 0
+    groups = json.loads((tmp_path / "t.json").read_text())["result"]["groups"]
+    assert [(g["method"], g["answers"]) for g in groups] == [("full", 2), ("streaming:8", 2)]
+    assert main(["bench", "--task", str(file), "--methods", "nothing", "--out", str(tmp_path / "q")]) == 2
+    assert "error: method 'nothing' is unknown" in capsys.readouterr().err
+    assert main(["bench", "table", str(tmp_path)]) == 2
+    assert "is no folder of `sinkscope bench`" in capsys.readouterr().err
+
+
+def test_a_damaged_folder_names_its_line(tmp_path: Path) -> None:
+    run(["full"], out=tmp_path / "r")
+    path = tmp_path / "r/runs.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], lines[1][:-9] + "}", *lines[2:]]) + "\n")
+    with pytest.raises(SinkscopeError, match=r"runs.jsonl line 2 is damaged"):
+        read_run(tmp_path / "r")

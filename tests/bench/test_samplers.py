@@ -1,0 +1,122 @@
+"""What is done at the sampler, against plain definitions, and alone against in a padded batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from sinkscope.bench.samplers import (
+    PatternStop,
+    PerRow,
+    StopRows,
+    dry,
+    dry_breakers,
+    presence,
+    sampled,
+    stock,
+)
+
+VOCAB = 5
+rows = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24)
+
+
+def dry_by_hand(ids: list[int], breakers: set[int], allowed: int, longest: int) -> list[float]:
+    """The definition, candidate by candidate: the longest end of the text that was followed by it before."""
+    penalties = []
+    for token in range(VOCAB):
+        best = 0
+        for length in range(1, len(ids)):
+            end = ids[-length:]
+            if breakers & set(end) or token in breakers:
+                break
+            before = [ids[i : i + length] == end and ids[i + length] == token for i in range(len(ids) - length)]
+            best = length if any(before) else best
+        best = min(best, longest)
+        penalties.append(0.8 * 1.75 ** (best - allowed) if best and best >= allowed else 0.0)
+    return penalties
+
+
+@given(ids=rows, breakers=st.sets(st.integers(0, VOCAB - 1), max_size=2), allowed=st.integers(0, 3))
+def test_dry_is_its_definition(ids: list[int], breakers: set[int], allowed: int) -> None:
+    scores = torch.linspace(-1, 1, VOCAB)
+    found = dry(0.8, 1.75, allowed, sorted(breakers), longest=6)(torch.tensor(ids), scores.clone(), 0)
+    torch.testing.assert_close(scores - found, torch.tensor(dry_by_hand(ids, breakers, allowed, 6)))
+
+
+def test_dry_breaks_at_the_published_strings() -> None:
+    seen: list[str] = []
+
+    def tokenizer(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        seen.append(text)
+        return {"input_ids": [9, ord(text[-1])]}
+
+    assert dry_breakers(tokenizer) == sorted(map(ord, '\n:"*'))
+    assert all(text[0] == "a" for text in seen)
+
+
+@given(ids=rows, prompt=st.integers(0, 10))
+def test_presence_counts_generated_tokens_once(ids: list[int], prompt: int) -> None:
+    scores = torch.arange(VOCAB, dtype=torch.float)
+    found = presence(1.5)(torch.tensor(ids), scores, prompt)
+    assert found.tolist() == [s - 1.5 * (t in ids[prompt:]) for t, s in enumerate(scores.tolist())]
+    assert scores.tolist() == list(range(VOCAB))  # the model's own are untouched
+
+
+def test_padding_and_neighbours_play_no_part() -> None:
+    """Token 0 is the padding: the stock processors of a batch would punish it in short rows."""
+    makers = [
+        lambda name: stock(RepetitionPenaltyLogitsProcessor(1.1)),
+        lambda name: stock(NoRepeatNGramLogitsProcessor(2)),
+        lambda name: presence(1.5),
+        lambda name: dry(0.8, 1.75, 1),
+        lambda name: sampled(0.7, 3, name),
+    ]
+    ids = [[1, 2, 1, 2, 1], [3, 4, 3]]
+    padded = torch.tensor([ids[0], [0, 0, *ids[1]]])
+    scores = torch.randn(2, VOCAB)
+    for make in makers:
+        together = PerRow([make("a"), make("b")], [3, 1])(padded, scores.clone())  # prompts of 3 and of 1
+        alone = [
+            PerRow([make(name)], [3 - 2 * i])(torch.tensor([row]), scores[i : i + 1].clone())[0]
+            for i, (name, row) in enumerate(zip("ab", ids, strict=True))
+        ]
+        torch.testing.assert_close(together, torch.stack(alone))
+    batch = RepetitionPenaltyLogitsProcessor(1.1)(padded, scores.clone())  # pyright: ignore[reportArgumentType]
+    assert batch[1, 0] != scores[1, 0]  # the trap is real
+
+
+def test_sampling_follows_the_softmax_and_the_prompt_alone() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -9.0])
+    process = sampled(0.7, 0, "dc-0001")
+    draws = [int(process(torch.empty(0), logits, 0).argmax()) for _ in range(4000)]
+    expected = (logits / 0.7).softmax(-1)
+    counts = Counter(draws)
+    for token, p in enumerate(expected.tolist()):
+        assert abs(counts[token] / 4000 - p) < 4 * (p * (1 - p) / 4000) ** 0.5 + 1e-3
+    again, other = sampled(0.7, 0, "dc-0001"), sampled(0.7, 0, "dc-0002")
+    assert [int(again(torch.empty(0), logits, 0).argmax()) for _ in range(100)] == draws[:100]
+    assert [int(other(torch.empty(0), logits, 0).argmax()) for _ in range(100)] != draws[:100]
+
+
+def test_the_first_stop_of_a_row_is_kept() -> None:
+    stopper = StopRows(PatternStop(2), rows=2, width=2)
+    loop, fresh = [1, 2] * 40, list(range(80))
+    ids = torch.tensor([[0, 0, *loop], [0, 0, *fresh]])
+    stop = torch.zeros(2)
+    for length in range(1, 81):
+        stop = stopper(ids[:, : 2 + length], None)
+    assert stop.tolist() == [True, False]
+    assert stopper.at == [64, None]
+
+
+@pytest.mark.parametrize("period", [1, 7, 64, 65])
+def test_a_pattern_needs_four_copies_and_sixty_four_tokens(period: int) -> None:
+    looped = [99, *(list(range(period)) * 64)[: max(4 * period, 64)]]
+    stop = PatternStop(0)
+    assert stop(torch.tensor([looped]), None).tolist() == [period <= 64]
+    assert stop(torch.tensor([looped[:-1]]), None).tolist() == [False]

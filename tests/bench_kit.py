@@ -1,0 +1,77 @@
+"""A small model, prompts, and records made by hand for the tests of the benchmark."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from organisms.tiny import tiny_model
+
+from sinkscope.bench.prompt import Prompt, Turn
+from sinkscope.bench.record import BenchRecord
+from sinkscope.bench.task import PromptFile
+
+WORDS = "the cat is in a box and it is so that no one can see what we do now or then if you may be my own new".split()
+MODEL = {"name": "tiny", "family": "llama", "n_layers": 3, "d_model": 32, "d_mlp": 64, "fingerprint": "f00"}
+SETTINGS = {"model": MODEL, "device": "cpu", "dtype": "float32", "attention": "sdpa"}
+
+
+@cache
+def tiny() -> tuple[Any, Any]:
+    """A random Llama whose attention tells tokens apart, and its tokenizer."""
+    torch.manual_seed(0)
+    model, tokenizer = tiny_model("llama", num_hidden_layers=2)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                weight.mul_(8)
+            if "lm_head" in name:
+                weight.mul_(4)
+    return model, tokenizer
+
+
+def words(count: int, shift: int = 0) -> str:
+    """Some words of the tokenizer."""
+    return " ".join(WORDS[(7 * i + shift) % len(WORDS)] for i in range(count))
+
+
+def dialogues(count: int = 3, turns: int = 2) -> tuple[Prompt, ...]:
+    """Prompts of several turns of different lengths."""
+    prompts: list[Prompt] = []
+    for number in range(count):
+        asked = [Turn(words(20 + 6 * number + turn, turn), (words(3, number),)) for turn in range(turns)]
+        prompts.append(Prompt(f"d{number}", tuple(asked), "file", "end" if number % 2 else "begin"))
+    return tuple(prompts)
+
+
+def task(prompts: tuple[Prompt, ...] | None = None, **settings: Any) -> PromptFile:
+    """A task of these prompts with short answers."""
+    options: dict[str, Any] = {"new": 6, **settings}
+    return PromptFile(given=dialogues() if prompts is None else prompts, **options)
+
+
+def untimed(records: list[BenchRecord]) -> list[BenchRecord]:
+    """Records without what differs from run to run."""
+    return [replace(record, metrics={**record.metrics, "seconds": None}) for record in records]
+
+
+def made_record(method: str = "full", prompt: str = "p0", **changes: Any) -> BenchRecord:
+    """A record made by hand."""
+    metrics: dict[str, Any] = {"score": 1.0, "read": 9.0, "cells": None, "cached_peak": 10.0, "seconds": 1.0}
+    settings = {"set": "s", "part": "a", "temperature": 0.0, **changes.pop("settings", {})}
+    record = BenchRecord(
+        model="f00",
+        task="file",
+        method=method,
+        prompt=prompt,
+        turn=0,
+        seed=0,
+        settings=settings,
+        metrics={**metrics, **changes.pop("metrics", {})},
+        tokens=(1, 2),
+        text="text",
+        ended="cap",
+    )
+    return replace(record, **changes)
