@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from organisms import MODEL_TYPES, Organism, organism, tiny_model
@@ -14,11 +14,13 @@ from organisms.hard import HardModel, hard
 from organisms.views import views
 
 import sinkscope as ss
+from sinkscope.files.notation import neuron_name
+from sinkscope.files.result import Result
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.attribution import Attribution, FixedNorm, attribute
-from sinkscope.sinks.first_token.circuit import Circuit, circuit
-from sinkscope.sinks.first_token.circuit_steps import Bench
+from sinkscope.sinks.first_token.circuit import Circuit, MarkEvidence, circuit
 from sinkscope.sinks.first_token.effects import Component
+from sinkscope.sinks.first_token.position_effect import PositionEffect
 from sinkscope.trace import queries_and_keys
 from sinkscope.trace.run import trace
 
@@ -131,18 +133,23 @@ def test_a_norm_that_is_none_is_refused() -> None:
 # -- planted circuits --------------------------------------------------------------------------------------------------
 
 
-def _circuit(o: Organism | HardModel, folder: Path, **kwargs: Any) -> Circuit:
+def traced(o: Organism | HardModel, folder: Path, **options: Any) -> Circuit:
     text = folder / "text.txt"
     text.write_text(o.tokenizer.decode(o.natural(6, 64, seed=9)[:, 1:].flatten().tolist()))
-    return circuit(o.model, tokenizer=o.tokenizer, text=text, **{"max_repeats": 64, **kwargs})
+    return circuit(o.model, tokenizer=o.tokenizer, text=text, **{"max_repeats": 64, **options})
 
 
-def _steps(found: Circuit, step: str) -> dict[str, Any]:
-    return {s.source if step != "keys" else s.target: s for s in found.steps if s.step == step}
-
-
-def _name(site: tuple[int, ...]) -> str:
-    return f"L{site[0]}.E{site[1]}.N{site[2]}" if len(site) == 3 else f"L{site[0]}.N{site[1]}"
+def check_mark(evidence: MarkEvidence | None, mark: str) -> str:
+    """The mark is the component that the planted circuit has, in both directions; returns what it writes into."""
+    assert evidence is not None and evidence.marks == (mark,) and evidence.needed_alone
+    number = evidence.components.index(mark)
+    share = evidence.share[number]
+    assert 0.85 < share.sum() < 1.25 and evidence.share.sum(1).argmax() == number
+    assert evidence.share.sum() == pytest.approx(1, abs=1e-3)
+    assert evidence.necessity[number] > 0.95 and evidence.sufficiency[number] > 0.9
+    assert evidence.necessity_control is not None and evidence.necessity_control < 0.2
+    assert evidence.sufficiency_control is not None and evidence.sufficiency_control < 0.2
+    return evidence.inputs[int(share.argmax())]
 
 
 SLOWER = [pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt_oss", 1), ("neox", 1), ("mixtral", 1))]
@@ -151,74 +158,69 @@ SLOWER = [pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt_oss", 1
 @pytest.mark.parametrize(("family", "seed"), [("llama", 3), ("gemma2", 2), ("gpt2", 0), *SLOWER])
 def test_a_planted_circuit_is_found_from_end_to_end(family: str, seed: int, tmp_path: Path) -> None:
     o = organism(family, seed)
-    again = {"token": o.tokenizer.decode([o.tokens_of(1)[0]]), "max_repeats": 120} if family == "llama" else {}
-    found, truth = _circuit(o, tmp_path, **again), o.truth
-    assert found.sink_layer == truth.sink_layer and set(found.neurons) == set(map(_name, truth.neurons))
+    truth, options = o.truth, dict[str, Any]()
+    if family == "llama":
+        options = {"token": o.tokenizer.decode([o.tokens_of(1)[0]]), "max_repeats": 120}
+    found = traced(o, tmp_path, **options)
+    assert found.sink_layer == truth.sink_layer and found.error is not None and found.error < 1e-4
     own = truth.group_heads.get(truth.groups[1])  # BOS's group
-    mark = f"L{truth.marking_layer}.H{own[0]}" if own else "position embedding"
-    marks = _steps(found, "first token")
-    step = marks[mark]
-    assert step.share is not None and 0.85 < step.share < 1.25 and max(marks, key=lambda m: marks[m].share or 0) == mark
-    assert step.target.startswith(truth.factor or "input")
-    assert step.necessity > 0.95 and step.sufficiency > 0.9
-    assert step.necessity_control < 0.2 and step.sufficiency_control < 0.2
-    assert [m.relation for m in found.marking if m.place == "first token"] == ["alone"]
-    columns = _steps(found, "column")
-    assert sum(columns[_name(n)].share for n in truth.neurons) == pytest.approx(1, abs=0.05)
-    whole = columns.get("all of them", columns[_name(truth.neurons[0])])
-    assert whole.necessity > 0.95 and whole.sufficiency > 0.7 and whole.necessity_control < 0.1
-    assert found.attention is not None and found.carried_by == "spike"
-    assert set(found.attention.heads) == set(truth.reading_heads)
-    assert found.attention.without < 0.2 < 0.8 < min(found.attention.intact, found.attention.control or 0.0)
-    for head in _steps(found, "keys").values():
-        assert head.share > 0.9 and head.necessity > 0.9 and head.sufficiency > 0.9 and head.necessity_control < 0.1
-    assert found.error is not None and found.error < 1e-4
-    if again:  # another token is marked by a head of its own
-        assert found.repeated == again["token"]
-        step = _steps(found, "repetition")[f"L0.H{truth.group_heads[1][0]}"]
-        assert step.share > 0.85 and step.necessity > 0.95 and step.sufficiency > 0.9 and step.necessity_control < 0.2
+    target = check_mark(found.first, f"L{truth.marking_layer}.H{own[0]}" if own else "position embedding")
+    assert target.startswith(truth.factor or "input")
+    neurons = found.neurons
+    assert neurons is not None and set(neurons.neurons) == {neuron_name(*site) for site in truth.neurons}
+    assert neurons.share.sum() == pytest.approx(1, abs=0.05)
+    assert neurons.set_necessity > 0.95 and neurons.set_sufficiency > 0.7 and neurons.necessity_control < 0.1
+    readers = found.readers
+    assert readers is not None and readers.by_spike
+    assert set(readers.heads) == {f"L{layer}.H{head}" for layer, head in truth.reading_heads}
+    assert readers.attention_without.mean() < 0.2 < 0.8 < min(readers.attention.mean(), readers.control or 0.0)
+    assert min(readers.share.min(), readers.necessity.min(), readers.sufficiency.min()) > 0.9
+    assert readers.necessity_control.max() < 0.1
+    if options:  # another token is marked by a head of its own
+        assert found.repeated == options["token"]
+        check_mark(found.repetition, f"L0.H{truth.group_heads[1][0]}")
 
 
 @pytest.fixture(scope="module")
 def through_an_mlp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Organism, Circuit]:
     """The up factor of its sink neurons reads what a neuron of layer 0 makes of two heads."""
     o = organism("llama", 8, kind="spread")
-    return o, _circuit(o, tmp_path_factory.mktemp("text"))
+    return o, traced(o, tmp_path_factory.mktemp("text"))
 
 
 def test_a_mark_that_passes_through_an_mlp_and_needs_two_heads(through_an_mlp: tuple[Organism, Circuit]) -> None:
     """Each head is needed, and the share is the MLP's."""
     o, found = through_an_mlp
-    assert o.truth.factor == "up"
-    layer = o.truth.sink_layer
     heads = [f"L0.H{head}" for head in o.truth.group_heads[o.truth.groups[1]]]
-    marks = _steps(found, "first token")
-    assert abs(marks["MLP of layer 0"].share - 1) < 0.15 and marks["MLP of layer 0"].target == f"up of layer {layer}"
-    for head in heads:
-        assert abs(marks[head].share) < 0.05 and marks[head].necessity > 0.9 and marks[head].sufficiency < 0.2
-    between, within = (m for m in found.marking if m.place == "first token")
-    assert between.relation == "in series" and set(between.by) == {*heads, "the MLP of layer 0"}
-    assert within.relation == "all needed" and list(within.components) == heads
-    factors = {(s.source, s.target): s for s in found.steps if s.step == "gate and up"}
-    for neuron in map(_name, o.truth.neurons):
-        assert factors[f"up of layer {layer}", neuron].necessity == pytest.approx(1, abs=0.01)
-        assert abs(factors[f"gate of layer {layer}", neuron].sufficiency) < 0.1
+    first, neurons = found.first, found.neurons
+    assert first is not None and neurons is not None and o.truth.factor == "up"
+    assert set(first.marks) == {*heads, "MLP of layer 0"} and first.needed_alone
+    mlp = first.components.index("MLP of layer 0")
+    assert first.share[mlp, first.inputs.index(f"up of layer {o.truth.sink_layer}")] == pytest.approx(1, abs=0.15)
+    for number in map(first.components.index, heads):
+        assert np.abs(first.share[number]).max() < 0.05
+        assert first.necessity[number] > 0.9 and first.sufficiency[number] < 0.2
+    gate, up = neurons.factors.index("gate"), neurons.factors.index("up")
+    assert neurons.factor_necessity[:, up] == pytest.approx(1, abs=0.01)
+    assert np.abs(neurons.factor_sufficiency[:, gate]).max() < 0.1
 
 
-@pytest.mark.parametrize(("rule", "relation"), [("and", "all needed"), ("or", "any suffices")])
-def test_marks_of_two_layers_are_told_apart(rule: str, relation: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", ["and", "or"])
+def test_marks_of_two_layers_are_told_apart(rule: str, tmp_path: Path) -> None:
+    """If both are needed, each is needed alone; if either suffices, none is, and the smallest set has both."""
     o = hard(f"{rule}_marking", "llama", 2)
-    found = _circuit(o, tmp_path, max_repeats=8)
-    between = found.marking[0]
-    assert between.relation == relation and len(between.by) == 2
-    assert between.components == ("the attention of layer 0", "the attention of layer 1")
-    assert between.necessity is not None and between.necessity > 0.95
-    marks = _steps(found, "first token")
-    for (layer, heads), name in zip(o.truth.marking, between.by, strict=True):
-        assert name in [f"L{layer}.H{head}" for head in heads]
-        assert marks[name].share == pytest.approx(0.55, abs=0.1)
-        assert marks[name].necessity > 0.9 if rule == "and" else marks[name].necessity < 0.7
-        assert marks[name].sufficiency < 0.2 if rule == "and" else marks[name].sufficiency > 0.3
+    first = traced(o, tmp_path, max_repeats=8).first
+    assert first is not None and first.marks_necessity is not None and first.marks_necessity > 0.95
+    assert first.needed_alone == (rule == "and") and ("no component is needed alone" in first.in_words()) == (
+        rule == "or"
+    )
+    assert len(first.marks) == 2
+    for (layer, heads), mark in zip(o.truth.marking, first.marks, strict=True):
+        number = first.components.index(mark)
+        assert mark in [f"L{layer}.H{head}" for head in heads]
+        assert first.share[number].sum() == pytest.approx(0.55, abs=0.1)
+        assert first.necessity[number] > 0.9 if rule == "and" else first.necessity[number] < 0.7
+        assert first.sufficiency[number] < 0.2 if rule == "and" else first.sufficiency[number] > 0.3
 
 
 @pytest.mark.parametrize(
@@ -233,41 +235,32 @@ def test_a_sink_without_a_spike_goes_from_its_component_to_the_keys(
     kind: str, family: str, seed: int, source: str | None, tmp_path: Path
 ) -> None:
     o = hard(kind, family, seed)
-    found = _circuit(o, tmp_path, max_repeats=8)
-    assert found.sink_layer is None and found.neurons == () and found.attention is not None
-    marks = _steps(found, "first token")
+    found = traced(o, tmp_path, max_repeats=8)
+    keys, readers = found.keys, found.readers
+    assert found.sink_layer is None and found.neurons is None and keys is not None and readers is not None
     heads = [f"L0.H{head}" for _, own in o.truth.marking for head in own]
-    name = source or next(head for head in heads if head in marks)
-    assert marks[name].share > 0.9 and marks[name].target == "keys" and marks[name].necessity > 0.85
-    assert found.carried_by == (f"the {name}" if source else name)
-    assert set(found.attention.heads) == set(o.truth.reading)
-    assert found.attention.without < 0.1 < 0.8 < min(found.attention.intact, found.attention.control or 0.0)
-    assert found.conclusion().startswith("No MLP raises the first token's norm, but heads attend to it")
+    (mark,) = keys.marks
+    assert mark == source if source else mark in heads
+    number = keys.components.index(mark)
+    assert keys.share[number, 0] > 0.9 and keys.inputs == ("keys",) and keys.necessity[number] > 0.85
+    assert readers.carried_by == (mark,)
+    assert set(readers.heads) == {f"L{layer}.H{head}" for layer, head in o.truth.reading}
+    assert readers.attention_without.mean() < 0.1 < 0.8 < min(readers.attention.mean(), readers.control or 0.0)
+    assert found.conclusion().startswith("Heads attend to the first token without a spike")
 
 
 def test_heads_that_read_the_mark_and_not_the_spike(tmp_path: Path) -> None:
     o = hard("decoupled", "neox", 2)
-    found = _circuit(o, tmp_path, max_repeats=8)
-    assert {_name(site) for one in o.truth.sets for site in one} == set(found.neurons)
+    found = traced(o, tmp_path, max_repeats=8)
+    assert found.neurons is not None and found.keys is not None and found.readers is not None
+    assert set(found.neurons.neurons) == {neuron_name(*site) for one in o.truth.sets for site in one}
     heads = [f"L0.H{head}" for _, own in o.truth.marking for head in own]
-    assert found.carried_by in heads and "heads do not need the spike" in found.conclusion()
-    assert [m.place for m in found.marking] == ["first token", "keys"]
-
-
-@pytest.mark.slow
-def test_a_folder_read_layer_by_layer_gives_the_same(tmp_path: Path) -> None:
-    o = organism("llama", 3)
-    live = _circuit(o, tmp_path)
-    streamed = circuit(o.save(tmp_path / "model"), text=tmp_path / "text.txt", max_repeats=64)
-    for mine, theirs in zip(live.steps, streamed.steps, strict=True):
-        assert (mine.source, mine.target) == (theirs.source, theirs.target)
-        assert theirs.share == pytest.approx(mine.share, abs=1e-3)
-        assert theirs.necessity == pytest.approx(mine.necessity, abs=1e-3)
+    assert set(found.readers.carried_by) <= set(heads) and not found.readers.by_spike
 
 
 def test_no_circuit_is_an_answer(tmp_path: Path) -> None:
-    found = _circuit(organism("llama", 3, kind="none"), tmp_path)
-    assert found.steps == () and found.attention is None
+    found = traced(organism("llama", 3, kind="none"), tmp_path)
+    assert found.rows() == [] and found.readers is None
     assert found.conclusion().startswith("No circuit: no MLP raises the first token's norm, and no head attends")
     assert "no circuit" in str(found.figure().layout)
 
@@ -276,7 +269,7 @@ def test_a_component_gives_a_position_what_it_gives_at_another() -> None:
     """Necessity and sufficiency of the token embedding are those of a text with the other token."""
     o = organism("llama", 3)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 12)
-    bench = Bench(target, ids, 0, 5, o.truth.sink_layer)
+    effect = PositionEffect(target, ids, 0, 5, o.truth.sink_layer)
 
     def norm(tokens: torch.Tensor, at: int) -> torch.Tensor:
         name = f"blocks.{o.truth.sink_layer}.hook_resid_post"
@@ -285,20 +278,19 @@ def test_a_component_gives_a_position_what_it_gives_at_another() -> None:
     other, later = ids.clone(), ids.clone()
     other[:, 0], later[:, 5] = ids[:, 5], ids[:, 0]
     top, floor = norm(ids, 0), norm(ids, 5)
-    proof = bench.proofs([(Component("token embedding"),)])[0]
-    span = (top - floor).mean()
-    assert proof.necessity == pytest.approx(float((top - norm(other, 0)).mean() / span), abs=1e-4)
-    assert proof.sufficiency == pytest.approx(float((norm(later, 5) - floor).mean() / span), abs=1e-4)
+    span, embedding = (top - floor).mean(), [(Component("token embedding"),)]
+    assert effect.necessity(embedding) == pytest.approx([float((top - norm(other, 0)).mean() / span)], abs=1e-4)
+    assert effect.sufficiency(embedding) == pytest.approx([float((norm(later, 5) - floor).mean() / span)], abs=1e-4)
+    assert np.isnan(effect.necessity([(Component("norm bias"),)])).all()
 
 
-def test_the_drawing_has_every_step_and_escapes_names(through_an_mlp: tuple[Organism, Circuit]) -> None:
-    o, found = through_an_mlp
-    truth = o.truth
-    figure = found.figure()
-    names = {text for trace_ in figure.data for text in trace_.text or ()}
-    planted = {f"L0.H{head}" for head in truth.group_heads[truth.groups[1]]} | set(map(_name, truth.neurons))
-    first = html.escape(f"first token {found.first_token!r}")
-    assert {first, *planted, "spike", f"up of layer {truth.sink_layer}"} <= names
-    assert "<s>" not in "".join(names)
-    told = " ".join(a.hovertext or "" for a in figure.layout.annotations)
-    assert f"necessity {found.steps[0].necessity:.0%}, random control" in told
+def test_the_drawing_has_every_step_and_the_file_comes_back(
+    through_an_mlp: tuple[Organism, Circuit], tmp_path: Path
+) -> None:
+    _, found = through_an_mlp
+    assert found.first is not None and found.neurons is not None and found.readers is not None
+    names = {name for bar in found.figure().data for name in bar.x}
+    assert {*found.first.marks, *found.neurons.neurons, found.readers.heads[0]} <= names
+    loaded = Result.load(found.save(tmp_path / "a.json"))
+    assert loaded.to_dict() == found.to_dict() and loaded.rows() == found.rows()
+    assert loaded.conclusion() == found.conclusion() and loaded.details() == found.details()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import einsum, rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -66,7 +67,7 @@ class FixedNorm:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class NeuronInputs:
     """Gate and up inputs of neurons, by component; sums over components are the model's own pre-activations.
 
     Attributes:
@@ -90,6 +91,37 @@ class Inputs:
     raw: Float[Tensor, "neuron place d_model"]
     stream: Float[Tensor, "place d_model"]
     error: float
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """Names of the factors of the activation."""
+        return ("input",) if self.gate is None else ("gate", "up")
+
+    def activation(self, gate_at: Int[Tensor, " pair"], up_at: Int[Tensor, " pair"]) -> Float[Tensor, "pair neuron"]:
+        """The activation with the gate input of some places and the up input of others."""
+        gate = None if self.gate is None else self.gate.sum(0)[gate_at]
+        return self.post(gate, self.up.sum(0)[up_at])
+
+    def weight_in_stream(self, places: Int[Tensor, " text"]) -> Float[Tensor, " neuron"]:
+        """How much of the residual stream at these places a neuron writes when its activation is 1."""
+        size = self.activation(places, places).mean(0)
+        stream = self.stream[places].mean(0)
+        along = einsum(self.written[:, places].mean(1), stream, "neuron d, d -> neuron")
+        return torch.where(size.abs() > 1e-9, along / size, 0.0)
+
+    def exchanged_factors(
+        self, first: Int[Tensor, " pair"], typical: Int[Tensor, " pair"]
+    ) -> tuple[Float[Tensor, "neuron factor"], Float[Tensor, "neuron factor"]]:
+        """Share of the activation lost with one factor of a typical place, and gained there with one of the first."""
+        whole, none = self.activation(first, first).mean(0), self.activation(typical, typical).mean(0)
+        only_gate, only_up = self.activation(first, typical).mean(0), self.activation(typical, first).mean(0)
+        without, alone = [only_up, only_gate], [only_gate, only_up]
+        if self.gate is None:
+            without, alone = [none], [whole]
+        span = rearrange(whole - none, "neuron -> neuron 1")
+        lost = rearrange(whole, "neuron -> neuron 1") - torch.stack(without, 1)
+        gained = torch.stack(alone, 1) - rearrange(none, "neuron -> neuron 1")
+        return lost / span, gained / span
 
     def contrast(
         self, first: Int[Tensor, " pair"], typical: Int[Tensor, " pair"]
@@ -117,13 +149,13 @@ def _slope(rise: Tensor, run: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Keys:
+class KeyScores:
     """Scores of keys against the mean query of later positions, by component, before any soft cap.
 
     Attributes:
         parts: The components.
         scores: Score of each component; their sums are the model's scores.
-        error: As in `Inputs`.
+        error: As in `NeuronInputs`.
     """
 
     parts: tuple[Component, ...]
@@ -135,8 +167,13 @@ class Keys:
 class Attribution:
     """The result of `attribute`, by layer."""
 
-    inputs: dict[int, Inputs]
-    keys: dict[int, Keys]
+    inputs: dict[int, NeuronInputs]
+    keys: dict[int, KeyScores]
+
+    @property
+    def errors(self) -> list[float]:
+        """The error of every sum."""
+        return [part.error for part in (*self.inputs.values(), *self.keys.values())]
 
 
 @torch.no_grad()
@@ -179,8 +216,8 @@ class _Run:
         self.split = split if split * target.n_heads * target.d_model * len(places) <= _HEADS else 0
         self.parts: list[Component] = []
         self.values: list[Tensor] = []
-        self.inputs: dict[int, Inputs] = {}
-        self.keys: dict[int, Keys] = {}
+        self.inputs: dict[int, NeuronInputs] = {}
+        self.keys: dict[int, KeyScores] = {}
         self.seen: dict[str, Tensor] = {}  # of the running layer
         self.norms: list[tuple[Any, Tensor, Tensor]] = []
         self.nested = False  # True while an attention module is called again
@@ -294,7 +331,7 @@ class _Run:
             values.append(fixed.bias.expand_as(y))
         return tuple(parts), torch.stack(values)
 
-    def neurons(self, layer: int, fixed: FixedNorm, stream: Tensor) -> Inputs:
+    def neurons(self, layer: int, fixed: FixedNorm, stream: Tensor) -> NeuronInputs:
         """The inputs of this layer's sink neurons."""
         y, sites = self.seen["y"], self.sites[layer]
         parts, values = self.reading(y)
@@ -317,7 +354,9 @@ class _Run:
             size = self.seen["post"][:, [site[1] for site in sites]]
             cols = self.target.w_out(layer, [site[1] for site in sites]).float()
         raw = size.T[:, :, None] * cols[:, None]
-        return Inputs(tuple(sites), (*parts, Component("input bias")), gate, up, post, fixed(raw), raw, stream, error)
+        return NeuronInputs(
+            tuple(sites), (*parts, Component("input bias")), gate, up, post, fixed(raw), raw, stream, error
+        )
 
     def projection(self, layer: int, sites: list[tuple[int, ...]]) -> tuple[Callable[[Tensor], list[Tensor]], Any]:
         """The function from what the MLP reads to gate and up (or up alone) of the neurons, and their activation."""
@@ -379,7 +418,7 @@ class _Run:
         scores = torch.cat(found)  # of the whole, of nothing (the biases alone), of each component
         each = torch.cat([scores[2:] - scores[1], scores[1:2]])
         error = float((each.sum(0) - scores[0]).abs().max() / scores[0].abs().max().clamp(min=1e-9))
-        self.keys[layer] = Keys((*parts, Component("key bias", layer)), each.cpu(), error)
+        self.keys[layer] = KeyScores((*parts, Component("key bias", layer)), each.cpu(), error)
 
     def attend(
         self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor, positions: Tensor | None
