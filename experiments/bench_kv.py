@@ -12,7 +12,7 @@ Sections, each in a process of its own, on one thread:
 - `decoding`: evicting policies while decoding at equal budget and interval, over the plain model, here and in kvpress
   (`DecodingPress`). kvpress needs another release of transformers, so the same script runs there too (`--peer`), both
   compare with the plain model of their own environment, and only these ratios are compared.
-- `barcode`: memory of a barcode of 2,500 steps, all heads of the bundled model, 512 bins.
+- `barcode`: memory of a barcode of 2,500 steps, all heads of the bundled model.
 
 The arms are interleaved in rotating order. A ratio is the median over rounds of arm over plain in the same round, with
 a 95 % bootstrap interval. Time is the processor time of the thread that does all the work, because other programs on
@@ -275,22 +275,12 @@ def barcode(_rounds: int) -> dict[str, Any]:
     import sinkscope as ss
 
     model: Any = ss.load(None, backend="hf")
-    ss.barcode(model, max_new_tokens=8, bins=512, control=False)  # imports and caches are not counted
-    out = {}
-    for name, options in (("all_heads_512_bins", {"bins": 512}), ("raw_4_heads", {"raw": True, "heads": FOUR})):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-        before = status("VmRSS")
-        made = ss.barcode(model, max_new_tokens=2500, control=False, **options)
-        out[name] = {
-            "steps": made.steps,
-            "heads": len(made.heads),
-            "bytes_kept": made.nbytes,
-            "peak_growth_bytes": status("VmHWM") - before,
-        }
-    return out
-
-
-FOUR = [(0, 0), (1, 0), (2, 0), (3, 0)]
+    ss.barcode(model, max_new_tokens=8, control=False)  # imports and caches are not counted
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = status("VmRSS")
+    result = ss.barcode(model, max_new_tokens=2500, control=False)
+    grown = status("VmHWM") - before
+    return {"all_heads": {"steps": result.steps, "heads": result.score.size, "peak_growth_bytes": grown}}
 
 
 def status(field: str) -> int:

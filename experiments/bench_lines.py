@@ -120,7 +120,7 @@ def run(arm: str, target: Target, ids: Tensor, *, dense: bool = False) -> dict[i
 
         def see(layer: int, scores: Scores) -> None:
             if arm == "mass":
-                weighed(scores, ETAS, generator)
+                weighed(scores, *line_sums(scores), ETAS, generator)
             else:
                 found[layer] = line_sums(scores)
 

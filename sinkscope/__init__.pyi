@@ -4,9 +4,7 @@ from sinkscope import loops as loops
 from sinkscope.app.card import scan as scan
 from sinkscope.app.report import report as report
 from sinkscope.attention.barcode import barcode as barcode
-from sinkscope.attention.lines import line_overlap as line_overlap
 from sinkscope.attention.lines import line_weights as line_weights
-from sinkscope.attention.locking import locking as locking
 from sinkscope.errors import SinkscopeError as SinkscopeError
 from sinkscope.files.result import Result as Result
 from sinkscope.interventions.base import Event as Event

@@ -3,7 +3,7 @@
     python -m experiments.loopserve.figure2a [--tokens 192] [--head 3.2] [--out figures]
 
 The lines of the first half are the heaviest 5 % for its queries. Those of the second half are the heaviest for the
-queries and keys of the second half alone, so vertical lines appear at their place in the text. `sinkscope overlap`
+queries and keys of the second half alone, so vertical lines appear at their place in the text. `sinkscope lines`
 measures how many lines the halves share, over texts, heads and shares (Fig. 2 b).
 """
 

@@ -4,8 +4,8 @@
 
 The model in the package (or `--model`) reads the first prompts of LongEval's topic and line retrieval
 (github.com/DachengLi1/LongChat, folder longeval/evaluation, Apache-2.0) and pieces of the text that ships, all cut to
-one length, by `sinkscope lines` and `overlap`. Numbers alone are kept, and no text of the files. With `--page`, the
-table between the two comments named longeval in that page is replaced by the one just measured.
+one length, by `sinkscope lines` and `experiments.loopserve.tokens`. Numbers alone are kept, and no text of the files.
+With `--page`, the table between the two comments named longeval in that page is replaced by the one just measured.
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import html
-import json
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from experiments.drawn import save
+from experiments.loopserve import tokens
 from experiments.record import record
-from sinkscope.attention.lines import line_overlap, line_weights
-from sinkscope.files.output import write_atomic
-from sinkscope.files.records import read_rows
+from sinkscope.attention.lines import line_weights
+from sinkscope.measure import Setup
 from sinkscope.measure.style import BLUE, GREEN, ORANGE, at_place, finished
 from sinkscope.models.load import load
 
@@ -51,50 +48,33 @@ ROWS = (  # what the table says: part of the paper, name, place in the result
 )
 
 
-AGREE = ("etas", "inputs", "inputs_random", "segments", "segments_random")
-TOPICS_END, LINES_END = "Now the record ends.", "Now the record is over."
-"""Where the context of LongEval's prompts ends; the second one begins the question."""
+WEIGHTS, AGREEMENT = ("mass", "random_mass", "cells"), ("inputs", "inputs_random", "segments", "segments_relative")
 
 
-def separated(file: Path, out: Path) -> Path:
-    """Write LongEval's prompts as rows with a context and a question, as `sinkscope lines --data` reads them."""
-    rows: list[dict[str, str]] = []
-    for where, row in read_rows(file, "LongEval's 5_topics.jsonl or 200_lines.jsonl"):
-        prompt = row["prompt"]
-        at = prompt.rfind(TOPICS_END) + len(TOPICS_END)
-        if LINES_END in prompt:
-            at = prompt.rindex(LINES_END)
-        context, question = prompt[:at].rstrip(), prompt[at:].strip()
-        assert context and question, where
-        rows.append({"id": str(row.get("test_id", len(rows) + 1)), "context": context, "question": question})
-    return write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def measure(model: Any, name: str, data: Path | None, **options: Any) -> dict[str, Any]:
+def measure(model: Any, name: str, data: Path | None, *, count: int, length: int, new: int) -> dict[str, Any]:
     """All numbers of one source: as measured, and those of the table."""
-    weights = line_weights(model, data=data, count=options["count"], length=options["length"])
-    agree = line_overlap(
-        model, data=data, count=options["count"], length=options["length"], max_new_tokens=options["new"], window=8
-    )
-    tokens, i, j = agree.tokens, weights.etas.index(0.1), agree.etas.index(0.1)
-    assert tokens is not None
-    k = tokens.budgets.index(0.1)
-    blocks = {each.block: each for each in tokens.blocks}
-    first = blocks[0].apart
-    shown: dict[str, float | None] = {each: getattr(weights, each)[i] for each in ("mass", "random_mass", "cells")}
-    shown |= {each: getattr(agree, each)[j] for _, _, each in ROWS[3:7]}
-    shown |= {each.position: each.overlap[k] for each in tokens.positions}
-    shown |= {"last": blocks[-1].overlap[k], "first": None if first is None else first[k]}
-    shown |= {"near": tokens.distances[0].overlap[k] if tokens.distances else None}
-    shown |= {"far": tokens.distances[-1].overlap[k] if tokens.distances else None}
+    setup = Setup.open(model, loading="whole")
+    prompts = [] if data is None else tokens.prompts_of(data, count)
+    texts = [context + question for context, question in prompts] or None
+    lines = line_weights.on(setup, texts=texts, count=count, length=length)
+    asked = tokens.questions(setup, prompts, count, length, new)
+    found = tokens.token_overlap(setup.target, asked, new, 8)
+    i, k = lines.etas.index(0.1), found["budgets"].index(0.1)
+    blocks = {each["block"]: each for each in found["blocks"]}
+    first, near = blocks[0]["apart"], found["distances"]
+    shown: dict[str, float | None] = {each: float(lines.mean(each)[i]) for each in (*WEIGHTS, *AGREEMENT)}
+    shown |= {each["position"]: each["overlap"][k] for each in found["positions"]}
+    shown |= {"last": blocks[-1]["overlap"][k], "first": None if first is None else first[k]}
+    shown |= {"near": near[0]["overlap"][k] if near else None, "far": near[-1]["overlap"][k] if near else None}
     return {
         "name": name,
         "shown": shown,
-        "weights": {each: getattr(weights, each) for each in ("etas", "mass", "random_mass", "cells")},
+        "weights": {"etas": lines.etas, **{each: lines.mean(each).tolist() for each in WEIGHTS}},
         "overlap": {
-            each: getattr(agree, each) for each in ("etas", "inputs", "inputs_random", "segments", "segments_random")
+            "etas": lines.etas,
+            **{each: lines.mean(each).tolist() for each in (*AGREEMENT, "segments_random")},
         },
-        "tokens": asdict(tokens),
+        "tokens": found,
     }
 
 
@@ -136,25 +116,25 @@ def figure(data: dict[str, Any]) -> Any:
         fig.add_scatter(x=x, y=y, name=name, legendgroup=name, showlegend=first, line=line, row=row + 1, col=column + 1)
 
     for source, colour in zip(sources, COLOURS, strict=False):
-        lines, agree, tokens = source["weights"], source["overlap"], source["tokens"]
-        k = tokens["budgets"].index(0.1)
+        lines, agree, found = source["weights"], source["overlap"], source["tokens"]
+        k = found["budgets"].index(0.1)
         curve(0, lines["etas"], lines["mass"], source, colour)
         curve(0, lines["etas"], lines["random_mass"], source, colour, "dot")
         for at, name in ((1, "inputs"), (2, "segments")):
             curve(at, agree["etas"], agree[name], source, colour)
             curve(at, agree["etas"], agree[f"{name}_random"], source, colour, "dot")
-        places, name = tokens["positions"], html.escape(source["name"])
-        found = [p["overlap"][k] for p in places]
+        places, name = found["positions"], html.escape(source["name"])
+        shares = [p["overlap"][k] for p in places]
         x = [at_place(p["position"]) for p in places]
-        fig.add_bar(x=x, y=found, name=name, legendgroup=name, showlegend=False, marker_color=colour, row=2, col=1)
-        blocks = [each for each in tokens["blocks"] if each["overlap"]]
+        fig.add_bar(x=x, y=shares, name=name, legendgroup=name, showlegend=False, marker_color=colour, row=2, col=1)
+        blocks = [each for each in found["blocks"] if each["overlap"]]
         curve(4, [b["block"] for b in blocks], [b["overlap"][k] for b in blocks], source, colour)
         apart = [b for b in blocks if b["apart"]]
         curve(4, [b["block"] for b in apart], [b["apart"][k] for b in apart], source, colour, "dash")
         curve(
             5,
-            [d["blocks"] for d in tokens["distances"]],
-            [d["overlap"][k] for d in tokens["distances"]],
+            [d["blocks"] for d in found["distances"]],
+            [d["overlap"][k] for d in found["distances"]],
             source,
             colour,
         )
@@ -187,11 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     started, model = time.perf_counter(), load(args.model, backend="hf")
     files = {"ordinary text": None, "LongEval topics": args.topics, "LongEval lines": args.lines}
     options = {"count": args.count, "length": args.length, "new": args.new}
-    sources: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, file in files.items():
-            prompts = None if file is None else separated(file, Path(folder) / file.name)
-            sources.append(measure(model, name, prompts, **options))
+    sources = [measure(model, name, file, **options) for name, file in files.items()]
     digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files.values() if file is not None}
     origin = "LongEval, github.com/DachengLi1/LongChat, Apache-2.0"
     settings = {"model": args.model, **options, "window": 8, "files": digests, "origin": origin}

@@ -1,521 +1,616 @@
-"""Barcodes: attention of heads over generation steps, step x position (Xu et al. 2026, appendix E, Fig. 5)."""
+"""Attention over generation steps, and the heads that lock onto a loop (Xu et al. 2026, section 3.2, appendix E)."""
 
 from __future__ import annotations
 
-import html
-import io
-import shutil
-import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from os import PathLike
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
+import plotly.graph_objects as go
 import torch
-from jaxtyping import Float
+from einops import rearrange, reduce, repeat
+from jaxtyping import Bool, Float
+from plotly.subplots import make_subplots
 from torch import Tensor
+from torch.nn.functional import pad
 
-from sinkscope.attention.texts import (
-    Mark,
-    QueryHead,
-    healthy_ids,
-    loop_of,
-    marks,
-    prompt_ids,
-)
+from sinkscope.attention.live import live_picture
+from sinkscope.attention.texts import Loop, ordinary_ids, prompt_ids
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import ARRAYS, write_output
+from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import decode, watched
 from sinkscope.kv.session import AttentionRows, Observe
 from sinkscope.lines.deterministic_scatter import add_at
-from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
+from sinkscope.loops.signals import WindowNovelty
+from sinkscope.measure import Number, Option, Positive, Result, Setup, measurement
+from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished
+from sinkscope.models.inputs import read_row
+from sinkscope.trace.attention import NAME, attention_name
 
-_SHADES = " ·░▒▓█"
-_EVERY = 0.1  # seconds between two pictures
-_FULL = 0.25  # share of attention that is the darkest shade
-
-
-class Live:
-    """Draws rows of attention as they arrive.
-
-    `with Live("title") as live: live(step, row)`; each row is `[column]` and sums to one. On a terminal the picture is
-    drawn on standard error and erased at the end; in a notebook it stays in the cell.
-    """
-
-    def __init__(self, title: str, enabled: bool = True) -> None:
-        self.title = title
-        self.place = _place() if enabled else None
-        self.rows: list[Tensor] = []
-        self._shown = 0.0
-        self._screen: Any = None
-
-    def __enter__(self) -> Live:
-        if self.place == "terminal":
-            from rich.console import Console
-            from rich.live import Live as Screen
-
-            self._screen = Screen(console=Console(stderr=True), transient=True, auto_refresh=False)
-            self._screen.start()
-        elif self.place == "notebook":
-            from IPython.display import display
-
-            self._screen = display({"text/plain": self.title}, raw=True, display_id=True)
-        return self
-
-    def __call__(self, step: int, row: Tensor) -> None:
-        """One more row."""
-        if self.place is None:
-            return
-        self.rows.append(row)
-        if time.perf_counter() - self._shown >= _EVERY:
-            self.draw()
-
-    def draw(self) -> None:
-        """The picture as it is now."""
-        self._shown = time.perf_counter()
-        if self.place == "terminal":
-            from rich.text import Text
-
-            size = shutil.get_terminal_size()
-            shown = Text("\n".join(self.picture(size.columns - 1, size.lines - 2)), no_wrap=True)
-            self._screen.update(shown, refresh=True)
-        elif self.rows:
-            body = "\n".join(self.picture(120, 40))
-            cell = f'<pre style="line-height:1; font-size:9px">{html.escape(body)}</pre>'
-            self._screen.update({"text/plain": body, "text/html": cell}, raw=True)
-
-    def picture(self, width: int, height: int) -> list[str]:
-        """Lines of at most `width` characters: a title, then the last steps, or groups of steps where they are many."""
-        lines = max(1, height - 1)
-        rows = torch.stack(self.rows).float() if self.rows else torch.zeros(0, 1)
-        group = -(-len(rows) // lines) if len(rows) else 1
-        shown = [f"{self.title}: step {len(self.rows)}, position 0 to {rows.shape[1] - 1}, down: steps"[:width]]
-        for start in range(0, len(rows), group):
-            mean = rows[start : start + group].mean(0)
-            columns = torch.stack([part.sum() for part in mean.split(-(-len(mean) // width))])
-            shade = ((columns / _FULL).clamp(0, 1).sqrt() * (len(_SHADES) - 1)).round().long()
-            shown.append("".join(_SHADES[int(s)] for s in shade))
-        return shown
-
-    def __exit__(self, *_: object) -> None:
-        if self.place == "terminal":
-            self._screen.stop()
-        elif self.place == "notebook" and self.rows:
-            self.draw()
-
-
-def _place() -> str | None:
-    """Where a picture can be shown."""
-    shell = sys.modules.get("IPython")
-    if shell is not None and getattr(shell.get_ipython(), "kernel", None) is not None:
-        return "notebook"
-    return "terminal" if sys.stderr.isatty() else None
-
-
+SUFFIX = 256  # positions, or three periods if longer: the window that LoopGuard monitors
+LOCK_GAIN = 0.2  # gain from which a head counts as locked
+SHOWN_HEADS = 4  # heads drawn if none are named, each from a different layer
+PICTURE_STEPS, PICTURE_COLUMNS = 64, 160  # largest size of the picture of all steps
+LATE_STEPS, LATE_POSITIONS = 64, 128  # last steps and positions that are drawn one by one
+CURVE_POINTS = 512  # most points of a curve along the text
+NGRAM = 4  # tokens of the n-grams by which a text stops being new
+_QUERIES = 32  # rows that are taken at a time
 Head = tuple[int, int]
 """(layer, query head)."""
-NEAR_STEPS, NEAR = 96, 192  # last steps and nearest positions that are always kept unbinned
 
 
-class Recorder:
-    """Keeps the attention row of the last query in every call, for a single sequence.
+@dataclass(frozen=True)
+class PictureSize:
+    """How the attention of `length` positions, of which the first `prompt` are the prompt, becomes a picture.
 
-    Memory: `steps x heads x bins` numbers of two bytes (raw: `steps x heads x positions` of four), and a window of the
-        last `NEAR_STEPS` steps.
+    Row `step` is the attention by which generated token `step` was chosen, so row 0 is the prompt's last token.
     """
 
-    def __init__(
-        self,
-        heads: list[Head],
-        steps: int,
-        positions: int,
-        bins: int | None,
-        on_step: Callable[[int, Tensor], None] | None = None,
-    ) -> None:
-        """Allocate the memory.
-
-        Args:
-            heads: Heads to keep, by layer.
-            steps: Maximum number of rows.
-            positions: Total length of prompt and new tokens.
-            bins: Number of columns; adjacent positions are summed. None keeps one column per position.
-            on_step: Called with the step and the mean row over the kept heads, `[column]`.
-        """
-        self.heads, self.steps, self.positions, self.on_step = heads, steps, positions, on_step
-        self.columns = positions if bins is None else min(bins, positions)
-        self.dtype = torch.float32 if bins is None else torch.float16
-        self.layers: dict[int, list[int]] = {}
-        for layer, head in heads:
-            self.layers.setdefault(layer, []).append(head)
-        self.wide: dict[int, Tensor] = {}  # by layer: step head column
-        self.near: dict[int, Tensor] = {}  # by layer: step (modulo NEAR_STEPS) head offset
-        self.done = 0  # steps that are complete
-        self._row: Tensor | None = None
-
-    def observe(self) -> Observe:
-        """The observer to enter as a context manager."""
-        return Observe(self.see, list(self.layers), last=1)
-
-    def see(self, rows: AttentionRows) -> None:
-        """Keep the last query's row of the heads of one layer."""
-        here, at = self.layers[rows.layer], rows.call.past + rows.call.index.shape[1] - 1
-        if rows.layer not in self.wide:
-            device = rows.probs.device
-            self.wide[rows.layer] = torch.zeros(self.steps, len(here), self.columns, dtype=self.dtype, device=device)
-            self.near[rows.layer] = torch.zeros(NEAR_STEPS, len(here), NEAR, device=device)
-        step = rows.call.step
-        if step >= self.steps:
-            return
-        groups = rows.probs.shape[1] // rows.pos.shape[1]
-        pos = rows.pos[0].repeat_interleave(groups, 0)[here]
-        probs = rows.probs[0, here, -1] * (pos >= 0)
-        column = (pos.clamp(min=0) * self.columns) // self.positions
-        wide = add_at(probs.new_zeros(len(here), self.columns), column, probs, 1.5)  # a row sums to one up to rounding
-        self.wide[rows.layer][step] = wide.to(self.dtype)
-        back = at - pos
-        near = probs.new_zeros(len(here), NEAR)
-        near.scatter_add_(1, back.clamp(0, NEAR - 1), probs * (back < NEAR))
-        self.near[rows.layer][step % NEAR_STEPS] = near
-        self._told(rows.layer, step, wide)
-
-    def _told(self, layer: int, step: int, wide: Tensor) -> None:
-        last = layer == max(self.layers)
-        if last:
-            self.done = step + 1
-        if self.on_step is None:
-            return
-        total = wide.sum(0).cpu()
-        self._row = total if self._row is None else self._row + total
-        if last:
-            self.on_step(step, self._row / len(self.heads))
-            self._row = None
-
-    def array(self, head: Head) -> Float[Tensor, "step column"]:
-        """All steps of one head."""
-        layer, number = head
-        return self.wide[layer][: self.done, self.layers[layer].index(number)].cpu()
-
-    def recent(self, head: Head) -> Float[Tensor, "step offset"]:
-        """The last steps of one head, in order, indexed by how far a position lies behind the query."""
-        layer, number = head
-        first = max(0, self.done - NEAR_STEPS)
-        order = [step % NEAR_STEPS for step in range(first, self.done)]
-        return self.near[layer][order, self.layers[layer].index(number)].cpu()
+    length: int
+    prompt: int
 
     @property
-    def nbytes(self) -> int:
-        """Size of the arrays in bytes."""
-        kept: list[Any] = [*self.wide.values(), *self.near.values()]
-        return sum(t.numel() * t.element_size() for t in kept)
+    def steps(self) -> int:
+        """Number of generated tokens."""
+        return self.length - self.prompt
+
+    @property
+    def steps_of_row(self) -> int:
+        """Steps whose mean is one row of the picture."""
+        return -(-self.steps // PICTURE_STEPS)
+
+    @property
+    def positions_of_column(self) -> int:
+        """Positions whose sum is one column of the picture."""
+        return -(-self.length // PICTURE_COLUMNS)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the picture."""
+        return -(-self.steps // self.steps_of_row)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the picture."""
+        return -(-self.length // self.positions_of_column)
+
+    @property
+    def late_steps(self) -> int:
+        """Last steps that are drawn one by one."""
+        return min(LATE_STEPS, self.steps)
+
+    @property
+    def late_positions(self) -> int:
+        """Last positions that are drawn one by one."""
+        return min(LATE_POSITIONS, self.length)
 
 
-RAW_HEADS = 4  # most heads that can be kept position by position
-SHOWN = 4  # heads drawn if none are named, each from a different layer
-STEPS, COLUMNS = 96, 192  # largest size of a picture
+class HeadTracks:
+    """Accepts the attention rows of one layer over a sequence, in order; they may arrive in any number of calls.
 
-
-@dataclass(frozen=True)
-class Picture:
-    """Attention of one head, averaged over adjacent steps and summed over adjacent positions.
-
-    Attributes:
-        shares: One string per line of steps: thousandths of the attention, one number per column, separated by spaces.
-        first_step: Step of the first line; each line covers `steps` steps.
-        steps: Generation steps per line.
-        first_position: Position of the first column; each column covers `positions` positions.
-        positions: Positions per column.
+    The suffix of a query are the last `suffix` positions up to its own, without the first position of the text, where
+    sinks are. Memory: a picture and three numbers per position for each head, and `shift` rows of `suffix` offsets.
     """
 
-    shares: tuple[str, ...]
-    first_step: int
-    steps: int
-    first_position: int
-    positions: float
+    def __init__(self, heads: int, size: PictureSize, suffix: int, shift: int) -> None:
+        self.size, self.suffix, self.shift = size, suffix, shift
+        self.before = torch.zeros(heads, shift, suffix)  # the last rows by offset; missing ones share nothing
+        self.parts: list[Float[Tensor, "3 head query"]] = []
+        self.picture = torch.zeros(heads, size.rows, size.columns)
+        self.late = torch.zeros(heads, size.late_steps, size.late_positions)
 
-    def values(self) -> list[list[float]]:
-        """The shares as numbers, line by line."""
-        return [[int(word) / 1000 for word in line.split()] for line in self.shares]
+    def add(self, rows: AttentionRows) -> None:
+        """Take some rows."""
+        probs = rows.probs[0]
+        group = probs.shape[0] // rows.pos.shape[1]
+        pos = repeat(rows.pos[0], "kv_head slot -> (kv_head group) slot", group=group)
+        for start in range(0, probs.shape[1], _QUERIES):
+            part = slice(start, start + _QUERIES)
+            query_pos = rows.query_pos[0, part]
+            self._add_offsets(probs[:, part], pos, query_pos)
+            self._add_picture(probs[:, part], pos, query_pos)
 
+    def _add_offsets(self, probs: Tensor, pos: Tensor, query_pos: Tensor) -> None:
+        """Mass on the suffix, share on the same offsets as `shift` rows before, and width."""
+        back = query_pos[:, None] - pos[:, None]  # head query slot
+        inside = (pos[:, None] > 0) & (back >= 0) & (back < self.suffix)
+        offsets = probs.new_zeros(*probs.shape[:2], self.suffix)
+        offsets.scatter_add_(2, back.clamp(0, self.suffix - 1), probs * inside)
+        earlier = torch.cat([self.before.to(offsets), offsets], 1)
+        mass = offsets.sum(-1)
+        shares = offsets / mass[..., None].clamp_min(1e-12)
+        width = torch.special.entr(shares).sum(-1).exp()
+        score = torch.minimum(offsets, earlier[:, : -self.shift]).sum(-1)
+        self.before = earlier[:, -self.shift :].clone()
+        self.parts.append(torch.stack([score, mass, width]).cpu())
 
-@dataclass(frozen=True)
-class HeadBarcode(QueryHead):
-    """One head of the barcode.
+    def _add_picture(self, probs: Tensor, pos: Tensor, query_pos: Tensor) -> None:
+        size = self.size
+        step = (query_pos - (size.prompt - 1)).cpu()
+        generated = (step >= 0) & (step < size.steps)
+        if not bool(generated.any()):
+            return
+        step = step[generated]
+        probs = probs[:, generated.to(probs.device)] * (pos >= 0)[:, None]
+        heads, queries = probs.shape[:2]
+        places = repeat(pos.clamp(min=0), "head slot -> (head query) slot", query=queries)
+        flat = rearrange(probs, "head query slot -> (head query) slot")
+        columns = add_at(flat.new_zeros(len(flat), size.columns), places // size.positions_of_column, flat, 1.5)
+        by_head = rearrange(columns, "(head query) column -> head query column", head=heads).cpu()
+        for number, row in enumerate((step // size.steps_of_row).tolist()):
+            self.picture[:, row] += by_head[:, number]
+        late = step >= size.steps - size.late_steps
+        first = size.length - size.late_positions
+        near = probs.new_zeros(heads, queries, size.late_positions)
+        inside = repeat(pos >= first, "head slot -> head query slot", query=queries)
+        place = repeat((pos - first).clamp(min=0), "head slot -> head query slot", query=queries)
+        near.scatter_add_(2, place, probs * inside)
+        self.late[:, step[late] - (size.steps - size.late_steps)] = near.cpu()[:, late]
 
-    Attributes:
-        first: Mean share of attention on the first position (where sinks are), over the last steps.
-        near: Mean share on the last `NEAR` positions.
-        overlap: Share that two rows one period apart put on the same offsets of these positions; None without a loop.
-        healthy_overlap: The same in the control.
-        whole: All steps and positions; None if the head is not shown.
-        late: The last steps and positions, one by one.
-        healthy_whole: `whole` of the control.
-        healthy_late: `late` of the control.
-    """
+    def tracks(self) -> Float[Tensor, "3 head pos"]:
+        """Score, mass and width at every position that was seen."""
+        return torch.cat(self.parts, 2)
 
-    first: float
-    near: float
-    overlap: float | None
-    healthy_overlap: float | None
-    whole: Picture | None = None
-    late: Picture | None = None
-    healthy_whole: Picture | None = None
-    healthy_late: Picture | None = None
+    def mean_picture(self) -> Float[Tensor, "head row column"]:
+        """The mean over the steps of each row."""
+        steps = torch.full((self.size.rows,), float(self.size.steps_of_row))
+        steps[-1] = self.size.steps - (self.size.rows - 1) * self.size.steps_of_row
+        return self.picture / steps[:, None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Barcode(Result):
-    """Attention over generation steps.
+    """Attention over generation steps, and which heads lock onto the loop that the text ends in.
 
-    `arrays` holds every step of every requested head. It is available only on the result that `barcode` returned; files
-    hold only the pictures.
+    Numbers of heads are means over the second half of the loop, or of the generated text where it does not loop.
 
     Attributes:
         prompt_tokens: Length of the prompt.
         steps: Number of generated tokens.
-        bins: Columns of `arrays`; for raw attention, one column per position.
-        period: Period in tokens of the loop that the text ends in. None if it does not loop.
-        onset: Position of the loop's first token.
-        ended: Whether the sequence ended before `max_new_tokens`.
-        heads: The requested heads; the heads that are shown come first.
-        marks: What interventions did.
-        nbytes: Size of the arrays in bytes.
+        period: Period of the loop in tokens. None if the text does not loop; scores then compare neighbouring rows.
+        onset: Position of the loop's first token. None if the text is in no loop of this period.
+        suffix: Length of the suffix in positions.
+        layers: The layers that were measured.
+        score: Share of attention on the same offsets of the suffix as one period earlier.
+        mass: Share of attention on the suffix.
+        width: Effective number of suffix positions that the attention is spread over (exponential of its entropy).
+        control_score: `score` at the same positions of ordinary text; None without a control.
+        locking_onset: Position from which the mean score of the locked heads stays above half way; None if none locks.
+        last_new: Position of the last token that ended a 4-gram not seen in the 256 tokens before; later ones repeat.
+        positions: Positions at which the curves are sampled.
+        locked_curve: Mean score of the locked heads at `positions`; None if no head locks.
+        other_curve: Mean score of all other heads.
+        control_curve: Mean score of the locked heads in ordinary text.
+        shown: Names of the heads that are drawn.
+        attention: Share of their attention on each bin of positions, mean over each bin of steps.
+        control_attention: The same in ordinary text.
+        late: Their attention in the last steps on the last positions, one by one.
+        control_late: The same in ordinary text.
+        events: Steps at which interventions acted, by kind.
     """
 
     kind: ClassVar[str] = "barcode"
+    percent: ClassVar[tuple[str, ...]] = ("score", "control_score", "gain", "mass")
+    columns: ClassVar[tuple[str, ...]] = ("head", "score", "control_score", "gain", "mass", "width")
+    table_rows: ClassVar[int] = 16
+    glossary: ClassVar[dict[str, str]] = {"gain": "Score minus control score; a head with at least 20 % is locked."}
 
     prompt_tokens: int
     steps: int
-    bins: int
     period: int | None
     onset: int | None
-    ended: bool
-    heads: tuple[HeadBarcode, ...]
-    marks: tuple[Mark, ...]
-    nbytes: int
+    suffix: int
+    layers: tuple[int, ...]
+    score: Float[np.ndarray, "layer head"]
+    mass: Float[np.ndarray, "layer head"]
+    width: Float[np.ndarray, "layer head"]
+    control_score: Float[np.ndarray, "layer head"] | None = None
+    locking_onset: int | None
+    last_new: int | None
+    positions: tuple[int, ...]
+    locked_curve: Float[np.ndarray, " point"] | None
+    other_curve: Float[np.ndarray, " point"] | None
+    control_curve: Float[np.ndarray, " point"] | None = None
+    shown: tuple[str, ...]
+    attention: Float[np.ndarray, "shown row bin"]
+    control_attention: Float[np.ndarray, "shown row bin"] | None = None
+    late: Float[np.ndarray, "shown step pos"]
+    control_late: Float[np.ndarray, "shown step pos"] | None = None
+    events: dict[str, tuple[int, ...]]
 
     @property
-    def arrays(self) -> dict[Head, Float[Tensor, "step column"]]:
-        """Every step of each head by (layer, head); empty on a result read from a file."""
-        return self.__dict__.get("_arrays", {})
+    def gain(self) -> Float[np.ndarray, "layer head"]:
+        """Score minus the control's; heads are ranked by it."""
+        if self.control_score is None:
+            return self.score
+        return self.score - self.control_score
+
+    @property
+    def locked(self) -> list[Head]:
+        """The locked heads, largest gain first; none where the text is in no loop."""
+        if self.onset is None:
+            return []
+        return [(self.layers[row], head) for row, head in self._ranked() if self.gain[row, head] >= LOCK_GAIN]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per head, at most 16."""
-        names = ("layer", "head", "first", "near", "overlap", "healthy_overlap")
-        return [{name: getattr(h, name) for name in names} for h in self.heads[:16]]
+        """One row per head, largest gain first."""
+        rows: list[dict[str, Any]] = []
+        columns = {"score": self.score, "control_score": self.control_score, "gain": self.gain}
+        columns |= {"mass": self.mass, "width": self.width}
+        for row, head in self._ranked():
+            numbers = {name: float(values[row, head]) for name, values in columns.items() if values is not None}
+            rows.append({"layer": self.layers[row], "head": head, **numbers})
+        return rows
+
+    def _ranked(self) -> list[tuple[int, int]]:
+        """Places of all heads in the arrays, largest gain first."""
+        order = np.argsort(-self.gain, axis=None, kind="stable")
+        return [divmod(int(place), self.gain.shape[1]) for place in order]
 
     def conclusion(self) -> str:
-        """How the text ends, and which head repeats its attention most, compared with ordinary text."""
+        """How many heads lock onto the loop, and the strongest beside ordinary text."""
         if self.period is None:
-            near = max(self.heads, key=lambda h: h.near)
-            return (
-                f"The {self.steps} generated tokens end in no loop; {near} looks nearest, with "
-                f"{near.near:.0%} of its attention on the last {NEAR} positions."
-            )
-        found = max(self.heads, key=_gain)
-        told = f"The {self.steps} generated tokens end in a loop of period {self.period} from position {self.onset}"
-        if found.overlap is None:
-            return f"{told}, too short to compare one period with the next."
-        plain = found.healthy_overlap
-        beside = "no control was run" if plain is None else f"in ordinary text {plain:.0%}"
+            return f"The {self.steps} generated tokens end in no loop, so no head can lock onto one."
+        if self.onset is None:
+            return f"The text is in no loop of period {self.period}, so no head can lock onto one."
+        best = self.rows()[0]
+        control = "no control was run"
+        if "control_score" in best:
+            control = f"in ordinary text {best['control_score']:.0%}"
         return (
-            f"{told}: {found} repeats most, with {found.overlap:.0%} of its attention on the same "
-            f"offsets as one period before ({beside})."
+            f"{len(self.locked)} of {self.score.size} heads lock onto the loop of period {self.period}; "
+            f"L{best['layer']}.H{best['head']} puts {best['score']:.0%} of its attention where it was one period "
+            f"before ({control})."
         )
 
     def details(self) -> list[str]:
-        """What was recorded, and what interventions did."""
-        lines = [
-            f"{self.prompt_tokens} prompt tokens; {_heads(len(self.heads))}, {self.bins} columns, "
-            f"{self.nbytes / 2**20:.1f} MiB of attention."
-        ]
-        for kind in dict.fromkeys(mark.kind for mark in self.marks):
-            steps = [mark.step for mark in self.marks if mark.kind == kind]
-            shown = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
-            lines.append(f"{kind}: at {len(steps)} steps ({shown}).")
-        return lines
+        """Where the loop begins, which heads lock and when, and what interventions did."""
+        length = self.prompt_tokens + self.steps
+        lines = [f"{self.prompt_tokens} prompt tokens and {self.steps} generated tokens; {self.score.size} heads."]
+        if self.onset is not None:
+            lines.append(f"The loop begins at position {self.onset} of {length}.")
+        if self.locked:
+            names = ", ".join(f"L{layer}.H{head}" for layer, head in self.locked[:8])
+            more = ", ..." if len(self.locked) > 8 else ""
+            lines.append(f"Locked heads, at least {LOCK_GAIN:.0%} above ordinary text: {names}{more}.")
+            lines.append(f"They lock at position {self.locking_onset}; the last new 4-gram ends at {self.last_new}.")
+        for kind, steps in self.events.items():
+            first = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
+            lines.append(f"{kind}: at {len(steps)} steps ({first}).")
+        return lines[:6]
 
-    def save_arrays(self, path: str | PathLike[str]) -> Path:
-        """Write `arrays` as a compressed .npz, with names such as "5.3" (layer, head).
-
-        Raises:
-            SinkscopeError: The result was read from a file and has no arrays, or the file cannot be written.
-        """
-        if not self.arrays:
-            raise SinkscopeError("this result was read from a file, which holds pictures only: record it again")
-        packed = io.BytesIO()
-        np.savez_compressed(packed, **{f"{la}.{h}": a.numpy() for (la, h), a in self.arrays.items()})  # pyright: ignore[reportArgumentType]
-        return write_output(path, packed.getvalue())
+    def numbers(self) -> list[Number]:
+        """The share of locked heads, and the score of the strongest head beside ordinary text."""
+        if self.onset is None:
+            return [Number("heads that lock onto the loop", None)]
+        best = self.rows()[0]
+        share = Number("heads that lock onto the loop", len(self.locked) / self.score.size)
+        return [share, Number("attention of the strongest head", best["score"], best.get("control_score"))]
 
 
-@measurement(
-    group="Loops",
-    figure="sinkscope.figures.attention:draw_barcode",
-    loading="whole",
-    edits=True,
-    quick={"max_new_tokens": 24, "layers": [0]},
-    outputs=[Output("npz", "Write every step of every head.", Barcode.save_arrays, kind=ARRAYS)],
-)
+def draw(result: Barcode) -> go.Figure:
+    """Draw what the loop adds to every head, scores along the text, and below the attention of heads step by step.
+
+    Each row below is a head: all steps, ordinary text, and the last steps position by position of both. Steps run
+    downwards, and darker is more.
+    """
+    parts = {
+        "attention": "generated",
+        "control_attention": "ordinary text",
+        "late": "generated, last steps",
+        "control_late": "ordinary text, last steps",
+    }
+    pictures = {name: title for name, title in parts.items() if getattr(result, name) is not None}
+    columns, rows = len(pictures), 1 + len(result.shown)
+    specs: list[list[Any]] = [[{"colspan": columns // 2}, *[None] * (columns // 2 - 1)] * 2]
+    specs += [[{}] * columns for _ in result.shown]
+    titles = ["what the loop adds (score above ordinary text)", "score along the text"]
+    titles += [f"{head}: {title}" for head in result.shown for title in pictures.values()]
+    fig: Any = make_subplots(
+        rows, columns, specs=specs, subplot_titles=titles, horizontal_spacing=0.05, vertical_spacing=0.24 / rows
+    )
+    fig.add_heatmap(
+        z=result.gain, y=result.layers, zmin=-1, zmax=1, zmid=0, colorscale="RdBu", showscale=False, row=1, col=1
+    )
+    fig.update_yaxes(title_text="layer (heads to the right)", autorange="reversed", row=1, col=1)
+    curves = (
+        ("locked heads", result.locked_curve, BLUE),
+        ("other heads", result.other_curve, GREEN),
+        ("locked heads, ordinary text", result.control_curve, GREY),
+    )
+    right = 1 + columns // 2
+    for name, values, color in curves:
+        if values is not None:
+            fig.add_scatter(x=result.positions, y=values, name=name, line_color=color, row=1, col=right)
+    marks = (
+        ("loop begins", result.onset, "dash"),
+        ("last new 4-gram", result.last_new, "dot"),
+        ("heads lock", result.locking_onset, "solid"),
+    )
+    for name, position, dash in marks:  # they may be close together, so their names stand in the legend
+        if position is not None:
+            line = {"color": ORANGE, "dash": dash, "width": 1.5}
+            x = [position, position]
+            fig.add_scatter(x=x, y=[0, 1], name=f"{name}: {position}", mode="lines", line=line, row=1, col=right)
+    size = PictureSize(result.prompt_tokens + result.steps, result.prompt_tokens)
+    top = max(0.05, float(np.quantile(result.late, 0.99)), float(np.quantile(result.attention, 0.99)))
+    for number in range(len(result.shown)):
+        for col, name in enumerate(pictures, 1):
+            values = getattr(result, name)[number]
+            place: dict[str, Any] = {"x0": size.length - size.late_positions, "y0": size.steps - size.late_steps}
+            if "attention" in name:
+                place = {"dx": size.positions_of_column, "dy": size.steps_of_row}
+            fig.add_heatmap(
+                z=np.sqrt(values),
+                customdata=values,
+                **place,
+                zmin=0,
+                zmax=top**0.5,
+                colorscale="Greys",
+                showscale=False,
+                hovertemplate="step %{y}, position %{x}: %{customdata:.3f}<extra></extra>",
+                row=number + 2,
+                col=col,
+            )
+            fig.update_yaxes(autorange="reversed", row=number + 2, col=col)
+        fig.update_yaxes(title_text="step", row=number + 2, col=1)
+        for steps in result.events.values():
+            for step in steps if len(steps) <= 40 else ():  # more would hide the picture
+                fig.add_hline(step, line={"color": ORANGE, "width": 1}, row=number + 2, col=1)
+    fig.update_xaxes(title_text="position", row=rows)
+    return finished(fig, result, width=350 * columns + 100, height=260 * rows + 120, legend=-0.04, bottom=70)
+
+
+@measurement(group="Loops", figure=draw, loading="whole", edits=True, quick={"max_new_tokens": 24, "layers": [0]})
 def barcode(
     setup: Setup,
     prompt: Annotated[str | Sequence[int] | None, Option("--prompt-file", metavar="FILE|-", reads="text")] = None,
     *,
+    ids: Annotated[Sequence[int] | None, Option(hidden=True)] = None,
+    max_new_tokens: Positive = 512,
     layers: Annotated[Sequence[int] | None, Option(min=0)] = None,
     heads: Annotated[Sequence[tuple[int, int]] | None, Option(metavar="L0.H4", reads="head")] = None,
-    max_new_tokens: Positive = 512,
-    bins: Positive = 512,
-    raw: bool = False,
-    control: bool = True,
+    period: Positive | None = None,
+    control: bool | Sequence[int] = True,
     live: bool = False,
 ) -> Barcode:
-    """Generate greedily and record the attention of the last token, step by step.
+    """Draw attention step by step while a model falls into a loop, and find the heads that lock onto it.
 
-    The result shows attention by step and position for a loop and for ordinary text (Xu et al. 2026, appendix E, Fig.
-    5). A model whose attention cannot be observed (Falcon) raises an `UnsupportedError`.
+    At every position, the attention on the suffix is indexed by offset (distance back) and compared with the row one
+    period earlier. The score is the share on the same offsets. A head that always looks one token back scores high in
+    any text, so heads are ranked by the increase over ordinary text (Xu et al. 2026, sections 1 and 3.2; pictures as in
+    appendix E, Fig. 5). A model whose attention cannot be observed (Falcon) raises an `UnsupportedError`.
 
     Args:
-        prompt: Text to continue; from Python also ids. By default the beginning of the typical text.
-        layers: All heads of this layer. By default all layers.
-        heads: Only this head. Up to four named heads are shown in the given order.
-        max_new_tokens: Generation steps.
-        bins: Number of columns into which positions are summed.
-        raw: Keep one column per position instead, for up to four heads.
-        control: Record ordinary text of the same length as well.
-        live: Show the mean over the heads as it grows, on a terminal or in a notebook.
+        prompt: Text to continue greedily until it loops; from Python also ids. By default the beginning of the typical
+            text.
+        ids: A complete sequence to measure instead of generating one.
+        max_new_tokens: Tokens to generate.
+        layers: Measure this layer. By default all layers.
+        heads: Draw this head, and measure only its layer. By default up to four heads that the loop changes most.
+        period: Period of the loop, if it is known. By default it is detected at the end of the text.
+        control: Compare with ordinary text of the same length; from Python also the ids of such a text.
+        live: Show the mean over the heads on the terminal while it grows.
 
     Example:
         sinkscope barcode --live --html barcode.html
     """
-    kept = _chosen(setup, layers, heads)
-    if raw and len(kept) > RAW_HEADS:
-        raise SinkscopeError(f"{len(kept)} heads one position at a time: expected up to {RAW_HEADS}; give --head")
-    start = prompt_ids(setup, prompt)
-    setup.target.check_length("the prompt", len(start), max_new_tokens)
-    positions = len(start) + max_new_tokens
-    with Live(f"{setup.target.name}, mean over {_heads(len(kept))}", live) as shown:
-
-        def told(step: int, row: Tensor) -> None:
-            shown(step, row)
-            if not live:  # one of them draws
-                setup.progress("steps", step + 1, max_new_tokens)
-
-        own = Recorder(kept, max_new_tokens, positions, None if raw else bins, told)
-        new, events = decode(setup.target, start, max_new_tokens, watched(setup.edit, own.observe()))
-    loop = loop_of([*start, *new], len(start))
-    ordinary = healthy_ids(setup, len(start) + len(new)) if control else None
-    plain = None
+    wanted, named = _chosen(setup, layers, heads)
+    live_layers = wanted if live else []
+    loop, events = _sequence(setup, prompt, ids, max_new_tokens, period, live_layers)
+    size = PictureSize(len(loop.ids), loop.prompt)
+    shift = period or loop.period or 1
+    suffix = max(SUFFIX, 3 * shift)
+    in_loop = loop.period is not None and shift % loop.period == 0
+    begin = loop.prompt if loop.onset is None else loop.onset
+    late = (begin + size.length - 1) // 2  # numbers of heads are means from here on
+    setup.progress("texts", 0, 2)
+    own = _recorded(setup, loop.ids, size, wanted, suffix, shift)
+    setup.progress("texts", 1, 2)
+    score, mass, width = own.means(late)
+    gain = score
+    plain, control_score = None, None
+    ordinary = _control(setup, control, size.length)
     if ordinary is not None:
-        ids = ordinary.tolist()
-        plain = Recorder(kept, len(new), positions, COLUMNS)
-        decode(setup.target, ids[: len(start)], len(new), watched(setup.edit, plain.observe()), ids[len(start) :])
-    measured = [_head(own, plain, head, loop.period) for head in kept]
-    named = set(kept[:SHOWN]) if heads is not None else _picked(measured)
-    measured.sort(key=lambda h: (h.layer, h.head) not in named)
-    length = len(start) + len(new)
-    result = Barcode(
-        prompt_tokens=len(start),
-        steps=len(new),
-        bins=own.columns,
-        period=loop.period,
-        onset=loop.onset,
-        ended=len(new) < max_new_tokens,
-        heads=tuple(_pictured(h, own, plain, length) if (h.layer, h.head) in named else h for h in measured),
-        marks=marks(events),
-        nbytes=own.nbytes,
+        plain = _recorded(setup, ordinary, size, wanted, suffix, shift)
+        control_score = plain.means(late)[0]
+        gain = score - control_score
+    setup.progress("texts", 2, 2)
+    locked = gain >= LOCK_GAIN
+    if loop.period is None and period is None:
+        locked = torch.zeros_like(locked)
+    named = named or _most_changed(gain, wanted)
+    places = [(wanted.index(layer), head) for layer, head in named]
+    positions = tuple(range(0, size.length - 1, -(-size.length // CURVE_POINTS)))
+    locked_curve, low = own.curve(locked, shift), 0.0
+    controls: dict[str, Any] = {}
+    if plain is not None and control_score is not None:
+        control_curve = plain.curve(locked, shift)
+        if control_curve is not None:
+            low = float(control_curve[begin:].mean())
+        controls = {
+            "control_score": control_score.numpy(),
+            "control_curve": _sampled(control_curve, positions),
+            "control_attention": _shown(plain.picture, places),
+            "control_late": _shown(plain.late, places),
+        }
+    return Barcode(
+        prompt_tokens=loop.prompt,
+        steps=size.steps,
+        period=period or loop.period,
+        onset=loop.onset if in_loop else None,
+        suffix=suffix,
+        layers=tuple(wanted),
+        score=score.numpy(),
+        mass=mass.numpy(),
+        width=width.numpy(),
+        locking_onset=onset_of(locked_curve, low),
+        last_new=_last_new(loop.ids),
+        positions=positions,
+        locked_curve=_sampled(locked_curve, positions),
+        other_curve=_sampled(own.curve(~locked, shift), positions),
+        shown=tuple(f"L{layer}.H{head}" for layer, head in named),
+        attention=_shown(own.picture, places),
+        late=_shown(own.late, places),
+        events=_steps_by_kind(events),
+        **controls,
     )
-    object.__setattr__(result, "_arrays", {head: own.array(head) for head in kept})
-    return result
 
 
-def _heads(count: int) -> str:
-    return "1 head" if count == 1 else f"{count} heads"
-
-
-def _chosen(setup: Setup, layers: Sequence[int] | None, heads: Sequence[Head] | None) -> list[Head]:
-    count = setup.target.n_heads
+def _chosen(setup: Setup, layers: Sequence[int] | None, heads: Sequence[Head] | None) -> tuple[list[int], list[Head]]:
+    """The layers to measure, and the heads to draw, none if they are to be picked."""
     if heads is None:
-        return [(layer, head) for layer in setup.target.chosen_layers(layers) for head in range(count)]
+        return setup.target.chosen_layers(layers), []
     if layers is not None:
         raise SinkscopeError("layers and heads are given: expected one of them")
-    wanted = list(dict.fromkeys((int(layer), int(head)) for layer, head in heads))
-    for layer, head in wanted:
+    named = list(dict.fromkeys((int(layer), int(head)) for layer, head in heads))
+    for layer, head in named:
         setup.target.check_site(layer, head=head)
-    return wanted
+    return sorted({layer for layer, _ in named}), named
 
 
-def _head(own: Recorder, plain: Recorder | None, head: Head, period: int | None) -> HeadBarcode:
-    recent = own.recent(head)
-    return HeadBarcode(
-        *head,
-        first=float(own.array(head)[-len(recent) :, 0].float().mean()),
-        near=float(recent.sum(-1).mean()),
-        overlap=_overlap(recent, period),
-        healthy_overlap=None if plain is None else _overlap(plain.recent(head), period),
+def _sequence(
+    setup: Setup,
+    prompt: str | Sequence[int] | None,
+    ids: Sequence[int] | None,
+    new: int,
+    period: int | None,
+    live_layers: list[int],
+) -> tuple[Loop, list[Event]]:
+    """The text with its loop, and what interventions did while it was generated."""
+    if ids is not None and prompt is not None:
+        raise SinkscopeError("a prompt and ids are given: expected one of them")
+    if ids is not None:
+        given = read_row(setup.target, ids)
+        _check_period(period, len(given))
+        return Loop.of(given, 1), []
+    start = prompt_ids(setup, prompt)
+    setup.target.check_length("the prompt", len(start), new)
+    _check_period(period, len(start) + new)  # before the work
+    edit = setup.edit
+    with live_picture(f"{setup.target.name}, mean over heads", len(start) + new, live_layers) as observer:
+        if observer is not None:
+            edit = watched(edit, observer)
+        answer, events = decode(setup.target, start, new, edit)
+    _check_period(period, len(start) + len(answer))
+    return Loop.of([*start, *answer], len(start)), events
+
+
+def _check_period(period: int | None, tokens: int) -> None:
+    if period is not None and 2 * period > tokens:
+        raise SinkscopeError(
+            f"period {period}: expected at most {tokens // 2}, half of the {tokens} tokens; give a smaller one, or "
+            "more tokens"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Recording:
+    """What heads attended to in one text: score, mass and width at every position, and pictures."""
+
+    tracks: Float[Tensor, "layer 3 head pos"]
+    picture: Float[Tensor, "layer head row column"]
+    late: Float[Tensor, "layer head late_step late_pos"]
+
+    def means(self, late: int) -> Float[Tensor, "3 layer head"]:
+        """Mean score, mass and width from a position on."""
+        return reduce(self.tracks[..., late:], "layer kind head pos -> kind layer head", "mean")
+
+    def curve(self, heads: Bool[Tensor, "layer head"], shift: int) -> Float[Tensor, " pos"] | None:
+        """The mean score of some heads along the text; None if there are none."""
+        if not bool(heads.any()):
+            return None
+        return smooth(self.tracks[:, 0][heads].mean(0), shift)
+
+
+def _recorded(
+    setup: Setup, ids: list[int], size: PictureSize, layers: list[int], suffix: int, shift: int
+) -> _Recording:
+    """Read a text in one pass, or token by token where interventions act between passes."""
+    tracks = {layer: HeadTracks(setup.n_heads, size, suffix, shift) for layer in layers}
+    observer = Observe(lambda rows: tracks[rows.layer].add(rows), layers)
+    surrounded = attention_name(setup.target.config) == NAME  # by interventions that the caller entered
+    if setup.edit is None and not surrounded:
+        with observer.on(setup.target):
+            setup.target.forward(torch.tensor([ids[:-1]]))
+    else:
+        edit = watched(setup.edit, observer)
+        decode(setup.target, ids[: size.prompt], size.steps, edit, ids[size.prompt :])
+    return _Recording(
+        tracks=torch.stack([track.tracks() for track in tracks.values()]),
+        picture=torch.stack([track.mean_picture() for track in tracks.values()]),
+        late=torch.stack([track.late for track in tracks.values()]),
     )
 
 
-def _overlap(rows: Float[Tensor, "step offset"], period: int | None) -> float | None:
-    """Share of attention that rows a period apart put on the same offsets."""
-    if period is None or len(rows) <= period:
+def _control(setup: Setup, control: bool | Sequence[int], length: int) -> list[int] | None:
+    if control is False:
         return None
-    return float(torch.minimum(rows[period:], rows[:-period]).sum(-1).mean())
+    if control is True:
+        return ordinary_ids(setup, length)
+    ids = read_row(setup.target, control)
+    if len(ids) < length:
+        raise SinkscopeError(f"a control of {len(ids)} ids: expected {length}, as many as the sequence has")
+    return ids[:length]
 
 
-def _gain(h: HeadBarcode) -> float:
-    return h.near if h.overlap is None else h.overlap - (h.healthy_overlap or 0.0)
-
-
-def _picked(heads: list[HeadBarcode]) -> set[Head]:
+def _most_changed(gain: Float[Tensor, "layer head"], layers: list[int]) -> list[Head]:
     """In each layer the head that the loop changes most, and among those the heads that it changes most."""
-    best: dict[int, HeadBarcode] = {}
-    for h in heads:
-        if h.layer not in best or _gain(h) > _gain(best[h.layer]):
-            best[h.layer] = h
-    return {(h.layer, h.head) for h in sorted(best.values(), key=_gain, reverse=True)[:SHOWN]}
+    best, head = gain.max(1)
+    order = torch.argsort(best, descending=True, stable=True)[:SHOWN_HEADS].tolist()
+    return [(layers[row], int(head[row])) for row in order]
 
 
-def _pictured(h: HeadBarcode, own: Recorder, plain: Recorder | None, length: int) -> HeadBarcode:
-    head = h.layer, h.head
-    return replace(
-        h,
-        whole=_whole(own, head, length),
-        late=_late(own, head, length),
-        healthy_whole=None if plain is None else _whole(plain, head, length),
-        healthy_late=None if plain is None else _late(plain, head, length),
-    )
+def _shown(
+    pictures: Float[Tensor, "layer head row column"], places: list[Head]
+) -> Float[np.ndarray, "shown row column"]:
+    """The pictures of some heads, in thousandths."""
+    chosen = torch.stack([pictures[row, head] for row, head in places])
+    return np.round(chosen.double().numpy(), 3)
 
 
-def _whole(recorder: Recorder, head: Head, length: int) -> Picture:
-    wide = recorder.array(head).float()
-    used = -(-length * recorder.columns // recorder.positions)  # columns beyond were never reached
-    wide = wide[:, :used]
-    steps = -(-len(wide) // STEPS)
-    lines = torch.stack([part.mean(0) for part in wide.split(steps)])
-    group = -(-used // COLUMNS)
-    padded = torch.nn.functional.pad(lines, (0, -used % group))
-    return _picture(
-        padded.unflatten(1, (-1, group)).sum(-1),
-        0,
-        steps,
-        0,
-        group * recorder.positions / recorder.columns,
-    )
+def smooth(values: Float[Tensor, " pos"], shift: int) -> Float[Tensor, " pos"]:
+    """Mean over the last period (at least 8 positions) at every position."""
+    width = max(8, shift)
+    total = pad(values.cumsum(0), (width, 0))
+    counts = torch.arange(1, len(values) + 1).clamp(max=width)
+    return (total[width:] - total[:-width]) / counts
 
 
-def _late(recorder: Recorder, head: Head, length: int) -> Picture:
-    """Offsets turned into positions again, as far back as every line reaches."""
-    near = recorder.recent(head)
-    first = max(0, length - NEAR)
-    lines = torch.zeros(len(near), length - first)
-    for i, row in enumerate(near):
-        query = length - 1 - len(near) + i  # the last token is generated, not read
-        back = torch.arange(0, min(NEAR, query - first + 1))
-        lines[i, query - first - back] = row[back]
-    return _picture(lines, recorder.done - len(near), 1, first, 1.0)
+def onset_of(curve: Float[Tensor, " pos"] | None, low: float) -> int | None:
+    """First position from which the curve stays above half way between `low` and the mean of its last quarter."""
+    if curve is None:
+        return None
+    half = (low + float(curve[-max(1, len(curve) // 4) :].mean())) / 2
+    below = (curve < half).nonzero()
+    if not len(below):
+        return 0
+    first = int(below[-1]) + 1
+    if first == len(curve):
+        return None
+    return first
 
 
-def _picture(lines: Tensor, first_step: int, steps: int, first_position: int, positions: float) -> Picture:
-    shares = (lines * 1000).round().int().tolist()
-    return Picture(tuple(" ".join(map(str, line)) for line in shares), first_step, steps, first_position, positions)
+def _last_new(ids: list[int]) -> int | None:
+    """Position of the last token whose 4-gram does not lie in the `SUFFIX` tokens up to it once more, earlier."""
+    novelty, last = WindowNovelty(SUFFIX, NGRAM, 1), None
+    for position, token in enumerate(ids):
+        is_new = bool(novelty.add(token, position))
+        if is_new and position >= NGRAM - 1:
+            last = position
+    return last
+
+
+def _sampled(curve: Tensor | None, positions: tuple[int, ...]) -> Float[np.ndarray, " point"] | None:
+    if curve is None:
+        return None
+    return curve[list(positions)].double().numpy()
+
+
+def _steps_by_kind(events: list[Event]) -> dict[str, tuple[int, ...]]:
+    """The steps at which interventions acted, by the kind of the event."""
+    steps: dict[str, set[int]] = {}
+    for event in events:
+        steps.setdefault(event.kind, set()).add(event.step)
+    return {kind: tuple(sorted(own)) for kind, own in sorted(steps.items())}

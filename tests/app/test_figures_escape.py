@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -75,8 +75,6 @@ def _results() -> dict[str, Result]:
         kind = json.loads(file.read_text())["kind"]
         if kind in sorted(kinds()) and kind not in found:
             found[kind] = Result.load(file)
-    barcode: Any = found["barcode"]
-    found["barcode"] = replace(barcode, heads=barcode.heads[:1])  # the others are drawn in the same way
     return found
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import stranger
 import torch
@@ -42,19 +41,7 @@ PICTURE = bytes.fromhex(
 # --- Outputs ---------------------------------------------------------------------------------------------------------
 
 
-def test_arrays_and_pictures_carry_a_mark(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "b.npz"
-    found = ss.barcode(max_new_tokens=3, layers=[0], control=False)
-    for _ in range(2):
-        found.save_arrays(path)
-    with np.load(path) as arrays:
-        assert arrays["0.1"].shape[1] > 60
-    assert os.listdir(path.parent) == ["b.npz"]
-    np.savez(tmp_path / "mine.npz", a=np.ones(3))
-    mine = (tmp_path / "mine.npz").read_bytes()
-    with pytest.raises(SinkscopeError, match=r"mine\.npz is there already and holds something that sinkscope did not"):
-        found.save_arrays(tmp_path / "mine.npz")
-    assert (tmp_path / "mine.npz").read_bytes() == mine
+def test_pictures_carry_a_mark(tmp_path: Path) -> None:
     (tmp_path / "photo.png").write_bytes(PICTURE)
     with pytest.raises(SinkscopeError, match=r"photo\.png is there already"):
         write_output(tmp_path / "photo.png", PICTURE)

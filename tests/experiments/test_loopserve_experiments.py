@@ -244,31 +244,19 @@ def test_longeval_s_table_is_what_was_measured_and_holds_nothing_of_the_files(
         }
         for n in range(3)
     ]
-    raw = tmp_path / "lines.jsonl"
-    raw.write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    file = longeval.separated(raw, tmp_path / "separated.jsonl")
-    results: dict[str, tuple[dict[str, Any], Any]] = {}
-
-    def noted(name: str) -> Any:
-        def measured(model: Any, **options: Any) -> Any:
-            results[name] = options, getattr(ss, name)(model, **options)
-            return results[name][1]
-
-        return measured
-
-    for name in ("line_weights", "line_overlap"):
-        monkeypatch.setattr(longeval, name, noted(name))
+    file = tmp_path / "lines.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in prompts))
     made = longeval.measure(None, "lines", file, count=2, length=64, new=8)
-    (options, weights), (more, agree) = results["line_weights"], results["line_overlap"]
-    assert options == {"data": file, "count": 2, "length": 64}
-    assert more == {**options, "max_new_tokens": 8, "window": 8}
-    assert made["shown"]["mass"] == weights.mass[1] and weights.etas[1] == 0.1
-    assert made["shown"]["segments"] == agree.segments[0] and made["shown"]["inputs_random"] == agree.inputs_random[0]
-    assert agree.tokens is not None and [p.position for p in agree.tokens.positions] == ["begin", "middle", "end"]
-    assert made["shown"]["end"] == agree.tokens.positions[2].overlap[1] == made["shown"]["last"]
+    weights = ss.line_weights(None, [row["prompt"] for row in prompts[:2]], length=64)
+    assert weights.etas[1] == 0.1
+    for name in ("mass", "inputs_random", "segments"):
+        assert made["shown"][name] == pytest.approx(weights.mean(name)[1], abs=1e-6)
+    tokens = made["tokens"]
+    assert [each["position"] for each in tokens["positions"]] == ["begin", "middle", "end"]
+    assert made["shown"]["end"] == tokens["positions"][2]["overlap"][1] == made["shown"]["last"]
     assert "REGISTER" not in json.dumps(made)
     rows = longeval.table([made]).splitlines()
-    assert len(rows) == 2 + len(longeval.ROWS) and rows[2].endswith(f"| {weights.mass[1]:.0%} |")
+    assert len(rows) == 2 + len(longeval.ROWS) and rows[2].endswith(f"| {weights.mean('mass')[1]:.0%} |")
 
 
 def test_the_page_shows_the_committed_numbers() -> None:

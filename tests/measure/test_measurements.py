@@ -136,7 +136,7 @@ def test_a_model_without_a_sink_is_an_answer(command: Command) -> None:
 
 LONG = {"make_patch"}
 """Measurements that are compared on a smaller model."""
-PLAIN_ONLY = {"line_overlap", "line_weights"}
+PLAIN_ONLY = {"line_weights"}
 """A bridge does not offer their queries and keys."""
 
 

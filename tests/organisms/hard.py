@@ -367,22 +367,12 @@ def _plain(b: _Build) -> HardTruth:
     return _textbook(b, note="The textbook case, for comparison; in a mixture a routed expert makes the spike.")
 
 
-@_kind(ALL, layers=(24, 30), behind=(4, 6), thin=True)
-def _late(b: _Build) -> HardTruth:
-    return _textbook(b, note="The sink is made in the last quarter of a deep model.")
-
-
 @_kind(GATED, factor="up")
 def _up_carried(b: _Build) -> HardTruth:
     truth = _textbook(b)
     cleaner = frozenset({b.site(b.plan.marking_layer, b.plan.cleaner)})
     note = "The up factor carries the mark; a neuron of the marking layer puts a threshold on it, so it is needed, too."
     return replace(truth, sets=(*truth.sets, cleaner), note=note)
-
-
-@_kind(GATED)
-def _gate_carried(b: _Build) -> HardTruth:
-    return _textbook(b, note="The gate carries the mark, the up factor is constant.")
 
 
 @_kind(BY_HEADS, bos_only=True)
@@ -489,7 +479,8 @@ def _spike_only(b: _Build) -> HardTruth:
     )
 
 
-def _redundant(b: _Build) -> HardTruth:
+@_kind(ALL, count=2)
+def _redundant_pair(b: _Build) -> HardTruth:
     marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
     source, *others = b.plan.neurons
     b.write(layer, source, b.on(layer, b.space.mark), way, b.size(layer), ballast=8.0)
@@ -501,16 +492,6 @@ def _redundant(b: _Build) -> HardTruth:
         marking,
         note="Each of the neurons suffices; in Gemma 2 the norm behind the MLP even keeps the spike's size.",
     )
-
-
-@_kind(ALL, count=2)
-def _redundant_pair(b: _Build) -> HardTruth:
-    return _redundant(b)
-
-
-@_kind(ALL, count=3)
-def _redundant_triple(b: _Build) -> HardTruth:
-    return _redundant(b)
 
 
 def _with_backup(b: _Build, *later: int) -> HardTruth:
@@ -646,13 +627,6 @@ def _negative_lobe(b: _Build) -> HardTruth:
     return _sink(b, way, marking, note="The post value of the sink neuron is negative.")
 
 
-@_kind(ALL, count=1)
-def _negative_spike(b: _Build) -> HardTruth:
-    marking, layer, way = b.mark(), b.plan.sink_layer, -b.space.sinks[0]
-    b.write(layer, b.plan.neurons[0], b.on(layer, b.space.mark), way, b.size(layer))
-    return _sink(b, way, marking, note="The spike is negative in the residual stream.")
-
-
 @_kind(("gpt_oss",))
 def _learned_logits(b: _Build) -> HardTruth:
     _calm(b)
@@ -736,49 +710,15 @@ def _two_experts(b: _Build) -> HardTruth:
     return _sink(b, way, marking, sets=(frozenset(sites),), note="Neurons of two experts, each of which suffices.")
 
 
-def _fall(b: _Build, *falls: int) -> HardTruth:
-    """Neurons that read the spike and write it with the other sign: all of it, or half and then the rest."""
-    truth, way = _textbook(b), _spike_way(b)
-    for layer in falls:
-        end = float(b.seen(b.views.layers[layer].block) @ way)
-        gate, _ = b.on(layer, way)
-        rows = gate, _full(b, layer, way)
-        b.write(layer, b.spare[0], rows, -way, end if layer == falls[-1] else end / 2, route=way)
-    reading = tuple(place for place in truth.reading if place[0] <= falls[-1])
-    names = " and ".join(map(str, falls))
-    return replace(truth, step_down=falls, reading=reading, note=f"Layer {names} takes the spike away again.")
-
-
 @_kind(ALL, layers=(7, 8), behind=(4, 5))
 def _rise_and_fall(b: _Build) -> HardTruth:
-    return _fall(b, b.plan.n_layers - 2)
-
-
-@_kind(ALL, layers=(7, 8), behind=(4, 5))
-def _two_falls(b: _Build) -> HardTruth:
-    return _fall(b, b.plan.n_layers - 3, b.plan.n_layers - 2)
-
-
-@_kind(ALL, layers=(6, 8), behind=(3, 4), count=1)
-def _two_layers(b: _Build) -> HardTruth:
-    """Two neurons write the spike along one direction, in two layers, neither depending on the other."""
-    marking, first, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
-    second = first + b.rng.randint(1, 2)
-    size, share = b.size(first), b.rng.choice([0.6, 0.4])
-    before = b.const(second)
-    one = b.write(first, b.plan.neurons[0], b.on(first, b.space.mark), way, share * size)
-    rows = b.steady(second, b.on(second, b.space.mark), way, before)
-    two = b.write(second, b.spare[0], rows, way, (1 - share) * size, ballast=8.0)
-    return _sink(
-        b,
-        way,
-        marking,
-        sink_layer=first if share > 0.5 else second,
-        sets=(frozenset({one, two}),),
-        step_up=(first, second),
-        layers=range(second + 1, b.plan.n_layers),
-        note="The neurons of two layers add up; each alone is a spike that the heads read.",
-    )
+    """A neuron reads the spike and writes it with the other sign."""
+    truth, way, fall = _textbook(b), _spike_way(b), b.plan.n_layers - 2
+    end = float(b.seen(b.views.layers[fall].block) @ way)
+    gate, _ = b.on(fall, way)
+    b.write(fall, b.spare[0], (gate, _full(b, fall, way)), -way, end, route=way)
+    reading = tuple(place for place in truth.reading if place[0] <= fall)
+    return replace(truth, step_down=(fall,), reading=reading, note=f"Layer {fall} takes the spike away again.")
 
 
 @_kind(ALL, layers=(6, 8), behind=(2, 3), count=1)
@@ -872,37 +812,6 @@ def _weak_spike(b: _Build) -> HardTruth:
     return _textbook(b, note="The norm is only six times the typical one.")
 
 
-@_kind(("gpt2",))
-def _position_spike(b: _Build) -> HardTruth:
-    assert b.views.positions is not None
-    b.views.positions[0] += b.plan.spike * NORM * b.space.sinks[0]
-    return HardTruth(
-        spike=True,
-        sink=True,
-        carried_by="spike",
-        reading=b.read(range(1, b.plan.n_layers), b.space.sinks[0]),
-        note="The embedding of position 0 is the spike.",
-    )
-
-
-@_kind(ALL)
-def _delimiter_alone(b: _Build) -> HardTruth:
-    """A delimiter is a spike and a sink; the first token is neither."""
-    where, layer = b.flag_delimiter(), b.plan.sink_layer
-    _calm(b)
-    site = b.write(layer, b.spare[0], b.on(layer, b.flag, where), b.side, b.size(layer), where=where, route=b.flag)
-    b.read(b.behind, b.side, where=where)
-    note = "A delimiter is a spike and a sink; the first token is neither."
-    return HardTruth(spike=False, sink=False, carried_by="spike", later={b.delimiter: (site,)}, note=note)
-
-
-@_kind(BY_HEADS, massive_layer=None)
-def _both_no_norm(b: _Build) -> HardTruth:
-    b.surgeon().make_massive()
-    truth, dims = _no_norm(b), tuple(b.space.massive.nonzero().flatten().tolist())
-    return replace(truth, shared_dims=dims, note="One dimension is massive on every token; heads read a mark.")
-
-
 @_kind(ALL, layers=(8, 8), at=1, count=1, spike=48.0)
 def _gradual(b: _Build) -> HardTruth:
     """Four layers in a row each add a quarter of the spike, independently of each other."""
@@ -975,23 +884,6 @@ def _key_bias(b: _Build) -> HardTruth:
         carried_by="key bias",
         reading=_read_bias(b),
         note="Heads attend to the farthest key, whatever it is: the first token of any text.",
-    )
-
-
-@_kind(("qwen2",))
-def _bias_and_spike(b: _Build) -> HardTruth:
-    marking = b.mark()
-    b.surgeon().make_sink()
-    return HardTruth(
-        spike=True,
-        sink=True,
-        carried_by="key bias",
-        sink_layer=b.plan.sink_layer,
-        sets=(b.sites(),),
-        step_up=(b.plan.sink_layer,),
-        reading=_read_bias(b),
-        marking=marking,
-        note="There is a spike, but heads attend to the farthest key, whatever it is.",
     )
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from einops import rearrange, reduce, repeat
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.files.notation import head_name
@@ -236,7 +236,7 @@ class _EditedRows:
 
     def hooks(self) -> list[Hook]:
         """The hooks that carry out all edits, each on its own rows."""
-        silenced: dict[tuple[int, int | None], _SilencedNeurons] = {}
+        silenced: dict[tuple[int, int | None], dict[int, list[slice]]] = {}  # (layer, expert) -> neuron -> rows
         swapped: dict[Component, list[slice]] = {}
         added: dict[int, list[tuple[slice, Tensor]]] = {}
         for number, edit in enumerate(self.edits):
@@ -244,7 +244,7 @@ class _EditedRows:
             for site in edit.zero:
                 layer, neuron = site[0], site[-1]
                 expert = site[1] if len(site) == 3 else None
-                silenced.setdefault((layer, expert), _SilencedNeurons()).add(neuron, rows)
+                silenced.setdefault((layer, expert), {}).setdefault(neuron, []).append(rows)
             for component in edit.swap:
                 swapped.setdefault(component, []).append(rows)
             for layer, vectors in edit.add:
@@ -255,12 +255,14 @@ class _EditedRows:
             hooks += self._swap(component, its_rows)
         return hooks
 
-    def _silence(self, layer: int, expert: int | None, neurons: _SilencedNeurons) -> Hook:
-        numbers, mask = list(neurons.rows), neurons.mask(self.count)
+    def _silence(self, layer: int, expert: int | None, neurons: dict[int, list[slice]]) -> Hook:
+        numbers, mask = list(neurons), torch.zeros(self.count, 1, len(neurons), dtype=torch.bool)
+        for column, neuron in enumerate(numbers):
+            for rows in neurons[neuron]:
+                mask[rows, :, column] = True
 
         def zeroed(values: Tensor) -> Tensor:
-            silent = rearrange(mask, "row neuron -> row 1 neuron").to(values.device)
-            return self.by_row(values).masked_fill(silent, 0).reshape(values.shape)
+            return self.by_row(values).masked_fill(mask.to(values.device), 0).reshape(values.shape)
 
         def before(post: Tensor) -> Tensor:
             index = torch.tensor(numbers, device=post.device)
@@ -332,22 +334,3 @@ class _EditedRows:
 
         target = self.target
         return [(target.embedding, "post", on_output(embedded)), (target.layers[0], "pre", on_input(before))]
-
-
-@dataclass(frozen=True)
-class _SilencedNeurons:
-    """The neurons of one MLP or expert that are silenced, and the rows in which each of them is."""
-
-    rows: dict[int, list[slice]] = field(default_factory=dict)
-
-    def add(self, neuron: int, rows: slice) -> None:
-        """Silence a neuron in these rows."""
-        self.rows.setdefault(neuron, []).append(rows)
-
-    def mask(self, count: int) -> Bool[Tensor, "row neuron"]:
-        """Where each neuron is silent, out of `count` rows."""
-        mask = torch.zeros(count, len(self.rows), dtype=torch.bool)
-        for column, rows in enumerate(self.rows.values()):
-            for silent in rows:
-                mask[silent, column] = True
-        return mask

@@ -358,8 +358,9 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Sequence
     minimal = search.smallest(sites, layer, search.last)
     here = minimal or search.smallest(sites, layer)
     if here is None:  # try more neurons of the sink layer than the first candidates
-        candidates += stage_neurons(context, layer, MORE_CANDIDATES)
-        sites = tuple(dict.fromkeys([*sites, *(neuron.site for neuron in candidates[len(neurons) :])]))
+        more = stage_neurons(context, layer, MORE_CANDIDATES)
+        candidates += more
+        sites = tuple(dict.fromkeys([*sites, *(neuron.site for neuron in more)]))
         here = search.smallest(sites, layer)
         if here is not None:
             minimal = search.smallest(sites, layer, search.last)
@@ -377,13 +378,9 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Sequence
         sets.append(best)
         if best.kind == "minimal" and backups:
             sets.append(search.backup(backups, best))
+    known = {neuron.site for neuron in neurons}
     in_sets = {site for causal_set in sets for site in causal_set.edit_sites}
-    added: dict[tuple[int, ...], Neuron] = {}
-    for neuron in candidates[len(neurons) :]:
-        if neuron.site in in_sets:
-            added[neuron.site] = neuron
-    for neuron in neurons:
-        added.pop(neuron.site, None)
+    added = {neuron.site: neuron for neuron in candidates if neuron.site in in_sets - known}
     return CausalSets(tuple(sets), (*neurons, *added.values()), tuple(dict.fromkeys(search.not_tried)))
 
 

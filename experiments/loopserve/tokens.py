@@ -1,0 +1,174 @@
+"""Observation 4 and Fig. 4 of the LoopServe paper: which queries find the tokens that an answer attends to.
+
+Every prompt is answered greedily with its question before the context, in the middle of it, and after it. A token's
+importance is the attention that it receives from a set of queries, summed over these queries, all heads and layers.
+`experiments.loopserve.longeval` measures this on LongEval's files and on ordinary text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.decode import greedy
+from sinkscope.lines.sums import Scores, line_sums, scores_of
+from sinkscope.measure import Setup
+from sinkscope.models.target import Target
+from sinkscope.models.text import text_rows
+
+ASKED = "\n\nQuestion: What is this text about?\n\nAnswer:"  # about ordinary text
+ENDS = ("Now the record ends.", "Now the record is over.")  # of the context, in LongEval's topics and lines
+POSITIONS = ("begin", "middle", "end")
+BEFORE = 8  # blocks of the prompt's end
+BUDGETS = (0.05, 0.1, 0.15)  # shares of a prompt's tokens that count as important
+
+
+@dataclass(frozen=True)
+class Question:
+    """Ids of a prompt in parts, without BOS, so that the question can be placed anywhere in the context."""
+
+    start: list[int]
+    context: list[int]
+    question: list[int]
+
+    def placed(self, position: str) -> list[int]:
+        """The prompt with the question at "begin", "middle" or "end"."""
+        at = {"begin": 0, "middle": len(self.context) // 2, "end": len(self.context)}[position]
+        return [*self.start, *self.context[:at], *self.question, *self.context[at:]]
+
+
+def split_prompt(prompt: str) -> tuple[str, str]:
+    """Context and question of a prompt of LongEval; the cue that ends the context belongs to the topics' context."""
+    for end, with_context in zip(ENDS, (True, False), strict=True):
+        before, cue, after = prompt.partition(end)
+        if cue and with_context:
+            return f"{before}{cue} ", after.strip()
+        if cue:
+            return before, f"{cue}{after}".strip()
+    raise SinkscopeError(f"the prompt has neither {ENDS[0]!r} nor {ENDS[1]!r}: give a file of LongEval")
+
+
+def prompts_of(file: Path, count: int) -> list[tuple[str, str]]:
+    """Context and question of the first prompts of a file of LongEval."""
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [split_prompt(json.loads(line)["prompt"]) for line in lines[:count]]
+
+
+def questions(setup: Setup, prompts: Sequence[tuple[str, str]], count: int, length: int, new: int) -> list[Question]:
+    """Prompts of at most `length` tokens, which leave room for an answer of `new`; without any, ordinary text."""
+
+    def ids_of(text: str) -> list[int]:
+        ids = [int(i) for i in setup.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+        return ids[1:] if ids[:1] == [setup.bos] else ids
+
+    start = [] if setup.bos is None else [setup.bos]
+    if prompts:
+        named = [(ids_of(context), ids_of(question)) for context, question in prompts]
+    else:
+        pieces = text_rows(setup.tokenizer, setup.text, count, length, setup.bos)[:, len(start) :].tolist()
+        named = [(piece, ids_of(ASKED)) for piece in pieces]
+    limit = min(length, (setup.target.max_positions or length + new) - new)
+    asked: list[Question] = []
+    for context, question in named:
+        most = limit - len(start) - len(question)
+        if len(context) > most:  # the middle is cut, as in LongBench
+            context = [*context[: most - most // 2], *context[len(context) - most // 2 :]]
+        asked.append(Question(start, context, question))
+    return asked
+
+
+def importance(
+    target: Target, ids: Tensor, prompt: int, ranges: Sequence[tuple[int, int]]
+) -> list[Float[Tensor, " key"]]:
+    """Attention that each of the first `prompt` tokens receives from the queries of each range."""
+    totals = [torch.zeros(prompt) for _ in ranges]
+
+    def add(_: int, scores: Scores) -> None:
+        for total, (start, stop) in zip(totals, ranges, strict=True):
+            received = line_sums(scores.part(start, stop))[0].sum(0).cpu()[:prompt]
+            total[: len(received)] += received
+
+    with scores_of(target, add, list(range(target.n_layers))):
+        target.forward(ids[None])
+    return totals
+
+
+def top_tokens(received: Float[Tensor, " key"], budgets: Sequence[float] = BUDGETS) -> Bool[Tensor, "budget key"]:
+    """The tokens of largest importance, for each share of the tokens."""
+    chosen = torch.zeros(len(budgets), len(received), dtype=torch.bool)
+    for row, budget in zip(chosen, budgets, strict=True):
+        row[received.topk(max(1, round(budget * len(received)))).indices] = True
+    return chosen
+
+
+def share_of(a: Bool[Tensor, "budget key"], b: Bool[Tensor, "budget key"]) -> list[float]:
+    """The share of the tokens `b` that are also in `a`."""
+    return ((a & b).sum(1) / b.sum(1)).tolist()
+
+
+def means(series: Sequence[Sequence[float]]) -> list[float]:
+    """Element-wise mean of several series of equal length."""
+    return [sum(values) / len(values) for values in zip(*series, strict=True)]
+
+
+def token_overlap(target: Target, asked: Sequence[Question], new: int, window: int) -> dict[str, Any]:
+    """Answer every prompt and compare which tokens queries attend to.
+
+    Returns:
+        For the budgets: "positions", the share of the answer's important tokens that the last `window` queries of the
+        prompt find; "blocks", the share that blocks of queries before (negative) and in the answer find, with the
+        question at the end ("apart": without the block's own queries); "distances", what blocks of an answer share.
+    """
+    by_position: dict[str, list[list[float]]] = {position: [] for position in POSITIONS}
+    blocks: dict[int, list[list[float]]] = {}
+    apart: dict[int, list[list[float]]] = {}
+    distances: dict[int, list[list[float]]] = {}
+    random: list[list[float]] = []
+    lengths: list[int] = []
+    for question in asked:
+        for position in POSITIONS:
+            ids = question.placed(position)
+            answer = greedy(target, torch.tensor([ids]), new)[0]
+            n, whole = len(ids), torch.tensor([*ids, *answer])
+            places: list[int] = []
+            if position == "end":
+                places = [*range(-1, -1 - min(BEFORE, n // window), -1), *range(len(answer) // window)]
+            ranges = [(max(0, n - window), n), (n, len(whole))]
+            ranges += [(n + place * window, n + (place + 1) * window) for place in places]
+            last, output, *parts = importance(target, whole, n, ranges)
+            truth = top_tokens(output)
+            by_position[position].append(share_of(top_tokens(last), truth))
+            random.append((truth.sum(1) / n).tolist())
+            lengths.append(len(answer))
+            tops = {place: top_tokens(part) for place, part in zip(places, parts, strict=True)}
+            for place, part in zip(places, parts, strict=True):
+                blocks.setdefault(place, []).append(share_of(tops[place], truth))
+                if place < 0:
+                    apart.setdefault(place, []).append(share_of(tops[place], truth))
+                elif len(answer) != window:  # an answer of one block has no other queries
+                    apart.setdefault(place, []).append(share_of(tops[place], top_tokens(output - part)))
+                for other in range(place):
+                    distances.setdefault(place - other, []).append(share_of(tops[other], tops[place]))
+    rows: list[dict[str, Any]] = []
+    for place in sorted(blocks):
+        alone = means(apart[place]) if place in apart else None
+        rows.append({"block": place, "overlap": means(blocks[place]), "apart": alone, "prompts": len(blocks[place])})
+    far = [{"blocks": n, "overlap": means(distances[n]), "pairs": len(distances[n])} for n in sorted(distances)]
+    return {
+        "budgets": list(BUDGETS),
+        "window": window,
+        "prompts": len(asked),
+        "answer_tokens": sum(lengths) / len(lengths),
+        "random": means(random),
+        "positions": [{"position": name, "overlap": means(values)} for name, values in by_position.items()],
+        "blocks": rows,
+        "distances": far,
+    }
