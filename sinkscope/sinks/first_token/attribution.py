@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from einops import einsum, rearrange
+from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -97,31 +97,13 @@ class NeuronInputs:
         """Names of the factors of the activation."""
         return ("input",) if self.gate is None else ("gate", "up")
 
-    def activation(self, gate_at: Int[Tensor, " pair"], up_at: Int[Tensor, " pair"]) -> Float[Tensor, "pair neuron"]:
-        """The activation with the gate input of some places and the up input of others."""
-        gate = None if self.gate is None else self.gate.sum(0)[gate_at]
-        return self.post(gate, self.up.sum(0)[up_at])
-
     def weight_in_stream(self, places: Int[Tensor, " text"]) -> Float[Tensor, " neuron"]:
         """How much of the residual stream at these places a neuron writes when its activation is 1."""
-        size = self.activation(places, places).mean(0)
+        gate = None if self.gate is None else self.gate.sum(0)[places]
+        size = self.post(gate, self.up.sum(0)[places]).mean(0)
         stream = self.stream[places].mean(0)
         along = einsum(self.written[:, places].mean(1), stream, "neuron d, d -> neuron")
         return torch.where(size.abs() > 1e-9, along / size, 0.0)
-
-    def exchanged_factors(
-        self, first: Int[Tensor, " pair"], typical: Int[Tensor, " pair"]
-    ) -> tuple[Float[Tensor, "neuron factor"], Float[Tensor, "neuron factor"]]:
-        """Share of the activation lost with one factor of a typical place, and gained there with one of the first."""
-        whole, none = self.activation(first, first).mean(0), self.activation(typical, typical).mean(0)
-        only_gate, only_up = self.activation(first, typical).mean(0), self.activation(typical, first).mean(0)
-        without, alone = [only_up, only_gate], [only_gate, only_up]
-        if self.gate is None:
-            without, alone = [none], [whole]
-        span = rearrange(whole - none, "neuron -> neuron 1")
-        lost = rearrange(whole, "neuron -> neuron 1") - torch.stack(without, 1)
-        gained = torch.stack(alone, 1) - rearrange(none, "neuron -> neuron 1")
-        return lost / span, gained / span
 
     def contrast(
         self, first: Int[Tensor, " pair"], typical: Int[Tensor, " pair"]
