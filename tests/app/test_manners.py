@@ -196,17 +196,12 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(
     ("template", "says"),
     [
         ("{{ raise_exception('System role not supported') }}", "System role not supported"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "has not ended after"),
-        ("{{ 'x' * 10**10 }}", "too much memory"),
-        ("{{ 'x' * 17 * 10**6 }}", "more than a conversation"),
         ("{{ messages[9].content }}", "failed ("),
         ("{% for", "failed ("),
         (None, "has no chat template"),
     ],
 )
-def test_chat_templates_that_fail(monkeypatch: pytest.MonkeyPatch, template: str | None, says: str) -> None:
-    if says == "has not ended after":
-        monkeypatch.setattr("sinkscope.models.text.chat._SECONDS", 0.1)
+def test_chat_templates_that_fail(template: str | None, says: str) -> None:
     tokenizer = organism("llama", 0).tokenizer
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template
@@ -218,11 +213,10 @@ def test_chat_templates_that_fail(monkeypatch: pytest.MonkeyPatch, template: str
             ss.Conversation(tiny_model("llama")[0], tokenizer=tokenizer, chat=True).ask("poem")
 
 
-def test_a_chat_template_is_tried_once() -> None:
+def test_a_chat_template_is_written() -> None:
     tokenizer = copy.deepcopy(organism("llama", 0).tokenizer)
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     assert chat_text(tokenizer, [{"role": "user", "content": "poem"}]) == "<user>poem"
-    assert chat_text(tokenizer, [{"role": "user", "content": "book"}]) == "<user>book"
 
 
 # --- From Python -----------------------------------------------------------------------------------------------------
