@@ -81,11 +81,6 @@ def one_prompt(family: str, turns: int) -> list[tuple[list[int], Tensor]]:
         ("gpt2", None, "keep"),
         ("mistral", None, "recompute"),
         ("qwen3", WHOLE, "keep"),
-        # the other way with answers
-        pytest.param("llama", Full(), "keep", marks=pytest.mark.slow),
-        pytest.param("gpt2", None, "recompute", marks=pytest.mark.slow),
-        pytest.param("mistral", None, "keep", marks=pytest.mark.slow),
-        pytest.param("qwen3", WHOLE, "recompute", marks=pytest.mark.slow),
     ],
 )
 def test_equals_one_long_prompt_where_nothing_is_hidden(family: str, edit: Any, answers: Any) -> None:
@@ -108,8 +103,6 @@ def test_equals_one_long_prompt_where_nothing_is_hidden(family: str, edit: Any, 
     [
         (SMALL, "keep"),
         (H2O(budget=20), "recompute"),
-        pytest.param(SMALL, "recompute", marks=pytest.mark.slow),
-        pytest.param(H2O(budget=20), "keep", marks=pytest.mark.slow),
     ],
 )
 def test_branches_share_what_was_read_and_go_on_as_if_alone(edit: Any, answers: Any) -> None:
@@ -157,9 +150,6 @@ def test_turns_equal_passes_under_masks_of_the_kept_lines(answers: Any) -> None:
         (SnapKV(budget=20, window=4), "keep"),
         (AdaKV(budget=20, window=4, floor=0.0), "recompute"),
         (TOVA(budget=20, mode="select"), "recompute"),
-        pytest.param(H2O(budget=20), "recompute", marks=pytest.mark.slow),
-        pytest.param(AdaKV(budget=20, window=4, floor=0.0), "keep", marks=pytest.mark.slow),
-        pytest.param(TOVA(budget=20, mode="select"), "keep", marks=pytest.mark.slow),
     ],
 )
 def test_leaving_and_entering_changes_nothing_for_a_policy(policy: Policy, answers: str) -> None:
@@ -349,14 +339,7 @@ def test_what_cannot_be_begun() -> None:
         Conversation(model).say([5], [])
 
 
-@pytest.mark.parametrize(
-    ("make", "answers"),
-    [
-        pytest.param(make, answers, id=f"{kind}-{answers}", marks=[] if default == answers else pytest.mark.slow)
-        for kind, make, default in (("nnsight", nnsight_of, "recompute"), ("bridge", bridge_of, "keep"))
-        for answers in ("recompute", "keep")
-    ],
-)
+@pytest.mark.parametrize(("make", "answers"), [(nnsight_of, "recompute"), (bridge_of, "keep")])
 def test_the_same_on_nnsight_and_what_a_bridge_can_do(make: Any, answers: Any) -> None:
     model, tokenizer = model_of("llama"), tiny_model("llama")[1]
     edit = SMALL if make is nnsight_of else LoopServe(budget=12, first=0, interval=4, prefill=False)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kv_kit import FAMILIES, Drawn, Ragged, close, decode, dense, masks_of, prompts
+from kv_kit import Drawn, Ragged, close, decode, dense, masks_of, prompts
 from kv_kit import shallow_of as model_of
 from transformers import DynamicCache
 
@@ -14,21 +14,6 @@ from sinkscope.kv import StreamingLLM
 from sinkscope.kv.policy import Policy
 
 SOME = ["llama", "gemma2", "gpt_oss"]
-
-
-@pytest.mark.parametrize(
-    ("family", "lengths"), [("llama", [26]), ("gpt_oss", [26]), *((family, [26, 20, 23]) for family in FAMILIES)]
-)
-def test_evicted_is_the_whole_cache_under_a_mask(family: str, lengths: list[int]) -> None:
-    """Other tokens, and other numbers of them, in every layer, row and head; longer than the windows."""
-    model = model_of(family)
-    ids, mask = prompts(lengths, 4)
-    # Both where it is quick with either number of rows; of the other families every second one has ragged heads.
-    both = (Drawn(budget=9), Ragged(budget=9))
-    for policy in both if family in SOME else both[FAMILIES.index(family) % 2 :][:1]:
-        with policy.on(model):
-            got = decode(model, ids, mask, 26)
-        close(got, dense(model, ids, mask, masks_of(model, policy, mask, 26))[:, 25:])
 
 
 @pytest.mark.parametrize(("family", "every"), [("llama", 3), ("gemma2", "prefill"), ("gpt_oss", 3)])

@@ -17,8 +17,6 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM
 from sinkscope.kv.policy import Policy
 
-SOME = ("llama", "gemma2", "gpt_oss")
-
 
 @torch.no_grad()
 def logprob(model: Any, policy: Drawn, ids: Tensor, mask: Tensor, prompt: int) -> Tensor:
@@ -49,7 +47,7 @@ def test_greedy(family: str, policy: Drawn) -> None:
     assert float((torch.stack(model.generate(ids, **ask).logits, 1) - want).abs().max()) > 0.1
 
 
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_beams_carry_their_caches(family: str) -> None:
     """Rows change places at every step, so a cache that does not follow gives sequences other scores than these."""
     model = model_of(family)
@@ -78,11 +76,10 @@ def test_beams_carry_their_caches(family: str) -> None:
     assert moved and not torch.equal(out.sequences, stock.sequences)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
-def test_assisted_generation(family: str) -> None:
+def test_assisted_generation() -> None:
     """With the whole cache as ever, although tokens are taken back; with fewer it is refused before it begins."""
-    model = model_of(family)
-    assistant = model_of(family, seed=1, num_hidden_layers=1)
+    model = model_of("llama")
+    assistant = model_of("llama", seed=1, num_hidden_layers=1)
     ids, _ = prompts([19])
     ask: dict[str, Any] = {"assistant_model": assistant, "max_new_tokens": 12, "do_sample": False}
     stock = model.generate(ids, **ask)

@@ -167,8 +167,7 @@ def test_a_call_that_failed_can_be_made_again() -> None:
         assert torch.equal(decode(model, IDS, MASK, 14), want)
 
 
-@pytest.mark.parametrize("times", [5, pytest.param(200, marks=pytest.mark.slow)])
-def test_many_runs_leak_nothing(times: int) -> None:
+def test_many_runs_leak_nothing() -> None:
     model = model_of("llama")
     way = Ragged(budget=6) | Observe(ignore, last=1)
 
@@ -187,10 +186,10 @@ def test_many_runs_leak_nothing(times: int) -> None:
         once()
     counts()  # asking makes caches of its own
     before, start = state_of(model), counts()
-    for _ in range(times):
+    for _ in range(5):
         once()
     after = counts()
-    assert after[0] == start[0] and after[1] - start[1] < times and state_of(model) == before
+    assert after[0] == start[0] and after[1] - start[1] < 5 and state_of(model) == before
 
 
 def test_what_cannot_be_entered() -> None:

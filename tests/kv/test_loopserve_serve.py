@@ -198,11 +198,7 @@ def test_a_sample_of_all_queries_holds_alpha_and_nobody_is_warned() -> None:
     assert max(event.data["cells"] for event in run.events) < 0.9
 
 
-def test_draws_differ_by_seed_layer_and_turn_and_the_printed_algorithm_can_be_had() -> None:
-    draws = [
-        draw_of(s, layer, queries, keys) for s in (0, 1) for layer in (0, 1) for queries, keys in ((9, 9), (9, 20))
-    ]
-    assert len({tuple(sample_queries(400, 48, draw).tolist()) for draw in draws}) == len(draws) == 8
+def test_draws_differ_by_seed_and_the_printed_algorithm_can_be_had() -> None:
     model = every_head()
     ids, mask = prompts([60], 0)
 
