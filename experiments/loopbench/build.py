@@ -261,12 +261,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    tokenizer, name = open_tokenizer(args.model, None, None)
+    tokenizer = open_tokenizer(args.model)
     records = read_longbench(LONGBENCH[args.bench], args.source)
     rows = build(args.bench, records, tokenizer, args.count, args.target_tokens, args.seed)
     write_atomic(args.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     lengths = [len(tokenizer(row["prompt"], verbose=False)["input_ids"]) for row in rows]
-    print(f"{len(rows)} prompts, mean {sum(lengths) / len(lengths):,.0f} tokens of {name}")
+    counted_by = args.model or "the model in the package"
+    print(f"{len(rows)} prompts, mean {sum(lengths) / len(lengths):,.0f} tokens of {counted_by}")
     print(f"the paper: {COUNTS.get(args.bench, '-')} prompts, mean {TOKENS.get(args.bench, '-')} tokens")
 
 

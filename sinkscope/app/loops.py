@@ -117,7 +117,7 @@ def _calibrate(
     if tokenizer is not None:
         from sinkscope.models.load import open_tokenizer
 
-        encode = open_tokenizer(tokenizer)[0]
+        encode = open_tokenizer(tokenizer)
     text = read_outputs(file, form, encode)
     return calibrate(
         text.outputs, vocabulary=text.vocabulary, rate=rate, settings=monitor, name=_name(file), progress=progress

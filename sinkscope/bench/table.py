@@ -10,19 +10,25 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any, ClassVar
 
-from sinkscope.bench.methods import FULL, order_of
+from sinkscope.bench.methods import FULL, name_of, order_of
 from sinkscope.bench.record import BenchRecord, Metrics, read_run
 from sinkscope.bench.task import task_class
 from sinkscope.files.options import Option
 from sinkscope.files.rate import mean_known, wilson
 from sinkscope.files.result import Grid, ModelInfo, Number, Result, cell, provenance
 
+CONTROLS = (FULL, "random", "sampling")
+"""Methods that a conclusion does not name as the best."""
 EXPONENTIAL = {"perplexity": "nll"}
 """Columns that are exp of the mean of a metric."""
 MEDIAN = ("alarm", "collapse")
 """Columns that are medians, because the metric does not exist for every run."""
+NUMBERS = frozenset(
+    "read time cached_peak temperature answers ttr cr length interventions drawn alarm perplexity collapse kl".split()
+)
+"""Columns that are no shares."""
 PERCENT = frozenset(
-    "loop tail_loop loop_paper eos stopped early fresh chance prefix score agree kept first same cells".split()
+    "loop tail_loop loop_paper eos stopped early fresh chance prefix score agree kept same cells".split()
 )
 
 
@@ -67,17 +73,6 @@ class BenchGroup:
     cached_peak: float | None = None
 
 
-@dataclass(frozen=True)
-class PublishedRow:
-    """A loop rate that a paper reports and that was not run here."""
-
-    source: str
-    model: str
-    set: str
-    method: str
-    score: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class BenchTable(Result):
     """Scores and costs of methods.
@@ -105,12 +100,15 @@ class BenchTable(Result):
         return rows
 
     def grids(self) -> list[Grid]:
-        """A table for each task, with what was not run in the paper's models last."""
+        """A table for each task."""
         grids: list[Grid] = []
         for task in dict.fromkeys(group.task for group in self.groups):
             rows = [row for row in self.rows() if row["task"] == task]
             head = [name for name in rows[0] if any(row.get(name) is not None for row in rows)]
-            cells = [[_shown(name, row.get(name)) for name in head] for row in rows]
+            share = task_class(task).main in PERCENT
+            cells: list[list[str]] = []
+            for row in rows:
+                cells.append([_shown(name, row.get(name), share) for name in head])
             grids.append(Grid(head, cells, columns=("set", "method", *head[4:])))
         return grids
 
@@ -122,7 +120,8 @@ class BenchTable(Result):
         alike = [group for group in self.groups if (group.set, group.model) == (first.set, first.model)]
         task = task_class(first.task)
         full = next((group for group in alike if group.method == FULL), None)
-        others = sorted((group for group in alike if group is not full), key=lambda group: group.score)
+        compared = [group for group in alike if name_of(group.method) not in CONTROLS]
+        others = sorted(compared, key=lambda group: group.score)
         control = f"{FULL}, the control, {task.said.format(full.score)}" if full else "the full cache was not run"
         if not others:
             return f"On {first.set} by {first.model}, {control}; no other method was run."
@@ -140,8 +139,9 @@ class BenchTable(Result):
         return numbers
 
 
-def _shown(name: str, value: Any) -> str:
-    if isinstance(value, float) and name in PERCENT | {"low", "high"}:
+def _shown(name: str, value: Any, share: bool) -> str:
+    """A cell; `share` says whether the main score is one, so that its interval and parts are in per cent too."""
+    if isinstance(value, float) and (name in PERCENT or (share and name not in NUMBERS)):
         return f"{value:.1%}"
     return cell(value)
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
@@ -109,7 +110,9 @@ class HeadLines:
 def _drawn(chosen: Bool[Tensor, "choice head key"], generator: torch.Generator, cells: bool) -> Tensor:
     _, heads, keys = chosen.shape
     order = torch.rand(heads, keys, generator=generator).argsort(1).to(chosen.device)
-    length = torch.arange(keys, 0, -1, device=chosen.device) if cells else order.new_ones(keys)
+    length = order.new_ones(keys)
+    if cells:
+        length = torch.arange(keys, 0, -1, device=chosen.device)
     drawn = length[order]
     reached = drawn.cumsum(1) - drawn / 2  # a line is taken if more than half of it still fits
     wanted = (chosen * length).sum(2, keepdim=True)
@@ -134,7 +137,7 @@ def top_lines(
     order = torch.argsort(both, dim=1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(both.shape[1], device=both.device).expand_as(order))
     keys = vertical.shape[1]
-    size = keys if length is None else length
+    size = length or keys
     most = torch.tensor([max(1, math.floor(eta * 2 * size + 1e-9)) for eta in etas], device=both.device)
     chosen = (rank < most[:, None, None]) & (both > 0)
     return HeadLines(chosen[..., :keys].contiguous(), chosen[..., keys:].contiguous(), keys)
@@ -148,9 +151,12 @@ def attention_of(
 ) -> Float[Tensor, "head row key"]:
     """Causal attention of the queries at positions `at`, in float32; `scaling` None means 1 / sqrt(d_head)."""
     kv_heads, keys, width = key.shape
-    scaling = float(width**-0.5) if scaling is None else scaling
-    grouped = query.float().reshape(kv_heads, -1, width) * scaling
-    scores = (grouped @ key.float().mT).view(query.shape[0], -1, keys)
+    if scaling is None:
+        scaling = float(width**-0.5)
+    # A matrix product, which is faster than einsum: "kv_head (group row) d, kv_head key d -> kv_head (group row) key".
+    grouped = rearrange(query.float(), "(kv_head group) row d -> kv_head (group row) d", kv_head=kv_heads) * scaling
+    scores = grouped @ rearrange(key.float(), "kv_head key d -> kv_head d key")
+    scores = rearrange(scores, "kv_head (group row) key -> (kv_head group) row key", row=query.shape[1])
     future = torch.arange(keys, device=at.device) > at[:, None]
     return scores.masked_fill_(future, -torch.inf).softmax(-1)
 
@@ -171,12 +177,15 @@ def recovered(
         scaling: Factor on the scores. None means 1 / sqrt(d_head).
         rows: Indices of the queries to use. None uses all.
     """
-    rows = torch.arange(query.shape[1], device=query.device) if rows is None else rows.to(query.device)
-    found = torch.zeros(query.shape[0], dtype=torch.float64, device=query.device)
+    if rows is None:
+        rows = torch.arange(query.shape[1])
+    rows = rows.to(query.device)
+    total = torch.zeros(query.shape[0], dtype=torch.float64, device=query.device)
     for part in rows.split(_ROWS):
         at = lines.past + part
-        found += (attention_of(query[:, part], key, at, scaling) * lines.rows(at)).sum((1, 2), dtype=torch.float64)
-    return (found / len(rows)).float()
+        on_lines = attention_of(query[:, part], key, at, scaling) * lines.rows(at)
+        total += on_lines.sum((1, 2), dtype=torch.float64)
+    return (total / len(rows)).float()
 
 
 def slash_lines(
@@ -284,7 +293,9 @@ def held_out(queries: int, sample: int, seed: int = 0, recent: int = 0, count: i
     """Indices of some queries outside a sample; if the sample has all queries, indices from the sample."""
     sampled = sample_queries(queries, sample, seed, recent)
     outside = torch.ones(queries, dtype=torch.bool).index_fill_(0, sampled, False).nonzero().flatten()
-    return outside[sample_queries(len(outside), count, seed)] if len(outside) else sampled
+    if not len(outside):
+        return sampled
+    return outside[sample_queries(len(outside), count, seed)]
 
 
 @torch.no_grad()
@@ -367,21 +378,27 @@ def _sought(
     checked.
     """
     heads, queries, width = query.shape
-    groups, factor = heads // len(key), width**-0.5 if scaling is None else scaling
-    found = torch.zeros(len(some), key.shape[1], dtype=torch.bool, device=query.device)
-    of_head, numbers = (some // groups).tolist(), some.tolist()
-    for of in sorted(set(of_head)):
-        mine, k = [i for i, own in enumerate(of_head) if own == of], key[of].float()
+    group = heads // len(key)
+    factor = scaling
+    if factor is None:
+        factor = width**-0.5
+    sought = torch.zeros(len(some), key.shape[1], dtype=torch.bool, device=query.device)
+    numbers = some.tolist()
+    for kv_head in sorted({head // group for head in numbers}):
+        own = [place for place, head in enumerate(numbers) if head // group == kv_head]
+        k = key[kv_head].float()
         first = k[:begin] * factor
-        rest = torch.stack([(first @ query[numbers[i]].float().T).logsumexp(0) for i in mine])
+        # One head at a time: the scores of all queries for the first positions.
+        rest = torch.stack([(first @ query[numbers[place]].float().T).logsumexp(0) for place in own])
         rows = rest.topk(min(checked, queries), dim=1, largest=False).indices
-        taken = torch.stack([query[numbers[i], own] for i, own in zip(mine, rows, strict=True)]).float()
+        taken = torch.stack([query[numbers[place], row] for place, row in zip(own, rows, strict=True)]).float()
         scores = (taken * factor) @ k.T
-        future = torch.arange(len(k), device=k.device) > (rows + (len(k) - queries))[..., None]
+        positions = rows + (len(k) - queries)
+        future = torch.arange(len(k), device=k.device) > positions[..., None]
         probs = scores.masked_fill_(future, -torch.inf).softmax(2)
         head, row = (probs.amax(2) >= _SOUGHT).nonzero(as_tuple=True)  # several queries may search for one key
-        found[torch.tensor(mine, device=found.device)[head], probs[head, row].argmax(1)] = True
-    return found
+        sought[torch.tensor(own, device=sought.device)[head], probs[head, row].argmax(1)] = True
+    return sought
 
 
 def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above: float, sharp: float) -> HeadLines:
@@ -476,35 +493,82 @@ def _least_share(probs: Tensor, at: Tensor, alpha: float) -> Tensor:
     return torch.maximum(share * sharp, share.square() * flat).sum(1) / (at + 1).sum()
 
 
+@dataclass
+class _LineList:
+    """The lines of one kind in one head, as algorithm 5 takes them from its list.
+
+    Attributes:
+        weight: Sampled weight of each line.
+        largest: Largest sampled cell of each line.
+        kept: Lines that are always chosen.
+        order: All others by descending weight.
+        overlap: Sum of the largest cells of the chosen lines.
+        taken: How many of `order` are chosen.
+    """
+
+    weight: list[float]
+    largest: list[float]
+    kept: list[int]
+    order: list[int]
+    overlap: float
+    taken: int = 0
+
+    @classmethod
+    def of(cls, weight: Tensor, largest: Tensor, kept: Tensor) -> _LineList:
+        always = kept.nonzero().flatten().tolist()
+        cells = largest.tolist()
+        overlap = sum(cells[line] for line in always)
+        return cls(weight.tolist(), cells, always, _falling(weight, always), overlap)
+
+    @property
+    def chosen(self) -> list[int]:
+        """All chosen lines."""
+        return [*self.kept, *self.order[: self.taken]]
+
+    @property
+    def count(self) -> int:
+        """Number of chosen lines."""
+        return len(self.kept) + self.taken
+
+    def gain(self, other: _LineList) -> float:
+        """Weight that the next line adds beside the lines of the other kind."""
+        return self.weight[self.order[self.taken]] - other.overlap
+
+    def ratio(self, other: _LineList, lengths: list[int]) -> float:
+        """The same per cell that the line adds; minus infinity if the list has ended."""
+        if self.taken == len(self.order):
+            return -math.inf
+        cells = lengths[self.order[self.taken]] - other.count
+        return self.gain(other) / max(1, cells)
+
+    def take(self) -> None:
+        """Choose the next line."""
+        self.overlap += self.largest[self.order[self.taken]]
+        self.taken += 1
+
+
 def _faithful(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) -> HeadLines:
     """Algorithm 5 as printed, head by head."""
     lengths = lines.lengths().tolist()
-    kept = (probs * lines.rows(at)).sum((1, 2), dtype=torch.float64)
-    wanted = alpha * probs.sum((1, 2), dtype=torch.float64)
-    kinds = (slash_lines(probs, at), (probs.sum(1), probs.amax(1)))  # slash, vertical: sums and largest cells
-    for head in range(len(probs)):
-        weight, most = ([kind[i][head].tolist() for kind in kinds] for i in (0, 1))
-        always = [mask[head].nonzero().flatten().tolist() for mask in (lines.slash, lines.vertical)]
-        order = [_falling(kind[0][head], kept) for kind, kept in zip(kinds, always, strict=True)]
-        chosen = tuple(list(kept) for kept in always)
-        overlap = [sum(largest[line] for line in kept) for largest, kept in zip(most, always, strict=True)]
-        total, target = float(kept[head]), float(wanted[head])
-        for _ in range(sum(map(len, order))):  # every step takes one line
-            if not total < target:
+    totals = (probs * lines.rows(at)).sum((1, 2), dtype=torch.float64).tolist()
+    targets = (alpha * probs.sum((1, 2), dtype=torch.float64)).tolist()
+    slash_weight, slash_largest = slash_lines(probs, at)
+    vertical_weight, vertical_largest = probs.sum(1), probs.amax(1)
+    for head, (total, target) in enumerate(zip(totals, targets, strict=True)):
+        slash = _LineList.of(slash_weight[head], slash_largest[head], lines.slash[head])
+        vertical = _LineList.of(vertical_weight[head], vertical_largest[head], lines.vertical[head])
+        while total < target:
+            slash_ratio, vertical_ratio = slash.ratio(vertical, lengths), vertical.ratio(slash, lengths)
+            best, other = slash, vertical  # of equals the slash line
+            if vertical_ratio > slash_ratio:
+                best, other = vertical, slash
+            if best.taken == len(best.order):
                 break
-            offers: list[tuple[float, float, int, int]] = []
-            for kind, other in ((0, 1), (1, 0)):
-                if (taken := len(chosen[kind]) - len(always[kind])) < len(order[kind]):
-                    line = order[kind][taken]
-                    gain = weight[kind][line] - overlap[other]
-                    offers.append((gain / max(1, lengths[line] - len(chosen[other])), gain, kind, line))
-            _, gain, kind, line = max(offers, key=lambda offer: offer[0])  # of equals the slash line
-            chosen[kind].append(line)
-            overlap[kind] += most[kind][line]
-            total += max(0.0, gain)
+            total += max(0.0, best.gain(other))
+            best.take()
         if total >= target:
-            lines.slash[head, chosen[0]] = True
-            lines.vertical[head, chosen[1]] = True
+            lines.slash[head, slash.chosen] = True
+            lines.vertical[head, vertical.chosen] = True
         else:  # the lists ended, or the attention is not a number
             lines.vertical[head] = True
     return lines

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from einops import rearrange, repeat
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
@@ -160,7 +161,7 @@ def crossings(
     The chosen lines together carry the sum of their weights minus this weight, because crossings count twice.
     """
     choices, heads, keys = vertical.shape
-    found = torch.zeros(choices, heads, device=scores.query.device)
+    weights = torch.zeros(choices, heads, device=scores.query.device)
     falling = slash.flip(2).float()
     for some in _head_groups(scores):
         both = scores.query.new_empty(0)
@@ -173,61 +174,64 @@ def crossings(
             column[:, :, part.pad :] = vertical[:, some, part.begin : part.stop]
             for i in range(choices):
                 torch.mul(cells, falling[i, some, None, keys - span :], out=skewed)
-                found[i, some] += torch.bmm(both, column[i, :, :, None]).sum((1, 2))
-    return found
+                weights[i, some] += torch.bmm(both, column[i, :, :, None]).sum((1, 2))
+    return weights
 
 
-def _room(device: torch.device) -> int:
-    return CHUNK_BYTES * (1 if device.type == "cpu" else 32)
+def _chunk_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return CHUNK_BYTES
+    return 32 * CHUNK_BYTES
 
 
 def _head_groups(scores: Scores) -> list[slice]:
     """Query heads to take together: those of one kv head or more, so that 64 rows fit into memory if possible."""
     kv_heads, keys, _ = scores.key.shape
-    groups = scores.query.shape[0] // kv_heads
-    size = max(1, _room(scores.query.device) // (4 * groups * 64 * max(1, keys)))
-    return [slice(groups * i, groups * min(i + size, kv_heads)) for i in range(0, kv_heads, size)]
+    group = scores.query.shape[0] // kv_heads
+    size = max(1, _chunk_bytes(scores.query.device) // (4 * group * 64 * max(1, keys)))
+    return [slice(group * i, group * min(i + size, kv_heads)) for i in range(0, kv_heads, size)]
 
 
 def _chunks(scores: Scores, some: slice, chunk: int | None) -> Iterator[_Chunk]:
     shared = scores.query.shape[0] // scores.key.shape[0]
     query, key = scores.query[some], scores.key[some.start // shared : some.stop // shared]
-    window, sinks = scores.window, None if scores.sinks is None else scores.sinks[some]
-    heads, queries, width = query.shape
+    window = scores.window
+    heads, queries, _ = query.shape
     kv_heads, keys, _ = key.shape
-    groups, past, device = heads // kv_heads, keys - queries, query.device
+    past, device = keys - queries, query.device
     if chunk is None:
-        chunk = max(16, min(queries, _room(device) // (4 * heads * max(1, keys))))
+        chunk = max(16, min(queries, _chunk_bytes(device) // (4 * heads * max(1, keys))))
     # Keys of zero before the first make room for the skewed view; their scores are masked.
-    padded = pad(key.float(), (0, 0, chunk - 1, 0)).transpose(1, 2)
+    padded = rearrange(pad(key.float(), (0, 0, chunk - 1, 0)), "kv_head key d_head -> kv_head d_head key")
     buffer = torch.empty(heads * chunk * (keys + chunk - 1), device=device)
     low = torch.finfo(torch.float32).min
     for start in range(0, queries, chunk):
         rows = min(chunk, queries - start)
         first, stop = past + start, past + start + rows  # positions of these queries
-        begin = 0 if window is None else max(0, first - window + 1)
+        begin = 0
+        if window is not None:
+            begin = max(0, first - window + 1)
         span, gap = stop - begin, rows - 1
         left = chunk - 1 - gap + begin
-        taken = query[:, start : start + rows].float().mul(scores.scaling)
-        made = torch.bmm(
-            taken.reshape(kv_heads, groups * rows, width),
-            padded[:, :, left : left + gap + span],
-            out=buffer[: heads * rows * (gap + span)].view(kv_heads, groups * rows, gap + span),
-        ).view(heads, rows, gap + span)
+        scaled = query[:, start : start + rows].float().mul(scores.scaling)
+        grouped = rearrange(scaled, "(kv_head group) row d_head -> kv_head (group row) d_head", kv_head=kv_heads)
+        out = buffer[: heads * rows * (gap + span)].view(kv_heads, shared * rows, gap + span)
+        torch.bmm(grouped, padded[:, :, left : left + gap + span], out=out)
+        values = rearrange(out, "kv_head (group row) column -> (kv_head group) row column", group=shared)
         if scores.softcap is not None:
-            made.div_(scores.softcap).tanh_().mul_(scores.softcap)
+            values.div_(scores.softcap).tanh_().mul_(scores.softcap)
         # On the diagonal block the future is masked; with a window, so is what lies too far back.
         future = torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
-        made[:, :, gap + span - rows :].masked_fill_(future, low)
+        values[:, :, gap + span - rows :].masked_fill_(future, low)
         if window is not None:
             index = torch.arange(begin, stop, device=device)
             where = torch.arange(first, stop, device=device)[:, None]
-            made[:, :, gap:].masked_fill_(index <= where - window, low)
-        made[:, :, :gap] = low
-        if sinks is None:
-            probs = torch.softmax(made, -1)
+            values[:, :, gap:].masked_fill_(index <= where - window, low)
+        values[:, :, :gap] = low
+        if scores.sinks is None:
+            probs = torch.softmax(values, -1)
         else:
-            extra = sinks.float()[:, None, None].expand(heads, rows, 1)
-            total = torch.logaddexp(made.logsumexp(-1, keepdim=True), extra)
-            probs = made.sub_(total).exp_()
+            sinks = repeat(scores.sinks[some].float(), "head -> head row 1", row=rows)
+            total = torch.logaddexp(values.logsumexp(-1, keepdim=True), sinks)
+            probs = values.sub_(total).exp_()
         yield _Chunk(probs, gap, begin, stop)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
 
 from sinkscope.errors import SinkscopeError
 
@@ -21,20 +20,13 @@ TOKENIZER_FILES = (
 )
 
 
-def hub_file(
-    repo: str,
-    name: str,
-    revision: str | None = None,
-    kind: Literal["model", "dataset"] = "model",
-    absent: Exception | None = None,
-) -> Path:
-    """Download one file of a hub repo (of a model or a dataset), or find it in the cache.
+def hub_file(repo: str, name: str, revision: str | None = None, absent: Exception | None = None) -> Path:
+    """Download one file of a model's hub repo, or find it in the cache.
 
     Args:
         repo: Hub id, org/name.
         name: Name of the file.
         revision: Branch, tag or commit.
-        kind: What kind of repo it is.
         absent: Error to raise if the repo has no such file. None raises a FileNotFoundError.
 
     Raises:
@@ -47,18 +39,18 @@ def hub_file(
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the hub's client reports every retry; the outcome is reported below
     try:
-        return Path(hf_hub_download(repo, name, revision=revision, repo_type=kind))
+        return Path(hf_hub_download(repo, name, revision=revision))
     except errors.LocalEntryNotFoundError as error:
-        raise _refusal(error, repo, name, revision, kind) from None
+        raise _refusal(error, repo, name, revision) from None
     except errors.EntryNotFoundError:
         raise absent or FileNotFoundError(f"{repo} has no {name}") from None
     except Exception as error:
-        raise _refusal(error, repo, name, revision, kind) from None
+        raise _refusal(error, repo, name, revision) from None
     finally:
         logging.set_verbosity(verbosity)
 
 
-def _refusal(error: Exception, repo: str, name: str, revision: str | None, kind: str) -> SinkscopeError:
+def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> SinkscopeError:
     """What went wrong, and what to do."""
     from huggingface_hub import constants, errors
 
@@ -68,7 +60,7 @@ def _refusal(error: Exception, repo: str, name: str, revision: str | None, kind:
         message = f"{repo} is gated: accept its terms at {hub}/{repo}, then {login} or set HF_TOKEN"
     elif isinstance(error, errors.RepositoryNotFoundError):
         page = "unknown-repo"
-        message = f"there is no {kind} {repo!r} at {hub}, or it is private: check the spelling, or {login}"
+        message = f"there is no model {repo!r} at {hub}, or it is private: check the spelling, or {login}"
     elif isinstance(error, errors.RevisionNotFoundError):
         page = "unknown-revision"
         message = f"{repo} has no revision {revision!r}; give a branch, tag or commit of this repository"
@@ -77,8 +69,7 @@ def _refusal(error: Exception, repo: str, name: str, revision: str | None, kind:
         why = f"{hub} cannot be reached: check the connection"
         if constants.HF_HUB_OFFLINE:
             why = "HF_HUB_OFFLINE is set: unset it"
-        other = "a folder that holds the checkpoint" if kind == "model" else "the path of a copy"
-        message = f"{name} of {repo} is not in the cache and {why}, or give {other}"
+        message = f"{name} of {repo} is not in the cache and {why}, or give a folder that holds the checkpoint"
     elif isinstance(error, errors.HFValidationError):
         page = "unknown-repo"
         message = f"{repo!r} is no hub id; expected org/name, or the path of a folder"

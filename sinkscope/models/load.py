@@ -136,51 +136,31 @@ def _plant(hf: Any, file: Path) -> None:
             weights[name].copy_(new.where(~new.isnan(), weights[name]))
 
 
-def open_tokenizer(
-    model: str | os.PathLike[str] | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    revision: str | None = None,
-) -> tuple[Any, str]:
-    """Open the tokenizer of a model, or the one in a folder; returns it and its name, and reads no weights.
+def open_tokenizer(model: str | os.PathLike[str] | None = None, revision: str | None = None) -> Any:
+    """Open the tokenizer of a model; no weights are read.
 
     Args:
-        model: Short name, hub id, folder, `.gguf` file, or "bundled".
-        folder: Folder that holds only a tokenizer; instead of `model`.
+        model: Short name, hub id, folder (also one that holds only a tokenizer), or `.gguf` file. None is the model in
+            the package.
         revision: Branch, tag or commit of a hub id.
 
     Raises:
-        SinkscopeError: Neither or both are given, or there is no tokenizer.
+        SinkscopeError: There is no tokenizer.
     """
-    if (model is None) == (folder is None):
-        given = "both were given" if model is not None else "neither was given"
+    source = locate(model, revision)
+    folder, gguf = Path(source.where), None
+    if source.kind == "hub":
+        folder = hub_folder(str(source.where), revision, TOKENIZER_FILES)
+    elif source.kind == "gguf":
+        folder, gguf = folder.parent, folder.name
+    tokenizer = read_tokenizer(source.name, folder, gguf=gguf)
+    if tokenizer is None:
         raise SinkscopeError(
-            f"lengths are counted in tokens: give --model NAME or --tokenizer FOLDER ({given})", page="no-tokenizer"
-        )
-    if folder is not None and revision is not None:
-        raise SinkscopeError(f"revision {revision!r} means nothing for --tokenizer, a folder; it belongs to --model")
-    if folder is not None:
-        place, name, gguf = Path(folder).expanduser(), Path(folder).resolve().name, None
-        if not place.is_dir():
-            raise SinkscopeError(
-                f"--tokenizer {os.fspath(folder)!r} is not a folder: give one that holds tokenizer.json"
-            )
-    else:
-        source = locate(model, revision)
-        name, gguf = source.name, None
-        if source.kind == "hub":
-            place = hub_folder(str(source.where), revision, TOKENIZER_FILES)
-        elif source.kind == "gguf":
-            place, gguf = Path(source.where).parent, Path(source.where).name
-        else:
-            place = Path(source.where)
-    found = read_tokenizer(name, place, gguf=gguf)
-    if found is None:
-        raise SinkscopeError(
-            f"{name} has no tokenizer in it (expected tokenizer.json, tokenizer.model or vocab.json): give --tokenizer "
-            "FOLDER",
+            f"{source.name} has no tokenizer in it (expected tokenizer.json, tokenizer.model or vocab.json): give a "
+            "model or a folder that has one",
             page="no-tokenizer",
         )
-    return found, name
+    return tokenizer
 
 
 def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[str, Any]) -> Any:

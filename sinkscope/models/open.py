@@ -41,7 +41,7 @@ from sinkscope.models.target import Target
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read; `Target.forward` ends before them
 _LANGUAGE = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # the text part of a vision-language checkpoint
 _FIRST_LAYERS = 8  # layers of a GGUF file to begin with; they cannot be read one by one, and are doubled as needed
-_HELD_BYTES = 1 << 30  # layers of a streamed model stay in memory up to this size, so small models are read once
+_LAYER_BYTES = 1 << 30  # layers of a streamed model stay in memory up to this size, so small models are read once
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class _Store:
         self._layers = layers
         self._resident = resident
         self._empty = [layer.state_dict() for layer in layers]  # on meta: costs nothing
-        self._held: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._in_memory: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._pins: Counter[int] = Counter()
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self._before, index))
@@ -84,16 +84,15 @@ class _Store:
 
     def load(self, index: int) -> None:
         """Read the weights of layer `index`. They stay in memory until `resident` other layers have been called."""
-        if index in self._held:
-            self._held.move_to_end(index)
+        if index in self._in_memory:
+            self._in_memory.move_to_end(index)
             return
-        for other in [i for i in self._held if not self._pins[i]]:
-            if len(self._held) < self._resident:
-                break
-            self._layers[other].load_state_dict(self._empty[other], assign=True)
-            del self._held[other]
+        for other in list(self._in_memory):
+            if len(self._in_memory) >= self._resident and not self._pins[other]:
+                self._layers[other].load_state_dict(self._empty[other], assign=True)
+                del self._in_memory[other]
         self._layers[index].load_state_dict(self._loader.layer(index), assign=True)
-        self._held[index] = None
+        self._in_memory[index] = None
 
     def hold(self, resident: int) -> None:
         """Hold up to `resident` layers in memory from now on."""
@@ -118,8 +117,8 @@ class _Loader:
         with torch.device("meta"):
             from transformers import AutoModelForCausalLM
 
-            made = AutoModelForCausalLM.from_config(config, dtype=self._dtype, trust_remote_code=False)
-            self.causal = made.eval().requires_grad_(False)
+            empty = AutoModelForCausalLM.from_config(config, dtype=self._dtype, trust_remote_code=False)
+            self.causal = empty.eval().requires_grad_(False)
         prefix = self.causal.base_model_prefix
         self._base_class = type(getattr(self.causal, prefix))
         self._path = adapter.layers.removeprefix(f"{prefix}.")  # of the layers, below an object of that class
@@ -136,11 +135,12 @@ class _Loader:
             if _HEAD.search(name) or (nested and not _LANGUAGE.match(name)):
                 continue
             key = _LANGUAGE.sub("model.", name) if nested else name
-            if found := pattern.match(key):
-                head, layer, tail = found.groups()
-                self._inside.setdefault(int(layer), {})[name] = f"{head}0{tail}"
-            else:
+            match = pattern.match(key)
+            if match is None:
                 self._outside[name] = key
+            else:
+                head, layer, tail = match.groups()
+                self._inside.setdefault(int(layer), {})[name] = f"{head}0{tail}"
 
     def base(self) -> nn.Module:
         """The base of the model. It is whole except for the weights of its layers, which are on the meta device."""
@@ -175,8 +175,8 @@ class _Loader:
             single.decoder_sparse_step = 1
         if hasattr(single, "first_k_dense_replace"):
             single.first_k_dense_replace = 1 if index < single.first_k_dense_replace else 0
-        made = self._make(single, names, f"layer {index}", f"{self._path}.0", f"{self._path}.{index}")
-        return made.get_submodule(f"{self._path}.0").state_dict()
+        module = self._make(single, names, f"layer {index}", f"{self._path}.0", f"{self._path}.{index}")
+        return module.get_submodule(f"{self._path}.0").state_dict()
 
     def _make(self, config: Any, names: dict[str, str], what: str, part: str = "", truly: str = "") -> nn.Module:
         """Make an object of the base class from these tensors, which must include every tensor below `part`.
@@ -185,10 +185,7 @@ class _Loader:
         """
         state = {names[name]: tensor for name, tensor in self._source.tensors(names).items()}
         try:
-            with (
-                quiet(bars=False),
-                torch.random.fork_rng(devices=[]),
-            ):
+            with quiet(bars=False), torch.random.fork_rng(devices=[]):
                 module, info = self._base_class.from_pretrained(
                     None, config=config, state_dict=state, dtype=self._dtype, output_loading_info=True
                 )
@@ -200,13 +197,20 @@ class _Loader:
                 "of different models; download both from one revision",
                 page="missing-tensors",
             ) from error
-        if absent := sorted(k.removeprefix(f"{part}.") for k in info["missing_keys"] if k.startswith(part)):
+        absent = [name for name in sorted(info["missing_keys"]) if name.startswith(part)]
+        if absent:
+            first = absent[0].removeprefix(f"{part}.")
             raise SinkscopeError(
-                f"{self._source.name} lacks tensors of {what}, the first is {absent[0]}; get the whole checkpoint",
+                f"{self._source.name} lacks tensors of {what}, the first is {first}; get the whole checkpoint",
                 page="missing-tensors",
             )
-        prefix = f"{self.causal.base_model_prefix}.{truly}"  # parameters outside `part` hold random numbers
-        check_finite(module, self._source.name, lambda n: prefix + n.removeprefix(part) if n.startswith(part) else "")
+        prefix = f"{self.causal.base_model_prefix}.{truly}"
+
+        def name_in_model(name: str) -> str:
+            """Parameters outside `part` hold random numbers."""
+            return prefix + name.removeprefix(part) if name.startswith(part) else ""
+
+        check_finite(module, self._source.name, name_in_model)
         return module.eval().requires_grad_(False).to(self._device)
 
 
@@ -252,8 +256,9 @@ def open_stream(
     loader = _Loader(source, config, adapter, device=device, dtype=dtype)
     causal = loader.causal
     setattr(causal, causal.base_model_prefix, loader.base())
-    if (head := causal.get_output_embeddings()) is not None:
-        head.register_forward_pre_hook(_no_logits)
+    unembedding = causal.get_output_embeddings()
+    if unembedding is not None:
+        unembedding.register_forward_pre_hook(_no_logits)
     layers = list(causal.get_submodule(adapter.layers).children())
     store = _Store(source, loader, layers, resident)
     return StreamTarget(causal, causal, "hf", adapter, tokenizer, name or source.name, resident=False, store=store)
@@ -335,14 +340,14 @@ def open_target(
 def _first_layers(opened: Callable[[int | None], Target], depth: int, layers: int) -> Target:
     if layers >= depth:
         return opened(None)
-    t = opened(layers)
+    part = opened(layers)
     return PartTarget(
-        t.model,
-        t.hf,
-        t.kind,
-        t.adapter,
-        t.tokenizer,
-        t.name,
+        part.model,
+        part.hf,
+        part.kind,
+        part.adapter,
+        part.tokenizer,
+        part.name,
         resident=False,
         depth=depth,
         reopen=lambda more: _first_layers(opened, depth, more),
@@ -369,7 +374,7 @@ def _stream(
     tensors = SafetensorsSource(where, revision=source.revision)
     target = open_stream(tensors, dtype=kind, device=place, resident=1, tokenizer=tokenizer, name=source.name)
     per_layer = sum(p.numel() for p in target.layers[-1].parameters()) * kind.itemsize
-    target.store.hold(max(1, _HELD_BYTES // max(per_layer, 1)))
+    target.store.hold(max(1, _LAYER_BYTES // max(per_layer, 1)))
     target = _with_tokenizer(target)
     check_vocabulary(target.tokenizer, target.hf)
     return target
@@ -382,10 +387,10 @@ def _with_tokenizer(target: Target, needed: bool = True) -> Target:
         source = target.store.source
         if source.commit is not None:
             hub_folder(source.name, source.commit, TOKENIZER_FILES)
-        found = read_tokenizer(target.name, source.folder)
+        tokenizer = read_tokenizer(target.name, source.folder)
     else:
-        found = target.available_tokenizer
-    target = replace(target, tokenizer=found)
+        tokenizer = target.available_tokenizer
+    target = replace(target, tokenizer=tokenizer)
     if needed:
         target.need_tokenizer()
     return target

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Int
 from torch import Tensor
 
@@ -37,9 +38,12 @@ def typical_text(path: str | Path | None = None) -> str:
 
 def source_code() -> str:
     """Python source of the standard library, read from the running interpreter."""
-    specs = [find_spec(name) for name in MODULES]
-    files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
-    return "\n".join(file.read_text("utf-8") for file in files if file.suffix == ".py" and file.exists())
+    texts = list[str]()
+    for name in MODULES:
+        spec = find_spec(name)
+        if spec is not None and spec.has_location and spec.origin is not None and spec.origin.endswith(".py"):
+            texts.append(Path(spec.origin).read_text("utf-8"))
+    return "\n".join(texts)
 
 
 def honest_repetition(seed: int = 0) -> str:
@@ -67,12 +71,12 @@ def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
     """
     if bos is False:
         return None
-    found = getattr(tokenizer, "bos_token_id", None)
-    if found is None and bos:
+    bos_id = getattr(tokenizer, "bos_token_id", None)
+    if bos_id is None and bos:
         raise SinkscopeError(
             f"--bos: the tokenizer of this {config.model_type} model has no BOS token; leave --bos out or use --no-bos"
         )
-    return None if found is None else int(found)
+    return None if bos_id is None else int(bos_id)
 
 
 def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None) -> Int[Tensor, "row pos"]:
@@ -90,9 +94,10 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
             "longer --text, of a kind that it knows"
         )
     count = min(rows, len(ids) // body)
-    pieces = torch.tensor(ids[: count * body], dtype=torch.long).view(count, body)
+    tokens = torch.tensor(ids[: count * body], dtype=torch.long)
+    pieces = rearrange(tokens, "(row pos) -> row pos", row=count)
     _refuse_one_token(tokenizer, pieces)
-    return pieces if bos is None else torch.cat([torch.full((count, 1), bos), pieces], 1)
+    return pieces if bos is None else torch.nn.functional.pad(pieces, (1, 0), value=bos)
 
 
 def _refuse_one_token(tokenizer: Any, pieces: Int[Tensor, "row pos"]) -> None:
@@ -102,6 +107,7 @@ def _refuse_one_token(tokenizer: Any, pieces: Int[Tensor, "row pos"]) -> None:
     token = int(pieces.flatten().mode().values)
     share = float((pieces == token).float().mean())
     if share > ONE_TOKEN:
-        unknown = token == getattr(tokenizer, "unk_token_id", None)
-        what = "unknown to this tokenizer" if unknown else f"the one token {tokenizer.decode([token])!r}"
+        what = f"the one token {tokenizer.decode([token])!r}"
+        if token == getattr(tokenizer, "unk_token_id", None):
+            what = "unknown to this tokenizer"
         raise SinkscopeError(f"{share:.0%} of the text is {what}: give a file of prose that it knows with --text")

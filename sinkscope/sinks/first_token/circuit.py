@@ -26,7 +26,6 @@ from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.position_effect import PositionEffect, random_sets
 from sinkscope.sinks.first_token.result import CONTROL_DRAWS, NEEDED, FindSinks, Sites
 from sinkscope.sinks.tokens import in_words, prefixes
-from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
 NEURON_SHARE = 0.01  # neurons that write less of the spike are backups or not involved
@@ -115,14 +114,10 @@ class MarkEvidence:
 
 @dataclass(frozen=True)
 class NeuronEvidence:
-    """The sink neurons: which factor responds to the mark, and what their columns write.
+    """The sink neurons, and what their columns write.
 
     Attributes:
         neurons: The neurons.
-        factors: Their inputs, "gate" and "up", or "input" where the MLP has no gate.
-        factor_share: Exact share of each factor in the activation at the first token beyond that at typical ones.
-        factor_necessity: Share of the activation that is lost if the factor is that of a typical token.
-        factor_sufficiency: Share of the activation that a typical token gains with the first token's factor.
         share: Share of the first token's residual stream that the neuron's column writes.
         necessity: Share of the spike that is lost if the neuron is zero.
         sufficiency: Share of the spike that a typical position gains if what the neuron writes is added there.
@@ -135,10 +130,6 @@ class NeuronEvidence:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"arbitrary_types_allowed": True}
 
     neurons: tuple[str, ...]
-    factors: tuple[str, ...]
-    factor_share: Float[np.ndarray, "neuron factor"]
-    factor_necessity: Float[np.ndarray, "neuron factor"]
-    factor_sufficiency: Float[np.ndarray, "neuron factor"]
     share: Float[np.ndarray, " neuron"]
     necessity: Float[np.ndarray, " neuron"]
     sufficiency: Float[np.ndarray, " neuron"]
@@ -226,7 +217,6 @@ class Circuit(Result):
         neurons: The sink neurons. None if no set was found; the whole MLP of the sink layer then stands for them.
         keys: What marks the first token for the reading heads, if they do not need the spike.
         readers: The heads that read the first token. None if there are none.
-        learned_logits: Mean share of all attention that goes to learned sink logits. None if the model has none.
         error: Largest distance of a sum of shares from the model's own value, relative to the largest such value.
     """
 
@@ -234,6 +224,7 @@ class Circuit(Result):
     columns: ClassVar[tuple[str, ...]] = ("step", "source", "target", "share", "necessity", "necessity_control")
     glossary: ClassVar[dict[str, str]] = {
         "step": "what the edge belongs to",
+        "target": "the input, or the head, that reads the source",
         "share": "exact share of the source in what distinguishes the first token in the input that is read",
         "necessity": "share of the effect that is lost without the source",
         "necessity_control": "largest loss with random heads or neurons instead",
@@ -250,7 +241,6 @@ class Circuit(Result):
     neurons: NeuronEvidence | None = None
     keys: MarkEvidence | None = None
     readers: ReaderEvidence | None = None
-    learned_logits: float | None = None
     error: float | None = None
 
     def rows(self) -> list[dict[str, Any]]:
@@ -285,7 +275,7 @@ class Circuit(Result):
         return numbers
 
     def details(self) -> list[str]:
-        """The neurons, repetition, the readers, learned sink logits, and the numerical error of the shares."""
+        """The neurons, repetition, the readers, and the numerical error of the shares."""
         lines: list[str] = []
         if self.neurons is not None:
             lost, chance = percent(self.neurons.set_necessity), percent(self.neurons.necessity_control)
@@ -295,8 +285,6 @@ class Circuit(Result):
             lines.append(f"After {self.repeats} repetitions of {self.repeated!r}, {self.repetition.in_words()}.")
         if self.readers is not None and (self.first is not None or self.spike_by is not None):
             lines.append(f"{len(self.readers.heads)} heads read the first token; {self.readers.in_words()}.")
-        if self.learned_logits is not None:
-            lines.append(f"Learned sink logits take {percent(self.learned_logits)} of the attention of all heads.")
         if self.error is not None:
             lines.append(f"Shares sum to the model's own inputs up to {self.error:.0e} of the largest.")
         return lines
@@ -394,21 +382,21 @@ class _Spike:
     shared_dims: tuple[int, ...]
 
     @classmethod
-    def of(cls, setup: Setup, found: FindSinks) -> _Spike:
+    def of(cls, setup: Setup, sinks: FindSinks) -> _Spike:
         """The spike as `find_sinks` found it, without neurons that write nothing of it and are no backups."""
-        if found.sink_layer is None:
-            return cls(setup, Comparison.of(setup, None, found.shared_dims), None, (), found.shared_dims)
+        if sinks.sink_layer is None:
+            return cls(setup, Comparison.of(setup, None, sinks.shared_dims), None, (), sinks.shared_dims)
         sites: list[tuple[int, ...]] = []
         backups: list[tuple[int, ...]] = []
-        for causal_set in found.causal_sets:
+        for causal_set in sinks.causal_sets:
             if causal_set.kind == "backup":
                 backups += causal_set.edit_sites
             elif not sites:
                 sites += causal_set.edit_sites
-        sites += [neuron.site for neuron in found.causal if neuron.site not in sites]
-        layer = max(found.sink_layer, *(site[0] for site in sites), 0)
-        comparison = Comparison.of(setup, layer, found.shared_dims)
-        spike = cls(setup, comparison, layer, tuple(sites), found.shared_dims)
+        sites += [neuron.site for neuron in sinks.causal if neuron.site not in sites]
+        layer = max(sinks.sink_layer, *(site[0] for site in sites), 0)
+        comparison = Comparison.of(setup, layer, sinks.shared_dims)
+        spike = cls(setup, comparison, layer, tuple(sites), sinks.shared_dims)
         if not sites:
             return spike
         shares = spike.column_shares(spike.attribution())
@@ -505,30 +493,13 @@ class _Spike:
         return InputShares(tuple(names), components, torch.tensor(values).reshape(len(components), len(names)))
 
     def neuron_evidence(self, attribution: Attribution) -> NeuronEvidence:
-        """Which factor of the neurons responds to the mark, and what their columns write."""
-        first, typical = self.comparison.first_of_typical, self.comparison.typical
-        writing = self.writing(attribution, first.unique())
-        factors = next(iter(writing.values())).factors
-        factor_values: dict[tuple[int, ...], Float[Tensor, "quantity factor"]] = {}
-        for inputs in writing.values():
-            contrast = inputs.contrast(first, typical) * inputs.weight_in_stream(first.unique())
-            share = reduce(contrast, "factor part neuron -> neuron factor", "sum") / contrast.sum()
-            lost, gained = inputs.exchanged_factors(first, typical)
-            quantities = torch.stack([share, lost, gained])
-            for number, site in enumerate(inputs.sites):
-                factor_values[site] = quantities[:, number]
-        silent = torch.full((3, len(factors)), torch.nan)
-        of_factors = torch.stack([factor_values.get(site, silent) for site in self.sites])
+        """What the columns of the neurons write."""
         effect, shares = self.norm_effect(), self.column_shares(attribution)
         random = self.random_neurons()
         chance = self.transplants(effect, random, self.attribution_of(random))
         own = self.transplants(effect, [*((site,) for site in self.sites), self.sites], attribution)
         return NeuronEvidence(
             neurons=tuple(neuron_name(*site) for site in self.sites),
-            factors=factors,
-            factor_share=of_factors[:, 0].numpy(),
-            factor_necessity=of_factors[:, 1].numpy(),
-            factor_sufficiency=of_factors[:, 2].numpy(),
             share=np.array([shares[site] for site in self.sites]),
             necessity=own[0, :-1],
             sufficiency=own[1, :-1],
@@ -674,20 +645,6 @@ class _Spike:
             total += float(row[head])
         return own / total
 
-    def learned_logits(self) -> float | None:
-        """Mean share of the attention of all heads that goes to learned sink logits; None if the model has none."""
-        target = self.setup.target
-        if not target.adapter.learned_sinks:
-            return None
-        shares: list[float] = []
-
-        def see(_layer: int, _first: int, probs: Float[Tensor, "text head query key"]) -> None:
-            shares.append(1 - float(probs.sum(-1).mean()))
-
-        with attention_rows(target, see):
-            target.forward(self.comparison.ids)
-        return sum(shares) / len(shares)
-
 
 @measurement(group="Sinks", figure=draw, quick={"max_repeats": 64})
 def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | None = None) -> Circuit:
@@ -704,17 +661,16 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
     Example:
         sinkscope circuit --model llama-2-7b --html circuit.html
     """
-    found = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
-    spike = _Spike.of(setup, found)
+    sinks = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
+    spike = _Spike.of(setup, sinks)
     result = Circuit(
         first_token=setup.tokenizer.decode(spike.comparison.ids[0, :1].tolist()),
         sink_layer=spike.layer,
-        learned_logits=spike.learned_logits(),
     )
-    if found.norm_spike is not None and 0 in found.norm_spike.positions:
-        result = replace(result, spike_by=found.norm_spike.made_by)
+    if sinks.norm_spike is not None and 0 in sinks.norm_spike.positions:
+        result = replace(result, spike_by=sinks.norm_spike.made_by)
     reading, by_spike = None, False
-    sink = found.attention_sink
+    sink = sinks.attention_sink
     if sink is not None and any(place.position == 0 for place in sink.positions):
         reading = spike.reading_effect()
     if reading is not None and spike.layer is not None:
@@ -730,7 +686,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
             result = replace(result, neurons=spike.neuron_evidence(attribution))
         judge = reading if by_spike else None
         result = replace(result, first=spike.mark_evidence(spike.norm_effect(), spike.layer, shares, judge))
-        result = _with_repetition(result, spike, found, errors)
+        result = _with_repetition(result, spike, sinks, errors)
     if reading is not None and reading.heads is not None:
         heads = [(layer, head) for layer, head in reading.heads.nonzero().tolist()]
         depth = max(layer for layer, _ in heads)
@@ -746,9 +702,9 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
     return replace(result, error=max(errors, default=None))
 
 
-def _with_repetition(result: Circuit, spike: _Spike, found: FindSinks, errors: list[float]) -> Circuit:
+def _with_repetition(result: Circuit, spike: _Spike, sinks: FindSinks, errors: list[float]) -> Circuit:
     """The same at the last of 1.5 times as many repetitions as a sink needs, for the word that needs fewest."""
-    words = [word for word in found.repeats.tokens if word.repeats is not None and word.repeats > 1]
+    words = [word for word in sinks.repeats.tokens if word.repeats is not None and word.repeats > 1]
     if not words:
         return result
     word = min(words, key=lambda word: word.repeats or 0)

@@ -97,17 +97,16 @@ class Replacement:
         return edits
 
     def written(
-        self, ids: Int[Tensor, "row pos"], replaced: Bool[Tensor, "row layer head"], later: bool = False
-    ) -> Float[Tensor, "row seen d_model"]:
-        """What the sink neurons write together when heads are replaced.
+        self, ids: Int[Tensor, "row pos"], replaced: Bool[Tensor, "row layer head"]
+    ) -> Float[Tensor, "row d_model"]:
+        """What the sink neurons write at the first position when heads are replaced there.
 
         Args:
             ids: The sequences.
             replaced: For each row, the heads that give their mean instead of their output.
-            later: Replace and read at all positions except the first, instead of at the first only.
         """
         target, length = self.target, ids.shape[1]
-        where = (torch.arange(length) > 0) == later
+        where = torch.arange(length) == 0
         width = target.d_mlp * max(1, target.n_experts(self.sink_layer))
         batch = max(1, BATCH_VALUES // width // length)
         written: list[Tensor] = []
@@ -119,7 +118,7 @@ class Replacement:
             if len(self.flat):
                 post = view.post[:, self.flat.to(view.post.device)].cpu()
                 output = einsum(post, self.cols, "n neuron, neuron d_model -> n d_model")
-            written.append(rearrange(output, "(row seen) d_model -> row seen d_model", row=len(rows)))
+            written.append(output)
             self.progress("heads", start + len(rows), len(ids))
         return torch.cat(written)
 
@@ -238,7 +237,6 @@ class MarkingHeads(Result):
         control_drop: Largest loss when the same number of other heads is replaced, over 20 draws; NaN if there are too
             few.
         alone: Share kept when all other heads of the marking layer are replaced, largest over first tokens.
-        control: Change when a head of the marking layer is replaced at later positions instead (95 % quantile).
         self_attention: Attention of later positions to themselves, relative to uniform attention.
         served_self_attention: The same at tokens that a head of the marking layer serves. NaN if the text has none.
         self_cosine: Cosine of query and key at the same position (rotary does not change it).
@@ -248,8 +246,8 @@ class MarkingHeads(Result):
     """
 
     kind: ClassVar[str] = "heads"
-    percent: ClassVar[tuple[str, ...]] = ("drop", "bos_drop", "alone", "control")
-    columns: ClassVar[tuple[str, ...]] = ("head", "serves", "drop", "bos_drop", "alone", "control", "self_attention")
+    percent: ClassVar[tuple[str, ...]] = ("drop", "bos_drop", "alone")
+    columns: ClassVar[tuple[str, ...]] = ("head", "serves", "drop", "bos_drop", "alone", "self_attention")
     glossary: ClassVar[dict[str, str]] = {
         "serves": "number of first tokens whose smallest sufficient set of heads contains this head",
         "drop": "share of the mark lost when the head is replaced, mean over first tokens",
@@ -269,7 +267,6 @@ class MarkingHeads(Result):
     set_drop: Float[np.ndarray, " token"] | None = None
     control_drop: Float[np.ndarray, " token"] | None = None
     alone: Float[np.ndarray, " head"] | None = None
-    control: Float[np.ndarray, " head"] | None = None
     self_attention: Float[np.ndarray, "layer head"] | None = None
     served_self_attention: Float[np.ndarray, " head"] | None = None
     self_cosine: Float[np.ndarray, "layer head"] | None = None
@@ -282,15 +279,15 @@ class MarkingHeads(Result):
         if self.drop is None or self.self_attention is None:
             return []
         rows: list[dict[str, Any]] = []
-        mean_drop: np.ndarray = np.nanmean(self.drop, 0, dtype=np.float64)
+        mean_drop = np.asarray(np.nanmean(self.drop, 0, dtype=np.float64))
         for layer, head in np.ndindex(mean_drop.shape):
             row: dict[str, Any] = {"head": head_name(layer, head), "serves": 0, "drop": float(mean_drop[layer, head])}
             row["bos_drop"] = _entry(self.drop[0, layer], head) if self.settings.get("bos") else None
-            row |= {"alone": None, "control": None}
+            row["alone"] = None
             row["self_attention"] = float(self.self_attention[layer, head])
             if layer == self.marking_layer and self.serves is not None:
                 row["serves"] = int(self.serves[:, head].sum())
-                row |= {"alone": _entry(self.alone, head), "control": _entry(self.control, head)}
+                row["alone"] = _entry(self.alone, head)
                 row["served_self_attention"] = _entry(self.served_self_attention, head)
             rows.append(row)
         return sorted(rows, key=lambda row: (-row["serves"], -row["drop"]))
@@ -407,8 +404,8 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
     bench = Replacement.of(setup.target, sink_layer, neurons, setup.ids, setup.progress)
     nothing = torch.zeros(1, bench.layers, bench.heads, dtype=torch.bool)
     firsts = torch.tensor(words)
-    typical = bench.written(setup.ids[:, :1], nothing.expand(len(setup.ids), -1, -1))[:, 0]
-    intact = bench.written(rearrange(firsts, "token -> token 1"), nothing.expand(len(firsts), -1, -1))[:, 0]
+    typical = bench.written(setup.ids[:, :1], nothing.expand(len(setup.ids), -1, -1))
+    intact = bench.written(rearrange(firsts, "token -> token 1"), nothing.expand(len(firsts), -1, -1))
     way = torch.nn.functional.normalize(typical.mean(0), dim=0)
     activation = einsum(intact, way, "token d_model, d_model -> token") / typical.norm(dim=-1).median()
     fires = activation >= PRESENT
@@ -460,7 +457,6 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
         set_drop=_of_all(smallest.drop, fires),
         control_drop=_of_all(smallest.control_drop, fires),
         alone=alone.amax(0).numpy(),
-        control=_later_change(setup, bench, layer, typical.mean(0)).numpy(),
         served_self_attention=served[0].numpy(),
         served_self_cosine=served[1].numpy(),
     )
@@ -501,7 +497,7 @@ class _Marks:
         edits = edits.expand(len(self.tokens), *edits.shape[-3:])
         ids = repeat(self.tokens, "token -> (token edit) 1", edit=edits.shape[1])
         written = self.bench.written(ids, rearrange(edits, "token edit layer head -> (token edit) layer head"))
-        written = rearrange(written, "(token edit) 1 d_model -> token edit d_model", token=len(self.tokens))
+        written = rearrange(written, "(token edit) d_model -> token edit d_model", token=len(self.tokens))
         along = einsum(written, self.intact, "token edit d_model, token d_model -> token edit")
         return along / self.intact.square().sum(-1, keepdim=True)
 
@@ -526,17 +522,6 @@ class _Marks:
         lost = 1 - self.kept(self.bench.in_layer(layer, edits))
         control = torch.where(count - size >= size, lost[:, 1:].amax(1), torch.nan)
         return SmallestHeadSets(heads, lost[:, 0], control)
-
-
-def _later_change(
-    setup: Setup, bench: Replacement, layer: int, way: Float[Tensor, " d_model"]
-) -> Float[Tensor, " head"]:
-    """Change along the sink neurons' direction where the same is done at later positions, over its size."""
-    nothing = torch.zeros(1, bench.heads, dtype=torch.bool)
-    edits = bench.in_layer(layer, torch.cat([nothing, torch.eye(bench.heads, dtype=torch.bool)]))
-    written = bench.written(setup.ids[:1].expand(len(edits), -1), edits, later=True)
-    along = einsum(written, way, "edit pos d_model, d_model -> edit pos") / way.square().sum()
-    return (along[1:] - along[:1]).abs().quantile(0.95, dim=1)
 
 
 def _served(

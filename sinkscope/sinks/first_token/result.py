@@ -400,8 +400,6 @@ class FindSinks(Result):
             return f"Attention sink without a norm spike: {sink.who}, and {sink.what}."
         if sink.carried_by != "spike":
             return f"Norm spike and attention sink, but {self._who_ignores_it()} do not need the spike: {sink.what}."
-        if self.minimal is None:
-            return f"Norm spike and attention sink: {sink.who}; {self._who_makes_the_spike()}."
         return f"Norm spike and attention sink: {self._who_makes_the_spike()}."
 
     def _among_the_read(self) -> str:
@@ -425,19 +423,19 @@ class FindSinks(Result):
         if minimal is not None:
             one = len(minimal.sites) == 1
             makes, them = ("makes", "it") if one else ("make", "them")
-            what = "the first token's spike"
+            what = "the spike"
             if sink is not None:
                 what = "the spike that the heads attend to"
             return (
                 f"{minimal.names} {makes} {what}; zeroing {them} removes {minimal.drop_sink_layer:.1%} of its norm, "
                 f"random neurons at most {minimal.control:.1%}"
             )
-        size = f"the first token's norm reaches {spike.ratio:.0f} times the typical one"
+        size = f"{spike.ratio:.0f} times the typical one"
         if self.sink_layer is not None:
-            return f"{size}; layer {self.sink_layer} builds it, but no set of neurons that was tried removes it"
+            return f"layer {self.sink_layer} builds a norm {size}, but no set of neurons that was tried removes it"
         if spike.made_by is None:
-            return f"{size}, made by no single component"
-        return f"{size}, made by the {spike.made_by}"
+            return f"no single component makes the first token's norm, {size}"
+        return f"the {spike.made_by} makes the first token's norm, {size}"
 
     def details(self) -> list[str]:
         """The layers, the sets, tokens behind the first, the attention, the repetitions, and what is published."""
@@ -458,7 +456,7 @@ class FindSinks(Result):
         text = ""
         if self.shared_dims:
             dims = ", ".join(map(str, self.shared_dims))
-            text += f"Residual dimensions {dims} are massive on all tokens; the verdicts leave them out. "
+            text += f"The verdicts leave out residual dimensions that are massive on all tokens ({dims}). "
         if layer is not None:
             norm, typical = self.first_token_norm[layer], self.typical_norm[layer]
             text += f"The sink layer is layer {layer}: after it the first token's norm is {norm:.4g}, "
@@ -470,7 +468,8 @@ class FindSinks(Result):
             first, last = spike.plateau
             text += f"The norm stands out after layers {first} to {last}. "
             if spike.step_down:
-                text += f"It falls in layers {in_words(spike.step_down)}."
+                falls = [f"layer {layer}" for layer in spike.step_down]
+                text += f"It falls in {in_words(falls)}."
         return text
 
     def _set_sentences(self) -> list[str]:

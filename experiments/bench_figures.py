@@ -1,0 +1,119 @@
+"""Scores of methods on a set of prompts: bars by method.
+
+    python -m experiments.bench_figures NAME [--work runs] [--out figures]
+
+NAME is one of `RUNS`, which are runs of `sinkscope bench` that take minutes to hours; they resume in the folder --work.
+The figure shows the measure of each method with its 95 % interval, a colour for each set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+
+from experiments.drawn import save
+from experiments.record import record
+from sinkscope.bench.run import bench
+from sinkscope.bench.table import PERCENT
+from sinkscope.files.console import ProgressBar
+from sinkscope.files.rate import wilson
+from sinkscope.measure.style import COLOURS, axes, finished, shares
+
+NEEDLE = (
+    "full,streaming,h2o,snapkv,adakv,tova,a-shape,minference,loopserve,loopserve:paper,loopserve-d,loopserve-d:first=0"
+)
+POLICIES = ("streaming", "h2o", "snapkv", "adakv", "tova", "random")
+LOSSES = ["full", *(f"{name}:{budget}" for budget in (0.5, 0.25, 0.125) for name in POLICIES)]
+GUARDS = "full,streaming:256,h2o:256,loopguard:256,loopguard:paper:256"
+
+
+@dataclass(frozen=True)
+class BenchFigure:
+    """A run of `sinkscope bench`.
+
+    Attributes:
+        measure: Column that is drawn.
+        task: As for `--task`.
+        methods: As for `--methods`.
+        model: As for `--model`.
+        batch_size: As for `--batch-size`.
+    """
+
+    measure: str
+    task: str
+    methods: str
+    model: str | None = None
+    batch_size: int = 1
+
+
+RUNS = {
+    "loopbench_small": BenchFigure("loop_paper", "loops", GUARDS, batch_size=24),
+    "loopbench_stories": BenchFigure("loop_paper", "loops:source=stories", GUARDS, batch_size=24),
+    "needle": BenchFigure("score", "needle:lengths=640,896,1152", NEEDLE),
+    "needle_recall": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall"),
+    "needle_recall_2hop": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall-2hop"),
+    "cache_loss": BenchFigure("kl", "text:prompt=767", ",".join(LOSSES)),
+    "dialogues_fidelity": BenchFigure("kl", "text:count=8:prompt=512:answer=64", NEEDLE),
+}
+
+
+def figure(data: dict[str, Any]) -> Any:
+    """Bars by method, a colour for each set."""
+    rows, measure = data["result"]["rows"], data["settings"]["measure"]
+    fig: Any = go.Figure()
+    for number, name in enumerate(dict.fromkeys(row["set"] for row in rows)):
+        mine = [row for row in rows if row["set"] == name]
+        errors = None
+        if all(row["high"] is not None for row in mine):
+            above = [row["high"] - row[measure] for row in mine]
+            below = [row[measure] - row["low"] for row in mine]
+            errors = {"array": above, "arrayminus": below, "thickness": 1}
+        methods = [row["method"] for row in mine]
+        values = [row[measure] for row in mine]
+        fig.add_bar(x=methods, y=values, name=name, error_y=errors, marker_color=COLOURS[number % len(COLOURS)])
+    axes(fig, None, None, x={"tickangle": -35}, y=shares(measure, 0, 1.05) if measure in PERCENT else measure)
+    best = max(rows, key=lambda row: row[measure])
+    worst = min(rows, key=lambda row: row[measure])
+    found = (
+        f"{measure.replace('_', ' ')} by method: from {worst[measure]:.3g} ({worst['method']}, {worst['set']}) to "
+        f"{best[measure]:.3g} ({best['method']}, {best['set']})"
+    )
+    return finished(fig, None, found, width=1100, height=520, bottom=170, barmode="group", legend=-0.45)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.bench_figures", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("name", choices=RUNS)
+    parser.add_argument("--work", type=Path, default=Path("runs"))
+    parser.add_argument("--out", type=Path, default=Path("figures"))
+    args = parser.parse_args(argv)
+    started, run = time.perf_counter(), RUNS[args.name]
+    with ProgressBar() as progress:
+        table = bench(
+            task=run.task,
+            methods=run.methods.split(","),
+            model=run.model,
+            out=args.work / args.name,
+            batch_size=run.batch_size,
+            progress=progress,
+        )
+    rows = table.rows()
+    for row in rows:
+        if run.measure == "loop_paper":
+            rate = wilson(row["loop_paper"] * row["answers"], row["answers"])
+            row |= {"low": rate.low, "high": rate.high}
+    settings = {"measure": run.measure, "task": run.task, "model": run.model or "bundled"}
+    save(args.name, record("bench-figure", {"rows": rows}, settings, started=started), figure, args.out)
+    print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Prompts built from LongBench's files, honest texts, places of questions, and LoopGuard's tables."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_kit import made_record
+
+from experiments.longbench import LongBenchRecord, read_longbench
+from experiments.loopbench import build as loop_build
+from experiments.loopbench import make_honest
+from experiments.loopguard import tables
+from experiments.loopguard.honest import FILE, honest_texts
+from experiments.loopserve import build as serve_build
+from experiments.loopserve.positions import LabelledMessage, count_places
+from sinkscope.bench.prompt import read_prompts
+from sinkscope.bench.table import tabulate_records
+from sinkscope.errors import SinkscopeError
+
+ROOT = Path(__file__).parents[2]
+
+
+def records(count: int) -> list[LongBenchRecord]:
+    made: list[LongBenchRecord] = []
+    for i in range(count):
+        context = f"Paper {i}.\nIt was written in the year {1900 + i}.\nIt has {i + 3} pages.\nNobody read it twice."
+        made.append(LongBenchRecord(str(i), context, f"When was paper {i} written?", (str(1900 + i),), ()))
+    return made
+
+
+class Words:
+    """A tokenizer of words."""
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [len(word) for word in text.split()]}
+
+
+def test_longbench_files_are_read_and_lines_are_named(tmp_path: Path) -> None:
+    found = read_longbench("multi_news", ROOT / "experiments/loopbench/news.jsonl")
+    assert len(found) == 12 and found[0].context and not found[0].answers
+    (tmp_path / "x.jsonl").write_text('{"_id": "a"}\n')
+    with pytest.raises(SinkscopeError, match="line 1 has no 'context'"):
+        read_longbench("multi_news", tmp_path / "x.jsonl")
+
+
+@pytest.mark.parametrize(("bench", "source"), [("dc", "news"), ("ri", "stories")])
+def test_loopbench_prompts_reach_the_mean_and_repeat(bench: str, source: str) -> None:
+    found = read_longbench("", ROOT / f"experiments/loopbench/{source}.jsonl")
+    rows = loop_build.build(bench, found, Words(), 20, 260, 0)
+    lengths = [len(row["prompt"].split()) for row in rows]
+    assert len(rows) == len({row["id"] for row in rows}) == 20 and {row["set"] for row in rows} == {bench}
+    assert sum(lengths) / 20 == pytest.approx(260, rel=0.03)
+    assert rows == loop_build.build(bench, found, Words(), 20, 260, 0)
+    sign = loop_build.DC_TAIL.strip() if bench == "dc" else loop_build.DRAFT
+    assert all(row["prompt"].rstrip().endswith(sign) for row in rows)
+
+
+def test_dirty_text_repeats_half_of_its_words_in_later_places() -> None:
+    text = " ".join(f"Sentence number {i} says something else." for i in range(30))
+    made = loop_build.dirty(text, random.Random(1))
+    assert len(made.split()) == pytest.approx(1.5 * len(text.split()), rel=0.05)
+    first = [made.index(f"number {i} ") for i in range(30)]
+    assert first == sorted(first)
+
+
+def test_questions_of_2wiki_are_scored_by_f1_and_cut_in_the_middle(tmp_path: Path) -> None:
+    rows = loop_build.build("2wiki", records(4), Words(), None, 62, 0)
+    assert [row["answers"] for row in sorted(rows, key=lambda row: row["source_id"])] == [
+        [str(1900 + i)] for i in range(4)
+    ]
+    assert all(len(row["prompt"].split()) <= 62 and row["prompt"].endswith("Answer:") for row in rows)
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert {prompt.turns[0].metric for prompt in read_prompts(file)} == {"f1"}
+
+
+def test_algorithm_1_loses_answers_as_printed_and_none_as_repaired() -> None:
+    lost: dict[str, list[bool]] = {}
+    for form in ("faithful", "repaired"):
+        for dialogue in serve_build.build("qasper", records(40), form, count=60):  # type: ignore[arg-type]
+            said = ""
+            for turn in dialogue:
+                said += turn.prompts["end"]
+                assert turn.answerable == (f"in the year {turn.answers[0]}." in said)
+                lost.setdefault(form, []).append(not turn.answerable)
+    assert not any(lost["repaired"]) and 0.1 < sum(lost["faithful"]) / len(lost["faithful"]) < 0.4
+
+
+def test_algorithm_2_ends_documents_by_their_summary_when_repaired() -> None:
+    for dialogue in serve_build.build("multi_news", records(20), "repaired", turns=3, count=20):
+        assert len(dialogue) == 3 and all(turn.answerable for turn in dialogue)
+    faithful = serve_build.build("multi_news", records(20), "faithful", turns=3, count=21)
+    assert {len(dialogue) for dialogue in faithful} == {1} and not all(d[0].answerable for d in faithful)
+
+
+def test_algorithm_3_asks_held_out_examples_when_repaired() -> None:
+    context = "\n".join(f"Question: what is {i}?\nType: T{i % 3}" for i in range(12))
+    record = LongBenchRecord("a", context, "Question: what is x?\nType:", ("T1",), ("T0", "T1", "T2", "T9"))
+    repaired, printed = (serve_build.build("trec", [record], form, turns=3)[0] for form in ("repaired", "faithful"))  # type: ignore[arg-type]
+    assert len({turn.prompts["end"].splitlines()[-2] for turn in repaired}) == 3
+    assert {turn.answers for turn in printed} == {("T1",)}
+    rows = serve_build.rows_of("trec", [repaired], serve_build.classes_of([record]))
+    assert [row["part"] for row in rows] == ["begin", "middle", "end"]
+    assert sorted(rows[0]["turns"][0]["answers"]) == ["T0", "T1", "T2", "T9"]
+    with pytest.raises(SinkscopeError, match="no record of trec has the 40 examples"):
+        serve_build.build("trec", [record], turns=20)
+
+
+def test_honest_texts_are_what_the_generator_makes() -> None:
+    assert FILE.read_text(encoding="utf-8") == make_honest.lines()
+    assert len(honest_texts()) == 31 and honest_texts() == make_honest.honest_texts()
+
+
+def test_places_of_questions_beside_the_paper_s() -> None:
+    labels = ["front", "end", "end", "middle", "none", "single"]
+    messages = [LabelledMessage(f"talk {i // 2}", place) for i, place in enumerate(labels)]  # type: ignore[arg-type]
+    found = count_places(messages, min_turns=2)
+    assert found["conversations"] == 3 and [row["count"] for row in found["places"]] == [1, 1, 2, 2]
+    assert found["places"][2]["share"] == 0.5 and found["places"][2]["paper_share"] == pytest.approx(0.548, abs=1e-3)
+    assert count_places(messages, count=1, seed=1)["conversations"] == 1
+    with pytest.raises(SinkscopeError, match="has 3 conversations of 2 or more"):
+        count_places(messages, min_turns=2, count=4)
+
+
+def test_our_rows_come_before_those_that_were_not_run() -> None:
+    metrics = {"loop": 1.0, "loop_paper": 0.25, "ttr": 0.5, "cr": 0.25, "length": 100, "interventions": 2.0}
+    record = made_record("loopguard:paper:256", task="loops", settings={"set": "dc"}, metrics=metrics)
+    model = {"name": "Qwen3-1.7B", "family": "q", "n_layers": 1, "d_model": 1, "d_mlp": 1, "fingerprint": "f00"}
+    settings = {"model": model, "device": "cpu", "dtype": "f", "attention": "a"}
+    groups = tabulate_records([([record], settings)]).groups
+    lines = tables.table1(groups)
+    assert "loop 25.0%" in lines[0] and lines[0].endswith("paper: loop 1.3%")
+    assert len(lines) == 16 and all("not run" in line for line in lines[1:])
+    assert "2.0; paper: loop 1.3%" in tables.table3(groups)[0] and len(tables.table2(groups)) == 4
