@@ -159,9 +159,9 @@ class NormReading:
         for condition, norms in enumerate(self.norms):
             panels[self._title(condition)] = norms
         fig = curves_figure(sweep, panels, "norm")
-        fig.add_hline(self.first_norm, annotation_text="first token", line_width=1)
-        fig.add_hline(self.first_norm / 2, annotation_text="half of it", line_dash="dot", line_width=1)
-        fig.add_hrect(self.typical[0], self.typical[2], fillcolor="grey", opacity=0.2, annotation_text="typical text")
+        fig.add_hline(self.first_norm, line_width=1)
+        fig.add_hline(self.first_norm / 2, line_dash="dot", line_width=1)
+        fig.add_hrect(self.typical[0], self.typical[2], fillcolor="grey", opacity=0.2)
         return fig
 
 

@@ -100,7 +100,7 @@ class ProbabilityReading:
         """Probability over n, a line per token and a panel per condition."""
         panels = dict(zip(self.conditions, self.probability, strict=True))
         fig = curves_figure(sweep, panels, "p(next = token)")
-        return fig.add_hline(self.uniform, line_dash="dot", annotation_text="uniform")
+        return fig.add_hline(self.uniform, line_dash="dot")
 
 
 def in_memory(setup: Setup) -> Setup:

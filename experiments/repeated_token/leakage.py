@@ -1,0 +1,82 @@
+"""How much of what follows a repetition stands word for word in a corpus, beside answers to ordinary prompts.
+
+    sinkscope repeat --read probability --prefix "" --json repetition.json
+    python -m experiments.repeated_token.leakage repetition.json --corpus DIR|stdlib [--model NAME] [--out leakage.json]
+
+The longest verbatim piece of each answer is found exactly, by a suffix array over the bytes of the corpus: there is no
+measure of similarity and no threshold. Any text shares some piece with a large corpus, so a length means nothing
+without the control: the same for answers to pieces of ordinary text, 64 tokens each. `--corpus stdlib` is the Python
+library of the running interpreter, which the model in the package was trained on. Paraphrases are not detected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import sinkscope as ss
+from experiments.record import record
+from experiments.repeated_token.corpus import CorpusIndex, open_corpus
+from sinkscope.files.output import write_atomic
+from sinkscope.measure import PIECE, Setup
+from sinkscope.models.text import text_rows
+from sinkscope.sinks.repetition.repeat import Repeat
+
+SKIPPED = 4096  # characters at the beginning of the text, which are used for neutral values
+
+
+def longest_piece(corpus: CorpusIndex, text: str) -> dict[str, Any]:
+    """The longest piece of a text that stands in the corpus, and the file that has it."""
+    match = corpus.longest(text.encode())
+    piece = text.encode()[match.start : match.start + match.length]
+    return {"bytes": match.length, "piece": piece.decode(errors="replace"), "file": match.file}
+
+
+def ordinary_answers(model: Any, count: int, new_tokens: int) -> list[str]:
+    """What the model writes after pieces of ordinary text."""
+    setup = Setup.open(model)
+    prompts = text_rows(setup.tokenizer, setup.text[SKIPPED:], count, PIECE, setup.bos)
+    answers: list[str] = []
+    for prompt in prompts:
+        text = setup.tokenizer.decode(prompt, skip_special_tokens=True)
+        answers.append(ss.generate(model, text, max_new_tokens=new_tokens)[0].text)
+    return answers
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("result", type=Path, help="what `sinkscope repeat --read probability --json FILE` wrote")
+    parser.add_argument("--corpus", required=True, help="a folder of text files, or stdlib")
+    parser.add_argument("--model", help="short name, hub id or folder; default: the model in the package")
+    parser.add_argument("--controls", type=int, default=20, help="ordinary prompts")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    started = time.perf_counter()
+    corpus = open_corpus(args.corpus)
+    result = Repeat.load(args.result)
+    if corpus is None or result.probability is None:
+        raise SystemExit(f"error: {args.result} is not a result of sinkscope repeat --read probability")
+    rows: list[dict[str, Any]] = []
+    for answer in result.probability.answers:
+        if answer.follows:
+            group = f"{answer.repeats} repetitions" + ", patched" * answer.patched
+            rows.append({"group": group, "token": answer.token, **longest_piece(corpus, answer.follows)})
+    new_tokens = int(result.settings["new_tokens"])
+    for text in ordinary_answers(ss.load(args.model, backend="hf"), args.controls, new_tokens):
+        rows.append({"group": "ordinary prompts", "token": None, **longest_piece(corpus, text)})
+    for group in dict.fromkeys(row["group"] for row in rows):
+        lengths = [row["bytes"] for row in rows if row["group"] == group]
+        print(
+            f"{group}: the longest verbatim piece has {median(lengths):.0f} bytes in the median, {max(lengths)} at most"
+        )
+    if args.out is not None:
+        settings = {"model": result.model.name, "corpus": Path(args.corpus).name, "controls": args.controls}
+        write_atomic(args.out, record("leakage", {"rows": rows}, settings, started=started))
+
+
+if __name__ == "__main__":
+    main()
