@@ -28,6 +28,8 @@ from sinkscope.measure.style import COLOURS, axes, finished, shares
 NEEDLE = (
     "full,streaming,h2o,snapkv,adakv,tova,a-shape,minference,loopserve,loopserve:paper,loopserve-d,loopserve-d:first=0"
 )
+POLICIES = ("streaming", "h2o", "snapkv", "adakv", "tova", "random")
+LOSSES = ["full", *(f"{name}:{budget}" for budget in (0.5, 0.25, 0.125) for name in POLICIES)]
 GUARDS = "full,streaming:256,h2o:256,loopguard:256,loopguard:paper:256"
 
 
@@ -56,6 +58,7 @@ RUNS = {
     "needle": BenchFigure("score", "needle:lengths=640,896,1152", NEEDLE),
     "needle_recall": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall"),
     "needle_recall_2hop": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall-2hop"),
+    "cache_loss": BenchFigure("kl", "text:prompt=767", ",".join(LOSSES)),
     "dialogues_fidelity": BenchFigure("kl", "text:count=8:prompt=512:answer=64", NEEDLE),
 }
 

@@ -223,8 +223,3 @@ def refuse_unused(reason: str, **options: Any) -> None:
     for name, value in options.items():
         if value not in (None, False, ()):
             raise SinkscopeError(f"--{name.replace('_', '-')} has no effect here: {reason}, or leave it out")
-
-
-def command(**_: Any) -> Callable[[Any], Any]:
-    """Leave a function as it is: commands stand in the table of `sinkscope.app.commands`."""
-    return lambda function: function

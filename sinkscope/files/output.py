@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import stat
-import struct
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -18,13 +17,10 @@ from typing import Any
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import parse_json
 
-ARRAYS = "arrays"
-"""Kind of a zip archive of arrays."""
-MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, PNG, and the comment at the end of an archive
+MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, PNG
     re.compile(rb'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"([^"\\]{1,80})"'),
     re.compile(rb'[^\0]{0,400}<meta name="generator" content="sinkscope ([\w-]{1,80})">'),
     re.compile(rb"\x89PNG\r\n\x1a\n.{29}tEXtSoftware\0sinkscope ([\w-]{1,80})\.", re.DOTALL),
-    re.compile(rb"PK.*sinkscope ([\w-]{1,80})$", re.DOTALL),
 )
 REMEDIES = {
     errno.ENOSPC: "the disk is full; make room or choose another place",
@@ -42,16 +38,13 @@ def write_output(path: str | os.PathLike[str], data: bytes | str, *, force: bool
 
     Args:
         path: The file.
-        data: Content that says its kind; the mark of a zip archive is added here.
+        data: Content that says its kind.
         force: Replace any other file, too.
 
     Raises:
         SinkscopeError: As for `write_atomic` and `check_output`.
     """
     content = data.encode() if isinstance(data, str) else data
-    if content.startswith(b"PK"):
-        comment = f"sinkscope {ARRAYS}".encode()
-        content = content[:-2] + struct.pack("<H", len(comment)) + comment
     check_output(path, kind_of(content), force=force)
     return write_atomic(path, content)
 
@@ -111,11 +104,9 @@ def kind_of(content: bytes) -> str | None:
 
 
 def _kind_of_file(file: Path) -> str | None:
-    """The same, from the beginning and the end of a file."""
+    """The same, from the beginning of a file."""
     with suppress(OSError), file.open("rb") as opened:
-        start = opened.read(1 << 12)
-        opened.seek(max(len(start), file.stat().st_size - 64))
-        return kind_of(start + opened.read())
+        return kind_of(opened.read(1 << 12))
     return None
 
 

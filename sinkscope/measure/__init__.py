@@ -1,7 +1,7 @@
 """The form of every measurement: a frozen `Result`, a function of a `Setup`, and a figure, under one decorator."""
 
 from sinkscope.files.console import Progress
-from sinkscope.files.options import Count, Hidden, Option, Positive, command
+from sinkscope.files.options import Count, Hidden, Option, Positive
 from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.files.result import Number, Result
 from sinkscope.measure.measurement import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, Output, measurement
@@ -24,7 +24,6 @@ __all__ = [
     "Result",
     "Setup",
     "TextAttention",
-    "command",
     "measurement",
     "read_whole",
 ]

@@ -23,7 +23,7 @@ ORGANISM = "organism"
 
 
 @dataclass(frozen=True)
-class PublishedSink:
+class ReportedSink:
     """What papers report about a model's sink; layers are 0-based.
 
     Attributes:
@@ -65,7 +65,7 @@ class ModelEntry:
     name: str
     hub_id: str
     family: str
-    published: PublishedSink | None = None
+    published: ReportedSink | None = None
 
 
 def _frozen(value: Any) -> Any:
@@ -81,7 +81,7 @@ def _entries() -> dict[str, ModelEntry]:
         for name, hub_id in hub_ids.items():
             sink = content["published"].get(name)
             published = (
-                None if sink is None else PublishedSink(**{field: _frozen(value) for field, value in sink.items()})
+                None if sink is None else ReportedSink(**{field: _frozen(value) for field, value in sink.items()})
             )
             entries[name] = ModelEntry(name, hub_id, family, published)
     return entries
@@ -124,7 +124,7 @@ def resolve(name: str) -> str:
     )
 
 
-def published_for(name_or_id: str) -> PublishedSink | None:
+def published_for(name_or_id: str) -> ReportedSink | None:
     """What papers report about a model's sink, by short name, hub id or base name of a folder; None if nothing."""
     entry = find(name_or_id)
     return entry.published if entry is not None else None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -24,72 +22,40 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import sinkscope as ss
+import sinkscope.app.pages as pages
 from sinkscope.app.cli import main
 from sinkscope.bench.answer import BenchModel, generate_rows
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
-from sinkscope.files.output import FIGURE, check_output, write_output
+from sinkscope.files.output import kind_of, write_output
 from sinkscope.files.result import Result
 from sinkscope.interventions.decode import greedy, noted_decoding
 from sinkscope.kv import H2O, TOVA
 from sinkscope.models.target import Target
 from sinkscope.models.text.chat import chat_text
 
+PICTURE = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a49444154789c6360000000020001"
+    "48afa4710000000049454e44ae426082"
+)
+
 # --- Outputs ---------------------------------------------------------------------------------------------------------
 
 
-def test_earlier_outputs_are_replaced_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a").write_text("some words\n")
-    outputs = ["--json", "out/a.json", "--html", "out/a.html"]
-    for _ in range(2):
-        assert main(["loops", "a", *outputs]) == 0
-    before = {path: path.read_bytes() for path in Path("out").iterdir()}
-    for words in (
-        ["loops", "a", "--json", "out/a.html"],
-        ["loops", "a", "--html", "out/a.json"],
-        ["find-sinks", "--json", "out/a.json"],  # another kind
-        ["loops", "out/a.html", "--html", "out/a.html"],
-        ["report", "out", "--out", "out/a.json"],
-        ["report", "out", "--out", "a"],
-    ):
-        assert main(words) == 2, words
-        assert capsys.readouterr().err.count("\n") == 1
-    assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
-    assert Path("a").read_text() == "some words\n" and sorted(os.listdir()) == ["a", "out"]
-    assert main(["report", "out"]) == main(["report", "out"]) == 0  # its own report, twice
-
-
-def test_the_folder_of_a_run_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    words = "bench --methods full --max-new-tokens 2 --task recall:count=1:turns=1:total=60:hops=1".split()
-    assert main([*words, "--out", str(run)]) == 0
-    before = {path: path.read_bytes() for path in run.iterdir()}
-    for out in ("runs.jsonl", "new.json"):
-        capsys.readouterr()
-        assert main(["bench", "table", str(run), "--json", str(run / out)]) == 2
-        assert "the folder of a run" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in run.iterdir()} == before
-    settings = json.loads((run / "settings.json").read_text())
-    assert settings["decoding"]["do_sample"] is False and settings["decoding"]["num_beams"] == 1
-    assert main([*words[:3], "--task", "recall:count=0", "--out", str(tmp_path / "new" / "run")]) == 2
-    assert os.listdir(tmp_path) == ["run"]
-
-
 def test_pictures_carry_a_mark(tmp_path: Path) -> None:
-    picture = bytes.fromhex(
-        "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a49444154789c6360000000020001"
-        "48afa4710000000049454e44ae426082"
-    )
-    (tmp_path / "photo.png").write_bytes(picture)
+    (tmp_path / "photo.png").write_bytes(PICTURE)
     with pytest.raises(SinkscopeError, match=r"photo\.png is there already"):
-        write_output(tmp_path / "photo.png", picture)
-    image, notes = pytest.importorskip("PIL.Image"), pytest.importorskip("PIL.PngImagePlugin").PngInfo()
-    notes.add_text("Software", "sinkscope 1.0")  # as `sinkscope.html.png` does
-    image.new("RGB", (2, 2)).save(tmp_path / "ours.png", pnginfo=notes)
-    assert check_output(tmp_path / "ours.png", FIGURE)
-    assert write_output(tmp_path / "ours.png", (tmp_path / "ours.png").read_bytes())
+        write_output(tmp_path / "photo.png", PICTURE)
+
+
+def test_a_picture_replaces_an_earlier_one_of_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "check_png", lambda: None)
+    figure = SimpleNamespace(to_image=lambda **_: PICTURE)
+    for _ in range(2):
+        pages.write_png(figure, tmp_path / "ours.png", kind="find-sinks")
+    with pytest.raises(SinkscopeError, match="holds an output of kind find-sinks"):
+        pages.write_png(figure, tmp_path / "ours.png", kind="circuit")
+    pages.write_png(figure, tmp_path / "ours.png", kind="circuit", force=True)
+    assert kind_of((tmp_path / "ours.png").read_bytes()) == "circuit"
 
 
 def test_saving_from_python_spares_foreign_files(tmp_path: Path) -> None:
@@ -97,7 +63,7 @@ def test_saving_from_python_spares_foreign_files(tmp_path: Path) -> None:
     for content in ('{"mine": 1}', "words", "<html></html>"):
         (tmp_path / "x").write_text(content)
         for save in (found.save, ss.SinkPatch(layer=1, neurons=[2]).save):
-            with pytest.raises(SinkscopeError, match="give another name, or remove that file first"):
+            with pytest.raises(SinkscopeError, match="give another name, or --force"):
                 save(tmp_path / "x")
         assert (tmp_path / "x").read_text() == content
     (tmp_path / "empty").write_text("")  # as a temporary file is made
@@ -122,38 +88,6 @@ def test_an_output_of_another_package_is_guarded_too(
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.startswith("error: t.csv is there already") and told.err.count("\n") == 1
-
-
-# --- Streams ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "says"),
-    [
-        ("models >&-", 2, "error: standard output is closed"),
-        ("models --json x.json >&-", 2, "error: standard output is closed"),
-        ("models >/dev/null 2>&-", 0, ""),
-        ("models --nonsense 2>&-", 2, ""),
-        ("loops - <&-", 2, "error: "),
-        ("models --json $'\\xff.json'", 2, "error: the word '\\\\udcff.json' is not UTF-8"),
-    ],
-)
-def test_closed_streams_and_odd_words(tmp_path: Path, words: str, code: int, says: str) -> None:
-    line = f"{sys.executable} -m sinkscope {words}"
-    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == code and done.stderr.startswith(says.replace("\\\\", "\\")), done.stderr
-    assert done.stderr.count("\n") == bool(says) and "Traceback" not in done.stderr
-    assert os.listdir(tmp_path) == []
-
-
-def test_control_characters_of_names_do_not_reach_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = "a\x1b[31m\x07b"
-    (tmp_path / name).write_text("word " * 30)
-    assert main(["loops", str(tmp_path / name)]) == 0
-    assert main(["loops", str(tmp_path / name), "--settings", str(tmp_path / name)]) == 2
-    assert not {"\x1b", "\x07"} & set("".join(capsys.readouterr()))
 
 
 # --- Decoding --------------------------------------------------------------------------------------------------------

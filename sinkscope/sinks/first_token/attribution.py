@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from einops import einsum
+from einops import einsum, repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -22,8 +22,10 @@ from sinkscope.models.target import Target, first_tensor, on_input, on_output
 from sinkscope.sinks.first_token.effects import Component
 from sinkscope.trace.attention import Attention, alone, listening
 
-_HEADS = 1 << 27  # largest number of values of all heads' outputs; beyond it, a layer's heads are one component
-_ROWS = 1 << 24  # largest number of values in one call of an attention module
+MOST_HEAD_VALUES = (
+    1 << 27
+)  # largest number of values of all heads' outputs; beyond it, a layer's heads are one component
+MOST_KEY_VALUES = 1 << 24  # largest number of values in one call of an attention module
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def attribute(
         neurons: Each neuron as (layer, neuron) or (layer, expert, neuron).
         keys: Layers whose keys are split. Architectures that do not expose their keys (Falcon) give none.
     """
-    run = _Run(target, ids, places, neurons, keys)
+    run = _AttributionPass(target, ids, places, neurons, keys)
     last = max([*keys, *(site[0] for site in neurons)])
     embedded = (target.embedding, "post", run.keep("tokens", "post"))
     with target.hooks(embedded, *(hook for i in range(last + 1) for hook in run.hooks(i))):
@@ -183,7 +185,7 @@ def attribute(
     return Attribution(run.inputs, run.keys)
 
 
-class _Run:
+class _AttributionPass:
     """The residual stream of one pass, as a growing list of components."""
 
     def __init__(
@@ -195,12 +197,12 @@ class _Run:
             self.sites.setdefault(site[0], []).append(tuple(site))
         self.scored = set(keys) if target.adapter.attention_interface else set[int]()
         split = max(self.sites, default=target.n_layers - 1) + 1  # layers whose heads are separate components
-        self.split = split if split * target.n_heads * target.d_model * len(places) <= _HEADS else 0
+        self.split = split if split * target.n_heads * target.d_model * len(places) <= MOST_HEAD_VALUES else 0
         self.parts: list[Component] = []
         self.values: list[Tensor] = []
         self.inputs: dict[int, NeuronInputs] = {}
         self.keys: dict[int, KeyScores] = {}
-        self.seen: dict[str, Tensor] = {}  # of the running layer
+        self.layer_values: dict[str, Tensor] = {}  # of the running layer
         self.norms: list[tuple[Any, Tensor, Tensor]] = []
         self.nested = False  # True while an attention module is called again
         self.before = 0  # components before the running layer
@@ -214,10 +216,10 @@ class _Run:
 
         def pre(read: Tensor) -> None:
             if not self.nested:
-                self.seen[name] = self.at(read)
+                self.layer_values[name] = self.at(read)
 
         def post(out: Any) -> None:
-            self.seen[name] = self.at(first_tensor(out))
+            self.layer_values[name] = self.at(first_tensor(out))
 
         return on_input(pre) if when == "pre" else on_output(post)
 
@@ -259,10 +261,10 @@ class _Run:
     def begin(self) -> None:
         """A layer begins; the first one begins with the embeddings."""
         if not self.parts:
-            tokens = self.seen.get("tokens", self.seen["resid"])
+            tokens = self.layer_values.get("tokens", self.layer_values["resid"])
             self.add(Component("token embedding"), tokens)
             if self.target.adapter.absolute_positions:
-                self.add(Component("position embedding"), self.seen["resid"] - tokens)
+                self.add(Component("position embedding"), self.layer_values["resid"] - tokens)
         self.norms, self.before = [], len(self.parts)
 
     def add(self, part: Component, value: Float[Tensor, "place d_model"]) -> None:
@@ -275,9 +277,9 @@ class _Run:
         """The attention of a layer, head by head."""
         a, out = self.target.adapter, self.at(added)
         after = self.target.sub(layer, a.post_attn_norm) if a.post_attn_norm else None
-        fixed = FixedNorm.of(after, self.seen["attn"], out)
+        fixed = FixedNorm.of(after, self.layer_values["attn"], out)
         module: Any = self.target.sub(layer, a.o)
-        heads, z = self.target.n_heads, self.seen["z"]
+        heads, z = self.target.n_heads, self.layer_values["z"]
         alone = torch.zeros(heads + 1, *z.shape, device=z.device)
         for head in range(heads) if layer < self.split else []:
             part = slice(head * z.shape[1] // heads, (head + 1) * z.shape[1] // heads)
@@ -287,7 +289,7 @@ class _Run:
             for head in range(heads):
                 self.add(Component("head", layer, head), fixed(rows[head] - rows[-1]))
         else:
-            self.add(Component("attention", layer), fixed(self.seen["attn"] - rows[-1]))
+            self.add(Component("attention", layer), fixed(self.layer_values["attn"] - rows[-1]))
         self.add(Component("attention bias", layer), fixed(rows[-1]) + fixed.bias)
 
     def add_mlp(self, layer: int, added: Tensor) -> None:
@@ -296,17 +298,17 @@ class _Run:
         if layer not in self.sites:
             return self.add(Component("mlp", layer), out)
         after = self.target.sub(layer, a.post_mlp_norm) if a.post_mlp_norm else None
-        fixed = FixedNorm.of(after, self.seen["mlp"], out)
-        found = self.neurons(layer, fixed, sum(self.values) + out)
-        self.inputs[layer] = found
-        self.add(Component("mlp", layer), out - found.written.sum(0))
-        self.add(Component("sink neurons", layer), found.written.sum(0))
+        fixed = FixedNorm.of(after, self.layer_values["mlp"], out)
+        inputs = self.neurons(layer, fixed, sum(self.values) + out)
+        self.inputs[layer] = inputs
+        self.add(Component("mlp", layer), out - inputs.written.sum(0))
+        self.add(Component("sink neurons", layer), inputs.written.sum(0))
 
     def reading(self, y: Tensor) -> tuple[tuple[Component, ...], Float[Tensor, "part place d_model"]]:
         """What the components, and the bias of the norm, are in what a part of the layer reads."""
         norm, x, _ = next((n for n in reversed(self.norms) if torch.equal(n[2], y)), (None, y, y))
         fixed = FixedNorm.of(norm, x, y)
-        count = self.before if torch.equal(x, self.seen["resid"]) else len(self.parts)
+        count = self.before if torch.equal(x, self.layer_values["resid"]) else len(self.parts)
         parts, values = list(self.parts[:count]), [fixed(value) for value in self.values[:count]]
         if bool(fixed.bias.any()):
             parts.append(Component("norm bias"))
@@ -315,7 +317,7 @@ class _Run:
 
     def neurons(self, layer: int, fixed: FixedNorm, stream: Tensor) -> NeuronInputs:
         """The inputs of this layer's sink neurons."""
-        y, sites = self.seen["y"], self.sites[layer]
+        y, sites = self.layer_values["y"], self.sites[layer]
         parts, values = self.reading(y)
         project, post = self.projection(layer, sites)
         zero, actual = project(torch.zeros_like(y[:1])), project(y)
@@ -325,15 +327,15 @@ class _Run:
             split[i] = torch.cat([inputs, bias[None].expand(1, *inputs.shape[1:])])
             error = max(error, float((split[i].sum(0) - true).abs().max() / true.abs().max().clamp(min=1e-9)))
         gate, up = split if len(split) == 2 else (None, split[0])
-        if "routing" in self.seen:
-            weight = self.seen.pop("routing")
-            if "shared" in self.seen:
+        if "routing" in self.layer_values:
+            weight = self.layer_values.pop("routing")
+            if "shared" in self.layer_values:
                 of_shared = torch.tensor([len(site) == 2 for site in sites], device=weight.device)
-                weight = torch.where(of_shared, self.seen.pop("shared").sigmoid(), weight)
+                weight = torch.where(of_shared, self.layer_values.pop("shared").sigmoid(), weight)
             size = post(gate.sum(0) if gate is not None else None, up.sum(0)) * weight
             cols = torch.cat([self.target.w_out(layer, [site[-1]], *site[1:-1]) for site in sites]).float()
         else:
-            size = self.seen["post"][:, [site[1] for site in sites]]
+            size = self.layer_values["post"][:, [site[1] for site in sites]]
             cols = self.target.w_out(layer, [site[1] for site in sites]).float()
         raw = size.T[:, :, None] * cols[:, None]
         return NeuronInputs(
@@ -377,7 +379,7 @@ class _Run:
             torch.where(chosen == site[1], weights, 0).sum(-1)[flat] if len(site) == 3 else ones[flat]
             for site in self.sites[layer]
         ]
-        self.seen["routing"] = torch.stack(each, -1).float()
+        self.layer_values["routing"] = torch.stack(each, -1).float()
 
     # -- keys ------------------------------------------------------------------------------------------------------
 
@@ -392,12 +394,14 @@ class _Run:
         mean *= mean.shape[-1] ** -0.5 if scaling is None else scaling
         y = self.at(hidden)
         rows = torch.cat([torch.zeros_like(y)[None], values])
-        step, found = max(1, _ROWS // y.numel()), list[Tensor]()
+        step, parts_scored = max(1, MOST_KEY_VALUES // y.numel()), list[Tensor]()
         for some in rows.split(step):
             keys = self.attend(layer, args, kwargs, torch.cat([y[None], some]), self.places[1]).key.float()
-            grouped = keys.repeat_interleave(self.target.n_heads // keys.shape[1], 1)
-            found.append(torch.einsum("nhd,rhnd->rnh", mean, grouped)[len(found) > 0 :])
-        scores = torch.cat(found)  # of the whole, of nothing (the biases alone), of each component
+            group = self.target.n_heads // keys.shape[1]
+            grouped = repeat(keys, "part kv_head place d -> part (kv_head group) place d", group=group)
+            products = einsum(mean, grouped, "place head d, part head place d -> part place head")
+            parts_scored.append(products[len(parts_scored) > 0 :])
+        scores = torch.cat(parts_scored)  # of the whole, of nothing (the biases alone), of each component
         each = torch.cat([scores[2:] - scores[1], scores[1:2]])
         error = float((each.sum(0) - scores[0]).abs().max() / scores[0].abs().max().clamp(min=1e-9))
         self.keys[layer] = KeyScores((*parts, Component("key bias", layer)), each.cpu(), error)

@@ -382,21 +382,21 @@ class _Spike:
     shared_dims: tuple[int, ...]
 
     @classmethod
-    def of(cls, setup: Setup, found: FindSinks) -> _Spike:
+    def of(cls, setup: Setup, sinks: FindSinks) -> _Spike:
         """The spike as `find_sinks` found it, without neurons that write nothing of it and are no backups."""
-        if found.sink_layer is None:
-            return cls(setup, Comparison.of(setup, None, found.shared_dims), None, (), found.shared_dims)
+        if sinks.sink_layer is None:
+            return cls(setup, Comparison.of(setup, None, sinks.shared_dims), None, (), sinks.shared_dims)
         sites: list[tuple[int, ...]] = []
         backups: list[tuple[int, ...]] = []
-        for causal_set in found.causal_sets:
+        for causal_set in sinks.causal_sets:
             if causal_set.kind == "backup":
                 backups += causal_set.edit_sites
             elif not sites:
                 sites += causal_set.edit_sites
-        sites += [neuron.site for neuron in found.causal if neuron.site not in sites]
-        layer = max(found.sink_layer, *(site[0] for site in sites), 0)
-        comparison = Comparison.of(setup, layer, found.shared_dims)
-        spike = cls(setup, comparison, layer, tuple(sites), found.shared_dims)
+        sites += [neuron.site for neuron in sinks.causal if neuron.site not in sites]
+        layer = max(sinks.sink_layer, *(site[0] for site in sites), 0)
+        comparison = Comparison.of(setup, layer, sinks.shared_dims)
+        spike = cls(setup, comparison, layer, tuple(sites), sinks.shared_dims)
         if not sites:
             return spike
         shares = spike.column_shares(spike.attribution())
@@ -661,16 +661,16 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
     Example:
         sinkscope circuit --model llama-2-7b --html circuit.html
     """
-    found = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
-    spike = _Spike.of(setup, found)
+    sinks = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
+    spike = _Spike.of(setup, sinks)
     result = Circuit(
         first_token=setup.tokenizer.decode(spike.comparison.ids[0, :1].tolist()),
         sink_layer=spike.layer,
     )
-    if found.norm_spike is not None and 0 in found.norm_spike.positions:
-        result = replace(result, spike_by=found.norm_spike.made_by)
+    if sinks.norm_spike is not None and 0 in sinks.norm_spike.positions:
+        result = replace(result, spike_by=sinks.norm_spike.made_by)
     reading, by_spike = None, False
-    sink = found.attention_sink
+    sink = sinks.attention_sink
     if sink is not None and any(place.position == 0 for place in sink.positions):
         reading = spike.reading_effect()
     if reading is not None and spike.layer is not None:
@@ -686,7 +686,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
             result = replace(result, neurons=spike.neuron_evidence(attribution))
         judge = reading if by_spike else None
         result = replace(result, first=spike.mark_evidence(spike.norm_effect(), spike.layer, shares, judge))
-        result = _with_repetition(result, spike, found, errors)
+        result = _with_repetition(result, spike, sinks, errors)
     if reading is not None and reading.heads is not None:
         heads = [(layer, head) for layer, head in reading.heads.nonzero().tolist()]
         depth = max(layer for layer, _ in heads)
@@ -702,9 +702,9 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
     return replace(result, error=max(errors, default=None))
 
 
-def _with_repetition(result: Circuit, spike: _Spike, found: FindSinks, errors: list[float]) -> Circuit:
+def _with_repetition(result: Circuit, spike: _Spike, sinks: FindSinks, errors: list[float]) -> Circuit:
     """The same at the last of 1.5 times as many repetitions as a sink needs, for the word that needs fewest."""
-    words = [word for word in found.repeats.tokens if word.repeats is not None and word.repeats > 1]
+    words = [word for word in sinks.repeats.tokens if word.repeats is not None and word.repeats > 1]
     if not words:
         return result
     word = min(words, key=lambda word: word.repeats or 0)
