@@ -279,5 +279,67 @@ def compare(
     raise typer.Exit(int(equal < len(found) or not found))
 
 
+# --- results whose form changed ---------------------------------------------------------------------------------------
+
+FORMER = {  # a recording of today, and the recordings of an earlier form in which its numbers stand
+    "find-sinks": ("find-sinks", "find-sinks-all"),
+    "find-sinks-all-layers": ("find-sinks-all-layers",),
+    "repeat": ("repeat", "repeat-ablate"),
+    "repeat-attention": ("repeat-attention",),
+    "repeat-distance": ("converge", "converge-all-layers"),
+    "repeat-probability": ("divergence",),
+    "repeat-all": ("atlas",),
+    "attack": ("attack", "clusters"),
+    "barcode": ("barcode", "locking"),
+    "lines": ("lines", "overlap"),
+}
+TOLERANCE = 1e-6  # relative; sums in another order differ in the last digits
+
+
+def numbers_in(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """Every number of a JSON value that is not a small whole number, with its place."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from numbers_in(item, f"{path}.{key}")
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            yield from numbers_in(item, f"{path}[{place}]")
+    elif isinstance(value, float) and value not in (0.0, 1.0):
+        yield path, value
+
+
+@app.command("numbers")
+def compare_numbers(
+    before: Path,
+    after: Path,
+    only: Only = "",
+    shown: Annotated[int, typer.Option(help="Numbers to print of each result.")] = 8,
+) -> None:
+    """For results whose form changed: which of their numbers stand anywhere in the results of before."""
+    import numpy as np
+
+    for file in sorted(after.glob(f"*/{only}*.json")):
+        former = FORMER.get(file.stem, (file.stem,))
+        recorded: list[float] = []
+        for name in former:
+            earlier = before / file.parent.name / f"{name}.json"
+            if earlier.exists():
+                recorded += [number for _, number in numbers_in(essence(json.loads(earlier.read_text())))]
+        if not recorded:
+            continue
+        known = np.sort(np.array(recorded))
+        missing: list[str] = []
+        count = 0
+        for path, number in numbers_in(essence(json.loads(file.read_text()))):
+            count += 1
+            place = int(np.searchsorted(known, number))
+            near = known[max(0, place - 1) : place + 1]
+            if not (np.abs(near - number) <= TOLERANCE * abs(number)).any():
+                missing.append(f"{path} {number:.9g}")
+        print(f"{file.parent.name}/{file.stem}: {count - len(missing)} of {count} numbers stood there before")
+        for line in missing[:shown]:
+            print(f"    {line}")
+
+
 if __name__ == "__main__":
     app()

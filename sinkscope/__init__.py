@@ -39,7 +39,7 @@ _HOME = {  # public name -> where it lives; measurements come from the table of 
     "Conversation": "sinkscope.kv.loopserve.conversation",
     "generate": "sinkscope.serving.generate",
     "report": "sinkscope.app.report",
-    "scan": "sinkscope.app.card",
+    "scan": "sinkscope.app.scan",
     "Result": "sinkscope.files.result",
     "SinkscopeError": "sinkscope.errors",
 }

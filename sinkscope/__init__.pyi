@@ -1,8 +1,8 @@
 """The public names for type checkers; `__init__.py` imports them when they are first used."""
 
 from sinkscope import loops as loops
-from sinkscope.app.card import scan as scan
 from sinkscope.app.report import report as report
+from sinkscope.app.scan import scan as scan
 from sinkscope.attention.barcode import barcode as barcode
 from sinkscope.attention.lines import line_weights as line_weights
 from sinkscope.errors import SinkscopeError as SinkscopeError

@@ -56,8 +56,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {  # words of the command: (module:f
     "lines": ("sinkscope.attention.lines:line_weights", "Dialogues", "Measure attention on the heaviest lines."),
     "bench": ("sinkscope.bench.run:bench", "Benchmark", "Compare methods on prompts: scores beside costs."),
     "bench table": ("sinkscope.bench.table:bench_table", "Benchmark", "Show the tables of finished runs."),
-    "scan": ("sinkscope.app.card:scan", "Look", "Run all measurements on a model and write its sink card."),
-    "demo": ("sinkscope.app.card:demo", "Look", "Take a two-minute tour of the bundled model."),
+    "scan": ("sinkscope.app.scan:scan", "Look", "Run all measurements on a model and write its sink card."),
+    "demo": ("sinkscope.app.scan:demo", "Look", "Take a two-minute tour of the bundled model."),
     "models": ("sinkscope.app.models:print_models", "Look", "List the short names of public models."),
     "generate": ("sinkscope.app.generate:print_generated", "Look", "Continue a prompt under a patch, policy or guard."),
     "report": ("sinkscope.app.report:write_report", "Look", "Write all results of a folder as one HTML file."),
@@ -71,7 +71,6 @@ KIND_MODULES = {  # kinds of results that no command returns under the name of i
     "patch-eval": "sinkscope.sinks.patch.evaluate",
     "patch-make": "sinkscope.sinks.patch.make",
     "sink-card": "sinkscope.app.card",
-    "sink-cards": "sinkscope.app.card",
 }
 
 

@@ -115,6 +115,12 @@ def run_bench(model: object, task: Task | str, methods: Sequence[str], **options
     return _run(model, chosen, methods, **options)[0]
 
 
+def bench_model(model: object, task: Task | str, methods: Sequence[str], **options: Any) -> BenchTable:
+    """The table of `run_bench` for a model that is in memory; its arguments are the same."""
+    chosen = read_task(task) if isinstance(task, str) else task
+    return tabulate_records([_run(model, chosen, methods, **options)])
+
+
 def _run(
     model: object,
     task: Task,

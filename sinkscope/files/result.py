@@ -195,6 +195,10 @@ class Result:
         """The conclusion in one sentence that includes the control; every kind of sinkscope has one."""
         return ""
 
+    def facts(self) -> dict[str, str]:
+        """Properties in words in which two models may agree or differ, by label; a subclass overrides it."""
+        return {}
+
     def details(self) -> list[str]:
         """Lines of plain text below the conclusion; a subclass overrides it."""
         return []

@@ -389,6 +389,17 @@ class FindSinks(Result):
             numbers.append(Number("first token's norm over the typical one", self.norm_spike.ratio, usual, usual))
         return numbers
 
+    def facts(self) -> dict[str, str]:
+        """The sink layer, the neurons that make the spike, and what carries the attention sink."""
+        facts: dict[str, str] = {}
+        if self.sink_layer is not None:
+            facts["sink layer"] = str(self.sink_layer)
+        if self.minimal is not None:
+            facts["neurons that make the spike"] = self.minimal.names
+        if self.attention_sink is not None and self.attention_sink.carried_by is not None:
+            facts["what carries the attention sink"] = self.attention_sink.carried_by
+        return facts
+
     def conclusion(self) -> str:
         """Whether there is a norm spike and an attention sink, and what makes and carries them."""
         spike, sink = self.norm_spike, self.attention_sink

@@ -1,0 +1,376 @@
+"""`scan` runs the most important measurements on one open model and writes its sink card; `demo` is a tour of it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+
+from sinkscope import __version__
+from sinkscope.app.card import CARD, CardFact, CardNumber, CardPart, SinkCard, read_card
+from sinkscope.app.pages import document, result_section, save_document
+from sinkscope.bench.run import bench_model
+from sinkscope.bench.table import BenchTable
+from sinkscope.errors import SinkscopeError, is_out_of_memory
+from sinkscope.files.console import Progress, silent
+from sinkscope.files.output import write_atomic
+from sinkscope.files.plain import pathless, visible
+from sinkscope.files.result import Result
+from sinkscope.files.store import Folder, Keyed
+from sinkscope.interventions import SinkPatch
+from sinkscope.interventions.base import Intervention
+from sinkscope.measure import Count, Hidden, Measurement, Option, Setup
+from sinkscope.models.target import Target
+
+PAGE, MARKDOWN = "card.html", "card.md"
+VERSION = 2  # of what a folder holds; a change of it is another setting
+QUICK_BYTES = 2 << 30  # weights of a model that --quick loads whole
+
+
+@dataclass(frozen=True)
+class ScanPart:
+    """A measurement of a scan.
+
+    Attributes:
+        measurement: Where it is, as "module:function".
+        command: Command that runs it alone.
+        full: Its arguments.
+        quick: Its arguments with --quick. None: it is then left out.
+        streams: Whether it can run on a model that is read layer by layer.
+    """
+
+    measurement: str
+    command: str
+    full: dict[str, Any] = field(default_factory=dict)
+    quick: dict[str, Any] | None = field(default_factory=dict)
+    streams: bool = True
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self.measurement.partition(":")[2]
+
+    @property
+    def file(self) -> str:
+        """Its file in the folder of a scan."""
+        return self.name.replace("_", "-") + ".json"
+
+    def load(self) -> Any:
+        """The measurement, or the function of a `Setup`; this imports its module."""
+        module, _, name = self.measurement.partition(":")
+        return getattr(import_module(module), name)
+
+
+def loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
+    """How often greedy text loops, without a guard and with it."""
+    task = f"loops:source=text:openings={count}"
+    return bench_model(setup.target, task, ["full", "loopguard"], max_new_tokens=max_new_tokens, seed=setup.seed)
+
+
+def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
+    """How far each cache policy diverges from full attention at a quarter of the prompt."""
+    methods = ["full", "streaming:0.25", "h2o:0.25", "snapkv:0.25", "tova:0.25"]
+    return bench_model(setup.target, f"text:count={count}:prompt={prompt}", methods, seed=setup.seed)
+
+
+PARTS: tuple[ScanPart, ...] = (
+    ScanPart("sinkscope.sinks.first_token.find:find_sinks", "find-sinks", {"all_layers": True}),
+    ScanPart("sinkscope.sinks.first_token.circuit:circuit", "circuit", quick={"max_repeats": 300}, streams=False),
+    ScanPart("sinkscope.sinks.first_token.marking_heads:marking_heads", "heads", quick={"count": 8}),
+    ScanPart("sinkscope.sinks.first_token.separate:separability", "separate", quick={"count": 128, "texts": 32}),
+    ScanPart("sinkscope.sinks.repetition.repeat:repeat", "repeat --ablate", {"ablate": True}, {"ablate": True}),
+    ScanPart("sinkscope.sinks.attack.attack:cluster_attack", "attack", quick={"sequences": 20}, streams=False),
+    ScanPart("sinkscope.sinks.patch.make:make_patch", "patch make", quick=None, streams=False),
+    ScanPart("sinkscope.attention.barcode:barcode", "barcode", quick={"max_new_tokens": 96}, streams=False),
+    ScanPart("sinkscope.attention.lines:line_weights", "lines", quick={"count": 3, "length": 192}, streams=False),
+    ScanPart(
+        "sinkscope.app.scan:loops",
+        "bench --task loops:source=text",
+        {"count": 16, "max_new_tokens": 384},
+        {"count": 4, "max_new_tokens": 128},
+        streams=False,
+    ),
+    ScanPart(
+        "sinkscope.app.scan:policies",
+        "bench --task text",
+        {"count": 4, "prompt": 768},
+        {"count": 1, "prompt": 256},
+        streams=False,
+    ),
+)
+"""The measurements of a scan, in the order of the card."""
+
+
+@dataclass(frozen=True)
+class FinishedPart(Keyed):
+    """A part whose result is already in the folder."""
+
+    name: str
+    seconds: float
+
+
+def scan(
+    model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
+    *,
+    out: Annotated[str | Path | None, Option(metavar="FOLDER", writes=True)] = None,
+    quick: bool = False,
+    against: Annotated[str | Path | None, Option(metavar="CARD")] = None,
+    patch: Annotated[str | Path | None, Option(metavar="FILE")] = None,
+    revision: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    bos: bool | None = None,
+    text: Annotated[str | Path | None, Option(metavar="FILE")] = None,
+    seed: Count = 0,
+    tokenizer: Hidden = None,
+    on_part: Hidden = None,
+    progress: Hidden = None,
+) -> SinkCard:
+    """Run all measurements on a model and write its sink card: one page, a JSON file and a Markdown file.
+
+    The model is opened once. A model whose weights do not fit is read layer by layer; parts that need it whole are then
+    left out, and the card says so. Every part is saved as it finishes, and the same command resumes after the last one.
+
+    Args:
+        model: A short name, hub id, folder or .gguf file; from Python also a live model. By default the bundled model.
+        out: Folder for the results and the card. By default scan-NAME.
+        quick: Use smaller numbers: a minute instead of several for a small model.
+        against: A card.json, or the folder of a scan, to compare with.
+        patch: A patch.json that every part runs under.
+        revision: Branch, tag or commit on the hub.
+        device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
+        dtype: float32, bfloat16 or float16. By default the checkpoint's.
+        bos: Whether sequences begin with BOS. By default they do if the tokenizer has a BOS token.
+        text: File of typical text. By default the bundled neutral text.
+        seed: Seed of every random choice.
+        tokenizer: Tokenizer for live models that carry none.
+        on_part: Called with each part and its result, or the reason why there is none.
+        progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope scan llama-2-7b --out llama
+        sinkscope scan ./fine-tuned --against llama/card.json
+
+    Raises:
+        SinkscopeError: The model cannot be opened, or the folder holds something else.
+    """
+    progress = progress or silent
+    other = None if against is None else read_card(against)
+    edit = None if patch is None else SinkPatch.load(patch)
+    options = {"revision": revision, "device": device, "dtype": dtype, "bos": bos, "seed": seed}
+    setup = _opened(model, quick, {**options, "text": text, "tokenizer": tokenizer})
+    folder = Path(out or f"scan-{_label(model)}")
+    settings = _settings(setup, quick, patch)
+    parts: list[CardPart] = []
+    results: dict[str, Result] = {}
+    chosen = scanned_parts(quick)
+    with Folder(folder, settings, FinishedPart) as kept:
+        for number, part in enumerate(chosen):
+            progress(f"scan: {part.command}", number, len(chosen))
+            outcome = _earlier(folder, part) if part.name in kept.records else None
+            if outcome is None:
+                outcome = _measured(part, replace(setup, progress=_inside(progress, part, number, chosen)), edit, quick)
+                if isinstance(outcome, Result):
+                    outcome.save(folder / part.file)
+                    kept.append([FinishedPart(part.name, outcome.provenance.seconds)])
+            parts.append(_card_part(part, outcome))
+            if isinstance(outcome, Result):
+                results[part.name] = outcome
+            if on_part is not None:
+                on_part(part, outcome)
+        card = _card(setup, parts, results, settings, patched=patch is not None)
+        if other is not None:
+            card = card.compared(other)
+        card.save(folder / CARD)
+        write_atomic(folder / MARKDOWN, card.markdown())
+        sections = [result_section(result) for result in (card, *results.values())]
+        title = f"{card.kind}: {card.model.name}"
+        save_document(folder / PAGE, document(title, sections, f"{len(results)} results", kind=card.kind))
+    return card
+
+
+def scanned_parts(quick: bool) -> list[ScanPart]:
+    """The parts of a scan, in the order in which they run."""
+    return [part for part in PARTS if not quick or part.quick is not None]
+
+
+def _inside(progress: Progress, part: ScanPart, number: int, parts: list[ScanPart]) -> Progress:
+    """Progress of one part, shown as that of the whole scan."""
+
+    def shown(what: str, done: int, total: int) -> None:
+        progress(f"scan: {part.command}, {what}", number, len(parts))
+
+    return shown
+
+
+def _settings(setup: Setup, quick: bool, patch: str | Path | None) -> dict[str, Any]:
+    """Everything that determines the results of a folder."""
+    digest: str | None = None
+    if patch is not None:
+        digest = hashlib.sha256(Path(patch).read_bytes()).hexdigest()[:16]
+    return {
+        "version": VERSION,
+        "command": "scan",
+        "quick": quick,
+        "patch": digest,
+        "model": asdict(setup.info()),
+        "device": setup.target.device.type,
+        "dtype": str(setup.target.dtype).removeprefix("torch."),
+        "bos": setup.bos is not None,
+        "text": hashlib.sha256(setup.text.encode()).hexdigest()[:16],
+        "seed": setup.seed,
+        "sinkscope": __version__,
+    }
+
+
+def _earlier(folder: Path, part: ScanPart) -> Result | None:
+    """The result of an earlier run; None: it is gone or damaged, and is measured again."""
+    try:
+        return Result.load(folder / part.file)
+    except SinkscopeError:
+        return None
+
+
+def _measured(part: ScanPart, setup: Setup, edit: Intervention | None, quick: bool) -> Result | str:
+    """The result of a part, or why there is none: whatever goes wrong in it, the next one begins."""
+    measurement = part.load()
+    whole = not part.streams or (isinstance(measurement, Measurement) and measurement.loading == "whole")
+    if whole and not setup.target.resident:
+        return f"it needs the whole model in memory, and its weights take {weight_bytes(setup.target) / 1e9:.1f} GB"
+    arguments = part.quick if quick else part.full
+    setup = replace(setup, settings={}, started=time.perf_counter())
+    try:
+        with nullcontext() if edit is None else edit.on(setup.target):
+            if isinstance(measurement, Measurement):
+                return measurement.on(setup, **(arguments or {}))
+            return measurement(setup, **(arguments or {}))
+    except Exception as error:
+        if is_out_of_memory(error):
+            return "there is not enough memory for it"
+        message = visible(pathless((str(error).splitlines() or [""])[0]))
+        if isinstance(error, SinkscopeError):
+            return message
+        return f"it failed ({type(error).__name__}: {message:.200})"
+
+
+def _card_part(part: ScanPart, outcome: Result | str) -> CardPart:
+    if isinstance(outcome, str):
+        return CardPart(part.name, part.command, "", outcome.rstrip(".") + ".")
+    provenance = outcome.provenance
+    return CardPart(
+        part.name, part.command, outcome.conclusion(), None, provenance.seconds, provenance.peak_memory_bytes
+    )
+
+
+def _card(
+    setup: Setup, parts: list[CardPart], results: dict[str, Result], settings: dict[str, Any], *, patched: bool
+) -> SinkCard:
+    values: list[CardNumber] = []
+    properties: list[CardFact] = []
+    for name, result in results.items():
+        for number in result.numbers():
+            if number.value is not None:
+                values.append(CardNumber(name, number.label, number.value, number.control, number.margin))
+        for label, word in result.facts().items():
+            properties.append(CardFact(name, label, word))
+    info = setup.info()
+    if patched:
+        info = replace(info, name=f"{info.name} patched")
+    seconds = sum(part.seconds or 0.0 for part in parts)
+    return SinkCard(
+        quick=settings["quick"],
+        parts=tuple(parts),
+        values=tuple(values),
+        properties=tuple(properties),
+        model=info,
+        settings=settings,
+        provenance=replace(setup.provenance(), seconds=round(seconds, 3)),
+    )
+
+
+def _opened(model: object, quick: bool, options: dict[str, Any]) -> Setup:
+    """The model: in memory where its weights fit, else read layer by layer."""
+    setup = Setup.open(model, **options)
+    if setup.target.resident or weight_bytes(setup.target) > _memory_limit(setup.target, quick):
+        return setup
+    return Setup.open(model, **options, loading="whole")
+
+
+def weight_bytes(target: Target) -> int:
+    """Size of the weights in memory, in the dtype of the checkpoint."""
+    dtype = getattr(target.config, "dtype", None)
+    if not isinstance(dtype, torch.dtype):
+        dtype = target.dtype
+    return dtype.itemsize * sum(parameter.numel() for parameter in target.hf.parameters())
+
+
+def _memory_limit(target: Target, quick: bool) -> float:
+    """Bytes that the weights may take."""
+    if target.device.type == "cuda":
+        return 0.8 * torch.cuda.mem_get_info(target.device)[0]
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # not everywhere
+        free = 8 << 30
+    if quick:
+        return min(free / 2, float(QUICK_BYTES))
+    return free / 2
+
+
+def _label(model: object) -> str:
+    if model is None:
+        return "bundled"
+    if isinstance(model, str | os.PathLike):
+        return Path(os.path.abspath(os.fspath(model))).name
+    return Target.of(model).name
+
+
+def demo(
+    *,
+    out: Annotated[Path, Option(metavar="FOLDER", writes=True)] = Path("sinkscope-demo"),
+    show: Annotated[bool, Option(name="--open")] = True,
+    progress: Hidden = None,
+) -> None:
+    """Take a two-minute tour: scan the bundled model, explain what each step finds, and open the page.
+
+    Args:
+        out: Folder of the results and the page.
+        show: Open the page in a browser, if there is one and the command runs in a terminal.
+        progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope demo
+    """
+    print("sinkscope looks at the small model in the package. Each step is a command that you can give yourself.\n")
+    scan(out=out, quick=True, on_part=_printer(), progress=progress)
+    page = out / PAGE
+    print(f"All results, with figures: {page}\nThe same for another model: sinkscope scan MODEL")
+    has_screen = sys.platform != "linux" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
+    if show and sys.stdout.isatty() and has_screen:
+        import webbrowser
+
+        webbrowser.open(page.resolve().as_uri())
+
+
+def _printer() -> Callable[[ScanPart, Result | str], None]:
+    """Prints each part of the tour when it is finished."""
+    numbers = iter(range(1, len(PARTS) + 1))
+
+    def printed(part: ScanPart, outcome: Result | str) -> None:
+        summary = (part.load().__doc__ or "").split("\n\n")[0]
+        print(f"{next(numbers)}. {' '.join(summary.split())}\n   $ sinkscope {part.command}", flush=True)
+        if isinstance(outcome, Result):
+            print(f"   {outcome.conclusion()}\n", flush=True)
+        else:
+            print(f"   Left out: {outcome}\n", flush=True)
+
+    return printed
