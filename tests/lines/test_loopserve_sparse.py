@@ -216,7 +216,8 @@ def test_without_numba_it_says_so_once_and_gives_the_same(monkeypatch: pytest.Mo
     ("kv_heads", "keys", "width", "values"), [(3, 6, 16, 6), (2, 0, 16, 0), (2, 6, 8, 6), (2, 6, 16, 5)]
 )
 def test_keys_and_values_that_do_not_fit_are_refused(kv_heads: int, keys: int, width: int, values: int) -> None:
-    lines = drawn(4, keys, min(keys, 6), 1.0, 1.0)
+    all_lines = torch.ones(4, keys, dtype=torch.bool)
+    lines = HeadLines(all_lines, all_lines, min(keys, 6))
     query, key, value = torch.rand(4, 6, 16), torch.rand(kv_heads, keys, width), torch.rand(kv_heads, values, 16)
     call: Any = getattr(sparse_attention, "__wrapped__", sparse_attention)  # without the check of types
     with pytest.raises(SinkscopeError, match="expected keys and values"):
