@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from einops import einsum, rearrange, reduce, repeat
@@ -435,7 +435,7 @@ class _AttributionPass:
         target = self.target
         experts: Any = target.sub(layer, target.adapter.experts or "")
         flat = y.flatten(0, -2)
-        inputs: dict[str, list[Tensor]] = {"gate": [], "up": []}
+        inputs: dict[Literal["gate", "up"], list[Tensor]] = {"gate": [], "up": []}
         for site in sites:
             if len(site) == 3:
                 gate, up = gate_up(experts, site[1], flat.to(experts.gate_up_proj.dtype), [site[2]])
