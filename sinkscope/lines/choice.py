@@ -188,7 +188,8 @@ def slash_lines(
     probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"]
 ) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head key"]]:
     """Sum and largest cell of every slash line, by offset, in the rows at positions `at`."""
-    total, largest = torch.zeros_like(probs[:, 0]), torch.zeros_like(probs[:, 0])
+    total = torch.zeros_like(probs[:, 0])
+    largest = torch.zeros_like(probs[:, 0])
     for number, row in enumerate(at.tolist()):
         back = probs[:, number, : row + 1].flip(1)
         total[:, : row + 1] += back
@@ -211,7 +212,8 @@ def last_votes(
     scaling: float | None = None,
 ) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head key"]]:
     """Attention of the last queries, summed along vertical lines and along slash lines."""
-    queries, keys = query.shape[1], key.shape[1]
+    queries = query.shape[1]
+    keys = key.shape[1]
     rows = torch.arange(max(0, queries - last), queries, device=query.device)
     at = rows + (keys - queries)
     probs = attention_of(query[:, rows], key, at, scaling)
@@ -336,7 +338,9 @@ def select_lines(
         SinkscopeError: alpha is outside (0, 1], the sample is below 1 or `recent`, or the variant is unknown.
     """
     check_selection(alpha, sample, variant, recent)
-    heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+    heads = query.shape[0]
+    queries = query.shape[1]
+    keys = key.shape[1]
     none = torch.zeros(heads, keys, dtype=torch.bool, device=query.device)
     start = HeadLines(none, none.clone(), queries)
     start.vertical[:, :begin] = start.slash[:, :local] = True
@@ -348,7 +352,10 @@ def select_lines(
     probs = attention_of(query[:, rows], key, at, scaling)
     if variant == "faithful":
         return _faithful(probs, at, alpha, start)
-    flat = _SCATTERED * _least_share(probs, at, alpha) > (dense_above if dense_above < 1 else math.inf)
+    limit = math.inf
+    if dense_above < 1:
+        limit = dense_above
+    flat = _SCATTERED * _least_share(probs, at, alpha) > limit
     # Nothing is chosen in flat heads: they get all lines.
     start.vertical[flat] = start.slash[flat] = True
     some = (~flat).nonzero().flatten()
@@ -356,7 +363,8 @@ def select_lines(
         return start
     if checked:
         start.vertical[some] |= _sought(query, key, some, begin, checked, scaling)
-    sharp = math.inf if sharp is None else sharp
+    if sharp is None:
+        sharp = math.inf
     if len(some) == heads:
         return _exact(probs, at, alpha, start, dense_above, sharp)
     own = HeadLines(start.vertical[some], start.slash[some], queries)
@@ -541,7 +549,8 @@ def _least_share(probs: Tensor, at: Tensor, alpha: float) -> Tensor:
     """
     flat = torch.linalg.vector_norm(probs, dim=2).double().square().reciprocal()
     sharp = probs.amax(2).double().reciprocal()
-    low, high = torch.zeros_like(flat[:, :1]), 2 * flat.amax(1, keepdim=True)
+    low = torch.zeros_like(flat[:, :1])
+    high = 2 * flat.amax(1, keepdim=True)
 
     def held(slope: Tensor) -> Tensor:
         return torch.where(slope < sharp, 0, torch.maximum(sharp, slope / 2) / flat).clamp(max=1)
@@ -549,7 +558,8 @@ def _least_share(probs: Tensor, at: Tensor, alpha: float) -> Tensor:
     for _ in range(20):
         slope = (low + high) / 2
         enough = held(slope).mean(1, keepdim=True) >= alpha
-        low, high = torch.where(enough, low, slope), torch.where(enough, slope, high)
+        low = torch.where(enough, low, slope)
+        high = torch.where(enough, slope, high)
     share = held(low)
     return torch.maximum(share * sharp, share.square() * flat).sum(1) / (at + 1).sum()
 
@@ -614,15 +624,18 @@ def _faithful(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) -> Head
     totals = (probs * lines.rows(at)).sum((1, 2), dtype=torch.float64).tolist()
     targets = (alpha * probs.sum((1, 2), dtype=torch.float64)).tolist()
     slash_weight, slash_largest = slash_lines(probs, at)
-    vertical_weight, vertical_largest = probs.sum(1), probs.amax(1)
+    vertical_weight = probs.sum(1)
+    vertical_largest = probs.amax(1)
     for head, (total, target) in enumerate(zip(totals, targets, strict=True)):
         slash = _LineList.of(slash_weight[head], slash_largest[head], lines.slash[head])
         vertical = _LineList.of(vertical_weight[head], vertical_largest[head], lines.vertical[head])
         while total < target:
-            slash_ratio, vertical_ratio = slash.ratio(vertical, lengths), vertical.ratio(slash, lengths)
+            slash_ratio = slash.ratio(vertical, lengths)
+            vertical_ratio = vertical.ratio(slash, lengths)
             best, other = slash, vertical  # of equals the slash line
             if vertical_ratio > slash_ratio:
-                best, other = vertical, slash
+                best = vertical
+                other = slash
             if best.taken == len(best.order):
                 break
             total += max(0.0, best.gain(other))

@@ -201,7 +201,8 @@ def triton_heads(
     ]
     for tensor in (query, key, value, out):
         arguments += tensor.stride()[:2]
-    width, values = query.shape[2], value.shape[2]
+    width = query.shape[2]
+    values = value.shape[2]
     arguments += [width, values, _power(width), _power(values), index.size, KEYS]
     launch = cast(Any, _attend)[(rows, len(heads))]
     reason = ""

@@ -72,7 +72,8 @@ def test_a_choice_holds_alpha_of_the_sample(
     assert len(set(rows.tolist())) == min(sample, queries)
     assert lines.vertical.shape == lines.slash.shape == (4, keys)
     assert lines.vertical[:, 0].all() and lines.slash[:, 0].all()
-    probs, cells = probs_of(query, key), lines.cells()
+    probs = probs_of(query, key)
+    cells = lines.cells()
     for head in range(4):
         found = cells_of(lines, head)
         assert len(found) == cells[head]  # no cell twice
@@ -88,7 +89,8 @@ def test_a_choice_holds_alpha_of_the_sample(
 
 def test_of_equal_lines_the_printed_algorithm_takes_the_slash() -> None:
     """One query, so each line is one cell: the heaviest cell is both a column and an offset of the same worth."""
-    query, key = torch.zeros(1, 1, 4), torch.zeros(1, 5, 4)
+    query = torch.zeros(1, 1, 4)
+    key = torch.zeros(1, 5, 4)
     query[..., 0] = key[0, 1, 0] = 3.0
     lines = select_lines(query, key, 0.5, sample=1, variant="faithful")
     assert lines.slash[0].tolist() == [True, False, False, True, False]
@@ -102,7 +104,8 @@ def optimum(probs: Tensor, past: int, alpha: float) -> int:
     offset = at[:, None] - torch.arange(keys)
     bits = torch.tensor(list(product([False, True], repeat=2 * keys - 2)))
     ones = torch.ones(len(bits), 1, dtype=torch.bool)
-    vertical, slash = torch.cat([ones, bits[:, : keys - 1]], 1), torch.cat([ones, bits[:, keys - 1 :]], 1)
+    vertical = torch.cat([ones, bits[:, : keys - 1]], 1)
+    slash = torch.cat([ones, bits[:, keys - 1 :]], 1)
     covered = (vertical[:, None] | slash[:, offset.clamp(min=0)]) & (offset >= 0)
     enough = (covered * probs).sum((1, 2)) >= alpha * queries - 1e-6
     return int(covered.sum((1, 2))[enough].min())
@@ -162,7 +165,8 @@ def test_the_faithful_variant_is_the_printed_algorithm(queries: int, past: int, 
     dense = 0
     for seed in range(10):
         query, key = tensors(2, queries, queries + past, seed, sharp=3.0)
-        lines, probs = select_lines(query, key, alpha, variant="faithful"), probs_of(query, key)
+        lines = select_lines(query, key, alpha, variant="faithful")
+        probs = probs_of(query, key)
         for head in range(2):
             vertical, slash = printed(probs[head], past, alpha)
             assert set(lines.vertical[head].nonzero().flatten().tolist()) == vertical
@@ -173,7 +177,9 @@ def test_the_faithful_variant_is_the_printed_algorithm(queries: int, past: int, 
 
 def test_lines_that_are_there_are_found() -> None:
     """Two columns and one offset hold nearly all attention; both variants need little else."""
-    n, columns, offset = 300, (0, 120), 40
+    n = 300
+    columns = (0, 120)
+    offset = 40
     generator = torch.Generator().manual_seed(0)
     phase = torch.randn(n, 32, generator=generator)
     key = torch.cat([torch.zeros(n, 2), phase], 1)
@@ -260,7 +266,8 @@ def test_settings_that_make_no_sense(values: Any, word: str) -> None:
 def test_flat_attention_is_known_before_lines_are_chosen(sharp: float) -> None:
     """No set of cells of the sample does with fewer than the bound says, and for flat attention it says nearly all."""
     query, key = tensors(4, 120, 120, 4, sharp)
-    probs, at = probs_of(query, key), torch.arange(120)
+    probs = probs_of(query, key)
+    at = torch.arange(120)
     for alpha in (0.3, 0.9):
         bound = _least_share(probs, at, alpha)
         for head in range(4):
@@ -275,12 +282,15 @@ def test_flat_attention_is_known_before_lines_are_chosen(sharp: float) -> None:
 @pytest.mark.parametrize("part", ["sharp", "checked", "shared"])
 def test_rows_that_alpha_lets_fall_keep_the_key_that_they_search_for(part: str) -> None:
     """A mark for each third of the text, of which alpha drops one; and one query in the middle that seeks one key."""
-    n, third = 900, torch.arange(900) // 300
-    query, key = torch.zeros(1, n, 8), torch.zeros(1, n, 8)
+    n = 900
+    third = torch.arange(900) // 300
+    query = torch.zeros(1, n, 8)
+    key = torch.zeros(1, n, 8)
     if part == "sharp":
         query[0, torch.arange(n), third] = 60.0
         key[0, torch.arange(3) * 300 + 40, torch.arange(3)] = 1.0
-        rows, wanted = torch.tensor([250, 550, 850]), [40, 340, 640]
+        rows = torch.tensor([250, 550, 850])
+        wanted = [40, 340, 640]
     else:
         query[..., 3] = key[:, 0, 3] = 8.0  # all attend to the first token
         query[0, 500], key[0, 123, 4] = 0.0, 1.0
@@ -288,7 +298,8 @@ def test_rows_that_alpha_lets_fall_keep_the_key_that_they_search_for(part: str) 
         if part == "shared":  # two more queries prefer that key a little, and are checked after the one that seeks it
             query[0, 500, 3], query[0, [499, 501], 3], query[0, [499, 501], 4] = -1.0, 0.0, 1.0
         assert 500 not in sample_queries(n, 48).tolist()
-        rows, wanted = torch.tensor([500]), [123]
+        rows = torch.tensor([500])
+        wanted = [123]
     settings: Any = {"sharp": 0.1} if part == "sharp" else {"checked": 8}
     plain, ours = (select_lines(query, key, 0.3, scaling=1.0, **more) for more in ({}, settings))
     seen = [lines.rows(rows)[0, torch.arange(len(rows)), wanted] for lines in (plain, ours)]

@@ -20,7 +20,8 @@ from sinkscope.lines.choice import HeadLines, select_lines
 from sinkscope.lines.lone import LoneLoops, lone_loops
 from sinkscope.lines.sparse import sparse_attention
 
-LONE, SLOW = lone_loops(16, 12, torch.device("cpu")), lone_loops(16, 12, torch.device("meta"))
+LONE = lone_loops(16, 12, torch.device("cpu"))
+SLOW = lone_loops(16, 12, torch.device("meta"))
 compiled = pytest.mark.skipif(not LONE.compiled, reason="no numba")
 
 
@@ -106,7 +107,9 @@ def test_only_the_parts_that_are_needed_are_computed(monkeypatch: pytest.MonkeyP
     query, key, value = inputs(1, 1, 512, 1024)
     lines = drawn(1, 1024, 512, 0.03, 0.0)
     lines.slash[0, :300] = lines.slash[0, 400] = lines.slash[0, 1000] = True
-    counted, alone, real = [0], [0], torch.mm
+    counted = [0]
+    alone = [0]
+    real = torch.mm
 
     def mm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
         counted[0] += a.shape[0] * b.shape[1]
@@ -218,7 +221,9 @@ def test_without_numba_it_says_so_once_and_gives_the_same(monkeypatch: pytest.Mo
 def test_keys_and_values_that_do_not_fit_are_refused(kv_heads: int, keys: int, width: int, values: int) -> None:
     all_lines = torch.ones(4, keys, dtype=torch.bool)
     lines = HeadLines(all_lines, all_lines, min(keys, 6))
-    query, key, value = torch.rand(4, 6, 16), torch.rand(kv_heads, keys, width), torch.rand(kv_heads, values, 16)
+    query = torch.rand(4, 6, 16)
+    key = torch.rand(kv_heads, keys, width)
+    value = torch.rand(kv_heads, values, 16)
     call: Any = getattr(sparse_attention, "__wrapped__", sparse_attention)  # without the check of types
     with pytest.raises(SinkscopeError, match="expected keys and values"):
         call(query, key, value, lines)
