@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from kv_kit import Drawn, Ragged, close, decode, dense, masks_of, prompts
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from torch import Tensor
-from transformers import DynamicCache, TextIteratorStreamer
+from transformers import TextIteratorStreamer
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM
@@ -25,9 +26,7 @@ def logprob(model: Any, policy: Drawn, ids: Tensor, mask: Tensor, prompt: int) -
     return logits.log_softmax(-1).gather(2, ids[:, prompt:, None]).sum((1, 2))
 
 
-@pytest.mark.parametrize(
-    ("family", "policy"), [("llama", Drawn(budget=7)), ("gemma2", Ragged(budget=7)), ("gpt_oss", Drawn(budget=7))]
-)
+@pytest.mark.parametrize(("family", "policy"), [("gemma2", Ragged(budget=7)), ("gpt_oss", Drawn(budget=7))])
 def test_greedy(family: str, policy: Drawn) -> None:
     model = model_of(family)
     ids, mask = prompts([18, 11])
@@ -47,10 +46,9 @@ def test_greedy(family: str, policy: Drawn) -> None:
     assert float((torch.stack(model.generate(ids, **ask).logits, 1) - want).abs().max()) > 0.1
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_beams_carry_their_caches(family: str) -> None:
+def test_beams_carry_their_caches() -> None:
     """Rows change places at every step, so a cache that does not follow gives sequences other scores than these."""
-    model = model_of(family)
+    model = model_of("gemma2")
     ids, mask = prompts([14, 9])
     ask: dict[str, Any] = {
         "attention_mask": mask,
@@ -91,8 +89,6 @@ def test_assisted_generation() -> None:
         with pytest.raises(UnsupportedError, match="without an assistant") as raised:
             model.generate(ids, **ask)
         assert "\n" not in str(raised.value) and run.usage == []
-        with pytest.raises(UnsupportedError, match="without an assistant"):
-            model.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=4, do_sample=False)
     assert torch.equal(model.generate(ids, **ask), stock)
     with StreamingLLM(budget=6).on(assistant):  # it drafts worse, and what it drafts is checked
         assert torch.equal(model.generate(ids, **ask), stock)
@@ -117,53 +113,28 @@ def test_a_streamer_in_a_worker_thread_sees_the_policy() -> None:
     assert text != tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0, 14:])
 
 
-def test_two_threads_and_two_models_at_once() -> None:
-    """Calls of both models are made to overlap: each waits inside its own for the other."""
-    models = [model_of("llama"), model_of("llama", seed=1)]
-    policies: list[Policy] = [Drawn(budget=6), Ragged(budget=6)]
+@pytest.mark.parametrize("seeds", [(0, 1), (0, 0)])
+def test_two_threads_and_two_models_at_once(seeds: tuple[int, int]) -> None:
+    """Calls are made to overlap: each waits inside its own for the other. Two threads on one model share its run."""
+    models = {seed: model_of("llama", seed=seed) for seed in seeds}
     ids, mask = prompts([14, 9], 5)
-    want = []
-    for model, policy in zip(models, policies, strict=True):
-        with policy.on(model):
-            want.append(decode(model, ids, mask, 14))
-    meet = threading.Barrier(2, timeout=20)
+    meet, want, got = threading.Barrier(2, timeout=20), {}, dict[int, Tensor]()
+    policies: list[Policy] = [Drawn(budget=6), Ragged(budget=6)]
 
     def wait(_module: Any, _args: Any) -> None:
         meet.wait()
 
-    for pair in ((models[0], models[1]), (models[0], models[0])):
-        got: dict[int, Tensor] = {}
+    def work(at: int, model: Any) -> None:
+        got[at] = decode(model, ids, mask, 14)
 
-        def work(at: int, model: Any, got: dict[int, Tensor] = got) -> None:
-            got[at] = decode(model, ids, mask, 14)
-
-        same = pair[0] is pair[1]  # two threads on one model share its run
-        handles = [m.model.layers[1].register_forward_pre_hook(wait) for m in dict.fromkeys(pair)]
-        with policies[0].on(pair[0]):
-            with Full().on(models[1]) if same else policies[1].on(pair[1]):
-                threads = [threading.Thread(target=work, args=(i, m)) for i, m in enumerate(pair)]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
-        for handle in handles:
-            handle.remove()
-        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[0 if same else 1])
-
-
-def test_interleaved_caches_do_not_mix() -> None:
-    model = model_of("qwen3")
-    policy = Drawn(budget=6)
-    batches = [prompts([14, 9], 5), prompts([11, 14], 5, seed=3)]
-    with policy.on(model) as run:
-        want = [decode(model, ids, mask, 14) for ids, mask in batches]
-        caches = [DynamicCache(), DynamicCache()]
-        parts: list[list[Tensor]] = [[], []]
-        for step in range(14, 20):
-            for i, (ids, mask) in enumerate(batches):
-                chunks = None if step == 14 else []
-                part = decode(model, ids[:, :step], mask[:, :step], max(14, step - 1), caches[i], chunks)
-                parts[i].append(part)
-    for i in range(2):
-        close(torch.cat(parts[i], 1), want[i])
-    assert len(run.usage) == 4
+    with ExitStack() as stack:
+        for (seed, model), policy in zip(models.items(), policies, strict=False):
+            stack.enter_context(policy.on(model))
+            want[seed] = decode(model, ids, mask, 14)
+            model.model.layers[1].register_forward_pre_hook(wait)
+        threads = [threading.Thread(target=work, args=(at, models[seed])) for at, seed in enumerate(seeds)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert torch.equal(got[0], want[seeds[0]]) and torch.equal(got[1], want[seeds[1]])
