@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -113,28 +112,35 @@ def test_a_streamer_in_a_worker_thread_sees_the_policy() -> None:
     assert text != tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0, 14:])
 
 
-@pytest.mark.parametrize("seeds", [(0, 1), (0, 0)])
-def test_two_threads_and_two_models_at_once(seeds: tuple[int, int]) -> None:
-    """Calls are made to overlap: each waits inside its own for the other. Two threads on one model share its run."""
-    models = {seed: model_of("llama", seed=seed) for seed in seeds}
-    ids, mask = prompts([14, 9], 5)
-    meet, want, got = threading.Barrier(2, timeout=20), {}, dict[int, Tensor]()
+def test_two_threads_and_two_models_at_once() -> None:
+    """Calls of both models are made to overlap: each waits inside its own for the other."""
+    models = [model_of("llama"), model_of("llama", seed=1)]
     policies: list[Policy] = [Drawn(budget=6), Ragged(budget=6)]
+    ids, mask = prompts([14, 9], 5)
+    want = []
+    for model, policy in zip(models, policies, strict=True):
+        with policy.on(model):
+            want.append(decode(model, ids, mask, 14))
+    meet = threading.Barrier(2, timeout=20)
 
     def wait(_module: Any, _args: Any) -> None:
         meet.wait()
 
-    def work(at: int, model: Any) -> None:
-        got[at] = decode(model, ids, mask, 14)
+    for pair in ((models[0], models[1]), (models[0], models[0])):
+        got: dict[int, Tensor] = {}
 
-    with ExitStack() as stack:
-        for (seed, model), policy in zip(models.items(), policies, strict=False):
-            stack.enter_context(policy.on(model))
-            want[seed] = decode(model, ids, mask, 14)
-            model.model.layers[1].register_forward_pre_hook(wait)
-        threads = [threading.Thread(target=work, args=(at, models[seed])) for at, seed in enumerate(seeds)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert torch.equal(got[0], want[seeds[0]]) and torch.equal(got[1], want[seeds[1]])
+        def work(at: int, model: Any, got: dict[int, Tensor] = got) -> None:
+            got[at] = decode(model, ids, mask, 14)
+
+        same = pair[0] is pair[1]  # two threads on one model share its run
+        handles = [m.model.layers[1].register_forward_pre_hook(wait) for m in dict.fromkeys(pair)]
+        with policies[0].on(pair[0]):
+            with Full().on(models[1]) if same else policies[1].on(pair[1]):
+                threads = [threading.Thread(target=work, args=(i, m)) for i, m in enumerate(pair)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+        for handle in handles:
+            handle.remove()
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[0 if same else 1])
