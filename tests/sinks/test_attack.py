@@ -20,7 +20,6 @@ from scipy.stats import binomtest
 
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.rate import wilson
 from sinkscope.files.result import Result
 from sinkscope.sinks.attack.attack import SOURCES, ClusterAttack, cluster_attack
 from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools, repeated_first, round_trip
@@ -66,12 +65,6 @@ def test_behind_bos_it_takes_as_many_tokens_as_a_repetition(tmp_path: Path) -> N
     assert found.contexts == ("BOS",)
     assert 0.6 * expected <= found.first[0, 0, CLUSTER] <= 1.3 * expected  # the range that holds for repetitions
     assert found.any[0, 0, CLUSTER] == 1 and found.any[0, 0, RANDOM] == 0
-
-
-def test_found_clusters_do_as_well_as_planted_ones(tmp_path: Path) -> None:
-    found = attack(organism("llama", 1, bos=False), tmp_path, clusters=None)
-    assert found.most[0, 0, CLUSTER] == 1 and found.clusters is not None
-    assert set(found.clusters.heads) == set(found.heads.tolist())
 
 
 def test_rates_are_counts_of_norms_of_plain_passes(tmp_path: Path) -> None:
@@ -124,16 +117,6 @@ def test_round_trip_sees_tokens_that_join() -> None:
     alone = tokenizer.convert_tokens_to_ids(["p", "o", "Ġ"])
     assert round_trip(tokenizer, torch.tensor([alone[:2], alone[2:] + alone[:1]])) < 1
     assert round_trip(organism("llama", 0).tokenizer, torch.tensor([[7, 9], [12, 8]])) == 1
-
-
-@settings(max_examples=30)
-@given(trials=st.integers(1, 2000), share=st.floats(0, 1))
-def test_the_interval_is_wilsons(trials: int, share: float) -> None:
-    successes = round(trials * share)
-    ours = wilson(successes, trials)
-    theirs = binomtest(successes, trials).proportion_ci(method="wilson")
-    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=1e-6)
-    assert ours.share == successes / trials
 
 
 def test_resumed_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

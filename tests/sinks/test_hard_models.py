@@ -133,18 +133,9 @@ def test_streamed_layers_are_read_until_attention_agrees(tmp_path: Path) -> None
     assert not (wrong := mistakes(h, result)), "\n".join(wrong)
 
 
-OTHERS = [
-    pytest.param(name, family, kind, marks=[] if kind is by_default else pytest.mark.slow)
-    for name, family, by_default in (
-        ("backup_next", "mixtral", nnsight_of),
-        ("position", "gpt2", bridge_of),
-        ("learned_logits", "gpt_oss", bridge_of),
-    )
-    for kind in (bridge_of, nnsight_of)
-]
-
-
-@pytest.mark.parametrize(("name", "family", "kind"), OTHERS)
+@pytest.mark.parametrize(
+    ("name", "family", "kind"), [("backup_next", "mixtral", nnsight_of), ("learned_logits", "gpt_oss", bridge_of)]
+)
 def test_other_kinds_of_model(name: str, family: str, kind: Callable[[Any, Any], Any]) -> None:
     h = hard(name, family, 1)
     result = find_in(kind(h.model, h.tokenizer), h.tokenizer, h.text())
@@ -210,8 +201,8 @@ def nothing_in(count: int, layers: tuple[int, ...]) -> None:
     assert not wrong and chance < 0.1 * count + 2, f"seed {seed}: {chance} by chance\n" + "\n".join(wrong)
 
 
-def test_ten_ordinary_models_have_neither() -> None:
-    nothing_in(10, (4, 5))
+def test_six_ordinary_models_have_neither() -> None:
+    nothing_in(6, (4, 5))
 
 
 @pytest.mark.slow
