@@ -20,7 +20,6 @@ from scipy.stats import binomtest
 
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import Result
 from sinkscope.sinks.attack.attack import SOURCES, ClusterAttack, cluster_attack
 from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools, repeated_first, round_trip
 from sinkscope.sinks.tokens import vocabulary
@@ -150,7 +149,8 @@ def test_no_sink_and_no_cluster_are_answers(tmp_path: Path) -> None:
     assert none.sink_layer is None and none.rows() == [] and "nothing to attack" in none.summary()
     empty = attack(organism("llama", 1), tmp_path, clusters={}, lengths=[4], sequences=4)
     assert empty.best is None and empty.rows() == []
-    assert none.figure() is not None and empty.figure() is not None
+    for answer in (none, empty):
+        assert answer.figure() is not None
 
 
 def test_lengths_that_no_cluster_has(tmp_path: Path) -> None:
@@ -198,13 +198,6 @@ def vocabulary_of(o: Organism) -> list[int]:
     from sinkscope.models.target import Target
 
     return vocabulary(Target.of(o.model, o.tokenizer))
-
-
-def test_the_picture_shows_the_numbers_and_the_result_survives_a_file(tmp_path: Path) -> None:
-    found = attack(organism("llama", 0), tmp_path, lengths=[4, 8], sequences=8)
-    lines = [trace for trace in found.figure().data if trace.name == "cluster"]
-    assert [list(line.y) for line in lines] == found.most[:, :, CLUSTER].tolist()
-    assert Result.from_dict(found.to_dict()).to_dict() == found.to_dict()
 
 
 def test_no_bos_changes_what_stands_before_an_attack_and_not_what_counts_as_success(tmp_path: Path) -> None:

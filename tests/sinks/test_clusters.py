@@ -186,12 +186,6 @@ def test_some_tokens_are_what_they_are_among_all() -> None:
     assert (one.head[0], one.best[0]) == (every.head[token], every.best[token])
 
 
-def test_workers_need_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    with pytest.raises(SinkscopeError, match=r"sinkscope\[ray\]"):
-        measured(organism("llama", 0), workers=2)
-
-
 def test_bundled_model_learned_its_clusters() -> None:
     made = Setup.open()
     tokenizer = made.target.tokenizer

@@ -288,7 +288,7 @@ def test_refusal_is_an_error_and_no_sink_is_not(
     ("words", "says"),
     [
         ("patch make", "Missing option '--out'"),
-        ("patch eval", "no patch given: make one with `sinkscope patch make"),
+        ("patch eval", "Missing option '--patch'"),
         ("patch make --out x.json --json x.json", "give each its own file"),
         ("patch eval --patch none.json --backend hf", "make a patch with `sinkscope patch make`"),
         ("patch nothing", "No such command 'nothing'"),
