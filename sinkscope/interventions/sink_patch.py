@@ -177,7 +177,10 @@ class SinkPatch(NeuronEdit):
             SinkscopeError: The file does not exist, is not JSON, not a patch or of another schema, or a field is
                 missing or invalid.
         """
-        content = read_json(path, "make a patch with `sinkscope patch make`", page=_PAGE, kind=KIND, schema=SCHEMA)
+        remedy = "make a patch with `sinkscope patch make`"
+        content: Any = read_json(path, remedy, page=_PAGE)
+        if not isinstance(content, dict) or content.get("kind") != KIND or content.get("schema") != SCHEMA:
+            raise SinkscopeError(f"{Path(path).name} is not of kind {KIND!r} and schema {SCHEMA}; {remedy}", page=_PAGE)
         expected = "a patch that `sinkscope patch make` of this version wrote"
         patch = check(content, _File, Path(path).name, expected, page=_PAGE)
         calibrated = {_site(site): site.calibrated for site in patch.sites if site.calibrated is not None}

@@ -27,8 +27,8 @@ from sinkscope.models.config import (
     check_vocabulary,
     parse_device,
     parse_dtype,
+    read_checkpoint_json,
     read_config,
-    read_json,
     read_tokenizer,
 )
 from sinkscope.models.fingerprint import fingerprint
@@ -243,7 +243,7 @@ def open_stream(
         raise SinkscopeError(f"resident={resident}: at least 1 layer has to be in memory")
     if not isinstance(source, SafetensorsSource):
         source = SafetensorsSource(source)
-    check_depth(source.name, read_json(source.folder / "config.json"), source.weight_map)
+    check_depth(source.name, read_checkpoint_json(source.folder / "config.json"), source.weight_map)
     whole = read_config(name or source.name, source.folder)
     config = whole.get_text_config()
     adapter = adapter_for(config.model_type)

@@ -20,8 +20,8 @@ from experiments.loopserve.build import SETS
 from sinkscope.bench.methods import METHODS, read_method
 from sinkscope.bench.record import BenchRecord, open_run
 from sinkscope.bench.tasks.recall import POSITIONS, Recall, recall_dialogue
+from sinkscope.files.provenance import ModelInfo
 from sinkscope.files.rate import wilson
-from sinkscope.files.result import ModelInfo
 from sinkscope.lines.choice import draw_of, sample_queries
 from sinkscope.models.target import Target
 

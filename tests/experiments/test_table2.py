@@ -10,7 +10,7 @@ import pytest
 
 from experiments.repeated_token import table2
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import ModelInfo, Provenance
+from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.sinks.patch.evaluate import PatchEvaluation
 
 

@@ -20,7 +20,7 @@ from organisms.tokens import N_SPECIAL
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import ModelInfo
+from sinkscope.files.provenance import ModelInfo
 from sinkscope.interventions import Ablate, NeuronSite, SinkPatch
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows, typical_text
@@ -544,7 +544,7 @@ def test_bad_patch_files(tmp_path: Path, change: dict[str, Any], words: list[str
 
 @pytest.mark.parametrize(
     ("content", "word"),
-    [(b"{", "not JSON"), (b"[1]", r"has kind and schema \(None, None\)"), (b"\xff\xfe{", "not JSON")],
+    [(b"{", "not a JSON file"), (b"[1]", "is not of kind 'sink-patch'"), (b"\xff\xfe{", "not a JSON file")],
 )
 def test_files_that_are_no_patch(tmp_path: Path, content: bytes, word: str) -> None:
     path = tmp_path / "patch.json"
