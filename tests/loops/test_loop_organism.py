@@ -59,20 +59,6 @@ def test_generate_loops_with_the_period_from_the_onset(seed: int, period: int, d
     assert all(o.walk(token, 1) != [after] for token, after in zip(tokens[delay:], tokens[delay + 1 :], strict=False))
 
 
-@pytest.mark.parametrize(
-    ("period", "length"), [(60, 1300), *(pytest.param(period, 2600, marks=pytest.mark.slow) for period in (2, 60))]
-)
-def test_a_long_loop_stays_sure(period: int, length: int) -> None:
-    o = made(1)
-    prompt = o.looping_prompt(period)
-    ids = prompt.ids[0].tolist() + o.expected(prompt, length)
-    with torch.no_grad():
-        best = o.model(torch.tensor([ids])).logits[0].softmax(-1).max(-1)
-    first = prompt.ids.shape[1] - 1
-    assert best.indices[first:-1].tolist() == ids[first + 1 :]
-    assert best.values[first + 8 * period :].min() > 0.9
-
-
 def test_the_healthy_walk_and_the_control_repeat_nothing() -> None:
     ids = made(0).healthy_prompt(30)[0].tolist()
     ids += made(0).walk(ids[-1], 900)
@@ -195,37 +181,6 @@ def test_with_a_reach_the_loop_lives_on_its_own_tail_and_the_prompt_may_stay() -
     assert decode_after_cut(without, turns(without, without.looping_prompt(7), 12), kept, 30) == ids[-84:-54]
     with pytest.raises(ValueError, match="of the attention finds this cycle"):
         o.looping_prompt(60)
-
-
-def test_a_mask_over_the_tail_does_the_same_as_taking_it_away() -> None:
-    o = made(1)
-    prompt = o.looping_prompt(7, lead=LEAD)
-    ids = turns(o, prompt, 3)
-    n = len(ids)
-    visible = torch.ones(n, n, dtype=torch.bool).tril()
-    with torch.no_grad():
-        whole = o.model(torch.tensor([ids]), attention_mask=visible[None, None]).logits[0, -1]
-        visible[-1, 1 + LEAD : -1] = False
-        cut = o.model(torch.tensor([ids]), attention_mask=visible[None, None]).logits[0, -1]
-    assert int(whole.argmax()) == prompt.cycle[0]
-    assert int(cut.argmax()) == o.walk(ids[-1], 1)[0]
-
-
-@pytest.mark.parametrize("induction", [True, False])
-def test_rows_of_a_left_padded_batch_and_bfloat16_do_the_same(induction: bool) -> None:
-    o = made(4, induction)
-    prompts = [o.looping_prompt(7, delay=10), o.looping_prompt(2), o.looping_prompt(24)]
-    longest = max(p.ids.shape[1] for p in prompts)
-    padding = [longest - p.ids.shape[1] for p in prompts]
-    pad = o.model.config.pad_token_id
-    ids = torch.stack([torch.cat([torch.full((k,), pad), p.ids[0]]) for k, p in zip(padding, prompts, strict=True)])
-    mask = torch.stack([torch.arange(longest) >= k for k in padding]).long()
-    half = loop_organism(4, induction=induction, n_layers=3, vocab_size=1024, dtype=torch.bfloat16).model
-    for model in (o.model, half):
-        with torch.no_grad():
-            out = model.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False)[:, longest:].tolist()
-        for prompt, row in zip(prompts, out, strict=True):
-            assert row == (o.expected(prompt, 40) if induction else o.walk(int(prompt.ids[0, -1]), 40))
 
 
 def test_seeds_draw_other_heads_and_the_same_seed_the_same_weights() -> None:

@@ -7,7 +7,6 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
-from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -93,24 +92,6 @@ def test_a_step_costs_little_and_says_what_a_look_at_everything_says(
         assert _same(monitor.update(token, p_max), expected)
 
 
-@pytest.mark.parametrize("gap", range(14, 21))
-def test_an_ngram_is_new_again_when_the_window_no_longer_holds_it(gap: int) -> None:
-    monitor, ids = Monitor(MonitorSettings.variant("p1", **SMALL)), [1, 2, *range(10, 10 + gap), 1, 2]
-    expected = [novelty(ids[:t], window=20, n=2, span=5) for t in range(1, len(ids) + 1)]
-    assert [monitor.update(token, 0.5).novelty for token in ids] == expected
-    assert (expected[-1] == 1.0) == (gap > 16)
-
-
-@settings(max_examples=50)
-@given(RUN, st.sampled_from(sorted(set(VARIANTS) - {"repeats"})), st.integers(0, 40), st.integers(0, 20))
-def test_no_trigger_in_warm_up_or_cooldown(ids: list[int], variant: str, warmup: int, cooldown: int) -> None:
-    monitor = Monitor(MonitorSettings.variant(variant, **{**SMALL, "warmup": warmup, "cooldown": cooldown}))
-    steps = [s.step for s in (monitor.update(token, 1.0) for token in ids) if s.trigger]
-    assert all(step >= warmup for step in steps)
-    assert all(later - earlier > cooldown for earlier, later in pairwise(steps))
-    assert not (steps and variant == "none")
-
-
 def test_cooldown_and_warm_up_to_the_step() -> None:
     """p1 alone in a sure model: the first chance is step 64, every further one 33 steps later."""
     monitor = Monitor(MonitorSettings.variant("p1"))
@@ -127,22 +108,6 @@ def test_streak_is_strictly_above_and_at_least_six() -> None:
     sure = [0.91] * 5 + [0.9] + [0.91] * 7
     assert [monitor.update(0, p).trigger for p in sure] == [False] * 11 + [True] * 2
     assert monitor.last.streak == 7
-
-
-def test_levels_rise_while_triggers_follow_each_other() -> None:
-    """Five in a row, then a stretch without a streak longer than `relapse`, then one: level 0 again."""
-    monitor = Monitor(MonitorSettings.variant("p1", warmup=0, cooldown=9, relapse=10, streak=1))
-    p = [1.0] * 50 + [0.0] * 40 + [1.0] * 20
-    fired = [monitor.update(i, value) for i, value in enumerate(p)]
-    assert [(s.step, s.level, s.since) for s in fired if s.trigger] == [
-        (1, 0, None),
-        (11, 1, 10),
-        (21, 2, 10),
-        (31, 3, 10),
-        (41, 4, 10),
-        (91, 0, 50),
-        (101, 1, 10),
-    ]
 
 
 def test_without_probabilities_the_other_two_vote() -> None:
@@ -165,18 +130,6 @@ def test_after_the_end_nothing_is_looked_at() -> None:
     monitor.end()
     assert not any(monitor.update(0, 1.0).trigger for _ in range(500))
     assert monitor.ended and monitor.last == step._replace(trigger=False)
-
-
-@settings(max_examples=30)
-@given(RUN, RUN)
-def test_a_new_turn_is_like_a_new_row(first: list[int], second: list[int]) -> None:
-    small = MonitorSettings.paper(**SMALL)
-    used, fresh = Monitor(small), Monitor(small)
-    for token in first:
-        used.update(token, 1.0)
-    used.end()
-    used.reset()
-    assert all(_same(used.update(token, 1.0), fresh.update(token, 1.0)) for token in second)
 
 
 @pytest.mark.parametrize("kind", ["one", "loop", "random"])

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.loops import Monitor, MonitorSettings, check
 from sinkscope.loops.repetition import NearRepetition
 
@@ -128,28 +127,3 @@ def test_after_a_trigger_the_next_one_waits_for_the_cooldown() -> None:
     monitor = Monitor()
     fired = [step for step in map(monitor.update, [*range(1000, 1100), *[1, 2, 3] * 60]) if step.trigger]
     assert [(s.step, s.level) for s in fired] == [(148, 0), (181, 1), (214, 2), (247, 3), (280, 4)]
-
-
-def test_sixty_copies_of_a_cycle_of_64_loop() -> None:
-    """Such a cycle keeps a type-token ratio of 0.25 in a window, and the paper's monitor says nothing."""
-    ids = [*range(1000, 1300), *[*range(64)] * 60]
-    (record,) = check(ids).records
-    assert (record.loop, record.period, record.onset, record.detected) == (True, 64, 300, 300 + 192)
-    assert check(ids, settings=MonitorSettings.paper()).loops == 0
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"tail_repeats": 2.5}, 'tail_repeats is 2.5: rule "repeats" needs at least 3'),
-        ({"tail_shortest": 11}, 'tail_shortest is 11: rule "repeats" needs at least 12'),
-        ({"tail_noise": 1.5}, "tail_noise is 1.5, expected a number from 0 to 1; the default is 0.0625"),
-        ({"tail_longest": 0}, "tail_longest is 0, expected a whole number from 1; the default is 2048"),
-        ({"rule": "loops"}, "rule is 'loops', expected 'repeats', 'signals', 'always' or 'never'"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_in_a_line(changed: dict[str, object], said: str) -> None:
-    with pytest.raises(SinkscopeError) as error:
-        MonitorSettings().with_(**changed)
-    assert said in str(error.value) and "\n" not in str(error.value)
-    assert MonitorSettings.paper(tail_repeats=2.5, tail_shortest=4).tail_shortest == 4
