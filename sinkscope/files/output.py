@@ -44,7 +44,9 @@ def write_output(path: str | os.PathLike[str], data: bytes | str, *, force: bool
     Raises:
         SinkscopeError: As for `write_atomic` and `check_output`.
     """
-    content = data.encode() if isinstance(data, str) else data
+    content = data
+    if isinstance(data, str):
+        content = data.encode()
     check_output(path, kind_of(content), force=force)
     return write_atomic(path, content)
 
@@ -168,7 +170,9 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> Path:
         SinkscopeError: As for `check_writable`; also if the disk is full. The old file is then unchanged.
     """
     target = check_writable(path)
-    content = data.encode() if isinstance(data, str) else data
+    content = data
+    if isinstance(data, str):
+        content = data.encode()
     try:
         if _is_device(target):
             target.write_bytes(content)
@@ -218,7 +222,9 @@ def read_text(name: str) -> str:
         if sys.stdin is None:  # closed
             return ""
         raw = getattr(sys.stdin, "buffer", None)  # the terminal's encoding may be another
-        return sys.stdin.read() if raw is None else raw.read().decode("utf-8-sig").replace("\r\n", "\n")
+        if raw is None:
+            return sys.stdin.read()
+        return raw.read().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:
         if name == "-":
             raise SinkscopeError("standard input is not UTF-8 text: convert it, or give a file") from None

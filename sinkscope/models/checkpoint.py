@@ -39,7 +39,9 @@ def check_folder(folder: Path) -> None:
         if shard.suffix == ".safetensors":
             header = read_header(shard)
             tensors += header
-            index = {} if shard.name == _SINGLE else _index_map(folder)
+            index = {}
+            if shard.name != _SINGLE:
+                index = _index_map(folder)
             for tensor, file in index.items():
                 if file == shard.name and tensor not in header:
                     raise SinkscopeError(
@@ -61,7 +63,9 @@ def check_depth(name: str, config: Any, tensors: Iterable[str]) -> None:
     Raises:
         SinkscopeError: There are fewer layers.
     """
-    fields: Any = config if isinstance(config, dict) else {}
+    fields: Any = {}
+    if isinstance(config, dict):
+        fields = config
     if isinstance(fields.get("text_config"), dict):
         fields = fields["text_config"]
     depth = fields.get("num_hidden_layers", fields.get("n_layer"))
@@ -147,7 +151,9 @@ def _index_map(folder: Path, name: str = _INDEX) -> dict[str, str]:
     if not (folder / name).is_file():
         return {}
     content = read_checkpoint_json(folder / name)
-    weight_map: Any = content.get("weight_map") if isinstance(content, dict) else None
+    weight_map: Any = None
+    if isinstance(content, dict):
+        weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict):
         raise SinkscopeError(f"{folder / name} has no weight_map; download it again", page="missing-shard")
     for shard in set(map(str, weight_map.values())):
@@ -308,7 +314,9 @@ class SafetensorsSource:
             if self.commit is not None and not file.is_file():
                 file = optional_file(self.name, name, self.commit) or file
             if file.is_file():
-                return _index_map(self.folder) if name == _INDEX else dict.fromkeys(read_header(file), name)
+                if name == _INDEX:
+                    return _index_map(self.folder)
+                return dict.fromkeys(read_header(file), name)
         raise self._not_safetensors()
 
     def _shard(self, name: str) -> Path:

@@ -52,7 +52,9 @@ def _of_files(files: list[Path], config: dict[str, Any]) -> str:
     headers: dict[Path, dict[str, Any]] = {}
     places = 0
     for file in files:
-        headers[file] = read_header(file) if file.suffix == ".safetensors" else {}
+        headers[file] = {}
+        if file.suffix == ".safetensors":
+            headers[file] = read_header(file)
         places += len(headers[file]) or _PLACES
     share = _share(places, _FILE_BYTES)
     parts: dict[str, Any] = {}
