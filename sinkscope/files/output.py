@@ -44,11 +44,10 @@ def write_output(path: str | os.PathLike[str], data: bytes | str, *, force: bool
     Raises:
         SinkscopeError: As for `write_atomic` and `check_output`.
     """
-    content = data
     if isinstance(data, str):
-        content = data.encode()
-    check_output(path, kind_of(content), force=force)
-    return write_atomic(path, content)
+        data = data.encode()
+    check_output(path, kind_of(data), force=force)
+    return write_atomic(path, data)
 
 
 def check_output(path: str | os.PathLike[str], kind: str | None, *, force: bool = False) -> Path:
@@ -170,15 +169,14 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> Path:
         SinkscopeError: As for `check_writable`; also if the disk is full. The old file is then unchanged.
     """
     target = check_writable(path)
-    content = data
     if isinstance(data, str):
-        content = data.encode()
+        data = data.encode()
     try:
         if _is_device(target):
-            target.write_bytes(content)
+            target.write_bytes(data)
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
-            _write_and_rename(target, content)
+            _write_and_rename(target, data)
     except OSError as error:
         raise _cannot_write(os.fspath(path), error) from None
     return target

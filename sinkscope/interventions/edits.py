@@ -130,8 +130,8 @@ class NeuronEdit(Intervention):
                 page=PAGE,
             )
         sites = self.sites
-        if isinstance(self.sites, str):
-            sites = [self.sites]
+        if isinstance(sites, str):
+            sites = [sites]
         every = [site_of(site) for site in sites]
         for number in numbers:
             if layer is not None and layer < 0:  # counted from the last one, which the model tells
@@ -298,8 +298,8 @@ class Ablate(NeuronEdit):
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         heads = self.heads
-        if isinstance(self.heads, int | str):
-            heads = [self.heads]
+        if isinstance(heads, int | str):
+            heads = [heads]
         pairs = [head_of(head, layer) for head in heads]
         object.__setattr__(self, "heads", tuple(dict.fromkeys(pairs)))
         if self.heads and neurons == ():

@@ -247,7 +247,7 @@ class SinkPatch(NeuronEdit):
 
     def _calibrated_values(self, values: NeuronValues) -> Float[Tensor, " neuron"]:
         """The calibrated value of each neuron; NaN where there is none, or the listing does not use it."""
-        calibrated = {}
+        calibrated: Mapping[Any, float] = {}
         if self.value != "listing":
             calibrated = self.calibrated
         numbers = [calibrated.get(site, torch.nan) for site in values.group.sites]

@@ -441,7 +441,7 @@ class Target:
         model = self.base
         if unembed:
             model = self.hf
-        ends = []
+        ends: list[Any] = []
         if upto is not None:
             ends = [(self.layers[upto], "post", lambda *_: self.stop())]
         try:

@@ -339,7 +339,7 @@ def rows_by_view(
 def _scaling(module: Any, query: Tensor, passed: float | None) -> float:
     """The value that the model passes takes precedence: some models scale their queries themselves (OPT)."""
     scaling = passed
-    if passed is None:
+    if scaling is None:
         scaling = getattr(module, "scaling", None)
     if scaling is None:
         return float(query.shape[-1] ** -0.5)
@@ -544,8 +544,8 @@ def attention_rows(
     itself builds whole query x key matrices, which are passed on in one piece.
     """
     wanted = layers
-    if layers is None:
-        wanted = range(target.n_layers)
+    if wanted is None:
+        wanted = list(range(target.n_layers))
     is_bridge = target.kind == "bridge"
 
     def see(call: Attention) -> None:
