@@ -39,7 +39,7 @@ def check_folder(folder: Path) -> None:
         if shard.suffix == ".safetensors":
             header = read_header(shard)
             tensors += header
-            index: dict[str, Any] = {}
+            index: dict[str, str] = {}
             if shard.name != _SINGLE:
                 index = _index_map(folder)
             for tensor, file in index.items():
