@@ -198,8 +198,10 @@ def _result(path: Path, name: str) -> Result:
 def _line(error: Exception, path: Path) -> str:
     """The message without its leading file name, which is shown separately, and without all kinds that there are."""
     message = str(error).partition(": this version knows")[0]
-    message = message.removeprefix(str(path)).removeprefix(path.name)
-    return visible(" ".join(message.split()).lstrip(": "))
+    message = " ".join(message.split())
+    for name in (str(path), path.name):
+        message = message.removeprefix(" ".join(name.split()))
+    return visible(message.lstrip(": "))
 
 
 def _name(path: Path, root: Path) -> str:
