@@ -18,7 +18,7 @@ from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, Ending, Metrics
 from sinkscope.bench.samplers import PerRow, RowProcessor, StopRows, row_processor, sampled, stopper
 from sinkscope.files.plain import plain
-from sinkscope.files.result import ModelInfo
+from sinkscope.files.provenance import ModelInfo
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import decoding, noted_decoding
 from sinkscope.kv.loopserve.serve import LoopServe

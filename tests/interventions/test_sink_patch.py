@@ -20,7 +20,7 @@ from organisms.tokens import N_SPECIAL
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import ModelInfo
+from sinkscope.files.provenance import ModelInfo
 from sinkscope.interventions import Ablate, NeuronSite, SinkPatch
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows, typical_text
@@ -398,21 +398,19 @@ class Row:
 
 def test_from_result(tmp_path: Path) -> None:
     rows = [Row(1, 7, True), Row(1, 8, False), Row(2, 9, True, expert=3, neutral_post=None)]
-    model = {"name": "m", "fingerprint": "f"}
-    for given in (rows, [vars(row) for row in rows]):
-        patch = SinkPatch.from_result(SimpleNamespace(sink_layer=1, neurons=given, model=model))
-        assert patch.sites == (NeuronSite(1, 7), NeuronSite(2, 9, 3))
-        assert patch.calibrated == {NeuronSite(1, 7): 0.125} and patch.model == model
-        assert (patch.site, patch.value) == ("post", "second")
-        up = SinkPatch.from_result(SimpleNamespace(sink_layer=1, neurons=given), site="up")
-        assert up.calibrated == {NeuronSite(1, 7): -0.5, NeuronSite(2, 9, 3): -0.5} and up.site == "up"
     info = ModelInfo("m", "llama", 4, 32, 64, "f")
-    patch = SinkPatch.from_result(SimpleNamespace(sink_layer=1, neurons=rows, model=info))
+    result = SimpleNamespace(sink_layer=1, neurons=rows, model=info)
+    patch = SinkPatch.from_result(result)
+    assert patch.sites == (NeuronSite(1, 7), NeuronSite(2, 9, 3))
+    assert patch.calibrated == {NeuronSite(1, 7): 0.125}
+    assert (patch.site, patch.value) == ("post", "second")
+    up = SinkPatch.from_result(result, site="up")
+    assert up.calibrated == {NeuronSite(1, 7): -0.5, NeuronSite(2, 9, 3): -0.5} and up.site == "up"
     patch.save(tmp_path / "patch.json")
     assert SinkPatch.load(tmp_path / "patch.json") == patch and patch.model["fingerprint"] == "f"
     for layer, neurons in ((None, rows), (1, [replace(row, causal=False) for row in rows]), (None, [])):
         with pytest.raises(SinkscopeError, match="nothing to patch"):
-            SinkPatch.from_result(SimpleNamespace(sink_layer=layer, neurons=neurons))
+            SinkPatch.from_result(SimpleNamespace(sink_layer=layer, neurons=neurons, model=info))
 
 
 def test_file_round_trip(tmp_path: Path) -> None:
@@ -463,7 +461,7 @@ def test_bad_patch_files(tmp_path: Path, change: dict[str, Any], words: list[str
 
 @pytest.mark.parametrize(
     ("content", "word"),
-    [(b"{", "not JSON"), (b"[1]", r"has kind and schema \(None, None\)"), (b"\xff\xfe{", "not JSON")],
+    [(b"{", "not a JSON file"), (b"[1]", r"has kind and schema \(None, None\)"), (b"\xff\xfe{", "not a JSON file")],
 )
 def test_files_that_are_no_patch(tmp_path: Path, content: bytes, word: str) -> None:
     path = tmp_path / "patch.json"
