@@ -272,7 +272,9 @@ class Barcode(Result):
             lines.append(f"The loop begins at position {self.onset} of {length}.")
         if self.locked:
             names = ", ".join(f"L{layer}.H{head}" for layer, head in self.locked[:8])
-            more = ", ..." if len(self.locked) > 8 else ""
+            more = ""
+            if len(self.locked) > 8:
+                more = ", ..."
             lines.append(f"Locked heads, at least {LOCK_GAIN:.0%} above ordinary text: {names}{more}.")
             lines.append(f"They lock at position {self.locking_onset}; the last new 4-gram ends at {self.last_new}.")
         for kind, steps in self.events.items():
@@ -302,7 +304,8 @@ def draw(result: Barcode) -> go.Figure:
         "control_late": "ordinary text, last steps",
     }
     pictures = {name: title for name, title in parts.items() if getattr(result, name) is not None}
-    columns, rows = len(pictures), 1 + len(result.shown)
+    columns = len(pictures)
+    rows = 1 + len(result.shown)
     specs: list[list[Any]] = [[{"colspan": columns // 2}, *[None] * (columns // 2 - 1)] * 2]
     specs += [[{}] * columns for _ in result.shown]
     titles = ["what the loop adds (score above ordinary text)", "score along the text"]
@@ -356,7 +359,9 @@ def draw(result: Barcode) -> go.Figure:
             fig.update_yaxes(autorange="reversed", row=number + 2, col=col)
         fig.update_yaxes(title_text="step", row=number + 2, col=1)
         for steps in result.events.values():
-            for step in steps if len(steps) <= 40 else ():  # more would hide the picture
+            if len(steps) > 40:  # so many would hide the picture
+                continue
+            for step in steps:
                 fig.add_hline(step, line={"color": ORANGE, "width": 1}, row=number + 2, col=1)
     fig.update_xaxes(title_text="position", row=rows)
     return finished(fig, result, width=350 * columns + 100, height=260 * rows + 120, legend=-0.04, bottom=70)
@@ -397,20 +402,25 @@ def barcode(
         sinkscope barcode --live --html barcode.html
     """
     wanted, named = _chosen(setup, layers, heads)
-    live_layers = wanted if live else []
+    live_layers: list[int] = []
+    if live:
+        live_layers = wanted
     loop, events = _sequence(setup, prompt, ids, max_new_tokens, period, live_layers)
     size = PictureSize(len(loop.ids), loop.prompt)
     shift = period or loop.period or 1
     suffix = max(SUFFIX, 3 * shift)
     in_loop = loop.period is not None and shift % loop.period == 0
-    begin = loop.prompt if loop.onset is None else loop.onset
+    begin = loop.prompt
+    if loop.onset is not None:
+        begin = loop.onset
     late = (begin + size.length - 1) // 2  # numbers of heads are means from here on
     setup.progress("texts", 0, 2)
     own = _recorded(setup, loop.ids, size, wanted, suffix, shift)
     setup.progress("texts", 1, 2)
     score, mass, width = own.means(late)
     gain = score
-    plain, control_score = None, None
+    plain = None
+    control_score = None
     ordinary = _control(setup, control, size.length)
     if ordinary is not None:
         plain = _recorded(setup, ordinary, size, wanted, suffix, shift)
@@ -423,7 +433,8 @@ def barcode(
     named = named or _most_changed(gain, wanted)
     places = [(wanted.index(layer), head) for layer, head in named]
     positions = tuple(range(0, size.length - 1, -(-size.length // CURVE_POINTS)))
-    locked_curve, low = own.curve(locked, shift), 0.0
+    locked_curve = own.curve(locked, shift)
+    low = 0.0
     controls: dict[str, Any] = {}
     if plain is not None and control_score is not None:
         control_curve = plain.curve(locked, shift)
@@ -594,7 +605,8 @@ def onset_of(curve: Float[Tensor, " pos"] | None, low: float) -> int | None:
 
 def _last_new(ids: list[int]) -> int | None:
     """Position of the last token whose 4-gram does not lie in the `SUFFIX` tokens up to it once more, earlier."""
-    novelty, last = WindowNovelty(SUFFIX, NGRAM, 1), None
+    novelty = WindowNovelty(SUFFIX, NGRAM, 1)
+    last = None
     for position, token in enumerate(ids):
         is_new = bool(novelty.add(token, position))
         if is_new and position >= NGRAM - 1:

@@ -139,7 +139,8 @@ class LineWeights(Result):
 
     def numbers(self) -> list[Number]:
         """The mass on the heaviest lines, and how many of them two texts share, beside random lines."""
-        i, share = self.shown_eta, f"{self.etas[self.shown_eta]:.0%}"
+        i = self.shown_eta
+        share = f"{self.etas[self.shown_eta]:.0%}"
         mass = float(self.mean("mass")[i]), float(self.mean("random_mass")[i])
         numbers = [Number(f"attention on the heaviest {share} of lines", *mass)]
         if self.inputs is not None:
@@ -231,7 +232,8 @@ def line_weights(
     for eta in shares or (None,):
         conform(Part, eta, "--eta ", strict=True)
     setup.record(etas=shares)
-    target, wanted = setup.target, setup.target.chosen_layers(layers)
+    target = setup.target
+    wanted = setup.target.chosen_layers(layers)
     if head is not None and not (head[0] in wanted and 0 <= head[1] < target.n_heads):
         raise SinkscopeError(
             f"head {head[0]}.{head[1]} is not measured: expected one of layers {wanted[0]} to {wanted[-1]}, heads 0 to "
@@ -322,7 +324,9 @@ class LayerLines:
 
     def agreement(self, random: bool) -> Float[Tensor, "eta head"]:
         """Mean overlap of the lines of two different texts, or of as many random ones."""
-        lines = self.random if random else self.own
+        lines = self.own
+        if random:
+            lines = self.random
         overlaps = [jaccard(second, first) for first, second in combinations(lines, 2)]
         return torch.stack(overlaps).double().mean(0)
 
@@ -335,7 +339,8 @@ def weighed(
     draws: torch.Generator,
 ) -> dict[str, Float[Tensor, "eta head"]]:
     """Attention on the heaviest and on random lines of one layer and text, under the names of `LineWeights`."""
-    total, count = vertical.sum(1), len(etas)
+    total = vertical.sum(1)
+    count = len(etas)
     own = top_lines(vertical, slash, etas)
     random = own.random(draws, cells=True)
     both = HeadLines(torch.cat([own.vertical, random.vertical]), torch.cat([own.slash, random.slash]), own.queries)

@@ -111,7 +111,8 @@ def _scores_loop(jit: Any, index: Any, width: int) -> Any:
                         out[r, line] = -np.inf
                         line += 1
                     else:
-                        a, p = index(at - offsets[line]), np.float32(0)
+                        a = index(at - offsets[line])
+                        p = np.float32(0)
                         for i in range(width):
                             p += query[r, i] * key[a, i]
                         out[r, line] = p
@@ -130,12 +131,15 @@ def _sums_loop(jit: Any, index: Any, values: int) -> Any:
                 at = start + r
                 line = first
                 while line < until and at >= offsets[line]:
-                    a, p = index(at - offsets[line]), probs[r, line]
+                    a = index(at - offsets[line])
+                    p = probs[r, line]
                     if line + 4 <= until and at >= offsets[line + 3]:
                         b = index(at - offsets[line + 1])
                         c = index(at - offsets[line + 2])
                         d = index(at - offsets[line + 3])
-                        q, s, t = probs[r, line + 1], probs[r, line + 2], probs[r, line + 3]
+                        q = probs[r, line + 1]
+                        s = probs[r, line + 2]
+                        t = probs[r, line + 3]
                         for i in range(values):
                             out[r, i] += p * value[a, i] + q * value[b, i] + s * value[c, i] + t * value[d, i]
                         line += 4

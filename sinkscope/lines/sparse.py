@@ -31,7 +31,9 @@ from sinkscope.lines.choice import HeadLines
 from sinkscope.lines.lone import LoneLoops, lone_loops
 
 Kernel = Literal["auto", "blocks", "triton"]
-CPU_LIMIT, CUDA_LIMIT, NARROW = 0.65, 0.5, 48
+CPU_LIMIT = 0.65
+CUDA_LIMIT = 0.5
+NARROW = 48
 BLOCKS = (64, 128, 256)
 """Queries at a time; for each head the cheapest is taken."""
 PART = 2000  # cells whose product takes as long as the overhead of one more matrix product
@@ -157,10 +159,14 @@ def sparse_attention(
     out = torch.empty(*query.shape[:2], value.shape[-1], device=query.device, dtype=value.dtype)
     sparsity = None
     if missing(kernel, query, value) is None:
-        limit = dense_limit(query.shape[-1], "triton", query.device) if dense_above is None else dense_above
+        limit = CUDA_LIMIT
+        if dense_above is not None:
+            limit = dense_above
         sparsity = _by_triton(inputs, lines, limit, out)
     if sparsity is None:
-        limit = dense_limit(query.shape[-1], "blocks", query.device) if dense_above is None else dense_above
+        limit = dense_above
+        if limit is None:
+            limit = dense_limit(query.shape[-1], "blocks", query.device)
         sparsity = _in_blocks(inputs, lines, limit, out)
     dense_heads = [head for head, dense in enumerate(sparsity.dense) if dense]
     _dense(inputs, dense_heads, out)
@@ -198,7 +204,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> None:
         raise UnsupportedError(
             "attention along lines has no gradients: call it, or the model, under torch.no_grad()", page="kv-session"
         )
-    heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+    heads = query.shape[0]
+    queries = query.shape[1]
+    keys = key.shape[1]
     if not keys or heads % len(key) or key.shape[:2] != value.shape[:2] or query.shape[-1] != key.shape[-1]:
         raise SinkscopeError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}: expected keys and values "
@@ -279,14 +287,22 @@ def _dense(inputs: _Inputs, heads: list[int], out: Tensor) -> None:
     """Plain causal attention of some heads, on 4-D tensors: for other shapes PyTorch builds the whole matrix."""
     if not heads:
         return
-    query, key, value = inputs.query, inputs.key, inputs.value
+    query = inputs.query
+    key = inputs.key
+    value = inputs.value
     index: Any = slice(None)
     if len(heads) < len(query):
         index = torch.tensor(heads, device=query.device)
         kv_heads = index // inputs.group
-        query, key, value = query[index], key[kv_heads], value[kv_heads]
-    q, k, v = query[None].to(value.dtype), key[None].to(value.dtype), value[None]
-    queries, keys, grouped = q.shape[2], k.shape[2], len(query) > len(key)
+        query = query[index]
+        key = key[kv_heads]
+        value = value[kv_heads]
+    q = query[None].to(value.dtype)
+    k = key[None].to(value.dtype)
+    v = value[None]
+    queries = q.shape[2]
+    keys = k.shape[2]
+    grouped = len(query) > len(key)
     if queries == keys:
         whole = scaled_dot_product_attention(q, k, v, is_causal=True, scale=inputs.scaling, enable_gqa=grouped)
         out[index] = whole[0]
@@ -345,7 +361,8 @@ def plan_of(lines: HeadLines, head: int, lone_cost: float) -> Plan:
         cost = float(((stop - start) * width).sum()) + lone_cost * lone_rows
         time = cost + float(PART * parts.sum()) + _BLOCK * len(start)
         if time < best_time:
-            best, best_time = Plan(block, bands, lone_offsets, cost), time
+            best = Plan(block, bands, lone_offsets, cost)
+            best_time = time
         if lines.queries <= block:
             break
     assert best is not None
@@ -372,19 +389,28 @@ def bands_of(offsets: list[int], block: int, lone_cost: float) -> tuple[list[tup
     # The cheapest division of the runs so far whose last run is lone, and the cheapest whose last run is in a band.
     lone_last: _Run | None = None
     band_last: _Run | None = None
-    lone_price, band_price = 0.0, math.inf
+    lone_price = 0.0
+    band_price = math.inf
     for low, high in _neighbours(offsets):
-        earlier, price = lone_last, lone_price
+        earlier = lone_last
+        price = lone_price
         if band_price < lone_price:
-            earlier, price = band_last, band_price
-        new_band, new_price = _Run(low, high, True, earlier), price + opening + high - low
-        lone_last, lone_price = _Run(low, high, False, earlier), price + lone_cost * (high - low + 1)
+            earlier = band_last
+            price = band_price
+        new_band = _Run(low, high, True, earlier)
+        new_price = price + opening + high - low
+        lone_last = _Run(low, high, False, earlier)
+        lone_price = price + lone_cost * (high - low + 1)
         if band_last is not None:
             longer_price = band_price + high - band_last.high
             if longer_price < new_price:
-                new_band, new_price = _Run(band_last.low, high, True, band_last.before), longer_price
-        band_last, band_price = new_band, new_price
-    run = lone_last if lone_price <= band_price else band_last
+                new_band = _Run(band_last.low, high, True, band_last.before)
+                new_price = longer_price
+        band_last = new_band
+        band_price = new_price
+    run = band_last
+    if lone_price <= band_price:
+        run = lone_last
     bands: list[tuple[int, int]] = []
     lone_offsets: list[int] = []
     while run is not None:
@@ -465,7 +491,8 @@ class _BlockedHead:
     def attention(self, query: Float[Tensor, "query d_head"]) -> Float[Tensor, "query d_value"]:
         """Attention of scaled queries at the last positions."""
         query = query.contiguous()
-        keys, plan = len(self.key), self.plan
+        keys = len(self.key)
+        plan = self.plan
         past = keys - len(query)
         out = torch.zeros(len(query), self.value.shape[-1], device=query.device)
         lone_offsets = torch.tensor(plan.lone, dtype=torch.long, device=query.device)
@@ -484,7 +511,8 @@ class _BlockedHead:
         # In einops: "row d_head, column d_head -> row column", without a copy.
         end = lone_count
         for piece in pieces:
-            begin, end = end, end + len(piece.key)
+            begin = end
+            end = end + len(piece.key)
             torch.mm(query, piece.key.T, out=scores[:, begin:end])
             if piece.hidden is not None:
                 scores[:, end - piece.hidden.shape[1] : end].masked_fill_(piece.hidden, -torch.inf)
@@ -493,7 +521,8 @@ class _BlockedHead:
         torch.softmax(scores, -1, out=scores)
         end = lone_count
         for piece in pieces:
-            begin, end = end, end + len(piece.value)
+            begin = end
+            end = end + len(piece.value)
             out.addmm_(scores[:, begin:end], piece.value)
         if lone_count:
             self.loops.sums(scores, self.value, lone_offsets, start, out)
@@ -503,7 +532,8 @@ class _BlockedHead:
         pieces: list[_Piece] = []
         taken = 0  # columns that are in a piece
         for (low, high), (off_lines, future) in zip(self.plan.bands, self.bands, strict=True):
-            begin, end = max(0, start - high), stop - low
+            begin = max(0, start - high)
+            end = stop - low
             if end <= 0:
                 continue
             count = self.columns_before[begin]

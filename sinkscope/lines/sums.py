@@ -88,7 +88,8 @@ def _window(mask: Tensor | None, keys: int) -> int | None:
     if mask is None:
         return None
     seen = mask[0, 0, :, :keys]
-    seen = seen if seen.dtype == torch.bool else seen == 0
+    if seen.dtype != torch.bool:
+        seen = seen == 0
     window = int(seen[-1].sum())
     for row in {0, len(seen) // 2, len(seen) - 1}:
         last = keys - len(seen) + row
@@ -99,7 +100,9 @@ def _window(mask: Tensor | None, keys: int) -> int | None:
                 "lines are of causal attention, with or without a window; this mask is neither: give texts without "
                 "padding"
             )
-    return None if window == keys else window
+    if window == keys:
+        return None
+    return window
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +140,8 @@ def line_sums(
         `vertical[head, key]` and `slash[head, offset]`, float32. Each sums to the number of queries minus the weight of
         learned sinks and of keys before `since`.
     """
-    heads, keys = scores.query.shape[0], scores.key.shape[1]
+    heads = scores.query.shape[0]
+    keys = scores.key.shape[1]
     vertical = torch.zeros(heads, keys, device=scores.query.device)
     slash = torch.zeros(heads, keys, device=scores.query.device)  # slash[:, keys - 1 - offset] until the end
     for some in _head_groups(scores):
@@ -169,7 +173,8 @@ def crossings(
             if both.shape != part.probs.shape:
                 both = torch.zeros_like(part.probs)  # cells outside the skewed view, all in the future, stay 0
             span = part.stop - part.begin
-            cells, skewed = part.skewed(part.probs), part.skewed(both)
+            cells = part.skewed(part.probs)
+            skewed = part.skewed(both)
             column = vertical.new_zeros(choices, len(both), part.pad + span, dtype=torch.float32)
             column[:, :, part.pad :] = vertical[:, some, part.begin : part.stop]
             for i in range(choices):
@@ -194,11 +199,13 @@ def _head_groups(scores: Scores) -> list[slice]:
 
 def _chunks(scores: Scores, some: slice, chunk: int | None) -> Iterator[_Chunk]:
     shared = scores.query.shape[0] // scores.key.shape[0]
-    query, key = scores.query[some], scores.key[some.start // shared : some.stop // shared]
+    query = scores.query[some]
+    key = scores.key[some.start // shared : some.stop // shared]
     window = scores.window
     heads, queries, _ = query.shape
     kv_heads, keys, _ = key.shape
-    past, device = keys - queries, query.device
+    past = keys - queries
+    device = query.device
     if chunk is None:
         chunk = max(16, min(queries, _chunk_bytes(device) // (4 * heads * max(1, keys))))
     # Keys of zero before the first make room for the skewed view; their scores are masked.
@@ -211,7 +218,8 @@ def _chunks(scores: Scores, some: slice, chunk: int | None) -> Iterator[_Chunk]:
         begin = 0
         if window is not None:
             begin = max(0, first - window + 1)
-        span, gap = stop - begin, rows - 1
+        span = stop - begin
+        gap = rows - 1
         left = chunk - 1 - gap + begin
         scaled = query[:, start : start + rows].float().mul(scores.scaling)
         grouped = rearrange(scaled, "(kv_head group) row d_head -> kv_head (group row) d_head", kv_head=kv_heads)

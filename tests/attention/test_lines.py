@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from intervention_kit import bridge_of, nnsight_of
 from organisms import tiny_model
 from organisms.lines import line_organism
@@ -36,7 +34,8 @@ def test_planted_lines_come_out_on_top(seed: int, window: int | None) -> None:
     o = line_organism(seed, window)
     result = line_weights(o.model, [o.text(160, COLUMNS)], etas=[0.02], tokenizer=o.tokenizer)
     for place in ((layer, head) for layer in range(2) for head in range(4)):
-        mass, random = float(result.mass[0][place]), float(result.random_mass[0][place])
+        mass = float(result.mass[0][place])
+        random = float(result.random_mass[0][place])
         if place in o.truth.plain:
             assert mass < 0.3
         elif window is None:
@@ -77,7 +76,9 @@ def common(a: Sets, b: Sets) -> int:
 def test_all_numbers_equal_those_of_the_whole_matrix(model_type: str) -> None:
     """Against sets of cells of the models' own attention: window, soft cap and learned sinks too."""
     model, tokenizer = tiny_model(model_type)
-    texts, etas, layers = [ids_of(30), ids_of(41, 1), ids_of(33, 2)], (0.05, 0.2, 1.0), [0, 2]
+    texts = [ids_of(30), ids_of(41, 1), ids_of(33, 2)]
+    etas = (0.05, 0.2, 1.0)
+    layers = [0, 2]
     result = line_weights(model, texts, etas=etas, layers=layers, tokenizer=tokenizer)
     expected: dict[str, Tensor] = {}
 
@@ -91,7 +92,9 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type: str) -> None:
             for e, eta in enumerate(etas):
                 own: list[Sets] = []
                 for weights in matrices:
-                    n, half, total = len(weights), len(weights) // 2, float(weights.sum())
+                    n = len(weights)
+                    half = len(weights) // 2
+                    total = float(weights.sum())
                     columns, offsets = heaviest(weights, int(eta * 2 * n + 1e-9))
                     back = torch.arange(n)[:, None] - torch.arange(n)
                     on = torch.isin(back, torch.tensor(sorted(offsets))) | torch.isin(
@@ -150,7 +153,8 @@ def test_offsets_agree_between_texts_and_columns_only_where_they_are_the_same(se
 def test_segments_of_planted_lines() -> None:
     """Columns of the first half are seen from the second; within the halves only those at the same places agree."""
     o = line_organism(3)
-    n, vertical = 160, o.truth.vertical - o.truth.offsets.keys()
+    n = 160
+    vertical = o.truth.vertical - o.truth.offsets.keys()
     for columns, whole, inside in (((5, 10), 1, 0), ((5, 10, 85, 90), 1, 1), ((5, 10, 95, 99), 1, 0)):
         texts = [o.text(n, columns, i) for i in range(2)]
         result = line_weights(o.model, texts, etas=[2 / n], tokenizer=o.tokenizer)  # two lines of each half
@@ -161,30 +165,20 @@ def test_segments_of_planted_lines() -> None:
         assert (one.segments[0][place], one.segments_relative[0][place]) == (1, 1)
 
 
-@given(st.integers(1, 24), st.floats(0, 1), st.floats(0, 1), st.integers(0, 1 << 30))
-@settings(max_examples=30)
-def test_random_lines_are_as_many_or_as_long(n: int, columns: float, offsets: float, seed: int) -> None:
-    g = torch.Generator().manual_seed(seed)
-    own = HeadLines(torch.rand(2, 3, n, generator=g) < columns, torch.rand(2, 3, n, generator=g) < offsets, n)
-    length = torch.arange(n, 0, -1)
-    many, long = own.random(g, cells=False), own.random(g, cells=True)
-    for kind in ("vertical", "slash"):
-        a, b, c = (getattr(lines, kind) for lines in (own, many, long))
-        assert torch.equal(a.sum(2), b.sum(2))
-        assert (((a * length).sum(2) - (c * length).sum(2)).abs() <= n / 2).all()
-    back = torch.arange(n)[:, None] - torch.arange(n)
-    for lines in (own, many, long):
-        on = (lines.vertical[:, :, None] | lines.slash[:, :, back.clamp(min=0)]) & (back >= 0)
-        torch.testing.assert_close(lines.density(), on.sum((2, 3)) / (n * (n + 1) / 2))
-
-
 def test_random_lines_are_drawn_evenly_and_share_what_chance_says() -> None:
     """Of k columns of n, and m offsets, two draws have k^2 / n + m^2 / n in common on average."""
     vertical, slash = torch.zeros(2, 1, 3000, 20, dtype=torch.bool)
     vertical[..., :10], slash[..., :4] = True, True
-    own, g = HeadLines(vertical, slash, 20), torch.Generator().manual_seed(0)
-    a, b = own.random(g, cells=False), own.random(g, cells=False)
+    own = HeadLines(vertical, slash, 20)
+    g = torch.Generator().manual_seed(0)
+    a = own.random(g, cells=False)
+    b = own.random(g, cells=False)
     torch.testing.assert_close(a.vertical[0].float().mean(0), torch.full((20,), 0.5), atol=0.04, rtol=0)
+    assert (a.vertical.sum(2) == 10).all() and (a.slash.sum(2) == 4).all()
+    long = own.random(g, cells=True)  # the same total length of each kind, to within half a line
+    for drawn, chosen in ((long.vertical, vertical), (long.slash, slash)):
+        difference = (drawn * own.lengths()).sum(2) - (chosen * own.lengths()).sum(2)
+        assert (difference.abs() <= 10).all()
     assert float(shared_by_second(a, b).mean()) == pytest.approx((10 * 10 / 20 + 4 * 4 / 20) / 14, abs=0.01)
     assert float(jaccard(a, a).min()) == 1
     wider = HeadLines(*[torch.nn.functional.pad(kind, (5, 0)) for kind in (vertical, slash)], 25)
@@ -195,7 +189,8 @@ def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_neve
     """0.29 * 100 is a little less than 29 in floating point."""
     weights = torch.rand(2, 1, 50) + 0.1
     assert int(top_lines(*weights, [0.29]).counts()) == 29
-    vertical, slash = torch.tensor([[3.0, 0.0, 1.0]]), torch.tensor([[0.0, 4.0, 0.0]])
+    vertical = torch.tensor([[3.0, 0.0, 1.0]])
+    slash = torch.tensor([[0.0, 4.0, 0.0]])
     lines = top_lines(vertical, slash, [1 / 6, 0.5, 1.0])
     assert lines.counts().flatten().tolist() == [1, 3, 3] and lines.slash[0, 0].tolist() == [False, True, False]
     assert lines.vertical[1, 0].tolist() == [True, False, True]
@@ -224,7 +219,8 @@ def test_ids_need_no_tokenizer_and_texts_do() -> None:
     model, tokenizer = tiny_model("qwen2")
     model.config._name_or_path = ""
     ids = [ids_of(40, i) for i in range(2)]
-    alone, beside = line_weights(model, texts=ids), line_weights(model, texts=ids, tokenizer=tokenizer)
+    alone = line_weights(model, texts=ids)
+    beside = line_weights(model, texts=ids, tokenizer=tokenizer)
     assert (alone.mass == beside.mass).all() and alone.map_words == tuple(map(str, ids[0]))
     for texts in (["a text"], [ids[0], "a text"], None):
         with pytest.raises(SinkscopeError, match="carries no tokenizer"):
@@ -232,7 +228,8 @@ def test_ids_need_no_tokenizer_and_texts_do() -> None:
 
 
 def test_a_file_of_texts_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, out = tmp_path / "texts.jsonl", tmp_path / "x.json"
+    file = tmp_path / "texts.jsonl"
+    out = tmp_path / "x.json"
     rows = [{"text": f"Dialogue: A: hello {i}\nSummary: they greet. " * 8} for i in range(3)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = ["lines", "--data", str(file), "--count", "2", "--length", "64", "--layer", "2", "--eta", "0.1"]

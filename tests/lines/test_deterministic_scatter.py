@@ -9,11 +9,13 @@ from sinkscope.lines.deterministic_scatter import add_at
 
 
 def test_every_order_gives_the_same_bits() -> None:
-    dtype, generator = torch.float32, torch.Generator().manual_seed(0)
+    dtype = torch.float32
+    generator = torch.Generator().manual_seed(0)
     values = torch.rand(3, 5000, generator=generator, dtype=dtype).pow(20)
     values = values / values.sum(1, keepdim=True)
     index = torch.randint(0, 7, (3, 5000), generator=generator)
-    plain, found = set[bytes](), set[bytes]()
+    plain = set[bytes]()
+    found = set[bytes]()
     for seed in range(5):
         order = torch.randperm(5000, generator=torch.Generator().manual_seed(seed))
         into = torch.zeros(3, 7, dtype=dtype)
@@ -34,6 +36,7 @@ def test_small_numbers_keep_their_digits_and_what_was_there_stays() -> None:
 
 
 def test_on_a_cpu_it_adds_in_order() -> None:
-    values, index = torch.rand(2, 50), torch.randint(0, 5, (2, 50))
+    values = torch.rand(2, 50)
+    index = torch.randint(0, 5, (2, 50))
     wanted = torch.zeros(2, 5).scatter_add_(1, index, values)
     assert torch.equal(add_at(torch.zeros(2, 5), index, values, 50), wanted)

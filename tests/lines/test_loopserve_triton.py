@@ -96,7 +96,8 @@ def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(
     from sinkscope.lines import triton as kernel
 
     kind = getattr(torch, dtype)
-    size, wide = kernel.queries_at_once(kind), kernel._power(width)
+    size = kernel.queries_at_once(kind)
+    wide = kernel._power(width)
     fixed = {"width": width, "values": width, "WIDTH": wide, "VALUES": wide, "SIZE": size, "KEYS": kernel.KEYS}
     names = kernel._attend.arg_names
     types: dict[str, str] = {name: "i32" for name in names} | {"scaling": "fp32"} | dict.fromkeys(fixed, "constexpr")
@@ -120,7 +121,8 @@ def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(
 def test_the_index_names_each_cell_once() -> None:
     """Columns, blocks and lone lines as the format describes them, written out cell by cell."""
     kernel = pytest.importorskip("sinkscope.lines.triton")
-    keys, queries = 700, 430
+    keys = 700
+    queries = 430
     lines = drawn(3, keys, queries, 0.05, 0.004)
     lines.slash[1, 100:400] = True
     lines.slash[1, 380] = False
@@ -147,15 +149,6 @@ def test_the_index_names_each_cell_once() -> None:
     assert index.banded[1, 100:400].sum() == 299
 
 
-def test_scattered_offsets_are_no_longer_dense() -> None:
-    """A hundred lone offsets at 32k."""
-    kernel = pytest.importorskip("sinkscope.lines.triton")
-    keys = 32768
-    lines = drawn(1, keys, keys, 0.0, 100 / keys)
-    share = float(kernel.index_of(lines, 128).cells()) / float(lines.lengths().sum())
-    assert share < sparse.dense_limit(128, "triton", torch.device("cuda"))
-
-
 def test_without_triton_others_compute_and_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sparse._triton.cache_clear()
     monkeypatch.setitem(sys.modules, "sinkscope.lines.triton", None)  # an import of it fails
@@ -170,7 +163,8 @@ def test_without_triton_others_compute_and_it_is_said_once(monkeypatch: pytest.M
 
 
 def test_the_kernel_is_decided_by_device_and_request() -> None:
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    cuda = torch.device("cuda")
+    cpu = torch.device("cpu")
     limits = {(kernel, device): sparse.dense_limit(64, kernel, device) for kernel in KERNELS for device in (cuda, cpu)}
     assert limits["auto", cuda] == limits["triton", cuda] == limits["triton", cpu] == 0.5
     assert limits["auto", cpu] == limits["blocks", cpu] == limits["blocks", cuda] == 0.65
@@ -182,7 +176,8 @@ def test_the_kernel_is_decided_by_device_and_request() -> None:
 
 def test_prompts_on_a_device_without_it_are_left_to_the_model() -> None:
     """Unless blocks are asked for by a limit of one's own."""
-    query, key = torch.empty(1, 2, 200, 16, device="meta"), torch.empty(1, 1, 200, 16, device="meta")
+    query = torch.empty(1, 2, 200, 16, device="meta")
+    key = torch.empty(1, 1, 200, 16, device="meta")
     pos = torch.arange(200)[None]
     view = View(pos[None], pos)
     module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation="sdpa"))

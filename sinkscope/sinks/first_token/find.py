@@ -46,22 +46,6 @@ CARRIER_TEXTS, CARRIER_LENGTH = 2, 48  # typical text in which components are re
     figure="sinkscope.sinks.first_token.figure:draw",
     loading="enough",
     quick={"max_repeats": 64},
-    scan={
-        "order": 0,
-        "seconds": [1.2, 1.5],
-        "full": {"all_layers": True},
-        "numbers": {
-            "norm lost without the neurons": ["minimal.drop_sink_layer", "minimal.control", "minimal.control"],
-            "attention lost without the neurons": ["minimal.drop_attention", "minimal.control", "minimal.control"],
-            "first token's norm over the typical one": ["norm_spike.ratio", "typical_ratio", "typical_ratio"],
-        },
-        "facts": {
-            "sink layer": "sink_layer",
-            "neurons that make the spike": "minimal.sites",
-            "what carries the attention sink": "attention_sink.carried_by",
-            "matches what is published": "published.matches",
-        },
-    },
 )
 def find_sinks(
     setup: Setup,
