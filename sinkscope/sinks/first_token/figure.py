@@ -86,7 +86,8 @@ def _contributions(result: FindSinks) -> Panel:
 
 
 def _ablation(result: FindSinks) -> Panel:
-    names, neurons = _names(result), result.neurons
+    names = _names(result)
+    neurons = result.neurons
     drops = [neuron.ablation_drop for neuron in neurons]
     repeat_drops = [neuron.repeat_drop for neuron in neurons]
     controls = [neuron.control_drop for neuron in neurons]
