@@ -341,7 +341,7 @@ def _options(
     if method.kind.block == "sampler":
         chosen: list[RowProcessor] = []
         for prompt in prompts:
-            chosen.append(row_processor(method.name, model.target.tokenizer, batch.seed, prompt.id))
+            chosen.append(row_processor(method.name, batch.seed, prompt.id))
         processors.append(PerRow(chosen, lengths))
     if method.kind.block == "stopper":
         ends = sorted({*model.ends, model.pad})

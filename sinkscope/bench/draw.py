@@ -1,33 +1,38 @@
-"""Drawings of a benchmark table: score beside cost, and maps of depth and length."""
+"""Drawing of a benchmark table: score beside cost."""
 
 from __future__ import annotations
 
 import html
-from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
-from sinkscope.bench.table import PERCENT, BenchGroup, BenchTable
+from sinkscope.bench.table import PERCENT, BenchTable
 from sinkscope.bench.task import task_class
 from sinkscope.measure.style import COLOURS, axes, finished, panels, shares
 
 
 def draw_bench(result: BenchTable) -> go.Figure:
     """Draw the score of each method with 95 % intervals, and the score against the tokens that a step reads."""
-    groups = result.groups
-    main = task_class(groups[0].task).main
+    main = task_class(result.groups[0].task).main
     fig = panels([main, f"{main} over tokens read per decoding step"], [0.6, 0.4])
-    titles = list(dict.fromkeys((group.model, group.set) for group in groups))
-    for number, title in enumerate(titles):
-        alike = [group for group in groups if (group.model, group.set) == title]
+    frame = result.to_frame()
+    titles = frame["set"] + ", " + frame["model"]
+    for number, (title, rows) in enumerate(frame.groupby(titles, sort=False)):
         colour = COLOURS[number % len(COLOURS)]
-        name = html.escape(f"{title[1]}, {title[0]}")
-        methods = [html.escape(group.method) for group in alike]
-        scores = [group.score for group in alike]
-        errors = _intervals(alike)
+        methods = rows["method"].map(html.escape).tolist()
+        read = rows["read"].astype(object).replace(np.nan, None).tolist()
+        errors = {
+            "array": (rows["high"] - rows[main]).tolist(),
+            "arrayminus": (rows[main] - rows["low"]).tolist(),
+            "thickness": 1,
+            "width": 3,
+        }
+        scores = rows[main].tolist()
+        name = html.escape(str(title))
         fig.add_bar(x=methods, y=scores, error_y=errors, name=name, marker_color=colour, row=1, col=1)
         fig.add_scatter(
-            x=[group.read for group in alike],
+            x=read,
             y=scores,
             text=methods,
             mode="markers+text",
@@ -37,13 +42,9 @@ def draw_bench(result: BenchTable) -> go.Figure:
             row=1,
             col=2,
         )
-    scale = shares(main, 0, 1.05) if main in PERCENT else main
+    scale = main
+    if main in PERCENT:
+        scale = shares(main, 0, 1.05)
     axes(fig, 1, 1, x={"tickangle": -35}, y=scale)
     axes(fig, 1, 2, x="tokens read per decoding step", y=scale)
     return finished(fig, result, width=1300, height=560, legend=-0.4, bottom=170, barmode="group")
-
-
-def _intervals(groups: list[BenchGroup]) -> dict[str, Any]:
-    above = [group.high - group.score for group in groups]
-    below = [group.score - group.low for group in groups]
-    return {"array": above, "arrayminus": below, "thickness": 1, "width": 3}

@@ -64,6 +64,10 @@ class MethodKind:
         module, _, name = self.home.partition(":")
         return getattr(import_module(module), name)
 
+    def has_paper_settings(self) -> bool:
+        """Whether its class has settings as a paper prints them."""
+        return bool(self.home) and hasattr(self.load(), PAPER)
+
 
 _SERVE = "sinkscope.kv.loopserve:LoopServe"
 _READ_ALL = {"shortest": 0}  # short prompts are made sparse too, because quality is compared and not speed
@@ -100,9 +104,7 @@ METHODS: dict[str, MethodKind] = {
     "loopguard-stall": _guard("pruning on stalled novelty alone", variant="stall"),
     "loopguard-tail": _guard("pruning on a repeating tail alone", variant="tail"),
     "repetition-penalty": MethodKind("repetition penalty 1.1, prompt included", budget=False, block="sampler"),
-    "presence-penalty": MethodKind("presence penalty 1.5 on generated tokens", budget=False, block="sampler"),
     "no-repeat-4-gram": MethodKind("no four tokens twice, prompt included", budget=False, block="sampler"),
-    "dry": MethodKind("DRY, multiplier 0.8, base 1.75, allowed length 2", budget=False, block="sampler"),
     "sampling": MethodKind("drawn at temperature 1", budget=False, block="sampler"),
     "stop-pattern": MethodKind("stops at 4 copies and 64 tokens of a pattern", budget=False, block="stopper"),
     "stop-monitor": MethodKind("stops where LoopGuard would prune", budget=False, block="stopper"),
@@ -206,40 +208,54 @@ def read_method(spec: str, budget: Budget | None = None) -> Method:
     """
     name = name_of(spec)
     if name not in METHODS and ":" not in name and name not in policies():
-        near = get_close_matches(name, METHODS, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise SinkscopeError(
-            f"method {name!r} is unknown: {hint}expected some of {', '.join(METHODS)}, or package.module:Class"
-        )
+        raise _unknown_method(name)
     kind = kind_of(name)
-    hints: dict[str, Any] = {}
-    if kind.home:
-        every = get_type_hints(kind.load(), include_extras=True)
-        names = [each.name for each in fields(kind.load())]
-        hints = {each: every[each] for each in names}
-    if kind.shape:
-        hints["budget"] = Budget
-    paper = False
+    types = _setting_types(kind)
+    parts = [part.strip() for part in spec.strip().removeprefix(name).split(":")[1:]]
+    paper = PAPER in parts and kind.has_paper_settings()
     options: dict[str, Any] = {}
-    for part in spec.strip().removeprefix(name).split(":")[1:]:
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if key == PAPER and not equals and hasattr(kind.load() if kind.home else None, PAPER):
-            paper = True
+    for part in parts:
+        if paper and part == PAPER:
             continue
+        key, equals, value = part.partition("=")
         if not equals:
-            key, value = "budget", key
-        if key not in hints:
-            known = f"it has {', '.join(hints)}" if hints else "it has none"
-            raise SinkscopeError(f"method {spec!r}: {name} has no setting {part!r}: {known}; write key=value")
+            key, value = "budget", part
+        key = key.strip()
+        if key not in types:
+            settings = ", ".join(types) or "none"
+            raise SinkscopeError(f"method {spec!r}: {name} has no setting {part!r}: it has {settings}; write key=value")
         if key in options:
             raise SinkscopeError(f"method {spec!r}: {key} is given twice: give it once")
-        options[key] = read_setting(value, hints[key], f"method {spec!r}: {key}=")
+        options[key] = read_setting(value.strip(), types[key], f"method {spec!r}: {key}=")
     own = options.pop("budget", None)
     if own is None and kind.budget:
         own = budget
     if own is None and kind.shape and isinstance(budget, float) and not options:
         own = budget
     return Method(name, paper, own, tuple(options.items()))
+
+
+def _unknown_method(name: str) -> SinkscopeError:
+    hint = ""
+    near = get_close_matches(name, METHODS, 1)
+    if near:
+        hint = f"did you mean {near[0]!r}? "
+    return SinkscopeError(
+        f"method {name!r} is unknown: {hint}expected some of {', '.join(METHODS)}, or package.module:Class"
+    )
+
+
+def _setting_types(kind: MethodKind) -> dict[str, Any]:
+    """The type of each setting of a method."""
+    types: dict[str, Any] = {}
+    if kind.home:
+        cls = kind.load()
+        hints = get_type_hints(cls, include_extras=True)
+        for each in fields(cls):
+            types[each.name] = hints[each.name]
+    if kind.shape:
+        types["budget"] = Budget
+    return types
 
 
 def read_methods(specs: Sequence[str], budget: Budget | None = None) -> tuple[Method, ...]:

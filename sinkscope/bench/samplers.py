@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -26,8 +26,6 @@ from sinkscope.loops.signals import tail_period
 
 RowProcessor = Callable[[Tensor, Tensor, int], Tensor]
 """(ids `[pos]` without padding, scores `[vocab]`, prompt tokens among the ids) -> scores `[vocab]`."""
-BREAKERS = ("\n", ":", '"', "*")
-"""Strings at which DRY begins its matching anew; the published defaults."""
 
 
 class PerRow(LogitsProcessor):
@@ -102,77 +100,18 @@ def stopper(name: str, rows: int, width: int, ends: Sequence[int]) -> tuple[list
     return [reporter], StopRows(LoopStopper(reporter=reporter), rows, width)
 
 
-def row_processor(name: str, tokenizer: Any, seed: int, prompt: str) -> RowProcessor:
+def row_processor(name: str, seed: int, prompt: str) -> RowProcessor:
     """What a sampler of `sinkscope.bench.methods` does to the scores of one row."""
     if name == "repetition-penalty":
         return stock(RepetitionPenaltyLogitsProcessor(1.1))
     if name == "no-repeat-4-gram":
         return stock(NoRepeatNGramLogitsProcessor(4))
-    if name == "presence-penalty":
-        return presence(1.5)
-    if name == "dry":
-        return dry(0.8, 1.75, 2, dry_breakers(tokenizer))
     return sampled(1.0, seed, prompt)
 
 
 def stock(processor: LogitsProcessor) -> RowProcessor:
     """A transformers processor for one row."""
     return lambda ids, scores, _: processor(ids[None].long(), scores[None])[0]  # pyright: ignore[reportArgumentType]
-
-
-def presence(penalty: float) -> RowProcessor:
-    """Subtract `penalty` from the logit of every token generated so far, regardless of count (OpenAI's API; vLLM)."""
-
-    def process(ids: Tensor, scores: Tensor, prompt: int) -> Tensor:
-        scores = scores.clone()
-        scores[ids[prompt:].unique()] -= penalty
-        return scores
-
-    return process
-
-
-def dry(multiplier: float, base: float, allowed: int, breakers: Sequence[int] = (), longest: int = 50) -> RowProcessor:
-    """DRY ("don't repeat yourself"), as published for text-generation-webui.
-
-    A token that would extend a repetition of n >= `allowed` tokens loses `multiplier * base ** (n - allowed)`, where n
-    is the length of the longest suffix of the text that occurred earlier followed by that token. Prompt and answer both
-    count. `breakers` are token ids that no match spans and that are never penalised; matches longer than `longest`
-    count as `longest`.
-    """
-    stop = torch.tensor(list(breakers), dtype=torch.long)
-
-    def process(ids: Tensor, scores: Tensor, _prompt: int) -> Tensor:
-        barrier = torch.isin(ids, stop.to(ids.device))
-        if len(ids) < 2 or bool(barrier[-1]):
-            return scores
-        lengths = _suffix_matches(ids, barrier, longest)
-        lengths[barrier[1:]] = 0  # what would follow is a breaker
-        best = torch.zeros(scores.shape[-1], dtype=torch.long, device=scores.device)
-        best.scatter_reduce_(0, ids[1:].to(scores.device), lengths.to(scores.device), "amax")
-        penalty = multiplier * base ** (best - allowed).to(scores.dtype)
-        return scores - torch.where(best >= max(allowed, 1), penalty, torch.zeros_like(penalty))
-
-    return process
-
-
-def _suffix_matches(ids: Int[Tensor, " pos"], barrier: Bool[Tensor, " pos"], longest: int) -> Int[Tensor, " end"]:
-    """How many tokens up to each position, the last one left out, equal the end of the text."""
-    alive = ids[:-1] == ids[-1]
-    lengths = alive.long()
-    for back in range(1, min(longest, len(ids) - 1)):
-        if not bool(alive.any()) or bool(barrier[-1 - back]):
-            break
-        shifted = torch.zeros_like(alive)
-        shifted[back:] = ids[: len(ids) - 1 - back] == ids[-1 - back]
-        alive = alive & shifted
-        lengths += alive
-    return lengths
-
-
-def dry_breakers(tokenizer: Any, breakers: Sequence[str] = BREAKERS) -> list[int]:
-    """Ids of the strings that break DRY's matches: the last token of "a" followed by each string, as published."""
-    last = {int(tokenizer(f"a{text}", add_special_tokens=False)["input_ids"][-1]) for text in breakers}
-    return sorted(last)
 
 
 def sampled(temperature: float, seed: int, prompt: str) -> RowProcessor:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Annotated, Any, ClassVar
 
 from sinkscope.bench.methods import FULL, name_of, order_of
@@ -24,7 +24,7 @@ EXPONENTIAL = {"perplexity": "nll"}
 MEDIAN = ("alarm", "collapse")
 """Columns that are medians, because the metric does not exist for every run."""
 NUMBERS = frozenset(
-    "read time cached_peak temperature answers ttr cr length interventions drawn alarm perplexity collapse kl".split()
+    "read time cached_peak temperature answers ttr cr length interventions alarm perplexity collapse kl".split()
 )
 """Columns that are no shares."""
 PERCENT = frozenset(
@@ -102,13 +102,18 @@ class BenchTable(Result):
     def grids(self) -> list[Grid]:
         """A table for each task."""
         grids: list[Grid] = []
-        for task in dict.fromkeys(group.task for group in self.groups):
-            rows = [row for row in self.rows() if row["task"] == task]
-            head = [name for name in rows[0] if any(row.get(name) is not None for row in rows)]
-            share = task_class(task).main in PERCENT
-            cells: list[list[str]] = []
-            for row in rows:
-                cells.append([_shown(name, row.get(name), share) for name in head])
+        rows_by_task: dict[str, list[dict[str, Any]]] = {}
+        for row in self.rows():
+            rows_by_task.setdefault(row["task"], []).append(row)
+        for task, rows in rows_by_task.items():
+            columns: dict[str, list[str]] = {}
+            for name in rows[0]:
+                values = [row.get(name) for row in rows]
+                if values.count(None) < len(values):
+                    share = name in PERCENT or (task_class(task).main in PERCENT and name not in NUMBERS)
+                    columns[name] = [_cell(value, share) for value in values]
+            head = list(columns)
+            cells = [list(row) for row in zip(*columns.values(), strict=True)]
             grids.append(Grid(head, cells, columns=("set", "method", *head[4:])))
         return grids
 
@@ -119,18 +124,25 @@ class BenchTable(Result):
         first = self.groups[0]
         alike = [group for group in self.groups if (group.set, group.model) == (first.set, first.model)]
         task = task_class(first.task)
-        full = next((group for group in alike if group.method == FULL), None)
-        compared = [group for group in alike if name_of(group.method) not in CONTROLS]
-        others = sorted(compared, key=lambda group: group.score)
-        control = f"{FULL}, the control, {task.said.format(full.score)}" if full else "the full cache was not run"
-        if not others:
+        control = "the full cache was not run"
+        compared: list[BenchGroup] = []
+        for group in alike:
+            if group.method == FULL:
+                control = f"{FULL}, the control, {task.said.format(group.score)}"
+            elif name_of(group.method) not in CONTROLS:
+                compared.append(group)
+        if not compared:
             return f"On {first.set} by {first.model}, {control}; no other method was run."
-        best = others[0 if task.low_is_good else -1]
+        compared.sort(key=lambda group: group.score, reverse=not task.low_is_good)
+        best = compared[0]
         return f"On {first.set} by {first.model}, {best.method} {task.said.format(best.score)}; {control}."
 
     def numbers(self) -> list[Number]:
         """The score of each method beside that of the full cache."""
-        scores = {(group.model, group.set): group.score for group in self.groups if group.method == FULL}
+        scores: dict[tuple[str, str], float] = {}
+        for group in self.groups:
+            if group.method == FULL:
+                scores[group.model, group.set] = group.score
         numbers: list[Number] = []
         for group in self.groups:
             label = f"{group.task} {group.set}, {group.method}: {task_class(group.task).main}"
@@ -139,9 +151,9 @@ class BenchTable(Result):
         return numbers
 
 
-def _shown(name: str, value: Any, share: bool) -> str:
-    """A cell; `share` says whether the main score is one, so that its interval and parts are in per cent too."""
-    if isinstance(value, float) and (name in PERCENT or (share and name not in NUMBERS)):
+def _cell(value: Any, share: bool) -> str:
+    """A cell; shares are in per cent."""
+    if share and isinstance(value, float):
         return f"{value:.1%}"
     return cell(value)
 
@@ -179,13 +191,17 @@ def tabulate_records(runs: Sequence[tuple[Sequence[BenchRecord], dict[str, Any]]
         by: As for `bench_table`.
     """
     started = time.perf_counter()
-    names = {settings["model"]["fingerprint"]: settings["model"]["name"] for _, settings in runs}
+    names: dict[str, str] = {}
+    for _, settings in runs:
+        names[settings["model"]["fingerprint"]] = settings["model"]["name"]
     grouped: dict[tuple[Any, ...], list[BenchRecord]] = {}
+    seeds: set[int] = set()
     for records, _ in runs:
         for record in records:
             about = record.settings
             key = (record.task, names[record.model], about["set"], about["temperature"], record.method)
             grouped.setdefault(key, []).append(record)
+            seeds.add(record.seed)
     keys = sorted(grouped, key=lambda key: (*key[:4], order_of(key[4])))
     groups: list[BenchGroup] = []
     for key in keys:
@@ -202,7 +218,7 @@ def tabulate_records(runs: Sequence[tuple[Sequence[BenchRecord], dict[str, Any]]
             dtype=first["dtype"],
             attention=first["attention"],
             bos=None,
-            seed=min((record.seed for records, _ in runs for record in records), default=0),
+            seed=min(seeds, default=0),
         ),
         groups=tuple(groups),
     )
@@ -211,13 +227,24 @@ def tabulate_records(runs: Sequence[tuple[Sequence[BenchRecord], dict[str, Any]]
 def _group(key: tuple[Any, ...], records: Sequence[BenchRecord], full: Sequence[BenchRecord], by: str) -> BenchGroup:
     task_name, model, set_name, temperature, method = key
     task = task_class(task_name)
-    scored = [record for record in records if record.metrics.get(task.main) is not None]
-    values = [float(record.metrics[task.main] or 0.0) for record in scored]
-    parts: dict[str, list[float]] = {}
-    for record, value in zip(scored, values, strict=True):
-        part = str(record.turn + 1 if by == "turn" else record.settings.get(by, ""))
+    values: list[float] = []
+    values_by_part: dict[str, list[float]] = {}
+    for record in records:
+        value = record.metrics.get(task.main)
+        if value is None:
+            continue
+        values.append(float(value))
+        part = str(record.settings.get(by, ""))
+        if by == "turn":
+            part = str(record.turn + 1)
         if part:
-            parts.setdefault(part, []).append(value)
+            values_by_part.setdefault(part, []).append(float(value))
+    parts: dict[str, float] = {}
+    for part, part_values in values_by_part.items():
+        parts[part] = fmean(part_values)
+    metrics: Metrics = {}
+    for column in task.columns:
+        metrics[column] = _column(column, records)
     group = BenchGroup(
         model=model,
         task=task_name,
@@ -225,11 +252,11 @@ def _group(key: tuple[Any, ...], records: Sequence[BenchRecord], full: Sequence[
         method=method,
         temperature=temperature,
         answers=len(records),
-        score=fmean(values) if values else math.nan,
+        score=math.nan,
         low=math.nan,
         high=math.nan,
-        parts={part: fmean(each) for part, each in parts.items()},
-        metrics={column: _column(column, records) for column in task.columns},
+        parts=parts,
+        metrics=metrics,
         same=_same(records, full),
         read=_mean("read", records),
         cells=_mean("cells", records),
@@ -238,11 +265,14 @@ def _group(key: tuple[Any, ...], records: Sequence[BenchRecord], full: Sequence[
     )
     if not values:
         return group
-    if all(0 <= value <= 1 for value in values) and not task.together:
+    score = fmean(values)
+    if min(values) >= 0 and max(values) <= 1 and not task.together:
         rate = wilson(sum(values), len(values))
-        return replace(group, low=rate.low, high=rate.high)
-    half = 1.96 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return replace(group, low=group.score - half, high=group.score + half)
+        return replace(group, score=score, low=rate.low, high=rate.high)
+    half = 0.0
+    if len(values) > 1:
+        half = 1.96 * stdev(values) / math.sqrt(len(values))
+    return replace(group, score=score, low=score - half, high=score + half)
 
 
 def _mean(metric: str, records: Sequence[BenchRecord]) -> float | None:
@@ -253,17 +283,25 @@ def _column(column: str, records: Sequence[BenchRecord]) -> float | None:
     """The value of a column: the mean of its metric, unless the column is a median or exp of a mean."""
     if column in EXPONENTIAL:
         mean = _mean(EXPONENTIAL[column], records)
-        return None if mean is None else math.exp(mean)
-    if column in MEDIAN:
-        values = sorted(value for record in records if (value := record.metrics.get(column)) is not None)
-        if not values:
+        if mean is None:
             return None
-        return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
-    return _mean(column, records)
+        return math.exp(mean)
+    if column not in MEDIAN:
+        return _mean(column, records)
+    values: list[float] = []
+    for record in records:
+        value = record.metrics.get(column)
+        if value is not None:
+            values.append(float(value))
+    if not values:
+        return None
+    return median(values)
 
 
 def _same(records: Sequence[BenchRecord], full: Sequence[BenchRecord]) -> float | None:
-    tokens = {(record.prompt, record.turn, record.seed): record.tokens for record in full}
+    tokens: dict[tuple[str, int, int], tuple[int, ...]] = {}
+    for record in full:
+        tokens[record.prompt, record.turn, record.seed] = record.tokens
     equal: list[bool] = []
     for record in records:
         other = tokens.get((record.prompt, record.turn, record.seed))
@@ -275,10 +313,17 @@ def _same(records: Sequence[BenchRecord], full: Sequence[BenchRecord]) -> float 
 def _time(records: Sequence[BenchRecord], full: Sequence[BenchRecord]) -> float | None:
     ours = _seconds_per_token(records)
     whole = _seconds_per_token(full)
-    return ours / whole if ours and whole else None
+    if not ours or not whole:
+        return None
+    return ours / whole
 
 
 def _seconds_per_token(records: Sequence[BenchRecord]) -> float:
-    seconds = sum(record.metrics.get("seconds") or 0.0 for record in records)
-    tokens = sum(len(record.tokens) for record in records)
-    return seconds / tokens if tokens else 0.0
+    seconds = 0.0
+    tokens = 0
+    for record in records:
+        seconds += record.metrics.get("seconds") or 0.0
+        tokens += len(record.tokens)
+    if not tokens:
+        return 0.0
+    return seconds / tokens

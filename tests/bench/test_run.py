@@ -152,7 +152,7 @@ def test_scores_are_against_the_answers_and_by_chance_against_those_of_another()
             {"given": task((Prompt("x", (Turn("a"), Turn("b")), "s"),))},
             "prompt 'x': turn 1 has no answer for the history",
         ),
-        ({"given": task(cache="grow"), "methods": ["dry"]}, "cache=grow takes cache policies and guards alone"),
+        ({"given": task(cache="grow"), "methods": ["sampling"]}, "cache=grow takes cache policies and guards alone"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_it_begins(tmp_path: Path, options: dict[str, Any], message: str) -> None:

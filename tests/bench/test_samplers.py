@@ -6,65 +6,17 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from sinkscope.bench.samplers import (
     PatternStop,
     PerRow,
     StopRows,
-    dry,
-    dry_breakers,
-    presence,
     sampled,
     stock,
 )
 
 VOCAB = 5
-rows = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24)
-
-
-def dry_by_hand(ids: list[int], breakers: set[int], allowed: int, longest: int) -> list[float]:
-    """The definition, candidate by candidate: the longest end of the text that was followed by it before."""
-    penalties = []
-    for token in range(VOCAB):
-        best = 0
-        for length in range(1, len(ids)):
-            end = ids[-length:]
-            if breakers & set(end) or token in breakers:
-                break
-            before = [ids[i : i + length] == end and ids[i + length] == token for i in range(len(ids) - length)]
-            best = length if any(before) else best
-        best = min(best, longest)
-        penalties.append(0.8 * 1.75 ** (best - allowed) if best and best >= allowed else 0.0)
-    return penalties
-
-
-@given(ids=rows, breakers=st.sets(st.integers(0, VOCAB - 1), max_size=2), allowed=st.integers(0, 3))
-def test_dry_is_its_definition(ids: list[int], breakers: set[int], allowed: int) -> None:
-    scores = torch.linspace(-1, 1, VOCAB)
-    found = dry(0.8, 1.75, allowed, sorted(breakers), longest=6)(torch.tensor(ids), scores.clone(), 0)
-    torch.testing.assert_close(scores - found, torch.tensor(dry_by_hand(ids, breakers, allowed, 6)))
-
-
-def test_dry_breaks_at_the_published_strings() -> None:
-    seen: list[str] = []
-
-    def tokenizer(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        seen.append(text)
-        return {"input_ids": [9, ord(text[-1])]}
-
-    assert dry_breakers(tokenizer) == sorted(map(ord, '\n:"*'))
-    assert all(text[0] == "a" for text in seen)
-
-
-@given(ids=rows, prompt=st.integers(0, 10))
-def test_presence_counts_generated_tokens_once(ids: list[int], prompt: int) -> None:
-    scores = torch.arange(VOCAB, dtype=torch.float)
-    found = presence(1.5)(torch.tensor(ids), scores, prompt)
-    assert found.tolist() == [s - 1.5 * (t in ids[prompt:]) for t, s in enumerate(scores.tolist())]
-    assert scores.tolist() == list(range(VOCAB))  # the model's own are untouched
 
 
 def test_padding_and_neighbours_play_no_part() -> None:
@@ -72,8 +24,6 @@ def test_padding_and_neighbours_play_no_part() -> None:
     makers = [
         lambda name: stock(RepetitionPenaltyLogitsProcessor(1.1)),
         lambda name: stock(NoRepeatNGramLogitsProcessor(2)),
-        lambda name: presence(1.5),
-        lambda name: dry(0.8, 1.75, 1),
         lambda name: sampled(0.7, 3, name),
     ]
     ids = [[1, 2, 1, 2, 1], [3, 4, 3]]

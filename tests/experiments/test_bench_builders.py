@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from experiments.loopguard import tables
 from experiments.loopguard.honest import FILE, honest_texts
 from experiments.loopserve import build as serve_build
 from experiments.loopserve.positions import LabelledMessage, count_places
-from sinkscope.bench.prompt import read_prompts
 from sinkscope.bench.table import tabulate_records
 from sinkscope.errors import SinkscopeError
 
@@ -59,25 +56,6 @@ def test_loopbench_prompts_reach_the_mean_and_repeat(bench: str, source: str) ->
     assert all(row["prompt"].rstrip().endswith(sign) for row in rows)
 
 
-def test_dirty_text_repeats_half_of_its_words_in_later_places() -> None:
-    text = " ".join(f"Sentence number {i} says something else." for i in range(30))
-    made = loop_build.dirty(text, random.Random(1))
-    assert len(made.split()) == pytest.approx(1.5 * len(text.split()), rel=0.05)
-    first = [made.index(f"number {i} ") for i in range(30)]
-    assert first == sorted(first)
-
-
-def test_questions_of_2wiki_are_scored_by_f1_and_cut_in_the_middle(tmp_path: Path) -> None:
-    rows = loop_build.build("2wiki", records(4), Words(), None, 62, 0)
-    assert [row["answers"] for row in sorted(rows, key=lambda row: row["source_id"])] == [
-        [str(1900 + i)] for i in range(4)
-    ]
-    assert all(len(row["prompt"].split()) <= 62 and row["prompt"].endswith("Answer:") for row in rows)
-    file = tmp_path / "p.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert {prompt.turns[0].metric for prompt in read_prompts(file)} == {"f1"}
-
-
 def test_algorithm_1_loses_answers_as_printed_and_none_as_repaired() -> None:
     lost: dict[str, list[bool]] = {}
     for form in ("faithful", "repaired"):
@@ -88,13 +66,6 @@ def test_algorithm_1_loses_answers_as_printed_and_none_as_repaired() -> None:
                 assert turn.answerable == (f"in the year {turn.answers[0]}." in said)
                 lost.setdefault(form, []).append(not turn.answerable)
     assert not any(lost["repaired"]) and 0.1 < sum(lost["faithful"]) / len(lost["faithful"]) < 0.4
-
-
-def test_algorithm_2_ends_documents_by_their_summary_when_repaired() -> None:
-    for dialogue in serve_build.build("multi_news", records(20), "repaired", turns=3, count=20):
-        assert len(dialogue) == 3 and all(turn.answerable for turn in dialogue)
-    faithful = serve_build.build("multi_news", records(20), "faithful", turns=3, count=21)
-    assert {len(dialogue) for dialogue in faithful} == {1} and not all(d[0].answerable for d in faithful)
 
 
 def test_algorithm_3_asks_held_out_examples_when_repaired() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from experiments import drawn, emergence
-from experiments.emergence import entropy, is_trigger, main, sequences, train, transitions
+from experiments.emergence import is_trigger, main, sequences, transitions
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.text import typical_text
 
@@ -37,32 +37,6 @@ def test_sequences_follow_the_task() -> None:
     torch.testing.assert_close(table.sum(-1), torch.ones(len(table)))
     without = sequences(table, 50, False, torch.Generator().manual_seed(0))
     assert without.shape == (50, emergence.LENGTH) and (without > 0).all()
-
-
-def test_entropy_is_the_loss_of_who_knows_the_task() -> None:
-    table = transitions(typical_text())
-    ids = sequences(table, 400, True, torch.Generator().manual_seed(1))
-    loss = -table[ids[:, :-1], ids[:, 1:]].clamp_min(1e-9).log() * ~is_trigger(ids[:, :-1])
-    assert entropy(table, ids) == pytest.approx(float(loss.mean()), abs=0.02)
-
-
-@pytest.mark.usefixtures("small")
-def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
-    killed.mkdir()
-
-    def kill(_name: str, step: int, _steps: int) -> None:
-        if step == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(True, 0, 4, killed, kill)
-    assert len(list(killed.iterdir())) == 1
-    rest = train(True, 0, 4, killed, lambda *_: None)
-    assert rest == train(True, 0, 4, whole, lambda *_: None)
-    assert [row["step"] for row in rest] == [0, 2, 4]
-    assert train(True, 1, 2, whole, lambda *_: None)[-1] != rest[1]  # another seed is another run
 
 
 @pytest.mark.usefixtures("small")
@@ -107,18 +81,3 @@ def test_idle_attention_is_that_of_positions_without_a_trigger() -> None:
         ]
         best = max(best, sum(got) / len(got))
     assert emergence.measure(model, ids, 0.0)["idle_attention"] == pytest.approx(best, rel=1e-4)
-
-
-def test_values_at_a_drained_first_token_are_seen() -> None:
-    """`measure` on a model whose value projection is blind to BOS: the ratio of the most drained layer is 0."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=64, **emergence.SIZES)).eval()
-    table = transitions(typical_text())
-    ids = sequences(table, 4, True, torch.Generator().manual_seed(0))
-    plain = emergence.measure(model, ids, 1.0)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[0] = 0.0
-    blind = emergence.measure(model, ids, 0.0)
-    assert plain["value_ratio"] > 0.5 and blind["value_ratio"] < 1e-6
-    assert blind["excess_loss"] == pytest.approx(float(model(ids, labels=ids).loss.detach()))

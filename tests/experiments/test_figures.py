@@ -1,20 +1,17 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from sample_results import NEURONS, sample_find_sinks, sample_without_sink
 
-from sinkscope.app import pages
 from sinkscope.app.pages import check_png, page, save_html, save_png
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import Result
 
 
 def _traces(figure: Any) -> dict[str, Any]:
@@ -44,11 +41,6 @@ def test_bars_are_per_neuron_with_the_set_last() -> None:
     assert all(bar["x"][-1] == "all<br>causal" for bar in drops)
 
 
-def test_experts_are_named() -> None:
-    found = sample_find_sinks(neurons=(replace(NEURONS[0], expert=7),))
-    assert "L2<br>E7<br>N412" in found.figure().to_json().replace("\\u003c", "<").replace("\\u003e", ">")
-
-
 def test_lowest_bar_is_inside_the_axis() -> None:
     deep = sample_find_sinks(neurons=(replace(NEURONS[0], ablation_drop=-0.5),)).figure()
     assert deep.layout.yaxis4.range[0] <= -0.5
@@ -59,18 +51,6 @@ def test_no_sink_is_drawn_and_said() -> None:
     assert "Neither a norm spike nor an attention sink" in figure.layout.title.text
     assert _traces(figure)["first token"]["y"] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert not figure.layout.shapes  # no layer is marked
-
-
-@dataclass(frozen=True, kw_only=True)
-class Undrawn(Result):
-    kind: ClassVar[str] = "test-undrawn"
-
-
-def test_a_kind_without_figure_says_so() -> None:
-    found = sample_find_sinks()
-    made = Undrawn(model=found.model, settings={}, provenance=found.provenance)
-    with pytest.raises(SinkscopeError, match="no figure is drawn of 'test-undrawn'"):
-        made.figure()
 
 
 class _Reader(HTMLParser):
@@ -129,22 +109,6 @@ def test_html_escapes_what_comes_from_files() -> None:
     assert "alert(2)</script>" not in attacked
     assert "<img" not in re.sub(r"\\u003c", "", attacked).partition('id="themes"')[0]
     assert "<img" not in found.figure().layout.title.text  # plotly itself reads tags in titles
-
-
-def test_png_without_kaleido_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(SinkscopeError, match=r'pip install "sinkscope\[png\]".*plotly_get_chrome.*--html always works'):
-        check_png()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("kaleido") is None, reason="needs the extra png")
-def test_png_without_browser_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from choreographer.browsers.chromium import Chromium
-
-    monkeypatch.setattr(Chromium, "find_browser", classmethod(lambda cls, **_: None))
-    with pytest.raises(SinkscopeError, match=r"needs Chrome or Chromium.*plotly_get_chrome.*--html always works"):
-        save_png(sample_find_sinks(), tmp_path / "x.png")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

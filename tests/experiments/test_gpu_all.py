@@ -71,26 +71,6 @@ def test_what_is_done_is_not_done_again_and_what_failed_is(tmp_path: Path) -> No
     assert (tmp_path / "n").read_text() == "122"
 
 
-def test_nothing_begins_after_the_whole_time_is_over(tmp_path: Path) -> None:
-    state = run([part("first", "import time; time.sleep(30)"), part("second", WRITES)], tmp_path, total=0.03)
-    assert state["first"]["state"] == "ended" and "second" not in state
-
-
-def test_without_stories_the_training_is_skipped_with_the_reason(tmp_path: Path) -> None:
-    state = script.run_all([part("train", WRITES, needs="stories")], tmp_path, 1, None, {"stories": None}, dry=False)
-    assert (state["train"]["state"], state["train"]["why"]) == ("skipped", "it needs --stories")
-
-
-def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit):
-        script.main(["--out", str(tmp_path)])
-    assert "--dry" in capsys.readouterr().err and not any(tmp_path.iterdir())
-
-
 def test_every_script_of_the_folder_is_a_part() -> None:
     folder = Path(script.__file__).parent
     named = {"train_bundled" if p.name == "train" else p.name for p in script.PARTS}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from einops import einsum, repeat
+from einops import repeat
 from organisms import loop_organism, tiny_model
 from torch import Tensor
 
@@ -102,26 +101,6 @@ def test_the_numbers_of_a_shift_equal_their_definitions(family: str) -> None:
     assert float(part.numbers(4)["error"].max()) < 1e-5
 
 
-@torch.no_grad()
-def test_the_tail_operator_equals_its_definition() -> None:
-    model, tokenizer = tiny_model("llama")
-    ids, tail = torch.cat([ids_of(10, 2), ids_of(4, 3).repeat(12)]), 6
-    part = rotary.tails(Target.of(model, tokenizer), ids, [1], tail)[1]
-    model.set_attn_implementation("eager")
-    values: list[Tensor] = []
-    handle = model.model.layers[1].self_attn.v_proj.register_forward_hook(lambda _m, _a, out: values.append(out[0]))
-    attention = model(ids[None], output_attentions=True).attentions[1][0]
-    handle.remove()
-    value = repeat(values[0], "pos (kv_head d) -> (kv_head group) pos d", kv_head=2, group=2)
-    window = torch.ones(len(ids), len(ids)).tril().triu(1 - tail)
-    operator = einsum(attention * window, value, "head query key, head key d -> head query d")
-    moved = (operator[:, 4:] - operator[:, :-4]).norm(dim=-1) / operator[:, 4:].norm(dim=-1)
-    numbers = part.numbers(4)
-    torch.testing.assert_close(numbers["drift"], moved[:, -tail:].median(1).values, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(numbers["tail_mass"], (attention * window).sum(-1)[:, -tail:].mean(1))
-    assert part.curve(4)[:4].isnan().all() and not part.curve(4)[4:].isnan().any()
-
-
 @pytest.mark.parametrize("induction", [True, False])
 def test_planted_copying_heads_are_found_and_without_them_nothing_is_copied(induction: bool, tmp_path: Path) -> None:
     organism = loop_organism(0, induction=induction, vocab_size=1028)
@@ -142,26 +121,3 @@ def test_planted_copying_heads_are_found_and_without_them_nothing_is_copied(indu
         expected = 1 / (organism.truth.hold + 0.5)
         assert result["heads"]["induction"][layer][head] == pytest.approx(expected, abs=0.06)
     assert ditto.figure({"result": result}).data
-
-
-@torch.no_grad()
-def test_probabilities_of_copies_are_those_of_the_model_also_without_a_first_token() -> None:
-    model, _ = tiny_model("qwen3")
-    units = ids_of(12).reshape(2, 6)
-
-    def forward(ids: Tensor) -> Tensor:
-        return model(ids).logits
-
-    probability, increased, likeliest = ditto.copy_probabilities(forward, units, 2, None)
-    ids = units.repeat(1, 3)
-    p = forward(ids).softmax(-1)
-    own = p[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-    torch.testing.assert_close(probability.reshape(2, 18)[:, 1:], own, rtol=1e-4, atol=1e-7)
-    assert probability[:, 0, 0].isnan().all() and increased[:, :, 0].isnan().all()
-    assert torch.equal(likeliest.reshape(2, 18)[:, 1:].bool(), p[:, :-1].argmax(-1) == ids[:, 1:])
-
-
-def test_the_figures_are_those_of_the_scripts() -> None:
-    for name, script in (("rotary", rotary), ("ditto", ditto)):
-        data = json.loads((Path(__file__).parents[2] / f"figures/{name}.json").read_text())
-        assert data["provenance"]["argv"][2] == script.__name__ and script.figure(data).data

@@ -7,14 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from bench_kit import made_record
 from organisms.tiny import tiny_model
 
-from experiments.loopguard import figure2, figure4, variants, why
+from experiments.loopguard import figure2, figure4, why
 from sinkscope.bench.record import BenchRecord
-from sinkscope.kv.loopguard import Retention
 
 
 def test_the_page_says_what_was_measured_of_the_same_cycle() -> None:
@@ -47,18 +45,6 @@ def test_a_cut_equals_the_same_attention_under_a_mask() -> None:
     assert why.go_on(model, ids, why.read(model, ids), keep, 1) == [int(masked.argmax())]
 
 
-def test_what_each_cut_leaves() -> None:
-    ids = [*range(100, 160), *[7, 8, 9] * 40]  # 60 of prompt, then a loop
-    pruning = {"the paper's cut": Retention(budget=64, anchors=8, recent=100), "LoopGuard's cut": Retention(budget=64)}
-    assert why.kept("nothing", ids, 60) is None
-    assert why.kept("all generated", ids, 60) == list(range(60))
-    assert why.kept("all but BOS", ids, 60) == [0]
-    assert why.kept("LoopGuard's cut", ids, 60, pruning) == list(range(60)), "all that is no repetition"
-    kept = why.kept("the paper's cut", ids, 60, pruning) or []
-    assert kept[:8] == list(range(8)) and len(kept) <= 64
-    assert max(kept) < 80, "the repetition within the recent window is gone"
-
-
 def looped(tokens: tuple[int, ...]) -> BenchRecord:
     return made_record("loopguard:64", tokens=tokens, steps={"top1": (0.5,) * len(tokens)})
 
@@ -75,19 +61,6 @@ def test_what_followed_an_intervention() -> None:
     assert figure4.gaps(one) == [99, 92]
     assert not why.same_cycle([1, 2], [1, 2, 3]) and why.same_cycle([1, 2, 3], [3, 1, 2])
     assert not why.same_cycle([1, 3, 2], [1, 2, 3])
-
-
-def test_perplexity_is_that_of_what_follows_after_a_part_of_what_was_before() -> None:
-    model: Any = tiny_model("llama")[0]
-    ids = [(11 * i) % 70 + 4 for i in range(200)]
-    part = torch.tensor([ids[100 - variants.BEFORE :]])
-    with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(
-            model(part).logits[0, variants.BEFORE - 1 : -1], part[0, variants.BEFORE :]
-        )
-    assert variants.perplexity(model, [ids], [100]) == pytest.approx(float(loss.exp()), rel=1e-4)
-    assert variants.perplexity(model, [ids[:105]], [100]) is None, "five tokens say nothing"
-    assert variants.new_sentences("He ran. He sat!\nHe ran. He ran.") == 0.5
 
 
 def test_survival_counts_runs_without_a_collapse() -> None:

@@ -31,10 +31,3 @@ def test_panels_show_the_lines_of_every_turn() -> None:
     wide = places.x[1] - places.x[0]
     kept = sum(lines[:, : int(wide)].float().mean(1) for lines in (first, second)) / 2
     assert [row[0] for row in places.z[16:]] == pytest.approx(kept.tolist())  # type: ignore[union-attr]
-
-
-def test_dense_turns_kept_everything() -> None:
-    chat = ss.Conversation(ss.load("recall", backend="hf", probe=False))
-    chat.ask("turn1 it was then said ask anna what was said answer", max_new_tokens=2)
-    cells, weight, places, *_ = draw_turns(chat).data
-    assert {value for panel in (cells, weight, places) for row in panel.z for value in row} == {1.0}

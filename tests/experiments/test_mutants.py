@@ -32,14 +32,6 @@ def test_no_mutant_is_stale() -> None:
     assert (stale, missing) == ([], set())
 
 
-def test_a_fragment_found_twice_or_never_is_stale(tmp_path: Path) -> None:
-    (tmp_path / "sinkscope").mkdir()
-    (tmp_path / "sinkscope" / "a.py").write_text("x = f(1,\n      2)\ny = 3\ny = 3\n")
-    assert mutants.place_of("x = f(1, 2)", tmp_path) is not None
-    assert mutants.place_of("y = 3", tmp_path) is None
-    assert mutants.place_of("z", tmp_path) is None
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 def test_every_mutant_is_killed() -> None:

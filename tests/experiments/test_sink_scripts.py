@@ -16,7 +16,7 @@ from experiments.screen import input_rows, reaches, screen
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 
-DENSE = ["llama", "gemma2", "olmo2", "phi3", "gpt2", "gpt_neox", "opt", "phi", "olmo"]
+DENSE = ["llama", "gemma2", "olmo2", "gpt2", "phi"]
 
 
 def written_norm(target: Target, layer: int, neuron: int, stream: torch.Tensor) -> torch.Tensor:
@@ -77,19 +77,7 @@ def test_a_planted_sink_is_massive_and_its_values_are_drained() -> None:
     assert with_bos["tokens"] == {"<s>": 4} and with_bos["secondary"] == []
 
 
-def test_two_tokens_of_one_group_are_a_sink_and_a_secondary_sink(tmp_path: Path) -> None:
-    o = organism("llama", 5)
-    free, pair = o.tokens_of(-1), o.tokens_of(0)[:2]
-    words = [*pair, *(free[i % len(free)] for i in range(70))]
-    (tmp_path / "text.txt").write_text(" ".join(o.tokenizer.decode([word]) for word in words))
-    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=tmp_path / "text.txt", texts=1, bos=False)
-    (sink,) = massive.massive(setup)["conditions"][0]["secondary"]
-    layer = o.truth.sink_layer
-    assert layer is not None
-    assert (sink["position"], sink["created"], sink["lifetime"]) == (1, layer, len(Target.of(o.model).layers) - layer)
-    assert sink["cosine"] > 0.99 and 0.5 < sink["of_first"] < 2
-
-
+@pytest.mark.slow
 def test_checkpoints_are_compared_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without, planted = organism("llama", 1, kind="none", n_layers=4), organism("llama", 1, n_layers=4)
     for name, o in {"step0": without, "step8": planted}.items():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from experiments.repeated_token import table2
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import ModelInfo, Provenance
 from sinkscope.sinks.patch.evaluate import PatchEvaluation
 
@@ -86,14 +85,3 @@ def test_measured_numbers_stand_beside_the_papers(
 def test_bad_input(words: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         table2.main(words)
-
-
-def test_weights_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fake(*_: Any, **__: Any) -> Any:
-        raise SinkscopeError("no hub", page="hub-unreachable")
-
-    monkeypatch.setattr(table2, "evaluate_patch", fake)
-    table2.main(["--models", "llama-2-7b"])
-    out, err = capsys.readouterr()
-    assert err == "llama-2-7b: no hub\n"
-    assert out.count(table2.ABSENT) == 60

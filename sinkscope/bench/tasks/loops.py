@@ -7,18 +7,16 @@ file of prompts. Another benchmark, of circular reasoning, is also called LoopBe
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from einops import rearrange
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel
-from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts, single
 from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Task
@@ -30,10 +28,8 @@ from sinkscope.loops.signals import (
     MAX_NEW,
     collapse_point,
     compression_ratio,
-    distinct,
     ends_in_loop,
     is_loop,
-    seq_rep,
     tail_period,
     type_token_ratio,
 )
@@ -80,7 +76,7 @@ class Loops(Task):
     said: ClassVar[str] = "ends in a loop in {:.0%}"
     columns: ClassVar[tuple[str, ...]] = (
         *("loop_paper", "tail_loop", "eos", "stopped", "ttr", "cr", "length"),
-        *("interventions", "early", "drawn", "alarm", "perplexity", "fresh", "collapse", "chance"),
+        *("interventions", "early", "alarm", "perplexity", "fresh", "collapse", "chance"),
     )
     budget: ClassVar[int] = 1024
 
@@ -133,17 +129,24 @@ class Loops(Task):
         - tail_loop: the paper's rule without the length, on the last 256 tokens.
         - loop_paper: the paper's rule (Eq. 7), length included.
         - early: share of the interventions before 16 % of the new tokens.
-        - drawn: number of tokens that a guard drew.
         - alarm: step of the first intervention; without one, the step at which LoopGuard's monitor would first fire.
         - nll, fresh: mean surprise of the tokens after the alarm for the model with a clean cache, and share of the
           sentences there that are new.
         """
-        method = batch.methods[0]
         tokens = answer.tokens
-        interventions = [event["data"] for event in answer.events if event["kind"] == INTERVENTION]
-        steps = [event["step"] for event in answer.events if event["kind"] == INTERVENTION]
-        guarded = method.kind.block == "guard"
-        alarm = steps[0] if steps else first_alarm(tokens, answer.top1)
+        steps: list[int] = []
+        for event in answer.events:
+            if event["kind"] == INTERVENTION:
+                steps.append(event["step"])
+        early: float | None = None
+        if steps:
+            alarm = steps[0]
+            early = sum(step < EARLY * batch.new for step in steps) / len(steps)
+        else:
+            alarm = first_alarm(tokens, answer.top1)
+        interventions: float | None = None
+        if batch.methods[0].kind.block == "guard":
+            interventions = float(len(steps))
         after = after_alarm(model, turn.text, ids, answer, alarm)
         chance = None
         if turn.answers:
@@ -156,12 +159,9 @@ class Loops(Task):
             "stopped": float(answer.ended == "stopped"),
             "ttr": type_token_ratio(tokens),
             "cr": compression_ratio(tokens),
-            "seq_rep_4": seq_rep(tokens, 4),
-            "distinct_2": distinct(tokens, 2),
             "collapse": collapse_point(tokens),
-            "interventions": float(len(steps)) if guarded else None,
-            "early": mean_known(step < EARLY * batch.new for step in steps),
-            "drawn": float(drawn_tokens(method, interventions, len(tokens))) if guarded else None,
+            "interventions": interventions,
+            "early": early,
             "alarm": alarm,
             "nll": after[0],
             "fresh": after[1],
@@ -189,17 +189,6 @@ def first_alarm(tokens: Sequence[int], top1: Sequence[float], variant: str = "re
         if step.trigger:
             return step.step
     return None
-
-
-def drawn_tokens(method: Method, interventions: Sequence[dict[str, Any]], length: int) -> int:
-    """Number of tokens that a guard drew: `draws` after each intervention that sampled."""
-    drawn: set[int] = set()
-    draws = method.make().draws
-    for data in interventions:
-        if data["escalated"] in ("sample", "both"):
-            start = int(data["generated"])
-            drawn.update(range(start, min(start + draws, length)))
-    return len(drawn)
 
 
 def after_alarm(
@@ -232,17 +221,16 @@ def fresh_sentences(before: str, after: str, *, whole: bool) -> float | None:
         after: The text.
         whole: Whether the text ended by itself, so that its last sentence is complete.
     """
-    known = {tuple(_WORD.findall(sentence.lower())) for sentence in _SENTENCE_END.split(before)}
+    known: set[tuple[str, ...]] = set()
+    for sentence in _SENTENCE_END.split(before):
+        known.add(tuple(_WORD.findall(sentence.lower())))
+    sentences = _SENTENCE_END.split(after)[1:]
+    if not whole:
+        sentences = sentences[:-1]
     fresh: list[bool] = []
-    for sentence in _SENTENCE_END.split(after)[1 : None if whole else -1]:
+    for sentence in sentences:
         words = tuple(_WORD.findall(sentence.lower()))
         if words:
             fresh.append(words not in known)
             known.add(words)
     return mean_known(fresh)
-
-
-def perplexity(surprises: Sequence[float | None]) -> float | None:
-    """Perplexity of several texts: exp of the mean of their surprises."""
-    mean = mean_known(surprises)
-    return None if mean is None else math.exp(mean)
