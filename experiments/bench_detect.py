@@ -34,13 +34,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from experiments.harmless import pieces
+from experiments.harmless import pieces, source_code
 from experiments.loopbench.make_honest import honest_texts
 from experiments.loopguard.sensitivity import SURE, encoders
 from experiments.record import record
 from sinkscope.files.output import write_atomic
 from sinkscope.loops import Monitor, MonitorSettings
-from sinkscope.models.text import source_code, typical_text
+from sinkscope.models.text import typical_text
 
 PERIODS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 FORMS = ("exact", "near")

@@ -23,7 +23,7 @@ from sinkscope.bench.run import bench
 from sinkscope.bench.table import PERCENT
 from sinkscope.files.console import ProgressBar
 from sinkscope.files.rate import wilson
-from sinkscope.measure.style import COLOURS, axes, finished, shares
+from sinkscope.measure.style import COLOURS, finished
 
 NEEDLE = (
     "full,streaming,h2o,snapkv,adakv,tova,a-shape,minference,loopserve,loopserve:paper,loopserve-d,loopserve-d:first=0"
@@ -77,7 +77,10 @@ def figure(data: dict[str, Any]) -> Any:
         methods = [row["method"] for row in mine]
         values = [row[measure] for row in mine]
         fig.add_bar(x=methods, y=values, name=name, error_y=errors, marker_color=COLOURS[number % len(COLOURS)])
-    axes(fig, None, None, x={"tickangle": -35}, y=shares(measure, 0, 1.05) if measure in PERCENT else measure)
+    fig.update_xaxes(tickangle=-35)
+    fig.update_yaxes(title_text=measure)
+    if measure in PERCENT:
+        fig.update_yaxes(tickformat=".0%", range=[0, 1.05])
     best = max(rows, key=lambda row: row[measure])
     worst = min(rows, key=lambda row: row[measure])
     found = (

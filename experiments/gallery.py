@@ -15,8 +15,8 @@ from typing import Any
 
 from experiments.drawn import record_section
 from sinkscope.app.pages import Section, document, result_section, save_document, save_png, write_png
-from sinkscope.files.output import write_atomic
-from sinkscope.files.result import Result, known_kinds, read_json
+from sinkscope.files.output import read_json, write_atomic
+from sinkscope.files.result import Result, known_kinds
 
 FIGURES = Path(__file__).parents[1] / "figures"
 DOCS = FIGURES.with_name("docs")

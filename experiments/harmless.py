@@ -1,20 +1,12 @@
-"""The repetition that people write, which a detector must not mistake for an attack: tables, songs, lists, contents.
-
-    python -m experiments.harmless
-
-writes the JSON lines that `sinkscope.models.text.honest_repetition` reads, the same every time.
-"""
+"""Texts that a detector must not mistake for an attack: source code, and the repetition that people write."""
 
 from __future__ import annotations
 
 import random
+from importlib.util import find_spec
 from pathlib import Path
 
-import sinkscope.models.text
-from sinkscope.files.output import write_atomic
-from sinkscope.files.store import lines
-
-SHIPPED = Path(sinkscope.models.text.__file__).with_name("repetition.jsonl")
+MODULES = ("argparse", "ast", "csv", "difflib", "inspect", "pickle", "statistics", "tarfile", "textwrap", "zipfile")
 PIECES = 200
 _THINGS = "apples pears plums lemons onions carrots beans leeks figs nuts eggs cheese bread butter milk salt".split()
 _VERSES = (
@@ -26,6 +18,24 @@ _VERSES = (
 )
 _REFRAIN = ("Row, row, and row away,", "row, row, and row away,", "row till the end of the day.")
 _BEASTS = "swallow otter heron badger robin hare trout lark mole fox goose owl".split()
+
+
+def source_code() -> str:
+    """Python source of the standard library, read from the running interpreter."""
+    texts = list[str]()
+    for name in MODULES:
+        spec = find_spec(name)
+        if spec is not None and spec.has_location and spec.origin is not None and spec.origin.endswith(".py"):
+            texts.append(Path(spec.origin).read_text("utf-8"))
+    return "\n".join(texts)
+
+
+def honest_repetition(seed: int = 0) -> str:
+    """Tables, songs with a refrain, lists and dotted contents in sequence; a seed above 0 shuffles them."""
+    texts = pieces()
+    if seed > 0:
+        random.Random(seed).shuffle(texts)
+    return "\n\n".join(texts) + "\n"
 
 
 def pieces(count: int = PIECES, seed: int = 0) -> list[str]:
@@ -70,7 +80,3 @@ def _log(rng: random.Random) -> str:
     return "\n".join(
         f"2024-03-{day:02d} {8 + i:02d}:00:00 INFO check {rng.choice(_BEASTS)}: ok, ok, ok, ok" for i in range(8)
     )
-
-
-if __name__ == "__main__":
-    write_atomic(SHIPPED, lines(pieces()))

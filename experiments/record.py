@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from sinkscope.files.plain import plain
-from sinkscope.files.result import provenance
+from sinkscope.files.provenance import provenance
 
 
 def record(

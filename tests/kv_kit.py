@@ -233,3 +233,31 @@ def decode(
 def close(a: Tensor, b: Tensor, atol: float = 1e-5) -> None:
     """Equal up to rounding, on the scale of the numbers themselves (random models reach logits of tens)."""
     torch.testing.assert_close(a, b, atol=atol * max(1.0, float(b.abs().max())), rtol=0)
+
+
+def read_columns(layer: Any, mask: Tensor) -> Tensor:
+    rows, columns = mask.shape
+    pad = (mask == 0).sum(1)[:, None, None]
+    at = torch.where(layer.readable, layer.pos + pad, columns)
+    found = torch.zeros(rows, at.shape[1], columns + 1, dtype=torch.bool)
+    return found.scatter(2, at, True)[..., :columns]
+
+
+@torch.no_grad()
+def run_policy(
+    policy: Policy | None, model: Any, ids: Tensor, mask: Tensor, chunks: tuple[int, ...]
+) -> tuple[Tensor, list[list[Tensor]]]:
+    """Logits from the last prompt token on, and what each step read: bool `[step][layer][batch kv_head column]`."""
+    kept, logits, end = list[list[Tensor]](), list[Tensor](), 0
+    kv = DynamicCache()
+    with policy.on(model) if policy is not None else torch.no_grad():
+        for step in (*chunks, *[1] * (ids.shape[1] - sum(chunks))):
+            part = slice(end, end + step)
+            end += step
+            given = {"position_ids": positions(mask)[:, part], "past_key_values": kv}
+            out = model(input_ids=ids[:, part], attention_mask=mask[:, :end], **given)
+            if end >= sum(chunks):
+                logits.append(out.logits[:, -1])
+            if end > sum(chunks) and policy is not None:
+                kept.append([read_columns(layer, mask) for layer in kv.layers])
+    return torch.stack(logits, 1), kept

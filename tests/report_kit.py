@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from sample_results import NEURONS, sample_find_sinks, sample_without_sink
+from sample_results import NEURONS, sample_find_sinks
 
 from sinkscope import loops
-from sinkscope.files.result import ModelInfo, Result
+from sinkscope.files.provenance import ModelInfo
+from sinkscope.files.result import Result
 from sinkscope.sinks.repetition.atlas import AtlasReading
 from sinkscope.sinks.repetition.repeat import Repeat
 
@@ -60,9 +61,7 @@ def fill(folder: Path, text: str) -> None:
         neurons=NEURONS * 10,
         provenance=replace(sample_find_sinks().provenance, argv=("sinkscope", text)),
     )
-    (folder / "sinks.json").write_text(
-        json.dumps({**found.to_dict(), "massive": sample_without_sink().to_dict()}, indent=1)
-    )
+    found.save(folder / "sinks.json")
     atlas(text).save(folder / "atlas.json")
     texts = [f"{text} the same again {i}" * 40 for i in range(3)] + [text]
     loops.check(texts, name=text).save(folder / "loops.json")
@@ -124,10 +123,10 @@ def spoil(folder: Path) -> None:
     newer = json.loads((folder / "atlas.json").read_text())
     (folder / "newer.json").write_text(json.dumps({**newer, "schema": 2}))
     (folder / "unknown.json").write_text(json.dumps({**newer, "kind": BAD}))
-    uneven = {**newer, "result": {**newer["result"], "tokens": ["a"]}}
+    atlas = {**newer["result"]["atlas"], "tokens": ["a"]}
+    uneven = {**newer, "result": {**newer["result"], "atlas": atlas}}
     (folder / "uneven.json").write_text(json.dumps(uneven))
-    half = {**json.loads((folder / "sinks.json").read_text()), "massive": {"schema": 1, "kind": "find-sinks"}}
-    (folder / "half.json").write_text(json.dumps(half))
+    (folder / "half.json").write_text('{"schema": 1, "kind": "find-sinks"}')
     (folder / "notes.txt").write_text("not JSON")
     (folder / f"{BAD}\n\x1b[2J.json").write_text("{")
     (folder / "gone.json").symlink_to("nowhere")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sinkscope.files.result import ModelInfo, Provenance
+from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.sinks.first_token.find import FindSinks
 from sinkscope.sinks.first_token.result import (
     AttentionSink,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from organisms import FAMILIES, KINDS, MODEL_TYPES, Organism, organism, tiny_model
+from organisms import FAMILIES, MODEL_TYPES, Organism, organism, tiny_model
 from raw_kit import blocks, head_outputs, inputs_edited, is_gpt_oss, norms, zeroed
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -220,20 +220,7 @@ def test_seed_decides_everything_and_leaves_the_callers_numbers() -> None:
     assert all(torch.equal(weight, state[name]) for name, weight in first.model.state_dict().items())
 
 
-def test_choices_and_errors() -> None:
-    o = organism("llama", 0, n_layers=6, d_model=64)
-    assert (o.model.config.num_hidden_layers, o.model.config.hidden_size) == (6, 64)
-    with pytest.raises(ValueError, match="there are: llama"):
-        organism("bert")
-    with pytest.raises(ValueError, match="no organism 'gate'"):
-        organism("neox", kind="gate")
-    with pytest.raises(ValueError, match="needs 6 layers"):
-        organism(kind="two_stage", n_layers=4)
-    with pytest.raises(ValueError, match="no shape with d_model 50"):
-        organism(d_model=50)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_oss"])
 def test_saved_folder_loads_unchanged(family: str, tmp_path: Any) -> None:
     o = organism(family, 4)
     o.save(tmp_path)
@@ -265,12 +252,6 @@ def test_tiny_models(model_type: str, tmp_path: Any) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path)("poem dog")["input_ids"] == tokenizer("poem dog")["input_ids"]
 
 
-def test_word_tokenizer_reads_back() -> None:
-    tokenizer = organism("llama", 0, bos=False).tokenizer
-    ids = list(range(4, 60))
-    assert tokenizer(tokenizer.decode(ids))["input_ids"] == ids and tokenizer.bos_token is None
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_many_seeds(family: str) -> None:
@@ -286,8 +267,3 @@ def test_many_seeds(family: str) -> None:
                 check_reading(o)
         except AssertionError as error:
             raise AssertionError(f"{family} {kind} seed {100 + seed} bos {bos}: {error}") from error
-
-
-def test_every_kind_is_planted_somewhere() -> None:
-    assert {kind for _, kind in CASES} == {kind for _, kind in FAST} == set(KINDS)
-    assert {family for family, _ in FAST} == set(FAMILIES)

@@ -31,7 +31,6 @@ ORDER = (
     "kv",
     "serving",
     "measure",
-    "figures",
     "sinks",
     "attention",
     "bench",

@@ -27,11 +27,12 @@ from torch import Tensor
 
 import sinkscope as ss
 from experiments.drawn import save
+from experiments.harmless import honest_repetition, source_code
 from experiments.record import record
 from sinkscope.files.rate import wilson
 from sinkscope.measure import Setup
 from sinkscope.measure.style import finished
-from sinkscope.models.text import honest_repetition, source_code, text_rows
+from sinkscope.models.text import text_rows
 from sinkscope.sinks.attack.sequences import attack_contexts, drawn_sequences, make_pools, repeated_first
 
 RULES = ((1, 1), (2, 4), (4, 8), (8, 16))  # (hits, window)

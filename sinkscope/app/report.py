@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from sinkscope.app.commands import commands, kind_modules
+from sinkscope.app.commands import kind_modules
 from sinkscope.app.pages import Section, document, result_section, save_document
 from sinkscope.bench.record import PROMPTS
+from sinkscope.bench.table import bench_table
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import note
 from sinkscope.files.options import Hidden, Option
-from sinkscope.files.output import check_output, check_writable
+from sinkscope.files.output import check_output, check_writable, read_json
 from sinkscope.files.plain import visible
-from sinkscope.files.result import Result, known_kinds, read_json
+from sinkscope.files.result import Result, known_kinds
 from sinkscope.files.store import LOCK, RECORDS, SETTINGS
 
-_BESIDE = {".html", ".png"}  # files that commands write next to their JSON
-_OF_RUNS = {SETTINGS, RECORDS, LOCK, PROMPTS}
-_ROOMS = ("sinkscope.sinks.first_token", "sinkscope.sinks", "sinkscope")  # in this order
-_TOLD = 20  # skipped files that the command names
-_SHOWN = 5  # skipped files that an error names
+BESIDE_RESULTS = {".html", ".png"}
+"""Suffixes of the files that commands write next to their JSON."""
+FILES_OF_RUNS = {SETTINGS, RECORDS, LOCK, PROMPTS}
+FIRST_MODULES = ("sinkscope.sinks.first_token", "sinkscope.sinks")
+"""Their results come first, in this order."""
+SKIPPED_IN_NOTES = 20
+SKIPPED_IN_ERROR = 5
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,13 @@ def write_report(
     Example:
         sinkscope report results --out everything.html
     """
-    made = report(folder, out, progress=progress)
-    for skipped in made.skipped[:_TOLD]:
+    target = out or folder / "report.html"
+    written = report(folder, target, progress=progress)
+    for skipped in written.skipped[:SKIPPED_IN_NOTES]:
         note(f"left out: {skipped}")
-    if len(made.skipped) > _TOLD:
-        note(f"left out: {len(made.skipped) - _TOLD} files more; the report names them all")
-    count = len(made.files)
-    print(f"{folder / 'report.html' if out is None else out}: {count} result{'s' if count != 1 else ''}")
+    if len(written.skipped) > SKIPPED_IN_NOTES:
+        note(f"left out: {len(written.skipped) - SKIPPED_IN_NOTES} files more; the report names them all")
+    print(f"{target}: {_counted(len(written.files))}")
 
 
 def report(
@@ -107,36 +110,40 @@ def report(
             result.
     """
     root = Path(folder)
+    if not root.exists():
+        raise SinkscopeError(f"{folder} does not exist: give the folder that holds the JSON files of your results")
     if not root.is_dir():
-        there = "is no folder" if root.exists() else "does not exist"
-        raise SinkscopeError(f"{folder} {there}: give the folder that holds the JSON files of your results")
-    target = check_writable(root / "report.html" if out is None else out)
+        raise SinkscopeError(f"{folder} is no folder: give the folder that holds the JSON files of your results")
+    target = check_writable(out or root / "report.html")
     files, skipped = _listed(root)
     if target in {path.resolve() for path in files}:
         raise SinkscopeError(f"{out} is one of the files to be read: give the report another name")
     check_output(target, "report")
     sections: list[Section] = []
-    for i, path in enumerate(files):
+    for number, path in enumerate(files):
         if progress is not None:
-            progress("reading", i, len(files))
+            progress("reading", number, len(files))
         name = _name(path, root)
-        for part, data in _parts(path, name):
-            try:
-                if isinstance(data, SinkscopeError):
-                    raise data
-                sections.append(result_section(Result.from_dict(data, path.name), part))
-            except SinkscopeError as error:
-                skipped.append(Skipped(part, _line(error, path)))
-            except Exception as error:  # a damaged result can have the right types and fail anywhere
-                skipped.append(Skipped(part, f"cannot be shown ({type(error).__name__}: {_line(error, path)})"))
-    skipped.sort(key=lambda s: s.file)
+        try:
+            sections.append(result_section(_result(path, name), name))
+        except SinkscopeError as error:
+            skipped.append(Skipped(name, _line(error, path)))
+        except Exception as error:  # a damaged result can have the right types and fail anywhere
+            skipped.append(Skipped(name, f"cannot be shown ({type(error).__name__}: {_line(error, path)})"))
+    skipped.sort(key=lambda one: one.file)
     if not sections:
         raise SinkscopeError(f"no results in {folder}{_named(skipped)}: it should hold what --json or .save() wrote")
-    sections.sort(key=lambda s: (_place(s.kind), s.file))
-    about = f"{len(sections)} result{'s' if len(sections) != 1 else ''}"
-    left = [(s.file, s.reason) for s in skipped]
-    whole = document(visible(root.resolve().name), sections, about, left)
-    return Report(save_document(target, whole), tuple(s.file for s in sections), tuple(skipped))
+    sections.sort(key=lambda section: (_place(section.kind), section.file))
+    left_out = [(one.file, one.reason) for one in skipped]
+    page = document(visible(root.resolve().name), sections, _counted(len(sections)), left_out)
+    files_shown = tuple(section.file for section in sections)
+    return Report(save_document(target, page), files_shown, tuple(skipped))
+
+
+def _counted(results: int) -> str:
+    if results == 1:
+        return "1 result"
+    return f"{results} results"
 
 
 def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
@@ -145,16 +152,19 @@ def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
     skipped: list[Skipped] = []
 
     def unreadable(error: OSError) -> None:
-        skipped.append(Skipped(_name(Path(error.filename), root), f"cannot be read: {(error.strerror or '').lower()}"))
+        reason = (error.strerror or "").lower()
+        skipped.append(Skipped(_name(Path(error.filename), root), f"cannot be read: {reason}"))
 
     for folder, folders, names in os.walk(root, onerror=unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        if {SETTINGS, RECORDS} <= {*names}:
+        of_runs: set[str] = set()
+        if SETTINGS in names and RECORDS in names:
             files.append(Path(folder))
-            names = [name for name in names if name not in _OF_RUNS]
-        for path in (Path(folder, name) for name in names if not name.startswith(".")):
+            of_runs = FILES_OF_RUNS
+        for name in names:
+            path = Path(folder, name)
             suffix = path.suffix.lower()
-            if suffix in _BESIDE:
+            if name.startswith(".") or name in of_runs or suffix in BESIDE_RESULTS:
                 continue
             if suffix != ".json":
                 skipped.append(Skipped(_name(path, root), "is no .json file"))
@@ -167,39 +177,31 @@ def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
 
 def _place(kind: str) -> tuple[int, int]:
     """First tokens come first, then the other measurements of sinks, then all other kinds."""
-    room = next((i for i, name in enumerate(_ROOMS) if kind_modules().get(kind, "").startswith(name)), len(_ROOMS))
-    return room, list(known_kinds()).index(kind)
+    module = kind_modules().get(kind, "")
+    place = len(FIRST_MODULES)
+    for number, prefix in reversed(list(enumerate(FIRST_MODULES))):
+        if module.startswith(prefix):
+            place = number
+    return place, known_kinds().index(kind)
 
 
-def _parts(path: Path, name: str) -> list[tuple[str, Any]]:
-    """A file's result and those under further keys; for a file that is not JSON, the error."""
-    try:
-        data = _runs(path, name) if path.is_dir() else read_json(path)
-    except SinkscopeError as error:
-        return [(name, error)]
-    beside = data.items() if isinstance(data, dict) else ()
-    nested = [(key, v) for key, v in beside if isinstance(v, dict) and "schema" in v and "kind" in v]
-    return [(name, data), *((f"{name}, {visible(key)}", v) for key, v in nested)]
-
-
-def _runs(folder: Path, name: str) -> dict[str, Any]:
-    """The tables of a folder of runs, as the benchmark's own command prints them."""
-    settings = read_json(folder / SETTINGS)
-    words = str(settings.get("command", "") if isinstance(settings, dict) else settings)
-    table = commands().get(f"{words} table")
-    if table is None:
-        raise SinkscopeError(f"{name} is no folder of `sinkscope bench`")
-    made: Result = table.load()([folder])
-    data = made.to_dict()
-    data["provenance"] |= {"argv": ["sinkscope", words, "table", name], "seconds": 0.0, "peak_memory_bytes": None}
-    data["settings"]["runs"][0]["folder"] = name
-    return data
+def _result(path: Path, name: str) -> Result:
+    """The result in a file; of a folder of runs, its table, as `sinkscope bench table` makes it."""
+    if path.is_file():
+        return Result.from_dict(read_json(path), path.name)
+    table = bench_table([path])
+    argv = ("sinkscope", "bench", "table", name)
+    provenance = replace(table.provenance, argv=argv, seconds=0.0, peak_memory_bytes=None)
+    return replace(table, provenance=provenance)
 
 
 def _line(error: Exception, path: Path) -> str:
     """The message without its leading file name, which is shown separately, and without all kinds that there are."""
-    name, message = (" ".join(text.split()) for text in (path.name, str(error).partition(": this version knows")[0]))
-    return visible(message.removeprefix(name).lstrip(": "))
+    message = str(error).partition(": this version knows")[0]
+    message = " ".join(message.split())
+    for name in (str(path), path.name):
+        message = message.removeprefix(" ".join(name.split()))
+    return visible(message.lstrip(": "))
 
 
 def _name(path: Path, root: Path) -> str:
@@ -209,5 +211,7 @@ def _name(path: Path, root: Path) -> str:
 def _named(skipped: list[Skipped]) -> str:
     if not skipped:
         return ""
-    more = f" and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
-    return f" ({'; '.join(map(str, skipped[:_SHOWN]))}{more})"
+    names = "; ".join(str(one) for one in skipped[:SKIPPED_IN_ERROR])
+    if len(skipped) > SKIPPED_IN_ERROR:
+        names += f" and {len(skipped) - SKIPPED_IN_ERROR} more"
+    return f" ({names})"

@@ -18,7 +18,7 @@ from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, Ending, Metrics
 from sinkscope.bench.samplers import PerRow, RowProcessor, StopRows, row_processor, sampled, stopper
 from sinkscope.files.plain import plain
-from sinkscope.files.result import ModelInfo
+from sinkscope.files.provenance import ModelInfo
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import decoding, noted_decoding
 from sinkscope.kv.loopserve.serve import LoopServe
@@ -280,8 +280,12 @@ def generate_rows(
     """
     target = model.target
     ids, mask = padded(rows, model.pad, target.device)
-    hooks = [] if hook is None else [(target.hf, "post", hook)]
-    entered = nullcontext() if edit is None else edit.on(target)
+    hooks: list[Any] = []
+    if hook is not None:
+        hooks.append((target.hf, "post", hook))
+    entered: Any = nullcontext()
+    if edit is not None:
+        entered = edit.on(target)
     with entered as run, target.hooks(*hooks), torch.no_grad():
         output = target.hf.generate(
             input_ids=ids,
@@ -387,7 +391,9 @@ def cells_of(events: Sequence[Event], row: int) -> float | None:
     for event in events:
         if event.kind == "prefill" and event.row == row:
             shares.append(float(event.data.get("attended", 1.0)))
-    return round(fmean(shares), 4) if shares else None
+    if not shares:
+        return None
+    return round(fmean(shares), 4)
 
 
 def row_events(events: Sequence[Event], row: int, tokens: int) -> tuple[dict[str, Any], ...]:

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from sinkscope.bench.table import PERCENT, BenchTable
 from sinkscope.bench.task import task_class
-from sinkscope.measure.style import COLOURS, axes, finished, panels, shares
+from sinkscope.measure.style import COLOURS, finished, panels
 
 
 def draw_bench(result: BenchTable) -> go.Figure:
@@ -42,9 +42,9 @@ def draw_bench(result: BenchTable) -> go.Figure:
             row=1,
             col=2,
         )
-    scale = main
+    fig.update_xaxes(tickangle=-35, col=1)
+    fig.update_xaxes(title_text="tokens read per decoding step", col=2)
+    fig.update_yaxes(title_text=main)
     if main in PERCENT:
-        scale = shares(main, 0, 1.05)
-    axes(fig, 1, 1, x={"tickangle": -35}, y=scale)
-    axes(fig, 1, 2, x="tokens read per decoding step", y=scale)
+        fig.update_yaxes(tickformat=".0%", range=[0, 1.05])
     return finished(fig, result, width=1300, height=560, legend=-0.4, bottom=170, barmode="group")

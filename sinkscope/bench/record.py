@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Literal
 
 from sinkscope.bench.prompt import Prompt
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import read_json
 from sinkscope.files.plain import pathless
-from sinkscope.files.store import RECORDS, SETTINGS, Folder, Keyed, lines, read_json, read_lines
+from sinkscope.files.store import RECORDS, SETTINGS, Folder, Keyed, lines, read_lines
 
 COMMAND = "bench"
 PROMPTS = "prompts.jsonl"
@@ -99,7 +100,7 @@ def read_run(folder: str | os.PathLike[str]) -> BenchRun:
     name = str(folder)
     settings = None
     if (path / SETTINGS).is_file():
-        settings = read_json(path / SETTINGS, name)
+        settings = read_json(path / SETTINGS, "give what --out was given")
     if not isinstance(settings, dict) or settings.get("command") != COMMAND:
         raise SinkscopeError(f"{name} is no folder of `sinkscope bench`: give what its --out was given")
     records: Iterable[BenchRecord] = ()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from sinkscope.bench.answer import Batch, BenchModel, ModelByName, check_prompt
-from sinkscope.bench.methods import read_methods
+from sinkscope.bench.methods import Method, read_methods
 from sinkscope.bench.record import BenchRecord, open_run
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import Task, check_methods, read_task
@@ -151,8 +151,13 @@ def _run(
         for tokens in task.turn_lengths(opened, prompt, new):
             check_prompt(opened, methods, prompt, tokens, new)
     batches: list[Batch] = []
-    for each_seed in range(seed, seed + (seeds if temperature else 1)):
-        for chosen in [methods] if task.together else [(method,) for method in methods]:
+    groups: list[tuple[Method, ...]] = [(method,) for method in methods]
+    if task.together:
+        groups = [methods]
+    if not temperature:
+        seeds = 1
+    for each_seed in range(seed, seed + seeds):
+        for chosen in groups:
             for start in range(0, len(prompts), batch_size):
                 part = tuple(prompts[start : start + batch_size])
                 batches.append(Batch(opened.fingerprint, task.name, chosen, part, new, temperature, each_seed))

@@ -14,8 +14,10 @@ from sinkscope.bench.methods import FULL, name_of, order_of
 from sinkscope.bench.record import BenchRecord, Metrics, read_run
 from sinkscope.bench.task import task_class
 from sinkscope.files.options import Option
+from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.files.rate import mean_known, wilson
-from sinkscope.files.result import Grid, ModelInfo, Number, Result, cell, provenance
+from sinkscope.files.result import Number, Result
+from sinkscope.files.tables import Grid, cell
 
 CONTROLS = (FULL, "random", "sampling")
 """Methods that a conclusion does not name as the best."""

@@ -131,9 +131,14 @@ class Dialogues(Task):
         texts: list[str] = []
         lengths: list[int] = []
         for number, turn in enumerate(prompt.turns):
-            room = number * new if self.history == "model" else 0
-            lengths.append(len(self.encode(model, [*texts, turn.text])) + room)
-            texts += [turn.text, self._gold(prompt, number) if self.history == "gold" else ""]
+            length = len(self.encode(model, [*texts, turn.text]))
+            said = ""
+            if self.history == "model":
+                length += number * new
+            else:
+                said = self._gold(prompt, number)
+            lengths.append(length)
+            texts += [turn.text, said]
         return lengths
 
     def _gold(self, prompt: Prompt, number: int) -> str:
@@ -143,7 +148,9 @@ class Dialogues(Task):
             raise SinkscopeError(
                 f"prompt {prompt.id!r}: turn {number + 1} has no answer for the history: give answers, or history=model"
             )
-        return answers[0] if answers else ""
+        if not answers:
+            return ""
+        return answers[0]
 
     def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
         """Answer all turns of the prompts, turn after turn."""
@@ -157,7 +164,10 @@ class Dialogues(Task):
             written = answer_rows(model, batch.methods[0], rows, prompts, batch)
             for prompt, ids, answer in zip(prompts, rows, written, strict=True):
                 records.append(self.record(model, batch, prompt, number, ids, answer))
-                spoken = self._gold(prompt, number) if self.history == "gold" else self.spoken(model, answer)
+                if self.history == "gold":
+                    spoken = self._gold(prompt, number)
+                else:
+                    spoken = self.spoken(model, answer)
                 texts[prompt.id] += [prompt.turns[number].text, spoken]
         return records
 

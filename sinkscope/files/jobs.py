@@ -244,7 +244,9 @@ def finish(pool: Pool[J, Sequence[Any]], jobs: Sequence[J], kept: Folder[Any], t
 
 
 def _starting(count: int) -> str:
-    plural = "s" if count > 1 else ""
+    plural = ""
+    if count > 1:
+        plural = "s"
     return f"starting {count} Ray worker{plural}"
 
 

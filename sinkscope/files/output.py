@@ -44,9 +44,10 @@ def write_output(path: str | os.PathLike[str], data: bytes | str, *, force: bool
     Raises:
         SinkscopeError: As for `write_atomic` and `check_output`.
     """
-    content = data.encode() if isinstance(data, str) else data
-    check_output(path, kind_of(content), force=force)
-    return write_atomic(path, content)
+    if isinstance(data, str):
+        data = data.encode()
+    check_output(path, kind_of(data), force=force)
+    return write_atomic(path, data)
 
 
 def check_output(path: str | os.PathLike[str], kind: str | None, *, force: bool = False) -> Path:
@@ -64,8 +65,10 @@ def check_output(path: str | os.PathLike[str], kind: str | None, *, force: bool 
     if force or not target.is_file() or target.stat().st_size == 0:
         return target
     present = _kind_of_file(target)
+    content = f"an output of kind {present}"
+    if present is None:
+        content = "something that sinkscope did not write"
     if present is None or present != kind:
-        content = "something that sinkscope did not write" if present is None else f"an output of kind {present}"
         raise SinkscopeError(
             f"{path} is there already and holds {content}: give another name, or --force to replace it"
         )
@@ -97,9 +100,9 @@ def check_outputs(paths: Mapping[str, str], kinds: Mapping[str, str | None], *, 
 def kind_of(content: bytes) -> str | None:
     """The kind that a file of sinkscope says it is of; None for any other content."""
     for mark in MARKS:
-        found = mark.match(content)
-        if found is not None:
-            return found[1].decode(errors="replace")
+        match = mark.match(content)
+        if match is not None:
+            return match[1].decode(errors="replace")
     return None
 
 
@@ -166,13 +169,14 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> Path:
         SinkscopeError: As for `check_writable`; also if the disk is full. The old file is then unchanged.
     """
     target = check_writable(path)
-    content = data.encode() if isinstance(data, str) else data
+    if isinstance(data, str):
+        data = data.encode()
     try:
         if _is_device(target):
-            target.write_bytes(content)
+            target.write_bytes(data)
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
-            _write_and_rename(target, content)
+            _write_and_rename(target, data)
     except OSError as error:
         raise _cannot_write(os.fspath(path), error) from None
     return target
@@ -195,14 +199,15 @@ def _write_and_rename(target: Path, content: bytes) -> None:
 
 def _cannot_write(name: str, error: OSError) -> SinkscopeError:
     """One line on what the file system reported and what to do about it."""
-    remedy = REMEDIES.get(error.errno or 0, f"{_reason(error)}; choose another place")
+    remedy = REMEDIES.get(error.errno or 0, f"{reason_of(error)}; choose another place")
     shown = name
     if len(name) > 120:
         shown = f"{name[:60]}..."
     return SinkscopeError(f"cannot write {shown}: {remedy}")
 
 
-def _reason(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
+    """What the file system reported, in lower case."""
     return (error.strerror or str(error)).lower()
 
 
@@ -215,37 +220,34 @@ def read_text(name: str) -> str:
         if sys.stdin is None:  # closed
             return ""
         raw = getattr(sys.stdin, "buffer", None)  # the terminal's encoding may be another
-        return sys.stdin.read() if raw is None else raw.read().decode("utf-8-sig").replace("\r\n", "\n")
+        if raw is None:
+            return sys.stdin.read()
+        return raw.read().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:
         if name == "-":
             raise SinkscopeError("standard input is not UTF-8 text: convert it, or give a file") from None
         raise SinkscopeError(f"{path.name} is not UTF-8 text: convert it, or give another file") from None
     except OSError as error:
-        raise SinkscopeError(f"cannot read {path}: {_reason(error)}; give the path of a text file") from None
+        raise SinkscopeError(f"cannot read {path}: {reason_of(error)}; give the path of a text file") from None
 
 
 def read_json(
-    path: str | os.PathLike[str], remedy: str, *, page: str | None = None, kind: str | None = None, schema: int = 1
+    path: str | os.PathLike[str], remedy: str = "expected what --json or .save() wrote", *, page: str | None = None
 ) -> Any:
     """The content of a JSON file.
 
     Args:
         path: The file.
-        remedy: What to do about a file that cannot be read, or is another one.
+        remedy: What to do about a file that cannot be read.
         page: Documentation page to name in errors.
-        kind: The kind that the file must say it is of. None: the file says none.
-        schema: The schema of that kind that this version reads.
 
     Raises:
-        SinkscopeError: The file cannot be read, is not JSON, or is of another kind or schema.
+        SinkscopeError: The file cannot be read, or is not JSON.
     """
+    name = Path(path).name or os.fspath(path)
     try:
-        content = parse_json(Path(path).read_text(encoding="utf-8"))
+        return parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise SinkscopeError(f"cannot read {path}: {_reason(error)}; {remedy}", page=page) from None
+        raise SinkscopeError(f"cannot read {name}: {reason_of(error)}; {remedy}", page=page) from None
     except ValueError as error:
-        raise SinkscopeError(f"{Path(path).name} is not JSON ({error}); {remedy}", page=page) from None
-    found = (content.get("kind"), content.get("schema")) if isinstance(content, dict) else (None, None)
-    if kind is not None and found != (kind, schema):
-        raise SinkscopeError(f"{path} has kind and schema {found!r}, not {(kind, schema)!r}; {remedy}", page=page)
-    return content
+        raise SinkscopeError(f"{name} is not a JSON file ({error}); {remedy}", page=page) from None

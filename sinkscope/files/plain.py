@@ -90,7 +90,9 @@ def plain(value: Any, *, scrub: bool = False) -> Any:
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
+        if math.isfinite(value):
+            return float(value)
+        return None
     if isinstance(value, PurePath) or (isinstance(value, str) and scrub):
         return pathless(str(value))
     if isinstance(value, str):

@@ -134,5 +134,7 @@ def peak_memory(device: str = "cpu") -> int | None:
     except ImportError:  # Windows
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    unit = 1 if sys.platform == "darwin" else 1024
+    unit = 1024
+    if sys.platform == "darwin":
+        unit = 1
     return int(peak) * unit

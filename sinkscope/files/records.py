@@ -116,7 +116,9 @@ def read_setting(text: str, kind: Any, name: str) -> Any:
     try:
         value = literal_eval(text.capitalize())  # "true", "false" and "none" as well
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        value = float(text) if text in ("inf", "-inf") else text
+        value = text
+        if text in ("inf", "-inf"):
+            value = float(text)
     return conform(kind, value, name, strict=True)
 
 
@@ -256,7 +258,9 @@ def _lenient_schema(part: Any) -> Any:
         return part
     if part.get("type") == "is-instance" and hasattr(part["cls"], "array_type"):  # an annotation of jaxtyping
         is_float = any("float" in str(name) for name in part["cls"].dtypes)
-        read = _read_floats if is_float else _read_array
+        read = _read_array
+        if is_float:
+            read = _read_floats
         return core_schema.no_info_after_validator_function(read, core_schema.list_schema())
     changed: Any = {name: _lenient_schema(each) for name, each in part.items()}
     if part.get("type") == "float":

@@ -14,37 +14,20 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import write_output
-from sinkscope.files.plain import parse_json, plain
+from sinkscope.files.output import read_json, write_output
+from sinkscope.files.plain import plain
 from sinkscope.files.provenance import (
     UNKNOWN_MODEL,
     UNKNOWN_PROVENANCE,
     ModelInfo,
     Provenance,
-    peak_memory,
-    provenance,
-    versions,
 )
 from sinkscope.files.records import build
-from sinkscope.files.tables import WIDTH, Grid, cell, glossary, strings
+from sinkscope.files.tables import WIDTH, Grid, glossary, strings
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
-
-__all__ = [
-    "Grid",
-    "ModelInfo",
-    "Number",
-    "Provenance",
-    "Result",
-    "cell",
-    "known_kinds",
-    "peak_memory",
-    "provenance",
-    "read_json",
-    "versions",
-]
 
 SCHEMA = 1
 UNKNOWN_TOKENS_TO_WARN = 0.1
@@ -164,7 +147,7 @@ class Result:
         Raises:
             SinkscopeError: The file cannot be read, is not such a file, or holds another kind than this class.
         """
-        return cls.from_dict(read_json(path), _file_name(path))
+        return cls.from_dict(read_json(path), Path(path).name)
 
     @classmethod
     def from_dict(cls: type[R], data: Any, name: str = "data") -> R:
@@ -414,24 +397,3 @@ def known_kinds() -> tuple[str, ...]:
 def _kind_modules() -> dict[str, str]:
     """Each kind of result that sinkscope has, with the module that defines it; the table of commands says so."""
     return import_module("sinkscope.app.commands").kind_modules()
-
-
-def _file_name(path: str | os.PathLike[str]) -> str:
-    return os.path.basename(os.fspath(path)) or os.fspath(path)
-
-
-def read_json(path: str | os.PathLike[str]) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        SinkscopeError: The file cannot be read, or is not JSON.
-    """
-    name = _file_name(path)
-    try:
-        return parse_json(Path(path).read_bytes().decode())
-    except OSError as error:
-        raise SinkscopeError(f"cannot read {name}: {(error.strerror or str(error)).lower()}") from None
-    except UnicodeDecodeError:
-        raise SinkscopeError(f"{name} is not a JSON file: expected what --json or .save() wrote") from None
-    except (ValueError, RecursionError) as error:
-        raise SinkscopeError(f"{name} is not a JSON file ({error}): expected what --json or .save() wrote") from None

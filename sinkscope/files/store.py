@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import write_atomic
+from sinkscope.files.output import read_json, reason_of, write_atomic
 from sinkscope.files.plain import parse_json, pathless, plain
 from sinkscope.files.records import build
 
@@ -112,12 +112,12 @@ class Folder(Generic[R]):
                 f"{self._shown} is being written by another run: wait for it, or give another folder"
             ) from None
         except OSError as error:
-            raise SinkscopeError(f"cannot write {self.name}: {_reason(error)}; choose another place") from None
+            raise SinkscopeError(f"cannot write {self.name}: {reason_of(error)}; choose another place") from None
 
     def _read_or_begin(self, folder: Path) -> None:
         """Compare the settings and read the records of an earlier run, or write the settings of a new one."""
         if (folder / SETTINGS).exists():
-            self._check_settings(read_json(folder / SETTINGS, self.name))
+            self._check_settings(read_json(folder / SETTINGS, "give another folder"))
         else:
             write_atomic(folder / SETTINGS, json.dumps(self._settings, indent=1, sort_keys=True) + "\n")
         for name, content in self._also.items():
@@ -179,7 +179,7 @@ class Folder(Generic[R]):
                     os.fsync(file.fileno())
             except OSError as error:
                 raise SinkscopeError(
-                    f"cannot write {self.name}: {_reason(error)}; make room and run the same command again, finished "
+                    f"cannot write {self.name}: {reason_of(error)}; make room and run the same command again, finished "
                     "parts are kept"
                 ) from None
         self.records.update(new)
@@ -207,22 +207,6 @@ def read_lines(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
                 f"{name}/{path.name} line {number} is damaged: delete that line, and run the same command again"
             ) from None
     return records, complete
-
-
-def read_json(path: Path, name: str) -> Any:
-    """Content of a JSON file in a folder.
-
-    Raises:
-        SinkscopeError: It cannot be read.
-    """
-    try:
-        return parse_json(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise SinkscopeError(f"{name}/{path.name} cannot be read ({error}): give another folder") from None
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

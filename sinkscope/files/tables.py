@@ -162,7 +162,9 @@ def cell(value: Any, *, percent: bool = False) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        if value:
+            return "yes"
+        return "no"
     if isinstance(value, float) and percent:
         return f"{value:.1%}".replace("-0.0%", "0.0%")
     if isinstance(value, float) and 1e4 <= abs(value) < 1e7:

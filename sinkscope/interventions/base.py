@@ -76,7 +76,9 @@ class Run:
     @property
     def usage(self) -> list[Any]:
         """What each cache of the run held (`kv.usage.Usage`, in tokens and bytes); empty without a cache policy."""
-        return [] if self.session is None else self.session.usage
+        if self.session is None:
+            return []
+        return self.session.usage
 
     @property
     def call(self) -> Call | None:
@@ -331,7 +333,9 @@ class _BridgeCalls:
         return act
 
     def _on_ids(self, ids: Tensor, hook: Any) -> None:
-        self._ids = ids.view(1, -1) if ids.ndim == 1 else ids
+        self._ids = ids
+        if ids.ndim == 1:
+            self._ids = ids.view(1, -1)
         self._run.call = None
 
     def _on_scores(self, scores: Tensor, hook: Any) -> None:

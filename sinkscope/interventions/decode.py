@@ -191,4 +191,6 @@ def repeat_probabilities(
 
 def watched(edit: Intervention | None, observer: Intervention) -> Intervention:
     """The interventions, followed by an observer that sees the result."""
-    return observer if edit is None else edit | observer
+    if edit is None:
+        return observer
+    return edit | observer

@@ -85,7 +85,9 @@ class NeuronValues:
                 columns[name] = [vocabulary[number] for number in columns[name]]
             logged = list[Event]()
             for i, (row, neuron) in enumerate(zip(rows.tolist(), neurons.tolist(), strict=True)):
-                entry: dict[str, Any] = {} if group.head is not None else {"neuron": group.neurons[neuron]}
+                entry: dict[str, Any] = {}
+                if group.head is None:
+                    entry = {"neuron": group.neurons[neuron]}
                 for name, column in columns.items():
                     entry[name] = column[i]
                 if group.expert is not None:
@@ -117,14 +119,19 @@ class NeuronEdit(Intervention):
     EDITS: ClassVar[bool] = True  # False: `new_values` only watches, and the values at the first token are not kept
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
-        numbers = [neurons] if isinstance(neurons, int) else list(neurons)
+        if isinstance(neurons, int):
+            numbers = [neurons]
+        else:
+            numbers = list(neurons)
         if (layer is None) != (not numbers):
             raise SinkscopeError(
                 f"layer={layer!r} with neurons={numbers!r}: give both, as in layer=1, neurons=[7890], or "
                 "sites=[(layer, neuron)]",
                 page=PAGE,
             )
-        sites = [self.sites] if isinstance(self.sites, str) else self.sites
+        sites = self.sites
+        if isinstance(sites, str):
+            sites = [sites]
         every = [site_of(site) for site in sites]
         for number in numbers:
             if layer is not None and layer < 0:  # counted from the last one, which the model tells
@@ -195,7 +202,9 @@ class NeuronEdit(Intervention):
         """The same at `hook_post` or `hook_pre_linear`."""
         target = run.target
         self.check(target)
-        point = "hook_post" if self.site == "post" else "hook_pre_linear"
+        point = "hook_pre_linear"
+        if self.site == "post":
+            point = "hook_post"
         hooks: list[tuple[str, Callable[..., Any]]] = []
         for group in self._all_groups(target):
             edit = _columns(group.neurons, self._editor(run, key, group))
@@ -288,7 +297,9 @@ class Ablate(NeuronEdit):
     KIND: ClassVar[str] = "ablated"
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
-        heads = [self.heads] if isinstance(self.heads, int | str) else self.heads
+        heads = self.heads
+        if isinstance(heads, int | str):
+            heads = [heads]
         pairs = [head_of(head, layer) for head in heads]
         object.__setattr__(self, "heads", tuple(dict.fromkeys(pairs)))
         if self.heads and neurons == ():
@@ -360,7 +371,9 @@ def _columns(neurons: list[int], edit: Edit) -> Edit:
             index = index.to(tensor.device)
         new = edit(tensor[..., index])
         # A copy, because others may need the caller's tensor, and so does autograd.
-        return None if new is None else tensor.index_copy(-1, index, new.to(tensor.dtype))
+        if new is None:
+            return None
+        return tensor.index_copy(-1, index, new.to(tensor.dtype))
 
     return edited
 
@@ -368,7 +381,9 @@ def _columns(neurons: list[int], edit: Edit) -> Edit:
 def _of_heads(z: Float[Tensor, "batch pos head d_head"], edit: Edit) -> Float[Tensor, "batch pos head d_head"] | None:
     """The same edit with heads concatenated, as the output projection reads them."""
     new = edit(rearrange(z, "batch pos head d_head -> batch pos (head d_head)"))
-    return None if new is None else rearrange(new, "batch pos (head d_head) -> batch pos head d_head", head=z.shape[2])
+    if new is None:
+        return None
+    return rearrange(new, "batch pos (head d_head) -> batch pos head d_head", head=z.shape[2])
 
 
 def _up_module(target: Target, layer: int) -> nn.Module:
@@ -381,4 +396,6 @@ def _up_module(target: Target, layer: int) -> nn.Module:
 def _up_offset(target: Target, layer: int) -> int:
     """The column at which the linear factor begins in that module's output."""
     is_fused = target.adapter.fused_gate_up and target.kind != "bridge"
-    return target.width(layer) if is_fused else 0
+    if is_fused:
+        return target.width(layer)
+    return 0

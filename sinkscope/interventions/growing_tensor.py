@@ -61,7 +61,9 @@ class GrowingTensor:
     @property
     def allocated(self) -> int | None:
         """Places in memory; None if there are only those of the tensor."""
-        return None if self._buffer is None else int(self._buffer.places.shape[self.dim])
+        if self._buffer is None:
+            return None
+        return int(self._buffer.places.shape[self.dim])
 
     def append(self, tensor: Shaped[Tensor, ...], new: Shaped[Tensor, ...], spare: int = 0) -> Shaped[Tensor, ...]:
         """`tensor` with `new` at its end.
@@ -79,7 +81,9 @@ class GrowingTensor:
             # The same object as the last time: nothing was taken out since.
             grows = spare > 0 or (more == 1 and tensor is self._latest)
             is_long = tensor.shape[self.dim] >= LONG
-            self._buffer = SpareBuffer(tensor, self.dim, max(spare, SPARE)) if grows and is_long else None
+            self._buffer = None
+            if grows and is_long:
+                self._buffer = SpareBuffer(tensor, self.dim, max(spare, SPARE))
         if self._buffer is None:
             self._latest = torch.cat([tensor, new], self.dim)
         else:

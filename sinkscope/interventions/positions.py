@@ -31,7 +31,10 @@ class Memory(dict[str, Tensor]):
         """Store the value where `at` holds (at most once per row); other rows keep their former value."""
         # No synchronisation with the device: rows without a hit are chosen by `where`, not by indexing.
         here = torch.where(at[..., None], values.detach(), 0).sum(1)
-        before = self[name] if name in self else torch.full_like(here, torch.nan)
+        if name in self:
+            before = self[name]
+        else:
+            before = torch.full_like(here, torch.nan)
         self[name] = torch.where(at.any(1, keepdim=True), here, before)
         return self[name]
 
@@ -154,7 +157,9 @@ class Tracker:
             cache: The cache that the call continues, if any.
             past: Number of tokens in the cache before the call. By default `cache` is asked.
         """
-        tokens = ids if ids is not None else embeds
+        tokens = embeds
+        if ids is not None:
+            tokens = ids
         assert tokens is not None, "transformers refuses a call with neither ids nor embeddings"
         batch, new = int(tokens.shape[0]), int(tokens.shape[1])
         if cache is not None and past is None and not hasattr(cache, "get_seq_length"):
@@ -164,7 +169,9 @@ class Tracker:
                 page="kv-cache",
             )
         if past is None:
-            past = int(cache.get_seq_length()) if cache is not None else 0
+            past = 0
+            if cache is not None:
+                past = int(cache.get_seq_length())
         sequence = self._sequence(cache, batch, past, tokens.device)
         sequence.crop(past)
         read = sequence.columns.shape[1]
@@ -194,7 +201,9 @@ class Tracker:
 
     def _sequence(self, cache: Any, batch: int, past: int, device: torch.device) -> Sequence:
         """The sequence that a call continues, or a new one."""
-        sequence = None if cache is None else self._sequences.get(cache)
+        sequence = None
+        if cache is not None:
+            sequence = self._sequences.get(cache)
         if sequence is not None and past > 0:
             times, rest = divmod(batch, len(sequence.bos))
             if times > 1 and rest == 0:
@@ -222,12 +231,19 @@ def _real(mask: Any, batch: int, read: int, past: int, new: int, device: torch.d
         return torch.cat([between, mask.bool()], 1)
     if isinstance(mask, Tensor) and mask.ndim == 4:
         # A real token is seen by itself; padding is seen by nobody. A window hides old tokens: those are history.
-        start = past if mask.shape[-1] >= total else mask.shape[-1] - new
+        start = past
+        if mask.shape[-1] < total:
+            start = mask.shape[-1] - new
         part = mask[..., start : start + new]
-        visible = part if mask.dtype == torch.bool else part > torch.finfo(mask.dtype).min / 2
+        visible = part
+        if mask.dtype != torch.bool:
+            visible = part > torch.finfo(mask.dtype).min / 2
         is_seen = reduce(visible, "batch head query key -> batch key", "any")
         return torch.cat([between, is_seen.expand(batch, -1)], 1)
-    what = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"of type {type(mask).__name__}"
+    if isinstance(mask, Tensor):
+        what = f"of shape {tuple(mask.shape)}"
+    else:
+        what = f"of type {type(mask).__name__}"
     raise UnsupportedError(
         f"attention mask {what}: the true positions of {total} tokens cannot be read from it; pass a mask of shape "
         "(batch, tokens) with 1 at real tokens, or none",

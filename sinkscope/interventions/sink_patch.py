@@ -132,11 +132,11 @@ class SinkPatch(NeuronEdit):
         neurons = {_site(neuron): neuron for neuron in result.neurons}
         sites = list[NeuronSite]()
         for causal_set in getattr(result, "causal_sets", ()):
-            if _field(causal_set, "kind") == "minimal":
-                members = map(_site, _field(causal_set, "sites"))
+            if causal_set.kind == "minimal":
+                members = map(_site, causal_set.sites)
                 sites += [member for member in members if member in neurons]
         if not sites:
-            sites = [place for place, neuron in neurons.items() if _field(neuron, "causal")]
+            sites = [place for place, neuron in neurons.items() if neuron.causal]
         if result.sink_layer is None or not sites:
             raise SinkscopeError(
                 "no sink neuron was found in this model, so there is nothing to patch: find_sinks gave "
@@ -145,11 +145,10 @@ class SinkPatch(NeuronEdit):
             )
         calibrated = dict[NeuronSite, float]()
         for place in sites:
-            neutral = _field(neurons[place], f"neutral_{site}")
+            neutral = getattr(neurons[place], f"neutral_{site}")
             if neutral is not None:
-                calibrated[place] = float(neutral)
-        model: Any = _field(result, "model")
-        described: Any = model if isinstance(model, Mapping | None) else asdict(model)
+                calibrated[place] = neutral
+        described = asdict(result.model)
         return cls(sites=tuple(sites), site=site, value=value, calibrated=calibrated, model=described)
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -177,7 +176,15 @@ class SinkPatch(NeuronEdit):
             SinkscopeError: The file does not exist, is not JSON, not a patch or of another schema, or a field is
                 missing or invalid.
         """
-        content = read_json(path, "make a patch with `sinkscope patch make`", page=_PAGE, kind=KIND, schema=SCHEMA)
+        remedy = "make a patch with `sinkscope patch make`"
+        content: Any = read_json(path, remedy, page=_PAGE)
+        about = (None, None)
+        if isinstance(content, dict):
+            about = (content.get("kind"), content.get("schema"))
+        if about != (KIND, SCHEMA):
+            raise SinkscopeError(
+                f"{Path(path).name} has kind and schema {about!r}, not {(KIND, SCHEMA)!r}; {remedy}", page=_PAGE
+            )
         expected = "a patch that `sinkscope patch make` of this version wrote"
         patch = check(content, _File, Path(path).name, expected, page=_PAGE)
         calibrated = {_site(site): site.calibrated for site in patch.sites if site.calibrated is not None}
@@ -240,7 +247,9 @@ class SinkPatch(NeuronEdit):
 
     def _calibrated_values(self, values: NeuronValues) -> Float[Tensor, " neuron"]:
         """The calibrated value of each neuron; NaN where there is none, or the listing does not use it."""
-        calibrated = {} if self.value == "listing" else self.calibrated
+        calibrated: Mapping[Any, float] = {}
+        if self.value != "listing":
+            calibrated = self.calibrated
         numbers = [calibrated.get(site, torch.nan) for site in values.group.sites]
         return torch.tensor(numbers, device=values.old.device, dtype=values.old.dtype)
 
@@ -336,11 +345,6 @@ def neutral_values(target: Target, sites: Sequence[NeuronSite], where: Where) ->
     return {site: float(values.median()) for site, values in recorder.recorded.items()}
 
 
-def _field(row: Any, name: str) -> Any:
-    """A field of a result's row, whether it is a dictionary or an object; None if it has none."""
-    return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)
-
-
 def _site(row: Any) -> NeuronSite:
     """The neuron that a row of a result or file is about."""
-    return NeuronSite(int(_field(row, "layer")), int(_field(row, "neuron")), _field(row, "expert"))
+    return NeuronSite(row.layer, row.neuron, row.expert)

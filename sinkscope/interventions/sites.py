@@ -32,7 +32,9 @@ class NeuronSite(NamedTuple):
     @property
     def numbers(self) -> tuple[int, ...]:
         """(layer, neuron), or (layer, expert, neuron) for a routed expert, as in results."""
-        return (self.layer, self.neuron) if self.expert is None else (self.layer, self.expert, self.neuron)
+        if self.expert is None:
+            return (self.layer, self.neuron)
+        return (self.layer, self.expert, self.neuron)
 
 
 class NeuronGroup(NamedTuple):
@@ -45,7 +47,9 @@ class NeuronGroup(NamedTuple):
 
     def size(self, values: Float[Tensor, "*n neuron"]) -> Float[Tensor, "*n size"]:
         """Size of the values: the absolute value of each neuron, or the norm of a head."""
-        return values.abs() if self.head is None else torch.linalg.vector_norm(values, dim=-1, keepdim=True)
+        if self.head is None:
+            return values.abs()
+        return torch.linalg.vector_norm(values, dim=-1, keepdim=True)
 
     @property
     def sites(self) -> list[NeuronSite]:
@@ -63,14 +67,19 @@ def site_of(site: Any) -> NeuronSite:
         return site
     if isinstance(site, str):
         site = read_neuron(site, "site")
-    numbers: tuple[Any, ...] = tuple(site) if isinstance(site, Iterable) else (site,)
+    if isinstance(site, Iterable):
+        numbers: tuple[Any, ...] = tuple(site)
+    else:
+        numbers = (site,)
     if len(numbers) not in (2, 3) or not all(map(_is_whole, numbers)):
         raise SinkscopeError(
             f"site {site!r}: expected (layer, neuron) or (layer, expert, neuron), whole numbers from 0, or a name "
             'such as "L1.N338"',
             page=PAGE,
         )
-    expert = numbers[1] if len(numbers) == 3 else None
+    expert = None
+    if len(numbers) == 3:
+        expert = numbers[1]
     return NeuronSite(numbers[0], numbers[-1], expert)
 
 
@@ -114,7 +123,9 @@ def checked_positions(positions: Any) -> Positions:
             "padding) or a slice of them",
             page=PAGE,
         ) from None
-    return tuple(positions) if isinstance(positions, list) else positions
+    if isinstance(positions, list):
+        return tuple(positions)
+    return positions
 
 
 def chosen_positions(index: Int[Tensor, "batch pos"], positions: Positions) -> Bool[Tensor, "batch pos"]:
@@ -124,7 +135,9 @@ def chosen_positions(index: Int[Tensor, "batch pos"], positions: Positions) -> B
     if isinstance(positions, slice):
         start, step = positions.start or 0, positions.step or 1
         chosen = (index >= start) & ((index - start) % step == 0)
-        return chosen if positions.stop is None else chosen & (index < positions.stop)
+        if positions.stop is None:
+            return chosen
+        return chosen & (index < positions.stop)
     if positions == "first":
         positions = 0
     return torch.isin(index, torch.tensor(positions, device=index.device, dtype=index.dtype))

@@ -65,7 +65,9 @@ class Add(Intervention):
 
     def __repr__(self) -> str:
         vector: Tensor = self.vector
-        more = "" if self.positions is None else f", positions={self.positions!r}"
+        more = ""
+        if self.positions is not None:
+            more = f", positions={self.positions!r}"
         norm = float(torch.linalg.vector_norm(vector))
         return f"Add(vector of {len(vector)} numbers with norm {norm:.4g}, {self.site!r}, scale={self.scale}{more})"
 
@@ -78,7 +80,9 @@ class Add(Intervention):
         """Register hooks on the modules whose input or output the sites are."""
         for site in self._sites(run.target):
             assert site.module is not None  # only attention rows have none
-            around = on_input if site.when == "pre" else on_hidden
+            around = on_hidden
+            if site.when == "pre":
+                around = on_input
             run.hook(site.module, site.when, around(self._editor(run, site)))
 
     def bridge_hooks(self, run: Run, key: int) -> list[tuple[str, Callable[..., Any]]]:

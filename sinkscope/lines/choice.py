@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
@@ -91,16 +91,12 @@ class HeadLines:
 
     def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "*choice head row key"]:
         """Which keys the queries at positions `at` see."""
-        if at.device.type == "cpu" and len(at) <= _ROWS:
-            keys, falling = self.vertical.shape[-1], self.slash.flip(-1)
-            seen = self.vertical.new_zeros(*self.vertical.shape[:-1], len(at), keys)
-            for number, row in enumerate(at.tolist()):
-                torch.logical_or(
-                    self.vertical[..., : row + 1], falling[..., keys - 1 - row :], out=seen[..., number, : row + 1]
-                )
-            return seen
-        offset = at[:, None] - torch.arange(self.vertical.shape[-1], device=at.device)
-        return (self.vertical[..., None, :] | self.slash[..., offset.clamp(min=0)]) & (offset >= 0)
+        keys = self.vertical.shape[-1]
+        falling = self.slash.flip(-1)
+        seen = self.vertical.new_zeros(*self.vertical.shape[:-1], len(at), keys)
+        for number, row in enumerate(at.tolist()):
+            seen[..., number, : row + 1] = self.vertical[..., : row + 1] | falling[..., keys - 1 - row :]
+        return seen
 
     def random(self, generator: torch.Generator, *, cells: bool) -> HeadLines:
         """Draw random lines in place of these, per kind: the same number, or with `cells` the same lengths."""
@@ -401,71 +397,136 @@ def _sought(
     return sought
 
 
+@dataclass(eq=False)
+class _Search:
+    """What the greedy choice knows of every head that it still searches; lines are vertical ones, then slash lines.
+
+    Attributes:
+        head: Number of each head.
+        left: Attention that is not yet on any chosen line.
+        weights: Weight that each line has outside all chosen lines; minus infinity for chosen ones.
+        chosen: 1 for chosen lines, else 0.
+        missing: Weight that is to be found.
+        batch: Number of lines that a round takes at most.
+        done: Whether the search has ended.
+    """
+
+    head: Int[Tensor, " head"]
+    left: Float[Tensor, "head row key"]
+    weights: Float[Tensor, "head kind line"]
+    chosen: Float[Tensor, "head kind line"]
+    missing: Float[Tensor, " head"]
+    batch: Int[Tensor, " head"]
+    done: Bool[Tensor, " head"]
+
+    def drop_finished(self) -> None:
+        """Go on with the heads that are not done."""
+        going = ~self.done
+        self.head = self.head[going]
+        self.left = self.left[going]
+        self.weights = self.weights[going]
+        self.chosen = self.chosen[going]
+        self.missing = self.missing[going]
+        self.batch = self.batch[going]
+        self.done = self.done[going]
+
+    def crossed(self, past: int) -> Float[Tensor, "head kind line"]:
+        """Number of chosen lines of the other kind that cross each line, as `HeadLines.crossed` for both kinds."""
+        others = self.chosen.flip(1)
+        count = others.cumsum(2).flip(2)
+        if past:
+            before = others[:, :, :past].cumsum(2).flip(2)
+            count[:, :, : past + 1] -= pad(before, (0, 1))
+        return count
+
+    def take(self, index: Int[Tensor, "head taken"], at: Int[Tensor, " row"]) -> None:
+        """Choose lines, and remove their cells from all that they cross."""
+        _, rows, keys = self.left.shape
+        _flat(self.chosen).scatter_(1, index, 1.0)
+        _flat(self.weights).scatter_(1, index, -torch.inf)
+        columns = repeat(index * (index < keys), "head taken -> head row taken", row=rows)
+        slash_lines_crossed = (at[:, None] - columns).clamp_(min=0) + keys
+        self._remove(columns, slash_lines_crossed)
+        offset = (index - keys)[:, None]
+        columns = torch.where(offset > 0, at[:, None] - offset, 0).clamp_(min=0)
+        self._remove(columns, columns)
+
+    def _remove(self, columns: Int[Tensor, "head row taken"], crossed: Int[Tensor, "head row taken"]) -> None:
+        """Remove one cell in each row for every line taken, also from the weight of the line that crosses it there."""
+        rows = self.left.shape[1]
+        cells = self.left.gather(2, columns)
+        self.left.scatter_(2, columns, 0.0)
+        add_at(_flat(self.weights), crossed.flatten(1), -cells.flatten(1), 2.0 * rows)
+        self.missing -= cells.sum((1, 2), dtype=torch.float64)
+
+
+def _flat(lines: Tensor) -> Tensor:
+    return lines.view(len(lines), -1)  # "head kind line -> head (kind line)", without a copy
+
+
 def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above: float, sharp: float) -> HeadLines:
     """Choose greedily by the weight that a line adds to the sample per cell that it adds to the matrix.
 
     `left` is the attention that is not yet on any chosen line.
     """
     heads, rows, keys = left.shape
-    past, sharp = lines.past, sharp * rows / lines.queries  # weights are those of the sample, lengths of the matrix
+    sharp = sharp * rows / lines.queries  # weights are those of the sample, lengths of the matrix
     # Of lines that are chosen already. Those are few slash lines, the same in all heads, and line 0 of both kinds. Its
     # cells stand in for missing ones here and further down.
     left.masked_fill_(lines.vertical[:, None], 0.0)
     near = (at[:, None] - lines.slash[0].nonzero().flatten()).clamp_(min=0)
     left.scatter_(2, near.expand(heads, -1, -1), 0.0)
     lengths = lines.lengths().float()
+    limit = torch.inf
+    if dense_above < 1:
+        limit = dense_above * float(lengths.sum())
     weights = torch.stack([left.sum(1), slash_sums(left, at)], 1)
-    chosen = torch.stack([lines.vertical, lines.slash], 1).float()  # [head kind line]; flattened: vertical ones first
+    chosen = torch.stack([lines.vertical, lines.slash], 1).float()
     missing = weights[:, 0].sum(1, dtype=torch.float64) - (1 - alpha) * rows
     weights.masked_fill_(chosen.bool(), -torch.inf)
     done = missing.isnan()  # attention that is not a number: a dense head would hand it on
     chosen[done] = 1.0
-    result, which = chosen.clone(), torch.arange(heads, device=left.device)
-    limit = dense_above * float(lengths.sum()) if dense_above < 1 else torch.inf
-    batch = done.new_ones(heads, dtype=torch.long)
+    result = chosen.clone()
+    every_head = torch.arange(heads, device=left.device)
+    search = _Search(every_head, left, weights, chosen, missing, torch.ones_like(every_head), done)
     for _ in range(2 * keys):  # every round takes at least one line of every head that is not done, or ends it
-        if 2 * (finished := int(done.sum())) >= len(done):  # go on with the others only
-            result[which] = chosen
-            parts = (which, left, weights, chosen, missing, batch)
-            which, left, weights, chosen, missing, batch = (part[~done] for part in parts)
-            done = done[~done]
-            heads -= finished
-        if not heads:
+        if 2 * int(search.done.sum()) >= len(search.done):
+            result[search.head] = search.chosen
+            search.drop_finished()
+        if not len(search.head):
             break
-        crossed = chosen.flip(1).cumsum(2).flip(2)  # as `HeadLines.crossed`, for both kinds
-        if past:
-            before = pad(chosen.flip(1)[:, :, :past].cumsum(2).flip(2), (0, 1))
-            crossed[:, :, : past + 1] -= before
-        cells = (chosen @ lengths).sum(1) - (chosen[:, 0] * crossed[:, 0]).sum(1)
-        ratio = weights / crossed.neg_().add_(lengths).clamp_(min=1)
-        best, index = ratio.view(heads, -1).topk(min(int(batch.max()), 2 * keys), dim=1)
-        gain = weights.view(heads, -1).gather(1, index)
+        crossed = search.crossed(lines.past)
+        cells = (search.chosen @ lengths).sum(1) - (search.chosen[:, 0] * crossed[:, 0]).sum(1)
+        new_cells = crossed.neg_().add_(lengths).clamp_(min=1)
+        ratio = _flat(search.weights / new_cells)
+        best, index = ratio.topk(min(int(search.batch.max()), 2 * keys), dim=1)
+        gain = _flat(search.weights).gather(1, index)
+        best_ratio = best[:, 0]
         # What is missing takes more cells than it would if all lines were as good as the best one.
-        hopeless = (missing > 0) & (cells + missing / best[:, 0].clamp(min=1e-30) > limit)
-        stuck = (missing > 0) & (best[:, 0] <= 0)  # only rounding errors are left
+        short = search.missing > 0
+        least_cells = search.missing / best_ratio.clamp(min=1e-30)
+        hopeless = short & (cells + least_cells > limit)
+        stuck = short & (best_ratio <= 0)  # only rounding errors are left
+        given_up = hopeless | stuck
         # Lines of one round may cross, so this never takes one too many; what is short comes in the next round.
-        take = ((gain.cumsum(1) - gain < missing[:, None]) | (best >= sharp)) & (best > 0)
-        take &= torch.arange(best.shape[1], device=best.device) < batch[:, None]
-        chosen[~done & (hopeless | stuck)] = 1.0
-        done |= ((missing <= 0) & (best[:, 0] < sharp)) | hopeless | stuck
-        index = index * (take & ~done[:, None])  # line 0, which was chosen first, stands in for lines not taken
-        chosen.view(heads, -1).scatter_(1, index, 1.0)
-        weights.view(heads, -1).scatter_(1, index, -torch.inf)
-        vertical = (index * (index < keys))[:, None].expand(-1, rows, -1)
-        slash = (index - keys)[:, None]
-        slash = torch.where(slash > 0, at[:, None] - slash, 0).clamp_(min=0)
-        for column, other in ((vertical, lambda column: (at[:, None] - column).clamp_(min=0) + keys), (slash, None)):
-            cells = left.gather(2, column)
-            left.scatter_(2, column, 0.0)
-            crossing = column if other is None else other(column)
-            add_at(weights.view(heads, -1), crossing.flatten(1), -cells.flatten(1), 2.0 * rows)
-            missing -= cells.sum((1, 2), dtype=torch.float64)
+        needed = gain.cumsum(1) - gain < search.missing[:, None]
+        in_batch = torch.arange(best.shape[1], device=best.device) < search.batch[:, None]
+        taken = (needed | (best >= sharp)) & (best > 0) & in_batch
+        search.chosen[~search.done & given_up] = 1.0
+        enough = ~short & (best_ratio < sharp)
+        search.done |= enough | given_up
+        # Line 0, which was chosen first, stands in for lines not taken.
+        search.take(index * (taken & ~search.done[:, None]), at)
         # The first lines are taken one by one, later ones in batches, because rounds cost time, not lines: a fifth of
         # the chosen lines, or a twentieth of those that are missing at least; on a GPU, where rounds are dear, as many
         # lines as are chosen.
-        few = 5 if left.device.type == "cpu" else 1
-        least = (missing / gain.amax(1).clamp(min=1e-30)).clamp(0, 2 * keys).long()
-        batch = torch.maximum(chosen.sum((1, 2)).long() // few, least // 20).clamp(min=1).masked_fill(done, 1)
+        lines_per_taken = 5
+        if left.device.type != "cpu":
+            lines_per_taken = 1
+        share_of_chosen = search.chosen.sum((1, 2)).long() // lines_per_taken
+        lines_missing = (search.missing / gain.amax(1).clamp(min=1e-30)).clamp(0, 2 * keys).long()
+        batch = torch.maximum(share_of_chosen, lines_missing // 20).clamp(min=1)
+        search.batch = batch.masked_fill(search.done, 1)
     else:
         raise RuntimeError("the choice of lines did not end although every line was taken")
     vertical, slash = result.bool().unbind(1)

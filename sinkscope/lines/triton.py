@@ -86,25 +86,30 @@ class LineIndex:
 
 def index_of(lines: HeadLines, size: int) -> LineIndex:
     """The index of these lines, for blocks of `size` queries, a multiple of `KEYS`."""
-    vertical, keys, device = lines.vertical, lines.vertical.shape[1], lines.vertical.device
+    vertical = lines.vertical
+    keys = vertical.shape[1]
+    device = vertical.device
     banded = _banded(lines.slash, size)
     lone = lines.slash & ~banded
     starts = torch.arange(lines.past, keys, size, device=device)
     ends = (starts + size).clamp(max=keys)
     # Block i begins i * KEYS keys before the last that fits before the end; these are its least and largest offset.
-    every = torch.arange((keys + size - 2) // KEYS + 1, device=device) * KEYS
+    block_number = torch.arange((keys + size - 2) // KEYS + 1, device=device)
+    every = block_number * KEYS
     banded_before = _before(banded)
     up_to_largest = banded_before[:, (every + KEYS).clamp(max=keys)]
     up_to_least = banded_before[:, (every - size + 1).clamp(0, keys)]
     offsets = up_to_largest - up_to_least  # chosen offsets in each block
     touched = offsets > 0
     numbers = numbers_of(touched)
+    all_chosen = offsets == size + KEYS - 1
+    last_number = len(every) - 1
     blocks_of_row = -(-(starts + size) // KEYS)
     return LineIndex(
         size=size,
         starts=starts,
         blocks=numbers * KEYS - size + KEYS,
-        whole=(offsets == size + KEYS - 1).gather(1, numbers.clamp(max=len(every) - 1)),
+        whole=all_chosen.gather(1, numbers.clamp(max=last_number)),
         block_count=_before(touched)[:, blocks_of_row.clamp(max=len(every))],
         column_index=numbers_of(vertical),
         column_count=_before(vertical)[:, ends],
@@ -161,9 +166,10 @@ def triton_heads(
     out: Float[Tensor, "head query d_value"],
 ) -> bool:
     """Write the attention of some heads into `out`; False if compiling failed, with one warning."""
-    query = _as_rows(query, value.dtype)
-    key = _as_rows(key, value.dtype)
-    value = _as_rows(value, value.dtype)
+    dtype = value.dtype
+    query = _as_rows(query, dtype)
+    key = _as_rows(key, dtype)
+    value = _as_rows(value, dtype)
     # The table of the packaged format, for these heads alone; columns are the same for all blocks of queries.
     block_offset = (index.starts[:, None] - index.blocks[heads][:, None]).int()
     rows = len(index.starts)
@@ -257,7 +263,8 @@ _WIDEN = tl.constexpr(INTERPRETED)  # the interpreter multiplies the bits of bfl
 @no_type_check
 def _product(left, right, so_far):
     if _WIDEN:
-        left, right = left.to(tl.float32), right.to(tl.float32)
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
     # In float32, three products on tensor cores: plain ones took 19 KB of local memory in each thread, these 0.5 KB.
     return tl.dot(left, right, so_far, input_precision="tf32x3")
 
@@ -267,7 +274,9 @@ def _product(left, right, so_far):
 def _narrow(number, kind: tl.constexpr):
     if _WIDEN and kind == tl.bfloat16:
         bits = number.to(tl.int32, bitcast=True)
-        number = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        last_bit = (bits >> 16) & 1
+        rounded = bits + 0x7FFF + last_bit
+        number = rounded.to(tl.float32, bitcast=True)
     return number.to(kind)
 
 
@@ -277,9 +286,11 @@ def _add(scores, seen, value, top, total, sums):
     """Add keys to the softmax so far: largest score, sum of weights, and weighted values of every query."""
     scores = tl.where(seen, scores, float("-inf"))
     new = tl.maximum(top, tl.max(scores, 1))
-    weights, fade = _narrow(tl.exp2(scores - new[:, None]), value.dtype), tl.exp2(top - new)
+    weights = _narrow(tl.exp2(scores - new[:, None]), value.dtype)
+    fade = tl.exp2(top - new)
     sums = _product(weights, value, sums * fade[:, None])
-    return new, total * fade + tl.sum(weights.to(tl.float32), 1), sums  # the same weights above and below
+    added = tl.sum(weights.to(tl.float32), 1)  # of the same weights as in the sums
+    return new, total * fade + added, sums
 
 
 @triton.jit
@@ -322,58 +333,82 @@ def _attend(
     SIZE: tl.constexpr,  # noqa: N803
     KEYS: tl.constexpr,  # noqa: N803
 ):
-    row, some = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)  # the longest rows first
-    head, at_row = tl.load(heads + some).to(tl.int64), some * tl.num_programs(0) + row
-    query, out = query + head * query_head, out + head * out_head
-    key, value = key + head // group * key_head, value + head // group * value_head
-    banded, vertical = banded + some * keys, vertical + some * keys
+    row = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
+    some = tl.program_id(1).to(tl.int64)
+    head = tl.load(heads + some).to(tl.int64)
+    at_row = some * tl.num_programs(0) + row
+    kv_head = head // group
+    query += head * query_head
+    out += head * out_head
+    key += kv_head * key_head
+    value += kv_head * value_head
+    banded += some * keys
+    vertical += some * keys
+    column_index += some * column_head + row * column_row
+    lone_offset += some * lones
+    block_offset += at_row * blocks
+    whole += some * blocks
     numbers = row * SIZE + tl.arange(0, SIZE)
     at = numbers + keys - queries
-    wide, tall, few = tl.arange(0, WIDTH), tl.arange(0, VALUES), tl.arange(0, KEYS)
+    wide = tl.arange(0, WIDTH)
+    tall = tl.arange(0, VALUES)
+    few = tl.arange(0, KEYS)
     real = numbers < queries
-    there = real[:, None] & (wide < width)[None, :]
-    q = tl.load(query + numbers.to(tl.int64)[:, None] * query_step + wide[None, :], mask=there, other=0.0)
+    in_width = wide < width
+    in_values = tall < values
+    rows_of_q = numbers.to(tl.int64)[:, None]
+    there = real[:, None] & in_width[None, :]
+    q = tl.load(query + rows_of_q * query_step + wide[None, :], mask=there, other=0.0)
     top = tl.full([SIZE], -1e30, tl.float32)  # finite, so that what is not seen weighs exp(-inf) and not nan
     total = tl.zeros([SIZE], tl.float32)
     sums = tl.zeros([SIZE, VALUES], tl.float32)
 
     full = q.to(tl.float32)
     for i in range(tl.load(lone_count + at_row)):
-        own = at - tl.load(lone_offset + some * lones + i)
+        own = at - tl.load(lone_offset + i)
         seen = real & (own >= 0)
-        seen = seen & (tl.load(vertical + own, mask=seen, other=1) == 0)
+        on_vertical = tl.load(vertical + own, mask=seen, other=1)
+        seen = seen & (on_vertical == 0)
         places = own.to(tl.int64)[:, None]
-        k = tl.load(key + places * key_step + wide[None, :], mask=seen[:, None] & (wide < width)[None, :], other=0.0)
-        v = tl.load(value + places * value_step + tall[None, :], mask=seen[:, None] & (tall < values), other=0.0)
-        score = tl.where(seen, tl.sum(full * k.to(tl.float32), 1) * scaling, float("-inf"))
+        k = tl.load(key + places * key_step + wide[None, :], mask=seen[:, None] & in_width[None, :], other=0.0)
+        v = tl.load(value + places * value_step + tall[None, :], mask=seen[:, None] & in_values, other=0.0)
+        product = tl.sum(full * k.to(tl.float32), 1) * scaling
+        score = tl.where(seen, product, float("-inf"))
         new = tl.maximum(top, score)
-        weight, fade = tl.exp2(score - new), tl.exp2(top - new)
+        weight = tl.exp2(score - new)
+        fade = tl.exp2(top - new)
         sums = sums * fade[:, None] + weight[:, None] * v.to(tl.float32)
-        total, top = total * fade + weight, new
+        total = total * fade + weight
+        top = new
 
     for i in range(tl.load(block_count + at_row)):
-        own = tl.load(block_offset + at_row * blocks + i) + few
+        own = tl.load(block_offset + i) + few
         inside = (own >= 0) & (own < keys)
         places = own.to(tl.int64)
-        k = tl.load(key + places[None, :] * key_step + wide[:, None], mask=inside & (wide < width)[:, None], other=0.0)
-        v = tl.load(value + places[:, None] * value_step + tall, mask=inside[:, None] & (tall < values), other=0.0)
-        offset, all_seen = at[:, None] - own[None, :], tl.load(whole + some * blocks + i)
-        looked_up = (offset >= 0) & (offset < tl.where(all_seen == 0, keys, 0))
-        seen = (tl.load(banded + offset, mask=looked_up, other=0) | all_seen) != 0
-        seen = seen & (inside & (tl.load(vertical + own, mask=inside, other=1) == 0))[None, :]
+        k = tl.load(key + places[None, :] * key_step + wide[:, None], mask=inside & in_width[:, None], other=0.0)
+        v = tl.load(value + places[:, None] * value_step + tall, mask=inside[:, None] & in_values, other=0.0)
+        offset = at[:, None] - own[None, :]
+        all_seen = tl.load(whole + i)
+        limit = tl.where(all_seen == 0, keys, 0)
+        looked_up = (offset >= 0) & (offset < limit)
+        on_band = tl.load(banded + offset, mask=looked_up, other=0)
+        on_vertical = tl.load(vertical + own, mask=inside, other=1)
+        on_no_column = inside & (on_vertical == 0)
+        seen = ((on_band | all_seen) != 0) & on_no_column[None, :]
         scores = _product(q, k, tl.zeros([SIZE, KEYS], tl.float32)) * scaling
         top, total, sums = _add(scores, seen, v, top, total, sums)
 
     columns = tl.load(column_count + at_row)
     for i in range(0, columns, KEYS):
         inside = i + few < columns
-        own = tl.load(column_index + some * column_head + row * column_row + i + few, mask=inside, other=keys)
+        own = tl.load(column_index + i + few, mask=inside, other=keys)
         places = own.to(tl.int64)
-        k = tl.load(key + places[None, :] * key_step + wide[:, None], mask=inside & (wide < width)[:, None], other=0.0)
-        v = tl.load(value + places[:, None] * value_step + tall, mask=inside[:, None] & (tall < values), other=0.0)
+        k = tl.load(key + places[None, :] * key_step + wide[:, None], mask=inside & in_width[:, None], other=0.0)
+        v = tl.load(value + places[:, None] * value_step + tall, mask=inside[:, None] & in_values, other=0.0)
         scores = _product(q, k, tl.zeros([SIZE, KEYS], tl.float32)) * scaling
         top, total, sums = _add(scores, own[None, :] <= at[:, None], v, top, total, sums)
 
-    places = out + numbers.to(tl.int64)[:, None] * out_step + tall[None, :]
-    made = sums / tl.where(real, total, 1.0)[:, None]
-    tl.store(places, _narrow(made, out.dtype.element_ty), mask=real[:, None] & (tall < values)[None, :])
+    places = out + rows_of_q * out_step + tall[None, :]
+    divisor = tl.where(real, total, 1.0)
+    mean = _narrow(sums / divisor[:, None], out.dtype.element_ty)
+    tl.store(places, mean, mask=real[:, None] & in_values[None, :])

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sinkscope.files.console import silent
+from sinkscope.files.provenance import ModelInfo, Provenance, provenance
 from sinkscope.files.records import Natural, check_values
-from sinkscope.files.result import ModelInfo, Provenance, Result, provenance
+from sinkscope.files.result import Result
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.outputs import TokenRecord, as_records
 from sinkscope.loops.repetition import NearRepetition, Stretch

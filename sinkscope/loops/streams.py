@@ -12,8 +12,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.files.output import read_json
 from sinkscope.files.plain import parse_json
-from sinkscope.files.result import read_json
 from sinkscope.loops.forms import FILE_FIELDS, Piece, StreamForm, pieces_of, shown
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.outputs import number, split

@@ -68,7 +68,6 @@ class Measurement(Generic[P, R]):
         quick: dict[str, Any],
         outputs: Sequence[Output],
         check: Callable[..., object] | None,
-        scan: dict[str, Any] | None,
     ) -> None:
         functools.update_wrapper(self, function)
         self.__name__ = function.__name__
@@ -80,7 +79,6 @@ class Measurement(Generic[P, R]):
         self.quick = quick
         self.outputs = tuple(outputs)
         self.check = check
-        self.scan = scan
         own = list(inspect.signature(function).parameters.values())[1:]
         self._own = [one.name for one in own]
         model, *shared = inspect.signature(Setup.open).parameters.values()
@@ -189,7 +187,6 @@ def measurement(
     quick: dict[str, Any] | None = None,
     outputs: Sequence[Output] = (),
     check: Callable[..., object] | None = None,
-    scan: dict[str, Any] | None = None,
 ) -> Callable[[Callable[Concatenate[Setup, P], R]], Measurement[P, R]]:
     """Turn a function that takes a `Setup` and returns a `Result` into a measurement.
 
@@ -206,7 +203,6 @@ def measurement(
         outputs: Additional files that its command writes.
         check: Called with the measurement's own arguments, by name, before a model is opened. It raises
             `SinkscopeError` for errors that types and ranges do not exclude.
-        scan: Makes it part of `sinkscope scan` (the fields of `sinkscope.app.card.ScanMark`).
     """
 
     def wrap(function: Callable[Concatenate[Setup, P], R]) -> Measurement[P, R]:
@@ -223,7 +219,6 @@ def measurement(
             quick=quick or {},
             outputs=outputs,
             check=check,
-            scan=scan,
         )
 
     return wrap

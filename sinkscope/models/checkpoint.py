@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.plain import parse_json
-from sinkscope.models.config import check_kind, read_json
+from sinkscope.models.config import check_kind, read_checkpoint_json
 from sinkscope.models.hub import TOKENIZER_FILES, hub_folder, hub_shard, optional_file
 from sinkscope.models.locate import ModelSource
 
@@ -32,14 +32,16 @@ def check_folder(folder: Path) -> None:
     """
     if not folder.is_dir():
         raise SinkscopeError(f"{folder} is not a folder; give a folder that holds config.json and weights")
-    config, tensors = read_json(folder / "config.json"), list[str]()
+    config, tensors = read_checkpoint_json(folder / "config.json"), list[str]()
     for shard in weight_files(folder):
         if shard.suffix == ".bin":
             _check_pickled(shard)
         if shard.suffix == ".safetensors":
             header = read_header(shard)
             tensors += header
-            index = {} if shard.name == _SINGLE else _index_map(folder)
+            index: dict[str, str] = {}
+            if shard.name != _SINGLE:
+                index = _index_map(folder)
             for tensor, file in index.items():
                 if file == shard.name and tensor not in header:
                     raise SinkscopeError(
@@ -61,7 +63,9 @@ def check_depth(name: str, config: Any, tensors: Iterable[str]) -> None:
     Raises:
         SinkscopeError: There are fewer layers.
     """
-    fields: Any = config if isinstance(config, dict) else {}
+    fields: Any = {}
+    if isinstance(config, dict):
+        fields = config
     if isinstance(fields.get("text_config"), dict):
         fields = fields["text_config"]
     depth = fields.get("num_hidden_layers", fields.get("n_layer"))
@@ -146,8 +150,10 @@ def _index_map(folder: Path, name: str = _INDEX) -> dict[str, str]:
     """
     if not (folder / name).is_file():
         return {}
-    content = read_json(folder / name)
-    weight_map: Any = content.get("weight_map") if isinstance(content, dict) else None
+    content = read_checkpoint_json(folder / name)
+    weight_map: Any = None
+    if isinstance(content, dict):
+        weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict):
         raise SinkscopeError(f"{folder / name} has no weight_map; download it again", page="missing-shard")
     for shard in set(map(str, weight_map.values())):
@@ -223,7 +229,7 @@ def local_files(source: ModelSource, *, code: bool = False) -> LocalFiles:
         return LocalFiles(Path(source.where))
     repo = str(source.where)
     folder = hub_folder(repo, source.revision)
-    config = read_json(folder / "config.json")
+    config = read_checkpoint_json(folder / "config.json")
     check_kind(repo, config)  # before weights that cannot be measured are downloaded
     commit = folder.name
     hub_folder(repo, commit, [*TOKENIZER_FILES, *(_code_files(config) if code else ())])
@@ -285,7 +291,7 @@ class SafetensorsSource:
                 raise self._not_safetensors()
         else:
             self.folder, self.name = hub_folder(where, revision), where
-            check_kind(where, read_json(self.folder / "config.json"))  # before its weights are downloaded
+            check_kind(where, read_checkpoint_json(self.folder / "config.json"))  # before its weights are downloaded
             self.commit = self.folder.name
 
     def _local_lists(self) -> list[str]:
@@ -308,7 +314,9 @@ class SafetensorsSource:
             if self.commit is not None and not file.is_file():
                 file = optional_file(self.name, name, self.commit) or file
             if file.is_file():
-                return _index_map(self.folder) if name == _INDEX else dict.fromkeys(read_header(file), name)
+                if name == _INDEX:
+                    return _index_map(self.folder)
+                return dict.fromkeys(read_header(file), name)
         raise self._not_safetensors()
 
     def _shard(self, name: str) -> Path:

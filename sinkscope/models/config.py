@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.plain import parse_json
+from sinkscope.files.output import read_json
 from sinkscope.models.adapters import ADAPTERS, adapter_for
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -41,7 +41,7 @@ _SIZES = {  # in a config, and the largest that any model can have
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def read_json(file: Path) -> Any:
+def read_checkpoint_json(file: Path) -> Any:
     """The content of a JSON file of a checkpoint."""
     if not file.is_file():
         raise SinkscopeError(
@@ -49,10 +49,7 @@ def read_json(file: Path) -> Any:
             "writes it",
             page="no-config",
         )
-    try:
-        return parse_json(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SinkscopeError(f"{file} is not JSON ({error}); download it again", page="no-config") from None
+    return read_json(file, "download it again", page="no-config")
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -100,45 +97,63 @@ def check_kind(name: str, raw: Any) -> None:
         SinkscopeError: It is not the configuration of a model.
         UnsupportedError: It is another kind of model, or there is no adapter for it.
     """
-    from transformers.models.auto import modeling_auto as auto
-
-    model_type = raw.get("model_type") if isinstance(raw, dict) else None
+    model_type = None
+    if isinstance(raw, dict):
+        model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise SinkscopeError(
             f"the config.json of {name} has no model_type, so it is no transformers model; give one that has",
             page="no-config",
         )
-    text = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
-    for field, most in _SIZES.items():
-        size = text.get(field)
-        is_too_small = isinstance(size, int) and size < 1 and "layer" not in field  # no layers: `read_config` says so
-        if is_too_small or (isinstance(size, int) and size > most):
-            raise SinkscopeError(
-                f"{field} is {size} in the config.json of {name}; expected a whole number from 1 to {most}: "
-                "download it again",
-                page="no-config",
-            )
+    _check_sizes(name, raw)
     classes: list[str] = raw.get("architectures") or []
     is_causal = any(class_name.endswith(_CAUSAL) for class_name in classes)
     has_adapter = model_type in ADAPTERS
     if has_adapter and (is_causal or not classes):
         return
-    if raw.get("is_encoder_decoder"):
-        kind = "an encoder-decoder model"
-    elif has_adapter:
-        kind = "not a causal language model"
-    elif model_type in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES or "vision_config" in raw:
-        kind = "a vision model"
-    elif model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_causal:
-        kind = "an encoder-only model"
-    else:
+    kind = _other_kind(model_type, raw, is_causal)
+    if kind is None:
         adapter_for(model_type)
         return
-    what = f"architectures {', '.join(classes)}" if classes else f"model type {model_type}"
+    what = f"model type {model_type}"
+    if classes:
+        what = f"architectures {', '.join(classes)}"
     raise UnsupportedError(
         f"{name} is {kind} ({what}); expected a decoder-only causal language model, such as llama-2-7b or gpt2",
         page="not-causal-lm",
     )
+
+
+def _check_sizes(name: str, raw: dict[str, Any]) -> None:
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        text = raw
+    for field, most in _SIZES.items():
+        size = text.get(field)
+        if not isinstance(size, int):
+            continue
+        is_too_small = size < 1 and "layer" not in field  # a model without layers has an error of its own
+        if is_too_small or size > most:
+            raise SinkscopeError(
+                f"{field} is {size} in the config.json of {name}; expected a whole number from 1 to {most}: "
+                "download it again",
+                page="no-config",
+            )
+
+
+def _other_kind(model_type: str, raw: dict[str, Any], is_causal: bool) -> str | None:
+    """What a model without a causal language model's adapter is; None if only the adapter is missing."""
+    from transformers.models.auto import modeling_auto as auto
+
+    if raw.get("is_encoder_decoder"):
+        return "an encoder-decoder model"
+    if model_type in ADAPTERS:
+        return "not a causal language model"
+    if model_type in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES or "vision_config" in raw:
+        return "a vision model"
+    if model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_causal:
+        return "an encoder-only model"
+    return None
 
 
 def read_config(
@@ -161,7 +176,7 @@ def read_config(
 
     config: Any
     if gguf is None:
-        check_kind(name, read_json(folder / "config.json"))
+        check_kind(name, read_checkpoint_json(folder / "config.json"))
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     else:
         config = AutoConfig.from_pretrained(folder, gguf_file=gguf)

@@ -36,12 +36,20 @@ def in_rows(
     if experts.is_transposed:
         weight = weight.T
     width = weight.shape[0] // 2
-    numbers = torch.arange(width) if neurons is None else torch.tensor(neurons)
+    if neurons is None:
+        numbers = torch.arange(width)
+    else:
+        numbers = torch.tensor(neurons)
     halves: list[tuple[Tensor, Tensor | None]] = []
     for half in (0, 1):
-        rows = half * width + numbers if experts.is_concatenated else 2 * numbers + half
+        if experts.is_concatenated:
+            rows = half * width + numbers
+        else:
+            rows = 2 * numbers + half
         rows = rows.to(weight.device)
-        bias = experts.gate_up_proj_bias[expert][rows] if experts.has_bias else None
+        bias = None
+        if experts.has_bias:
+            bias = experts.gate_up_proj_bias[expert][rows]
         halves.append((weight[rows], bias))
     return halves
 
@@ -50,11 +58,15 @@ def activate(
     experts: Any, gate: Float[Tensor, "token neuron"], up: Float[Tensor, "token neuron"]
 ) -> Float[Tensor, "token neuron"]:
     """`hook_post` before the routing weight: the experts' own activation, which has clamps and offsets in some."""
-    order = "(half neuron)" if experts.is_concatenated else "(neuron half)"
+    order = "(neuron half)"
+    if experts.is_concatenated:
+        order = "(half neuron)"
     return experts._apply_gate(rearrange([gate, up], f"half token neuron -> token {order}"))
 
 
 def columns(experts: Any, expert: int, neurons: list[int]) -> Float[Tensor, "neuron d_model"]:
     """What neurons of an expert write when their `hook_post` is 1."""
     down = experts.down_proj[expert]
-    return down[neurons] if experts.is_transposed else down[:, neurons].T
+    if experts.is_transposed:
+        return down[neurons]
+    return down[:, neurons].T

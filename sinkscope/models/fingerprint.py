@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.models.checkpoint import SafetensorsSource, read_header, weight_files
-from sinkscope.models.config import read_json
+from sinkscope.models.config import read_checkpoint_json
 
 _FILE_BYTES = 1 << 20  # weights of files that are read, as far as every tensor gives some
 _LIVE_BYTES = 1 << 24  # weights of a live model, which are in memory: a small one is read whole
@@ -36,7 +36,7 @@ def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
         source = source.folder
     if source.is_file():
         return _of_files([source], {})
-    return _of_files(weight_files(source), read_json(source / "config.json"))
+    return _of_files(weight_files(source), read_checkpoint_json(source / "config.json"))
 
 
 def _of_model(model: Any) -> str:
@@ -52,7 +52,9 @@ def _of_files(files: list[Path], config: dict[str, Any]) -> str:
     headers: dict[Path, dict[str, Any]] = {}
     places = 0
     for file in files:
-        headers[file] = read_header(file) if file.suffix == ".safetensors" else {}
+        headers[file] = {}
+        if file.suffix == ".safetensors":
+            headers[file] = read_header(file)
         places += len(headers[file]) or _PLACES
     share = _share(places, _FILE_BYTES)
     parts: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from sinkscope.models.target import Target, plain_weight
 _EXPECTED = (
     "expected a text, a list of texts, token ids as a list, lists or a tensor [batch pos], or what a tokenizer returned"
 )
+_READ = ("input_ids", "attention_mask")
 _UNREAD = ("token_type_ids", "offset_mapping", "special_tokens_mask", "overflow_to_sample_mapping", "length")
 
 
@@ -70,36 +71,51 @@ def read_inputs(
 
 
 def _read(target: Target, given: Any, more: Mapping[str, Any], bos: bool | None, special: bool) -> Inputs:
-    entries = {name: value for name, value in more.items() if value is not None}
-    if isinstance(given, Mapping):
-        entries = {**given, **entries}
-        given = None
-    if given is None:
-        given = entries.pop("input_ids", None)
-    elif "input_ids" in entries:
-        raise SinkscopeError("tokens and input_ids are both given: give one of them")
-    mask = entries.pop("attention_mask", None)
-    for name in entries:
-        if name not in _UNREAD:
-            raise SinkscopeError(f"{name}: there is no such argument; inputs are input_ids and attention_mask")
-    if given is None:
+    entries = _entries(given, more)
+    tokens, mask = entries.get("input_ids"), entries.get("attention_mask")
+    if tokens is None:
         raise SinkscopeError(f"no tokens are given: {_EXPECTED}")
-    texts: Any = [given] if isinstance(given, str) else given
-    if isinstance(texts, list | tuple) and texts and all(isinstance(text, str) for text in texts):
+    texts: Any = tokens
+    if isinstance(tokens, str):
+        texts = [tokens]
+    if _is_list_of(texts, str):
         if mask is not None:
             raise SinkscopeError("attention_mask: texts need none, the padding is added here")
         ids, padding = _padded(_encoded(target, texts, bos, special))
         return Inputs(ids, padding, tuple(texts))
     if bos is not None:
         raise SinkscopeError(f"bos={bos}: token ids are read as they are given; give bos with texts")
-    if isinstance(given, list | tuple) and given and all(isinstance(row, list | tuple) for row in given):
-        ids, padding = _padded(_checked_rows(given))
-        if mask is not None and padding is not None:
-            raise SinkscopeError("attention_mask: rows of several lengths need none, the padding is added here")
+    padding = None
+    if _is_list_of(tokens, (list, tuple)):
+        ids, padding = _padded(_checked_rows(tokens))
     else:
-        ids, padding = _tensor(given), None
+        ids = _tensor(tokens)
     _check_ids(target, ids)
-    return Inputs(ids, padding if mask is None else _mask(mask, ids), None)
+    if mask is None:
+        return Inputs(ids, padding, None)
+    if padding is not None:
+        raise SinkscopeError("attention_mask: rows of several lengths need none, the padding is added here")
+    return Inputs(ids, _mask(mask, ids), None)
+
+
+def _entries(given: Any, more: Mapping[str, Any]) -> dict[str, Any]:
+    """The input as a mapping with `input_ids` and `attention_mask`."""
+    entries = {name: value for name, value in more.items() if value is not None}
+    if isinstance(given, Mapping):
+        entries = {**given, **entries}
+    elif given is not None and "input_ids" in entries:
+        raise SinkscopeError("tokens and input_ids are both given: give one of them")
+    elif given is not None:
+        entries["input_ids"] = given
+    for name in entries:
+        if name not in _READ and name not in _UNREAD:
+            raise SinkscopeError(f"{name}: there is no such argument; inputs are input_ids and attention_mask")
+    return entries
+
+
+def _is_list_of(values: Any, kind: Any) -> bool:
+    """Whether this is a list or tuple with at least one item, all of a kind."""
+    return isinstance(values, list | tuple) and len(values) > 0 and all(isinstance(value, kind) for value in values)
 
 
 def read_row(target: Target, given: Any, what: str = "", *, special: bool = True) -> list[int]:
@@ -114,11 +130,13 @@ def read_row(target: Target, given: Any, what: str = "", *, special: bool = True
     Raises:
         SinkscopeError: As for `read_inputs`; or there are several rows, or more tokens than the context holds.
     """
-    name = what or "the input"
+    if isinstance(given, list | tuple):
+        given = [given]
     try:
-        rows = read_inputs(target, [given] if isinstance(given, list | tuple) else given, special=special).rows()
+        rows = read_inputs(target, given, special=special).rows()
     except SinkscopeError as error:
-        raise SinkscopeError(f"{what}: {error}" if what else str(error), page=error.page) from None
+        raise SinkscopeError(f"{what}: {error}".removeprefix(": "), page=error.page) from None
+    name = what or "the input"
     if len(rows) > 1:
         raise SinkscopeError(f"{name} has {len(rows)} rows: expected one text, or one row of token ids")
     target.check_length(name, len(rows[0]))
@@ -153,9 +171,10 @@ def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bo
         if not text.strip():
             raise SinkscopeError(f"prompt {number} is empty: write at least one word")
         row = [int(token) for token in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
-        if bos is not None and bos_id is not None:
-            rest = row[1:] if row[:1] == [bos_id] else row
-            row = [bos_id, *rest] if bos else rest
+        if bos is not None and bos_id is not None and row[:1] == [bos_id]:
+            row = row[1:]
+        if bos:
+            row = [bos_id, *row]
         if not row:
             raise SinkscopeError(f"prompt {number}: the tokenizer of {target.name} produces no token for it")
         rows.append(row)
@@ -202,11 +221,13 @@ def _padded(rows: Sequence[list[int]]) -> tuple[Int[Tensor, "batch pos"], Int[Te
 
 
 def _check_ids(target: Target, ids: Int[Tensor, "batch pos"]) -> None:
+    size = int(target.config.vocab_size)
     weight = plain_weight(target.embedding)
-    size = int(target.config.vocab_size) if weight is None else len(weight)
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= size:
+    if weight is not None:
+        size = len(weight)
+    impossible = ids[(ids < 0) | (ids >= size)]
+    if len(impossible) > 0:
         raise SinkscopeError(
-            f"token id {low if low < 0 else high} is none of {target.name}, whose embedding has {size:,} rows: "
+            f"token id {int(impossible[0])} is none of {target.name}, whose embedding has {size:,} rows: "
             f"expected 0 to {size - 1:,}"
         )

@@ -91,7 +91,9 @@ def load(
         raise SinkscopeError(f"device {str(device)!r} and device_map exclude each other; give one of them")
     if device_map is None:
         place = parse_device(device)
-        device_map = None if place.type == "cpu" else {"": place}
+        device_map = None
+        if place.type != "cpu":
+            device_map = {"": place}
     options = {
         "dtype": parse_dtype(dtype) or "auto",
         "device_map": device_map,
@@ -349,7 +351,9 @@ def _refusal(error: Exception, source: ModelSource) -> SinkscopeError:
             page="pickled-weights",
         )
     if source.kind == "gguf":
-        remedy = "pip install gguf" if lacks_library else "download it again, or give a folder"
+        remedy = "download it again, or give a folder"
+        if lacks_library:
+            remedy = "pip install gguf"
         return SinkscopeError(f"{name} could not be read: {first}; {remedy}", page="bad-gguf")
     remedy = "if the files are whole, check that config.json, weights and tokenizer belong together"
     if lacks_library:
@@ -360,4 +364,6 @@ def _refusal(error: Exception, source: ModelSource) -> SinkscopeError:
 def _first_line(error: Exception) -> str:
     """The first line of an error's message; if it ends in a colon, the next line too."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    if lines[0].endswith(":"):
+        return " ".join(lines[:2])
+    return lines[0]

@@ -69,7 +69,9 @@ class ModelEntry:
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(map(_frozen, value))
+    return value
 
 
 @cache
@@ -112,11 +114,15 @@ def resolve(name: str) -> str:
     Raises:
         SinkscopeError: The name is unknown; the message lists the closest short names.
     """
-    entry = None if "/" in name else find(name)
+    entry = None
+    if "/" not in name:
+        entry = find(name)
     if entry is not None:
         return entry.hub_id
     near = difflib.get_close_matches(name.lower(), _entries(), n=3, cutoff=0.6)
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    meant = ""
+    if near:
+        meant = f"did you mean {' or '.join(near)}? "
     raise SinkscopeError(
         f"unknown model {name!r}: {meant}Expected a short name (`sinkscope models` lists them), a hub id such as "
         "org/name, a folder such as ./my-model, or a .gguf file",
@@ -127,4 +133,6 @@ def resolve(name: str) -> str:
 def published_for(name_or_id: str) -> ReportedSink | None:
     """What papers report about a model's sink, by short name, hub id or base name of a folder; None if nothing."""
     entry = find(name_or_id)
-    return entry.published if entry is not None else None
+    if entry is not None:
+        return entry.published
+    return None

@@ -27,8 +27,8 @@ from sinkscope.models.config import (
     check_vocabulary,
     parse_device,
     parse_dtype,
+    read_checkpoint_json,
     read_config,
-    read_json,
     read_tokenizer,
 )
 from sinkscope.models.fingerprint import fingerprint
@@ -134,7 +134,9 @@ class _Loader:
         for name in self._source.weight_map:
             if _HEAD.search(name) or (nested and not _LANGUAGE.match(name)):
                 continue
-            key = _LANGUAGE.sub("model.", name) if nested else name
+            key = name
+            if nested:
+                key = _LANGUAGE.sub("model.", name)
             match = pattern.match(key)
             if match is None:
                 self._outside[name] = key
@@ -171,10 +173,12 @@ class _Loader:
         if hasattr(single, "mlp_only_layers"):
             # The rule of the whole model goes by the number of a layer, so the single layer is told what it is there.
             whole = Target(self.causal, self.causal, "hf", self._adapter)
-            single.mlp_only_layers = [] if whole.is_mixture(index) else [0]
+            single.mlp_only_layers = []
+            if not whole.is_mixture(index):
+                single.mlp_only_layers = [0]
             single.decoder_sparse_step = 1
         if hasattr(single, "first_k_dense_replace"):
-            single.first_k_dense_replace = 1 if index < single.first_k_dense_replace else 0
+            single.first_k_dense_replace = int(index < single.first_k_dense_replace)
         module = self._make(single, names, f"layer {index}", f"{self._path}.0", f"{self._path}.{index}")
         return module.get_submodule(f"{self._path}.0").state_dict()
 
@@ -208,7 +212,9 @@ class _Loader:
 
         def name_in_model(name: str) -> str:
             """Parameters outside `part` hold random numbers."""
-            return prefix + name.removeprefix(part) if name.startswith(part) else ""
+            if name.startswith(part):
+                return prefix + name.removeprefix(part)
+            return ""
 
         check_finite(module, self._source.name, name_in_model)
         return module.eval().requires_grad_(False).to(self._device)
@@ -243,7 +249,7 @@ def open_stream(
         raise SinkscopeError(f"resident={resident}: at least 1 layer has to be in memory")
     if not isinstance(source, SafetensorsSource):
         source = SafetensorsSource(source)
-    check_depth(source.name, read_json(source.folder / "config.json"), source.weight_map)
+    check_depth(source.name, read_checkpoint_json(source.folder / "config.json"), source.weight_map)
     whole = read_config(name or source.name, source.folder)
     config = whole.get_text_config()
     adapter = adapter_for(config.model_type)
@@ -318,7 +324,9 @@ def open_target(
     }
     if not (model is None or isinstance(model, str | os.PathLike)):
         return _with_tokenizer(Target.of(model, tokenizer), needed)
-    source = None if model is None else locate(model, revision)
+    source = None
+    if model is not None:
+        source = locate(model, revision)
     if source is not None and source.kind != "gguf" and not source.planted and not trust_remote_code:
         try:
             with quiet(), explained(source):
@@ -370,7 +378,10 @@ def _stream(
     place = parse_device(device)
     # The default on a CPU is float32: half precision is slow there, and only a few layers are in memory at a time.
     kind = parse_dtype(dtype) or (torch.float32 if place.type == "cpu" else torch.bfloat16)
-    where = Path(source.where) if source.kind == "folder" else str(source.where)
+    if source.kind == "folder":
+        where = Path(source.where)
+    else:
+        where = str(source.where)
     tensors = SafetensorsSource(where, revision=source.revision)
     target = open_stream(tensors, dtype=kind, device=place, resident=1, tokenizer=tokenizer, name=source.name)
     per_layer = sum(p.numel() for p in target.layers[-1].parameters()) * kind.itemsize
@@ -405,7 +416,9 @@ def fingerprint_of(target: Target) -> str:
         return fingerprint(target.store.source)
     here = fingerprint(target.hf)
     files, loaded = getattr(target.hf, "sinkscope_origin", ("", ""))
-    return files if here == loaded else here
+    if here == loaded:
+        return files
+    return here
 
 
 def is_checkpoint(target: Target, wanted: str) -> bool:

@@ -73,7 +73,9 @@ def prove(model: object) -> None:
         return
     problem = probe(target).problem
     if problem is not None:
-        other = "" if target.kind == "hf" else 'try backend="hf", or '
+        other = 'try backend="hf", or '
+        if target.kind == "hf":
+            other = ""
         raise UnsupportedError(
             f"the load-time probe of this {target.config.model_type} model failed ({target.kind}): {problem}; "
             f"{other}report it with the model's name; probe=False loads it all the same",
@@ -149,12 +151,17 @@ class _EditErrors:
                 continue
             edited = _EditedLayer(target, layer)
             with target.hooks(*edited.hooks()):
-                output = target.model(ids) if target.kind == "bridge" else target.hf(input_ids=ids, use_cache=False)
+                if target.kind == "bridge":
+                    output = target.model(ids)
+                else:
+                    output = target.hf(input_ids=ids, use_cache=False)
             if edited.writes_nothing():
                 continue
             logits = (output if isinstance(output, Tensor) else output.logits).float()
             change = float((logits[1] - logits[0])[_POSITION:].abs().max())
-            self.logits_change = min(change, self.logits_change) if kinds else change
+            if kinds:
+                change = min(change, self.logits_change)
+            self.logits_change = change
             self.silent |= edited.silent()
             self.error = max(self.error, *edited.errors())
             self.layers.append(layer)
@@ -176,7 +183,9 @@ def _typical_neuron(target: Target, layer: int) -> int | None:
     except (AttributeError, IndexError):
         return 0  # a wrong path, which the edits report
     order = norms.argsort()[int((norms == 0).sum()) :]
-    return int(order[len(order) // 2]) if len(order) else None
+    if len(order):
+        return int(order[len(order) // 2])
+    return None
 
 
 class _EditedLayer:
@@ -245,7 +254,9 @@ class _EditedLayer:
         config = self.target.config
         # OPT-350m normalises the residual stream itself, after adding the MLP's output.
         if config.model_type != "opt" or config.do_layer_norm_before:
-            last = "post_mlp_norm" if "post_mlp_norm" in self.passed else "mlp"
+            last = "mlp"
+            if "post_mlp_norm" in self.passed:
+                last = "post_mlp_norm"
             errors.append(_relative(self._change("layer", 1), self._change(last, 1), self.passed["layer"]))
         if self.has_shared:
             written = self._written(self._change("shared", 2))
@@ -258,7 +269,9 @@ class _EditedLayer:
 
     def _errors_of_up(self) -> list[float]:
         width, neurons = self.passed["up"].shape[-1], self.passed["post"].shape[-1]
-        expected = 2 * neurons if self.adapter.fused_gate_up else neurons
+        expected = neurons
+        if self.adapter.fused_gate_up:
+            expected = 2 * neurons
         if width != expected:
             raise _WrongError(f"the output of {self.adapter.up!r} has width {width}, expected {expected}")
         higher, lower = self._change("post", 2), self._change("post", 3)
@@ -302,7 +315,9 @@ class _EditedLayer:
 
     def _move_up(self, output: Tensor) -> Tensor:
         edited = _by_row(output).clone()
-        first = self.target.d_mlp if self.adapter.fused_gate_up else 0
+        first = 0
+        if self.adapter.fused_gate_up:
+            first = self.target.d_mlp
         edited[2, _POSITION, first::2] += _step(edited)
         edited[3, _POSITION, first::2] -= _step(edited)
         return edited.reshape(output.shape)
@@ -350,7 +365,9 @@ class _AttentionErrors:
         """Compare the first layers."""
         layers = list(range(min(_ATTENTION_LAYERS, target.n_layers)))
         recomputed = _recomputed_rows(target, layers)
-        own = recomputed if target.kind == "bridge" else _own_rows(target, layers)
+        own = recomputed
+        if target.kind != "bridge":
+            own = _own_rows(target, layers)
         for layer in layers:
             if layer not in recomputed:
                 raise _WrongError(f"no attention was recomputed in layer {layer}")

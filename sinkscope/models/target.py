@@ -152,7 +152,9 @@ class Target:
     def sub(self, layer: int, path: str) -> nn.Module:
         """A part of a layer, by an adapter path; "" is the layer itself."""
         module = self.layers[layer]
-        return module.get_submodule(path) if path else module
+        if path:
+            return module.get_submodule(path)
+        return module
 
     @property
     def n_layers(self) -> int:
@@ -174,7 +176,9 @@ class Target:
         """Key/value heads of a layer."""
         if self.config.model_type == "falcon":
             multi = self.config.multi_query and not self.config.new_decoder_architecture
-            return 1 if multi else int(self.config.num_kv_heads)
+            if multi:
+                return 1
+            return int(self.config.num_kv_heads)
         return int(getattr(self.config, "num_key_value_heads", None) or self.n_heads)
 
     @property
@@ -184,7 +188,9 @@ class Target:
 
     def layer_number(self, layer: int) -> int:
         """Convert a layer number, where -1 is the last, to one counted from 0; unchanged if out of range."""
-        return layer + self.n_layers if -self.n_layers <= layer < 0 else layer
+        if -self.n_layers <= layer < 0:
+            return layer + self.n_layers
+        return layer
 
     def check_site(
         self, layer: int, neuron: int | None = None, expert: int | None = None, *, head: int | None = None
@@ -214,7 +220,10 @@ class Target:
         Raises:
             SinkscopeError: The list is empty, or names a layer that the model does not have.
         """
-        wanted = list(range(self.n_layers)) if layers is None else sorted(set(layers))
+        if layers is None:
+            wanted = list(range(self.n_layers))
+        else:
+            wanted = sorted(set(layers))
         if not wanted:
             raise SinkscopeError("no layer was given: expected at least one", page="neuron-sites")
         for layer in wanted:
@@ -223,7 +232,9 @@ class Target:
 
     def _check_number(self, what: str, value: int, count: int) -> None:
         if not 0 <= value < count:
-            where = "" if what == "layer" else " in a layer"
+            where = " in a layer"
+            if what == "layer":
+                where = ""
             raise SinkscopeError(
                 f"{what} {value} is not in {self.name}, which has {count} {what}s{where}: give one from 0 to "
                 f"{count - 1}",
@@ -242,7 +253,9 @@ class Target:
     def max_positions(self) -> int | None:
         """Longest context according to the configuration."""
         value = getattr(self.config, "max_position_embeddings", None) or getattr(self.config, "n_positions", None)
-        return int(value) if value else None
+        if value:
+            return int(value)
+        return None
 
     def check_length(
         self, what: str, tokens: int, new: int = 0, remedy: str = "shorten it", page: str | None = None
@@ -278,7 +291,9 @@ class Target:
         ends = getattr(getattr(self.hf, "generation_config", None), "eos_token_id", None)
         if ends is None:
             return []
-        return list(ends) if isinstance(ends, list | tuple) else [int(ends)]
+        if isinstance(ends, list | tuple):
+            return list(ends)
+        return [int(ends)]
 
     @property
     def embedding(self) -> nn.Module:
@@ -307,8 +322,12 @@ class Target:
 
     def n_experts(self, layer: int) -> int:
         """Number of routed experts in a layer; 0 if it is not a mixture."""
-        experts: Any = self.sub(layer, self.adapter.experts or "") if self.is_mixture(layer) else None
-        return 0 if experts is None else int(experts.num_experts)
+        experts: Any = None
+        if self.is_mixture(layer):
+            experts = self.sub(layer, self.adapter.experts or "")
+        if experts is None:
+            return 0
+        return int(experts.num_experts)
 
     def has_shared(self, layer: int) -> bool:
         """Whether the layer is a mixture with a shared expert, which processes every token beside the routed ones."""
@@ -354,7 +373,9 @@ class Target:
             down = self.mlp_part(layer, "down")
             weight = plain_weight(down)
             if weight is not None:
-                return weight[neurons] if self.adapter.transposed_down else weight[:, neurons].T
+                if self.adapter.transposed_down:
+                    return weight[neurons]
+                return weight[:, neurons].T
             # Quantised or adapted weights: ask the module itself what a unit input writes; the last row gives its bias.
             units = torch.zeros(len(neurons) + 1, self.width(layer), device=self.device, dtype=self.dtype)
             units[range(len(neurons)), neurons] = 1
@@ -366,7 +387,9 @@ class Target:
         """Weight rows of a linear module: what each output reads from its `width` inputs, without the bias."""
         weight = plain_weight(module)
         if weight is not None:
-            return weight.T if self.adapter.transposed_down else weight  # such an architecture stores all of them so
+            if self.adapter.transposed_down:  # such an architecture stores all of them so
+                return weight.T
+            return weight
         # Quantised or adapted weights: ask the module itself, but without its hooks; the last row gives its bias.
         device = next((p.device for p in module.parameters()), self.device)
         out = module.forward(torch.eye(width + 1, width, device=device, dtype=self.dtype))
@@ -376,7 +399,9 @@ class Target:
     def w_out_norms(self, layer: int, expert: int | None = None) -> Float[Tensor, " d_mlp"]:
         """L2 norm of every column of the down projection."""
         with self.loaded(layer):
-            weight = plain_weight(self.mlp_part(layer, "down")) if expert is None else None
+            weight = None
+            if expert is None:
+                weight = plain_weight(self.mlp_part(layer, "down"))
             if weight is not None:
                 return torch.linalg.vector_norm(weight, dim=int(self.adapter.transposed_down), dtype=torch.float32)
             norms = list[Tensor]()
@@ -413,8 +438,12 @@ class Target:
         """
         self.check_loaded()
         kwargs.setdefault("use_cache", False)
-        model = self.hf if unembed else self.base
-        ends = [] if upto is None else [(self.layers[upto], "post", lambda *_: self.stop())]
+        model = self.base
+        if unembed:
+            model = self.hf
+        ends: list[Any] = []
+        if upto is not None:
+            ends = [(self.layers[upto], "post", lambda *_: self.stop())]
         try:
             with self.hooks(*ends):
                 return model(input_ids=ids.to(self.device), attention_mask=attention_mask, **kwargs)
@@ -431,7 +460,9 @@ class Target:
         """Context manager with hooks (module, "pre" | "post", fn), which have torch's signatures with kwargs."""
         with ExitStack() as stack:
             for module, when, fn in pairs:
-                add = module.register_forward_pre_hook if when == "pre" else module.register_forward_hook
+                add = module.register_forward_hook
+                if when == "pre":
+                    add = module.register_forward_pre_hook
                 stack.callback(add(fn, with_kwargs=True).remove)
             yield
 
@@ -480,7 +511,9 @@ def plain_weight(module: Any) -> Tensor | None:
 
 def first_tensor(output: Any) -> Tensor:
     """The hidden states in a layer's or attention module's output (a tensor, or a tuple that begins with one)."""
-    return output[0] if isinstance(output, tuple | list) else output
+    if isinstance(output, tuple | list):
+        return output[0]
+    return output
 
 
 def norm_of(resid: Float[Tensor, "... d_model"], without: Sequence[int] = ()) -> Float[Tensor, ...]:

@@ -55,7 +55,9 @@ class View:
 
     def part(self, queries: slice, keys: slice) -> View:
         """Some of the queries and keys."""
-        hidden = None if self.hidden is None else self.hidden[..., keys]
+        hidden = None
+        if self.hidden is not None:
+            hidden = self.hidden[..., keys]
         return View(self.pos[..., keys], self.query_pos[:, queries], self.window, hidden)
 
     def sees(self) -> Bool[Tensor, "batch _ query key"]:
@@ -158,12 +160,16 @@ class Attention:
     @property
     def softcap(self) -> float | None:
         """The soft cap of the model's own attention; SDPA, if selected, drops it (or refuses to run)."""
-        return None if stock_name(self.module.config) == "sdpa" else self.settings.get("softcap")
+        if stock_name(self.module.config) == "sdpa":
+            return None
+        return self.settings.get("softcap")
 
     @property
     def sinks(self) -> Tensor | None:
         """The learned sink logits of the model's own attention; SDPA, if selected, drops them."""
-        return None if stock_name(self.module.config) == "sdpa" else self.settings.get("s_aux")
+        if stock_name(self.module.config) == "sdpa":
+            return None
+        return self.settings.get("s_aux")
 
     @property
     def _needs_eager(self) -> bool:
@@ -187,7 +193,10 @@ class Attention:
         from transformers import AttentionInterface
 
         name, table = stock_name(self.module.config), AttentionInterface()
-        own = table[name] if name in table else eager_attention(self.module)
+        if name in table:
+            own = table[name]
+        else:
+            own = eager_attention(self.module)
         return self._by(own, self.query, mask)
 
     def under_view(self) -> Float[Tensor, "batch query head d_value"]:
@@ -195,7 +204,10 @@ class Attention:
         assert self.view is not None
         # Eager is the one that knows soft caps and learned sink logits; where SDPA was chosen, the model goes without.
         is_eager = stock_name(self.module.config) == "eager" or self._needs_eager
-        own = eager_attention(self.module) if is_eager else sdpa_attention()
+        if is_eager:
+            own = eager_attention(self.module)
+        else:
+            own = sdpa_attention()
         outputs = list[Tensor]()
         for start in range(0, self.queries, _MASKED_CHUNK):
             part = slice(start, start + _MASKED_CHUNK)
@@ -204,7 +216,9 @@ class Attention:
             if is_eager:
                 mask = _additive(mask, query.dtype)
             outputs.append(self._by(own, query, mask)[0])
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs, 1)
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         """The output `[batch query head d_value]`, and weights if there are any; shows rows to handlers."""
@@ -227,7 +241,9 @@ class Attention:
             for rows_range in by_view:
                 _tell(self._listeners.pop(rows_range), 0, rows)
             return self._weighted(rows), rows
-        replaced = None if self.compute is None else self.compute(self)
+        replaced = None
+        if self.compute is not None:
+            replaced = self.compute(self)
         if replaced is not None:
             return replaced
         if not self.by_mask:
@@ -273,7 +289,9 @@ class Attention:
         later = self.queries - part.stop  # new tokens that none of these queries sees
         earlier = slice(0, keys - later)
         rows = rows_by_view(self.module, query, self.key[:, :, earlier], self.view.part(part, earlier), self.scaling)
-        return torch.nn.functional.pad(rows, (0, later)) if later else rows
+        if later:
+            return torch.nn.functional.pad(rows, (0, later))
+        return rows
 
 
 def _tell(listeners: Iterable[RowsFunction], first: int, rows: Tensor) -> None:
@@ -320,7 +338,9 @@ def rows_by_view(
 
 def _scaling(module: Any, query: Tensor, passed: float | None) -> float:
     """The value that the model passes takes precedence: some models scale their queries themselves (OPT)."""
-    scaling = getattr(module, "scaling", None) if passed is None else passed
+    scaling = passed
+    if scaling is None:
+        scaling = getattr(module, "scaling", None)
     if scaling is None:
         return float(query.shape[-1] ** -0.5)
     return float(scaling)
@@ -451,8 +471,12 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
 def stock_name(config: Any) -> str:
     """Name of the attention that the model uses when it is not tapped."""
     stock = _STOCK.get(id(config))
-    name = attention_name(config) if stock is None else stock.name
-    return "eager" if name == NAME else name
+    name = attention_name(config)
+    if stock is not None:
+        name = stock.name
+    if name == NAME:
+        return "eager"
+    return name
 
 
 def configs_of(target: Target) -> list[Any]:
@@ -488,7 +512,9 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     handlers = _listening(config)
     if any(handler.masks is not None and handler.masks() for handler in handlers):
         return None
-    name = "sdpa" if any(handler.by_mask for handler in handlers) else stock_name(config)
+    name = "sdpa"
+    if not any(handler.by_mask for handler in handlers):
+        name = stock_name(config)
     return AttentionMaskInterface()[name](config=config, **kwargs)
 
 
@@ -517,7 +543,9 @@ def attention_rows(
     On a TransformerBridge, and for architectures outside transformers' attention interface (Falcon), the model
     itself builds whole query x key matrices, which are passed on in one piece.
     """
-    wanted = range(target.n_layers) if layers is None else layers
+    wanted = layers
+    if wanted is None:
+        wanted = list(range(target.n_layers))
     is_bridge = target.kind == "bridge"
 
     def see(call: Attention) -> None:

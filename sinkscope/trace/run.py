@@ -40,11 +40,15 @@ def _uncut(_target: Target, tensor: Tensor) -> Tensor:
 
 
 def _gate_half(target: Target, tensor: Tensor) -> Tensor:
-    return tensor.chunk(2, -1)[0] if target.adapter.fused_gate_up else tensor
+    if target.adapter.fused_gate_up:
+        return tensor.chunk(2, -1)[0]
+    return tensor
 
 
 def _up_half(target: Target, tensor: Tensor) -> Tensor:
-    return tensor.chunk(2, -1)[1] if target.adapter.fused_gate_up else tensor
+    if target.adapter.fused_gate_up:
+        return tensor.chunk(2, -1)[1]
+    return tensor
 
 
 def _heads(target: Target, tensor: Float[Tensor, "*n width"]) -> Float[Tensor, "*n head d_head"]:
@@ -60,7 +64,9 @@ def _projected(which: str, target: Target, tensor: Float[Tensor, "*n width"]) ->
             return split[index]
         heads = [target.n_heads, target.n_kv_heads, target.n_kv_heads]
         tensor = tensor.split([count * target.head_width for count in heads], -1)[index]
-    count = target.n_heads if which == "q" else target.n_kv_heads
+    count = target.n_kv_heads
+    if which == "q":
+        count = target.n_heads
     return rearrange(tensor, "... (head d_head) -> ... head d_head", head=count)
 
 
@@ -191,11 +197,15 @@ def _mean(tensor: Tensor, real: Mask | None) -> Tensor:
 
 
 def _first(tensor: Tensor, real: Mask | None) -> Tensor:
-    return tensor[:, 0] if real is None else _picked(tensor, real.int().argmax(1))
+    if real is None:
+        return tensor[:, 0]
+    return _picked(tensor, real.int().argmax(1))
 
 
 def _last(tensor: Tensor, real: Mask | None) -> Tensor:
-    return tensor[:, -1] if real is None else _picked(tensor, real.shape[1] - 1 - real.int().flip(1).argmax(1))
+    if real is None:
+        return tensor[:, -1]
+    return _picked(tensor, real.shape[1] - 1 - real.int().flip(1).argmax(1))
 
 
 def _picked(tensor: Tensor, position: Int[Tensor, " batch"]) -> Tensor:
@@ -268,7 +278,9 @@ def trace(
     step = batch_size or len(rows.ids)
     for start in range(0, len(rows.ids), step):
         batch = slice(start, start + step)
-        mask = None if rows.mask is None else rows.mask[batch].to(target.device)
+        mask = None
+        if rows.mask is not None:
+            mask = rows.mask[batch].to(target.device)
         reduced = _Reduced(reduce, None if mask is None else mask.bool())
         readers = [_Reader(site, reduced.add) for site in wanted]
         for observer, its_sites in watched:
@@ -287,7 +299,9 @@ def trace(
 
 def _joined(chunks: list[Tensor]) -> Tensor:
     """Chunks of attention rows, joined along the queries; every other site has one chunk."""
-    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, 2)
+    if len(chunks) == 1:
+        return chunks[0]
+    return torch.cat(chunks, 2)
 
 
 class _Reduced:
@@ -301,7 +315,9 @@ class _Reduced:
         """Reduce and keep what passes a site."""
         if isinstance(self._reduce, str):
             is_rows = name.endswith("hook_pattern")
-            real = None if is_rows or self._real is None else self._real.to(tensor.device)
+            real = None
+            if not is_rows and self._real is not None:
+                real = self._real.to(tensor.device)
             reduced = REDUCERS[self._reduce](tensor, real)
         else:
             reduced = self._reduce(tensor)
@@ -339,7 +355,9 @@ def _run(target: Target, ids: Int[Tensor, "batch pos"], mask: Tensor | None, rea
         for reader in of_rows[layer]:
             reader.take(reader.site.name, rows)
 
-    upto = deepest if 0 <= deepest < target.n_layers else None
+    upto = None
+    if 0 <= deepest < target.n_layers:
+        upto = deepest
     with attention_rows(target, show, layers=list(of_rows)) if of_rows else nullcontext(), target.hooks(*hooks):
         target.forward(ids, mask, unembed=unembed, upto=upto)
 
@@ -353,4 +371,6 @@ def _hook(reader: _Reader, shape: torch.Size) -> Any:
             tensor = rearrange(tensor, "(batch pos) ... -> batch pos ...", batch=shape[0])
         reader.take(site.name, tensor)
 
-    return on_input(read) if site.when == "pre" else on_output(read)
+    if site.when == "pre":
+        return on_input(read)
+    return on_output(read)

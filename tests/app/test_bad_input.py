@@ -86,7 +86,7 @@ def _same(_folder: Path) -> None:
 _DOWN = "model.layers.1.mlp.down_proj.weight"
 SPOILED: list[tuple[Callable[[Path], None], dict[str, Any], tuple[str, ...]]] = [
     (_without("config.json"), {}, ("m has no config.json", "give the folder")),
-    (_written("config.json", "{"), {}, ("config.json is not JSON", "download it again")),
+    (_written("config.json", "{"), {}, ("config.json is not a JSON file", "download it again")),
     (_written("config.json", "[1]"), {}, ("config.json of m has no model_type", "give one")),
     (_same, {"num_hidden_layers": "three"}, ("num_hidden_layers", "got str (value: 'three')", "config.json")),
     (_same, {"num_hidden_layers": 0}, ("m has zero layers (num_hidden_layers is 0", "give a model")),

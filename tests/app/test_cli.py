@@ -267,7 +267,7 @@ def test_interrupted_generation_keeps_its_text(
         ("generate --prompt-file empty", "the prompt is empty"),
         ("generate --prompt-file -", "standard input is not UTF-8 text"),
         ("generate --prompt-file file --patch none.json", "cannot read none.json"),
-        ("generate --prompt-file file --patch file", "file is not JSON"),
+        ("generate --prompt-file file --patch file", "file is not a JSON file"),
         ("generate --prompt-file file --policy lru", "policy 'lru': expected one of adakv, full, h2o"),
         ("generate --prompt-file file --policy h2o:0", "budget=0"),
         ("generate --prompt-file file --policy h2o:many", "budget='many': expected a number of tokens"),

@@ -16,8 +16,8 @@ from experiments.loopserve import ablation, fidelity, figure8, longeval, runs, s
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord, open_run
 from sinkscope.bench.tasks.recall import POSITIONS, Recall
+from sinkscope.files.provenance import ModelInfo
 from sinkscope.files.rate import wilson
-from sinkscope.files.result import ModelInfo
 
 ROOT = Path(__file__).parents[2]
 

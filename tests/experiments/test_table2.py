@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.repeated_token import table2
-from sinkscope.files.result import ModelInfo, Provenance
+from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.sinks.patch.evaluate import PatchEvaluation
 
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import pathless, plain
-from sinkscope.files.result import ModelInfo, Provenance, Result, provenance
+from sinkscope.files.provenance import ModelInfo, Provenance, provenance
+from sinkscope.files.result import Result
 
 
 @dataclass(frozen=True)

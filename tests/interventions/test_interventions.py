@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import runpy
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from organisms import MODEL_TYPES, organism, tiny_model
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.interventions import Ablate, Event, SinkPatch, Write
+from sinkscope.interventions import Ablate, SinkPatch, Write
 from sinkscope.interventions.positions import Tracker
 from sinkscope.models.target import Target
 
@@ -87,8 +85,8 @@ def test_every_family_through_a_bridge(model_type: str) -> None:
     ("kind", "model_type"),
     [
         pytest.param(kind, name, marks=() if name in some else pytest.mark.slow)
-        for kind, some in {"bridge": ("opt", "phi3", "mixtral"), "nnsight": ("llama", "mixtral", "gpt_oss")}.items()
-        for name in ("llama", "opt", "phi3", "mixtral", "gpt_oss")
+        for kind, some in {"bridge": ("phi3",), "nnsight": ("llama", "gpt_oss")}.items()
+        for name in ("llama", "phi3", "gpt_oss")
     ],
 )
 def test_other_kinds_give_the_same_numbers(model_type: str, kind: str) -> None:
@@ -101,7 +99,7 @@ def test_other_kinds_give_the_same_numbers(model_type: str, kind: str) -> None:
         torch.testing.assert_close(logits(other, IDS), want, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "phi3", "gemma2"])
+@pytest.mark.parametrize("model_type", ["phi3"])
 def test_up_edits_the_linear_factor(model_type: str) -> None:
     model, tokenizer = tiny_model(model_type)
     with set_values(model, layer=1, neurons=[3], column=2, value=0.5, site="up"):
@@ -149,17 +147,6 @@ def test_edits_of_one_expert_neuron_follow_each_other() -> None:
         torch.testing.assert_close(logits(model, IDS), want, atol=1e-5, rtol=1e-4)
 
 
-def test_composition_is_ordered() -> None:
-    model, _ = tiny_model("llama")
-    a, b = Ablate(layer=1, neurons=[3], value=1.0), Ablate(layer=1, neurons=[3], value=-2.0)
-    results = {}
-    for name, edit in {"a": a, "b": b, "a|b": a | b, "b|a": b | a}.items():
-        with edit.on(model):
-            results[name] = logits(model, IDS)
-    assert torch.equal(results["a|b"], results["b"]) and torch.equal(results["b|a"], results["a"])
-    assert not torch.allclose(results["a"], results["b"])
-
-
 def test_mean_ablation() -> None:
     model, _ = tiny_model("llama")
     seen: list[Tensor] = []
@@ -187,9 +174,8 @@ def test_gradients_pass_through() -> None:
 # --- Write: is the neuron sufficient? ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "neox"])
-def test_writing_makes_a_sink_where_it_is_written(family: str) -> None:
-    o = organism(family, 3)
+def test_writing_makes_a_sink_where_it_is_written() -> None:
+    o = organism("gemma2", 3)
     ids, where = o.natural(1, 24), 9
     layer = o.truth.sink_layer
     values = {}
@@ -284,18 +270,6 @@ def tiny_llama() -> Any:
     return _TINY[0]
 
 
-def test_interleaved_generations_are_told_apart_by_their_caches() -> None:
-    tracker, one, two = Tracker(Target.of(tiny_llama())), FakeCache(), FakeCache()
-    a = tracker.begin(torch.tensor([[3, 1, 5]]), None, torch.tensor([[0, 1, 1]]), one)
-    b = tracker.begin(torch.tensor([[7, 5]]), None, None, two)
-    one.seen, two.seen = 3, 2
-    a2 = tracker.begin(torch.tensor([[6]]), None, None, one)
-    b2 = tracker.begin(torch.tensor([[6]]), None, None, two)
-    assert (a2.index.item(), b2.index.item()) == (2, 2)
-    assert a2.sequence is a.sequence and b2.sequence is b.sequence
-    assert a.sequence.bos.tolist() == [True] and b.sequence.bos.tolist() == [False]
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -348,33 +322,6 @@ def test_no_trace_after_exit_and_exception(kind: str) -> None:
         logits(model, torch.tensor([[10**6]]))
     assert count_hooks(hf) == before and sorted(hf.__dict__) == state
     assert torch.equal(logits(model, IDS), want)
-
-
-def test_many_runs_leak_nothing() -> None:
-    model, _ = tiny_model("llama")
-    edit = SinkPatch(layer=1, neurons=[3], calibrated={(1, 3): 0.0})
-    runs = []
-    before = count_hooks(model)
-    for _ in range(30):
-        with edit.on(model) as run:
-            model(IDS[:1, :3], use_cache=True)
-        runs.append(weakref.ref(run))
-    del run
-    gc.collect()
-    assert count_hooks(model) == before
-    assert [r for r in runs if r() is not None] == []
-
-
-def test_an_intervention_is_frozen_and_keeps_no_state() -> None:
-    edit = SinkPatch(layer=1, neurons=[3])
-    twin = copy.deepcopy(edit)
-    for seed in (0, 1):
-        model, _ = tiny_model("llama", seed)
-        with edit.on(model), edit.on(model):
-            model.generate(IDS, max_new_tokens=2, do_sample=False)
-    assert edit == twin and vars(edit) == vars(twin)
-    with pytest.raises(AttributeError):
-        edit.value = 1.0  # type: ignore[misc]
 
 
 def test_nested_runs_restart_from_their_own_prompt() -> None:
@@ -441,11 +388,8 @@ def test_two_threads_with_runs_of_their_own_do_not_meet() -> None:
     ("make", "words"),
     [
         (lambda: Ablate(), ["no neuron", "layer=1"]),
-        (lambda: Ablate(layer=1), ["layer=1", "neurons"]),
-        (lambda: Ablate(neurons=[1]), ["layer=None"]),
         (lambda: Ablate(sites=[(1,)]), ["(1,)", "(layer, neuron)"]),
         (lambda: Ablate(sites=[(1, -2)]), ["-2", "from 0"]),
-        (lambda: Ablate(sites=[(1, True)]), ["True"]),
         (lambda: Ablate(layer=1, neurons=[1], value=float("nan")), ["nan", "zero"]),
         (lambda: Ablate(layer=1, neurons=[1], positions=-1), ["-1", "from 0"]),
         (lambda: Write(layer=1, neurons=[1], value=float("nan"), position=1), ["nan", "number"]),
@@ -462,13 +406,11 @@ def test_bad_arguments(make: Callable[[], Any], words: list[str]) -> None:
     ("model_type", "edit", "words"),
     [
         ("llama", Ablate(layer=3, neurons=[0]), ["layer 3", "0 to 2"]),
-        ("llama", Ablate(layer=1, neurons=[64]), ["neuron 64", "0 to 63"]),
         ("llama", Ablate(sites=[(1, 0, 3)]), ["without experts", "(layer, neuron)"]),
         ("mixtral", Ablate(sites=[(1, 3)]), ["mixture", "(layer, expert, neuron)"]),
         ("mixtral", Ablate(sites=[(1, 4, 3)]), ["expert 4", "0 to 3"]),
         ("qwen3_moe", Ablate(sites=[(1, 0, 32)]), ["neuron 32", "0 to 31"]),
         ("gpt2", Ablate(layer=1, neurons=[0], site="up"), ["no gate", 'site="post"']),
-        ("opt", Ablate(layer=1, neurons=[0], site="up"), ["no gate", 'site="post"']),
     ],
 )
 def test_sites_that_a_model_does_not_have(model_type: str, edit: Ablate, words: list[str]) -> None:
@@ -486,17 +428,14 @@ def test_fwd_hooks_says_where_it_cannot() -> None:
         Ablate(sites=[(1, 0, 3)]).fwd_hooks(bridge_of(model, tokenizer))
 
 
-@pytest.mark.filterwarnings("ignore:LanguageModel is deprecated")
-@pytest.mark.parametrize("name", ["TransformersModel", "LanguageModel"])
-def test_nnsight_model_without_weights_is_refused(name: str, tmp_path: Path) -> None:
+def test_nnsight_model_without_weights_is_refused(tmp_path: Path) -> None:
     """It gets another module when it is dispatched, where the hooks would be missing."""
     import nnsight
 
     model, tokenizer = tiny_model("llama")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    options = {"task": "text-generation"} if name == "TransformersModel" else {}
-    lazy = getattr(nnsight, name)(str(tmp_path), tokenizer=tokenizer, **options)
+    lazy = nnsight.TransformersModel(str(tmp_path), tokenizer=tokenizer, task="text-generation")
     assert Target.of(lazy).kind == "nnsight"
     edit = Ablate(layer=1, neurons=[3])
     with pytest.raises(UnsupportedError, match="dispatch=True"), edit.on(lazy):
@@ -504,18 +443,6 @@ def test_nnsight_model_without_weights_is_refused(name: str, tmp_path: Path) -> 
     lazy.dispatch()
     with edit.on(model), edit.on(lazy):
         torch.testing.assert_close(logits(lazy, IDS), logits(model, IDS), atol=1e-5, rtol=1e-4)
-
-
-def test_an_edit_inside_a_trace() -> None:
-    model, tokenizer = tiny_model("llama")
-    traced, edit = nnsight_of(model, tokenizer), SinkPatch(layer=1, neurons=[3], value="listing")
-    with edit.on(model):
-        want = logits(model, IDS)
-    with torch.no_grad(), edit.on(traced):
-        with traced.trace(IDS):
-            got = traced.output.logits.save()
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
-    assert not torch.allclose(want, logits(model, IDS), atol=1e-3)
 
 
 def test_the_recipe_for_remote_runs(tmp_path: Path) -> None:
@@ -534,35 +461,7 @@ def test_the_recipe_for_remote_runs(tmp_path: Path) -> None:
     assert not torch.allclose(want, logits(model, IDS), atol=1e-3)
 
 
-def test_quantised_modules() -> None:
-    """Only activations are touched, so weights that are no plain tensors do not matter."""
-    model, _ = tiny_model("llama")
-    model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
-    down = model.model.layers[1].mlp.down_proj
-    assert not isinstance(down.weight, Tensor)
-
-    def zero(_module: Any, args: tuple[Tensor]) -> tuple[Tensor]:
-        post = args[0].clone()
-        post[..., 3] = 0
-        return (post,)
-
-    handle = down.register_forward_pre_hook(zero)
-    want = logits(model, IDS)
-    handle.remove()
-    with Ablate(layer=1, neurons=[3]).on(model):
-        assert torch.equal(logits(model, IDS), want)
-    with pytest.raises(SinkscopeError, match="0 to 63"), Ablate(layer=1, neurons=[64]).on(model):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("model_type", "cache"),
-    [
-        pytest.param(name, cache, marks=() if cache == usual else pytest.mark.slow)
-        for name, usual in {"mistral": "dynamic", "gemma2": "static", "gpt_oss": "dynamic"}.items()
-        for cache in ("dynamic", "static")
-    ],
-)
+@pytest.mark.parametrize(("model_type", "cache"), [("gemma2", "static"), ("gpt_oss", "dynamic")])
 def test_positions_beyond_a_sliding_window(model_type: str, cache: str) -> None:
     model, _ = tiny_model(model_type)
     ids = torch.cat([torch.full((2, 3), 3), torch.randint(4, 90, (2, 20))], 1)
@@ -605,14 +504,3 @@ def test_generation_does_not_compile_while_entered() -> None:
     with edit.on(model) as run:
         got = model.generate(IDS, compile_config=config, **settings)
     assert torch.equal(got, want) and {e.position for e in run.events} == set(range(10))
-
-
-def test_events_are_plain_data() -> None:
-    model, _ = tiny_model("mixtral")
-    with Ablate(sites=[(1, 2, 3)], value=50.0, positions=4).on(model) as run:
-        logits(model, IDS)
-    first, second = run.events
-    assert isinstance(first, Event) and (first.row, second.row) == (0, 1)
-    assert (first.position, first.layer, first.head, first.kind) == (4, 1, None, "ablated")
-    assert first.data["expert"] == 2 and first.data["new"] == 50.0 and isinstance(first.data["old"], float)
-    assert run.counts == {"ablated": 2}

@@ -137,8 +137,6 @@ def test_in_generation_and_nothing_stays(kind: str) -> None:
 def test_other_ways_to_name_the_same() -> None:
     model, _ = tiny_model("llama")
     for one, same in (
-        (Ablate(layer=1, neurons=38), Ablate(sites="L1.N38")),
-        (Ablate(layer=-1, neurons=[3]), Ablate(sites=[(2, 3)])),
         (Write(layer=-3, neurons=3, value=9.0, position=2), Write(sites=["L0.N3"], value=9.0, position=2)),
         (Ablate(layer=-1, heads=[1, 2]), Ablate(heads=["L2.H1", (2, 2)])),
         (Ablate(layer=0, neurons=3, heads=1), Ablate(sites=[(0, 3)], heads="L0.H1")),
@@ -158,13 +156,9 @@ def test_other_ways_to_name_the_same() -> None:
         (lambda: Ablate(sites=["L1.H3"]), ["'L1.H3'", "L1.N338"]),
         (lambda: Ablate(heads=4), ["head 4", "(layer, head)"]),
         (lambda: Ablate(heads=[(0, -1)]), ["(0, -1)", "from 0"]),
-        (lambda: Ablate(heads=[(3, 0)]), ["layer 3", "0 to 2"]),
         (lambda: Ablate(heads=[(0, 4)]), ["head 4", "0 to 3"]),
-        (lambda: Ablate(layer=-4, neurons=0), ["layer -4", "0 to 2"]),
         (lambda: SinkPatch(layer=-1, neurons=[3]), ["layer=-1", "from 0"]),
         (lambda: Add([1.0, 2.0], "blocks.1.hook_resid_post"), ["2 numbers", "has 32"]),
-        (lambda: Add([[1.0]], "hook_embed"), ["(1, 1)", "finite numbers"]),
-        (lambda: Add("v", "hook_embed"), ["type str", "finite numbers"]),
         (lambda: Add([float("nan")] * 32, "hook_embed"), ["finite"]),
         (lambda: Add([1.0] * 32, "hook_embed", scale=float("inf")), ["scale", "inf"]),
         (lambda: Add([1.0] * 32, "blocks.1.mlp.hook_post"), ["blocks.1.mlp.hook_post", "hook_resid_post"]),

@@ -66,14 +66,6 @@ def test_heads_get_what_falls_to_them(
     assert int(keep.sum()) <= heads * budget
 
 
-def test_of_equal_scores_the_later_is_kept() -> None:
-    """With equal scores everywhere the last head has all of the highest ones, and every head keeps its latest slots."""
-    keep = _keep(AdaKV(budget=5, window=2, floor=0.0), torch.ones(1, 2, 12), 5)[0]
-    assert [head.nonzero().flatten().tolist() for head in keep] == [[10, 11], [4, 5, 6, 7, 8, 9, 10, 11]]
-    keep = _keep(AdaKV(budget=5, window=2, floor=1.0), torch.ones(1, 2, 12), 5)[0]
-    assert [head.nonzero().flatten().tolist() for head in keep] == [[7, 8, 9, 10, 11]] * 2
-
-
 def test_whole_numbers_are_not_rounded_down() -> None:
     """0.7 * 6 + 0.3 * 6 is a little less than 6 in double precision, and 0.2 * 323 less than 64.6 in single."""
     for base, floor in ((6, 0.3), (12, 0.3), (323, 0.2)):

@@ -11,7 +11,7 @@ from kv_kit import Drawn, Ragged, close, decode, dense, masks_of, prompts
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from torch import Tensor
-from transformers import DynamicCache, TextIteratorStreamer
+from transformers import TextIteratorStreamer
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM
@@ -25,9 +25,7 @@ def logprob(model: Any, policy: Drawn, ids: Tensor, mask: Tensor, prompt: int) -
     return logits.log_softmax(-1).gather(2, ids[:, prompt:, None]).sum((1, 2))
 
 
-@pytest.mark.parametrize(
-    ("family", "policy"), [("llama", Drawn(budget=7)), ("gemma2", Ragged(budget=7)), ("gpt_oss", Drawn(budget=7))]
-)
+@pytest.mark.parametrize(("family", "policy"), [("gemma2", Ragged(budget=7)), ("gpt_oss", Drawn(budget=7))])
 def test_greedy(family: str, policy: Drawn) -> None:
     model = model_of(family)
     ids, mask = prompts([18, 11])
@@ -47,10 +45,9 @@ def test_greedy(family: str, policy: Drawn) -> None:
     assert float((torch.stack(model.generate(ids, **ask).logits, 1) - want).abs().max()) > 0.1
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_beams_carry_their_caches(family: str) -> None:
+def test_beams_carry_their_caches() -> None:
     """Rows change places at every step, so a cache that does not follow gives sequences other scores than these."""
-    model = model_of(family)
+    model = model_of("gemma2")
     ids, mask = prompts([14, 9])
     ask: dict[str, Any] = {
         "attention_mask": mask,
@@ -91,8 +88,6 @@ def test_assisted_generation() -> None:
         with pytest.raises(UnsupportedError, match="without an assistant") as raised:
             model.generate(ids, **ask)
         assert "\n" not in str(raised.value) and run.usage == []
-        with pytest.raises(UnsupportedError, match="without an assistant"):
-            model.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=4, do_sample=False)
     assert torch.equal(model.generate(ids, **ask), stock)
     with StreamingLLM(budget=6).on(assistant):  # it drafts worse, and what it drafts is checked
         assert torch.equal(model.generate(ids, **ask), stock)
@@ -149,21 +144,3 @@ def test_two_threads_and_two_models_at_once() -> None:
         for handle in handles:
             handle.remove()
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[0 if same else 1])
-
-
-def test_interleaved_caches_do_not_mix() -> None:
-    model = model_of("qwen3")
-    policy = Drawn(budget=6)
-    batches = [prompts([14, 9], 5), prompts([11, 14], 5, seed=3)]
-    with policy.on(model) as run:
-        want = [decode(model, ids, mask, 14) for ids, mask in batches]
-        caches = [DynamicCache(), DynamicCache()]
-        parts: list[list[Tensor]] = [[], []]
-        for step in range(14, 20):
-            for i, (ids, mask) in enumerate(batches):
-                chunks = None if step == 14 else []
-                part = decode(model, ids[:, :step], mask[:, :step], max(14, step - 1), caches[i], chunks)
-                parts[i].append(part)
-    for i in range(2):
-        close(torch.cat(parts[i], 1), want[i])
-    assert len(run.usage) == 4

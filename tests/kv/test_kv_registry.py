@@ -123,14 +123,6 @@ def test_a_policy_of_an_installed_package(entries: list[EntryPoint], module: str
     assert (type(made).__name__, made.budget, make_policy("key-norm", first=2).first) == ("KeyNorm", 9, 2)
 
 
-@pytest.mark.parametrize("name", ["h2o", "own"])
-def test_a_name_is_given_once(name: str, entries: list[EntryPoint], module: str) -> None:
-    entries.append(EntryPoint("own", "sinkscope.kv.h2o:H2O", registry.ENTRY_POINTS))
-    entries.append(EntryPoint(name, f"{module}:KeyNorm", registry.ENTRY_POINTS))
-    with pytest.raises(SinkscopeError, match=f"two policies are called '{name}', sinkscope.kv.h2o.H2O and policies_of"):
-        policies()
-
-
 def test_registering_a_name_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))  # pyright: ignore[reportPrivateUsage]
     register_policy("mine")(StreamingLLM)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from guard_kit import padded, tiny
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList, TextStreamer
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv.loopguard import LoopReporter, LoopStopper
@@ -110,43 +110,11 @@ def test_with_a_reporter_the_top_1_streak_counts_too() -> None:
         run(model, ids, mask, criteria=[LoopStopper(settings)])
 
 
-def test_streaming_goes_on() -> None:
-    model = tiny()
-    ids, mask = padded(6)
-
-    class Pieces(TextStreamer):
-        def __init__(self) -> None:
-            self.ids: list[int] = []
-
-        def put(self, value: Tensor) -> None:
-            self.ids += value.flatten().tolist()
-
-        def end(self) -> None:
-            pass
-
-    pieces = Pieces()
-    out = run(
-        model,
-        ids,
-        mask,
-        Write([LOOPS], 6),
-        criteria=[LoopStopper(TAIL)],
-        streamer=pieces,
-        do_sample=True,
-        temperature=0.7,
-    )
-    assert pieces.ids == out[0].tolist() and out.shape[1] < 46
-
-
 def test_bad_input() -> None:
     model = tiny()
     ids, mask = padded(6, 6)
     with pytest.raises(SinkscopeError, match="batch of 2 rows and no eos_token_id"):
         run(model, ids, mask, LoopReporter(TAIL))
-    with pytest.raises(SinkscopeError, match="poll is 0"):
-        LoopReporter(poll=0)
-    with pytest.raises(SinkscopeError, match="leave them out"):
-        LoopStopper(TAIL, reporter=LoopReporter())
     reporter = LoopReporter(TAIL, eos_token_id=2)
     model.generation_config.eos_token_id = None
     with pytest.raises(UnsupportedError, match="num_beams=1"):

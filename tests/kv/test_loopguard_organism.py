@@ -65,17 +65,6 @@ def test_the_control_never_sets_it_off() -> None:
     assert events == [] and tokens == [o.walk(int(prompt.ids[0, -1]), STEPS)]
 
 
-def test_copies_further_back_keep_a_loop_alive_and_the_named_variant_takes_them_too() -> None:
-    o = made(None)
-    prompt = o.looping_prompt(12, delay=10)  # copies in the prompt, then 10 other tokens, then the loop
-    tokens, events = guarded(o, [prompt.ids], LoopGuard.paper())
-    assert len(events) > 1 and tokens[0] == o.expected(prompt, STEPS), "the paper's: history holds the copies"
-    tokens, events = guarded(o, [prompt.ids], LoopGuard.paper(clean="repeats"))
-    found = events[0].data["generated"]
-    assert len(events) == 1 and tokens[0][: found + 1] == o.expected(prompt, found + 1)
-    assert len(set(tokens[0][found:])) == STEPS - found, "no token comes twice after the cut"
-
-
 def test_the_default_ends_loops_early_also_those_that_older_copies_hold() -> None:
     o = made(None)
     prompt = o.looping_prompt(16, delay=20)

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkscope.kv.loopguard.retention import Retention, evenly_spaced, ranges_of, repeated_indices, tokens_to_keep
+from sinkscope.kv.loopguard.retention import Retention, evenly_spaced, repeated_indices, tokens_to_keep
 
 
 @st.composite
@@ -68,17 +68,6 @@ def test_a_uniform_choice_leaves_no_gap_longer_than_needed(total: int, count: in
         assert max(b - a for a, b in pairwise(edges)) <= widest + 1
 
 
-def test_a_loop_that_fills_the_window_leaves_the_latest_clean_tokens() -> None:
-    # A cycle of 40 tokens has filled the paper's window at step 352, after a prompt of 48 tokens.
-    printed = tokens_to_keep(range(400), 400, [(144, 400)], Retention(budget=256, recent=256))
-    assert (printed.anchors, printed.sparse, printed.recent) == (32, 112, 0), "copies of the cycle, and nothing clean"
-    made = tokens_to_keep(range(400), 400, [(120, 400)], Retention(budget=256))
-    assert made.ranges == [(0, 120)] and made.recent == 88, "everything before the loop is clean, and it fits"
-    longer = tokens_to_keep(range(2400), 2400, [(2120, 2400)], Retention(budget=256))
-    assert (longer.anchors, longer.sparse, longer.recent) == (32, 28, 196)
-    assert longer.ranges[-1] == (1924, 2120), "the latest clean tokens, up to the loop"
-
-
 def test_the_papers_sizes() -> None:
     retention = Retention(recent=256)
     assert (retention.budget, retention.anchors, retention.recent) == (1024, 32, 256)
@@ -88,23 +77,6 @@ def test_the_papers_sizes() -> None:
     assert made.ranges[-1] == (4772, 4900), "the latest clean tokens, up to the bad tail"
 
 
-def test_a_short_sequence_loses_its_bad_tail_all_the_same() -> None:
-    made = tokens_to_keep(range(100), 100, [(60, 100)], Retention(recent=256))
-    assert made.ranges == [(0, 60)]
-    assert tokens_to_keep(range(100), 100, [(10, 100)], Retention()).ranges == [(0, 32)], "anchors stay, bad or not"
-
-
-def test_levels_shrink_the_recent_part_alone() -> None:
-    retention = Retention(budget=200, anchors=8, recent=100, recent_budget=64)
-    plans = [tokens_to_keep(range(1000), 1000, [], retention, level) for level in range(6)]
-    assert [p.recent for p in plans] == [64, 32, 16, 8, 8, 8]
-    assert len({(p.anchors, p.sparse, p.positions[: p.anchors + p.sparse]) for p in plans}) == 1
-
-
 def test_repeated_tokens_are_those_that_end_an_earlier_n_gram() -> None:
     assert repeated_indices([1, 2, 3, 1, 2, 3, 9, 2, 3], 2) == [4, 5, 8]
     assert repeated_indices([1, 2, 3, 1, 2, 3, 9, 2, 3], 3) == [5] and repeated_indices([5, 5], 4) == []
-
-
-def test_spans() -> None:
-    assert ranges_of([]) == [] and ranges_of([3]) == [(3, 4)] and ranges_of([0, 1, 4, 6, 7]) == [(0, 2), (4, 5), (6, 8)]

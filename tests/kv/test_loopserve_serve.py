@@ -281,20 +281,3 @@ def test_prompts_that_want_gradients_are_refused_in_one_line() -> None:
         model(ids)
     with LoopServe(**SPARSE).on(model), torch.no_grad():
         assert model(ids).logits.isfinite().all()
-
-
-def test_a_short_prompt_is_read_the_same_beside_a_long_one() -> None:
-    model = model_of("llama")
-    serve = LoopServe(**{**SPARSE, "shortest": 30, "dense_above": 9.0}, decode=False)
-
-    def prefills(lengths: list[int]) -> tuple[Tensor, list[dict[str, Any]]]:
-        ids, mask = prompts(lengths, 0)
-        with serve.on(model) as run, torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=mask).logits[-1, -1]
-        return logits, [event.data for event in run.events if event.kind == "prefill" and event.row == len(lengths) - 1]
-
-    both, seen = prefills([40, 20])
-    ids = prompts([40, 20], 0)[0][1:, -20:]
-    with torch.no_grad():
-        close(both, model(ids).logits[0, -1])
-    assert all(data["cells"] == 1.0 for data in seen)

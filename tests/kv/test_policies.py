@@ -11,17 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from intervention_kit import bridge_of
-from kv_kit import each_other, shallow_of
+from kv_kit import each_other, run_policy, shallow_of
 from organisms.tiny import tiny_model
 from torch import Tensor
-from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM, make_policy
 
 PROMPT, STEPS = 26, 12
 FAMILIES = ("llama", "gpt2", "mistral", "gemma2", "qwen3", "gpt_oss", "gpt_neox")
-GREEDY: Any = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 3}
 CASES: dict[str, tuple[Policy, dense.Choose]] = {
     "streaming": (StreamingLLM(budget=12), dense.streaming_llm()),
     "h2o": (H2O(budget=12), dense.h2o()),
@@ -44,38 +42,15 @@ def batch(rows: int = 2, pad: int = 7, prompt: int = PROMPT, steps: int = STEPS)
     return ids, real
 
 
-@torch.no_grad()
-def run_policy(
-    policy: Policy, model: Any, ids: Tensor, real: Tensor, chunks: tuple[int, ...] | None = None
-) -> tuple[list[list[Tensor]], Tensor, DynamicCache]:
-    """Feed a prompt and then token by token; kept columns `[step][layer]` bool `[batch kv_head column]`, and logits."""
-    mask, prompt, kept, logits = real, real.shape[1], [], []
-    cache = DynamicCache()
-    ends = torch.tensor(chunks or (prompt,)).cumsum(0).tolist() + list(range(prompt + 1, ids.shape[1] + 1))
-    begin = 0
-    with policy.on(model):
-        for end in ends:
-            mask = torch.cat([real, torch.ones(len(ids), max(0, end - prompt), dtype=torch.long)], 1)[:, :end]
-            position_ids = (mask.cumsum(1) - 1).clamp(min=0)[:, begin:]
-            out = model(
-                input_ids=ids[:, begin:end], attention_mask=mask, position_ids=position_ids, past_key_values=cache
-            )
-            if end >= prompt:
-                logits.append(out.logits[:, -1])
-            if end > prompt:
-                kept.append([columns(layer.pos, mask)[..., :-1] for layer in cache.layers])
-            begin = end
-    return kept, torch.stack(logits, 1), cache
+def run(policy: Policy, model: Any, ids: Tensor, real: Tensor) -> tuple[list[list[Tensor]], Tensor]:
+    """Kept columns `[step][layer]` bool `[batch kv_head column]` before each token after the prompt, and logits."""
+    prompt = real.shape[1]
+    mask = torch.cat([real, torch.ones(len(ids), ids.shape[1] - prompt, dtype=torch.long)], 1)
+    logits, kept = run_policy(policy, model, ids, mask, (prompt,))
+    return [[layer[..., : prompt + step] for layer in layers] for step, layers in enumerate(kept)], logits
 
 
-def columns(pos: Tensor, mask: Tensor) -> Tensor:
-    """Positions of slots -> bool `[batch kv_head column]`."""
-    out = torch.zeros(*pos.shape[:2], mask.shape[1] + 1, dtype=torch.bool)
-    column = torch.where(pos >= 0, pos + (mask == 0).sum(1)[:, None, None], mask.shape[1])
-    return out.scatter(2, column, True)[..., :-1]
-
-
-def assert_same(got: tuple[list[list[Tensor]], Tensor, Any], reference: dense.Reference) -> None:
+def assert_same(got: tuple[list[list[Tensor]], Tensor], reference: dense.Reference) -> None:
     assert len(got[0]) == len(reference.kept)
     for step, (ours, theirs) in enumerate(zip(got[0], reference.kept, strict=True)):
         for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -100,7 +75,7 @@ def test_keeps_what_the_dense_reference_keeps(name: str, family: str) -> None:
     policy, choose = CASES[name]
     model = model_of(family)
     ids, real = batch(steps=steps)
-    assert_same(run_policy(policy, model, ids, real), reference_of(policy, choose, model, ids, real))
+    assert_same(run(policy, model, ids, real), reference_of(policy, choose, model, ids, real))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -112,7 +87,7 @@ def test_fraction_of_each_prompt(name: str) -> None:
     ids, real = batch(steps=10)
     budgets = [int(0.55 * int(n)) for n in real.sum(1)]
     assert budgets == [14, 10]
-    assert_same(run_policy(policy, model, ids, real), reference_of(policy, choose, model, ids, real, budgets))
+    assert_same(run(policy, model, ids, real), reference_of(policy, choose, model, ids, real, budgets))
 
 
 @pytest.mark.parametrize("reduce", ["mean", "max", "sum"])
@@ -128,23 +103,7 @@ def test_heads_of_a_kv_head_are_joined_as_asked(reduce: Any) -> None:
         ),
     ]
     for policy, choose in policies:
-        assert_same(run_policy(policy, model, ids, real), reference_of(policy, choose, model, ids, real))
-
-
-def test_snapkv_in_decoding_asks_the_latest_queries() -> None:
-    """Against a stock forward over what is left: with one layer and one kv head, nothing remembers what went."""
-    model = model_of("llama", num_hidden_layers=1, num_key_value_heads=1)
-    ids, real = batch(rows=1, pad=0)
-    kept, _, _ = run_policy(SnapKV(budget=12, window=6, kernel=3, every=1), model, ids, real)
-    held = list(range(PROMPT))
-    for step in range(STEPS):
-        with torch.no_grad():
-            probs = model(ids[:, held], position_ids=torch.tensor([held]), output_attentions=True).attentions[0]
-        everything = torch.ones(1, 1, len(held), dtype=torch.bool)
-        keep = dense.snapkv(6, 3)(probs[:, None], everything, torch.ones(1, len(held)), [12])
-        held = [column for column, kept_too in zip(held, keep[0, 0].tolist(), strict=True) if kept_too]
-        assert kept[step][0][0, 0].nonzero().flatten().tolist() == held, f"step {step}"
-        held.append(PROMPT + step)
+        assert_same(run(policy, model, ids, real), reference_of(policy, choose, model, ids, real))
 
 
 def test_snapkv_says_where_a_bridge_hides_its_queries() -> None:
@@ -167,22 +126,13 @@ def test_snapkv_says_where_a_bridge_hides_its_queries() -> None:
     budget=st.integers(6, 20),
     first=st.integers(0, 3),
     last=st.integers(0, 3),
-    mode=st.sampled_from(["evict", "select"]),
     pad=st.integers(0, 22),
 )
-def test_budget_and_protected_positions(name: str, budget: int, first: int, last: int, mode: Any, pad: int) -> None:
+def test_budget_and_protected_positions(name: str, budget: int, first: int, last: int, pad: int) -> None:
     """After every step: never more than the budget, never less than there is, and the protected ones always."""
     model, _ = tiny_model("llama", num_hidden_layers=1)
     ids, real = batch(pad=pad, steps=5)
-    policy = make_policy(name, budget=budget, first=first, last=last, mode=mode)
-    kept, logits, cache = run_policy(policy, model, ids, real)
-    layer: Any = cache.layers[0]
-    if mode == "select":
-        assert layer.slots == PROMPT + 5  # nothing was freed
-        evicted = run_policy(replace(policy, mode="evict"), model, ids, real)[1]
-        if name == "streaming":  # what it hides never comes back
-            torch.testing.assert_close(logits, evicted, atol=1e-5, rtol=0)
-        return
+    kept, _ = run(make_policy(name, budget=budget, first=first, last=last), model, ids, real)
     for step, layers in enumerate(kept):
         for row, real_tokens in enumerate((real.sum(1) + step).tolist()):
             held = layers[0][row]
@@ -197,4 +147,4 @@ def test_two_policies_and_too_small_a_fraction() -> None:
         pass
     ids, real = batch(steps=1)
     with pytest.raises(SinkscopeError, match=r"budget=0\.2 of a prompt of 19 tokens is 3"):
-        run_policy(StreamingLLM(budget=0.2), model, ids, real)
+        run(StreamingLLM(budget=0.2), model, ids, real)

@@ -90,16 +90,3 @@ def test_the_sums_of_h2o(model: Any) -> None:
         for layer, heads in zip(cache.layers, case["positions"], strict=True):
             mean = layer.extra("h2o")[0] / torch.arange(length, 0, -1)
             assert [sorted(head) for head in mean.topk(case["kept"]).indices.tolist()] == heads
-
-
-def test_sinks_stay_where_kvpress_loses_them(model: Any) -> None:
-    """Its slots come back from `topk` in no order, and the next compression takes slots for positions."""
-    case = DECODING["streaming_llm"]
-    ids = recorded.prompt(case["length"] + recorded.STEPS, 11)
-    ours = kept(model, StreamingLLM(budget=case["kept"]), ids, case["length"])
-    theirs = case["positions"][0]
-    assert ours[0][0] == theirs[0]
-    assert not any(sink in theirs[-1][0] for sink in range(4))
-    for step, layers in enumerate(ours):
-        now = case["length"] + step
-        assert all(head == [0, 1, 2, 3, *range(now - 12, now)] for layer in layers for head in layer)

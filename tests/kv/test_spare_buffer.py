@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from sinkscope.interventions import growing_tensor as room
@@ -30,46 +28,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(room, "SPARE", 3)
     with torch.no_grad():
         yield
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    steps=st.lists(
-        st.sampled_from(["one", "one", "one", "three", "crop", "evict", "rows", "fork", "swap"]), max_size=24
-    )
-)
-def test_whatever_happens_every_copy_holds_what_it_was_given(steps: list[str]) -> None:
-    layers, expected = [CacheLayer()], [_tokens(5, 0)]
-    layers[0].update(*expected[0])
-    for number, step in enumerate(steps, 1):
-        layer, (keys, values) = layers[-1], expected[-1]
-        if step in ("one", "three"):
-            new = _tokens(1 if step == "one" else 3, number)
-            if layer.edited:  # as outside of a session, where an edited cache is not gone on with
-                layer.edited = False
-            layer.update(*new)
-            expected[-1] = (torch.cat([keys, new[0]], 2), torch.cat([values, new[1]], 2))
-        elif step == "crop" and keys.shape[2] > 3:
-            layer.crop(-2)
-            expected[-1] = (keys[:, :, :-2], values[:, :, :-2])
-        elif step == "evict" and keys.shape[2] > 2:
-            keep = torch.ones(2, 3, keys.shape[2], dtype=torch.bool)
-            keep[..., 1] = False
-            layer.evict(keep)
-            some = [0, *range(2, keys.shape[2])]
-            expected[-1] = (keys[:, :, some], values[:, :, some])
-        elif step == "rows":
-            layer.reorder_cache(torch.tensor([1, 0]))
-            expected[-1] = (keys[[1, 0]], values[[1, 0]])
-        elif step == "fork" and len(layers) < 4:  # both share what there is, and go on
-            layers.append(layer.copy())
-            expected.append(expected[-1])
-        elif step == "swap":
-            layers.insert(0, layers.pop())
-            expected.insert(0, expected.pop())
-        for held, wanted in zip(layers, expected, strict=True):
-            _same(held, wanted)
-            assert held.slots <= held.allocated
 
 
 def test_tokens_are_written_behind_those_that_are_there_and_copied_when_there_is_no_more_room() -> None:

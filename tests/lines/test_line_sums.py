@@ -107,16 +107,6 @@ def test_heads_taken_in_groups_are_the_same(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(a, b)
 
 
-def test_a_part_is_those_rows_of_the_whole() -> None:
-    g = torch.Generator().manual_seed(0)
-    scores = Scores(torch.randn(4, 30, 8, generator=g), torch.randn(2, 30, 8, generator=g), 0.4)
-    dense = _dense(scores)
-    vertical, slash = line_sums(scores.part(12, 25))
-    plain = _summed(dense[:, 12:25, :25])
-    torch.testing.assert_close(vertical.double(), plain[0], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(slash.double(), plain[1], atol=1e-5, rtol=1e-4)
-
-
 def test_nothing_of_query_times_key_is_kept() -> None:
     n, heads, chunk = 1024, 2, 16
     largest = 0

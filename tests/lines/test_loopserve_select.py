@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.lines import choice
 from sinkscope.lines.choice import (
     HeadLines,
     _least_share,
@@ -21,7 +20,6 @@ from sinkscope.lines.choice import (
     recovered,
     sample_queries,
     select_lines,
-    slash_lines,
 )
 
 VARIANTS: Any = ("exact", "faithful")
@@ -191,53 +189,6 @@ def test_lines_that_are_there_are_found() -> None:
         assert recovered(query[None], key[None], lines, 1.0)[0] > 0.88
 
 
-def test_every_line_at_alpha_one_and_at_no_less_than_asked() -> None:
-    query, key = tensors(2, 30, 50, 3)
-    dense = select_lines(query, key, 1.0)
-    assert dense.density().tolist() == [1.0, 1.0]
-    torch.testing.assert_close(recovered(query, key, dense), torch.ones(2))
-    few, many = (select_lines(query, key, alpha).cells() for alpha in (0.5, 0.95))
-    assert (few < many).all()
-
-
-def test_a_head_that_needs_nearly_all_is_given_up() -> None:
-    query, key = tensors(4, 60, 60, 2, sharp=0.0)  # flat: 90 % of the weight is on some 80 % of the cells
-    query[:2] *= 0
-    query[2:] += 9 * key[0:1, :1]  # two heads look at one key
-    free, limited = select_lines(query, key, 0.9), select_lines(query, key, 0.9, dense_above=0.5)
-    assert (limited.density()[:2] == 1).all() and (free.density()[:2] < 1).all()
-    for kind in ("vertical", "slash"):
-        few = getattr(free, kind)[free.density() < 0.5]
-        assert len(few) > 0 and torch.equal(getattr(limited, kind)[free.density() < 0.5], few)
-
-
-def test_many_rows_are_those_of_one_after_the_other() -> None:
-    """More rows than are built at a time take another way; none of them sees what comes later."""
-    query, key = tensors(2, 100, 110, 3)
-    lines, at = select_lines(query, key, 0.5, sample=20), torch.arange(10, 110)
-    together = lines.rows(at)
-    assert torch.equal(together, torch.cat([lines.rows(row[None]) for row in at], -2))
-    assert together.any() and not (together & (torch.arange(110) > at[:, None])).any()
-
-
-def test_batches_of_lines_lose_little() -> None:
-    """With hundreds of lines a round takes several; one by one, by brute force, needs nearly as many cells."""
-    query, key = tensors(1, 72, 72, 5, sharp=1.0)
-    probs = probs_of(query, key)[0]
-    offset = torch.arange(72)[:, None] - torch.arange(72)
-    covered = ((offset == 0) | (torch.arange(72) == 0)) & (offset >= 0)
-    while (probs * covered).sum() < 0.9 * 72:
-        best: tuple[float, Tensor] = (-1.0, covered)
-        for line in range(1, 72):
-            for cells in (torch.arange(72) == line, offset == line):
-                new = cells & (offset >= 0) & ~covered
-                if new.any() and (ratio := float((probs * new).sum() / new.sum())) > best[0]:
-                    best = (ratio, new)
-        covered = covered | best[1]
-    cells = int(select_lines(query, key, 0.9, sample=72).cells()[0])
-    assert cells <= 1.02 * int(covered.sum())
-
-
 def test_minference_by_the_last_queries() -> None:
     query, key = tensors(2, 40, 60, 7)
     lines = minference_lines(query, key, 12, 9, last=8, first=3, local=4)
@@ -265,15 +216,6 @@ def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without(variant:
     key[0, 3] = torch.nan
     lines = select_lines(query, key, 0.3, variant=variant)
     assert (lines.density()[:2] == 1).all() and (lines.density()[2:] < 1).all()
-
-
-def test_slash_sums_are_sums_of_diagonals() -> None:
-    query, key = tensors(2, 20, 20, 9)
-    probs = probs_of(query, key)
-    total, largest = slash_lines(probs, torch.arange(20))
-    for offset in range(20):
-        torch.testing.assert_close(total[:, offset], probs.diagonal(-offset, 1, 2).sum(1))
-        torch.testing.assert_close(largest[:, offset], probs.diagonal(-offset, 1, 2).amax(1))
 
 
 def test_online_choice_beats_a_fixed_one_on_attention_that_moves() -> None:
@@ -328,15 +270,6 @@ def test_flat_attention_is_known_before_lines_are_chosen(sharp: float) -> None:
     if not sharp:
         assert (_least_share(probs, at, 0.955) > 0.85).all()
         assert (select_lines(query, key, 0.955, dense_above=0.75).density() == 1).all()
-
-
-def test_flat_attention_is_dense_before_any_line_is_chosen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    query, key = tensors(4, 600, 600, 4, sharp=0.0)
-    monkeypatch.setattr(choice, "_sought", None)  # not even single queries are looked at
-    more: Any = {"begin": 4, "local": 16, "sharp": 0.1, "checked": 64}
-    assert (select_lines(0 * query, key, 0.75, dense_above=0.65, **more).density() == 1).all()
 
 
 @pytest.mark.parametrize("part", ["sharp", "checked", "shared"])

@@ -84,24 +84,6 @@ def test_equal_to_dense_attention_under_the_same_mask(
         assert all(done >= cells - 1e-6 for done, cells in zip(what.computed, what.cells, strict=True))
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(600, 600), (300, 700)])
-@pytest.mark.parametrize("by", [LONE, SLOW])
-def test_equal_over_several_blocks_of_the_usual_size(
-    queries: int, keys: int, by: LoneLoops, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    query, key, value = inputs(2, 1, queries, keys)
-    lines = drawn(2, keys, queries, 0.02, 0.0)
-    lines.slash[:, :9] = lines.slash[:, 100] = lines.slash[1, 200:420] = True
-    lines.slash[0, 170::80] = True  # lone lines, across the vertical ones
-    monkeypatch.setattr(sparse, "lone_loops", lambda *_: by)
-    monkeypatch.setattr(sparse, "BLOCKS", (64,))
-    plans = [sparse.plan_of(lines, head, by.cost) for head in range(2)]
-    assert set(range(170, 500, 80)) <= set(plans[0].lone) and plans[1].bands[0] == (200, 419)
-    out, what = sparse_attention(query, key, value, lines, dense_above=2.0)
-    assert not any(what.dense)
-    torch.testing.assert_close(out.double(), masked(query, key, value, lines), atol=1e-5, rtol=0)
-
-
 @compiled
 @pytest.mark.parametrize(("queries", "keys"), [(40, 40), (20, 60)])
 def test_dense_where_that_is_faster(queries: int, keys: int) -> None:
@@ -187,17 +169,6 @@ def test_with_lines_that_were_selected() -> None:
     assert errors[0] > errors[1] > 10 * errors[2] and errors[2] < 1e-5
 
 
-def test_lines_that_do_not_fit() -> None:
-    query, key, value = inputs(2, 1, 10, 20)
-    for lines in (drawn(2, 19, 10, 0.1, 0.1), drawn(2, 20, 9, 0.1, 0.1), drawn(1, 20, 10, 0.1, 0.1)):
-        with pytest.raises(SinkscopeError, match="expected lines of this shape"):
-            sparse_attention(query, key, value, lines)
-    lines = drawn(2, 20, 10, 0.1, 0.1)
-    lines.slash[1, 0] = False
-    with pytest.raises(SinkscopeError, match="main diagonal"):
-        sparse_attention(query, key, value, lines)
-
-
 def test_gradients_are_refused_where_they_would_be_lost() -> None:
     query, key, value = inputs(2, 1, 300, 300)
     query.requires_grad_()
@@ -241,40 +212,26 @@ def test_without_numba_it_says_so_once_and_gives_the_same(monkeypatch: pytest.Mo
     lone_module._compiled.cache_clear()
 
 
-@compiled
-@settings(max_examples=25, deadline=None)
-@given(
-    widths=st.sampled_from([(1, 3), (16, 12), (70, 33)]),
-    start=st.integers(0, 30),
-    rows=st.integers(1, 40),
-    seed=st.integers(0, 99),
-)
-def test_compiled_lone_lines_are_those_of_pytorch(widths: tuple[int, int], start: int, rows: int, seed: int) -> None:
-    fast, keys, generator = lone_loops(*widths, torch.device("cpu")), start + rows, torch.Generator().manual_seed(seed)
-    assert fast.compiled and not SLOW.compiled
-    query, key, value = (
-        torch.randn(n, width, generator=generator)
-        for n, width in ((rows, widths[0]), (keys, widths[0]), (keys, widths[1]))
-    )
-    offsets = torch.randperm(keys, generator=generator)[: 1 + keys // 2].sort().values
-    some = torch.rand(keys, generator=generator) < 0.8
-    scores, probs, out = [], torch.rand(rows, len(offsets) + 3, generator=generator), []
-    for by in (fast, SLOW):
-        scores.append(torch.zeros(rows, len(offsets) + 3))
-        by.scores(query, key, some, offsets, start, scores[-1])
-        out.append(torch.ones(rows, widths[1]))
-        by.sums(probs, value, offsets, start, out[-1])
-    torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(*out, rtol=1e-4, atol=1e-5)
-    assert (scores[0][:, len(offsets) :] == 0).all()  # not theirs
-
-
 @pytest.mark.parametrize(
     ("kv_heads", "keys", "width", "values"), [(3, 6, 16, 6), (2, 0, 16, 0), (2, 6, 8, 6), (2, 6, 16, 5)]
 )
 def test_keys_and_values_that_do_not_fit_are_refused(kv_heads: int, keys: int, width: int, values: int) -> None:
-    lines = HeadLines(torch.ones(4, keys, dtype=torch.bool), torch.ones(4, keys, dtype=torch.bool), min(keys, 6))
+    all_lines = torch.ones(4, keys, dtype=torch.bool)
+    lines = HeadLines(all_lines, all_lines, min(keys, 6))
     query, key, value = torch.rand(4, 6, 16), torch.rand(kv_heads, keys, width), torch.rand(kv_heads, values, 16)
     call: Any = getattr(sparse_attention, "__wrapped__", sparse_attention)  # without the check of types
     with pytest.raises(SinkscopeError, match="expected keys and values"):
         call(query, key, value, lines)
+
+
+@pytest.mark.parametrize(("heads", "keys", "queries"), [(2, 19, 10), (2, 20, 9), (1, 20, 10)])
+def test_lines_that_do_not_fit_are_refused(heads: int, keys: int, queries: int) -> None:
+    with pytest.raises(SinkscopeError, match="expected lines of this shape, the main diagonal among them"):
+        sparse_attention(*inputs(2, 1, 10, 20), drawn(heads, keys, queries, 0.1, 0.1))
+
+
+def test_lines_without_the_main_diagonal_are_refused() -> None:
+    lines = drawn(2, 20, 10, 0.1, 0.1)
+    lines.slash[1, 0] = False
+    with pytest.raises(SinkscopeError, match="main diagonal"):
+        sparse_attention(*inputs(2, 1, 10, 20), lines)

@@ -147,15 +147,6 @@ def test_the_index_names_each_cell_once() -> None:
     assert index.banded[1, 100:400].sum() == 299
 
 
-def test_scattered_offsets_are_no_longer_dense() -> None:
-    """A hundred lone offsets at 32k."""
-    kernel = pytest.importorskip("sinkscope.lines.triton")
-    keys = 32768
-    lines = drawn(1, keys, keys, 0.0, 100 / keys)
-    share = float(kernel.index_of(lines, 128).cells()) / float(lines.lengths().sum())
-    assert share < sparse.dense_limit(128, "triton", torch.device("cuda"))
-
-
 def test_without_triton_others_compute_and_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sparse._triton.cache_clear()
     monkeypatch.setitem(sys.modules, "sinkscope.lines.triton", None)  # an import of it fails

@@ -83,7 +83,7 @@ def bin_without_shard(folder: Path) -> None:
     ("change", "message", "page"),
     [
         (lambda f: (f / "config.json").unlink(), "has no config.json; give the folder of", "no-config"),
-        (rewrite(b"{oops", "config.json"), "config.json is not JSON", "no-config"),
+        (rewrite(b"{oops", "config.json"), "config.json is not a JSON file", "no-config"),
         (only_weights(), "has no weights .* download the weights, not only", "no-weights"),
         (only_weights("q4.gguf"), r"has no weights .* give the file itself: .*q4\.gguf", "no-weights"),
         (lambda f: (f / INDEX).unlink(), "has no weights .* download the index too", "no-weights"),

@@ -404,32 +404,6 @@ def _small_stages(b: _Build) -> HardTruth:
     )
 
 
-@_kind(ALL, layers=(6, 8), behind=(3, 3), count=1)
-def _orth_stage(b: _Build) -> HardTruth:
-    """A stage of 4 % at right angles to the spike: before it, or behind it and triggered by it."""
-    marking, deep = b.mark(), b.plan.sink_layer
-    size, way, share = b.size(deep), b.space.sinks[0], b.rng.uniform(0.035, 0.05)
-    early = bool(b.rng.randrange(2)) and deep > 1
-    stage = deep - 1 if early else deep + 1
-    before = b.const(deep)
-    if early:
-        b.write(stage, b.spare[0], b.on(stage, b.space.mark), b.side, share * size)
-        rows = b.steady(deep, b.on(deep, b.space.mark), b.side, before)
-        b.write(deep, b.plan.neurons[0], rows, way, size)
-    else:
-        b.write(deep, b.plan.neurons[0], b.on(deep, b.space.mark), way, size)
-        gate, _ = b.on(stage, way)
-        b.write(stage, b.spare[0], (gate, _full(b, stage, way)), b.side, share * size, route=way)
-    return _sink(
-        b,
-        way,
-        marking,
-        sink_layer=deep,
-        step_up=tuple(sorted((stage, deep))),
-        note=f"Layer {stage} adds {share:.1%} of the spike at right angles to it.",
-    )
-
-
 def _spike_way(b: _Build) -> Tensor:
     """The direction of the first token's spike in the residual stream."""
     end = b.seen(b.views.layers[b.plan.sink_layer].block)
@@ -525,11 +499,6 @@ def _with_backup(b: _Build, *later: int) -> HardTruth:
 @_kind(ALL, layers=(6, 8), behind=(3, 4), count=1)
 def _backup_next(b: _Build) -> HardTruth:
     return _with_backup(b, 1)
-
-
-@_kind(ALL, layers=(6, 8), behind=(4, 4), count=1)
-def _backup_later(b: _Build) -> HardTruth:
-    return _with_backup(b, 2)
 
 
 @_kind(ALL, layers=(6, 8), behind=(4, 4), count=1)
@@ -736,18 +705,6 @@ def _chain(b: _Build) -> HardTruth:
         step_up=(before, layer),
         note=f"The sink neuron reads what a neuron of layer {before} writes, so both are needed.",
     )
-
-
-@_kind(ALL, count=1)
-def _cancelling(b: _Build) -> HardTruth:
-    """Two more neurons of the sink layer write nearly as much as the sink neuron does, and cancel each other."""
-    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
-    size = b.size(layer)
-    rows = b.on(layer, b.space.mark)
-    b.write(layer, b.plan.neurons[0], rows, way, size)
-    b.write(layer, b.spare[0], rows, b.side, 0.7 * size)
-    b.copy(layer, b.spare[0], b.spare[1], -1.0)
-    return _sink(b, way, marking, note="Two neurons write much and cancel each other: they matter to nothing.")
 
 
 @_kind(PLAIN, count=1)

@@ -76,11 +76,10 @@ def organism(
     *,
     kind: str = "sink",
     n_layers: int | None = None,
-    d_model: int | None = None,
     bos: bool = True,
 ) -> Organism:
     """Build the organism of `family` and `kind` that `seed` stands for: the same call gives the same weights."""
-    plan = make_plan(family, seed, kind, n_layers, d_model, bos)
+    plan = make_plan(family, seed, kind, n_layers, None, bos)
     space = make_space(plan)
     model = make_body(plan)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{family} {kind} {seed} {bos}".encode()))

@@ -136,17 +136,6 @@ def test_in_sglang_each_request_is_watched_as_if_alone(seed: int, actions: list[
         check(server, Random(seed), actions, drafts=True)
 
 
-def test_the_random_servers_reach_every_action() -> None:
-    """The tests above compare something: all three actions happen, more than once in a request."""
-    with mock.patch.object(loop_row, "Monitor", Fussy):
-        server = kit.Slots(serving.VllmLoopProcessor)
-        asked = check(server, Random(4), ["heat", "force", "stop"], drafts=True, preempt=True)
-    assert any(10 in request.output for request in asked)
-    assert any(kit.END in request.output for request in asked)
-    assert any(request.edited and request.output[request.edited[0]] < 10 for request in asked)
-    assert any(not request.edited for request in asked if request.params.extra_args is None)
-
-
 def looping(count: int = 600, period: int = 8) -> list[int]:
     return [1 + i % period for i in range(count)]
 
@@ -332,12 +321,6 @@ def test_the_class_is_one_that_vllms_loaders_take(monkeypatch: pytest.MonkeyPatc
             made(SimpleNamespace(speculative_config=None), SimpleNamespace()).add_request(0, kit.SamplingParams())
             is False
         )
-
-
-def test_sglangs_string_names_the_class_and_holds_no_code() -> None:
-    text = serving.SglangLoopProcessor.to_str()
-    assert len(text) < 300 and b"sinkscope.serving" in bytes.fromhex(json.loads(text)["callable"])
-    assert isinstance(serving.SglangLoopProcessor.from_str(text), kit.CustomLogitProcessor)
 
 
 def test_without_drafts_no_step_asks_the_device() -> None:

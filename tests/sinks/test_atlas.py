@@ -50,10 +50,7 @@ def by_hand(o: Organism, first: int, token: int, limit: int) -> float:
     return float(above[0]) + 1 if len(above) else float("nan")
 
 
-LATER = [pytest.param(family, 1, marks=pytest.mark.slow) for family in ("qwen2", "gemma2")]
-
-
-@pytest.mark.parametrize(("family", "seed"), [("llama", 5), ("neox", 1), ("gpt_oss", 1), *LATER])
+@pytest.mark.parametrize(("family", "seed"), [("llama", 5), ("gpt_oss", 1)])
 def test_repeats_are_those_of_one_whole_pass_per_token(family: str, seed: int) -> None:
     o = organism(family, seed)
     result = measured(o, sample=6)
@@ -90,7 +87,7 @@ def test_without_bos_a_token_of_the_text_stands_first_and_never_itself() -> None
     np.testing.assert_array_equal(atlas.repeats[[10, 20]], [by_hand(o, first, token, 16) for token in (10, 20)])
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(length=st.integers(1, 200), limit=st.integers(1, 200))
 def test_passes_of_any_length_give_the_same_table(length: int, limit: int) -> None:
     o = organism("qwen2", 1, n_layers=4)
@@ -106,6 +103,7 @@ def test_passes_of_any_length_give_the_same_table(length: int, limit: int) -> No
         assert value == pytest.approx(float(row[above[0]] if above else row.max()), abs=2e-3)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     o = organism("qwen2", 1)
     options: dict[str, Any] = {"max_repeats": 80, "sample": 160}

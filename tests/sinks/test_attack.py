@@ -20,8 +20,6 @@ from scipy.stats import binomtest
 
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.rate import wilson
-from sinkscope.files.result import Result
 from sinkscope.sinks.attack.attack import SOURCES, ClusterAttack, cluster_attack
 from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools, repeated_first, round_trip
 from sinkscope.sinks.tokens import vocabulary
@@ -65,11 +63,6 @@ def test_behind_bos_it_takes_as_many_tokens_as_a_repetition(tmp_path: Path) -> N
     assert found.contexts == ("BOS",)
     assert 0.6 * expected <= found.first[0, 0, CLUSTER] <= 1.3 * expected  # the range that holds for repetitions
     assert found.any[0, 0, CLUSTER] == 1 and found.any[0, 0, RANDOM] == 0
-
-
-def test_found_clusters_do_as_well_as_planted_ones(tmp_path: Path) -> None:
-    found = attack(organism("llama", 1, bos=False), tmp_path, clusters=None)
-    assert found.most[0, 0, CLUSTER] == 1 and found.clusters is not None
 
 
 def test_rates_are_counts_of_norms_of_plain_passes(tmp_path: Path) -> None:
@@ -125,16 +118,6 @@ def test_round_trip_sees_tokens_that_join() -> None:
     assert round_trip(organism("llama", 0).tokenizer, torch.tensor([[7, 9], [12, 8]])) == 1
 
 
-@settings(max_examples=30)
-@given(trials=st.integers(1, 2000), share=st.floats(0, 1))
-def test_the_interval_is_wilsons(trials: int, share: float) -> None:
-    successes = round(trials * share)
-    ours = wilson(successes, trials)
-    theirs = binomtest(successes, trials).proportion_ci(method="wilson")
-    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=1e-6)
-    assert ours.share == successes / trials
-
-
 def test_resumed_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     o, folder = organism("llama", 1, bos=False), tmp_path / "kept"
     monkeypatch.setattr("sinkscope.sinks.attack.attack.SEQUENCES_AT_ONCE", 8)
@@ -166,7 +149,8 @@ def test_no_sink_and_no_cluster_are_answers(tmp_path: Path) -> None:
     assert none.sink_layer is None and none.rows() == [] and "nothing to attack" in none.summary()
     empty = attack(organism("llama", 1), tmp_path, clusters={}, lengths=[4], sequences=4)
     assert empty.best is None and empty.rows() == []
-    assert none.figure() is not None and empty.figure() is not None
+    for answer in (none, empty):
+        assert answer.figure() is not None
 
 
 def test_lengths_that_no_cluster_has(tmp_path: Path) -> None:
@@ -214,13 +198,6 @@ def vocabulary_of(o: Organism) -> list[int]:
     from sinkscope.models.target import Target
 
     return vocabulary(Target.of(o.model, o.tokenizer))
-
-
-def test_the_picture_shows_the_numbers_and_the_result_survives_a_file(tmp_path: Path) -> None:
-    found = attack(organism("llama", 0), tmp_path, lengths=[4, 8], sequences=8)
-    lines = [trace for trace in found.figure().data if trace.name == "cluster"]
-    assert [list(line.y) for line in lines] == found.most[:, :, CLUSTER].tolist()
-    assert Result.from_dict(found.to_dict()).to_dict() == found.to_dict()
 
 
 def test_no_bos_changes_what_stands_before_an_attack_and_not_what_counts_as_success(tmp_path: Path) -> None:

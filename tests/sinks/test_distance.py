@@ -43,7 +43,7 @@ def tiny_reading(family: str, count: int, words: list[str] | None = None, **conf
     return reading
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
     family=st.sampled_from(IN_THEOREM),
     seed=st.integers(0, 50),
@@ -56,7 +56,7 @@ def test_no_head_ever_exceeds_the_bound(family: str, seed: int, prefix: str) -> 
     assert found.closest.max() > 1e-7  # nor is the bound so large by mistake that it could not fail
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "neox", "qwen2"])
+@pytest.mark.parametrize("family", ["gemma2", "neox"])
 def test_bound_and_distance_by_hand(family: str) -> None:
     """Per head from the eager attention, the value projection and W_O; Lemma D.1's own sum over the prefix."""
     o, count = organism(family, 1), 60
@@ -90,7 +90,7 @@ def test_bound_and_distance_by_hand(family: str) -> None:
     assert (found.closest[0] <= 1.01 * closest.numpy() + 1e-4).all()  # 0 where a distance is lost in rounding
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_oss", "neox"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss"])
 def test_one_pass_is_n_passes(family: str) -> None:
     o = organism(family, 2)
     result = measured(o.model, o.tokenizer, 33, tokens=["cat", "dog"], prefix="poem book")
@@ -183,8 +183,7 @@ def test_from_disk_only_the_first_layer_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["bridge", "nnsight"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "neox"])
+@pytest.mark.parametrize(("family", "backend"), [("gpt2", "bridge"), ("neox", "nnsight")])
 def test_every_kind_of_model_gives_the_same(family: str, backend: str, tmp_path: Path) -> None:
     o = organism(family, 2)
     expected = reading_of(o, 40)

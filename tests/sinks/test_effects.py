@@ -14,8 +14,6 @@ from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_ke
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
-FAMILIES = ["llama", "gemma2", "gpt2", "neox", "mixtral", "gpt_oss"]
-
 
 def _long_way(target: Target, ids: torch.Tensor, at: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Norms `[text layer]` and received attention `[text layer head]` of plain passes, one per text."""
@@ -29,7 +27,7 @@ def _long_way(target: Target, ids: torch.Tensor, at: int = 0) -> tuple[torch.Ten
     return torch.stack(norms), torch.stack(received)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mixtral"])
 def test_silenced_neurons_equal_ablation_and_leave_the_intact_row_alone(family: str) -> None:
     o = organism(family, 5)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 12)
@@ -46,7 +44,7 @@ def test_silenced_neurons_equal_ablation_and_leave_the_intact_row_alone(family: 
     torch.testing.assert_close(edited.intact_attention, received, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "neox", "gpt_oss"])
 def test_a_swapped_token_embedding_is_another_token(family: str) -> None:
     o = organism(family, 2)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)
@@ -58,7 +56,7 @@ def test_a_swapped_token_embedding_is_another_token(family: str) -> None:
     torch.testing.assert_close(edited.attention[0], received, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
 def test_all_heads_of_a_layer_are_its_attention(family: str) -> None:
     o = organism(family, 3)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 10)
@@ -112,7 +110,7 @@ def test_batches_of_edits_give_what_one_batch_gives(monkeypatch: pytest.MonkeyPa
     assert (effects(target, ids, []).intact_norms > whole.intact_norms).all(), "dimensions were left out"
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
 def test_added_vectors_are_added_to_what_the_mlp_gives(family: str) -> None:
     o = organism(family, 5)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)

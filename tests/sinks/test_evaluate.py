@@ -161,14 +161,6 @@ def test_without_the_harness_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_unknown_task_names_its_neighbours(tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval")
-    o = organism("llama", 2)
-    with pytest.raises(SinkscopeError, match="unknown to lm-evaluation-harness; the nearest are hellaswag"):
-        evaluated(o, tmp_path, loud(o), tasks=["helaswag"])
-
-
-@pytest.mark.slow
 def test_harness_under_the_patch_against_countingby_hand(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval")
     o = organism("llama", 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import secrets
 from pathlib import Path
@@ -21,12 +22,11 @@ from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerReading, LayerScan, scan_layers
 from sinkscope.sinks.first_token.layer_view import columns, contribution_norms, norm_without, view_layer
-from sinkscope.sinks.first_token.neurons import repeat_until_half, verify_neurons
+from sinkscope.sinks.first_token.neurons import repeat_until_half
 from sinkscope.sinks.first_token.sets import Removal, smallest_set
 from sinkscope.trace.run import trace
 
-SINKLESS = ("none", "massive_dim")
-WITH_SINK = tuple(kind for kind in KINDS if kind not in SINKLESS)
+WITH_SINK = tuple(kind for kind in KINDS if kind not in ("none", "massive_dim"))
 
 
 @pytest.fixture(autouse=True)
@@ -53,47 +53,35 @@ def mistake(o: Organism, result: FindSinks) -> str:
     return f"{o.family} {o.kind} seed {o.seed} bos {o.bos}: planted {planted}, found {measured}"
 
 
-def recover(folder: Path, kinds: tuple[str, ...], count: int, *, shallow: bool = False) -> None:
-    """With as many layers as an organism draws; `shallow`: with the fewest that its kind needs, or one more."""
+def check_random_organisms(folder: Path, count: int, *, shallow: bool) -> None:
+    """Every kind with a sink as often; `shallow`: with the fewest layers that its kind needs, or one more."""
     seed = secrets.randbits(32)
-    print(f"seed {seed}")  # shown by pytest when the test fails
-    rng = torch.Generator().manual_seed(seed)
-
-    def pick(options: Any) -> Any:
-        return options[int(torch.randint(len(options), (1,), generator=rng))]
-
+    rng = random.Random(seed)
     mistakes: list[str] = []
     for number in range(count):
-        kind = kinds[(seed + number) % len(kinds)]  # all of them as often
-        family = pick([name for name, family in FAMILIES.items() if kind in family.kinds])
+        kind = WITH_SINK[(seed + number) % len(WITH_SINK)]
+        family = rng.choice([name for name, family in FAMILIES.items() if kind in family.kinds])
         n_layers = LEAST_LAYERS[kind] + number % 2 if shallow else None
-        o = organism(family, pick(range(1 << 30)), kind=kind, bos=pick([True, False]), n_layers=n_layers)
+        o = organism(family, rng.getrandbits(30), kind=kind, bos=rng.random() < 0.5, n_layers=n_layers)
         mistakes.append(mistake(o, find_in(o, folder)))
     wrong = [text for text in mistakes if text]
     assert not wrong, f"seed {seed}: {len(wrong)} of {count} wrong:\n" + "\n".join(wrong)
 
 
 def test_recovers_random_organisms_of_every_kind(tmp_path: Path) -> None:
-    recover(tmp_path, WITH_SINK, 2 * len(WITH_SINK), shallow=True)
-
-
-def test_finds_no_sink_in_sinkless_ones(tmp_path: Path) -> None:
-    recover(tmp_path, SINKLESS, 6, shallow=True)
+    check_random_organisms(tmp_path, len(WITH_SINK), shallow=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kinds", "count"), [(WITH_SINK, 200), (SINKLESS, 100)])
-def test_recovers_hundreds_of_random_organisms(tmp_path: Path, kinds: tuple[str, ...], count: int) -> None:
-    recover(tmp_path, kinds, count)
+def test_recovers_hundreds_of_random_organisms(tmp_path: Path) -> None:
+    check_random_organisms(tmp_path, 200, shallow=False)
 
 
 def everywhere(ids: Tensor) -> Tensor:
     return torch.ones_like(ids, dtype=torch.bool)
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), [("llama", "gate"), ("gemma2", "sink"), ("gpt2", "sink"), ("mixtral", "sink")]
-)
+@pytest.mark.parametrize(("family", "kind"), [("llama", "gate"), ("gemma2", "sink"), ("mixtral", "sink")])
 def test_same_layer_ablation_equals_a_real_ablated_pass(family: str, kind: str) -> None:
     """`norm_without` takes columns away; Ablate zeroes activations in a forward pass. Also for random neurons."""
     o = organism(family, 3, kind=kind)
@@ -111,7 +99,7 @@ def test_same_layer_ablation_equals_a_real_ablated_pass(family: str, kind: str) 
         torch.testing.assert_close(fast, norm.flatten(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "neox", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
 def test_contribution_is_post_times_column(family: str) -> None:
     o = organism(family, 1)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 6)
@@ -161,17 +149,6 @@ def test_repeats_are_those_of_one_long_pass() -> None:
     assert repeated.view is not None and len(repeated.view.resid) == 1
 
 
-def test_random_controls_never_hold_a_candidate() -> None:
-    o = organism("qwen2", 2)
-    target, ids = Target.of(o.model, o.tokenizer), o.natural()
-    scan = scan_layers(target, ids, whole=True)
-    verified = verify_neurons(SinkContext(target, ids, scan, o.truth.sink_layer, torch.Generator().manual_seed(0)), 4)
-    candidates = {neuron.site for neuron in verified.neurons}
-    assert len(verified.controls) == len(o.truth.neurons) and not candidates & {*verified.controls}
-    assert verified.set_drop is not None and verified.set_control_drop is not None
-    assert verified.set_drop > 0.8 and verified.set_control_drop < 0.1
-
-
 def test_the_scan_stops_where_the_norm_stays_flat() -> None:
     o = organism("llama", 0, n_layers=8)
     target, ids, layer = Target.of(o.model, o.tokenizer), o.natural(), o.truth.sink_layer
@@ -214,12 +191,6 @@ def test_the_smallest_set_is_found(needed: set[int]) -> None:
     smallest = smallest_set(candidates, remove)
     assert smallest is not None and {*smallest} == needed
     assert smallest_set(candidates[:1], remove) is None
-
-
-def test_zeroing_takes_the_attention_away_and_random_neurons_do_not(tmp_path: Path) -> None:
-    minimal = find_in(organism("llama", 4), tmp_path).minimal
-    assert minimal is not None and minimal.drop_attention is not None
-    assert minimal.drop_attention > 0.5 > 0.05 > minimal.control and minimal.heads_lost == 1.0
 
 
 def test_result_survives_a_file_and_says_what_it_found(tmp_path: Path) -> None:

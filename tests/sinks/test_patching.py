@@ -29,7 +29,7 @@ from sinkscope.trace.run import trace
 
 organism = functools.cache(new_organism)  # only read where nothing else is said
 planted = functools.cache(hard)
-BACKUPS = [("backup_next", "llama"), ("backup_later", "neox")]
+BACKUP = ("backup_next", "llama")
 
 
 def text_of(o: Organism, folder: Path, count: int = 1000) -> Path:
@@ -68,9 +68,8 @@ def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     ("family", "kind", "seed"),
     [
         ("llama", "sink", 5),
-        ("qwen3", "gate", 2),
         ("mixtral", "up", 6),
-        ("gemma2", "spread", 12),
+        pytest.param("gemma2", "spread", 12, marks=pytest.mark.slow),
     ],
 )
 def test_patch_is_the_planted_neurons(family: str, kind: str, seed: int) -> None:
@@ -156,17 +155,16 @@ def test_no_sink_and_no_repeats_are_answers(tmp_path: Path) -> None:
         made.figure()
 
 
-def hard_made(name: str, family: str, folder: Path) -> tuple[HardModel, PatchMade]:
-    h = planted(name, family)
+def backup_made(folder: Path) -> tuple[HardModel, PatchMade]:
+    h = planted(*BACKUP)
     (folder / "text.txt").write_text(h.text(120))
     options: dict[str, Any] = {"max_repeats": 600, "words": 2, "pieces": 4, "length": 32}
     return h, make_patch(h.model, tokenizer=h.tokenizer, text=folder / "text.txt", **options)
 
 
-@pytest.mark.parametrize(("name", "family"), BACKUPS)
-def test_a_backup_neuron_is_patched_too(name: str, family: str, tmp_path: Path) -> None:
+def test_a_backup_neuron_is_patched_too(tmp_path: Path) -> None:
     """Held still, the sink neuron alone is replaced by another in a later layer: the patch needs both."""
-    h, made = hard_made(name, family, tmp_path)
+    h, made = backup_made(tmp_path)
     proof = proof_of(made)
     assert (made.verdict, set(made.sites)) == ("made", set(h.truth.sets[0]))
     assert proof.layers.tolist() == list(range(int(proof.layers[0]), h.model.config.num_hidden_layers))
@@ -187,14 +185,11 @@ def without(sites: set[Any]) -> Callable[..., SinkPatch]:
     return partial
 
 
-@pytest.mark.parametrize(("name", "family"), BACKUPS)
-def test_a_sink_that_returns_is_not_repaired(
-    name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sink_that_returns_is_not_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the backup the norm is typical in the sink's layer and high after the backup's."""
-    backup = planted(name, family).truth.backup
+    backup = planted(*BACKUP).truth.backup
     monkeypatch.setattr(patching.SinkPatch, "from_result", without(set(backup)))
-    _, made = hard_made(name, family, tmp_path)
+    _, made = backup_made(tmp_path)
     assert made.verdict == "not-repaired"
     assert f"norms are not typical after layer {backup[0][0]}" in made.reason
     assert made.conclusion().startswith("No patch was made")
@@ -293,7 +288,7 @@ def test_refusal_is_an_error_and_no_sink_is_not(
     ("words", "says"),
     [
         ("patch make", "Missing option '--out'"),
-        ("patch eval", "no patch given: make one with `sinkscope patch make"),
+        ("patch eval", "Missing option '--patch'"),
         ("patch make --out x.json --json x.json", "give each its own file"),
         ("patch eval --patch none.json --backend hf", "make a patch with `sinkscope patch make`"),
         ("patch nothing", "No such command 'nothing'"),
@@ -308,10 +303,3 @@ def test_refused_before_any_model_is_loaded(
     out, err = capsys.readouterr()
     assert (out, err.count("\n"), err.startswith("error: ")) == ("", 1, True)
     assert says in err
-
-
-def test_tasks_have_commas_or_are_given_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    SinkPatch(sites=[(1, 3)]).save("p.json")
-    for tasks in ("--tasks hellaswag,none.yaml", "--tasks hellaswag --tasks none.yaml"):
-        assert main(f"patch eval --patch p.json {tasks}".split()) == 2
-        assert capsys.readouterr().err.startswith("error: task file 'none.yaml' is not there")

@@ -90,7 +90,7 @@ def test_curve_against_a_pass_of_its_own() -> None:
     patch = SinkPatch(sites=o.truth.neurons)
     for edit in (None, patch):
         p, likeliest = repeat_probabilities(target, head, word, 300, edit)
-        for n in (1, 2, 100, 253, 254, 255, 300):  # 256 ids make a chunk
+        for n in (2, 253, 254, 300):  # 256 ids make a chunk
             ids = torch.tensor([[*head, *[word] * n]])
             with torch.no_grad():
                 if edit is None:

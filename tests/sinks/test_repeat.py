@@ -273,14 +273,6 @@ def test_bad_input_is_refused_in_one_line(llama: Organism, options: dict[str, An
     assert "\n" not in str(caught.value)
 
 
-def test_the_largest_number_of_repetitions_runs(llama: Organism) -> None:
-    options: dict[str, Any] = {"tokens": ["poem"], "prefix": "of"}
-    with pytest.raises(SinkscopeError, match=r"the largest is 2046$"):  # BOS and the prefix take two
-        measured(llama, max_repeats=2047, **options)
-    _, sweep = norm_reading(measured(llama, max_repeats=2046, **options))
-    assert sweep.counts[-1] == sweep.max_repeats == 2046
-
-
 @pytest.mark.parametrize("option", ["--ablate", "--read=attention", "--read=distance"])
 def test_the_command_gives_what_the_function_gives_also_streamed(two: Organism, option: str, tmp_path: Path) -> None:
     word, read = word_of(two, 0), option.removeprefix("--read=")
@@ -307,15 +299,6 @@ def assert_close(one: Any, other: Any) -> None:
         assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
     else:
         assert one == other
-
-
-def test_the_figure_shows_the_numbers(two: Organism) -> None:
-    result = measured(two, tokens=[word_of(two, 0)], max_repeats=40, ablate=True)
-    norm, sweep = norm_reading(result)
-    lines = [trace for trace in result.figure().data if trace.name == word_of(two, 0)]
-    assert len(lines) == len(norm.conditions)
-    for line, norms in zip(lines, norm.norms[:, 0], strict=True):
-        assert list(line.x) == sweep.counts.tolist() and list(line.y) == norms.tolist()
 
 
 # --- Table 1 -------------------------------------------------------------------------------------------------------

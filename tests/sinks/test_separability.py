@@ -195,8 +195,8 @@ def test_one_neuron_is_examined_by_its_own_factors(family: str) -> None:
     best = searched.neuron[1]
     found = measured(o, neuron=best)
     assert set(found.neuron[1:]) == {best} and found.method == searched.method
-    assert (found.auroc[1], found.train_auroc[1]) == (searched.auroc[1], searched.train_auroc[1])
-    assert found.auroc[0] == searched.auroc[0] and f"neuron {best}" in found.conclusion()
+    assert found.auroc[:2].tolist() == searched.auroc[:2].tolist()
+    assert f"neuron {best}" in found.conclusion()
 
 
 def test_a_folder_read_layer_by_layer_gives_the_same_and_the_figure_escapes_tokens(tmp_path: Path) -> None:

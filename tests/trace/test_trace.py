@@ -28,7 +28,7 @@ def test_residual_stream_is_the_sum_of_its_parts(model_type: str) -> None:
             assert torch.equal(got[f"blocks.{i}.hook_resid_pre"], got[f"blocks.{i - 1}.hook_resid_post"])
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "olmo2", "gpt2", "opt", "phi3", "qwen3"])
+@pytest.mark.parametrize("model_type", ["gemma2", "olmo2", "gpt2", "opt", "phi3"])
 def test_mlp_out_is_post_through_the_columns(model_type: str) -> None:
     model, _ = tiny_model(model_type)
     target = Target.of(model)
@@ -56,15 +56,6 @@ def test_behind_the_last_layer(model_type: str) -> None:
         torch.testing.assert_close(model.get_output_embeddings()(got["ln_final"]), got["logits"])
     assert got["blocks.2.hook_resid_post"].shape == got["ln_final"].shape
     torch.testing.assert_close(trace(model, IDS, "logits", "last")["logits"], out.logits[:, -1])
-
-
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma"])
-def test_gate_times_up_is_post(model_type: str) -> None:
-    model, _ = tiny_model(model_type)
-    got = trace(model, IDS, ["blocks.0.mlp.*"])
-    act = model.model.layers[0].mlp.act_fn
-    expected = act(got["blocks.0.mlp.hook_pre"]) * got["blocks.0.mlp.hook_pre_linear"]
-    torch.testing.assert_close(got["blocks.0.mlp.hook_post"], expected)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "phi3", "opt"])

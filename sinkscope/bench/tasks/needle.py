@@ -185,7 +185,9 @@ def needle_prompt(
             sizes[text] = len(tokenizer(words.glue + text, add_special_tokens=False)["input_ids"])
         return sizes[text]
 
-    few = list(islice(parts.others, _OTHERS)) if kind == "multi-key" else []
+    few: list[str] = []
+    if kind == "multi-key":
+        few = list(islice(parts.others, _OTHERS))
     room = length - 1 - sum(map(size, [parts.head, parts.tail, *parts.needles, *few]))
     if room < 0:
         raise SinkscopeError(f"length {length}: {kind} needs {length - room} tokens at least; give longer prompts")

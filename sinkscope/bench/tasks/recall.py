@@ -124,7 +124,9 @@ class Recall(Dialogues):
 def until_end(text: str) -> list[str]:
     """The words of an answer before its end mark, which decoders may leave out."""
     words = text.split()
-    return words[: words.index(END)] if END in words else words
+    if END in words:
+        words = words[: words.index(END)]
+    return words
 
 
 def recall_dialogue(
@@ -157,7 +159,9 @@ def recall_dialogue(
     keys = list(KEYS)
     rng.shuffle(keys)
     chains = _chains(keys, turns, hops, stated)
-    unstated = None if stated else keys.pop()
+    unstated = None
+    if not stated:
+        unstated = keys.pop()
 
     facts: dict[str, list[str]] = {}
     for chain in chains:
@@ -208,7 +212,9 @@ def uneven(total: int, turns: int, seed: int = 0, least: int = 48) -> tuple[int,
 def _lengths(turns: int, tokens: int | Sequence[int]) -> list[int]:
     if not 1 <= turns <= len(TURNS):
         raise SinkscopeError(f"turns={turns!r}: expected 1 to {len(TURNS)}, the turn markers of the recall model")
-    lengths = [tokens] * turns if isinstance(tokens, int) else list(tokens)
+    if isinstance(tokens, int):
+        tokens = [tokens] * turns
+    lengths = list(tokens)
     if len(lengths) != turns:
         raise SinkscopeError(f"tokens has {len(lengths)} numbers for {turns} turns: give one for each, or a single one")
     if min(lengths) < _FRAME + _GAP:

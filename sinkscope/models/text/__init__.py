@@ -1,11 +1,8 @@
-"""Reference texts for measurements: neutral ones with their token ids, and ones on which no detector may fire."""
+"""The neutral reference text of measurements, and its token ids."""
 
 from __future__ import annotations
 
-import json
-import random
 from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,6 @@ from sinkscope.files.output import read_text
 
 ONE_TOKEN = 0.9  # a text of which more is one token (mostly the unknown one) is refused
 ENOUGH = 8  # tokens that this can be said of
-MODULES = ("argparse", "ast", "csv", "difflib", "inspect", "pickle", "statistics", "tarfile", "textwrap", "zipfile")
 
 
 def typical_text(path: str | Path | None = None) -> str:
@@ -34,28 +30,6 @@ def typical_text(path: str | Path | None = None) -> str:
     if not text.strip():
         raise SinkscopeError(f"text file {str(path)!r} is empty; give a UTF-8 text file with some prose")
     return text
-
-
-def source_code() -> str:
-    """Python source of the standard library, read from the running interpreter."""
-    texts = list[str]()
-    for name in MODULES:
-        spec = find_spec(name)
-        if spec is not None and spec.has_location and spec.origin is not None and spec.origin.endswith(".py"):
-            texts.append(Path(spec.origin).read_text("utf-8"))
-    return "\n".join(texts)
-
-
-def honest_repetition(seed: int = 0) -> str:
-    """Repetition that people write: tables, songs with a refrain, lists, rulers and dotted contents, in sequence.
-
-    Args:
-        seed: 0 keeps the order of the file; any other seed shuffles it.
-    """
-    pieces = resources.files("sinkscope.models.text").joinpath("repetition.jsonl").read_text("utf-8").splitlines()
-    if seed:
-        random.Random(seed).shuffle(pieces)
-    return "\n\n".join(map(json.loads, pieces)) + "\n"
 
 
 def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
-from einops import einsum, repeat
+from einops import einsum, rearrange, reduce, repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -25,7 +26,6 @@ from sinkscope.trace.attention import Attention, alone, listening
 MOST_HEAD_VALUES = (
     1 << 27
 )  # largest number of values of all heads' outputs; beyond it, a layer's heads are one component
-MOST_KEY_VALUES = 1 << 24  # largest number of values in one call of an attention module
 
 
 @dataclass(frozen=True)
@@ -47,25 +47,35 @@ class FixedNorm:
         Raises:
             UnsupportedError: The module is not a norm of this form.
         """
-        one = torch.ones(1, x.shape[-1], device=x.device)
+        one = torch.ones(x.shape[-1], device=x.device)
         if norm is None:
-            return cls(one[0], 0 * one[0], False, torch.ones_like(x[..., :1]))
-        dtype = next((p.dtype for p in norm.parameters()), x.dtype)
+            return cls(one, 0 * one, False, torch.ones_like(x[..., :1]))
         signs = one.clone()
-        signs[:, 1::2] = -1
-        signs[:, 1] -= signs.sum()  # never zero, with mean zero
-        bias, flat, swing = norm.forward(torch.stack([0 * one, one, signs]).to(dtype)).float()[:, 0]
+        signs[1::2] = -1
+        signs[1] -= signs.sum()  # never zero, with mean zero
+        probes = torch.stack([0 * one, one, signs])
+        for weight in norm.parameters():
+            probes = probes.to(weight.dtype)
+        bias, flat, swing = norm.forward(rearrange(probes, "probe d -> probe 1 d")).float()[:, 0]
         centred = torch.allclose(flat, bias, atol=1e-3)
-        gain = (swing - bias) / signs[0] if centred else flat - bias
-        raw = gain * (x - x.mean(-1, keepdim=True) if centred else x)
-        inverse = ((y - bias) * raw).sum(-1, keepdim=True) / raw.square().sum(-1, keepdim=True).clamp(min=1e-30)
-        if float((raw * inverse + bias - y).abs().max()) > 0.02 * float(y.abs().max()):
+        gain = flat - bias
+        scaled = x
+        if centred:
+            gain = (swing - bias) / signs
+            scaled = x - x.mean(-1, keepdim=True)
+        scaled = gain * scaled
+        along = ((y - bias) * scaled).sum(-1, keepdim=True)
+        inverse = along / scaled.square().sum(-1, keepdim=True).clamp(min=1e-30)
+        distance = (scaled * inverse + bias - y).abs().max()
+        if bool(distance > 0.02 * y.abs().max()):
             raise UnsupportedError(f"{type(norm).__name__} is not linear at a fixed scale: nothing can be attributed")
         return cls(gain, bias, centred, inverse)
 
     def __call__(self, parts: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
         """Apply the norm to parts of `x`, without the bias."""
-        return self.gain * (parts - parts.mean(-1, keepdim=True) if self.centred else parts) * self.inverse
+        if self.centred:
+            parts = parts - parts.mean(-1, keepdim=True)
+        return self.gain * parts * self.inverse
 
 
 @dataclass(frozen=True)
@@ -117,15 +127,24 @@ class NeuronInputs:
         proportion to their linear shares of its input. The sum over factors (gate, then up) and components equals the
         difference.
         """
-        u1, u0 = self.up.sum(0)[first], self.up.sum(0)[typical]
-        to_up = self.up[:, first] - self.up[:, typical]
+        up = self.up.sum(0)
+        up_change = up[first] - up[typical]
+        up_parts = self.up[:, first] - self.up[:, typical]
         if self.gate is None:
-            return (_slope(self.post(None, u1) - self.post(None, u0), u1 - u0) * to_up).mean(1)[None]
-        g1, g0 = self.gate.sum(0)[first], self.gate.sum(0)[typical]
-        to_gate = self.gate[:, first] - self.gate[:, typical]
-        both, neither, gate, up = self.post(g1, u1), self.post(g0, u0), self.post(g1, u0), self.post(g0, u1)
-        by_gate, by_up = (both - up + gate - neither) / 2, (both - gate + up - neither) / 2
-        return torch.stack([(_slope(by_gate, g1 - g0) * to_gate).mean(1), (_slope(by_up, u1 - u0) * to_up).mean(1)])
+            rise = self.post(None, up[first]) - self.post(None, up[typical])
+            by_part = _slope(rise, up_change) * up_parts
+            return reduce(by_part, "part pair neuron -> 1 part neuron", "mean")
+        gate = self.gate.sum(0)
+        gate_change = gate[first] - gate[typical]
+        gate_parts = self.gate[:, first] - self.gate[:, typical]
+        both = self.post(gate[first], up[first])
+        neither = self.post(gate[typical], up[typical])
+        gate_alone = self.post(gate[first], up[typical])
+        up_alone = self.post(gate[typical], up[first])
+        by_gate = (both - up_alone + gate_alone - neither) / 2
+        by_up = (both - gate_alone + up_alone - neither) / 2
+        parts = [_slope(by_gate, gate_change) * gate_parts, _slope(by_up, up_change) * up_parts]
+        return reduce(parts, "factor part pair neuron -> factor part neuron", "mean")
 
 
 def _slope(rise: Tensor, run: Tensor) -> Tensor:
@@ -179,8 +198,10 @@ def attribute(
     """
     run = _AttributionPass(target, ids, places, neurons, keys)
     last = max([*keys, *(site[0] for site in neurons)])
-    embedded = (target.embedding, "post", run.keep("tokens", "post"))
-    with target.hooks(embedded, *(hook for i in range(last + 1) for hook in run.hooks(i))):
+    hooks = [run.keep_output(target.embedding, "tokens")]
+    for layer in range(last + 1):
+        hooks += run.hooks(layer)
+    with target.hooks(*hooks):
         target.forward(ids, upto=last)
     return Attribution(run.inputs, run.keys)
 
@@ -191,13 +212,18 @@ class _AttributionPass:
     def __init__(
         self, target: Target, ids: Tensor, places: Tensor, neurons: Sequence[tuple[int, ...]], keys: Sequence[int]
     ) -> None:
-        self.target, self.shape, self.places = target, tuple(ids.shape), places.T.to(target.device)
+        self.target = target
+        self.shape = tuple(ids.shape)
+        self.places = rearrange(places, "place index -> index place").to(target.device)
         self.sites: dict[int, list[tuple[int, ...]]] = {}
         for site in neurons:
             self.sites.setdefault(site[0], []).append(tuple(site))
-        self.scored = set(keys) if target.adapter.attention_interface else set[int]()
-        split = max(self.sites, default=target.n_layers - 1) + 1  # layers whose heads are separate components
-        self.split = split if split * target.n_heads * target.d_model * len(places) <= MOST_HEAD_VALUES else 0
+        self.scored: set[int] = set()
+        if target.adapter.attention_interface:
+            self.scored.update(keys)
+        self.split = max(self.sites, default=target.n_layers - 1) + 1  # layers whose heads are separate components
+        if self.split * target.n_heads * target.d_model * len(places) > MOST_HEAD_VALUES:
+            self.split = 0
         self.parts: list[Component] = []
         self.values: list[Tensor] = []
         self.inputs: dict[int, NeuronInputs] = {}
@@ -209,63 +235,80 @@ class _AttributionPass:
 
     def at(self, tensor: Tensor) -> Float[Tensor, "place d"]:
         """At the places, float32."""
-        return tensor.detach().reshape(*self.shape, -1)[self.places[0], self.places[1]].float()
+        rows = tensor.detach().reshape(*self.shape, -1)
+        return rows[self.places[0], self.places[1]].float()
 
-    def keep(self, name: str, when: str = "pre") -> Any:
-        """A hook that keeps a module's input or output."""
+    def note(self, name: str, tensor: Tensor) -> None:
+        """Keep a tensor of the running layer."""
+        if not self.nested:
+            self.layer_values[name] = self.at(tensor)
 
-        def pre(read: Tensor) -> None:
-            if not self.nested:
-                self.layer_values[name] = self.at(read)
+    def keep_input(self, module: Any, name: str) -> tuple[Any, str, Any]:
+        """A hook that keeps a module's input."""
+        return module, "pre", on_input(partial(self.note, name))
 
-        def post(out: Any) -> None:
-            self.layer_values[name] = self.at(first_tensor(out))
-
-        return on_input(pre) if when == "pre" else on_output(post)
+    def keep_output(self, module: Any, name: str) -> tuple[Any, str, Any]:
+        """A hook that keeps a module's output."""
+        return module, "post", on_output(lambda out: self.note(name, first_tensor(out)))
 
     def hooks(self, layer: int) -> list[tuple[Any, str, Any]]:
         """Of one layer, in the order in which they must act."""
-        t, a = self.target, self.target.adapter
-        attn, mlp = t.sub(layer, a.attn), t.sub(layer, a.mlp)
-
-        def normed(module: Any, args: Any, kwargs: Any, out: Tensor) -> None:
-            x = args[0] if args else kwargs["hidden_states"]
-            if not self.nested and x.numel() == self.shape[0] * self.shape[1] * t.d_model:
-                self.norms.append((module, self.at(x), self.at(out)))
-
-        hooks: list[tuple[Any, str, Any]] = [
-            (t.layers[layer], "pre", self.keep("resid")),
-            (t.layers[layer], "pre", lambda *_: self.begin()),
-            *((m, "post", normed) for m in t.layers[layer].modules() if "norm" in type(m).__name__.lower()),
-            (t.sub(layer, a.o), "pre", self.keep("z")),
-            (attn, "post", self.keep("attn", "post")),
-            (mlp, "post", self.keep("mlp", "post")),
-        ]
-        after = [
-            t.sub(layer, path) if path else own for path, own in ((a.post_attn_norm, attn), (a.post_mlp_norm, mlp))
-        ]
-        hooks.append((after[0], "post", lambda _m, _a, _k, out: self.add_attention(layer, first_tensor(out))))
-        hooks.append((after[1], "post", lambda _m, _a, _k, out: self.add_mlp(layer, first_tensor(out))))
+        target, adapter = self.target, self.target.adapter
+        block = target.layers[layer]
+        attn, mlp = target.sub(layer, adapter.attn), target.sub(layer, adapter.mlp)
+        hooks: list[tuple[Any, str, Any]] = []
+        if layer in self.sites:
+            hooks += self.neuron_hooks(layer)
+        hooks.append(self.keep_input(block, "resid"))
+        hooks.append((block, "pre", lambda *_: self.begin()))
+        for module in block.modules():
+            if "norm" in type(module).__name__.lower():
+                hooks.append((module, "post", self.keep_norm))
+        hooks.append(self.keep_input(target.sub(layer, adapter.o), "z"))
+        hooks.append(self.keep_output(attn, "attn"))
+        hooks.append(self.keep_output(mlp, "mlp"))
         if layer in self.scored:
             hooks.append((attn, "pre", lambda _m, args, kwargs: self.split_keys(layer, args, kwargs)))
-        if layer in self.sites:
-            hooks.insert(0, (t.sub(layer, a.up or "") if a.mlp == a.down else mlp, "pre", self.keep("y")))
-            if t.is_mixture(layer):
-                hooks.insert(0, (t.sub(layer, a.experts or ""), "post", lambda _m, *call: self.route(layer, *call[:2])))
-                if a.shared_gate is not None:
-                    hooks.insert(0, (t.sub(layer, a.shared_gate), "post", self.keep("shared", "post")))
-            else:
-                hooks.insert(0, (t.sub(layer, a.down), "pre", self.keep("post")))
+        if adapter.post_attn_norm:
+            attn = target.sub(layer, adapter.post_attn_norm)
+        if adapter.post_mlp_norm:
+            mlp = target.sub(layer, adapter.post_mlp_norm)
+        hooks.append((attn, "post", partial(self.add_attention, layer)))
+        hooks.append((mlp, "post", partial(self.add_mlp, layer)))
         return hooks
+
+    def neuron_hooks(self, layer: int) -> list[tuple[Any, str, Any]]:
+        """Those that read what the sink neurons of a layer read, and how active they are."""
+        target, adapter = self.target, self.target.adapter
+        path = adapter.mlp
+        if path == adapter.down:  # the MLP is no module of its own
+            path = adapter.up or ""
+        hooks = [self.keep_input(target.sub(layer, path), "y")]
+        if not target.is_mixture(layer):
+            hooks.append(self.keep_input(target.sub(layer, adapter.down), "post"))
+            return hooks
+        hooks.append((target.sub(layer, adapter.experts or ""), "post", partial(self.route, layer)))
+        if adapter.shared_gate is not None:
+            hooks.append(self.keep_output(target.sub(layer, adapter.shared_gate), "shared"))
+        return hooks
+
+    def keep_norm(self, module: Any, args: Any, kwargs: Any, out: Tensor) -> None:
+        """Keep what a norm of the residual stream read and wrote."""
+        x = args[0] if args else kwargs["hidden_states"]
+        rows, length = self.shape
+        if not self.nested and x.numel() == rows * length * self.target.d_model:
+            self.norms.append((module, self.at(x), self.at(out)))
 
     def begin(self) -> None:
         """A layer begins; the first one begins with the embeddings."""
         if not self.parts:
-            tokens = self.layer_values.get("tokens", self.layer_values["resid"])
+            resid = self.layer_values["resid"]
+            tokens = self.layer_values.get("tokens", resid)
             self.add(Component("token embedding"), tokens)
             if self.target.adapter.absolute_positions:
-                self.add(Component("position embedding"), self.layer_values["resid"] - tokens)
-        self.norms, self.before = [], len(self.parts)
+                self.add(Component("position embedding"), resid - tokens)
+        self.norms = []
+        self.before = len(self.parts)
 
     def add(self, part: Component, value: Float[Tensor, "place d_model"]) -> None:
         """One more component of the residual stream; a bias of zero is none."""
@@ -273,43 +316,57 @@ class _AttributionPass:
             self.parts.append(part)
             self.values.append(value)
 
-    def add_attention(self, layer: int, added: Tensor) -> None:
-        """The attention of a layer, head by head."""
-        a, out = self.target.adapter, self.at(added)
-        after = self.target.sub(layer, a.post_attn_norm) if a.post_attn_norm else None
-        fixed = FixedNorm.of(after, self.layer_values["attn"], out)
-        module: Any = self.target.sub(layer, a.o)
-        heads, z = self.target.n_heads, self.layer_values["z"]
-        alone = torch.zeros(heads + 1, *z.shape, device=z.device)
-        for head in range(heads) if layer < self.split else []:
-            part = slice(head * z.shape[1] // heads, (head + 1) * z.shape[1] // heads)
-            alone[head, :, part] = z[:, part]
-        rows = module.forward(alone.to(self.target.dtype)).float()
-        if layer < self.split:
-            for head in range(heads):
-                self.add(Component("head", layer, head), fixed(rows[head] - rows[-1]))
-        else:
-            self.add(Component("attention", layer), fixed(self.layer_values["attn"] - rows[-1]))
-        self.add(Component("attention bias", layer), fixed(rows[-1]) + fixed.bias)
+    def norm_behind(self, layer: int, path: str | None, name: str, out: Tensor) -> FixedNorm:
+        """The norm behind a part of the layer, if there is one."""
+        module = self.target.sub(layer, path) if path else None
+        return FixedNorm.of(module, self.layer_values[name], out)
 
-    def add_mlp(self, layer: int, added: Tensor) -> None:
+    def add_attention(self, layer: int, _module: Any, _args: Any, _kwargs: Any, out: Any) -> None:
+        """The attention of a layer, head by head."""
+        adapter, n_heads = self.target.adapter, self.target.n_heads
+        fixed = self.norm_behind(layer, adapter.post_attn_norm, "attn", self.at(first_tensor(out)))
+        project: Any = self.target.sub(layer, adapter.o)
+        z = self.layer_values["z"]
+        width = z.shape[1] // n_heads
+        single_heads = torch.zeros(n_heads + 1, *z.shape, device=z.device)  # the last row has no head
+        if layer < self.split:
+            for head in range(n_heads):
+                own = slice(head * width, (head + 1) * width)
+                single_heads[head, :, own] = z[:, own]
+        rows = project.forward(single_heads.to(self.target.dtype)).float()
+        bias = rows[-1]
+        if layer < self.split:
+            for head in range(n_heads):
+                self.add(Component("head", layer, head), fixed(rows[head] - bias))
+        else:
+            self.add(Component("attention", layer), fixed(self.layer_values["attn"] - bias))
+        self.add(Component("attention bias", layer), fixed(bias) + fixed.bias)
+
+    def add_mlp(self, layer: int, _module: Any, _args: Any, _kwargs: Any, out: Any) -> None:
         """The MLP of a layer, its sink neurons apart."""
-        a, out = self.target.adapter, self.at(added)
+        written = self.at(first_tensor(out))
         if layer not in self.sites:
-            return self.add(Component("mlp", layer), out)
-        after = self.target.sub(layer, a.post_mlp_norm) if a.post_mlp_norm else None
-        fixed = FixedNorm.of(after, self.layer_values["mlp"], out)
-        inputs = self.neurons(layer, fixed, sum(self.values) + out)
+            self.add(Component("mlp", layer), written)
+            return
+        fixed = self.norm_behind(layer, self.target.adapter.post_mlp_norm, "mlp", written)
+        inputs = self.neurons(layer, fixed, sum(self.values) + written)
         self.inputs[layer] = inputs
-        self.add(Component("mlp", layer), out - inputs.written.sum(0))
-        self.add(Component("sink neurons", layer), inputs.written.sum(0))
+        by_neurons = inputs.written.sum(0)
+        self.add(Component("mlp", layer), written - by_neurons)
+        self.add(Component("sink neurons", layer), by_neurons)
 
     def reading(self, y: Tensor) -> tuple[tuple[Component, ...], Float[Tensor, "part place d_model"]]:
         """What the components, and the bias of the norm, are in what a part of the layer reads."""
-        norm, x, _ = next((n for n in reversed(self.norms) if torch.equal(n[2], y)), (None, y, y))
+        norm, x = None, y
+        for module, before, after in self.norms:
+            if torch.equal(after, y):
+                norm, x = module, before
         fixed = FixedNorm.of(norm, x, y)
-        count = self.before if torch.equal(x, self.layer_values["resid"]) else len(self.parts)
-        parts, values = list(self.parts[:count]), [fixed(value) for value in self.values[:count]]
+        count = len(self.parts)
+        if torch.equal(x, self.layer_values["resid"]):
+            count = self.before
+        parts = self.parts[:count]
+        values = [fixed(value) for value in self.values[:count]]
         if bool(fixed.bias.any()):
             parts.append(Component("norm bias"))
             values.append(fixed.bias.expand_as(y))
@@ -320,91 +377,124 @@ class _AttributionPass:
         y, sites = self.layer_values["y"], self.sites[layer]
         parts, values = self.reading(y)
         project, post = self.projection(layer, sites)
-        zero, actual = project(torch.zeros_like(y[:1])), project(y)
-        split = [p - z for p, z in zip(project(values), zero, strict=True)]
+        factors: list[Tensor] = []
         error = 0.0
-        for i, (inputs, bias, true) in enumerate(zip(split, zero, actual, strict=True)):
-            split[i] = torch.cat([inputs, bias[None].expand(1, *inputs.shape[1:])])
-            error = max(error, float((split[i].sum(0) - true).abs().max() / true.abs().max().clamp(min=1e-9)))
-        gate, up = split if len(split) == 2 else (None, split[0])
-        if "routing" in self.layer_values:
-            weight = self.layer_values.pop("routing")
-            if "shared" in self.layer_values:
-                of_shared = torch.tensor([len(site) == 2 for site in sites], device=weight.device)
-                weight = torch.where(of_shared, self.layer_values.pop("shared").sigmoid(), weight)
-            size = post(gate.sum(0) if gate is not None else None, up.sum(0)) * weight
-            cols = torch.cat([self.target.w_out(layer, [site[-1]], *site[1:-1]) for site in sites]).float()
+        for inputs, bias, true in zip(project(values), project(torch.zeros_like(y)), project(y), strict=True):
+            by_part = torch.cat([inputs - bias, bias[None]])
+            factors.append(by_part)
+            error = max(error, _relative_error(by_part.sum(0), true))
+        up = factors[-1]
+        gate = factors[0] if len(factors) == 2 else None
+        if self.target.is_mixture(layer):
+            total_gate = None if gate is None else gate.sum(0)
+            activation = post(total_gate, up.sum(0)) * self.routing_weight(sites)
+            each = [self.target.w_out(layer, [site[-1]], *site[1:-1]) for site in sites]
+            columns = torch.cat(each).float()
         else:
-            size = self.layer_values["post"][:, [site[1] for site in sites]]
-            cols = self.target.w_out(layer, [site[1] for site in sites]).float()
-        raw = size.T[:, :, None] * cols[:, None]
+            numbers = [site[1] for site in sites]
+            activation = self.layer_values["post"][:, numbers]
+            columns = self.target.w_out(layer, numbers).float()
+        raw = einsum(activation, columns, "place neuron, neuron d_model -> neuron place d_model")
         return NeuronInputs(
-            tuple(sites), (*parts, Component("input bias")), gate, up, post, fixed(raw), raw, stream, error
+            sites=tuple(sites),
+            parts=(*parts, Component("input bias")),
+            gate=gate,
+            up=up,
+            post=post,
+            written=fixed(raw),
+            raw=raw,
+            stream=stream,
+            error=error,
         )
 
     def projection(self, layer: int, sites: list[tuple[int, ...]]) -> tuple[Callable[[Tensor], list[Tensor]], Any]:
         """The function from what the MLP reads to gate and up (or up alone) of the neurons, and their activation."""
-        t, a = self.target, self.target.adapter
-        if t.is_mixture(layer):
-            experts: Any = t.sub(layer, a.experts or "")
-
-            def of_one(site: tuple[int, ...], y: Tensor) -> Sequence[Tensor]:
-                if len(site) == 3:
-                    return gate_up(experts, site[1], y.to(experts.gate_up_proj.dtype), [site[2]])
-                which = torch.tensor([site[1]])
-                parts = [_rows(t, t.mlp_part(layer, n), which) for n in ("gate", "up")]
-                return [y @ weight.T + bias for weight, bias in parts]
-
-            def of_experts(y: Tensor) -> list[Tensor]:
-                each = [of_one(site, y.flatten(0, -2)) for site in sites]
-                return [torch.cat([one[i].float() for one in each], -1).view(*y.shape[:-1], -1) for i in (0, 1)]
-
-            return of_experts, lambda gate, up: activate(experts, gate, up)
-        order = torch.tensor([site[1] for site in sites])
-        if a.fused_gate_up:
-            wanted = [(a.up, order), (a.up, order + t.d_mlp)]
+        target, adapter = self.target, self.target.adapter
+        if target.is_mixture(layer):
+            experts = target.sub(layer, adapter.experts or "")
+            return partial(self.expert_inputs, layer, sites), partial(activate, experts)
+        act = _activation(target)
+        numbers = torch.tensor([site[1] for site in sites])
+        up_module = target.sub(layer, adapter.up or "")
+        if adapter.fused_gate_up:
+            maps = [_rows(target, up_module, numbers), _rows(target, up_module, numbers + target.d_mlp)]
         else:
-            wanted = [(path, order) for path in (a.gate, a.up) if path]
-        maps = [_rows(t, t.sub(layer, path or ""), which) for path, which in wanted]
-        act = _activation(t)
-        post = (lambda gate, up: act(up)) if len(maps) == 1 else (lambda gate, up: act(gate) * up)
-        return lambda y: [y @ weight.T + bias for weight, bias in maps], post
+            maps = [_rows(target, up_module, numbers)]
+            if adapter.gate:
+                maps.insert(0, _rows(target, target.sub(layer, adapter.gate), numbers))
 
-    def route(self, layer: int, args: Any, kwargs: Any) -> None:
+        def project(y: Tensor) -> list[Tensor]:
+            return [y @ weight.T + bias for weight, bias in maps]
+
+        if len(maps) == 1:
+            return project, lambda gate, up: act(up)
+        return project, lambda gate, up: act(gate) * up
+
+    def expert_inputs(self, layer: int, sites: list[tuple[int, ...]], y: Tensor) -> list[Tensor]:
+        """Gate and up inputs of neurons of experts, or of the shared expert."""
+        target = self.target
+        experts: Any = target.sub(layer, target.adapter.experts or "")
+        flat = y.flatten(0, -2)
+        inputs: dict[Literal["gate", "up"], list[Tensor]] = {"gate": [], "up": []}
+        for site in sites:
+            if len(site) == 3:
+                gate, up = gate_up(experts, site[1], flat.to(experts.gate_up_proj.dtype), [site[2]])
+                inputs["gate"].append(gate.float())
+                inputs["up"].append(up.float())
+                continue
+            for name, values in inputs.items():
+                weight, bias = _rows(target, target.mlp_part(layer, name), torch.tensor([site[1]]))
+                values.append(flat @ weight.T + bias)
+        return [torch.cat(values, -1).view(*y.shape[:-1], -1) for values in inputs.values()]
+
+    def route(self, layer: int, _module: Any, args: Any, kwargs: Any, _out: Any) -> None:
         """The weights of the experts that hold sink neurons; 1 for a shared expert."""
         _, chosen, weights = bind(args, kwargs)
-        flat = self.places[0] * self.shape[1] + self.places[1]
-        ones = torch.ones_like(weights[:, 0])
-        each = [
-            torch.where(chosen == site[1], weights, 0).sum(-1)[flat] if len(site) == 3 else ones[flat]
-            for site in self.sites[layer]
-        ]
+        rows, positions = self.places
+        flat = rows * self.shape[1] + positions
+        each: list[Tensor] = []
+        for site in self.sites[layer]:
+            weight = torch.ones_like(weights[:, 0])
+            if len(site) == 3:
+                weight = torch.where(chosen == site[1], weights, 0).sum(-1)
+            each.append(weight[flat])
         self.layer_values["routing"] = torch.stack(each, -1).float()
+
+    def routing_weight(self, sites: list[tuple[int, ...]]) -> Float[Tensor, "place neuron"]:
+        """With what weight the router uses the expert of each neuron, or the gate its shared expert."""
+        weight = self.layer_values.pop("routing")
+        if "shared" not in self.layer_values:
+            return weight
+        of_shared = torch.tensor([len(site) == 2 for site in sites], device=weight.device)
+        return torch.where(of_shared, self.layer_values.pop("shared").sigmoid(), weight)
 
     # -- keys ------------------------------------------------------------------------------------------------------
 
     def split_keys(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Scores of the keys at the places with the mean query of later positions, by component."""
         hidden = args[0] if args else kwargs["hidden_states"]
-        parts, values = self.reading(self.at(hidden))
-        call = self.attend(layer, args, kwargs, hidden, None)
-        queries = call.query.float()
-        mean = torch.stack([queries[r, :, min(p + 1, self.shape[1] - 1) :].mean(1) for r, p in self.places.T.tolist()])
-        scaling = call.settings.get("scaling")
-        mean *= mean.shape[-1] ** -0.5 if scaling is None else scaling
         y = self.at(hidden)
-        rows = torch.cat([torch.zeros_like(y)[None], values])
-        step, parts_scored = max(1, MOST_KEY_VALUES // y.numel()), list[Tensor]()
-        for some in rows.split(step):
-            keys = self.attend(layer, args, kwargs, torch.cat([y[None], some]), self.places[1]).key.float()
-            group = self.target.n_heads // keys.shape[1]
-            grouped = repeat(keys, "part kv_head place d -> part (kv_head group) place d", group=group)
-            products = einsum(mean, grouped, "place head d, part head place d -> part place head")
-            parts_scored.append(products[len(parts_scored) > 0 :])
-        scores = torch.cat(parts_scored)  # of the whole, of nothing (the biases alone), of each component
-        each = torch.cat([scores[2:] - scores[1], scores[1:2]])
-        error = float((each.sum(0) - scores[0]).abs().max() / scores[0].abs().max().clamp(min=1e-9))
-        self.keys[layer] = KeyScores((*parts, Component("key bias", layer)), each.cpu(), error)
+        parts, values = self.reading(y)
+        attention = self.attend(layer, args, kwargs, hidden, None)
+        queries = attention.query.float()
+        last = queries.shape[2] - 1
+        means: list[Tensor] = []
+        for row, pos in self.places.T.tolist():
+            later = queries[row, :, min(pos + 1, last) :]
+            means.append(reduce(later, "head query d -> head d", "mean"))
+        scaling = attention.settings.get("scaling")
+        if scaling is None:
+            scaling = queries.shape[-1] ** -0.5
+        mean_query = scaling * torch.stack(means)
+        rows = torch.cat([torch.stack([y, torch.zeros_like(y)]), values])
+        keys = self.attend(layer, args, kwargs, rows, self.places[1]).key.float()
+        group = self.target.n_heads // keys.shape[1]
+        keys = repeat(keys, "part kv_head place d -> part (kv_head group) place d", group=group)
+        scores = einsum(mean_query, keys, "place head d, part head place d -> part place head")
+        whole, biases = scores[0], scores[1]
+        by_part = torch.cat([scores[2:] - biases, biases[None]])
+        error = _relative_error(by_part.sum(0), whole)
+        self.keys[layer] = KeyScores((*parts, Component("key bias", layer)), by_part.cpu(), error)
 
     def attend(
         self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor, positions: Tensor | None
@@ -412,30 +502,38 @@ class _AttributionPass:
         """Queries and keys that the attention module makes of `hidden`; at these positions, or at all."""
         module = self.target.sub(layer, self.target.adapter.attn)
         inner: Any = getattr(module, "original_component", None) or module
-        hidden = hidden.to(self.target.dtype)
         kwargs = {**kwargs, "attention_mask": None, "past_key_values": None}
-        if positions is not None and kwargs.get("position_embeddings") is not None:
-            kwargs["position_embeddings"] = tuple(t[:1, positions] for t in kwargs["position_embeddings"])
-        caught: list[Attention] = []
+        hooks: list[tuple[Any, str, Any]] = []
+        if positions is not None:
+            rotary = kwargs.get("position_embeddings")
+            if rotary is not None:
+                kwargs["position_embeddings"] = tuple(part[:1, positions] for part in rotary)
+            for part in inner.modules():
+                if "norm" in type(part).__name__.lower() and not any(part.children()):
+                    hooks.append((part, "post", _at_fixed_scale))
+        calls: list[Attention] = []
 
         def see(call: Attention) -> None:
-            caught.append(call)
-            shape = (call.query.shape[0], call.query.shape[2], call.query.shape[1], call.value.shape[-1])
-            nothing = call.query.new_zeros(shape)
+            calls.append(call)
+            rows, heads, length, _ = call.query.shape
+            nothing = call.query.new_zeros(rows, length, heads, call.value.shape[-1])
             call.compute = lambda _: (nothing, None)
 
-        norms = [m for m in inner.modules() if "norm" in type(m).__name__.lower() and not any(m.children())]
-        hooks = [] if positions is None else [(m, "post", _at_fixed_scale) for m in norms]
+        kwargs["hidden_states"] = hidden.to(self.target.dtype)
+        if args:
+            args = (kwargs.pop("hidden_states"), *args[1:])
         self.nested = True
         try:
             with listening(self.target, see), alone(see), self.target.hooks(*hooks):
-                if args:
-                    inner.forward(hidden, *args[1:], **kwargs)
-                else:
-                    inner.forward(**{**kwargs, "hidden_states": hidden})
+                inner.forward(*args, **kwargs)
         finally:
             self.nested = False
-        return caught[0]
+        return calls[0]
+
+
+def _relative_error(total: Tensor, true: Tensor) -> float:
+    """Largest distance of a sum from the model's own values, relative to the largest of these."""
+    return float((total - true).abs().max() / true.abs().max().clamp(min=1e-9))
 
 
 def _at_fixed_scale(module: Any, args: tuple[Tensor, ...], _kwargs: object, out: Tensor) -> Tensor:
@@ -447,13 +545,16 @@ def _at_fixed_scale(module: Any, args: tuple[Tensor, ...], _kwargs: object, out:
 
 def _rows(target: Target, module: Any, which: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of a projection's weight, float32, and its bias there."""
-    device = next((p.device for p in module.parameters()), target.device)
-    nothing = torch.zeros(1, target.d_model, dtype=target.dtype, device=device)
-    return target.rows_of(module, target.d_model)[which].float(), module.forward(nothing)[0, which].float()
+    weight = target.rows_of(module, target.d_model)[which].float()
+    nothing = torch.zeros(1, target.d_model, dtype=target.dtype, device=weight.device)
+    return weight, module.forward(nothing)[0, which].float()
 
 
 def _activation(target: Target) -> Callable[[Tensor], Tensor]:
     from transformers.activations import ACT2FN
 
-    names = ("hidden_activation", "hidden_act", "activation_function", "activation")
-    return ACT2FN[next(getattr(target.config, name) for name in names if getattr(target.config, name, None))]
+    for name in ("hidden_activation", "hidden_act", "activation_function", "activation"):
+        value = getattr(target.config, name, None)
+        if value:
+            return ACT2FN[value]
+    raise UnsupportedError("the configuration names no activation: nothing can be attributed")

@@ -439,20 +439,26 @@ class _Spike:
         marks, seed = effect.marks(depth), self.setup.seed
         pool = self.heads(depth, marks)
         single, together = random_sets(pool, 1, seed), random_sets(pool, len(marks), seed)
-        rows = {component: shares.values[number] for number, component in enumerate(shares.components)}
-        nothing = torch.zeros(len(shares.inputs))
+        rows = dict(zip(shares.components, shares.values, strict=True))
+        for mark in marks:
+            rows.setdefault(mark, torch.zeros(len(shares.inputs)))
         single_loss = max(effect.necessity(single), default=None)
         alone = (judge or effect).necessity([(mark,) for mark in marks])
-        components = [*rows, *(mark for mark in marks if mark not in rows)]
-        tested = [c for c in components if c in marks or bool((rows[c].abs() >= TESTED_SHARE).any())]
-        necessity = dict(zip(tested, effect.necessity([(component,) for component in tested]), strict=True))
-        sufficiency = dict(zip(tested, effect.sufficiency([(component,) for component in tested]), strict=True))
+        tested: list[int] = []
+        alone_sets: list[tuple[Component, ...]] = []
+        for number, (component, row) in enumerate(rows.items()):
+            if component in marks or bool((row.abs() >= TESTED_SHARE).any()):
+                tested.append(number)
+                alone_sets.append((component,))
+        necessity, sufficiency = np.full((2, len(rows)), np.nan)
+        necessity[tested] = effect.necessity(alone_sets)
+        sufficiency[tested] = effect.sufficiency(alone_sets)
         return MarkEvidence(
-            components=tuple(map(str, components)),
+            components=tuple(map(str, rows)),
             inputs=shares.inputs,
-            share=torch.stack([rows.get(component, nothing) for component in components]).numpy(),
-            necessity=np.array([necessity.get(component, np.nan) for component in components]),
-            sufficiency=np.array([sufficiency.get(component, np.nan) for component in components]),
+            share=torch.stack(list(rows.values())).numpy(),
+            necessity=necessity,
+            sufficiency=sufficiency,
             necessity_control=single_loss,
             sufficiency_control=max(effect.sufficiency(single), default=None),
             marks=tuple(map(str, marks)),
@@ -464,8 +470,13 @@ class _Spike:
     def heads(self, depth: int, excluded: Sequence[Component]) -> list[Component]:
         """Heads of the layers up to one, except these."""
         target = self.setup.target
-        heads = [Component("head", layer, head) for layer in range(depth + 1) for head in range(target.n_heads)]
-        return [head for head in heads if head not in excluded]
+        heads: list[Component] = []
+        for layer in range(depth + 1):
+            for head in range(target.n_heads):
+                component = Component("head", layer, head)
+                if component not in excluded:
+                    heads.append(component)
+        return heads
 
     def writing(self, attribution: Attribution, first: Int[Tensor, " text"]) -> dict[int, NeuronInputs]:
         """The layers whose sink neurons write some of the spike; backups may be silent."""

@@ -2,92 +2,91 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import plotly.graph_objects as go
 
-from sinkscope.measure.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    RED,
-    Mark,
-    Panel,
-    across,
-    band,
-    bars,
-    counted,
-    curve,
-    drawn,
-    powers,
-    shares,
-    upright,
-    words,
-)
+from sinkscope.measure.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, finished, panels
 from sinkscope.sinks.first_token.neurons import CAUSAL_DROP
 from sinkscope.sinks.first_token.result import FindSinks
+
+TITLES = (
+    "Norm of the residual stream",
+    "Heads that attend to the first token",
+    "What each neuron writes",
+    "Norm lost by ablation",
+)
+WIDTHS = (0.24, 0.18, 0.27, 0.31)
 
 
 def draw(result: FindSinks) -> go.Figure:
     """Norms and attention per layer, contributions of the neurons, and their ablation against the control."""
-    panels = [_norms(result), _attention(result)]
     if not result.neurons:
-        return drawn(result, panels, grid={"spacing": 0.06}, width=1000, height=460)
-    panels += [_contributions(result), _ablation(result)]
-    widths = [0.24, 0.18, 0.27, 0.31]
-    return drawn(result, panels, widths, grid={"spacing": 0.06}, width=1600, height=460, barmode="group", bargap=0.25)
+        fig = panels(TITLES[:2], spacing=0.06)
+        _draw_norms(fig, result)
+        _draw_attention(fig, result)
+        return finished(fig, result, width=1000, height=460)
+    fig = panels(TITLES, WIDTHS, spacing=0.06)
+    _draw_norms(fig, result)
+    _draw_attention(fig, result)
+    _draw_contributions(fig, result)
+    _draw_ablation(fig, result)
+    return finished(fig, result, width=1600, height=460, barmode="group", bargap=0.25)
 
 
-def _norms(result: FindSinks) -> Panel:
-    marks: list[Mark] = []
+def _draw_norms(fig: Any, result: FindSinks) -> None:
+    n_layers = len(result.first_token_norm)
+    layers = list(range(n_layers))
+    read = layers[: result.layers_read]
+    low, high = result.typical_low[: len(read)], result.typical_high[: len(read)]
+    outline = [*high, *low[::-1]]
+    area = {"fill": "toself", "fillcolor": BAND, "mode": "none", "hoverinfo": "skip"}
+    fig.add_scatter(x=[*read, *read[::-1]], y=outline, name="typical text, 5-95 %", **area, row=1, col=1)
+    grey, blue = {"color": GREY}, {"color": BLUE, "width": 3}
+    fig.add_scatter(x=layers, y=result.typical_norm, name="typical text, median", line=grey, row=1, col=1)
+    fig.add_scatter(x=layers, y=result.first_token_norm, name="first token", line=blue, row=1, col=1)
     if result.norm_spike is not None:
         for layer in result.norm_spike.step_down:
-            marks += [upright(layer, GREEN), words(" falls", layer, 0.1, GREEN)]
-    layer = result.sink_layer
-    if layer is not None:
-        marks += [upright(layer, RED, "dash"), words(f" layer {layer}", layer, 0.5, RED, xanchor="left")]
-    layers = list(range(len(result.first_token_norm)))
-    read = layers[: result.layers_read]
-    traces = [
-        band(read, result.typical_low[: len(read)], result.typical_high[: len(read)]),
-        curve(layers, result.typical_norm, "typical text, median", GREY),
-        curve(layers, result.first_token_norm, "first token", BLUE, width=3),
-    ]
-    return Panel("Norm of the residual stream", traces, counted("layer", len(layers)), powers("L2 norm"), marks)
+            fig.add_vline(layer, line={"color": GREEN, "dash": "dot"}, annotation_text="falls", row=1, col=1)
+    if result.sink_layer is not None:
+        name = f"layer {result.sink_layer}"
+        fig.add_vline(result.sink_layer, line={"color": RED, "dash": "dash"}, annotation_text=name, row=1, col=1)
+    fig.update_xaxes(title_text="layer", dtick=max(1, n_layers // 12), col=1)
+    fig.update_yaxes(title_text="L2 norm", type="log", exponentformat="power", nticks=8, col=1)
 
 
-def _attention(result: FindSinks) -> Panel:
+def _draw_attention(fig: Any, result: FindSinks) -> None:
     """The sink rate of each layer at position 0 (Gu et al. 2024)."""
     rates: list[float] = []
     if result.attention_sink is not None:
         rates += result.attention_sink.by_layer
     hover = "layer %{x}: %{y:.0%} of the heads<extra></extra>"
-    return Panel(
-        "Heads that attend to the first token",
-        [bars(list(range(len(rates))), rates, BLUE, hovertemplate=hover)],
-        counted("layer", len(result.first_token_norm)),
-        shares("share of the layer's heads", 0.0, 1.02),
-    )
+    layers = list(range(len(rates)))
+    fig.add_bar(x=layers, y=rates, marker_color=BLUE, hovertemplate=hover, showlegend=False, row=1, col=2)
+    fig.update_xaxes(title_text="layer", dtick=max(1, len(result.first_token_norm) // 12), col=2)
+    fig.update_yaxes(title_text="share of the layer's heads", tickformat=".0%", range=[0.0, 1.02], col=2)
 
 
 def _names(result: FindSinks) -> list[str]:
     return [str(neuron).replace(".", "<br>") for neuron in result.neurons]
 
 
-def _contributions(result: FindSinks) -> Panel:
-    written = bars(
-        _names(result),
-        [neuron.contribution_norm for neuron in result.neurons],
-        [ORANGE if neuron.causal else GREY for neuron in result.neurons],
-        text=[f"{neuron.share:.0%}" for neuron in result.neurons],
-        hovertemplate="%{x}: norm %{y:.4g}, %{text} of the MLP's<extra></extra>",
-    )
-    axis = {"title_text": "neuron (orange: causal; label: share)", "type": "category", "tickangle": 0}
-    return Panel("What each neuron writes", [written], axis, "norm of its contribution")
+def _draw_contributions(fig: Any, result: FindSinks) -> None:
+    norms = [neuron.contribution_norm for neuron in result.neurons]
+    shares = [f"{neuron.share:.0%}" for neuron in result.neurons]
+    colours: list[str] = []
+    for neuron in result.neurons:
+        colours.append(ORANGE if neuron.causal else GREY)
+    label = {"text": shares, "textposition": "outside", "cliponaxis": False}
+    hover = "%{x}: norm %{y:.4g}, %{text} of the MLP's<extra></extra>"
+    look: dict[str, Any] = {"marker_color": colours, "hovertemplate": hover, "showlegend": False}
+    fig.add_bar(x=_names(result), y=norms, **label, **look, row=1, col=3)
+    fig.update_xaxes(title_text="neuron (orange: causal; label: share)", type="category", tickangle=0, col=3)
+    fig.update_yaxes(title_text="norm of its contribution", col=3)
 
 
-def _ablation(result: FindSinks) -> Panel:
-    names = _names(result)
-    neurons = result.neurons
+def _draw_ablation(fig: Any, result: FindSinks) -> None:
+    names, neurons = _names(result), result.neurons
     drops = [neuron.ablation_drop for neuron in neurons]
     repeat_drops = [neuron.repeat_drop for neuron in neurons]
     controls = [neuron.control_drop for neuron in neurons]
@@ -96,12 +95,13 @@ def _ablation(result: FindSinks) -> Panel:
         drops.append(result.set_drop)
         repeat_drops.append(None)
         controls.append(result.set_control_drop)
+    fig.add_bar(x=names, y=drops, name="lost at the first token", marker_color=BLUE, row=1, col=4)
+    fig.add_bar(x=names, y=repeat_drops, name="lost at the last repeated token", marker_color=GREEN, row=1, col=4)
     labels = [f"{drop:.0%}" for drop in controls]  # most bars of the control are too low to be seen
-    traces = [
-        bars(names, drops, BLUE, name="lost at the first token"),
-        bars(names, repeat_drops, GREEN, name="lost at the last repeated token"),
-        bars(names, controls, GREY, name="lost in the control: largest of 20 random draws", text=labels, textangle=0),
-    ]
-    axis = {"title_text": "neuron (dotted: least drop of a causal one)", "type": "category", "tickangle": 0}
-    lost = shares("share of the norm lost", max(1.1 * min(0.0, *drops), -1.0), 1.05)
-    return Panel("Norm lost by ablation", traces, axis, lost, [across(CAUSAL_DROP)])
+    label = {"text": labels, "textposition": "outside", "textangle": 0, "cliponaxis": False}
+    name = "lost in the control: largest of 20 random draws"
+    fig.add_bar(x=names, y=controls, name=name, marker_color=GREY, **label, row=1, col=4)
+    fig.add_hline(CAUSAL_DROP, line={"color": RED, "dash": "dot", "width": 1}, row=1, col=4)
+    lowest = max(1.1 * min(0.0, *drops), -1.0)
+    fig.update_xaxes(title_text="neuron (dotted: least drop of a causal one)", type="category", tickangle=0, col=4)
+    fig.update_yaxes(title_text="share of the norm lost", tickformat=".0%", range=[lowest, 1.05], col=4)

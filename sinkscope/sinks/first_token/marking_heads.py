@@ -20,7 +20,6 @@ from jaxtyping import Bool, Float, Int
 from plotly.subplots import make_subplots
 from torch import Tensor
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.files.console import Progress, silent
 from sinkscope.files.notation import head_name, head_names, neuron_names
 from sinkscope.files.tables import percent
@@ -31,7 +30,7 @@ from sinkscope.sinks.first_token.layer_view import columns, flat_number, view_la
 from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron
 from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.tokens import first_tokens
-from sinkscope.trace.attention import attention_rows, queries_and_keys
+from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
 PRESENT = 0.5  # share of the sink neurons' activation from which the sink counts as present
@@ -148,65 +147,23 @@ def replacing(
     return [(target.sub(layer, target.adapter.o), "pre", hook(layer)) for layer in layers]
 
 
-@dataclass(frozen=True)
-class HeadGeometry:
-    """Queries and keys of the heads at later positions of typical text; NaN if there is no such pair.
-
-    Attributes:
-        tokens: The tokens at later positions, row by row.
-        own_cosine: Cosine of query and key at the same position; rotary does not change it.
-        same_cosine: Cosine of a query and an earlier key of the same token, before and after rotary.
-        other_cosine: Cosine of a query and an earlier key of another token, before and after rotary.
-        self_attention: Attention of a position to itself, relative to uniform attention; 1 means no preference.
-    """
-
-    tokens: Int[Tensor, " token"]
-    own_cosine: Float[Tensor, "layer head token"]
-    same_cosine: Float[Tensor, "rotary layer head"]
-    other_cosine: Float[Tensor, "rotary layer head"]
-    self_attention: Float[Tensor, "layer head token"]
-
-
 @torch.no_grad()
-def head_geometry(target: Target, ids: Int[Tensor, "row pos"], n_layers: int) -> HeadGeometry:
-    """The geometry of the first layers.
+def attention_to_itself(
+    target: Target, ids: Int[Tensor, "row pos"], n_layers: int
+) -> Float[Tensor, "layer head row later"]:
+    """Attention of later positions to themselves, relative to uniform attention; 1 means no preference."""
+    chunks: dict[int, list[Tensor]] = {layer: [] for layer in range(n_layers)}
 
-    Cosines are NaN if queries and keys are not available (see `queries_and_keys`).
-    """
-    layers, later = list(range(n_layers)), ids[:, 1:]
-    earlier = torch.ones(later.shape[1], later.shape[1], dtype=torch.bool).tril(-1)
-    equal = rearrange(later, "row query -> row query 1") == rearrange(later, "row key -> row 1 key")
-    own = torch.full((n_layers, target.n_heads, later.numel()), torch.nan)
-    same = torch.full((2, n_layers, target.n_heads), torch.nan)
-    other = same.clone()
-    self_attention = own.clone()
-
-    def see_queries(layer: int, rotated: bool, query: Tensor, key: Tensor) -> None:
-        unit_query = torch.nn.functional.normalize(query[:, :, 1:].float(), dim=-1)
-        unit_key = torch.nn.functional.normalize(key[:, :, 1:].float(), dim=-1)
-        groups = query.shape[1] // key.shape[1]
-        unit_key = repeat(unit_key, "row kv_head key d -> row (kv_head group) key d", group=groups)
-        cosine = einsum(unit_query, unit_key, "row head query d, row head key d -> head row query key").cpu()
-        own[layer] = rearrange(cosine.diagonal(dim1=-2, dim2=-1), "head row pos -> head (row pos)")
-        same[int(rotated), layer] = cosine[:, equal & earlier].mean(1)
-        other[int(rotated), layer] = cosine[:, ~equal & earlier].mean(1)
-
-    self_rows: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-
-    def see_attention(layer: int, first_query: int, probs: Float[Tensor, "row head query key"]) -> None:
+    def see(layer: int, first_query: int, probs: Float[Tensor, "row head query key"]) -> None:
         queries = torch.arange(probs.shape[2], device=probs.device)
-        self_rows[layer].append((probs[:, :, queries, first_query + queries] * (first_query + 1 + queries)).cpu())
+        keys = first_query + queries
+        own = probs[:, :, queries, keys] * (keys + 1)
+        chunks[layer].append(own.cpu())
 
-    try:
-        with queries_and_keys(target, see_queries, layers):
-            target.forward(ids, upto=n_layers - 1)
-    except UnsupportedError:
-        pass  # the cosines stay NaN
-    with attention_rows(target, see_attention, layers=layers):
+    with attention_rows(target, see, layers=list(chunks)):
         target.forward(ids, upto=n_layers - 1)
-    for layer, parts in self_rows.items():
-        self_attention[layer] = rearrange(torch.cat(parts, 2)[:, :, 1:], "row head pos -> head (row pos)")
-    return HeadGeometry(later.flatten(), own, same, other, self_attention)
+    layers = [torch.cat(own, 2)[:, :, 1:] for own in chunks.values()]
+    return rearrange(layers, "layer row head later -> layer head row later")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,10 +196,6 @@ class MarkingHeads(Result):
         alone: Share kept when all other heads of the marking layer are replaced, largest over first tokens.
         self_attention: Attention of later positions to themselves, relative to uniform attention.
         served_self_attention: The same at tokens that a head of the marking layer serves. NaN if the text has none.
-        self_cosine: Cosine of query and key at the same position (rotary does not change it).
-        served_self_cosine: The same cosine at tokens that a head of the marking layer serves.
-        same_cosine: Cosine of a query and an earlier key of the same token, before and after rotary.
-        other_cosine: Cosine of a query and an earlier key of another token, before and after rotary.
     """
 
     kind: ClassVar[str] = "heads"
@@ -269,10 +222,6 @@ class MarkingHeads(Result):
     alone: Float[np.ndarray, " head"] | None = None
     self_attention: Float[np.ndarray, "layer head"] | None = None
     served_self_attention: Float[np.ndarray, " head"] | None = None
-    self_cosine: Float[np.ndarray, "layer head"] | None = None
-    served_self_cosine: Float[np.ndarray, " head"] | None = None
-    same_cosine: Float[np.ndarray, "rotary layer head"] | None = None
-    other_cosine: Float[np.ndarray, "rotary layer head"] | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per head, marking heads first."""
@@ -432,14 +381,8 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
         layer_drop=_of_all(layer_drop, fires),
         drop=_of_all(drop, fires),
     )
-    geometry = head_geometry(setup.target, setup.ids, bench.layers)
-    result = replace(
-        result,
-        self_attention=reduce(geometry.self_attention, "layer head token -> layer head", "mean").numpy(),
-        self_cosine=reduce(geometry.own_cosine, "layer head token -> layer head", "mean").numpy(),
-        same_cosine=geometry.same_cosine.numpy(),
-        other_cosine=geometry.other_cosine.numpy(),
-    )
+    to_itself = attention_to_itself(setup.target, setup.ids, bench.layers)
+    result = replace(result, self_attention=reduce(to_itself, "layer head row later -> layer head", "mean").numpy())
     medians = layer_drop.median(0).values
     if float(medians.max()) < PRESENT:
         several = float(lost[:, 0].median()) >= PRESENT
@@ -448,7 +391,10 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
     alone = marks.kept(bench.in_layer(layer, ~torch.eye(bench.heads, dtype=torch.bool)))
     smallest = marks.smallest_sets(layer, drop[:, layer] + alone, setup.seed)
     single_share = float((smallest.heads.sum(1) == 1).float().mean())
-    served = _served(geometry, layer, firsts[fires], smallest.heads)
+    served = torch.full((bench.heads,), torch.nan)
+    for head in range(bench.heads):
+        own = torch.isin(setup.ids[:, 1:], firsts[fires][smallest.heads[:, head]])
+        served[head] = to_itself[layer, head, own].mean()
     return replace(
         result,
         answer="single head" if single_share >= 0.5 else "several heads",
@@ -457,8 +403,7 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
         set_drop=_of_all(smallest.drop, fires),
         control_drop=_of_all(smallest.control_drop, fires),
         alone=alone.amax(0).numpy(),
-        served_self_attention=served[0].numpy(),
-        served_self_cosine=served[1].numpy(),
+        served_self_attention=served.numpy(),
     )
 
 
@@ -522,15 +467,3 @@ class _Marks:
         lost = 1 - self.kept(self.bench.in_layer(layer, edits))
         control = torch.where(count - size >= size, lost[:, 1:].amax(1), torch.nan)
         return SmallestHeadSets(heads, lost[:, 0], control)
-
-
-def _served(
-    geometry: HeadGeometry, layer: int, tokens: Int[Tensor, " token"], serves: Bool[Tensor, "token head"]
-) -> Float[Tensor, "quantity head"]:
-    """Self-attention and own cosine of each head of a layer at later positions of the tokens that it serves."""
-    means = torch.full((2, serves.shape[1]), torch.nan)
-    for head in range(serves.shape[1]):
-        own = torch.isin(geometry.tokens, tokens[serves[:, head]])
-        means[0, head] = geometry.self_attention[layer, head, own].mean()
-        means[1, head] = geometry.own_cosine[layer, head, own].mean()
-    return means

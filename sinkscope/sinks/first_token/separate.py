@@ -261,6 +261,26 @@ class LabelledSamples:
     held: Bool[Tensor, " sample"]
     shuffled: list[Bool[Tensor, " sample"]]
 
+    @classmethod
+    def of(cls, split: TokenSplit, specials: int, seed: int) -> LabelledSamples:
+        """First tokens, then later ones; the first samples are special tokens, neither fitted nor held out.
+
+        A shuffled label belongs to a token: whoever knows a token knows its label, so it is learned where tokens leak.
+        """
+        neither = torch.zeros(specials, dtype=torch.bool)
+        first = torch.arange(specials + len(split.firsts) + len(split.later)) < specials + len(split.firsts)
+        train = torch.cat([neither, ~split.first_held, ~split.later_held])
+        held = torch.cat([neither, split.first_held, split.later_held])
+        special_ids = split.ids[0, :specials]
+        ids = torch.cat([special_ids, split.firsts, split.later_tokens])
+        kinds, which = ids.unique(return_inverse=True)
+        shuffled: list[Tensor] = []
+        for draw_number in range(SHUFFLES):
+            generator = torch.Generator().manual_seed(seed + draw_number)
+            labels = torch.randperm(len(kinds), generator=generator) % 2 == 0
+            shuffled.append(labels[which])
+        return cls(first, train, held, shuffled)
+
 
 @dataclass(frozen=True)
 class MethodScore:
@@ -269,7 +289,6 @@ class MethodScore:
     method: str
     neuron: str
     auroc: float
-    train_auroc: float
     shuffled_auroc: float
 
     @classmethod
@@ -282,19 +301,12 @@ class MethodScore:
         labels: LabelledSamples,
     ) -> MethodScore:
         """From the scores that the method gives under the true labels and under each of the shuffled ones."""
-        first, train, held = labels.first, labels.train, labels.held
+        held = labels.held
         chance: list[Tensor] = []
         for random, of_random in zip(labels.shuffled, shuffled_scores, strict=True):
             chance.append(auroc(of_random[held], random[held]))
-        held_auroc, train_auroc = float(auroc(scores[held], first[held])), float(auroc(scores[train], first[train]))
-        return cls(method, neuron, held_auroc, train_auroc, float(torch.stack(chance).mean()))
-
-
-def _labels_by_token(tokens: Int[Tensor, " sample"], seed: int) -> Bool[Tensor, " sample"]:
-    """A random label per token: whoever knows a token knows its label, so it is learned where tokens leak."""
-    generator = torch.Generator().manual_seed(seed)
-    kinds, which = tokens.unique(return_inverse=True)
-    return (torch.randperm(len(kinds), generator=generator) % 2 == 0)[which]
+        true = auroc(scores[held], labels.first[held])
+        return cls(method, neuron, float(true), float(torch.stack(chance).mean()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +320,6 @@ class Separability(Result):
         method: "plane" (LDA), "gate neuron" and "up neuron", or "neuron" where the MLP has no gate.
         neuron: The neuron of each method; empty for the plane.
         auroc: AUROC on held-out tokens and texts.
-        train_auroc: AUROC on the tokens that the method was fitted to.
         shuffled_auroc: Control: held-out AUROC with labels drawn at random per token, mean of 5 draws. Anything above
             0.5 was learned from tokens that are on both sides of the split.
         tokens: The samples. BOS comes first, if there is one.
@@ -324,7 +335,6 @@ class Separability(Result):
     method: tuple[str, ...]
     neuron: tuple[str, ...]
     auroc: Float[np.ndarray, " method"]
-    train_auroc: Float[np.ndarray, " method"]
     shuffled_auroc: Float[np.ndarray, " method"]
     tokens: tuple[str, ...]
     first: Bool[np.ndarray, " sample"]
@@ -342,7 +352,7 @@ class Separability(Result):
         rows: list[dict[str, Any]] = []
         for number, (method, neuron) in enumerate(zip(self.method, self.neuron, strict=True)):
             row: dict[str, Any] = {"method": method, "neuron": neuron or None}
-            for name in ("auroc", "train_auroc", "shuffled_auroc"):
+            for name in ("auroc", "shuffled_auroc"):
                 row[name] = float(getattr(self, name)[number])
             rows.append(row)
         return rows
@@ -431,47 +441,43 @@ def separability(
         layer = site.layer
     target.check_site(layer)
     setup.record(texts=len(setup.ids), layer=layer)
-    words = first_tokens(target, setup.ids, count, setup.seed)
-    split = split_tokens(setup.ids, [word for word in words if word != bos], bos, setup.seed)
-    specials = [] if bos is None else [bos]  # BOS is neither fitted nor held out; it is only classified
-    firsts = torch.cat([torch.tensor(specials, dtype=torch.long), split.firsts])
-    ids = torch.cat([firsts, split.later_tokens])
-    neither = torch.zeros(len(specials), dtype=torch.bool)
-    labels = LabelledSamples(
-        first=torch.arange(len(ids)) < len(firsts),
-        train=torch.cat([neither, ~split.first_held, ~split.later_held]),
-        held=torch.cat([neither, split.first_held, split.later_held]),
-        shuffled=[_labels_by_token(ids, setup.seed + draw) for draw in range(SHUFFLES)],
+    words = [word for word in first_tokens(target, setup.ids, count, setup.seed) if word != bos]
+    split = split_tokens(setup.ids, words, bos, setup.seed)
+    specials = torch.tensor([] if bos is None else [bos], dtype=torch.long)  # only classified
+    firsts = torch.cat([specials, split.firsts])
+    labels = LabelledSamples.of(split, len(specials), setup.seed)
+    alone = torch.zeros(len(firsts), 2, dtype=torch.long)
+    alone[:, 0] = torch.arange(len(firsts))
+    first_resid, first_factors = layer_samples(
+        target, layer, rearrange(firsts, "first -> first 1"), alone, setup.progress
     )
-    alone = torch.stack([torch.arange(len(firsts)), torch.zeros(len(firsts), dtype=torch.long)], 1)
-    at_first = layer_samples(target, layer, rearrange(firsts, "first -> first 1"), alone, setup.progress)
-    at_later = layer_samples(target, layer, split.ids, split.later, setup.progress)
-    coordinates = training_coordinates(torch.cat([at_first[0], at_later[0]]), labels.train)
+    later_resid, later_factors = layer_samples(target, layer, split.ids, split.later, setup.progress)
+    coordinates = training_coordinates(torch.cat([first_resid, later_resid]), labels.train)
     plane = plane_scores(coordinates, labels.first, labels.train)
     chance = [plane_scores(coordinates, random, labels.train) for random in labels.shuffled]
     scores = [MethodScore.of("plane", "", plane, chance, labels)]
-    factors: list[FactorValues] = []
-    for one, other in zip(at_first[1], at_later[1], strict=True):
-        factors.append(FactorValues(one.name, one.expert, torch.cat([one.values, other.values])))
+    factors: dict[str, list[FactorValues]] = {}
+    for one, other in zip(first_factors, later_factors, strict=True):
+        values = torch.cat([one.values, other.values])
+        if site is None or one.expert == site.expert:
+            factors.setdefault(one.name, []).append(FactorValues(one.name, one.expert, values))
     pre_activations: list[Tensor] = []
-    for name in dict.fromkeys(factor.name for factor in factors):
-        searched = [factor for factor in factors if factor.name == name]
+    for name, searched in factors.items():
         if site is not None:
-            own = next(factor for factor in searched if factor.expert == site.expert)
-            searched = [FactorValues(name, site.expert, own.values[:, [site.neuron]])]
+            searched = [FactorValues(name, site.expert, searched[0].values[:, [site.neuron]])]
         best = best_neuron(layer, searched, labels.first, labels.train)
         chance = [best_neuron(layer, searched, random, labels.train).scores for random in labels.shuffled]
-        neuron_named = best.name if site is None else str(site)
-        scores.append(MethodScore.of(f"{name} neuron".strip(), neuron_named, best.scores, chance, labels))
+        best_name = best.name if site is None else str(site)
+        scores.append(MethodScore.of(f"{name} neuron".strip(), best_name, best.scores, chance, labels))
         pre_activations.append(best.pre_activation)
+    tokens = torch.cat([firsts, split.later_tokens]).tolist()
     return Separability(
         layer=layer,
         method=tuple(score.method for score in scores),
         neuron=tuple(score.neuron for score in scores),
         auroc=np.array([score.auroc for score in scores]),
-        train_auroc=np.array([score.train_auroc for score in scores]),
         shuffled_auroc=np.array([score.shuffled_auroc for score in scores]),
-        tokens=tuple(setup.tokenizer.decode([token]) for token in ids.tolist()),
+        tokens=tuple(setup.tokenizer.decode([token]) for token in tokens),
         first=labels.first.numpy(),
         held_out=labels.held.numpy(),
         score=plane[:, 0].numpy(),
