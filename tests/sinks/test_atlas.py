@@ -71,7 +71,7 @@ def test_every_grouped_token_gets_there_and_no_other() -> None:
     assert atlas.repeats[bos] == 1  # after itself it is its own group from the start
     assert (np.isnan(atlas.head) == (group < 0)).all()
     assert {row["head"]: row["resisting"] > 0 for row in result.shown_rows()}["none"]
-    assert any("share served by one head 0; the others 1 (AUROC 0.00)" in line for line in result.details())
+    assert any("0.0% of the resisting tokens and 100.0% of the others" in line for line in result.details())
     assert f"{int((group < 0).sum())} never become one" in result.conclusion()
     assert Result.from_dict(result.to_dict()).to_dict() == result.to_dict()
     drawn = [len(trace.x) for trace in result.figure().data]
