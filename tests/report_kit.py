@@ -46,8 +46,6 @@ def atlas(token: str) -> Repeat:
         ids=np.arange(4),
         repeats=np.array([1.0, 3.0, np.nan, 4.0]),
         norm=np.ones(4),
-        frequency=np.array([1, 2, 0, 3]),
-        embedding_norm=np.array([1.0, 2.0, 3.0, 4.0]),
         head=np.array([0, 0, np.nan, 1]),
         max_repeats=8,
     )

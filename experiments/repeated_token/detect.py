@@ -131,7 +131,7 @@ def measure(setup: Setup, lengths: Sequence[int], sequences: int) -> list[dict[s
     rows: list[dict[str, Any]] = []
     for length in lengths:
         pieces = {name: text_rows(setup.tokenizer, text, sequences, length, None) for name, text in texts.items()}
-        drawn = drawn_sequences(pools, length, sequences, setup.seed).rows
+        drawn = drawn_sequences(pools, length, sequences, setup.seed)
         if not len(drawn):
             continue
         for context in contexts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,9 @@ from sinkscope.models.target import Target
 CYCLE = ("Another", "one", "bit", "es", "the", "dust")  # input of Fig. 3 of Yona et al. 2025
 MAX_REPEATS = 1024  # default of `--max-repeats`, if the context holds that many
 NAMES_IN_A_LINE = 12  # further names are counted
+
+TokenRows = Int[Tensor, "row pos"]
+"""Sequences of token ids."""
 
 
 def single_token(tokenizer: Any, string: str) -> int:
@@ -134,7 +136,8 @@ def words_to_repeat(
     Raises:
         SinkscopeError: A requested string is not a single token, or the text has too few words for replacements.
     """
-    tokenizer, before = setup.tokenizer, set(encode(setup, prefix))
+    tokenizer = setup.tokenizer
+    before = set(encode(setup, prefix))
     if tokens:
         return pick_tokens(tokenizer, setup.ids, tokens, setup.seed), ()
     papers_ids: list[int | None] = []
@@ -152,7 +155,8 @@ def words_to_repeat(
             f"{names}: not one token each for this tokenizer, and the text has too few words to take instead; give "
             "--token, or a longer --text"
         )
-    ids, replaced = list[int](), list[tuple[str, str]]()
+    ids = list[int]()
+    replaced = list[tuple[str, str]]()
     for string, token in zip(paper, papers_ids, strict=True):
         if token is None:
             token = spare.pop(0)
@@ -201,7 +205,8 @@ def repetition_limit(target: Target, requested: int | None, around: int = 1, def
     Raises:
         SinkscopeError: The context is too short.
     """
-    largest, least = (target.max_positions or 1 << 30) - around, requested or 1
+    largest = (target.max_positions or 1 << 30) - around
+    least = requested or 1
     remedy = "give a shorter --prefix"
     if largest > 0:
         remedy = f"the largest is {largest}"
@@ -210,57 +215,6 @@ def repetition_limit(target: Target, requested: int | None, around: int = 1, def
     if requested is None:
         return min(default, largest)
     return requested
-
-
-@dataclass(frozen=True)
-class Repetitions:
-    """Sequences of one length: the same preceding tokens, then `count` repeated tokens.
-
-    Attributes:
-        labels: Names of what is repeated, for readers.
-        cycles: The ids that are repeated in turn.
-        ids: The sequences.
-        start: Position of the first repetition.
-        count: Number of repetitions (for a cycle, of tokens).
-    """
-
-    labels: tuple[str, ...]
-    cycles: tuple[tuple[int, ...], ...]
-    ids: Int[Tensor, "row pos"]
-    start: int
-    count: int
-
-
-def repetitions(
-    setup: Setup, cycles: Sequence[tuple[int, ...]], prefix: str | None, max_repeats: int | None, after: int = 0
-) -> Repetitions:
-    """BOS (or a word of the text, if there is neither BOS nor prefix), the prefix, and the repetitions.
-
-    Args:
-        setup: The model and its text.
-        cycles: The ids to repeat in turn, one tuple per sequence.
-        prefix: Text between BOS and the repetitions.
-        max_repeats: Number of repeated tokens. None: `MAX_REPEATS`, or what the context holds.
-        after: Positions of the context that are kept free for what follows.
-
-    Raises:
-        SinkscopeError: The prefix contains a repeated token, or the context is too short.
-    """
-    repeated = {token for cycle in cycles for token in cycle}
-    refuse_repeated(setup, prefix, repeated)
-    before = encode(setup, prefix)
-    if setup.bos is not None:
-        before = [setup.bos, *before]
-    if not before:  # any token in first place is marked, so it must not be a repeated one
-        others = [token for token in setup.ids.flatten().tolist() if token not in repeated]
-        before = [*others, 0][:1]
-    count = repetition_limit(setup.target, max_repeats, len(before) + after)
-    rows, labels = list[list[int]](), list[str]()
-    for cycle in cycles:
-        rows.append(before + [cycle[i % len(cycle)] for i in range(count)])
-        words = single_words(setup.tokenizer, cycle)
-        labels.append(" ".join(word.strip() or repr(word) for word in words))
-    return Repetitions(tuple(labels), tuple(cycles), torch.tensor(rows), len(before), count)
 
 
 def single_words(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:

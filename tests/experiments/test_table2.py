@@ -47,8 +47,6 @@ def test_measured_numbers_stand_beside_the_papers(
             changed=np.array([[0.5713], [0.57]]),
             errors=np.array([[0.002], [0.001]]),
             neurons=(),
-            random_neurons=(),
-            shots={},
         )
 
     pytest.importorskip("nnsight")  # importing it hangs a `save` on every object

@@ -13,14 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, organism
-from sklearn.metrics import roc_auc_score
 
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.layer_scan import norms_after
-from sinkscope.sinks.repetition.atlas import AtlasReading, AtlasWork, auroc
+from sinkscope.sinks.repetition.atlas import AtlasReading, AtlasWork
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 
 LIMIT = 160
@@ -72,7 +71,7 @@ def test_every_grouped_token_gets_there_and_no_other() -> None:
     assert atlas.repeats[bos] == 1  # after itself it is its own group from the start
     assert (np.isnan(atlas.head) == (group < 0)).all()
     assert {row["head"]: row["resisting"] > 0 for row in result.shown_rows()}["none"]
-    assert any("share served by one head 0; the others 1 (AUROC 0.00)" in line for line in result.details())
+    assert any("0.0% of the resisting tokens and 100.0% of the others" in line for line in result.details())
     assert f"{int((group < 0).sum())} never become one" in result.conclusion()
     assert Result.from_dict(result.to_dict()).to_dict() == result.to_dict()
     drawn = [len(trace.x) for trace in result.figure().data]
@@ -102,22 +101,6 @@ def test_passes_of_any_length_give_the_same_table(length: int, limit: int) -> No
         above = (row >= 0.5).nonzero().flatten().tolist()
         assert repeats == (above[0] + 1 if above else None)
         assert value == pytest.approx(float(row[above[0]] if above else row.max()), abs=2e-3)
-
-
-def test_what_resisting_tokens_share_is_counted_right() -> None:
-    resists, values = np.array([1, 0, 1, 0, 0, 1], dtype=bool), np.array([4.0, 1.0, 2.0, 2.0, 1.0, 9.0])
-    assert auroc(values[resists], values[~resists]) == pytest.approx(roc_auc_score(resists, values))
-
-
-def test_columns_beside_the_table_are_those_of_the_model_and_the_text(tmp_path: Path) -> None:
-    o = organism("gemma2", 1)  # whose embedding is scaled
-    (tmp_path / "t.txt").write_text("poem book poem cat poem " * 40)
-    atlas = atlas_of(o, text=tmp_path / "t.txt", max_repeats=4, texts=1)
-    words = [o.tokenizer.convert_tokens_to_ids(word) for word in ("poem", "book", "dog")]
-    assert atlas.frequency[words].tolist() == [120, 40, 0]
-    with torch.no_grad():
-        norm = o.model.get_input_embeddings()(torch.tensor(atlas.ids)).norm(dim=-1)
-    np.testing.assert_allclose(atlas.embedding_norm, norm.numpy(), atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from sinkscope.files.result import Number
 from sinkscope.measure import Count, Hidden, Option, Result, Setup, measurement
 from sinkscope.measure.style import finished
 from sinkscope.models.target import Target
-from sinkscope.sinks.attack.clusters import PAIRED_TOKENS, TokenClusters, find_clusters
+from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.attack.sequences import (
     AttackContext,
     attack_contexts,
@@ -36,7 +36,7 @@ from sinkscope.sinks.chunks import ChunkRun, ChunkWork, Columns, digest_of, hold
 from sinkscope.sinks.first_token.layer_scan import norms_after
 from sinkscope.sinks.first_token.layer_view import view_layer
 from sinkscope.sinks.first_token.sets import causal_neurons
-from sinkscope.sinks.tokens import vocabulary
+from sinkscope.sinks.tokens import TokenRows, vocabulary
 
 SUCCESS = 0.5  # share of the first token's norm from which a position counts as a sink
 SOURCES = ("cluster", "random", "repeated")
@@ -65,9 +65,6 @@ class ClusterAttack(Result):
         first: Median number of tokens until the first success. NaN if half of the sequences never succeed.
         norm: Mean norm over the first token's, median over sequences.
         round_trip: Share of sequences that keep their ids when they are written as text and tokenized again.
-        heads: The heads whose clusters were used.
-        cluster_sizes: Tokens of each cluster that an attack can use.
-        most_by_head: `most` of source "cluster", for each cluster.
     """
 
     kind: ClassVar[str] = "attack"
@@ -87,9 +84,6 @@ class ClusterAttack(Result):
     first: Float[np.ndarray, "context length source"]
     norm: Float[np.ndarray, "context length source"]
     round_trip: Float[np.ndarray, "length source"]
-    heads: Int[np.ndarray, " head"]
-    cluster_sizes: Int[np.ndarray, " head"]
-    most_by_head: Float[np.ndarray, "context length head"]
 
     @property
     def best(self) -> tuple[int, int] | None:
@@ -129,12 +123,6 @@ class ClusterAttack(Result):
                 f"Each token stands alone; the sink neuron is {neuron_name(*clusters.neuron)}. {clusters.unserved} "
                 f"tokens fire it only through several heads, and {clusters.silent} do not fire it."
             )
-            same, other = clusters.pair_shares()
-            if same == same:
-                lines.append(
-                    f"When two tokens stand without BOS, the second is a sink in {same:.1%} of pairs of one head and "
-                    f"{other:.1%} of pairs of two."
-                )
         if self.best is not None:
             for context, shares in zip(self.contexts, self.positions[:, -1], strict=True):
                 named = [f"{name} {share:.0%}" for name, share in zip(self.sources, shares, strict=True)]
@@ -220,7 +208,7 @@ class AttackWork(ChunkWork):
 
     reference: float
     leads: tuple[tuple[int, ...], ...]
-    batches: tuple[Int[Tensor, "row pos"], ...]
+    batches: tuple[TokenRows, ...]
 
     def __call__(self, target: Target, items: list[int]) -> Columns:
         """A list of rows of norms for each batch."""
@@ -228,7 +216,8 @@ class AttackWork(ChunkWork):
 
     def norms(self, target: Target, item: int) -> Float[Tensor, "row attacked"]:
         """Norms of a batch; all positions are attacked except the model's position 0."""
-        lead, rows = self.leads[item], self.batches[item]
+        lead = self.leads[item]
+        rows = self.batches[item]
         before = repeat(torch.tensor(lead, dtype=torch.long), "pos -> row pos", row=len(rows))
         norms = norms_after(target, self.layer, torch.cat([before, rows], dim=1))
         return norms[:, max(len(lead), 1) :] / self.reference
@@ -297,7 +286,7 @@ def cluster_attack(
     ordinary = vocabulary(target, tokens)
     found: TokenClusters | None = None
     if clusters is None and layer is not None:
-        found = find_clusters(setup, layer, neurons, ordinary, run=run.part("clusters"), paired=PAIRED_TOKENS)
+        found = find_clusters(setup, layer, neurons, ordinary, run=run.part("clusters"))
         if found is not None:
             clusters = {head: found.tokens_of(head) for head in found.heads}
     left_out = {int(token) for token in setup.tokenizer.all_special_ids}
@@ -351,21 +340,18 @@ class AttackTrials:
         names = ("positions", "any", "most", "first", "norm")
         self.arrays: dict[str, Any] = {name: np.full(shape, np.nan) for name in names}
         self.round_trip = np.full(shape[1:], np.nan)
-        self.most_by_head = np.full((*shape[:2], len(pools)), np.nan)
 
     def try_all(self, layer: int, count: int, run: ChunkRun) -> None:
         """Measure `count` sequences of every source and length in every context."""
         places: list[tuple[int, int, int]] = []
         leads: list[tuple[int, ...]] = []
         batches: list[Tensor] = []
-        drawn_heads: dict[int, Tensor] = {}
         for length, tokens in enumerate(self.lengths):
             drawn = drawn_sequences(self.pools, tokens, count, self.setup.seed)
-            if not len(drawn.rows):
+            if not len(drawn):
                 continue
-            drawn_heads[length] = drawn.heads
-            random = drawn_sequences(self.everyone, tokens, count, self.setup.seed).rows
-            for source, rows in enumerate((drawn.rows, random, repeated_first(drawn.rows))):
+            random = drawn_sequences(self.everyone, tokens, count, self.setup.seed)
+            for source, rows in enumerate((drawn, random, repeated_first(drawn))):
                 self.round_trip[length, source] = round_trip(self.setup.tokenizer, rows)
                 for context, before in enumerate(self.contexts):
                     for part in rows.split(SEQUENCES_AT_ONCE):
@@ -379,9 +365,9 @@ class AttackTrials:
         for place, part in zip(places, columns["norms"], strict=True):
             norms.setdefault(place, []).append(torch.tensor(part))
         for place, parts in norms.items():
-            self.count(place, torch.cat(parts), drawn_heads[place[1]])
+            self.count(place, torch.cat(parts))
 
-    def count(self, place: tuple[int, int, int], norms: Float[Tensor, "row attacked"], heads: Tensor) -> None:
+    def count(self, place: tuple[int, int, int], norms: Float[Tensor, "row attacked"]) -> None:
         """Enter the success of the sequences of one context, length and source."""
         hits = norms >= SUCCESS
         reached = hits.any(1)
@@ -394,10 +380,6 @@ class AttackTrials:
         self.arrays["norm"][place] = norms.mean(1).median()
         if torch.isfinite(first):
             self.arrays["first"][place] = first
-        if place[2] == 0:
-            for number, head in enumerate(self.pools):
-                if bool((heads == head).any()):
-                    self.most_by_head[*place[:2], number] = most[heads == head].float().mean()
 
     def result(self, layer: int | None, clusters: TokenClusters | None, sequences: int) -> ClusterAttack:
         """The result, with NaN where nothing was tried."""
@@ -409,8 +391,5 @@ class AttackTrials:
             lengths=np.array(self.lengths),
             sequences=sequences,
             round_trip=self.round_trip,
-            heads=np.array(list(self.pools), dtype=int),
-            cluster_sizes=np.array([len(tokens) for tokens in self.pools.values()], dtype=int),
-            most_by_head=self.most_by_head,
             **self.arrays,
         )

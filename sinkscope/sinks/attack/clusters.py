@@ -14,16 +14,14 @@ from torch import Tensor
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.sinks.chunks import ChunkRun, ChunkWork, Columns, hold_layers, in_chunks, token_texts
-from sinkscope.sinks.first_token.layer_scan import norms_after
 from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
 from sinkscope.sinks.first_token.marking_heads import replacing
 from sinkscope.sinks.first_token.result import Neuron
-from sinkscope.sinks.tokens import sample_tokens
+from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
 
 FIRES = 0.5  # share of the sink neuron's usual activation from which it counts as firing
 ROWS = 2048  # rows per pass; a token takes two more rows than there are heads
-PAIRED_TOKENS = 64  # tokens whose pairs are measured
 EXAMPLES = 12  # tokens of a cluster that are shown
 
 
@@ -44,14 +42,13 @@ class HeadWork(ChunkWork):
 
     @torch.no_grad()
     def __call__(self, target: Target, items: list[int]) -> Columns:
-        """Columns head, best, sufficing, intact, background, with one entry per token."""
+        """Columns head, best, intact, background, with one entry per token."""
         shares = self.shares(target, items)
         alone = shares[:, 2:]
         best, head = alone.max(1)
         return {
             "head": head.tolist(),
             "best": four_decimals(best),
-            "sufficing": (alone >= FIRES).sum(1).tolist(),
             "intact": four_decimals(shares[:, 0]),
             "background": four_decimals(shares[:, 1]),
         }
@@ -82,11 +79,8 @@ class TokenClusters:
         ids: Their ids.
         head: The head that serves the token. NaN if no single head does, or if none is needed.
         best: Activation with the best head alone.
-        sufficing: Number of heads that suffice alone.
         intact: Activation when nothing is replaced.
         background: Activation with every head at its mean.
-        pair_ids: Some served tokens, sorted by head.
-        pairs: Norm at the second of two of them, without BOS, over that of the first token of natural text.
     """
 
     neuron: tuple[int, ...]
@@ -94,11 +88,8 @@ class TokenClusters:
     ids: Int[np.ndarray, " token"]
     head: Float[np.ndarray, " token"]
     best: Float[np.ndarray, " token"]
-    sufficing: Int[np.ndarray, " token"]
     intact: Float[np.ndarray, " token"]
     background: Float[np.ndarray, " token"]
-    pair_ids: Int[np.ndarray, " pair"]
-    pairs: Float[np.ndarray, "pair pair"]
 
     @property
     def heads(self) -> list[int]:
@@ -107,14 +98,19 @@ class TokenClusters:
         return [int(served[place]) for place in np.lexsort((served, -sizes))]
 
     @property
+    def _by_no_head(self) -> np.ndarray:
+        """Which tokens no single head marks, nor anything besides the heads."""
+        return (self.best < FIRES) & (self.background < FIRES)
+
+    @property
     def unserved(self) -> int:
         """Tokens that fire the neuron, but only through several heads together."""
-        return int(((self.sufficing == 0) & (self.background < FIRES) & (self.intact >= FIRES)).sum())
+        return int((self._by_no_head & (self.intact >= FIRES)).sum())
 
     @property
     def silent(self) -> int:
         """Tokens that do not fire the neuron."""
-        return int(((self.sufficing == 0) & (self.background < FIRES) & (self.intact < FIRES)).sum())
+        return int((self._by_no_head & (self.intact < FIRES)).sum())
 
     @property
     def without_heads(self) -> int:
@@ -132,15 +128,6 @@ class TokenClusters:
         texts = dict(zip(self.ids.tolist(), self.tokens, strict=True))
         return " ".join(repr(texts[token]) for token in self.tokens_of(head)[:EXAMPLES])
 
-    def pair_shares(self) -> tuple[float, float]:
-        """Share of pairs whose second token becomes a sink: both of one head, and of two heads; NaN without pairs."""
-        heads = dict(zip(self.ids.tolist(), self.head.tolist(), strict=True))
-        head = np.array([heads[token] for token in self.pair_ids.tolist()])
-        same = head[:, None] == head
-        itself = np.eye(len(head), dtype=bool)
-        sinks = self.pairs >= FIRES
-        return share_of(sinks[same & ~itself]), share_of(sinks[~same])
-
     def sentence(self) -> str:
         """How many tokens a single head serves, and how many fire without any head."""
         served = int(np.isfinite(self.head).sum())
@@ -155,11 +142,6 @@ class TokenClusters:
         )
 
 
-def share_of(hits: np.ndarray) -> float:
-    """Share of true entries; NaN of none."""
-    return float(hits.mean()) if hits.size else float("nan")
-
-
 def find_clusters(
     setup: Setup,
     layer: int,
@@ -167,7 +149,6 @@ def find_clusters(
     ids: list[int],
     *,
     run: ChunkRun,
-    paired: int = 0,
 ) -> TokenClusters | None:
     """The head that serves each token; None if no neuron is causal.
 
@@ -177,7 +158,6 @@ def find_clusters(
         neurons: Its causal neurons.
         ids: The tokens.
         run: Where the work runs, and what it keeps.
-        paired: Number of served tokens whose pairs are measured.
     """
     if not neurons:
         return None
@@ -188,38 +168,22 @@ def find_clusters(
     work = HeadWork(layer, flat, reference, later_mean(target, setup.ids))
     size = max(1, ROWS // (target.n_heads + 2))
     columns = in_chunks(setup, work, ids, run, what="tokens x heads", size=size, site=largest.site)
-    best, background = np.array(columns["best"]), np.array(columns["background"])
+    best = np.array(columns["best"])
+    background = np.array(columns["background"])
     served = (best >= FIRES) & (background < FIRES)
     head = np.where(served, np.array(columns["head"], dtype=float), np.nan)
-    picked = paired_tokens(setup, ids, head, paired)
-    pairs = np.zeros((0, 0))
-    if picked:
-        pairs = np.round(pair_norms(target, layer, picked, setup.ids[:, :1]).numpy().astype(float), 4)
     return TokenClusters(
         neuron=largest.site,
         tokens=token_texts(target, ids),
         ids=np.array(ids),
         head=head,
         best=best,
-        sufficing=np.array(columns["sufficing"]),
         intact=np.array(columns["intact"]),
         background=background,
-        pair_ids=np.array(picked, dtype=int),
-        pairs=pairs,
     )
 
 
-def paired_tokens(setup: Setup, ids: list[int], head: np.ndarray, count: int) -> list[int]:
-    """Some served tokens, drawn with the seed and sorted by head."""
-    served: dict[int, float] = {}
-    for token, own in zip(ids, head.tolist(), strict=True):
-        if own == own:  # not NaN
-            served[token] = own
-    drawn = sample_tokens(list(served), count, setup.seed)
-    return sorted(drawn, key=lambda token: (served[token], token))
-
-
-def neuron_at(target: Target, layer: int, neuron: int, ids: Int[Tensor, "row pos"]) -> Float[Tensor, " row_pos"]:
+def neuron_at(target: Target, layer: int, neuron: int, ids: TokenRows) -> Float[Tensor, " row_pos"]:
     """`hook_post` of one neuron at every position, from a pass that ends there."""
     if target.is_mixture(layer):
         return view_layer(target, layer, ids, torch.ones_like(ids, dtype=torch.bool)).post[:, neuron]
@@ -228,7 +192,7 @@ def neuron_at(target: Target, layer: int, neuron: int, ids: Int[Tensor, "row pos
     return rearrange(post, "row pos -> (row pos)")
 
 
-def later_mean(target: Target, ids: Int[Tensor, "row pos"]) -> Float[Tensor, " d_heads"]:
+def later_mean(target: Target, ids: TokenRows) -> Float[Tensor, " d_heads"]:
     """Mean of layer 0's `hook_z` over the later positions of a text, heads side by side."""
     site = "blocks.0.attn.hook_z"
 
@@ -236,22 +200,6 @@ def later_mean(target: Target, ids: Int[Tensor, "row pos"]) -> Float[Tensor, " d
         return reduce(z[:, 1:].float(), "row pos head d_head -> (head d_head)", "mean")
 
     return trace(target, ids, [site], mean)[site]
-
-
-def pair_norms(
-    target: Target, layer: int, tokens: list[int], first: Int[Tensor, "row 1"]
-) -> Float[Tensor, "token token"]:
-    """Norm at the second of two tokens after `layer`, over the norm of the first tokens of natural text.
-
-    Args:
-        target: The model.
-        layer: The sink layer.
-        tokens: Every ordered pair of these is a sequence, without BOS.
-        first: First tokens of natural text, `[row 1]`.
-    """
-    ids = torch.tensor(tokens)
-    norms = norms_after(target, layer, torch.cartesian_prod(ids, ids), ROWS)[:, -1]
-    return rearrange(norms, "(one two) -> one two", one=len(ids)) / norms_after(target, layer, first).median()
 
 
 def four_decimals(values: Tensor) -> list[float]:

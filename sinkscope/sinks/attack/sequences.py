@@ -16,6 +16,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.models.text import resolve_bos
 from sinkscope.models.text.chat import chat_text
+from sinkscope.sinks.tokens import TokenRows
 
 CHAT = "A chat between a user and an assistant.\nUser: "  # used before the attack if there is no chat template
 MARK = "\u2021"  # stands for what the user says
@@ -27,14 +28,6 @@ class AttackContext:
 
     name: str
     lead: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class DrawnSequences:
-    """Sequences in which no token occurs twice, and the head whose cluster each was drawn from."""
-
-    rows: Int[Tensor, "row pos"]
-    heads: Int[Tensor, " row"]
 
 
 def attack_contexts(setup: Setup, bos: bool | None, prefix: str | None) -> tuple[AttackContext, ...]:
@@ -87,29 +80,29 @@ def make_pools(
     return pools
 
 
-def drawn_sequences(pools: Mapping[int, Int[Tensor, " token"]], length: int, count: int, seed: int) -> DrawnSequences:
+def drawn_sequences(pools: Mapping[int, Int[Tensor, " token"]], length: int, count: int, seed: int) -> TokenRows:
     """`count` sequences of distinct tokens, each from one cluster, the clusters taken in turn.
 
     No rows if no cluster has `length` tokens.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(f"draw {seed} {length}".encode()))
-    large = [head for head, tokens in pools.items() if len(tokens) >= length]
+    large = [pool for pool in pools.values() if len(pool) >= length]
     if not large:
-        return DrawnSequences(torch.zeros(0, length, dtype=torch.long), torch.zeros(0, dtype=torch.long))
-    heads = [large[number % len(large)] for number in range(count)]
+        return torch.zeros(0, length, dtype=torch.long)
     rows: list[Tensor] = []
-    for head in heads:
-        order = torch.randperm(len(pools[head]), generator=generator)
-        rows.append(pools[head][order[:length]])
-    return DrawnSequences(torch.stack(rows), torch.tensor(heads))
+    for number in range(count):
+        pool = large[number % len(large)]
+        order = torch.randperm(len(pool), generator=generator)
+        rows.append(pool[order[:length]])
+    return torch.stack(rows)
 
 
-def repeated_first(rows: Int[Tensor, "row pos"]) -> Int[Tensor, "row pos"]:
+def repeated_first(rows: TokenRows) -> TokenRows:
     """The first token of each sequence, repeated: the baseline that the attack does without."""
     return repeat(rows[:, 0], "row -> row pos", pos=rows.shape[1])
 
 
-def round_trip(tokenizer: Any, rows: Int[Tensor, "row pos"]) -> float:
+def round_trip(tokenizer: Any, rows: TokenRows) -> float:
     """Share of sequences that give the same ids after decoding to text and encoding again."""
     texts = tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
     again = tokenizer(texts, add_special_tokens=False)["input_ids"]

@@ -12,7 +12,8 @@ from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, heads_lost, writers
 from sinkscope.sinks.first_token.result import NEEDED, Carrier
 
-MAKER_TEXTS, MAKER_LENGTH = 2, 32  # typical text in which the maker of a spike is searched
+MAKER_TEXTS = 2
+MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched
 
 
 def carriers(
@@ -24,7 +25,8 @@ def carriers(
     """
     last = max(layer for layer, _ in heads)
     components = writers(target, last)
-    names, edits = [str(c) for c in components], [Edit(swap=(c,)) for c in components]
+    names = [str(c) for c in components]
+    edits = [Edit(swap=(c,)) for c in components]
     biases = [Component("key bias", layer) for layer in range(last + 1) if has_key_bias(target, layer)]
     if biases:
         names.append("key bias")
@@ -33,7 +35,8 @@ def carriers(
     source = (at + ids.shape[1]) // 2
     edited = effects(target, ids, edits, at=at, source=source, upto=last, attention=True)
     drops = edited.attention_drops(heads)
-    lost, mean_drops = heads_lost(drops), drops.mean(1).tolist()
+    lost = heads_lost(drops)
+    mean_drops = drops.mean(1).tolist()
     tried = [Carrier(name, lost[i], mean_drops[i]) for i, name in enumerate(names)]
     return (*tried, Carrier("position", 1 - lost[-1], 1 - mean_drops[-1]))
 
@@ -55,8 +58,10 @@ def carried_by(tried: Sequence[Carrier]) -> str | None:
 
 def spike_maker(context: SinkContext) -> str | None:
     """The component without which the first token's spike is gone; None if there is no single one."""
-    target, scan = context.target, context.scan
-    layer, ids = scan.spike_layers[0], context.ids[:MAKER_TEXTS, :MAKER_LENGTH]
+    target = context.target
+    scan = context.scan
+    layer = scan.spike_layers[0]
+    ids = context.ids[:MAKER_TEXTS, :MAKER_LENGTH]
     candidates = writers(target, layer + 1)
     edits = [Edit(swap=(component,)) for component in candidates]
     edited = effects(target, ids, edits, source=ids.shape[1] // 2, upto=layer, without=scan.shared_dims)

@@ -132,7 +132,8 @@ def effects(
     """
     texts, length = ids.shape
     batch = max(1, BATCH_ELEMENTS // (texts * length * max(target.d_mlp, target.d_model)) - 1)
-    norms, received = list[Tensor](), list[Tensor]()
+    norms = list[Tensor]()
+    received = list[Tensor]()
     for start in range(0, max(len(edits), 1), batch):
         rows = _EditedRows(target, ids, edits[start : start + batch], at, source % length)
         batch_norms, batch_received = rows.run(upto, attention, without)
@@ -209,7 +210,8 @@ class _EditedRows:
         self, upto: int | None, attention: bool, without: Sequence[int]
     ) -> tuple[Float[Tensor, "edit text layer"], Float[Tensor, "edit text depth head"]]:
         """Norms and attention, the intact texts first."""
-        target, later_queries = self.target, max(1, self.texts.shape[1] - self.at - 1)
+        target = self.target
+        later_queries = max(1, self.texts.shape[1] - self.at - 1)
         norms: list[Tensor] = []
         received = torch.zeros(self.count, target.n_layers, target.n_heads)
 
@@ -242,7 +244,8 @@ class _EditedRows:
         for number, edit in enumerate(self.edits):
             rows = self.rows_of(number)
             for site in edit.zero:
-                layer, neuron = site[0], site[-1]
+                layer = site[0]
+                neuron = site[-1]
                 expert = site[1] if len(site) == 3 else None
                 silenced.setdefault((layer, expert), {}).setdefault(neuron, []).append(rows)
             for component in edit.swap:
@@ -256,7 +259,8 @@ class _EditedRows:
         return hooks
 
     def _silence(self, layer: int, expert: int | None, neurons: dict[int, list[slice]]) -> Hook:
-        numbers, mask = list(neurons), torch.zeros(self.count, 1, len(neurons), dtype=torch.bool)
+        numbers = list(neurons)
+        mask = torch.zeros(self.count, 1, len(neurons), dtype=torch.bool)
         for column, neuron in enumerate(numbers):
             for rows in neurons[neuron]:
                 mask[rows, :, column] = True
@@ -283,7 +287,9 @@ class _EditedRows:
         return self.target.sub(layer, self.target.adapter.mlp), "post", on_hidden(added)
 
     def _swap(self, component: Component, swapped_rows: list[slice]) -> list[Hook]:
-        target, adapter, layer = self.target, self.target.adapter, component.layer or 0
+        target = self.target
+        adapter = self.target.adapter
+        layer = component.layer or 0
 
         def replaced(output: Tensor) -> Tensor:
             """What a component writes, with the source's value at the position."""
@@ -298,7 +304,8 @@ class _EditedRows:
             return torch.cat(heads, -1)
 
         def unbiased(keys: Tensor) -> Tensor:
-            without, bias = keys.clone(), _bias(target.sub(layer, adapter.k or ""))
+            without = keys.clone()
+            bias = _bias(target.sub(layer, adapter.k or ""))
             assert bias is not None
             for rows in swapped_rows:
                 without[rows] -= bias

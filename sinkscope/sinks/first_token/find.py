@@ -38,7 +38,8 @@ from sinkscope.sinks.first_token.result import (
 from sinkscope.sinks.first_token.sets import CANDIDATES, CausalSets, causal_sets, later_sinks
 from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit
 
-CARRIER_TEXTS, CARRIER_LENGTH = 2, 48  # typical text in which components are replaced
+CARRIER_TEXTS = 2
+CARRIER_LENGTH = 48  # typical text in which components are replaced
 
 
 @measurement(
@@ -78,7 +79,9 @@ def find_sinks(
     setup.record(max_repeats=limit, unknown_tokens=_unknown_share(setup))
 
     whole = all_layers or setup.target.resident
-    verified_stages, repeated, verified = None, None, VerifiedNeurons()
+    verified_stages = None
+    repeated = None
+    verified = VerifiedNeurons()
     while True:
         # In which layers is the spike built, and which heads attend to the first token?
         scan = scan_far_enough(setup, whole=whole)
@@ -87,7 +90,8 @@ def find_sinks(
         if whole:
             received, sink_rate = attention_of_all(setup)
         else:
-            received, sink_rate = attention_of_the_read(setup, depth), None
+            received = attention_of_the_read(setup, depth)
+            sink_rate = None
 
         # Which neurons of these layers build it, alone and in sets?
         sets = CausalSets()
@@ -118,7 +122,6 @@ def find_sinks(
         causal_sets=sets.sets,
         later_sinks=later,
         shared_dims=tuple(scan.shared_dims),
-        not_tried=sets.not_tried,
         sink_layer=scan.sink_layer,
         neurons=sets.neurons,
         set_drop=verified.set_drop,
@@ -151,9 +154,11 @@ def norm_spike(context: SinkContext, later: Sequence[LaterSink]) -> NormSpike | 
             return None
         largest = max(sink.ratio for sink in later)
         return NormSpike(tuple(sorted(positions)), (), (), largest, plateau=None, made_by=None)
-    step_up, made_by = scan.stages, "MLP"
+    step_up = scan.stages
+    made_by = "MLP"
     if not scan.stages:
-        step_up, made_by = scan.steps_up, spike_maker(context)
+        step_up = scan.steps_up
+        made_by = spike_maker(context)
     return NormSpike(
         positions=tuple(sorted({0, *positions})),
         step_up=tuple(step_up),
@@ -187,7 +192,8 @@ def attention_sink(
     for place in received.later:
         token = "" if place.token is None else decode([place.token])
         positions.append(SinkPosition(place.position, token, place.rate))
-    carrier, tried = None, ()
+    carrier = None
+    tried = ()
     if received.heads:
         rate = received.rate
         if _spike_carries(received, minimal):
@@ -197,7 +203,8 @@ def attention_sink(
             needed = {candidate.name for candidate in tried if candidate.needed}
             carrier = "spike" if spike is not None and needed & {*spike.makers} else carried_by(tried)
     elif received.learned_heads:
-        rate, carrier = received.learned_rate, "learned logits"
+        rate = received.learned_rate
+        carrier = "learned logits"
     elif received.later:
         rate = positions[0].rate
         if any(
@@ -223,10 +230,12 @@ def _spike_carries(received: AttentionReceived, minimal: CausalSet | None) -> bo
 
 def _carriers_of_later(context: SinkContext, received: AttentionReceived) -> tuple[Carrier, ...]:
     """What was tried for the first of the tokens behind the first position."""
-    place, row = received.later[0], 0
+    place = received.later[0]
+    row = 0
     if place.token is not None:
         row = int((received.ids[:, place.position] == place.token).nonzero()[0])
-    text, depth = received.ids[row], len(received.above)
+    text = received.ids[row]
+    depth = len(received.above)
     heads = attending_heads(context.target, text, place.position, depth, RATE_EPS)
     if not heads:
         return ()

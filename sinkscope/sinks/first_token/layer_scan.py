@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target, first_tensor, norm_of, on_output
+from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
 
 SPIKE_RATIO = 3.0  # a spike: the first token's norm is this many times the typical one
@@ -222,7 +223,7 @@ def massive_dims(resid: Float[Tensor, "row pos d_model"]) -> list[int]:
 
 @torch.no_grad()
 def scan_layers(
-    target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, upto: int | None = None, progress: Progress = silent
+    target: Target, ids: TokenRows, *, whole: bool, upto: int | None = None, progress: Progress = silent
 ) -> LayerScan:
     """Run `ids` upward, layer by layer, and stop once the first token's norm has stayed flat (unless `whole`).
 
@@ -252,14 +253,16 @@ def scan_layers(
         mlp_added.append(by_row(first_tensor(output)).float())
 
     def layer_done(output: Any) -> None:
-        resid, added = by_row(first_tensor(output)), mlp_added.pop()
+        resid = by_row(first_tensor(output))
+        added = mlp_added.pop()
         norms = torch.linalg.vector_norm(resid, dim=-1, dtype=torch.float32)
         if not bool(norms.isfinite().all()):
             raise SinkscopeError(
                 f"layer {len(layers)} of {target.name} gives infinite or NaN norms in {target.dtype}; "
                 "try --dtype float32, and check the checkpoint"
             )
-        massive, other_norms = massive_dims(resid.float()), norms
+        massive = massive_dims(resid.float())
+        other_norms = norms
         if massive:
             other_norms = norm_of(resid, massive)
         later = rearrange(added[:, 1:], "row pos d_model -> (row pos) d_model")
@@ -303,13 +306,15 @@ def scan_far_enough(setup: Setup, *, whole: bool) -> LayerScan:
 def norms_after(
     target: Target,
     layer: int,
-    ids: Int[Tensor, "row pos"],
+    ids: TokenRows,
     batch_size: int | None = None,
     progress: Progress = silent,
     what: str = "norms",
 ) -> Float[Tensor, "row pos"]:
     """Norm of the residual stream after a layer at every position; the passes end at this layer."""
-    site, batches, done = f"blocks.{layer}.hook_resid_post", list[Tensor](), 0
+    site = f"blocks.{layer}.hook_resid_post"
+    batches = list[Tensor]()
+    done = 0
     for rows in ids.split(batch_size or len(ids)):
         batches.append(trace(target, rows, [site], "norm")[site])
         done += len(rows)

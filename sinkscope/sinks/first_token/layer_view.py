@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sinkscope.models.experts import activate, bind, gate_up
 from sinkscope.models.target import Target, first_tensor, norm_of, on_input, on_output
+from sinkscope.sinks.tokens import TokenRows
 
 NEUTRAL_ELEMENTS = 1 << 24  # most activations of typical text that are kept: 64 MB
 COLUMNS_AT_ONCE = 1024  # columns of a down projection whose norms are computed together
@@ -48,11 +49,17 @@ class LayerView:
 
 
 @torch.no_grad()
-def view_layer(target: Target, layer: int, ids: Int[Tensor, "row pos"], where: Bool[Tensor, "row pos"]) -> LayerView:
+def view_layer(target: Target, layer: int, ids: TokenRows, where: Bool[Tensor, "row pos"]) -> LayerView:
     """The layer at the positions marked in `where`, from a pass that ends at this layer."""
-    adapter, chosen = target.adapter, where.flatten()
-    resid, mlp, post, up = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
-    routing, shared, shared_weight = list[Tensor](), list[Tensor](), list[Tensor]()
+    adapter = target.adapter
+    chosen = where.flatten()
+    resid = list[Tensor]()
+    mlp = list[Tensor]()
+    post = list[Tensor]()
+    up = list[Tensor]()
+    routing = list[Tensor]()
+    shared = list[Tensor]()
+    shared_weight = list[Tensor]()
 
     def pick(tensor: Tensor) -> Tensor:
         return tensor.detach().flatten(0, -2)[chosen.to(tensor.device)]
@@ -153,7 +160,8 @@ def neuron_site(target: Target, layer: int, number: int) -> tuple[int, ...]:
 @torch.no_grad()
 def contribution_norms(target: Target, view: LayerView) -> Float[Tensor, "n neuron"]:
     """Norm of `hook_post[j] * W_out[j]` for every neuron (Yona et al. 2025, section 4.2)."""
-    layer, norms = view.layer, torch.zeros_like(view.post)
+    layer = view.layer
+    norms = torch.zeros_like(view.post)
     experts: list[int | None] = [*range(target.n_experts(layer))]
     if target.has_mlp(layer, None):
         experts.append(None)
@@ -179,7 +187,8 @@ def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
     """The factor a norm applies to each dimension, however it is stored: probed with a vector of mean 0, square 1."""
     signs = torch.ones(target.d_model, device=target.device, dtype=target.dtype)
     signs[1::2] = -1
-    positive, negative = norm(signs[None])[0].float(), norm(-signs[None])[0].float()
+    positive = norm(signs[None])[0].float()
+    negative = norm(-signs[None])[0].float()
     return (positive - negative) / 2 * signs.float()
 
 
@@ -211,8 +220,10 @@ def norm_without(
     path = target.adapter.post_mlp_norm
     if path is None:
         return norm_of(view.resid - written, without)
-    norm, dtype = target.sub(view.layer, path), target.dtype
-    intact, edited = norm(view.mlp.to(dtype)).float(), norm((view.mlp - written).to(dtype)).float()
+    norm = target.sub(view.layer, path)
+    dtype = target.dtype
+    intact = norm(view.mlp.to(dtype)).float()
+    edited = norm((view.mlp - written).to(dtype)).float()
     return norm_of(view.resid - intact + edited, without)
 
 
@@ -244,7 +255,7 @@ def massive_activations(
     return tuple(sorted(dims, key=lambda dim: -float(size[dim])))
 
 
-def neutral_view(target: Target, layer: int, ids: Int[Tensor, "row pos"]) -> LayerView:
+def neutral_view(target: Target, layer: int, ids: TokenRows) -> LayerView:
     """The layer on typical text without first tokens, at as many positions as 64 MB of activations allow."""
     where = torch.ones_like(ids, dtype=torch.bool)
     where[:, 0] = False

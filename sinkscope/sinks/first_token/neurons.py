@@ -85,7 +85,9 @@ def repeat_until_half(
 
 def _repeat_once(context: SinkContext, ids: Int[Tensor, "1 pos"]) -> tuple[int | None, LayerView]:
     """Repetitions until the norm reaches half of the first token's, and the layer at the last position."""
-    target, layer, resid = context.target, context.layer, list[Tensor]()
+    target = context.target
+    layer = context.layer
+    resid = list[Tensor]()
     last = torch.zeros_like(ids, dtype=torch.bool)
     last[0, -1] = True
     with target.hooks((target.layers[layer], "post", on_output(resid.append))):
@@ -127,7 +129,9 @@ def verify_neurons(context: SinkContext, top_k: int, repeated: LayerView | None 
         top_k: Number of candidates in the sink layer.
         repeated: The layer's view at the last repetition of each token that reached half of the first token's norm.
     """
-    target, layer, scan = context.target, context.layer, context.scan
+    target = context.target
+    layer = context.layer
+    scan = context.scan
     verified = verify_sink_layer(context, top_k, repeated)
     others: list[Neuron] = []
     for stage in scan.stages:
@@ -156,7 +160,8 @@ def stage_neurons(
         at: The position.
         upto: The layer after which the norm is read, if it is later than `stage`.
     """
-    target, generator = context.target, context.generator
+    target = context.target
+    generator = context.generator
     candidates = _candidates(context, stage, min(top_k, target.d_mlp // 2), at)
     spare = candidates.others(writing=True)
     drawn = spare[torch.randperm(len(spare), generator=generator)[:CONTROL_DRAWS]]
@@ -220,7 +225,8 @@ class _Candidates:
 
 
 def _candidates(context: SinkContext, layer: int, top_k: int, at: int = 0) -> _Candidates:
-    target, ids = context.target, context.ids
+    target = context.target
+    ids = context.ids
     where = torch.zeros(len(ids), at + 1, dtype=torch.bool)
     where[:, at] = True
     with target.loaded(layer):
@@ -238,9 +244,12 @@ def _candidates(context: SinkContext, layer: int, top_k: int, at: int = 0) -> _C
 
 def verify_sink_layer(context: SinkContext, top_k: int, repeated: LayerView | None = None) -> VerifiedNeurons:
     """Candidate neurons of the sink layer alone, without a forward pass for each ablation (see `verify_neurons`)."""
-    target, layer, shared_dims = context.target, context.layer, context.scan.shared_dims
+    target = context.target
+    layer = context.layer
+    shared_dims = context.scan.shared_dims
     candidates = _candidates(context, layer, top_k)
-    first, top = candidates.first, candidates.top
+    first = candidates.first
+    top = candidates.top
     everywhere = torch.cat([first.resid, candidates.text.resid])
     massive_dims = massive_activations(first.resid.median(0).values, everywhere, shared_dims)
     # An expert that was not chosen gives no valid control.
@@ -254,7 +263,9 @@ def verify_sink_layer(context: SinkContext, top_k: int, repeated: LayerView | No
         return lost_without(target, view, sets, shared_dims)
 
     with target.loaded(layer):
-        drawn, single, repeat_drops = draw(1), top[:, None], None
+        drawn = draw(1)
+        single = top[:, None]
+        repeat_drops = None
         control = float(lost(drawn).max())
         if repeated is not None:
             control = max(control, float(lost(drawn, repeated).max()))

@@ -172,7 +172,7 @@ class PositionEffect:
             lost = self.necessity([(*removed_too, *members) for members in sets])
             return [Removal(gone=share >= NEEDED, drop=share) for share in lost]
 
-        return smallest_set(promising, remove).members or ()
+        return smallest_set(promising, remove) or ()
 
 
 def random_sets(pool: Sequence[Any], size: int, seed: int) -> list[tuple[Any, ...]]:

@@ -308,7 +308,6 @@ class FindSinks(Result):
         causal_sets: The smallest set found whose ablation removes the spike, and its backups.
         later_sinks: Tokens behind the first position whose norm stands out.
         shared_dims: Residual dimensions that are massive on all tokens alike; the verdicts leave them out.
-        not_tried: What the search for the smallest set left out.
         sink_layer: The stage that adds most to the norm. None if no MLP makes a spike of the first token.
         neurons: Candidate neurons, largest contribution first, with the effect of zeroing each.
         set_drop: Share of the first token's norm that is lost when all causal neurons are zeroed together.
@@ -336,7 +335,6 @@ class FindSinks(Result):
     causal_sets: tuple[CausalSet, ...] = ()
     later_sinks: tuple[LaterSink, ...] = ()
     shared_dims: tuple[int, ...] = ()
-    not_tried: tuple[str, ...] = ()
     sink_layer: int | None
     neurons: tuple[Neuron, ...]
     set_drop: float | None
@@ -371,7 +369,8 @@ class FindSinks(Result):
         """The 95 % quantile of typical norms at the sink layer divided by their median."""
         if self.sink_layer is None:
             return None
-        high, median = self.typical_high[self.sink_layer], self.typical_norm[self.sink_layer]
+        high = self.typical_high[self.sink_layer]
+        median = self.typical_norm[self.sink_layer]
         if not high or not median:
             return None
         return high / median
@@ -402,7 +401,8 @@ class FindSinks(Result):
 
     def conclusion(self) -> str:
         """Whether there is a norm spike and an attention sink, and what makes and carries them."""
-        spike, sink = self.norm_spike, self.attention_sink
+        spike = self.norm_spike
+        sink = self.attention_sink
         if spike is None and sink is None:
             return f"Neither a norm spike nor an attention sink: no position stands out{self._among_the_read()}."
         if sink is None:
@@ -426,7 +426,9 @@ class FindSinks(Result):
 
     def _who_makes_the_spike(self) -> str:
         """What makes the spike, as the middle of a sentence."""
-        spike, minimal, sink = self.norm_spike, self.minimal, self.attention_sink
+        spike = self.norm_spike
+        minimal = self.minimal
+        sink = self.attention_sink
         assert spike is not None
         if 0 not in spike.positions:
             tokens = ", ".join(repr(later.token) for later in self.later_sinks)
@@ -463,13 +465,15 @@ class FindSinks(Result):
         return [line.strip() for line in lines if line]
 
     def _spike_sentences(self) -> str:
-        spike, layer = self.norm_spike, self.sink_layer
+        spike = self.norm_spike
+        layer = self.sink_layer
         text = ""
         if self.shared_dims:
             dims = ", ".join(map(str, self.shared_dims))
             text += f"The verdicts leave out residual dimensions that are massive on all tokens ({dims}). "
         if layer is not None:
-            norm, typical = self.first_token_norm[layer], self.typical_norm[layer]
+            norm = self.first_token_norm[layer]
+            typical = self.typical_norm[layer]
             text += f"The sink layer is layer {layer}: after it the first token's norm is {norm:.4g}, "
             text += f"and the typical one is {typical:.4g}. "
         if len(self.stages) > 1:
@@ -486,7 +490,9 @@ class FindSinks(Result):
     def _set_sentences(self) -> list[str]:
         sentences: list[str] = []
         for causal_set in self.causal_sets:
-            names, lost, chance = causal_set.names, causal_set.drop_last_layer, causal_set.control
+            names = causal_set.names
+            lost = causal_set.drop_last_layer
+            chance = causal_set.control
             if causal_set.kind == "partial":
                 sentences.append(f"The best set, {names}, removes {lost:.1%} (random neurons at most {chance:.1%}).")
             elif causal_set.kind == "backup":
@@ -496,7 +502,7 @@ class FindSinks(Result):
                 sentences.append(f"Without {names}, the first token loses {lost:.1%} of its attention in later layers.")
             if causal_set.kind == "minimal" and not self.causal:
                 sentences.append("No neuron is needed alone, because the others make the spike without it.")
-        return [*sentences, *(f"The search was limited: {text}." for text in self.not_tried)]
+        return sentences
 
     def _later_sentences(self) -> list[str]:
         sentences: list[str] = []
@@ -508,7 +514,9 @@ class FindSinks(Result):
         return sentences
 
     def _attention_sentences(self) -> list[str]:
-        sentences, sink, rate = list[str](), self.attention_sink, self.sink_rate
+        sentences = list[str]()
+        sink = self.attention_sink
+        rate = self.sink_rate
         if rate is not None:
             sentences.append(
                 f"The sink rate is {rate.value:.1%}: this share of all heads gives position 0 more than {rate.eps} of "

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import comb
-from typing import Generic, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -39,6 +39,7 @@ from sinkscope.sinks.first_token.result import (
     Neuron,
     Sites,
 )
+from sinkscope.sinks.tokens import TokenRows
 
 SETS_OF_ONE_SIZE = 128  # largest number of sets of one size that are all tried
 CANDIDATES = 8  # default number of candidates of the sink layer
@@ -60,23 +61,10 @@ class Removal:
     drop: float
 
 
-@dataclass(frozen=True)
-class SmallestSet(Generic[Candidate]):
-    """The result of a search.
-
-    Attributes:
-        members: The smallest set found that ends the effect. None if no set that was tried does.
-        all_below: All sets of fewer members than this were tried, of larger ones only some. None: all were tried.
-    """
-
-    members: tuple[Candidate, ...] | None
-    all_below: int | None = None
-
-
 def smallest_set(
     candidates: Sequence[Candidate], remove: Callable[[list[tuple[Candidate, ...]]], list[Removal]]
-) -> SmallestSet[Candidate]:
-    """Search for the smallest set of candidates whose removal ends an effect.
+) -> tuple[Candidate, ...] | None:
+    """Search for the smallest set of candidates whose removal ends an effect; None if no set that was tried does.
 
     Sets are tried in order of their size, all of one size at once, while there are at most 128 of a size. Otherwise
     growing prefixes of the candidates are tried, and unneeded members are left out of the first that ends the effect.
@@ -87,11 +75,11 @@ def smallest_set(
     """
     for size in range(1, len(candidates) + 1):
         if comb(len(candidates), size) > SETS_OF_ONE_SIZE:
-            return SmallestSet(_smallest_prefix(candidates, remove), all_below=size)
+            return _smallest_prefix(candidates, remove)
         best = _most_effective(list(combinations(candidates, size)), remove)
         if best is not None:
-            return SmallestSet(best)
-    return SmallestSet(None)
+            return best
+    return None
 
 
 def _smallest_prefix(
@@ -114,10 +102,12 @@ def _most_effective(
     sets: list[tuple[Candidate, ...]], remove: Callable[[list[tuple[Candidate, ...]]], list[Removal]]
 ) -> tuple[Candidate, ...] | None:
     """Of the sets that end the effect, the one that takes most of it; None if none does."""
-    best, best_drop = None, -float("inf")
+    best = None
+    best_drop = -float("inf")
     for members, removal in zip(sets, remove(sets), strict=True):
         if removal.gone and removal.drop > best_drop:
-            best, best_drop = members, removal.drop
+            best = members
+            best_drop = removal.drop
     return best
 
 
@@ -136,11 +126,10 @@ def random_sites(target: Target, sites: Sites, excluded: Sites, generator: torch
 
 @dataclass(frozen=True)
 class CausalSets:
-    """The sets that were found, the candidates with those that the search added, and what it did not try."""
+    """The sets that were found, and the candidates with those that the search added."""
 
     sets: tuple[CausalSet, ...] = ()
     neurons: tuple[Neuron, ...] = ()
-    not_tried: tuple[str, ...] = ()
 
     @property
     def minimal(self) -> CausalSet | None:
@@ -180,16 +169,14 @@ class _SpikeSearch:
         layer: The layer that makes the spike.
         last: The last layer after which the norm stands out.
         heads: The (layer, head) pairs behind `layer` that attend to the token.
-        not_tried: What the search left out, noted as it goes on.
     """
 
     context: SinkContext
-    texts: Int[Tensor, "row pos"]
+    texts: TokenRows
     longer: Int[Tensor, "other longer"]
     layer: int
     last: int
     heads: Sequence[tuple[int, int]]
-    not_tried: list[str] = field(default_factory=list)
 
     @property
     def at(self) -> int:
@@ -198,7 +185,8 @@ class _SpikeSearch:
 
     def remove(self, sets: Sequence[Sites]) -> _RemovedNorms:
         """Silence each set."""
-        edits, shared_dims = [Edit(zero=sites) for sites in sets], self.context.scan.shared_dims
+        edits = [Edit(zero=sites) for sites in sets]
+        shared_dims = self.context.scan.shared_dims
         edited = effects(self.context.target, self.texts, edits, at=self.at, upto=self.last, without=shared_dims)
         return _RemovedNorms(edited.norms.quantile(0.5, dim=1), edited.intact_norms.quantile(0.5, dim=0))
 
@@ -210,25 +198,21 @@ class _SpikeSearch:
         def remove(sets: list[Sites]) -> list[Removal]:
             """The spike is gone if the norm stands out no more, and most of what stood out is gone."""
             removed = self.remove(sets)
-            norms, intact = removed.norms[:, index], removed.intact[index]
+            norms = removed.norms[:, index]
+            intact = removed.intact[index]
             low = norms <= SPIKE_RATIO * typical
             most = intact - norms >= NEEDED * (intact - typical)
             gone = (low & most).all(1).tolist()
             return [Removal(*both) for both in zip(gone, removed.drops(layers[-1]), strict=True)]
 
-        smallest = smallest_set(sites, remove)
-        if smallest.all_below is not None:
-            self.not_tried.append(
-                f"of {len(sites)} candidates, only some of the sets with {smallest.all_below} neurons or more were "
-                "tried"
-            )
-        return smallest.members
+        return smallest_set(sites, remove)
 
     def attention_drops(self, sets: Sequence[Sites]) -> Float[Tensor, "set head"] | None:
         """Share of the attention to the token that each head loses with each set silenced; None without heads."""
         if not self.heads:
             return None
-        edits, upto = [Edit(zero=sites) for sites in sets], max(layer for layer, _ in self.heads)
+        edits = [Edit(zero=sites) for sites in sets]
+        upto = max(layer for layer, _ in self.heads)
         edited = effects(self.context.target, self.longer, edits, at=self.at, upto=upto, attention=True)
         return edited.attention_drops(self.heads)
 
@@ -246,7 +230,8 @@ class _SpikeSearch:
 
     def controls(self, chosen: Sites, excluded: Sites) -> list[Sites]:
         """Random sets of as many other neurons."""
-        target, generator = self.context.target, self.context.generator
+        target = self.context.target
+        generator = self.context.generator
         return [random_sites(target, chosen, excluded, generator) for _ in range(CONTROL_DRAWS)]
 
     def partial(self, chosen: Sites, candidates: Sites) -> CausalSet | None:
@@ -277,9 +262,11 @@ class _SpikeSearch:
     ) -> CausalSet | None:
         """The set with its effects and controls; None if a random set has as large an effect."""
         removed = self.remove([chosen, *controls])
-        at_sink_layer, at_last_layer = removed.drops(self.layer), removed.drops(self.last)
+        at_sink_layer = removed.drops(self.layer)
+        at_last_layer = removed.drops(self.last)
         control = max(*at_sink_layer[1:], *at_last_layer[1:])
-        drop_attention, lost = None, None
+        drop_attention = None
+        lost = None
         if drops is not None:
             drop_attention, *control_drops = drops[: 1 + CONTROL_DRAWS].mean(1).tolist()
             control = max(control, *control_drops)
@@ -300,7 +287,8 @@ class _SpikeSearch:
 
     def with_backups(self, here: Sites) -> _SetWithBackups:
         """The smallest set out of `here` and the neurons that bring the spike back while `here` is silent."""
-        backups, tried = Sites(), list[Neuron]()
+        backups = Sites()
+        tried = list[Neuron]()
         for _ in range(BACKUP_ROUNDS):
             silent = here + backups
             returning = self._returning(silent)
@@ -311,7 +299,6 @@ class _SpikeSearch:
             members = self.smallest(here + backups, self.layer, self.last)
             if members is not None:
                 return _SetWithBackups(members, tuple(site for site in members if site not in here), tried)
-        self.not_tried.append(f"neurons that bring the spike back were searched in {BACKUP_ROUNDS} rounds")
         return _SetWithBackups(None, backups, tried)
 
     def _returning(self, silent: Sites) -> list[Neuron]:
@@ -344,7 +331,8 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Sequence
         neurons: Candidates of all stages.
         heads: The (layer, head) pairs that attend to the first token.
     """
-    layer, ids = context.layer, context.ids
+    layer = context.layer
+    ids = context.ids
     search = _SpikeSearch(
         context,
         texts=ids[:, 0].unique()[:SPIKE_TEXTS, None],
@@ -367,7 +355,8 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Sequence
     backups: Sites = ()
     if here is not None and minimal is None:
         with_backups = search.with_backups(here)
-        minimal, backups = with_backups.members, with_backups.backups
+        minimal = with_backups.members
+        backups = with_backups.backups
         candidates += with_backups.tried
     sets: list[CausalSet] = []
     if minimal is None:
@@ -381,7 +370,7 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Sequence
     known = {neuron.site for neuron in neurons}
     in_sets = {site for causal_set in sets for site in causal_set.edit_sites}
     added = {neuron.site: neuron for neuron in candidates if neuron.site in in_sets - known}
-    return CausalSets(tuple(sets), (*neurons, *added.values()), tuple(dict.fromkeys(search.not_tried)))
+    return CausalSets(tuple(sets), (*neurons, *added.values()))
 
 
 def causal_neurons(setup: Setup) -> tuple[int | None, tuple[Neuron, ...]]:
@@ -408,7 +397,8 @@ def _causal_neurons(setup: Setup) -> tuple[int | None, tuple[Neuron, ...]]:
 
 def later_sinks(context: SinkContext) -> tuple[LaterSink, ...]:
     """Tokens behind the first position whose norm stands out most often, and what makes each of them."""
-    scan, ids = context.scan, context.ids
+    scan = context.scan
+    ids = context.ids
     stands_out = torch.zeros_like(ids, dtype=torch.bool)
     for norms, typical in zip(scan.norms, scan.typical_norm, strict=True):
         usual = norms[:, 1:].quantile(0.75).clamp(min=typical)
@@ -429,12 +419,16 @@ def later_sinks(context: SinkContext) -> tuple[LaterSink, ...]:
 
 def _later_set(context: SinkContext, row: int, at: int) -> CausalSet | None:
     """The smallest set that makes the spike of a later position of one text; None if no MLP makes it."""
-    scan, ids = context.scan, context.ids[row : row + 1]
-    layer, last, most_written = None, 0, 0.0
+    scan = context.scan
+    ids = context.ids[row : row + 1]
+    layer = None
+    last = 0
+    most_written = 0.0
     for number, reading in enumerate(scan.layers):
         written = float(reading.mlp_norms[row, at])
         if written > STAGE_OUTLIER * reading.mlp_typical and written > most_written:
-            layer, most_written = number, written
+            layer = number
+            most_written = written
         if float(scan.norms[number][row, at]) > SPIKE_RATIO * scan.typical_norm[number]:
             last = number
     if layer is None:

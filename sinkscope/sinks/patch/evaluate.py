@@ -40,6 +40,7 @@ from sinkscope.measure.style import finished
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.layer_view import flat_number, neutral_post, neutral_up, neutral_view
+from sinkscope.sinks.tokens import TokenRows
 
 CHARACTERS = 8  # largest number of characters per token, as in `text_rows`
 
@@ -74,7 +75,7 @@ def under(edit: Intervention | None, target: Target) -> AbstractContextManager[A
     return nullcontext() if edit is None else edit.on(target)
 
 
-def held_out(made: Setup, pieces: int, length: int, texts: int = 4) -> Int[Tensor, "row pos"]:
+def held_out(made: Setup, pieces: int, length: int, texts: int = 4) -> TokenRows:
     """Pieces of the typical text after the part that neutral values are taken from.
 
     Raises:
@@ -98,7 +99,7 @@ def held_out(made: Setup, pieces: int, length: int, texts: int = 4) -> Int[Tenso
 @torch.no_grad()
 def losses(
     target: Target,
-    ids: Int[Tensor, "row pos"],
+    ids: TokenRows,
     edit: Intervention | None = None,
     batch_size: int = 8,
     progress: Progress = silent,
@@ -126,7 +127,8 @@ def losses(
 
 def perplexity_change(before: Float[Tensor, " row"], after: Float[Tensor, " row"]) -> Change:
     """Perplexities of paired pieces. The standard error is that of the mean loss difference, times the perplexity."""
-    first, second = float(before.double().mean().exp()), float(after.double().mean().exp())
+    first = float(before.double().mean().exp())
+    second = float(after.double().mean().exp())
     return Change.of(first, second, after.double() - before.double(), second)
 
 
@@ -147,8 +149,6 @@ class PatchEvaluation(Result):
         changed: Value under each patch.
         errors: Standard error of the difference to the original, over the paired samples. NaN for a single sample.
         neurons: Neurons of the patch: (layer, neuron) or (layer, expert, neuron).
-        random_neurons: Neurons of the random patch.
-        shots: Examples before each question, by task. If none were requested, the number from the task's own file.
     """
 
     page: ClassVar[str] = "measure/patch"
@@ -161,8 +161,6 @@ class PatchEvaluation(Result):
     changed: Float[np.ndarray, "condition score"]
     errors: Float[np.ndarray, "condition score"]
     neurons: tuple[tuple[int, ...], ...]
-    random_neurons: tuple[tuple[int, ...], ...]
-    shots: dict[str, int]
 
     @property
     def differences(self) -> Float[np.ndarray, "condition score"]:
@@ -290,11 +288,9 @@ def evaluate_patch(
     names = [("text", "perplexity")]
     samples = [len(ids)]
     changes = [[perplexity_change(intact, after) for after in patched]]
-    shots_used: dict[str, int] = {}
     if tasks:
         harness = Tasks(tasks)
         intact_answers, *patched_answers = [harness.run(setup, each, shots, questions, batch_size) for each in edits]
-        shots_used = harness.shots
         for name, before in intact_answers.items():
             names.append(name)
             samples.append(len(before))
@@ -307,8 +303,6 @@ def evaluate_patch(
         changed=np.array([[by_patch[number].after for by_patch in changes] for number in range(2)]),
         errors=np.array([[by_patch[number].se for by_patch in changes] for number in range(2)], dtype=float),
         neurons=tuple(site.numbers for site in edit.checked_sites),
-        random_neurons=tuple(site.numbers for site in control.checked_sites),
-        shots=shots_used,
     )
 
 
@@ -349,9 +343,6 @@ def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
 class Tasks:
     """Tasks of the harness by name or file.
 
-    Attributes:
-        shots: Examples before each question, by task, as it was run.
-
     Raises:
         SinkscopeError: lm-eval is not installed, a task is unknown (the message names the nearest), or a file is
             missing.
@@ -368,7 +359,6 @@ class Tasks:
                     + (f"; the nearest are {', '.join(near)}" if near else "; `lm-eval ls tasks` lists them")
                 )
         self._names = list(dict.fromkeys(names))
-        self.shots: dict[str, int] = {}
 
     def run(
         self, made: Setup, edit: Intervention | None, shots: int | None, questions: int | None, batch_size: int
@@ -410,7 +400,6 @@ class Tasks:
                 label = Path(name).stem if _is_file(name) else name
                 for (metric, _), values in sorted(_by_metric(found["samples"]).items()):
                     out[label, metric] = torch.tensor(values, dtype=torch.float64)
-                self.shots[label] = max(found.get("n-shot", {}).values(), default=0)
         return out
 
 

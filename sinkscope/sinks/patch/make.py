@@ -27,7 +27,7 @@ from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.first_token.neurons import repeat_until_half
 from sinkscope.sinks.patch.evaluate import Change, held_out, losses, perplexity_change, random_patch, under
-from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit
+from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefixes, repetition_limit
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
@@ -281,7 +281,7 @@ def typical_ceiling(spike: LayerScan, layers: list[int]) -> Float[np.ndarray, " 
 
 @torch.no_grad()
 def largest_norms(
-    target: Target, layers: list[int], without: list[int], rows: Int[Tensor, "row pos"], edit: Intervention | None
+    target: Target, layers: list[int], without: list[int], rows: TokenRows, edit: Intervention | None
 ) -> Float[Tensor, "row layer"]:
     """Largest norm of the residual stream after the first position; dimensions in `without` are left out."""
     sites = [f"blocks.{layer}.hook_resid_post" for layer in layers]
@@ -296,7 +296,7 @@ def largest_norms(
 
 @torch.no_grad()
 def attention_to_first(
-    target: Target, layers: list[int], rows: Int[Tensor, "row pos"], edit: Intervention | None
+    target: Target, layers: list[int], rows: TokenRows, edit: Intervention | None
 ) -> Float[Tensor, " layer"]:
     """Mean attention to position 0, over rows, heads and the queries of the second half, where tokens are sinks."""
     half = rows.shape[1] // 2
@@ -313,7 +313,7 @@ def attention_to_first(
     return total / (len(rows) * (rows.shape[1] - half))
 
 
-def ordinary_rows(setup: Setup, rows: Int[Tensor, "row pos"]) -> Int[Tensor, "row pos"]:
+def ordinary_rows(setup: Setup, rows: TokenRows) -> TokenRows:
     """Ordinary text as long as the rows: the typical text, or, where it is too short, its words in random order."""
     try:
         return text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)

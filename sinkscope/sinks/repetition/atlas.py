@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +22,6 @@ from sinkscope.sinks.tokens import repetition_limit, sample_tokens, vocabulary
 PILOT = 16  # tokens that determine the length of the first pass
 SHORTEST = 128  # smallest number of repetitions in that pass
 POSITIONS = 4096  # positions per pass
-NAMED_TOKENS = 12  # resisting tokens that are named
 
 
 @dataclass(frozen=True)
@@ -81,8 +79,6 @@ class AtlasReading:
         ids: Their ids.
         repeats: First number of repetitions whose norm at the sink layer reaches half of the first token's.
         norm: Norm at that repetition over the first token's; the largest norm for tokens that never become a sink.
-        frequency: How often the token occurs in the typical text.
-        embedding_norm: L2 norm of the token's embedding.
         head: Head of layer 0 that serves the token, as in `cluster_attack`.
         max_repeats: Largest number of repetitions tried.
     """
@@ -91,8 +87,6 @@ class AtlasReading:
     ids: Int[np.ndarray, " token"]
     repeats: Float[np.ndarray, " token"]
     norm: Float[np.ndarray, " token"]
-    frequency: Int[np.ndarray, " token"]
-    embedding_norm: Float[np.ndarray, " token"]
     head: Float[np.ndarray, " token"]
     max_repeats: int
 
@@ -113,32 +107,20 @@ class AtlasReading:
         )
 
     def details(self) -> list[str]:
-        """What resisting tokens have in common, and which are frequent."""
+        """Whether the resisting tokens are those that no head serves."""
         resists = self.resists
         if resists.all() or not resists.any():
             return []
-        properties = {
-            "count in the text": self.frequency,
-            "norm of the embedding": self.embedding_norm,
-            "share served by one head": np.isfinite(self.head).astype(float),
-        }
-        lines: list[str] = []
-        for name, values in properties.items():
-            share = name.startswith("share")  # a share has no useful median
-            middle = np.mean if share else np.median
-            lines.append(
-                f"Resisting tokens: {name} {middle(values[resists]):.3g}; the others {middle(values[~resists]):.3g} "
-                f"(AUROC {auroc(values[resists], values[~resists]):.2f})."
-            )
-        frequent = np.flatnonzero(resists)[np.argsort(-self.frequency[resists], kind="stable")][:NAMED_TOKENS]
-        named = ", ".join(repr(self.tokens[place]) for place in frequent)
-        return [*lines, f"The resisting tokens that are most frequent in the text are {named}."]
+        served = np.isfinite(self.head)
+        return [
+            f"One head of layer 0 serves {served[resists].mean():.1%} of the resisting tokens and "
+            f"{served[~resists].mean():.1%} of the others."
+        ]
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per token."""
-        names = ("id", "token", "repeats", "norm", "frequency", "embedding_norm", "head")
-        columns = (self.ids, self.tokens, self.repeats, self.norm, self.frequency, self.embedding_norm, self.head)
-        return [dict(zip(names, cells, strict=True)) for cells in zip(*columns, strict=True)]
+        columns = {"id": self.ids, "token": self.tokens, "repeats": self.repeats, "norm": self.norm, "head": self.head}
+        return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
 
     def head_rows(self) -> list[dict[str, Any]]:
         """One row per head of layer 0, largest first."""
@@ -166,13 +148,6 @@ class AtlasReading:
         return px.histogram(x=np.log2(never), color=names, nbins=48, labels=labels)
 
 
-def auroc(resisting: np.ndarray, others: np.ndarray) -> float:
-    """Probability that a resisting token has the higher value, ties counted half."""
-    order = np.sort(others)
-    below = np.searchsorted(order, resisting) + np.searchsorted(order, resisting, side="right")
-    return float(below.mean() / 2 / len(others))
-
-
 def read_vocabulary(
     setup: Setup, max_repeats: int | None, sample: int | None, run: ChunkRun
 ) -> tuple[int | None, AtlasReading | None]:
@@ -194,14 +169,11 @@ def read_vocabulary(
     work = begin(AtlasWork(layer, *firsts(setup), SHORTEST, limit), setup, ids)
     settings = {"layer": layer, "first": work.first, "max_repeats": limit}
     columns = in_chunks(setup, work, ids, run.part("atlas"), what="tokens", size=POSITIONS // 64, **settings)
-    text = setup.tokenizer(setup.text, add_special_tokens=False, verbose=False)["input_ids"]
     return layer, AtlasReading(
         tokens=token_texts(target, ids),
         ids=np.array(ids),
         repeats=np.array(columns["repeats"], dtype=float),
         norm=np.array(columns["norm"]),
-        frequency=np.bincount(text, minlength=max(ids) + 1)[ids],
-        embedding_norm=embedding_norms(target, ids),
         head=head,
         max_repeats=limit,
     )
@@ -226,13 +198,3 @@ def begin(work: AtlasWork, setup: Setup, ids: list[int]) -> AtlasWork:
     if reached:
         enough = int(1.1 * reached[int(0.9 * (len(reached) - 1))])
     return replace(work, length=max(SHORTEST, -(-enough // 32) * 32))
-
-
-@torch.no_grad()
-def embedding_norms(target: Target, ids: Sequence[int]) -> Float[np.ndarray, " token"]:
-    """Norms of the embedding's output, including its scale, if it has one."""
-    norms: list[float] = []
-    for part in torch.tensor(ids).split(POSITIONS):
-        embedded = target.embedding(part.to(target.device))
-        norms += torch.linalg.vector_norm(embedded, dim=-1, dtype=torch.float32).tolist()
-    return np.round(norms, 4)

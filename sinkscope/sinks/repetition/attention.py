@@ -17,6 +17,7 @@ from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.layer_scan import SPIKE_RATIO, norms_after, scan_layers
 from sinkscope.sinks.repetition.sweep import Sweep, SweepRows, rounded
+from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.attention import attention_rows
 
 QUERIES_AT_ONCE = 128  # at most batch x head x these x key values are in memory
@@ -191,7 +192,7 @@ def mean_where(
 
 @torch.no_grad()
 def received_attention(
-    target: Target, ids: Int[Tensor, "row pos"], keys: Float[Tensor, "set row pos"]
+    target: Target, ids: TokenRows, keys: Float[Tensor, "set row pos"]
 ) -> Float[Tensor, "set layer row query"]:
     """Attention of every query to each set of keys, averaged over heads; nothing of size query x key is kept."""
     sets, rows, length = keys.shape

@@ -22,7 +22,6 @@ from sinkscope.sinks.repetition.sweep import Sweep, SweepRows, curves_figure, ro
 from sinkscope.trace.attention import attention_rows
 
 ROUNDING = 8.0  # distances below this many rounding errors of the largest output are ignored
-FIT_POINTS = 10  # repetitions that a fit of the exponent needs at least
 KeepOutput = Callable[[int, Tensor, Tensor], None]
 """Called with a layer, the values of its heads `[pos head d_head]`, and the output of its attention `[pos d_model]`."""
 
@@ -33,13 +32,12 @@ class DistanceReading:
 
     The theorem bounds it in the first attention layer only, head by head, by `2 r k exp(delta) / n`: k is the number of
     tokens before the repetitions, r the largest norm of `v W_O` over the positions, delta the spread of the scores in
-    the row. NaN stands for what was not fitted or has no bound.
+    the row. NaN stands for no bound.
 
     Attributes:
         outside: Why the theorem does not apply to the first layer of this model. None if it applies.
         distance: The distance, for each layer read.
         alone: Norm of the output on the token alone.
-        exponent: Power of n by which the distance falls, fitted to the last decade; the bound has -1.
         bound: Bound in the first layer, the sum over its heads.
         closest: Largest ratio of a head's distance to its bound, over every n.
     """
@@ -47,7 +45,6 @@ class DistanceReading:
     outside: str | None
     distance: Float[np.ndarray, "layer token n"]
     alone: Float[np.ndarray, "layer token"]
-    exponent: Float[np.ndarray, "layer token"]
     bound: Float[np.ndarray, "token n"]
     closest: Float[np.ndarray, "token head"]
 
@@ -62,7 +59,8 @@ class DistanceReading:
 
     def conclusion(self, sweep: Sweep) -> str:
         """Whether repetition makes the token look like the token alone, beside one repetition and the bound."""
-        start, end = self.relative(0), self.relative(-1)
+        start = self.relative(0)
+        end = self.relative(-1)
         verdict = "does not converge"
         if end < start / 2:
             verdict = "converges"
@@ -76,7 +74,7 @@ class DistanceReading:
         return f"{said}, {bound} the bound of theorem 4.1."
 
     def details(self, sweep: Sweep) -> list[str]:
-        """What was read, the exponent, and how close the bound is."""
+        """What was read, and how close the bound is."""
         lines = [
             f"{len(sweep.before)} tokens stand before the repetitions; the distances are medians over "
             f"{len(sweep.tokens)} tokens, and {len(self.distance)} layers were read."
@@ -85,12 +83,6 @@ class DistanceReading:
             lines.append(f"Theorem 4.1 does not apply to this model: {self.outside}.")
         else:
             lines.append(f"The head that comes closest to its bound reaches {self.closest.max():.1%} of it.")
-        fitted = self.exponent[0][np.isfinite(self.exponent[0])]
-        if len(fitted):
-            lines.append(
-                f"In the first layer the distance falls as n to the power {np.median(fitted):.2f} (median, over the "
-                "last decade of n; the theorem's bound has -1)."
-            )
         return lines
 
     def rows(self, sweep: Sweep) -> list[dict[str, Any]]:
@@ -106,7 +98,6 @@ class DistanceReading:
                         "alone": self.alone[layer, row],
                         "first": self.distance[layer, row, 0],
                         "last": self.distance[layer, row, -1],
-                        "exponent": self.exponent[layer, row],
                         "bound": self.bound[row, -1] if first_layer else None,
                         "closest_to_bound": self.closest[row].max() if first_layer else None,
                     }
@@ -146,7 +137,6 @@ class TokenBound:
     """The bound of theorem 4.1 for one token, and its distances where rounding is told from distance."""
 
     distance: Float[Tensor, "layer n"]
-    exponent: list[float]
     bound: Float[Tensor, " n"]
     closest: Float[Tensor, " head"]
 
@@ -183,7 +173,6 @@ def read_distances(setup: Setup, rows: SweepRows, all_layers: bool) -> DistanceR
         outside=outside,
         distance=rounded(torch.stack([one.distance for one in bounds], dim=1)[:, :, places]),
         alone=rounded(torch.stack([token.alone for token in tokens], dim=1)),
-        exponent=np.array([one.exponent for one in bounds]).T,
         bound=rounded(bound[:, places]),
         closest=rounded(closest),
     )
@@ -198,7 +187,8 @@ def token_bound(target: Target, token: TokenDistances, before: int, largest: Flo
         before: Number of tokens before the repetitions.
         largest: Largest norm of `v W_O` of each head.
     """
-    heads, whole = token.heads, token.whole.clone()
+    heads = token.heads
+    whole = token.whole.clone()
     if not target.adapter.absolute_positions and not target.adapter.learned_sinks:
         # Without weight on the prefix both outputs are the token's value and differ only by rounding.
         gone = reduce(token.prefix == 0, "head n -> n", "all")
@@ -208,12 +198,7 @@ def token_bound(target: Target, token: TokenDistances, before: int, largest: Flo
     bound = 2 * before * rearrange(largest, "head -> head 1") * token.spread.exp() / counts
     floor = rounding(target, torch.maximum(token.head_alone, largest.max()))
     ratio = torch.where(heads > rearrange(floor, "head -> head 1"), heads / bound, 0.0)
-    sizes = token.alone.clone()
-    sizes[0] = torch.maximum(sizes[0], largest.max())
-    exponents: list[float] = []
-    for distance, size in zip(whole, sizes, strict=True):
-        exponents.append(slope(distance, float(rounding(target, size))))
-    return TokenBound(whole, exponents, reduce(bound, "head n -> n", "sum"), ratio.amax(-1))
+    return TokenBound(whole, reduce(bound, "head n -> n", "sum"), ratio.amax(-1))
 
 
 @torch.no_grad()
@@ -304,18 +289,6 @@ def prefix_values(
 def rounding(target: Target, size: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
     """The difference that rounding allows between two equal outputs of that size."""
     return ROUNDING * torch.finfo(target.dtype).eps * size
-
-
-def slope(distance: Float[Tensor, " n"], floor: float) -> float:
-    """Exponent of n in the last decade of a curve, by log-log least squares; NaN if the curve is lost in rounding."""
-    counts = torch.arange(1, len(distance) + 1, dtype=torch.float64)
-    decade = counts >= len(distance) / 10
-    if len(distance) < FIT_POINTS or bool((distance[decade] <= floor).any()):
-        return float("nan")
-    x = counts[decade].log()
-    y = distance[decade].double().log()
-    x = x - x.mean()
-    return float((x * (y - y.mean())).sum() / x.square().sum())
 
 
 def outside_theorem(target: Target, length: int) -> str | None:

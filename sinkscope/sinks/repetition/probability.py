@@ -130,7 +130,8 @@ def read_probabilities(
     Raises:
         SinkscopeError: The repetitions and the answer do not fit the context.
     """
-    target, sweep = setup.target, rows.sweep
+    target = setup.target
+    sweep = rows.sweep
     around = f"a text of {max(after)} repetitions behind {rows.start} tokens"
     target.check_length(around, rows.start + max(after), new_tokens, "repeat less often before an answer")
     edit = chosen_patch(setup, patch)
@@ -140,7 +141,8 @@ def read_probabilities(
     before = rows.ids[0, : rows.start].tolist()
     shape = len(edits), len(sweep.tokens)
     probability = torch.zeros(*shape, len(sweep.counts))
-    caught, left = np.full(shape, np.nan), np.full(shape, np.nan)
+    caught = np.full(shape, np.nan)
+    left = np.full(shape, np.nan)
     answers: list[RepeatAnswer] = []
     for condition, (name, act) in enumerate(edits.items()):
         for token, (word,) in enumerate(sweep.ids):

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.measure import Setup
-from sinkscope.sinks.tokens import CYCLE, repetitions, single_words, words_to_repeat
+from sinkscope.sinks.tokens import CYCLE, encode, refuse_repeated, repetition_limit, single_words, words_to_repeat
 
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
 FIRST_LAYER_WORDS = ("cat", "dog", "the", "bla")  # the words of Fig. 5 of Yona et al. 2025
@@ -102,11 +102,36 @@ def sweep_rows(
     cycles: list[tuple[int, ...]] = [(word,) for word in words]
     if cycle and len(words) > 1:
         cycles.append(tuple(words))
-    rows = repetitions(setup, cycles, prefix, max_repeats, after=after)
-    setup.record(max_repeats=rows.count, prefix=prefix)
-    before = single_words(setup.tokenizer, rows.ids[0, : rows.start].tolist())
-    sweep = Sweep(rows.labels, tuple(cycles), before, rows.count, curve_counts(rows.count), replaced)
-    return SweepRows(sweep, rows.ids, rows.start)
+    before = tokens_before(setup, prefix, words)
+    count = repetition_limit(setup.target, max_repeats, len(before) + after)
+    setup.record(max_repeats=count, prefix=prefix)
+    rows: list[list[int]] = []
+    labels: list[str] = []
+    for repeated in cycles:
+        times = -(-count // len(repeated))
+        rows.append([*before, *(repeated * times)[:count]])
+        strings = single_words(setup.tokenizer, repeated)
+        labels.append(" ".join(string.strip() or repr(string) for string in strings))
+    before_words = single_words(setup.tokenizer, before)
+    sweep = Sweep(tuple(labels), tuple(cycles), before_words, count, curve_counts(count), replaced)
+    return SweepRows(sweep, torch.tensor(rows), len(before))
+
+
+def tokens_before(setup: Setup, prefix: str | None, repeated: list[int]) -> list[int]:
+    """BOS and the prefix; if there is neither, a word of the text.
+
+    Raises:
+        SinkscopeError: The prefix contains a repeated token.
+    """
+    refuse_repeated(setup, prefix, repeated)
+    before = encode(setup, prefix)
+    if setup.bos is not None:
+        before = [setup.bos, *before]
+    if before:
+        return before
+    # Any token in first place is marked, so it must not be a repeated one.
+    others = [token for token in setup.ids.flatten().tolist() if token not in repeated]
+    return [*others, 0][:1]
 
 
 def curve_counts(most: int) -> Int[np.ndarray, " n"]:
