@@ -81,8 +81,8 @@ def tried(mutant: Mutant, tree: Path) -> str:
     file.write_text(after)
     names = []
     for name in mutant.tests.split():
-        file, _, test = name.partition("::")
-        (place,) = (tree / "tests").rglob(file)
+        test_file, _, test = name.partition("::")
+        (place,) = (tree / "tests").rglob(test_file)
         names.append(f"{place}::{test}".removesuffix("::"))
     try:
         code, text = passed(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", *LIMITS, *names], tree)
