@@ -193,6 +193,20 @@ def test_the_smallest_set_is_found(needed: set[int]) -> None:
     assert smallest_set(candidates[:1], remove) is None
 
 
+def test_a_neuron_that_attention_alone_needs_joins_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    o = organism("llama", 1)
+    needed = set[tuple[int, ...]]()
+
+    def attention_drops(_search: object, sets: list[tuple[tuple[int, ...], ...]]) -> Tensor:
+        if not needed:
+            needed.update({sets[0][0], sets[-1][-1]})  # of the set that removes the spike, and the last candidate
+        return torch.tensor([[float(needed <= {*sites})] for sites in sets])
+
+    monkeypatch.setattr("sinkscope.sinks.first_token.sets._SpikeSearch.attention_drops", attention_drops)
+    minimal = find_in(o, tmp_path).minimal
+    assert minimal is not None and len(needed) == 2 and {*minimal.edit_sites} == needed
+
+
 def test_result_survives_a_file_and_says_what_it_found(tmp_path: Path) -> None:
     o = organism("mixtral", 1)
     result = find_in(o, tmp_path)
