@@ -96,7 +96,7 @@ class CommandGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Take the longest words that are a command: `bench table` is one, and `bench` with options is another."""
         words = f"{self.prefix} {' '.join(args[:2])}".strip()
-        if words in commands():
+        if len(args) > 1 and args[1].strip() and words in commands():
             return " ".join(args[:2]), click_command(commands()[words]), args[2:]
         return super().resolve_command(ctx, args)
 

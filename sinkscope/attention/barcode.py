@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -309,7 +310,7 @@ def draw(result: Barcode) -> go.Figure:
     specs: list[list[Any]] = [[{"colspan": columns // 2}, *[None] * (columns // 2 - 1)] * 2]
     specs += [[{}] * columns for _ in result.shown]
     titles = ["what the loop adds (score above ordinary text)", "score along the text"]
-    titles += [f"{head}: {title}" for head in result.shown for title in pictures.values()]
+    titles += [f"{html.escape(head)}: {title}" for head in result.shown for title in pictures.values()]
     fig: Any = make_subplots(
         rows, columns, specs=specs, subplot_titles=titles, horizontal_spacing=0.05, vertical_spacing=0.24 / rows
     )

@@ -6,6 +6,7 @@ same in another text, and in the other half of a text.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -156,7 +157,7 @@ def draw(result: LineWeights) -> go.Figure:
         "Attention on the lines, mean over heads",
         f"Attention on the lines, eta {result.etas[i]:g}",
         "Lines shared, mean over heads",
-        f"{result.map_head}, first {len(result.map_words)} tokens: heaviest {MAP_ETA:.0%} of the lines",
+        f"{html.escape(result.map_head)}, first {len(result.map_words)} tokens: heaviest {MAP_ETA:.0%} of the lines",
     )
     fig: Any = make_subplots(2, 2, subplot_titles=titles, horizontal_spacing=0.09, vertical_spacing=0.12)
     curves = (

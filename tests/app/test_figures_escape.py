@@ -20,6 +20,10 @@ from sinkscope.files.result import Result
 
 CHOICES = {  # one of a few words, or packed numbers
     "attacks.source",
+    "contexts",
+    "sources",
+    "read",
+    "conditions",
     "detections.attack",
     "sequences.curves.condition",
     "ablation.method",

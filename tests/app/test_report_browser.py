@@ -46,7 +46,7 @@ def test_in_a_browser(tmp_path: Path, chrome: browser.Browser) -> None:
     spoil(folder)
     path = ss.report(folder).path
     chrome.open(path, 1400)
-    assert chrome.run(DRAWN) == chrome.run("document.querySelectorAll('.plot').length") == 5
+    assert chrome.run(DRAWN) == chrome.run("document.querySelectorAll('.plot').length") == 3
     assert chrome.run("document.documentElement.scrollWidth <= innerWidth")
 
     # markup is read, in the page and in a figure, and made nothing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,10 @@ class ClusterAttack(Result):
     """
 
     kind: ClassVar[str] = "attack"
+    glossary: ClassVar[dict[str, str]] = {
+        "context": "what stands before: BOS, no BOS, or a chat template",
+        "length": "tokens of the sequence",
+    }
     percent: ClassVar[tuple[str, ...]] = ("positions", "any", "most", "most_low", "most_high", "round_trip")
     columns: ClassVar[tuple[str, ...]] = ("context", "length", "source", "positions", "any", "most", "first", "norm")
 
@@ -191,7 +196,8 @@ def draw(result: ClusterAttack) -> go.Figure:
     else:
         labels = {"most": "sequences that succeed at half of their positions"}
         axes: dict[str, Any] = {"x": "length", "y": "most", "color": "source", "facet_col": "context"}
-        fig = px.line(result.rows(), **axes, log_x=True, markers=True, range_y=(-0.03, 1.03), labels=labels)
+        rows = [{**row, "context": html.escape(str(row["context"]))} for row in result.rows()]
+        fig = px.line(rows, **axes, log_x=True, markers=True, range_y=(-0.03, 1.03), labels=labels)
     return finished(fig, result, width=1200, height=480)
 
 

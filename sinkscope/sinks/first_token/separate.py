@@ -391,7 +391,7 @@ class Separability(Result):
 def draw(result: Separability) -> go.Figure:
     """First and later tokens by the plane and by the best neuron."""
     best = int(result.auroc[1:].argmax())
-    named = f"{result.method[1 + best]} {result.neuron[1 + best]}"
+    named = html.escape(f"{result.method[1 + best]} {result.neuron[1 + best]}")
     fig = go.Figure()
     for first, color in ((False, GREY), (True, BLUE)):
         for held_out, symbol in ((False, "circle-open"), (True, "circle")):

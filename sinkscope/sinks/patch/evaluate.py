@@ -153,6 +153,15 @@ class PatchEvaluation(Result):
 
     page: ClassVar[str] = "measure/patch"
     kind: ClassVar[str] = "patch-eval"
+    glossary: ClassVar[dict[str, str]] = {
+        "metric": "what the task is scored by",
+        "patched": "value under the patch",
+        "random": "value under a random patch",
+        "difference": "patched minus original",
+        "difference_se": "its standard error",
+        "random_difference": "random minus original",
+        "random_se": "its standard error",
+    }
 
     tasks: tuple[str, ...]
     metrics: tuple[str, ...]

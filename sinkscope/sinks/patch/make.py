@@ -104,6 +104,11 @@ class PatchMade(Result):
 
     page: ClassVar[str] = "measure/patch"
     kind: ClassVar[str] = "patch-make"
+    glossary: ClassVar[dict[str, str]] = {
+        "intact": "value without a patch",
+        "patched": "value under the patch",
+        "random": "value under a patch of random neurons",
+    }
 
     verdict: Verdict
     reason: str

@@ -59,6 +59,8 @@ class Repeat(Result):
     glossary: ClassVar[dict[str, str]] = {
         "repeated": "the token, or the cycle of tokens, that is repeated",
         "repeats": "repetitions until its norm is half of the first token's",
+        "last_norm": "norm at the last repetition",
+        "last": "value at the last repetition",
         "of_first": "norm at the last repetition over the first token's",
         "lost_one": "share of that norm that zeroing the largest sink neuron takes away",
         "lost_set": "share that zeroing all causal neurons takes away",
