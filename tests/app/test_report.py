@@ -113,7 +113,7 @@ REASONS = {
     "deep.json": "is not a JSON file",
     "newer.json": "has schema 2, this version reads 1",
     "unknown.json": f"holds the unknown kind {BAD!r}",
-    "uneven.json": "cannot be shown (IndexError: ",
+    "uneven.json": "cannot be shown (",
     "half.json": "has no result",
     "notes.txt": "is no .json file",
     f"{BAD}\\n\\x1b[2J.json": "is not a JSON file",
