@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from kv_kit import FAMILIES, WINDOWED, Drawn, Everywhere, Ragged, close, decode, dense, positions, prompts, window_of
+from kv_kit import FAMILIES, WINDOWED, Drawn, Everywhere, Ragged, close, decode, dense, prompts, run_policy, window_of
 from kv_kit import shallow_of as model_of
 from torch import Tensor
-from transformers import DynamicCache
 
 from sinkscope.kv import Full, Policy, make_policy, policies
 from sinkscope.kv.session import layer_window
@@ -65,34 +64,6 @@ def model_for(family: str) -> Any:
     return model_of(family)
 
 
-@torch.no_grad()
-def run(
-    policy: Policy | None, model: Any, ids: Tensor, mask: Tensor, chunks: tuple[int, ...]
-) -> tuple[Tensor, list[list[Tensor]]]:
-    """Logits from the last prompt token on, and what each step read: bool `[step][layer][batch kv_head column]`."""
-    kept, logits, end = list[list[Tensor]](), list[Tensor](), 0
-    kv = DynamicCache()
-    with policy.on(model) if policy is not None else torch.no_grad():
-        for step in (*chunks, *[1] * STEPS):
-            part = slice(end, end + step)
-            end += step
-            given = {"position_ids": positions(mask)[:, part], "past_key_values": kv}
-            out = model(input_ids=ids[:, part], attention_mask=mask[:, :end], **given)
-            if end >= sum(chunks):
-                logits.append(out.logits[:, -1])
-            if end > sum(chunks) and policy is not None:
-                kept.append([read(layer, mask) for layer in kv.layers])
-    return torch.stack(logits, 1), kept
-
-
-def read(layer: Any, mask: Tensor) -> Tensor:
-    rows, columns = mask.shape
-    pad = (mask == 0).sum(1)[:, None, None]
-    at = torch.where(layer.readable, layer.pos + pad, columns)
-    found = torch.zeros(rows, at.shape[1], columns + 1, dtype=torch.bool)
-    return found.scatter(2, at, True)[..., :columns]
-
-
 def same(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
     return all(torch.equal(x, y) for left, right in zip(a, b, strict=True) for x, y in zip(left, right, strict=True))
 
@@ -101,7 +72,7 @@ def same(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
 def test_a_policy_on_a_family(name: str, family: str) -> None:
     model, policy = model_for(family), policy_of(name)
     ids, mask = prompts(list(LENGTHS), STEPS, seed=1)
-    logits, kept = run(policy, model, ids, mask, (PROMPT,))
+    logits, kept = run_policy(policy, model, ids, mask, (PROMPT,))
 
     # Evicted, or hidden, is what a mask hides: one pass over everything under masks of what the steps read.
     sees = []
@@ -120,12 +91,12 @@ def test_a_policy_on_a_family(name: str, family: str) -> None:
     for row, length in enumerate(LENGTHS):
         own = replace(policy, rows=policy.rows[row:]) if isinstance(policy, Drawn) else policy
         part, pad = slice(row, row + 1), PROMPT - length
-        alone, alone_kept = run(own, model, ids[part, pad:], mask[part, pad:], (length,))
+        alone, alone_kept = run_policy(own, model, ids[part, pad:], mask[part, pad:], (length,))
         close(logits[part], alone, 2e-5)
         assert same([[layer[part, :, pad:] for layer in step] for step in kept], alone_kept)
 
     # Nor do chunks.
-    pieces, pieces_kept = run(policy, model, ids, mask, CHUNKS)
+    pieces, pieces_kept = run_policy(policy, model, ids, mask, CHUNKS)
     close(pieces, logits, 2e-5)
     assert same(pieces_kept, kept)
 
