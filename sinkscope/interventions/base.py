@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.notation import counted
 from sinkscope.interventions.positions import Call, Tracker
 from sinkscope.models.target import Target
 
@@ -239,8 +240,7 @@ class Intervention(ABC):
         """What the intervention did in a run, in one sentence; "" if there is nothing to say."""
         if not self.KIND:
             return ""
-        count = run.counts[self.KIND]
-        return f"{type(self).__name__} {self.KIND} {count:,} value{'' if count == 1 else 's'}."
+        return f"{type(self).__name__} {self.KIND} {counted(run.counts[self.KIND], 'value')}."
 
     def check_prompt(self, tokens: int) -> None:  # noqa: B027 - nothing to refuse by default
         """Refuse a prompt of this length before it is read; most interventions accept any length.
