@@ -250,7 +250,7 @@ def scan_layers(
         mlp_raw.append(float(norms[:, 0].median()))
 
     def mlp_normalised(output: Any) -> None:
-        mlp_added.append(by_row(first_tensor(output)).float())
+        mlp_added.append(by_row(first_tensor(output)).float() * target.adapter.write_factor)
 
     def layer_done(output: Any) -> None:
         resid = by_row(first_tensor(output))
