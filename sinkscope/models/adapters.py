@@ -43,6 +43,7 @@ class Adapter:
     attention_interface: bool = True  # attention goes through transformers' AttentionInterface
     absolute_positions: bool = False
     learned_sinks: bool = False  # a learned logit per head joins the softmax and its column is dropped
+    attends: str | None = None  # (layer) a part that only layers with attention have; None: all layers have attention
     down_factor: float = 1.0  # between the down projection of a dense MLP and what `mlp` gives
     expert_factor: float = 1.0  # between a fused expert and what `mlp` gives
     shared_factor: float = 1.0  # between the down projection of the shared expert and what `mlp` gives

@@ -91,11 +91,11 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 
 
 def check_kind(name: str, raw: Any) -> None:
-    """Check that `raw`, the content of config.json, belongs to a causal language model that has an adapter.
+    """Check that `raw`, the content of config.json, belongs to a causal language model.
 
     Raises:
         SinkscopeError: It is not the configuration of a model.
-        UnsupportedError: It is another kind of model, or there is no adapter for it.
+        UnsupportedError: It is another kind of model, or transformers does not know its type.
     """
     model_type = None
     if isinstance(raw, dict):
@@ -110,6 +110,7 @@ def check_kind(name: str, raw: Any) -> None:
     is_causal = any(class_name.endswith(_CAUSAL) for class_name in classes)
     kind = _other_kind(model_type, raw, is_causal or not classes)
     if kind is None:
+        _check_known(name, model_type, raw)
         return
     what = f"model type {model_type}"
     if classes:
@@ -118,6 +119,17 @@ def check_kind(name: str, raw: Any) -> None:
         f"{name} is {kind} ({what}); expected a decoder-only causal language model, such as llama-2-7b or gpt2",
         page="not-causal-lm",
     )
+
+
+def _check_known(name: str, model_type: str, raw: dict[str, Any]) -> None:
+    from transformers import CONFIG_MAPPING, __version__
+
+    if model_type not in CONFIG_MAPPING and row_of(model_type) is None and not raw.get("auto_map"):
+        raise UnsupportedError(
+            f"{name} has the model type {model_type!r}, which transformers {__version__} does not know: install a "
+            "version that does",
+            page="unsupported-model",
+        )
 
 
 def _check_sizes(name: str, raw: dict[str, Any]) -> None:
@@ -138,7 +150,7 @@ def _check_sizes(name: str, raw: dict[str, Any]) -> None:
 
 
 def _other_kind(model_type: str, raw: dict[str, Any], is_causal: bool) -> str | None:
-    """What a model without a causal language model's adapter is; None if only the adapter is missing."""
+    """What a model is that is no causal language model; None if it is one, as far as its configuration tells."""
     from transformers.models.auto import modeling_auto as auto
 
     if raw.get("is_encoder_decoder"):

@@ -544,8 +544,6 @@ class _Heads:
     v: str | None = None
     fused: str | None = None
     o: str = ""
-    mid: str | None = None
-    post_norm: str | None = None
     has_sinks: bool = False
 
 
@@ -589,7 +587,6 @@ def _attention(stage: _Stage, tap: _Tap) -> _Heads | None:
         roles[passage.path] = _moved_inputs(clean, edited[0])
     _name_projections(heads, roles)
     heads.o = _output_projection(stage, tap)
-    _find_middle(stage, heads)
     return heads
 
 
@@ -658,26 +655,33 @@ def _output_projection(stage: _Stage, tap: _Tap) -> str:
     raise NotInferredError(f"no linear module reads the heads of layer {stage.number}")
 
 
-def _find_middle(stage: _Stage, heads: _Heads) -> None:
-    """Find the module that reads the residual stream between attention and MLP, and the norm behind the attention."""
+@dataclass(frozen=True)
+class _Middle:
+    """The module that reads the residual stream inside a layer, and the one that has written to it before."""
+
+    reader: str
+    writer: str
+
+
+def _middle(stage: _Stage) -> _Middle | None:
+    """Where the residual stream is read between attention, or what stands in its place, and the MLP."""
     hidden = stage.hidden.detach().reshape(-1, stage.d_model)
+    reads = {passage.path: passage.read for passage in stage.clean}
     for passage in stage.clean:
         if passage.read is None or passage.read.shape != hidden.shape:
             continue
         added = passage.read - hidden
         if _size(added) <= 1e-6 * _size(hidden):
             continue
+        writers = list[str]()
         for writer in stage.clean:
-            if writer.gave is None or writer.gave.shape != hidden.shape or _multiple(added, writer.gave) is None:
-                continue
-            around = [
-                other.path for other in stage.clean if _contains(other.path, passage.path) and other.read is not None
-            ]
-            reads = {other.path: other.read for other in stage.clean}
-            heads.mid = min((path for path in around if _is_equal(reads[path], passage.read)), key=len)
-            if not _contains(heads.attn, writer.path):
-                heads.post_norm = writer.path
-            return
+            if writer.gave is not None and writer.gave.shape == hidden.shape and _multiple(added, writer.gave):
+                writers.append(writer.path)
+        if writers:
+            around = [path for path in reads if _contains(path, passage.path)]
+            readers = [path for path in around if _is_equal(reads[path], passage.read)]
+            return _Middle(min(readers, key=len), min(writers, key=len))
+    return None
 
 
 # -- the model -----------------------------------------------------------------------------------------------------
@@ -691,6 +695,38 @@ class _Kind:
     mlp: _Mlp | None
     mixture: _Mixture | None
     heads: _Heads | None
+    middle: _Middle | None
+
+    @property
+    def post_attn_norm(self) -> str | None:
+        """The norm between attention and residual stream."""
+        if self.heads is None or self.middle is None or _contains(self.heads.attn, self.middle.writer):
+            return None
+        return self.middle.writer
+
+    def check(self, row: Adapter) -> None:
+        """Refuse a row whose paths lead to other parts in this kind of layer than were found in it.
+
+        Raises:
+            NotInferredError: Some do.
+        """
+        part = self.mixture or self.mlp
+        found: dict[str, str | None] = {}
+        if part is not None:
+            found |= {"mlp": part.mlp, "post_mlp_norm": part.post_norm}
+            found["experts"] = None if self.mixture is None else self.mixture.path
+        if self.mlp is not None and self.mixture is None:
+            found |= {"down": self.mlp.down.path, "up": self.mlp.up, "gate": self.mlp.gate}
+        if self.heads is not None:
+            found |= {"attn": self.heads.attn, "o": self.heads.o, "post_attn_norm": self.post_attn_norm}
+        paths = set(self.stage.paths.values())
+        for name, path in found.items():
+            alternatives = (getattr(row, name) or "").split("|")
+            there = [alternative for alternative in alternatives if alternative and alternative in paths]
+            if there[:1] != [path] and (there or path is not None):
+                raise NotInferredError(f"layer {self.stage.number} has another {name} than the layers before it")
+            if name == "post_mlp_norm" and path is None and row.post_mlp_norm is not None:
+                raise NotInferredError("only some of its layers have a norm behind the MLP")
 
 
 _INFERRED: dict[str, Adapter] = {}  # proved, by the configuration of the model that they were inferred from
@@ -829,7 +865,7 @@ def _infer(model: Any) -> Adapter:
         for stage in _stages(target):
             mlps = sorted(_mlps(stage), key=_neurons)
             mlp = mlps[-1] if mlps else None
-            kinds.append(_Kind(stage, mlp, _mixture(stage), _attention(stage, tap)))
+            kinds.append(_Kind(stage, mlp, _mixture(stage), _attention(stage, tap), _middle(stage)))
     return _merged(draft, kinds)
 
 
@@ -918,7 +954,9 @@ def _merged(draft: Adapter, kinds: list[_Kind]) -> Adapter:
     heads = [kind.heads for kind in kinds if kind.heads is not None]
     parts: list[Any] = [*dense, *mixtures]
     if not parts:
-        raise NotInferredError("none of its layers has an MLP, which writes attention sinks elsewhere")
+        if not heads:
+            raise NotInferredError("it has neither softmax attention nor MLPs, so there is no attention sink to find")
+        raise NotInferredError("no MLP was found in its layers")
     row = replace(
         draft,
         mlp=_joined([part.mlp for part in parts]),
@@ -945,24 +983,45 @@ def _merged(draft: Adapter, kinds: list[_Kind]) -> Adapter:
         row = _with_shared(row, shared, bool(dense))
     if not heads:
         raise NotInferredError("its attention does not go through transformers' attention interface")
+    mixers = list[str]()
     for kind in kinds:
-        if kind.heads is None:
-            raise NotInferredError(f"layer {kind.stage.number} has no attention")
-        if kind.mlp is None and kind.mixture is None:
-            raise NotInferredError(f"layer {kind.stage.number} has no MLP")
-    return replace(
+        if kind.heads is not None:
+            mixers.append(kind.heads.attn)
+        elif kind.middle is not None:
+            mixers.append(kind.middle.writer)
+    row = replace(
         row,
-        attn=_joined([part.attn for part in heads]),
+        attn=_joined(mixers),
         q=_joined([part.q for part in heads]),
         k=_joined([part.k for part in heads]),
         v=_joined([part.v for part in heads]),
         fused_qkv=_joined([part.fused for part in heads]),
         o=_joined([part.o for part in heads]),
-        mid=_joined([part.mid for part in heads]),
-        post_attn_norm=_joined([part.post_norm for part in heads]),
+        mid=_joined([kind.middle.reader for kind in kinds if kind.middle is not None]),
+        post_attn_norm=_joined([kind.post_attn_norm for kind in kinds]),
+        attends=_only_where_attended(kinds),
         learned_sinks=any(part.has_sinks for part in heads),
         absolute_positions=_is_absolute(kinds[0].stage.target),
     )
+    for kind in kinds:
+        kind.check(row)
+    return row
+
+
+def _only_where_attended(kinds: list[_Kind]) -> str | None:
+    """A part that all layers with attention have and no other layer has; None if every layer has attention.
+
+    Raises:
+        NotInferredError: There is none.
+    """
+    parts = [set(kind.stage.paths.values()) for kind in kinds if kind.heads is not None]
+    others = [set(kind.stage.paths.values()) for kind in kinds if kind.heads is None]
+    if not others:
+        return None
+    for path in sorted(set.intersection(*parts), key=len):
+        if not any(path in other for other in others):
+            return path
+    raise NotInferredError("no part tells its layers with attention from the others")
 
 
 def _same(what: str, values: list[Any]) -> Any:

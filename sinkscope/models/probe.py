@@ -147,6 +147,8 @@ class _EditErrors:
         kinds = set[bool]()
         for layer in range(target.n_layers):
             is_mixture = target.is_mixture(layer)
+            if not target.has_neurons(layer):
+                continue
             if is_mixture in kinds or (not is_mixture and _typical_neuron(target, layer) is None):
                 continue
             edited = _EditedLayer(target, layer)
@@ -365,7 +367,8 @@ class _AttentionErrors:
 
     def measure(self, target: Target) -> None:
         """Compare the first layers."""
-        layers = list(range(min(_ATTENTION_LAYERS, target.n_layers)))
+        attending = [layer for layer in range(target.n_layers) if target.has_attention(layer)]
+        layers = attending[:_ATTENTION_LAYERS]
         recomputed = _recomputed_rows(target, layers)
         own = recomputed
         if target.kind != "bridge":

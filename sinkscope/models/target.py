@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.notation import neuron_name
 from sinkscope.models import experts
-from sinkscope.models.adapters import Adapter
+from sinkscope.models.adapters import Adapter, row_of
 from sinkscope.models.config import without_cache
 
 Kind = Literal["hf", "bridge", "nnsight"]
@@ -91,9 +92,9 @@ class Target:
             return model
         hf, kind = unwrap(model)
         config: Any = hf.config
-        from sinkscope.models.infer import adapter_of  # it calls models through a Target
-
-        adapter = adapter_of(hf, kind)
+        adapter = row_of(config.model_type)
+        if adapter is None:  # inference calls the model through a Target, so it cannot be imported above
+            adapter = import_module("sinkscope.models.infer").adapter_of(hf, kind)
         if tokenizer is None:  # a bridge and nnsight change theirs, `load` keeps the original on the module
             tokenizer = getattr(hf, "tokenizer", None) or getattr(model, "tokenizer", None)
         origin = getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "")
@@ -180,6 +181,14 @@ class Target:
     def n_layers(self) -> int:
         """Number of decoder layers."""
         return len(self.layers)
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer attends with a softmax; layers of hybrid models may keep a state instead."""
+        return self.adapter.attends is None or self.has_part(layer, self.adapter.attends)
+
+    def has_neurons(self, layer: int) -> bool:
+        """Whether a layer has an MLP, dense or a mixture."""
+        return self.is_mixture(layer) or self.has_part(layer, self.adapter.down)
 
     @property
     def d_model(self) -> int:
