@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.notation import counted
 from sinkscope.interventions.positions import Call, Tracker
 from sinkscope.models.target import Target
 from sinkscope.trace.internals import in_backward, replace_checkpointing
@@ -301,8 +302,7 @@ class Intervention(ABC):
         """What the intervention did in a run, in one sentence; "" if there is nothing to say."""
         if not self.KIND:
             return ""
-        count = run.counts[self.KIND]
-        return f"{type(self).__name__} {self.KIND} {count:,} value{'' if count == 1 else 's'}."
+        return f"{type(self).__name__} {self.KIND} {counted(run.counts[self.KIND], 'value')}."
 
     def check_prompt(self, tokens: int) -> None:  # noqa: B027 - nothing to refuse by default
         """Refuse a prompt of this length before it is read; most interventions accept any length.
