@@ -28,6 +28,7 @@ class PlantedCircuit:
         hard: the model.
         marks: parts without which the first token's spike (or its attention, where there is no spike) is lost.
         together: whether they are lost only together.
+        by_attention: whether the truth is read from the attention although there is a spike, as a smaller one does.
         neurons: the neurons that make the spike.
         decoys: parts that look like marks and are not.
         early: what makes a norm that stands out before the neurons.
@@ -37,6 +38,7 @@ class PlantedCircuit:
     hard: HardModel
     marks: tuple[str, ...]
     together: bool = False
+    by_attention: bool = False
     neurons: tuple[Site, ...] = ()
     decoys: tuple[str, ...] = ()
     early: tuple[str, ...] = ()
@@ -171,7 +173,8 @@ def _redundant_heads(b: _Build) -> dict[str, Any]:
     way, layer_number = b.space.sinks[0], b.plan.sink_layer
     neurons = _neuron(b, b.on(layer_number, b.space.mark, threshold=0.3), way, b.space.mark)
     marks = (name, f"L{index}.H{twin * ratio}")
-    return {"marks": marks, "together": True, "neurons": neurons, "reading": b.read(b.behind, way)}
+    reading = b.read(b.behind, way)
+    return {"marks": marks, "together": True, "by_attention": True, "neurons": neurons, "reading": reading}
 
 
 @_kind("gpt_oss", count=1)
@@ -230,21 +233,22 @@ def lost(circuit: PlantedCircuit, parts: tuple[str | Site, ...], at: int = 0, id
     """
     h = circuit.hard
     ids = h.natural(2, 20) if ids is None else ids
-    before = _effect(h, ids, at)
+    before = _effect(circuit, ids, at)
     changed = ids.clone()
     if "token embedding" in parts:
         changed[:, at] = ids[:, 11]
     with _without(h, tuple(part for part in parts if part != "token embedding"), at):
-        return 1 - _effect(h, changed, at) / before
+        return 1 - _effect(circuit, changed, at) / before
 
 
 @torch.no_grad()
-def _effect(h: HardModel, ids: Tensor, at: int) -> float:
+def _effect(circuit: PlantedCircuit, ids: Tensor, at: int) -> float:
+    h = circuit.hard
     usual = h.model.config._attn_implementation
     h.model.set_attn_implementation("eager")
     out: Any = h.model(ids, output_attentions=True, output_hidden_states=True, use_cache=False)
     h.model.set_attn_implementation(usual)
-    if h.truth.spike or h.name == "written_by_a_head":
+    if (h.truth.spike or h.name == "written_by_a_head") and not circuit.by_attention:
         norms = torch.stack([hidden.norm(dim=-1) for hidden in out.hidden_states[1:-1]])  # the last one is normed
         return float(norms[:, :, at].amax(0).mean() - norms[:, :, 11].amax(0).mean())
     rows = [out.attentions[layer][:, head, at + 1 :, at].mean() for layer, head in h.truth.reading]

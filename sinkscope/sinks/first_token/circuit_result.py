@@ -79,7 +79,7 @@ class CircuitStep:
         rows: list[dict[str, Any]] = []
         target = "keys" if self.name == KEYS else "spike"
         control = self.together_control if self.name == NEURONS else self.control
-        for name, lost, gained in zip(self.components, self.necessity, self.sufficiency, strict=True):
+        for name, lost, gained in zip(self.components, self.necessity.tolist(), self.sufficiency.tolist(), strict=True):
             rows.append(_edge(self.name, name, target, lost, control, gained))
         return rows
 
@@ -149,7 +149,7 @@ class Readers:
         if not self.carried_by:
             return []
         source = "spike" if self.carried_by == ("spike",) else "marks"
-        lost = 1 - self.attention_without / self.attention
+        lost = (1 - self.attention_without / self.attention).tolist()
         control = None if self.control is None else 1 - self.control / float(self.attention.mean())
         return [_edge("readers", source, head, lost[i], control, None) for i, head in enumerate(self.heads)]
 
