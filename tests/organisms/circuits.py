@@ -29,6 +29,7 @@ class PlantedCircuit:
         marks: parts without which the first token's spike (or its attention, where there is no spike) is lost.
         together: whether they are lost only together.
         by_attention: whether the truth is read from the attention although there is a spike, as a smaller one does.
+        also: what the marks read, which is lost with them.
         neurons: the neurons that make the spike.
         decoys: parts that look like marks and are not.
         early: what makes a norm that stands out before the neurons.
@@ -39,6 +40,7 @@ class PlantedCircuit:
     marks: tuple[str, ...]
     together: bool = False
     by_attention: bool = False
+    also: tuple[str, ...] = ()
     neurons: tuple[Site, ...] = ()
     decoys: tuple[str, ...] = ()
     early: tuple[str, ...] = ()
@@ -174,7 +176,8 @@ def _redundant_heads(b: _Build) -> dict[str, Any]:
     neurons = _neuron(b, b.on(layer_number, b.space.mark, threshold=0.3), way, b.space.mark)
     marks = (name, f"L{index}.H{twin * ratio}")
     reading = b.read(b.behind, way)
-    return {"marks": marks, "together": True, "by_attention": True, "neurons": neurons, "reading": reading}
+    about = {"also": ("token embedding",), "neurons": neurons, "reading": reading}
+    return {"marks": marks, "together": True, "by_attention": True, **about}
 
 
 @_kind("gpt_oss", count=1)

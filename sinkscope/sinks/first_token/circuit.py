@@ -193,8 +193,8 @@ def _readers(effect: PositionEffect, carried_by: tuple[str, ...], edits: Sequenc
     return Readers(
         carried_by=carried_by,
         heads=tuple(head_name(*places[number]) for number in ranked.tolist()),
-        attention=intact[ranked].numpy(),
-        attention_without=left[0, ranked].numpy(),
+        attention=intact[ranked].double().numpy(),
+        attention_without=left[0, ranked].double().numpy(),
         control=float(left[1:].mean(1).min()) if len(left) > 1 else None,
     )
 
@@ -261,7 +261,7 @@ def _first_sink(setup: Setup, sinks: FindSinks) -> _Position:
             layer = spike.plateau[0]
         return _Position.of(setup, name, ids, 0, layer, (), sinks.shared_dims)
     sites: list[tuple[int, ...]] = []
-    if sinks.causal_sets and sinks.causal_sets[0].kind != "backup":
+    if sinks.causal_sets and (sinks.minimal is not None or not sinks.causal):  # else a set that is larger than its part
         sites += sinks.causal_sets[0].edit_sites
     sites += [neuron.site for neuron in sinks.causal if neuron.site not in sites]
     layer = max(sinks.sink_layer, *(site[0] for site in sites), 0)
