@@ -1,6 +1,6 @@
 """Kinds of models beside those of `hard.py`: sinks elsewhere than at the first token of every text, by other means.
 
-They are built with the same tools. `HardTruth` says of the first token what is so; what is beyond it stands in `Beyond`.
+They are built with the same tools. `HardTruth` says what is so of the first token, and `Beyond` what else is so.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ def _read_mark(b: _Build, **more: Any) -> HardTruth:
     return replace(HardTruth(False, True, carrier, reading=reading, marking=marking), **more)
 
 
-@_unseen("llama", "neox", "gemma2", "qwen3", "mixtral", "gpt_oss", "gpt2")
+@_unseen("llama", "neox", "gemma2", "mixtral", "gpt_oss", "gpt2")
 def _reads_the_mark(b: _Build) -> HardTruth:
     return _read_mark(b, note="Heads read the mark itself; no norm stands out.")
 
 
-@_unseen("mistral", "qwen3", beyond=Beyond(window=24), window=24, every_window=True)
+@_unseen("mistral", beyond=Beyond(window=24), window=24, every_window=True)
 def _window_mark(b: _Build) -> HardTruth:
     return _read_mark(b, note="The same, and no query sees farther than 24 positions.")
 
@@ -192,7 +192,7 @@ def _windows(b: _Build) -> HardTruth:
     return _textbook(b, note="No query sees farther than 16 positions; those that see the first token attend to it.")
 
 
-@_unseen("gemma2", "gpt_oss", beyond=Beyond(window=16), window=16, every_window=True, layers=(6, 6), behind=(1, 1))
+@_unseen("gemma2", "gpt_oss", beyond=Beyond(window=16), window=16, every_window=True, layers=(6, 6), behind=(2, 2))
 def _other_windows(b: _Build) -> HardTruth:
     """Only layers with a window of 16 read."""
     return _sink_of_even_layers(b)
@@ -234,13 +234,13 @@ def _crowd(b: _Build) -> HardTruth:
 
 @_unseen("llama", "qwen3", "gpt2", "neox")
 def _embedded_delimiter(b: _Build) -> HardTruth:
-    """The embedding of a delimiter is its spike, and a neuron adds half a percent."""
+    """The embedding of a delimiter is its spike, and a neuron adds three percent."""
     scale = b.plan.d_model**0.5 if b.plan.family.model_type == "gemma2" else 1.0
     size = b.size(0)
     b.views.embed[b.delimiter] += size * b.side / scale
     where = b.tokens == b.delimiter
     layer = b.plan.sink_layer
-    b.write(layer, b.spare[0], b.on(layer, b.side, where), b.side, 0.005 * size, where=where, route=b.side)
+    b.write(layer, b.spare[0], b.on(layer, b.side, where), b.side, 0.03 * size, where=where, route=b.side)
     truth = _textbook(b)
     b.read(b.behind, b.side, where=where, other=True)
     return replace(truth, later={b.delimiter: ()}, note="A delimiter's embedding is a spike that no MLP makes.")

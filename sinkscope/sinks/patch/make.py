@@ -24,7 +24,7 @@ from sinkscope.models.target import Target, norm_of
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
+from sinkscope.sinks.first_token.layer_scan import LayerScan
 from sinkscope.sinks.first_token.neurons import repeat_until_half
 from sinkscope.sinks.patch.evaluate import Change, held_out, losses, perplexity_change, random_patch, under
 from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefixes, repetition_limit
@@ -238,10 +238,11 @@ def make_patch(
         patch = SinkPatch.from_result(sinks)
     except SinkscopeError:
         return PatchMade(verdict="not-repaired", reason="no neuron is causal, alone or in a set.")
-    spike = scan_layers(target, setup.ids, whole=True, progress=setup.progress)
+    context = SinkContext.read(setup, whole=True)
+    spike = context.scan
     drawn = pick_tokens(setup.tokenizer, setup.ids, None, setup.seed, words)
     starts = prefixes(setup, drawn)
-    repeats = repeat_until_half(SinkContext.of(setup, spike), drawn, starts, most, setup.progress).repeats
+    repeats = repeat_until_half(context, drawn, starts, most, setup.progress).repeats
     reached = [place for place, count in enumerate(repeats) if count is not None]
     if not reached:
         reason = f"none of {len(drawn)} words becomes a sink when it is repeated {most} times."
