@@ -186,7 +186,8 @@ def test_a_change_counts_beyond_both_margins(folder: Path, by: float, moved: boo
     assert changes["x"].changed is moved and changes["x"].margin == pytest.approx(2**0.5)
     assert changes["y"].changed is None
     assert f"{int(moved)} of 1 judged" in compared.conclusion()
-    assert compared.details()[0] == "1 of 1 numbers without a margin differ and were not judged: y."
+    assert "; 1 more differs and was not judged." in compared.conclusion()
+    assert compared.details()[0] == "Without a margin, a difference is not judged: y."
 
 
 def test_a_fact_that_changed_is_named(folder: Path) -> None:

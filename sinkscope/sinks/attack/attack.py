@@ -63,6 +63,7 @@ class ClusterAttack(Result):
         lengths: Tokens per sequence.
         sequences: Sequences of each kind.
         positions: Mean share of positions that succeed.
+        errors: Standard error of this share over sequences.
         any: Share of sequences that succeed at some position.
         most: Share of sequences that succeed at half of their positions or more.
         first: Median number of tokens until the first success. NaN if half of the sequences never succeed.
@@ -87,6 +88,7 @@ class ClusterAttack(Result):
     lengths: Int[np.ndarray, " length"]
     sequences: int
     positions: Float[np.ndarray, "context length source"]
+    errors: Float[np.ndarray, "context length source"]
     any: Float[np.ndarray, "context length source"]
     most: Float[np.ndarray, "context length source"]
     first: Float[np.ndarray, "context length source"]
@@ -187,7 +189,8 @@ class ClusterAttack(Result):
             numbers.append(Number("tokens that one head of layer 0 marks", served, without))
         if self.best is not None:
             cluster, random, _ = self.positions[self.best]
-            numbers.append(Number("positions that a cluster attack makes sinks", float(cluster), float(random)))
+            margin = 2 * float(self.errors[self.best][0])
+            numbers.append(Number("positions that a cluster attack makes sinks", float(cluster), float(random), margin))
         return numbers
 
 
@@ -353,7 +356,7 @@ class AttackTrials:
         self.everyone = everyone
         self.reference = float("nan")
         shape = len(contexts), len(lengths), len(SOURCES)
-        names = ("positions", "any", "most", "first", "norm")
+        names = ("positions", "errors", "any", "most", "first", "norm")
         self.arrays: dict[str, Any] = {name: np.full(shape, np.nan) for name in names}
         self.round_trip = np.full(shape[1:], np.nan)
 
@@ -391,6 +394,7 @@ class AttackTrials:
         skipped = self.lengths[place[1]] - norms.shape[1]  # tokens of the sequence before the first attacked one
         first = torch.where(reached, hits.int().argmax(1) + 1.0 + skipped, torch.inf).median()
         self.arrays["positions"][place] = hits.float().mean()
+        self.arrays["errors"][place] = hits.float().mean(1).std() / len(hits) ** 0.5
         self.arrays["any"][place] = reached.float().mean()
         self.arrays["most"][place] = most.float().mean()
         self.arrays["norm"][place] = norms.mean(1).median()

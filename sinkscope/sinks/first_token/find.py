@@ -14,6 +14,7 @@ from statistics import median
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Positive, Setup, measurement
 from sinkscope.measure.evidence import NEEDED
+from sinkscope.measure.margin import margin_of
 from sinkscope.models.names import published_for
 from sinkscope.sinks.first_token.attention_received import (
     AttentionReceived,
@@ -186,6 +187,7 @@ def norm_spike(context: SinkContext, later: Sequence[LaterSink]) -> NormSpike | 
         made_by=made_by,
         begun_by=spike_maker(context) if scan.norm_before else None,
         begun_ratio=scan.begun_ratio,
+        margin=margin_of(scan.ratios_by_text.numpy()),
         share=context.share,
     )
 

@@ -144,6 +144,12 @@ class LayerScan:
         return max(self.ratios)
 
     @property
+    def ratios_by_text(self) -> Float[Tensor, " row"]:
+        """The ratio of the first token's norm to the typical one of each text, after the layer where it is largest."""
+        norms = self.norms[self.ratios.index(self.spike_ratio)]
+        return norms[:, 0] / norms[:, 1:].median(1).values.clamp(min=SMALLEST_NORM)
+
+    @property
     def ratios(self) -> list[float]:
         """The ratio of the first token's norm to the typical one after each layer."""
         pairs = zip(self.first_norm, self.typical_norm, strict=True)

@@ -86,6 +86,8 @@ class CausalSet:
         kind: "minimal": the smallest set found that removes the spike; "partial": the best set found, which does not
             remove it; "backup": neurons of the minimal set that write a spike only when the other neurons of the set
             are silent. The drops of a backup are relative to the state with the others silent.
+        margin_norm: Two standard errors of the drop at the sink layer over texts; None for too few texts.
+        margin_attention: The same of the drop in attention.
     """
 
     sites: tuple[Member, ...]
@@ -95,6 +97,8 @@ class CausalSet:
     heads_lost: float | None
     control: float
     kind: Literal["minimal", "partial", "backup"]
+    margin_norm: float | None = None
+    margin_attention: float | None = None
 
     @property
     def edit_sites(self) -> Sites:
@@ -169,6 +173,7 @@ class NormSpike:
             single component makes it.
         begun_ratio: The largest ratio before the MLP. None if no norm stands out there.
         share: Share of the texts whose first token has the spike.
+        margin: Two standard errors of the ratio over texts; None for too few texts.
     """
 
     positions: tuple[int, ...]
@@ -180,6 +185,7 @@ class NormSpike:
     begun_by: str | None = None
     begun_ratio: float | None = None
     share: float = 1.0
+    margin: float | None = None
 
     @property
     def makers(self) -> tuple[str, ...]:
@@ -322,14 +328,20 @@ class RepetitionSpike:
     set: CausalSet | None
     neurons: tuple[Neuron, ...]
 
+    @property
+    def same_neurons(self) -> bool:
+        """Whether at least half of the repeated token's norm needs the first token's neurons."""
+        return self.drop >= NEEDED
+
     def sentence(self, names: str) -> str:
         """Which neurons repetition goes through.
 
         Args:
             names: The neurons that make the first token's spike.
         """
-        lost = f"without {names}, {self.drop:.1%} of the norm of the repeated token {self.token!r} is lost"
-        if self.drop >= NEEDED:
+        share = f"{self.drop:.1%}".replace("-0.0%", "0.0%")
+        lost = f"without {names}, {share} of the norm of the repeated token {self.token!r} is lost"
+        if self.same_neurons:
             return f"Repetition goes through the same neurons: {lost}."
         if self.set is None:
             return f"Repetition goes another way: {lost}."
@@ -461,12 +473,15 @@ class FindSinks(Result):
         numbers: list[Number] = []
         minimal = self.minimal
         if minimal is not None:
-            chance = minimal.control
-            numbers.append(Number("norm lost without the neurons", minimal.drop_sink_layer, chance, chance))
-            numbers.append(Number("attention lost without the neurons", minimal.drop_attention, chance, chance))
-        if self.norm_spike is not None:
-            usual = self.typical_ratio
-            numbers.append(Number("first token's norm over the typical one", self.norm_spike.ratio, usual, usual))
+            control = minimal.control
+            lost = minimal.drop_sink_layer
+            numbers.append(Number("norm lost without the neurons", lost, control, minimal.margin_norm))
+            lost = minimal.drop_attention
+            numbers.append(Number("attention lost without the neurons", lost, control, minimal.margin_attention))
+        spike = self.norm_spike
+        if spike is not None:
+            label = "first token's norm over the typical one"
+            numbers.append(Number(label, spike.ratio, self.typical_ratio, spike.margin))
         return numbers
 
     def facts(self) -> dict[str, str]:
@@ -641,8 +656,8 @@ class FindSinks(Result):
         if not repeated:
             return sentences
         if repeats.median is None:
-            until = counted(repeats.max_repeats, "repetition")
-            return [f"None of {counted(repeated, 'token')} becomes a sink within {until}.", *sentences]
+            until = f"within {counted(repeats.max_repeats, 'repetition')} ({counted(repeated, 'token')})"
+            return [f"No repeated token reaches half of the first token's norm at the sink layer {until}.", *sentences]
         never = ""
         if repeats.unreached:
             never = f"; {repeats.unreached} of {repeated} never do within {repeats.max_repeats}"

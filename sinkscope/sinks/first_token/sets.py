@@ -13,13 +13,16 @@ from itertools import combinations
 from math import comb
 from typing import Literal, TypeVar
 
+import numpy as np
 import torch
+from einops import reduce
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import NEEDED
+from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.attention_received import attention_received
@@ -155,10 +158,11 @@ class CausalSets:
 
 @dataclass(frozen=True)
 class _RemovedNorms:
-    """Norms of the spike with each of several sets silenced, median over texts."""
+    """Norms of the spike with each of several sets silenced, median over texts; and the share lost in each text."""
 
     norms: Float[Tensor, "set layer"]
     intact: Float[Tensor, " layer"]
+    by_text: Float[Tensor, "set text layer"]
 
     def drops(self, layer: int) -> list[float]:
         """Share of the intact norm that each set takes away at a layer."""
@@ -172,7 +176,8 @@ class _SpikeSearch:
     Attributes:
         context: The model and its layer scan.
         texts: Texts that end with the token.
-        longer: A text that goes on behind it, where attention to the token is compared.
+        rows: For each text of the context, its place in `texts`.
+        longer: Texts that go on behind it, where attention to the token is compared.
         layer: The layer that makes the spike.
         last: The last layer after which the norm stands out.
         heads: The (layer, head) pairs behind `layer` that attend to the token.
@@ -181,6 +186,7 @@ class _SpikeSearch:
 
     context: SinkContext
     texts: TokenRows
+    rows: Int[Tensor, " context_text"]
     longer: Int[Tensor, "other longer"]
     layer: int
     last: int
@@ -197,7 +203,8 @@ class _SpikeSearch:
         edits = [Edit(zero=sites) for sites in sets]
         shared_dims = self.context.scan.shared_dims
         edited = effects(self.context.target, self.texts, edits, at=self.at, upto=self.last, without=shared_dims)
-        return _RemovedNorms(edited.norms.quantile(0.5, dim=1), edited.intact_norms.quantile(0.5, dim=0))
+        by_text = 1 - edited.norms / edited.intact_norms
+        return _RemovedNorms(edited.norms.quantile(0.5, dim=1), edited.intact_norms.quantile(0.5, dim=0), by_text)
 
     def smallest(self, sites: Sites, *layers: int) -> Sites | None:
         """The smallest set that takes the spike away at these layers; None if no set that was tried does."""
@@ -224,8 +231,16 @@ class _SpikeSearch:
             return None
         edits = [Edit(zero=sites) for sites in sets]
         upto = max(layer for layer, _ in self.heads)
-        edited = effects(self.context.target, self.longer, edits, at=self.at, upto=upto, attention=True)
+        edited = effects(self.context.target, self.longer[:1], edits, at=self.at, upto=upto, attention=True)
         return edited.attention_drops(self.heads)
+
+    def attention_lost(self, chosen: Sites) -> Float[np.ndarray, " text"]:
+        """Share of the attention to the token that the heads lose without a set, in each of the longer texts."""
+        layer, head = torch.tensor(self.heads).T
+        upto = int(layer.max())
+        edited = effects(self.context.target, self.longer, [Edit(zero=chosen)], at=self.at, upto=upto, attention=True)
+        left = edited.attention[0][:, layer, head] / edited.intact_attention[:, layer, head]
+        return reduce(1 - left, "text pair -> text", "mean").numpy()
 
     def grown(self, chosen: Sites, others: Sites) -> Sites:
         """The set and those of the other candidates that attention needs as well."""
@@ -282,15 +297,28 @@ class _SpikeSearch:
         at_last_layer = removed.drops(self.last)
         control = max(*at_sink_layer[1:], *at_last_layer[1:])
         drop_attention = None
+        margin_attention = None
         lost = None
         if drops is not None:
-            drop_attention, *control_drops = drops[: 1 + CONTROL_DRAWS].mean(1).tolist()
-            control = max(control, *control_drops)
+            control = max(control, *drops[1 : 1 + CONTROL_DRAWS].mean(1).tolist())
             lost = heads_lost(drops)[0]
+            in_texts = self.attention_lost(chosen)
+            drop_attention = float(in_texts.mean())
+            margin_attention = margin_of(in_texts)
         if min(at_sink_layer[0], at_last_layer[0]) <= control:
             return None
         members = tuple(Member.of(site) for site in chosen)
-        return CausalSet(members, at_sink_layer[0], at_last_layer[0], drop_attention, lost, control, kind)
+        return CausalSet(
+            members,
+            at_sink_layer[0],
+            at_last_layer[0],
+            drop_attention,
+            lost,
+            control,
+            kind,
+            margin_norm=margin_of(removed.by_text[0, self.rows, self.layer].numpy()),
+            margin_attention=margin_attention,
+        )
 
     def backup(self, backups: Sites, minimal: CausalSet) -> CausalSet:
         """The part of the minimal set that writes a spike only when the rest is silenced."""
@@ -349,10 +377,12 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Sequence
     """
     layer = context.layer
     ids = context.ids
+    firsts, rows = ids[:, 0].unique(return_inverse=True)
     search = _SpikeSearch(
         context,
-        texts=ids[:, 0].unique()[:SPIKE_TEXTS, None],
-        longer=ids[:1, :ATTENTION_LENGTH],
+        texts=firsts[:SPIKE_TEXTS, None],
+        rows=rows[rows < SPIKE_TEXTS],
+        longer=ids[:SPIKE_TEXTS, :ATTENTION_LENGTH],
         layer=layer,
         last=max(layer, context.scan.spike_layers[-1]),
         heads=[(behind, head) for behind, head in heads if behind > layer],
@@ -508,7 +538,8 @@ def set_at_position(
     heads = attending_heads(context.target, ids[0], at, len(scan.layers), RATE_EPS)
     behind = [(number, head) for number, head in heads if number > layer]
     until = replace(context, ids=ids[:, : at + 1])
-    search = _SpikeSearch(until, until.ids, longer=ids, layer=layer, last=max(layer, last), heads=behind)
+    alone = torch.zeros(1, dtype=torch.long)
+    search = _SpikeSearch(until, until.ids, alone, longer=ids, layer=layer, last=max(layer, last), heads=behind)
     neurons = stage_neurons(until, layer, CANDIDATES, at=at, text=context.ids)
     sites = tuple(neuron.site for neuron in neurons)
     chosen = search.smallest(sites, layer, search.last)
@@ -546,26 +577,34 @@ def repetition_spike(
     target = context.target
     repeated = [place for place, count in enumerate(repeats) if count != 1]  # others need no repetition
     reached = [place for place in repeated if repeats[place] is not None]
-    if not repeated:
+    rows = [[firsts[place], *[words[place]] * (repeats[place] or limit)] for place in reached[:1] or repeated]
+    if not rows:
         return None
-    place = [*reached, *repeated][0]
-    count = repeats[place] or limit
-    ids = torch.tensor([[firsts[place], *[words[place]] * count]])
-    token = target.tokenizer.decode([words[place]])
+    ids = torch.tensor(rows)
+    row = 0
+    if not reached:  # not at the sink layer, but perhaps behind it
+        scan = scan_layers(target, ids, whole=True, upto=context.scan.spike_layers[-1])
+        heights = torch.stack(
+            [scan.norms[layer][:, -1] / scan.norms[layer][:, 0] for layer in context.scan.spike_layers]
+        )
+        row = int(heights.max(0).values.argmax())
+        if float(heights.max()) < NEEDED:
+            return None
+        ids = ids[row : row + 1]
+    last = ids.shape[1] - 1
+    token = target.tokenizer.decode([int(ids[0, -1])])
+    silent = Edit(zero=minimal.edit_sites)
     if reached:
-        edit = Edit(zero=minimal.edit_sites)
-        upto = max(context.layer, *(member.layer for member in minimal.sites))
-        drop = float(effects(target, ids, [edit], at=count, upto=upto).drops(upto))
+        made_in = max(context.layer, *(member.layer for member in minimal.sites))
+        drop = float(effects(target, ids, [silent], at=last, upto=made_in).drops(made_in))
         if drop >= NEEDED:
-            return RepetitionSpike(token, count, drop, None, ())
+            return RepetitionSpike(token, last, drop, None, ())
     scan = scan_layers(target, ids, whole=True, upto=context.scan.spike_layers[-1])
-    heights = {layer: float(scan.norms[layer][0, -1] / scan.norms[layer][0, 0]) for layer in context.scan.spike_layers}
-    highest = max(heights, key=heights.__getitem__)
-    if heights[highest] < NEEDED:
-        return None
-    made = set_at_position(context, scan, ids, 0, count)
-    silenced = effects(target, ids, [Edit(zero=minimal.edit_sites)], at=count, upto=highest)
-    drop = float(silenced.drops(highest))
-    if drop >= NEEDED or made is None or made.set.kind != "minimal":
-        return RepetitionSpike(token, count, drop, None, ())
-    return RepetitionSpike(token, count, drop, made.set, made.neurons)
+    layer = max(context.scan.spike_layers, key=lambda layer: float(scan.norms[layer][0, -1] / scan.norms[layer][0, 0]))
+    drop = float(effects(target, ids, [silent], at=last, upto=layer).drops(layer))
+    made = None
+    if drop < NEEDED:
+        made = set_at_position(context, scan, ids, 0, last)
+    if made is None or made.set.kind != "minimal":
+        return RepetitionSpike(token, last, drop, None, ())
+    return RepetitionSpike(token, last, drop, made.set, made.neurons)

@@ -19,6 +19,7 @@ from sinkscope.files.result import Number
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
+from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import finished
 from sinkscope.models.target import Target, norm_of
 from sinkscope.models.text import text_rows
@@ -167,8 +168,11 @@ class PatchMade(Result):
         """The norm of repeated words under the patch, beside the intact norm."""
         if self.proof is None:
             return []
-        intact, patched, _ = np.median(self.proof.norms[:, :, 0], axis=1).tolist()
-        return [Number("repeated token's norm under the patch", patched, intact)]
+        intact, patched, _ = self.proof.norms[:, :, 0]
+        margin = margin_of(patched, np.median)
+        return [
+            Number("repeated token's norm under the patch", float(np.median(patched)), float(np.median(intact)), margin)
+        ]
 
 
 def draw(result: PatchMade) -> go.Figure:
@@ -237,7 +241,10 @@ def make_patch(
     try:
         patch = SinkPatch.from_result(sinks)
     except SinkscopeError:
-        return PatchMade(verdict="not-repaired", reason="no neuron is causal, alone or in a set.")
+        reason = "no neuron is causal, alone or in a set."
+        if sinks.repetition is not None:
+            reason = "repeated words go another way than the first token, and no neurons were found that they need."
+        return PatchMade(verdict="not-repaired", reason=reason)
     context = SinkContext.read(setup, whole=True)
     spike = context.scan
     drawn = pick_tokens(setup.tokenizer, setup.ids, None, setup.seed, words)

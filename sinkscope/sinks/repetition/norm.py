@@ -15,6 +15,7 @@ from sinkscope.files.notation import neuron_names
 from sinkscope.files.result import Number
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
+from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half
@@ -145,12 +146,15 @@ class NormReading:
     def numbers(self, sweep: Sweep) -> list[Number]:
         """The norm after the last repetition, and what ablation takes away."""
         last = self.norms[0, sweep.single, -1]
-        margin = float(2 * last.std() / np.sqrt(len(last)))
-        numbers = [Number("norm after the last repetition", float(np.median(last)), float(self.typical[1]), margin)]
+        middle = float(np.median(last))
+        typical = float(self.typical[1])
+        numbers = [Number("norm after the last repetition", middle, typical, margin_of(last, np.median))]
         if "control" in self.conditions and np.isfinite(self.repeats).any():
             losses = self._losses()
-            causal = losses.get("set", losses["one"])
-            numbers.append(Number("norm then lost without the neurons", causal, losses["control"]))
+            causal = "set" if "set" in losses else "one"
+            by_token = self.lost[self.conditions.index(causal), np.isfinite(self.repeats)]
+            margin = margin_of(by_token, np.median)
+            numbers.append(Number("norm then lost without the neurons", losses[causal], losses["control"], margin))
         return numbers
 
     def draw(self, sweep: Sweep) -> Any:
