@@ -152,14 +152,14 @@ def misleading(u: UnseenModel, result: FindSinks) -> list[str]:
     planted = {site[-1] for sites in (*truth.sets, *truth.later.values()) for site in sites}
     words = {
         "windows of": beyond.window is not None,
-        "of the texts": beyond.share < 1,
+        "of texts": beyond.share < 1,
         "texts of 512": beyond.length > 0,
         "amplif": u.hard.name == "amplified",
         f"position {beyond.positions[0]}": beyond.positions[0] > 0,
         "without a norm spike": not truth.spike,
     }
     wrong = [word for word, there in words.items() if (word in text) != there]
-    if named <= planted and not wrong and len(text.split()) <= 31:
+    if named <= planted and not wrong and len(text.split()) <= 30:
         return []
     return [f"conclusion: {text} {wrong}"]
 

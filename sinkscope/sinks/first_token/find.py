@@ -225,8 +225,10 @@ def attention_sink(
             carrier = "spike"
         else:
             texts = received.ids[received.texts][:CARRIER_TEXTS]
-            if texts.shape[1] == SHORT:
+            if texts.shape[1] <= SHORT:
                 texts = texts[:, :CARRIER_LENGTH]
+            else:
+                texts = texts[:1]  # a sink of long texts shows in the whole text only
             tried = carriers(context.target, texts, received.heads)
             needed = {candidate.name for candidate in tried if candidate.needed}
             carrier = "spike" if spike is not None and needed & {*spike.makers} else carried_by(tried)

@@ -290,7 +290,7 @@ class AttentionSink:
         if self.window is not None:
             words += f" within windows of {self.window} tokens"
         if self.share < 1:
-            words += f" in {self.share:.0%} of the texts"
+            words += f" in {self.share:.0%} of texts"
         if self.length > SHORT:
             words += f" in texts of {self.length} tokens"
         return words
@@ -302,7 +302,7 @@ class AttentionSink:
             return "no single component carries it"
         if self.carried_by == "mark":
             writers = [c.name for c in self.carriers if c.needed and "layer" in c.name]
-            return f"they read a mark that the {writers[-1]} writes"
+            return f"they read a mark written by the {writers[-1]}"
         if self.carried_by == "position":
             return "they read the position alone, through the rotary embedding"
         if self.carried_by == "key bias":
