@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from sinkscope.files.notation import agreeing, counted, listed, neuron_name
 from sinkscope.files.result import Number
 from sinkscope.measure import Result
-from sinkscope.measure.evidence import NEEDED
+from sinkscope.measure.evidence import NEEDED, Evidence
 from sinkscope.sinks.tokens import left_out_line
 
 CONTROL_DRAWS = 20  # random control sets of the same size for every ablation
@@ -109,6 +109,11 @@ class CausalSet:
     def names(self) -> str:
         """The neurons in words, such as "L1.N3 and L1.N4"."""
         return listed(self.sites)
+
+    @property
+    def makes_the_spike(self) -> bool:
+        """Whether the set takes away at least half of the norm, and more than random neurons do."""
+        return self.kind == "minimal" and Evidence(self.drop_sink_layer, self.control).holds
 
     @property
     def carries_attention(self) -> bool:
@@ -533,11 +538,11 @@ class FindSinks(Result):
             later = self.later_sinks[0]
             what = f"the spike of {later}"
             minimal = later.set
-            if minimal is None:
+            if minimal is None or not minimal.makes_the_spike:
                 return f"norms stand out at {listed(self.later_sinks)}, not at the first token"
         elif sink is not None:
             what = "the spike that the heads attend to"
-        if minimal is not None:
+        if minimal is not None and minimal.makes_the_spike:
             count = len(minimal.sites)
             makes = f"{agreeing(count, 'makes', 'make')} {what}"
             if spike.begun_by is not None:
