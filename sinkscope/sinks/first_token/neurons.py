@@ -26,7 +26,7 @@ from sinkscope.sinks.first_token.layer_view import (
     neutral_view,
     view_layer,
 )
-from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron, Sites
+from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron
 from sinkscope.sinks.tokens import TokenRows
 
 CAUSAL_DROP = 0.1  # zeroing a causal neuron removes at least this share of the norm
@@ -105,14 +105,12 @@ class VerifiedNeurons:
         neurons: Neurons of the sink layer, largest contribution first, followed by those of other stages.
         set_drop: Share of the norm that is lost when all causal neurons are zeroed. None if the sink layer has none.
         set_control_drop: Largest drop among random sets of the same number of neurons of the sink layer.
-        controls: Sites of one of these random sets.
         massive_dims: Massive activations of the first token at the sink layer, largest first.
     """
 
     neurons: tuple[Neuron, ...] = ()
     set_drop: float | None = None
     set_control_drop: float | None = None
-    controls: Sites = ()
     massive_dims: tuple[int, ...] = ()
 
     @property
@@ -290,6 +288,5 @@ def verify_sink_layer(context: SinkContext, top_k: int, repeated: LayerView | No
             neurons,
             set_drop=float(lost(causal[None])),
             set_control_drop=float(lost(random_sets).max()),
-            controls=tuple(neuron_site(target, layer, number) for number in random_sets[0].tolist()),
             massive_dims=massive_dims,
         )
