@@ -21,6 +21,7 @@ from sinkscope.sinks.first_token.result import (
     RepeatedToken,
     RepeatsNeeded,
     RepetitionSpike,
+    SinkPosition,
     Stage,
 )
 

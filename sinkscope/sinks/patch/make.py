@@ -218,10 +218,10 @@ def make_patch(
 ) -> PatchMade:
     """Make a patch of the sink neurons, and prove that it keeps repeated words from becoming sinks.
 
-    The neurons are the smallest causal set of `find_sinks`. With them patched, the norm of repeated words must stay
-    typical, or as before the spike, in every later layer, half of the attention that repetition takes from the first token must return, and the
-    perplexity of held-out text must not rise; the same is measured with random neurons. (Yona et al. 2025, section 5.3,
-    patch the neurons of their Table 1 by hand.)
+    The neurons are the smallest causal set of `find_sinks`, and others that repetition trips. With them patched, the
+    norm of repeated words must stay typical, or as before the spike, in every later layer, half of the attention that
+    repetition takes from the first token must return, and the perplexity of held-out text must not rise; the same is
+    measured with random neurons. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
 
     Args:
         words: Number of words to repeat.
