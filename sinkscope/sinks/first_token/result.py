@@ -339,15 +339,13 @@ class RepetitionSpike:
         return self.drop >= NEEDED
 
     def sentence(self, names: str) -> str:
-        """Which neurons repetition goes through.
+        """Which other neurons repetition goes through.
 
         Args:
             names: The neurons that make the first token's spike.
         """
         share = f"{self.drop:.1%}".replace("-0.0%", "0.0%")
         lost = f"without {names}, {share} of the norm of the repeated token {self.token!r} is lost"
-        if self.same_neurons:
-            return f"Repetition goes through the same neurons: {lost}."
         if self.set is None:
             return f"Repetition goes another way: {lost}."
         return (
@@ -656,8 +654,9 @@ class FindSinks(Result):
         repeats = self.repeats
         repeated = len(repeats.tokens) - len(repeats.at_once)
         sentences = left_out_line([token.token for token in repeats.at_once])
-        if self.repetition is not None and self.minimal is not None:
-            sentences.append(self.repetition.sentence(self.minimal.names))
+        repetition = self.repetition
+        if repetition is not None and self.minimal is not None and not repetition.same_neurons:
+            sentences.append(repetition.sentence(self.minimal.names))
         if not repeated:
             return sentences
         if repeats.median is None:
