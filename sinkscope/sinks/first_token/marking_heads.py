@@ -28,7 +28,7 @@ from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
 from sinkscope.models.target import Target, on_input
 from sinkscope.sinks.first_token.layer_view import columns, flat_number, view_layer
 from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron
-from sinkscope.sinks.first_token.sets import causal_neurons
+from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.tokens import first_tokens
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
@@ -347,7 +347,8 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
     words = first_tokens(setup.target, setup.ids, count, setup.seed, tokens)
     if setup.bos is not None:
         words = [setup.bos, *(word for word in words if word != setup.bos)]
-    sink_layer, neurons = causal_neurons(setup)
+    sink = sink_neurons(setup)
+    sink_layer, neurons = sink.layer, sink.neurons
     if sink_layer is None:
         return MarkingHeads(sink_layer=None, answer="no sink")
     bench = Replacement.of(setup.target, sink_layer, neurons, setup.ids, setup.progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -130,7 +130,8 @@ def token_positions(
     if layer is None:
         layer = int((norm.max(1) / np.array(typical.typical_norm)).argmax())
     else:
-        context = replace(SinkContext.of(setup, typical), ids=pieces)
+        generator = torch.Generator().manual_seed(setup.seed)
+        context = SinkContext(target, pieces, typical, layer, generator)
         neurons = verify_sink_layer(context, CANDIDATES).causal
     if neurons:
         flat = [flat_number(target, layer, neuron.expert, neuron.neuron) for neuron in neurons]
