@@ -21,11 +21,13 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 
 from sinkscope.files.console import Progress, silent
-from sinkscope.files.notation import head_name, head_names, neuron_names
+from sinkscope.files.notation import agreeing, counted, head_name, head_names, listed, neuron_name
 from sinkscope.files.tables import percent
 from sinkscope.measure import Number, Positive, Result, Setup, measurement
+from sinkscope.measure.evidence import NEEDED, Evidence, beside
 from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
 from sinkscope.models.target import Target, on_input
+from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.layer_view import columns, flat_number, view_layer
 from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron
 from sinkscope.sinks.first_token.sets import sink_neurons
@@ -71,27 +73,20 @@ class Replacement:
         sites = [f"blocks.{layer}.attn.hook_z" for layer in range(sink_layer + 1)]
         outputs = trace(target, ids, sites, lambda z: z[:, 1:].float().mean(1))  # row head d_head
         means = reduce(list(outputs.values()), "layer row head d_head -> layer head d_head", "mean")
-        here = [neuron for neuron in neurons if neuron.layer == sink_layer]
-        flat = torch.tensor([flat_number(target, n.layer, n.expert, n.neuron) for n in here], dtype=torch.long)
+        numbers: list[int] = []
+        for neuron in neurons:
+            if neuron.layer == sink_layer:
+                numbers.append(flat_number(target, neuron.layer, neuron.expert, neuron.neuron))
+        flat = torch.tensor(numbers, dtype=torch.long)
         cols = torch.zeros(0, target.d_model)
-        if here:
+        if numbers:
             with target.loaded(sink_layer):
                 cols = columns(target, sink_layer, flat).cpu()
         return cls(target, sink_layer, means, flat, cols, progress)
 
-    @property
-    def layers(self) -> int:
-        """Number of layers whose heads can be replaced."""
-        return self.means.shape[0]
-
-    @property
-    def heads(self) -> int:
-        """Number of heads in a layer."""
-        return self.means.shape[1]
-
-    def in_layer(self, layer: int, heads: Bool[Tensor, "*n head"]) -> Bool[Tensor, "*n layer head"]:
+    def edits(self, layer: int, heads: Bool[Tensor, "*n head"]) -> Bool[Tensor, "*n layer head"]:
         """Edits that replace heads of one layer."""
-        edits = torch.zeros(*heads.shape[:-1], self.layers, self.heads, dtype=torch.bool)
+        edits = torch.zeros(*heads.shape[:-1], *self.means.shape[:2], dtype=torch.bool)
         edits[..., layer, :] = heads
         return edits
 
@@ -148,22 +143,19 @@ def replacing(
 
 
 @torch.no_grad()
-def attention_to_itself(
-    target: Target, ids: Int[Tensor, "row pos"], n_layers: int
-) -> Float[Tensor, "layer head row later"]:
+def attention_to_itself(target: Target, ids: Int[Tensor, "row pos"], layer: int) -> Float[Tensor, "head row later"]:
     """Attention of later positions to themselves, relative to uniform attention; 1 means no preference."""
-    chunks: dict[int, list[Tensor]] = {layer: [] for layer in range(n_layers)}
+    chunks: list[Tensor] = []
 
-    def see(layer: int, first_query: int, probs: Float[Tensor, "row head query key"]) -> None:
+    def see(_layer: int, first_query: int, probs: Float[Tensor, "row head query key"]) -> None:
         queries = torch.arange(probs.shape[2], device=probs.device)
         keys = first_query + queries
         own = probs[:, :, queries, keys] * (keys + 1)
-        chunks[layer].append(own.cpu())
+        chunks.append(own.cpu())
 
-    with attention_rows(target, see, layers=list(chunks)):
-        target.forward(ids, upto=n_layers - 1)
-    layers = [torch.cat(own, 2)[:, :, 1:] for own in chunks.values()]
-    return rearrange(layers, "layer row head later -> layer head row later")
+    with attention_rows(target, see, layers=[layer]):
+        target.forward(ids, upto=layer)
+    return rearrange(torch.cat(chunks, 2)[:, :, 1:], "row head later -> head row later")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,16 +163,13 @@ class MarkingHeads(Result):
     """Which heads mark the first token.
 
     Drops are shares of the sink neurons' activation at a first token. Arrays by token are NaN where the token does not
-    fire the neurons. The arrays are None if there is no sink, and those about the marking layer if no layer marks.
+    fire the neurons. The arrays are None if no MLP makes a spike, and those about the marking layer if no layer marks.
 
     Attributes:
-        sink_layer: Layer of the marked neurons. None if the model has no sink.
-        neurons: The sink neurons whose activation is measured. If empty, no single neuron is causal and the whole MLP
-            of the sink layer stands for them.
-        answer: "single head": for most first tokens one head suffices; "several heads": it takes more than one;
-            "several layers": the heads of no single layer make the mark, but those of several layers together do; "no
-            head": heads do not make the mark; "no token fires": none of the tokens makes a sink when it stands first;
-            "no sink".
+        sink_layer: Layer of the marked neurons. None if no MLP makes a norm spike.
+        absence: What there is instead, if no MLP makes a norm spike.
+        neurons: The sink neurons whose activation is measured. If empty, no set of neurons makes the spike and the
+            whole MLP of the sink layer stands for them.
         marking_layer: The layer whose heads make the mark. None if there is none.
         tokens: The tokens that were put first. BOS comes first, if there is one.
         activation: Activation of the sink neurons, relative to that at the first token of typical text. A token fires
@@ -193,23 +182,21 @@ class MarkingHeads(Result):
         set_drop: Share lost when only these heads are replaced.
         control_drop: Largest loss when the same number of other heads is replaced, over 20 draws; NaN if there are too
             few.
-        alone: Share kept when all other heads of the marking layer are replaced, largest over first tokens.
-        self_attention: Attention of later positions to themselves, relative to uniform attention.
-        served_self_attention: The same at tokens that a head of the marking layer serves. NaN if the text has none.
+        self_attention: Attention of later positions to themselves in the marking layer, relative to uniform attention.
+        served_self_attention: The same at tokens that the head serves. NaN if the text has none.
     """
 
     kind: ClassVar[str] = "heads"
-    percent: ClassVar[tuple[str, ...]] = ("drop", "bos_drop", "alone")
-    columns: ClassVar[tuple[str, ...]] = ("head", "serves", "drop", "bos_drop", "alone", "self_attention")
+    percent: ClassVar[tuple[str, ...]] = ("drop",)
+    columns: ClassVar[tuple[str, ...]] = ("head", "serves", "drop", "self_attention")
     glossary: ClassVar[dict[str, str]] = {
         "serves": "number of first tokens whose smallest sufficient set of heads contains this head",
         "drop": "share of the mark lost when the head is replaced, mean over first tokens",
-        "bos_drop": "the same at BOS",
     }
 
     sink_layer: int | None
+    absence: SpikeAbsence | None = None
     neurons: tuple[str, ...] = ()
-    answer: str
     marking_layer: int | None = None
     tokens: tuple[str, ...] = ()
     activation: Float[np.ndarray, " token"] | None = None
@@ -219,24 +206,26 @@ class MarkingHeads(Result):
     serves: Bool[np.ndarray, "token head"] | None = None
     set_drop: Float[np.ndarray, " token"] | None = None
     control_drop: Float[np.ndarray, " token"] | None = None
-    alone: Float[np.ndarray, " head"] | None = None
-    self_attention: Float[np.ndarray, "layer head"] | None = None
+    self_attention: Float[np.ndarray, " head"] | None = None
     served_self_attention: Float[np.ndarray, " head"] | None = None
+
+    @property
+    def evidence(self) -> Evidence:
+        """What replacing the heads of the sets takes away, median over tokens."""
+        return Evidence(_median(self.set_drop), _median(self.control_drop))
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per head, marking heads first."""
-        if self.drop is None or self.self_attention is None:
+        if self.drop is None:
             return []
         rows: list[dict[str, Any]] = []
         mean_drop = np.asarray(np.nanmean(self.drop, 0, dtype=np.float64))
         for layer, head in np.ndindex(mean_drop.shape):
             row: dict[str, Any] = {"head": head_name(layer, head), "serves": 0, "drop": float(mean_drop[layer, head])}
-            row["bos_drop"] = _entry(self.drop[0, layer], head) if self.settings.get("bos") else None
-            row["alone"] = None
-            row["self_attention"] = float(self.self_attention[layer, head])
+            row["self_attention"], row["served_self_attention"] = None, None
             if layer == self.marking_layer and self.serves is not None:
                 row["serves"] = int(self.serves[:, head].sum())
-                row["alone"] = _entry(self.alone, head)
+                row["self_attention"] = _entry(self.self_attention, head)
                 row["served_self_attention"] = _entry(self.served_self_attention, head)
             rows.append(row)
         return sorted(rows, key=lambda row: (-row["serves"], -row["drop"]))
@@ -247,20 +236,35 @@ class MarkingHeads(Result):
 
     def conclusion(self) -> str:
         """Which heads mark the first token, and what other heads lose."""
+        if self.sink_layer is None:
+            consequence = "a mark cannot be read at sink neurons"
+            if self.absence is None:
+                return f"No MLP makes a norm spike at the first token, so {consequence}."
+            return self.absence.sentence(consequence)
+        if self.layer_drop is None:
+            return "None of the tokens given makes a sink when it stands first; give other tokens."
         if self.serves is None:
-            return {
-                "no sink": "The model has no attention sink, so no head marks the first token for one.",
-                "several layers": "No layer's heads mark the first token alone; those of several layers together do.",
-                "no head": "No head marks the first token: attention does not make the mark.",
-                "no token fires": "None of the tokens given makes a sink when it stands first; give other tokens.",
-            }[self.answer]
+            most, every = percent(_layer_medians(self.layer_drop).max()), percent(self.all_drop)
+            if Evidence(self.all_drop).holds:
+                return (
+                    f"The heads of no single layer mark the first token: replacing those of all layers takes away "
+                    f"{every} of the mark, those of one layer at most {most}."
+                )
+            return f"No head marks the first token: replacing all heads takes away only {every} of the mark."
         heads = [(self.marking_layer, head) for head in np.flatnonzero(self.serves.any(0)).tolist()]
-        lost, chance = _median(self.set_drop), _median(self.control_drop)
-        control = ""
-        if chance is not None:
-            control = f", and replacing as many other heads takes away at most {percent(chance)} (median over tokens)"
+        lost, chance = beside(_median(self.set_drop) or 0.0, self.evidence.control)
+        control = "" if self.evidence.control is None else f", as many other heads at most {chance}"
+        it, heads_do = agreeing(len(heads), "it", "them"), agreeing(len(heads), "head", "heads")
+        if not self.evidence.holds:
+            every = percent(_layer_medians(self.layer_drop).max())
+            return (
+                f"No head of layer {self.marking_layer} is needed alone: replacing {head_names(heads)} takes away "
+                f"{lost} of the mark{control}, all heads of the layer {every}."
+            )
+        mark = agreeing(len(heads), "marks", "mark")
         return (
-            f"Heads {head_names(heads)} mark the first token: replacing them takes away {percent(lost)} of it{control}."
+            f"{heads_do.capitalize()} {head_names(heads)} {mark} the first token: replacing {it} takes away {lost} of "
+            f"the mark{control} (median over tokens)."
         )
 
     def numbers(self) -> list[Number]:
@@ -272,21 +276,22 @@ class MarkingHeads(Result):
         """The neurons, the tokens that fire, the layers, and how many heads a token needs."""
         if self.activation is None:
             return []
-        where = (
-            ", ".join(self.neurons) or f"the whole MLP of layer {self.sink_layer}, because no neuron is causal alone"
-        )
+        where = f"the whole MLP of layer {self.sink_layer}, because no set of neurons makes the spike"
+        if self.neurons:
+            where = listed(self.neurons, 8)
         fires = self.activation >= PRESENT
         lines = [f"The mark is read at {where}."]
-        lines.append(f"{fires.sum()} of {len(fires)} tokens make the sink fire when they stand first.")
+        first = agreeing(int(fires.sum()), "makes the sink fire when it stands", "make the sink fire when they stand")
+        lines.append(f"{fires.sum()} of {counted(len(fires), 'token')} {first} first.")
         if self.layer_drop is not None:
-            medians = np.nanquantile(self.layer_drop, 0.5, axis=0, method="lower")
-            drops = ", ".join(f"layer {layer} {percent(drop)}" for layer, drop in enumerate(medians.tolist()))
+            drops = [f"layer {layer} {percent(drop)}" for layer, drop in enumerate(_layer_medians(self.layer_drop))]
             lines.append(
-                f"Share lost with all heads of a layer replaced: {drops}; of all layers, {percent(self.all_drop)}."
+                f"Share lost with all heads of a layer replaced: {listed(drops)}; of all layers, "
+                f"{percent(self.all_drop)}."
             )
         if self.serves is not None:
-            single = (self.serves[fires].sum(1) == 1).mean()
-            lines.append(f"A single head suffices for {percent(float(single))} of the first tokens.")
+            single = float((self.serves[fires].sum(1) == 1).mean())
+            lines.append(f"For {percent(single)} of the first tokens, one head alone keeps half of the mark.")
         return lines
 
 
@@ -295,6 +300,11 @@ def _median(values: Float[np.ndarray, " token"] | None) -> float | None:
     if values is None or np.isnan(values).all():
         return None
     return float(np.nanquantile(values, 0.5, method="higher"))
+
+
+def _layer_medians(layer_drop: Float[np.ndarray, "token layer"]) -> Float[np.ndarray, " layer"]:
+    """The lower median over the tokens that fire."""
+    return np.nanquantile(layer_drop, 0.5, axis=0, method="lower")
 
 
 def _entry(values: Float[np.ndarray, " head"] | None, head: int) -> float | None:
@@ -311,20 +321,19 @@ def draw(result: MarkingHeads) -> go.Figure:
         fig.add_bar(y=np.nanmedian(result.layer_drop, 0), marker_color=ORANGE, showlegend=False, row=1, col=1)
         fig.update_xaxes(title_text="layer", dtick=1, row=1, col=1)
         fig.update_yaxes(title_text="share of the activation lost", tickformat=".0%", row=1, col=1)
-    if result.drop is not None and result.serves is not None and result.self_attention is not None:
+    if result.drop is not None and result.serves is not None:
         firing = np.flatnonzero(result.serves.any(1))
         firing = firing[np.lexsort(result.serves[firing].T)]  # tokens that share a head lie beside each other
         names = [html.escape(f"{result.tokens[token]!r} ({token})") for token in firing]
         drop, scale = result.drop[firing, result.marking_layer], ["#f7f7f7", BLUE]
         fig.add_heatmap(z=drop, y=names, zmin=0, zmax=1, colorscale=scale, colorbar_x=0.58, row=1, col=2)
-        layer = f"head of layer {result.marking_layer}"
-        fig.update_xaxes(title_text=layer, row=1, col=2)
+        fig.update_xaxes(title_text=f"head of layer {result.marking_layer}", row=1, col=2)
         for values, name, color in (
-            (result.self_attention[result.marking_layer], "all later tokens", GREY),
+            (result.self_attention, "all later tokens", GREY),
             (result.served_self_attention, "tokens that the head serves", ORANGE),
         ):
             fig.add_scatter(y=values, mode="markers", name=name, marker={"color": color, "size": 11}, row=1, col=3)
-        fig.update_xaxes(title_text=layer, row=1, col=3)
+        fig.update_xaxes(title_text=f"head of layer {result.marking_layer}", row=1, col=3)
     return finished(fig, result, width=1400, height=560)
 
 
@@ -334,8 +343,8 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
 
     A head's output at the first position (`hook_z`, before the output projection) is replaced by its mean over later
     positions of typical text. Different tokens may be marked by different heads, so many tokens are put first, each
-    alone and without BOS, in addition to BOS itself. If the model has no sink, `sink_layer` is None (Yona et al. 2025,
-    section 4.3).
+    alone and without BOS, in addition to BOS itself. If no MLP makes a norm spike, `sink_layer` is None (Yona et al.
+    2025, section 4.3).
 
     Args:
         tokens: Words to put first, one token each. By default `count` tokens of the text, drawn by the seed.
@@ -348,11 +357,10 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
     if setup.bos is not None:
         words = [setup.bos, *(word for word in words if word != setup.bos)]
     sink = sink_neurons(setup)
-    sink_layer, neurons = sink.layer, sink.neurons
-    if sink_layer is None:
-        return MarkingHeads(sink_layer=None, answer="no sink")
-    bench = Replacement.of(setup.target, sink_layer, neurons, setup.ids, setup.progress)
-    nothing = torch.zeros(1, bench.layers, bench.heads, dtype=torch.bool)
+    if sink.layer is None:
+        return MarkingHeads(sink_layer=None, absence=sink.absence)
+    bench = Replacement.of(setup.target, sink.layer, sink.neurons, setup.ids, setup.progress)
+    nothing = torch.zeros(1, *bench.means.shape[:2], dtype=torch.bool)
     firsts = torch.tensor(words)
     typical = bench.written(setup.ids[:, :1], nothing.expand(len(setup.ids), -1, -1))
     intact = bench.written(rearrange(firsts, "token -> token 1"), nothing.expand(len(firsts), -1, -1))
@@ -360,111 +368,94 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
     activation = einsum(intact, way, "token d_model, d_model -> token") / typical.norm(dim=-1).median()
     fires = activation >= PRESENT
     result = MarkingHeads(
-        sink_layer=sink_layer,
-        neurons=tuple(neuron_names([neuron.site]) for neuron in neurons if neuron.layer == sink_layer),
-        answer="no token fires",
+        sink_layer=sink.layer,
+        neurons=tuple(neuron_name(*neuron.site) for neuron in sink.neurons if neuron.layer == sink.layer),
         tokens=tuple(setup.tokenizer.decode([word]) for word in words),
         activation=activation.numpy(),
     )
-    if not bool(fires.any()):
-        return result
-    marks = _Marks(bench, firsts[fires], intact[fires])
-    every_head = torch.eye(bench.layers * bench.heads, dtype=torch.bool)
-    every_head = rearrange(every_head, "edit (layer head) -> edit layer head", layer=bench.layers)
-    every_layer = repeat(torch.eye(bench.layers, dtype=torch.bool), "edit layer -> edit layer head", head=bench.heads)
-    lost = 1 - marks.kept(torch.cat([~nothing, every_layer, every_head]))
-    layer_drop = lost[:, 1 : 1 + bench.layers]
-    drop = rearrange(lost[:, 1 + bench.layers :], "token (layer head) -> token layer head", layer=bench.layers)
-    result = replace(
-        result,
-        answer="no head",
-        all_drop=float(lost[:, 0].median()),
-        layer_drop=_of_all(layer_drop, fires),
-        drop=_of_all(drop, fires),
-    )
-    to_itself = attention_to_itself(setup.target, setup.ids, bench.layers)
-    result = replace(result, self_attention=reduce(to_itself, "layer head row later -> layer head", "mean").numpy())
-    medians = layer_drop.median(0).values
-    if float(medians.max()) < PRESENT:
-        several = float(lost[:, 0].median()) >= PRESENT
-        return replace(result, answer="several layers" if several else "no head")
-    layer = int(medians.argmax())
-    alone = marks.kept(bench.in_layer(layer, ~torch.eye(bench.heads, dtype=torch.bool)))
-    smallest = marks.smallest_sets(layer, drop[:, layer] + alone, setup.seed)
-    single_share = float((smallest.heads.sum(1) == 1).float().mean())
-    served = torch.full((bench.heads,), torch.nan)
-    for head in range(bench.heads):
-        own = torch.isin(setup.ids[:, 1:], firsts[fires][smallest.heads[:, head]])
-        served[head] = to_itself[layer, head, own].mean()
-    return replace(
-        result,
-        answer="single head" if single_share >= 0.5 else "several heads",
-        marking_layer=layer,
-        serves=_of_all(smallest.heads.float(), fires) == 1,
-        set_drop=_of_all(smallest.drop, fires),
-        control_drop=_of_all(smallest.control_drop, fires),
-        alone=alone.amax(0).numpy(),
-        served_self_attention=served.numpy(),
-    )
-
-
-def _of_all(values: Float[Tensor, "firing ..."], fires: Bool[Tensor, " token"]) -> Float[np.ndarray, "token ..."]:
-    """Values of the tokens that fire, with NaN for the others."""
-    spread = torch.full((len(fires), *values.shape[1:]), torch.nan)
-    spread[fires] = values
-    return spread.numpy()
-
-
-@dataclass(frozen=True)
-class SmallestHeadSets:
-    """For each first token, the smallest set of its best heads that keeps half of the activation.
-
-    Attributes:
-        heads: The heads of the set.
-        drop: Share of the activation that is lost without them.
-        control_drop: Largest loss without the same number of other heads, over 20 draws; NaN if there are too few.
-    """
-
-    heads: Bool[Tensor, "token head"]
-    drop: Float[Tensor, " token"]
-    control_drop: Float[Tensor, " token"]
+    if bool(fires.any()):
+        return _Marks(bench, firsts, fires, intact[fires]).added_to(result, setup)
+    return result
 
 
 @dataclass(frozen=True)
 class _Marks:
-    """First tokens at which the sink neurons fire, and what these write there together."""
+    """First tokens, which of them fire the sink neurons, and what these write there together."""
 
     bench: Replacement
-    tokens: Int[Tensor, " token"]
-    intact: Float[Tensor, "token d_model"]
+    firsts: Int[Tensor, " token"]
+    fires: Bool[Tensor, " token"]
+    intact: Float[Tensor, "firing d_model"]
 
-    def kept(self, edits: Bool[Tensor, "*token edit layer head"]) -> Float[Tensor, "token edit"]:
-        """Activation of the sink neurons over the intact one, for every first token and every edit."""
-        edits = edits.expand(len(self.tokens), *edits.shape[-3:])
-        ids = repeat(self.tokens, "token -> (token edit) 1", edit=edits.shape[1])
+    def kept(self, edits: Bool[Tensor, "*firing edit layer head"]) -> Float[Tensor, "firing edit"]:
+        """Activation of the sink neurons over the intact one, for every firing token and every edit."""
+        tokens = self.firsts[self.fires]
+        edits = edits.expand(len(tokens), *edits.shape[-3:])
+        ids = repeat(tokens, "token -> (token edit) 1", edit=edits.shape[1])
         written = self.bench.written(ids, rearrange(edits, "token edit layer head -> (token edit) layer head"))
-        written = rearrange(written, "(token edit) d_model -> token edit d_model", token=len(self.tokens))
+        written = rearrange(written, "(token edit) d_model -> token edit d_model", token=len(tokens))
         along = einsum(written, self.intact, "token edit d_model, token d_model -> token edit")
         return along / self.intact.square().sum(-1, keepdim=True)
 
-    def smallest_sets(self, layer: int, score: Float[Tensor, "token head"], seed: int) -> SmallestHeadSets:
-        """Restore heads of a layer in the order of `score` until half is back, and compare with as many other heads."""
-        count = self.bench.heads
-        rank = score.argsort(1, descending=True).argsort(1)  # rank of each head; 0 is the best
-        sizes = torch.arange(1, count + 1)
+    def of_all(self, values: Float[Tensor, "firing ..."]) -> Float[np.ndarray, "token ..."]:
+        """Values of the tokens that fire, with NaN for the others."""
+        spread = torch.full((len(self.fires), *values.shape[1:]), torch.nan)
+        spread[self.fires] = values
+        return spread.numpy()
+
+    def added_to(self, result: MarkingHeads, setup: Setup) -> MarkingHeads:
+        """What is lost without the heads of each layer and without each head, and the sets of the marking layer."""
+        n_layers, n_heads, _ = self.bench.means.shape
+        every_head = torch.eye(n_layers * n_heads, dtype=torch.bool)
+        every_head = rearrange(every_head, "edit (layer head) -> edit layer head", layer=n_layers)
+        every_layer = repeat(torch.eye(n_layers, dtype=torch.bool), "edit layer -> edit layer head", head=n_heads)
+        lost = 1 - self.kept(torch.cat([torch.ones_like(every_head[:1]), every_layer, every_head]))
+        layer_drop = lost[:, 1 : 1 + n_layers]
+        drop = rearrange(lost[:, 1 + n_layers :], "token (layer head) -> token layer head", layer=n_layers)
+        result = replace(
+            result,
+            all_drop=float(lost[:, 0].median()),
+            layer_drop=self.of_all(layer_drop),
+            drop=self.of_all(drop),
+        )
+        medians = layer_drop.median(0).values
+        if float(medians.max()) < NEEDED:
+            return result
+        layer = int(medians.argmax())
+        to_itself = attention_to_itself(setup.target, setup.ids, layer)
+        result = replace(result, marking_layer=layer, self_attention=reduce(to_itself, "h r l -> h", "mean").numpy())
+        return self.with_sets(result, drop[:, layer], to_itself, setup)
+
+    def with_sets(
+        self, result: MarkingHeads, drop: Float[Tensor, "firing head"], to_itself: Tensor, setup: Setup
+    ) -> MarkingHeads:
+        """For each token, the smallest set of the layer's best heads that keeps half, against as many other heads."""
+        layer, n_heads = result.marking_layer or 0, drop.shape[1]
+        alone = self.kept(self.bench.edits(layer, ~torch.eye(n_heads, dtype=torch.bool)))
+        rank = (drop + alone).argsort(1, descending=True).argsort(1)  # rank of each head; 0 is the best
+        sizes = torch.arange(1, n_heads + 1)
         without_best = rearrange(rank, "token head -> token 1 head") >= rearrange(sizes, "size -> size 1")
-        enough = self.kept(self.bench.in_layer(layer, without_best)) >= PRESENT
+        enough = self.kept(self.bench.edits(layer, without_best)) >= PRESENT
         enough[:, -1] = True  # nothing is replaced there
         size = enough.int().argmax(1) + 1
         heads = rank < rearrange(size, "token -> token 1")
-        generator = torch.Generator().manual_seed(seed)
-        edits = torch.zeros(len(score), CONTROL_DRAWS + 1, count, dtype=torch.bool)
+        generator = torch.Generator().manual_seed(setup.seed)
+        edits = torch.zeros(len(drop), CONTROL_DRAWS + 1, n_heads, dtype=torch.bool)
         edits[:, 0] = heads
         for token, n in enumerate(size.tolist()):
             others = (~heads[token]).nonzero().flatten()
             for draw_number in range(1, CONTROL_DRAWS + 1):
                 chosen = others[torch.randperm(len(others), generator=generator)[:n]]
                 edits[token, draw_number, chosen] = True
-        lost = 1 - self.kept(self.bench.in_layer(layer, edits))
-        control = torch.where(count - size >= size, lost[:, 1:].amax(1), torch.nan)
-        return SmallestHeadSets(heads, lost[:, 0], control)
+        lost = 1 - self.kept(self.bench.edits(layer, edits))
+        served = torch.full((n_heads,), torch.nan)
+        for head in range(n_heads):
+            own = torch.isin(setup.ids[:, 1:], self.firsts[self.fires][heads[:, head]])
+            served[head] = to_itself[head, own].mean()
+        return replace(
+            result,
+            serves=self.of_all(heads.float()) == 1,
+            set_drop=self.of_all(lost[:, 0]),
+            control_drop=self.of_all(torch.where(n_heads - size >= size, lost[:, 1:].amax(1), torch.nan)),
+            served_self_attention=served.numpy(),
+        )
