@@ -244,7 +244,7 @@ class MarkingHeads(Result):
         if self.layer_drop is None:
             return "None of the tokens given makes a sink when it stands first; give other tokens."
         if self.serves is None:
-            most, every = percent(_layer_medians(self.layer_drop).max()), percent(self.all_drop)
+            most, every = percent(max(_layer_medians(self.layer_drop))), percent(self.all_drop)
             if Evidence(self.all_drop).holds:
                 return (
                     f"The heads of no single layer mark the first token: replacing those of all layers takes away "
@@ -256,7 +256,7 @@ class MarkingHeads(Result):
         control = "" if self.evidence.control is None else f", as many other heads at most {chance}"
         it, heads_do = agreeing(len(heads), "it", "them"), agreeing(len(heads), "head", "heads")
         if not self.evidence.holds:
-            every = percent(_layer_medians(self.layer_drop).max())
+            every = percent(max(_layer_medians(self.layer_drop)))
             return (
                 f"No head of layer {self.marking_layer} is needed alone: replacing {head_names(heads)} takes away "
                 f"{lost} of the mark{control}, all heads of the layer {every}."
@@ -302,9 +302,9 @@ def _median(values: Float[np.ndarray, " token"] | None) -> float | None:
     return float(np.nanquantile(values, 0.5, method="higher"))
 
 
-def _layer_medians(layer_drop: Float[np.ndarray, "token layer"]) -> Float[np.ndarray, " layer"]:
+def _layer_medians(layer_drop: Float[np.ndarray, "token layer"]) -> list[float]:
     """The lower median over the tokens that fire."""
-    return np.nanquantile(layer_drop, 0.5, axis=0, method="lower")
+    return np.nanquantile(layer_drop, 0.5, axis=0, method="lower").tolist()
 
 
 def _entry(values: Float[np.ndarray, " head"] | None, head: int) -> float | None:
