@@ -244,7 +244,7 @@ class MarkingHeads(Result):
         if self.layer_drop is None:
             return "None of the tokens given makes a sink when it stands first; give other tokens."
         if self.serves is None:
-            most, every = percent(max(_layer_medians(self.layer_drop))), percent(self.all_drop)
+            most, every = percent(max(_layer_medians(self.layer_drop))), percent(max(0.0, self.all_drop or 0.0))
             if Evidence(self.all_drop).holds:
                 return (
                     f"The heads of no single layer mark the first token: replacing those of all layers takes away "
