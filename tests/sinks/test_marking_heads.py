@@ -21,7 +21,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token import marking_heads as module
-from sinkscope.sinks.first_token.marking_heads import MarkingHeads, Replacement, attention_to_itself, marking_heads
+from sinkscope.sinks.first_token.marking_heads import MarkingHeads, Replacement, marking_heads
 from sinkscope.sinks.first_token.result import Neuron
 from sinkscope.trace.run import trace
 
@@ -154,25 +154,6 @@ def test_replacement_equals_an_edited_pass_over_the_text(monkeypatch: pytest.Mon
         weight = o.model.model.layers[sink].mlp.down_proj.weight.detach()
         wanted = sum(post[n] * weight[:, n] for _, n in o.truth.neurons)
         torch.testing.assert_close(got[head], wanted, rtol=1e-4, atol=1e-4)
-
-
-def test_attention_to_itself_equals_its_definition_on_dense_attention() -> None:
-    o = organism("llama", 5)
-    ids = o.natural(2, 24)
-    own = attention_to_itself(Target.of(o.model, o.tokenizer), ids, 1)
-    o.model.set_attn_implementation("eager")
-    dense = o.model(ids, output_attentions=True).attentions[1]
-    places = torch.arange(1, 24)
-    ratio = dense[:, :, places, places] * (places + 1)
-    torch.testing.assert_close(own, ratio.transpose(0, 1), rtol=1e-3, atol=1e-4)
-
-
-def test_marking_heads_look_away_from_the_tokens_they_serve(tmp_path: Path) -> None:
-    """The paper's "other token detectors": planted with an opposite key for the own group."""
-    found = measured(organism("llama", 0), tmp_path, count=24)
-    assert found.serves is not None and found.served_self_attention is not None
-    serving = found.serves.any(0) & ~np.isnan(found.served_self_attention)
-    assert serving.any() and (found.served_self_attention[serving] < 0.3).all()
 
 
 def test_every_kind_of_model_gives_the_same(tmp_path: Path) -> None:

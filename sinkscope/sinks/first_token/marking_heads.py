@@ -25,14 +25,13 @@ from sinkscope.files.notation import agreeing, counted, head_name, head_names, l
 from sinkscope.files.tables import percent
 from sinkscope.measure import Number, Positive, Result, Setup, measurement
 from sinkscope.measure.evidence import NEEDED, Evidence, beside
-from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
+from sinkscope.measure.style import BLUE, ORANGE, finished
 from sinkscope.models.target import Target, on_input
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.layer_view import columns, flat_number, view_layer
 from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron
 from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.tokens import first_tokens
-from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
 PRESENT = 0.5  # share of the sink neurons' activation from which the sink counts as present
@@ -142,22 +141,6 @@ def replacing(
     return [(target.sub(layer, target.adapter.o), "pre", hook(layer)) for layer in layers]
 
 
-@torch.no_grad()
-def attention_to_itself(target: Target, ids: Int[Tensor, "row pos"], layer: int) -> Float[Tensor, "head row later"]:
-    """Attention of later positions to themselves, relative to uniform attention; 1 means no preference."""
-    chunks: list[Tensor] = []
-
-    def see(_layer: int, first_query: int, probs: Float[Tensor, "row head query key"]) -> None:
-        queries = torch.arange(probs.shape[2], device=probs.device)
-        keys = first_query + queries
-        own = probs[:, :, queries, keys] * (keys + 1)
-        chunks.append(own.cpu())
-
-    with attention_rows(target, see, layers=[layer]):
-        target.forward(ids, upto=layer)
-    return rearrange(torch.cat(chunks, 2)[:, :, 1:], "row head later -> head row later")
-
-
 @dataclass(frozen=True, kw_only=True)
 class MarkingHeads(Result):
     """Which heads mark the first token.
@@ -182,13 +165,11 @@ class MarkingHeads(Result):
         set_drop: Share lost when only these heads are replaced.
         control_drop: Largest loss when the same number of other heads is replaced, over 20 draws; NaN if there are too
             few.
-        self_attention: Attention of later positions to themselves in the marking layer, relative to uniform attention.
-        served_self_attention: The same at tokens that the head serves. NaN if the text has none.
     """
 
     kind: ClassVar[str] = "heads"
     percent: ClassVar[tuple[str, ...]] = ("drop",)
-    columns: ClassVar[tuple[str, ...]] = ("head", "serves", "drop", "self_attention")
+    columns: ClassVar[tuple[str, ...]] = ("head", "serves", "drop")
     glossary: ClassVar[dict[str, str]] = {
         "serves": "number of first tokens whose smallest sufficient set of heads contains this head",
         "drop": "share of the mark lost when the head is replaced, mean over first tokens",
@@ -206,8 +187,6 @@ class MarkingHeads(Result):
     serves: Bool[np.ndarray, "token head"] | None = None
     set_drop: Float[np.ndarray, " token"] | None = None
     control_drop: Float[np.ndarray, " token"] | None = None
-    self_attention: Float[np.ndarray, " head"] | None = None
-    served_self_attention: Float[np.ndarray, " head"] | None = None
 
     @property
     def evidence(self) -> Evidence:
@@ -222,11 +201,8 @@ class MarkingHeads(Result):
         mean_drop = np.asarray(np.nanmean(self.drop, 0, dtype=np.float64))
         for layer, head in np.ndindex(mean_drop.shape):
             row: dict[str, Any] = {"head": head_name(layer, head), "serves": 0, "drop": float(mean_drop[layer, head])}
-            row["self_attention"], row["served_self_attention"] = None, None
             if layer == self.marking_layer and self.serves is not None:
                 row["serves"] = int(self.serves[:, head].sum())
-                row["self_attention"] = _entry(self.self_attention, head)
-                row["served_self_attention"] = _entry(self.served_self_attention, head)
             rows.append(row)
         return sorted(rows, key=lambda row: (-row["serves"], -row["drop"]))
 
@@ -307,16 +283,10 @@ def _layer_medians(layer_drop: Float[np.ndarray, "token layer"]) -> list[float]:
     return np.nanquantile(layer_drop, 0.5, axis=0, method="lower").tolist()
 
 
-def _entry(values: Float[np.ndarray, " head"] | None, head: int) -> float | None:
-    if values is None or np.isnan(values[head]):
-        return None
-    return float(values[head])
-
-
 def draw(result: MarkingHeads) -> go.Figure:
-    """What each layer's heads carry, which head marks which first token, and how the heads look at themselves."""
-    titles = ["All heads of a layer replaced", "One head replaced, by first token", "Attention to itself over uniform"]
-    fig = make_subplots(cols=3, subplot_titles=titles, column_widths=[0.2, 0.4, 0.4])
+    """What each layer's heads carry, and which head marks which first token."""
+    titles = ["All heads of a layer replaced", "One head replaced, by first token"]
+    fig = make_subplots(cols=2, subplot_titles=titles, column_widths=[0.3, 0.7])
     if result.layer_drop is not None:
         fig.add_bar(y=np.nanmedian(result.layer_drop, 0), marker_color=ORANGE, showlegend=False, row=1, col=1)
         fig.update_xaxes(title_text="layer", dtick=1, row=1, col=1)
@@ -326,15 +296,9 @@ def draw(result: MarkingHeads) -> go.Figure:
         firing = firing[np.lexsort(result.serves[firing].T)]  # tokens that share a head lie beside each other
         names = [html.escape(f"{result.tokens[token]!r} ({token})") for token in firing]
         drop, scale = result.drop[firing, result.marking_layer], ["#f7f7f7", BLUE]
-        fig.add_heatmap(z=drop, y=names, zmin=0, zmax=1, colorscale=scale, colorbar_x=0.58, row=1, col=2)
+        fig.add_heatmap(z=drop, y=names, zmin=0, zmax=1, colorscale=scale, row=1, col=2)
         fig.update_xaxes(title_text=f"head of layer {result.marking_layer}", row=1, col=2)
-        for values, name, color in (
-            (result.self_attention, "all later tokens", GREY),
-            (result.served_self_attention, "tokens that the head serves", ORANGE),
-        ):
-            fig.add_scatter(y=values, mode="markers", name=name, marker={"color": color, "size": 11}, row=1, col=3)
-        fig.update_xaxes(title_text=f"head of layer {result.marking_layer}", row=1, col=3)
-    return finished(fig, result, width=1400, height=560)
+    return finished(fig, result, width=1000, height=560)
 
 
 @measurement(group="Sinks", figure=draw, command="heads", quick={"count": 2})
@@ -374,7 +338,7 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
         activation=activation.numpy(),
     )
     if bool(fires.any()):
-        return _Marks(bench, firsts, fires, intact[fires]).added_to(result, setup)
+        return _Marks(bench, firsts, fires, intact[fires]).added_to(result, setup.seed)
     return result
 
 
@@ -403,7 +367,7 @@ class _Marks:
         spread[self.fires] = values
         return spread.numpy()
 
-    def added_to(self, result: MarkingHeads, setup: Setup) -> MarkingHeads:
+    def added_to(self, result: MarkingHeads, seed: int) -> MarkingHeads:
         """What is lost without the heads of each layer and without each head, and the sets of the marking layer."""
         n_layers, n_heads, _ = self.bench.means.shape
         every_head = torch.eye(n_layers * n_heads, dtype=torch.bool)
@@ -422,13 +386,9 @@ class _Marks:
         if float(medians.max()) < NEEDED:
             return result
         layer = int(medians.argmax())
-        to_itself = attention_to_itself(setup.target, setup.ids, layer)
-        result = replace(result, marking_layer=layer, self_attention=reduce(to_itself, "h r l -> h", "mean").numpy())
-        return self.with_sets(result, drop[:, layer], to_itself, setup)
+        return self.with_sets(replace(result, marking_layer=layer), drop[:, layer], seed)
 
-    def with_sets(
-        self, result: MarkingHeads, drop: Float[Tensor, "firing head"], to_itself: Tensor, setup: Setup
-    ) -> MarkingHeads:
+    def with_sets(self, result: MarkingHeads, drop: Float[Tensor, "firing head"], seed: int) -> MarkingHeads:
         """For each token, the smallest set of the layer's best heads that keeps half, against as many other heads."""
         layer, n_heads = result.marking_layer or 0, drop.shape[1]
         alone = self.kept(self.bench.edits(layer, ~torch.eye(n_heads, dtype=torch.bool)))
@@ -439,7 +399,7 @@ class _Marks:
         enough[:, -1] = True  # nothing is replaced there
         size = enough.int().argmax(1) + 1
         heads = rank < rearrange(size, "token -> token 1")
-        generator = torch.Generator().manual_seed(setup.seed)
+        generator = torch.Generator().manual_seed(seed)
         edits = torch.zeros(len(drop), CONTROL_DRAWS + 1, n_heads, dtype=torch.bool)
         edits[:, 0] = heads
         for token, n in enumerate(size.tolist()):
@@ -448,14 +408,9 @@ class _Marks:
                 chosen = others[torch.randperm(len(others), generator=generator)[:n]]
                 edits[token, draw_number, chosen] = True
         lost = 1 - self.kept(self.bench.edits(layer, edits))
-        served = torch.full((n_heads,), torch.nan)
-        for head in range(n_heads):
-            own = torch.isin(setup.ids[:, 1:], self.firsts[self.fires][heads[:, head]])
-            served[head] = to_itself[head, own].mean()
         return replace(
             result,
             serves=self.of_all(heads.float()) == 1,
             set_drop=self.of_all(lost[:, 0]),
             control_drop=self.of_all(torch.where(n_heads - size >= size, lost[:, 1:].amax(1), torch.nan)),
-            served_self_attention=served.numpy(),
         )
