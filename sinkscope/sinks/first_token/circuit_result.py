@@ -204,8 +204,8 @@ class SinkCircuit:
             lost, chance = beside(early.together or 0.0, early.together_control)
             control = "" if early.together_control is None else f" (random heads: at most {chance})"
             return (
-                f"The spike of {self.place} has two stages: {_named(early.chosen)} {write} it, {_named(neurons.chosen)} "
-                f"{amplify} it; {lost} of the first is lost without its writer{control}"
+                f"The spike of {self.place} has two stages: {_named(early.chosen)} {write} it, "
+                f"{_named(neurons.chosen)} {amplify} it; {lost} of the first is lost without its writer{control}"
             )
         if mark is not None:
             return f"For the spike of {self.place}, {mark.in_words()}"
