@@ -96,7 +96,9 @@ def untrue(truth: PlantedCircuit) -> list[str]:
 
 
 CASES = [(name, family, seed) for name, families in CIRCUITS.items() for family in families for seed in (0, 1)]
-FAST = [(name, families[0], 0) for name, families in CIRCUITS.items()]
+SLOW_KINDS = ("half_each", "idle_key_bias", "two_stages")
+FAST = [(name, families[0], 0) for name, families in CIRCUITS.items() if name not in SLOW_KINDS]
+FAST.append(("two_stages", "neox", 0))  # layers without gates are faster
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in FAST]
 
 
@@ -114,10 +116,10 @@ def test_what_is_planted_is_what_is_reported(name: str, family: str, seed: int, 
         assert "two stages" in found.conclusion()
 
 
-SLOWER = [pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt_oss", 1), ("neox", 1), ("mixtral", 1))]
+SLOWER = [pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt_oss", 1), ("gemma2", 2), ("mixtral", 1))]
 
 
-@pytest.mark.parametrize(("family", "seed"), [("llama", 3), ("gemma2", 2), *SLOWER])
+@pytest.mark.parametrize(("family", "seed"), [("llama", 3), *SLOWER])
 def test_an_ordinary_circuit_is_found_from_end_to_end(family: str, seed: int, tmp_path: Path) -> None:
     o = organism(family, seed)
     truth, options = o.truth, dict[str, Any]()
@@ -240,7 +242,7 @@ def claims(text: str, parts: tuple[CircuitStep, ...]) -> None:
         ), text
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.integers(0, 10**9))
 def test_no_sentence_claims_what_its_numbers_do_not_carry(seed: int) -> None:
     rng = np.random.default_rng(seed)

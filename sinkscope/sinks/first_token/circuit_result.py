@@ -21,7 +21,7 @@ from sinkscope.measure.evidence import Evidence, beside
 from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
 
 FIGURE_COMPONENTS = 12
-NAMED = 3  # components that a sentence names
+NAMED = 2  # components that a sentence names
 MARK, NEURONS, EARLY, REPETITION, KEYS = "mark", "neurons", "early spike", "repetition", "keys"
 
 
@@ -204,7 +204,7 @@ class SinkCircuit:
             lost, chance = beside(early.together or 0.0, early.together_control)
             control = "" if early.together_control is None else f" (random heads: at most {chance})"
             return (
-                f"The spike of {self.place} has two stages: {_named(early.chosen)} {write} it and "
+                f"The spike of {self.place} has two stages: {_named(early.chosen)} {write} it, "
                 f"{_named(neurons.chosen)} {amplify} it; {lost} of the first is lost without its writer{control}"
             )
         if mark is not None:
