@@ -24,6 +24,7 @@ from sinkscope.files.console import Progress, silent
 from sinkscope.files.notation import head_name, head_names, neuron_names
 from sinkscope.files.tables import percent
 from sinkscope.measure import Number, Positive, Result, Setup, measurement
+from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
 from sinkscope.models.target import Target, on_input
 from sinkscope.sinks.first_token.layer_view import columns, flat_number, view_layer
@@ -266,7 +267,14 @@ class MarkingHeads(Result):
     def numbers(self) -> list[Number]:
         """Share of the mark that is lost without the marking heads."""
         chance = _median(self.control_drop)
-        return [Number("mark lost without the marking heads", _median(self.set_drop), chance, chance)]
+        return [
+            Number(
+                "mark lost without the marking heads",
+                _median(self.set_drop),
+                chance,
+                margin_of(self.set_drop, np.median),
+            )
+        ]
 
     def details(self) -> list[str]:
         """The neurons, the tokens that fire, the layers, and how many heads a token needs."""
