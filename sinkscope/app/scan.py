@@ -34,6 +34,7 @@ from sinkscope.models.target import Target
 PAGE, MARKDOWN = "card.html", "card.md"
 VERSION = 2  # of what a folder holds; a change of it is another setting
 BEFORE_REPEATS = 16  # positions of the context that stay free for what stands before repetitions
+LEAST_BUDGET = 70  # tokens of the prompt that a policy keeps at least: SnapKV always keeps 64
 QUICK_BYTES = 2 << 30  # weights of a model that --quick loads whole
 
 
@@ -78,8 +79,9 @@ def loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
 
 
 def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
-    """How far each cache policy diverges from full attention at a quarter of the prompt."""
-    methods = ["full", "streaming:0.25", "h2o:0.25", "snapkv:0.25", "tova:0.25"]
+    """How far each cache policy diverges from full attention at a quarter of the prompt; at more of a short one."""
+    share = max(0.25, round(LEAST_BUDGET / prompt, 2))
+    methods = ["full", *(f"{name}:{share}" for name in ("streaming", "h2o", "snapkv", "tova"))]
     return bench_model(setup.target, f"text:count={count}:prompt={prompt}", methods, seed=setup.seed)
 
 

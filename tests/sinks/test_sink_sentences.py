@@ -129,7 +129,7 @@ def allowed(result: FindSinks) -> set[str]:
     return written(result.to_dict()["result"]) | written(result.to_dict()["model"]) | {f"{count:,}" for count in counts}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(results())
 def test_every_number_and_every_name_stands_in_the_evidence(result: FindSinks) -> None:
     text = " ".join([result.conclusion(), *result.details()])
@@ -145,7 +145,7 @@ def test_every_number_and_every_name_stands_in_the_evidence(result: FindSinks) -
         assert not named or any(named <= set(map(str, each.sites)) for each in holding), conclusion
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(results())
 def test_grammar_agrees_with_the_numbers(result: FindSinks) -> None:
     text = " ".join([result.conclusion(), *result.details()])

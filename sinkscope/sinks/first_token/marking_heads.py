@@ -25,6 +25,7 @@ from sinkscope.files.notation import agreeing, counted, head_name, head_names, l
 from sinkscope.files.tables import percent
 from sinkscope.measure import Number, Positive, Result, Setup, measurement
 from sinkscope.measure.evidence import NEEDED, Evidence, beside
+from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import BLUE, ORANGE, finished
 from sinkscope.models.target import Target, on_input
 from sinkscope.sinks.first_token.absence import SpikeAbsence
@@ -245,8 +246,8 @@ class MarkingHeads(Result):
 
     def numbers(self) -> list[Number]:
         """Share of the mark that is lost without the marking heads."""
-        chance = _median(self.control_drop)
-        return [Number("mark lost without the marking heads", _median(self.set_drop), chance, chance)]
+        margin = margin_of(self.set_drop, np.median)
+        return [Number("mark lost without the marking heads", self.evidence.change, self.evidence.control, margin)]
 
     def details(self) -> list[str]:
         """The neurons, the tokens that fire, the layers, and how many heads a token needs."""

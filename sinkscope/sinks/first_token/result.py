@@ -286,7 +286,7 @@ class AttentionSink:
         place = "their learned sink logits"
         if self.carried_by != "learned logits":
             place = str(self.positions[0])
-        return f"{self.rate:.0%} of the heads attend to {place}{self.where}"
+        return f"{self.rate:.0%} of heads attend to {place}{self.where}"
 
     @property
     def where(self) -> str:
@@ -538,7 +538,7 @@ class FindSinks(Result):
             minimal = later.set
             if minimal is None or not minimal.makes_the_spike:
                 return f"norms stand out at {listed(self.later_sinks)}, not at the first token"
-        elif sink is not None:
+        elif sink is not None and not sink.where:
             what = "the spike that the heads attend to"
         if minimal is not None and minimal.makes_the_spike:
             count = len(minimal.sites)
