@@ -19,6 +19,7 @@ from sinkscope.files.console import Progress
 from sinkscope.files.jobs import Pool, Tally, check_workers, finish
 from sinkscope.files.options import Count, Hidden, Option, Positive
 from sinkscope.files.records import Natural, Whole, check_values
+from sinkscope.models.config import float32_by_default
 from sinkscope.serving.generate import Temperature
 
 VERSION = 3
@@ -121,6 +122,7 @@ def bench_model(model: object, task: Task | str, methods: Sequence[str], **optio
     return tabulate_records([_run(model, chosen, methods, **options)])
 
 
+@float32_by_default()
 def _run(
     model: object,
     task: Task,
