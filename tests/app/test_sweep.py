@@ -43,6 +43,7 @@ GOOD = {
     "folder": "folder",
 }
 Case = tuple[str, ...]
+LOADED = [command.load() for command in commands().values()]  # before another test replaces what they are made of
 ODD: dict[str, Callable[[Path], object]] = {
     "no-vocabulary": lambda at: spoiled(at, vocab_size=0),
     "negative-context": lambda at: spoiled(at, max_position_embeddings=-1),
