@@ -72,7 +72,9 @@ def bench(
     """
     chosen = read_task(task)
     options = {"backend": backend, "revision": revision, "device": device, "dtype": dtype}
-    by_name = ModelByName(model or chosen.model, {key: value for key, value in options.items() if value is not None})
+    if model is None:
+        model = chosen.model
+    by_name = ModelByName(model, {key: value for key, value in options.items() if value is not None})
     records, settings = _run(
         by_name,
         chosen,
