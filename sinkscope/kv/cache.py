@@ -157,7 +157,7 @@ class CacheLayer(DynamicLayer):
     @property
     def allocated(self) -> int:
         """Number of slots in memory: those in use plus room for new tokens."""
-        return self._growing_keys.allocated or self.slots
+        return self._growing_keys.allocated or int(self.keys.shape[-2])
 
     def holes(self) -> Float[Tensor, " batch"]:
         """Number of empty slots of each row, averaged over kv heads; returns the same tensor until the next edit."""
@@ -179,6 +179,11 @@ class CacheLayer(DynamicLayer):
         bits = torch.arange(self._hidden_group, device=self._hidden.device)
         by_head = self._hidden[:, :, None] >> bits[:, None] & 1
         return rearrange(by_head, "batch kv_head group slot -> batch (kv_head group) slot").bool()
+
+    @property
+    def complete(self) -> bool:
+        """Whether a new token certainly sees every slot: none is hidden, and none is a hole."""
+        return self._hidden is None and (self.whole or (self.edited and not self.ragged))
 
     @property
     def readable(self) -> Bool[Tensor, "batch _ slot"]:
@@ -217,13 +222,15 @@ class CacheLayer(DynamicLayer):
             exact: Number of slots that every row and head keeps, if known. The call then does not wait for the device.
         """
         pos = self.pos
-        keep = keep & (pos >= 0)
+        if not self.whole:
+            keep = keep & (pos >= 0)
         if exact is None:
             fewest, most = torch.stack(keep.sum(-1).aminmax()).tolist()
         else:
             fewest = most = exact
+        ragged = most != fewest
         if most < pos.shape[-1]:
-            which = _flat_slots(keep, most, ragged=most != fewest)
+            which = _flat_slots(keep, most, ragged)
 
             def kept(values: Tensor) -> Tensor:
                 """Copy whole slots, which is ten times as fast as `gather`."""
@@ -238,13 +245,16 @@ class CacheLayer(DynamicLayer):
             self.keys = kept(self.keys)
             self.values = kept(self.values)
             pos = kept(pos)
-            keep = kept(keep)
+            if ragged:
+                keep = kept(keep)
             self._forget_growth()
-        self._pos = torch.where(keep, pos, -1)
+        self._pos = pos
+        if ragged:
+            self._pos = torch.where(keep, pos, -1)
         self._holes = None
         self.edited = True
-        self.ragged = most != fewest
-        self.whole = most == fewest
+        self.ragged = ragged
+        self.whole = not ragged
 
     def select(self, show: Bool[Tensor, "batch _ slot"] | None) -> None:
         """Attend only to the slots in `show` and to new ones, until the next call; None shows all. Frees no slot.
@@ -350,7 +360,7 @@ class CacheLayer(DynamicLayer):
                 page="kv-session",
             )
         self._columns = self._columns_without_session(new, key_states) if columns is None else columns
-        if self.slots:
+        if self.is_initialized and self.keys.shape[-2]:
             self.keys = self._growing_keys.append(self.keys, key_states)
             self.values = self._growing_values.append(self.values, value_states)
         else:

@@ -253,9 +253,8 @@ class Policy(Intervention):
             kv.evict(keep, None if may_keep_fewer else exact)
 
     def _note_prompt(self, moment: Moment, rotary: Rotary | None) -> None:
-        """Note whether the prompt just read is padded, and whether all layers and heads hold the same positions."""
+        """Note whether all layers and heads hold the same positions after the prompt just read."""
         state = moment.state
-        state.padded = bool((moment.call.columns < 0).any())
         state.uniform = self.UNIFORM and _same_positions(moment.layers)
         if rotary is not None and not state.uniform:
             raise UnsupportedError(

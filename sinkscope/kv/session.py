@@ -147,10 +147,12 @@ class CurrentCall(threading.local):
         tapped_layers: Layers whose attention went through the tap; on a TransformerBridge some architectures do so.
         bridge_queries: Queries of layers of a TransformerBridge whose scores have not come yet.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
+        handler: Our listener at the tap.
     """
 
     call: Call | None = None
     cache: Any = None
+    handler: Handler | None = None
     own_masks: bool = False
     tapped_layers: set[int]
     bridge_queries: dict[int, Tensor]
@@ -205,8 +207,7 @@ class Session:
         self._states: WeakKeyDictionary[Any, CacheState] = WeakKeyDictionary()
         self._meters: list[Meter] = []
         self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
-        configs = run.stack.enter_context(tapped(target))
-        self._handler = Handler(self._see, configs, masks=lambda: self.now.own_masks)
+        self._configs = run.stack.enter_context(tapped(target))
         run.stack.callback(self._leave_call)  # after Ctrl-C no hook has run
         run.hook(target.base, "pre", self._begin)
         run.hook(target.base, "post", self._end, always=True)
@@ -374,9 +375,8 @@ class Session:
                 return replaced, None
         if not self.now.own_masks:
             return None
-        if queries == 1 and kv is not None and kv.edited and not kv.ragged:
-            if view.hidden is None and view.window is None:  # everything that is held is visible
-                return attention.stock(None)[0], None
+        if view.complete:
+            return attention.stock(None)[0], None
         return attention.under_view(), None
 
     def layer(self, layer: int) -> CacheLayer | None:
@@ -393,12 +393,14 @@ class Session:
         assert call is not None
         query_pos = call.on(key.device)
         kv = self.layer(layer)
+        window = self._windows[layer]
         if kv is not None:
-            return View(kv.pos, query_pos, self._windows[layer], kv.hidden)
+            complete = kv.complete and window is None and query_pos.shape[1] == 1
+            return View(kv.pos, query_pos, window, kv.hidden, complete)
         batch, kv_heads, slots = key.shape[:3]
         columns = call.columns[:, -slots:].to(key.device)
         # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
-        return View(columns[:, None].expand(batch, kv_heads, slots), query_pos, self._windows[layer])
+        return View(columns[:, None].expand(batch, kv_heads, slots), query_pos, window)
 
     def _keep_queries(self, layer: int, query: Float[Tensor, "batch head query d_head"]) -> None:
         """Keep the latest queries of a layer, after rotary, if requested."""
@@ -497,7 +499,8 @@ class Session:
 
     def _begin_on_own_cache(self, call: Call, cache: Any, kwargs: dict[str, Any]) -> bool:
         """Act before a call, and give new tokens their positions; whether our masks replace the stock mask."""
-        adopt(cache, self.target, call.columns[:, : call.past])
+        if cache not in self._states or type(cache.layers[0]) is not CacheLayer:
+            adopt(cache, self.target, call.columns[:, : call.past])
         layers: list[CacheLayer] = cache.layers
         state = self._state()
         self._act_before(layers, call, state)
@@ -508,7 +511,10 @@ class Session:
             if position_ids is None:
                 position_ids = torch.arange(call.past, call.columns.shape[1], device=call.index.device)[None]
             kwargs["position_ids"] = (position_ids - dropped[:, None]).clamp(min=0)
-        return self.target.kind == "bridge" or any(layer.edited for layer in layers)
+        own_masks = self.target.kind == "bridge"
+        for layer in layers:
+            own_masks = own_masks or layer.edited
+        return own_masks
 
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
         if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
@@ -523,11 +529,15 @@ class Session:
         if prefill_ended:
             state.prompt = call.before
             state.decoded = 0
+            state.padded = bool((call.columns < 0).any())
+            for kv in layers:
+                kv.whole = kv.whole or not (state.padded or kv.edited)
         else:
             state.decoded += 1
-        moment = Moment(layers, call, state, prefill_ended)
-        for act in self._before_decode:
-            act(moment)
+        if self._before_decode:
+            moment = Moment(layers, call, state, prefill_ended)
+            for act in self._before_decode:
+                act(moment)
 
     def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         call, cache = self.now.call, self.now.cache
@@ -536,9 +546,10 @@ class Session:
                 return
             if self.owns_cache:
                 state = self._state()
-                moment = Moment(cache.layers, call, state, prefill_ended=False)
-                for act in self._after_call:
-                    act(moment)
+                if self._after_call:
+                    moment = Moment(cache.layers, call, state, prefill_ended=False)
+                    for act in self._after_call:
+                        act(moment)
                 state.meter.note(cache.layers)
         finally:
             self._leave_call()
@@ -550,14 +561,35 @@ class Session:
         self.now.tapped_layers = set()
         self.now.bridge_queries = {}
         COLUMNS.set(call.columns)
-        listen(self._handler)
+        see = None
+        if self._needs_attention(call, own_masks):
+            see = self._see
+        self.now.handler = Handler(see, self._configs, masks=own_masks)
+        listen(self.now.handler)
+
+    def _needs_attention(self, call: Call, own_masks: bool) -> bool:
+        """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
+        if self._watchers or self.target.kind == "bridge":
+            return True
+        if call.index.shape[1] > 1 or self.now.prompting:
+            return own_masks or self._prefill is not None or self._queries_kept > 0
+        if self._keeps_decoding_queries:
+            return True
+        if not own_masks:
+            return False
+        for kv, window in zip(self.now.cache.layers, self._windows, strict=True):
+            if window is not None or not kv.complete or kv.keys.dtype != kv.values.dtype:
+                return True
+        return False
 
     def _leave_call(self) -> None:
         self.now.call = None
         self.now.cache = None
         self.now.own_masks = False
         COLUMNS.set(None)
-        leave(self._handler)
+        if self.now.handler is not None:
+            leave(self.now.handler)
+            self.now.handler = None
 
     def _state(self) -> CacheState:
         cache = self.now.cache
