@@ -6,6 +6,7 @@ Policies are found by name: those of sinkscope, those of installed packages, and
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import abstractmethod
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, TypeVar
 
-import einops
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -170,7 +170,13 @@ class Policy(Intervention):
 
     def group(self, heads: Float[Tensor, "batch head slot"], kv_heads: int) -> Float[Tensor, "batch kv_head slot"]:
         """Combine the numbers of query heads that share a kv head into one number, by `reduce`."""
-        return einops.reduce(heads, "batch (kv_head group) slot -> batch kv_head slot", self.reduce, kv_head=kv_heads)
+        # Without einops, which would take a tenth of a step here: "batch (kv_head group) slot -> batch kv_head slot".
+        grouped = heads.unflatten(1, (kv_heads, -1))
+        if self.reduce == "mean":
+            return grouped.mean(2)
+        if self.reduce == "sum":
+            return grouped.sum(2)
+        return grouped.amax(2)
 
     def tokens(self, prompt: Int[Tensor, " batch"]) -> int | Int[Tensor, " batch"]:
         """The budget in tokens; if it is a fraction, one number per row."""
@@ -211,7 +217,11 @@ class Policy(Intervention):
         pos = at.kv.pos
         slots = pos.shape[-1]
         occupied = pos >= 0
-        ranked = scores.float().masked_fill(self.protected(at, budget), torch.inf).masked_fill(~occupied, -torch.inf)
+        ranked = scores.float()
+        if self.first or self.last or at.session.anchors:
+            ranked = ranked.masked_fill(self.protected(at, budget), torch.inf)
+        if not at.kv.whole:
+            ranked = ranked.masked_fill(~occupied, -torch.inf)
         if not isinstance(budget, int):
             return occupied & (rank_from_top(ranked) < budget.to(pos.device)[:, None, None])
         if slots <= budget:
@@ -285,7 +295,7 @@ class Policy(Intervention):
         if not checked or not scores.is_floating_point() or not scores.numel():
             return scores
         # The smallest number is NaN if any is, and it is much faster to find. Padding may be NaN, since it is not kept.
-        if bool(scores.amin().isnan()) and bool((scores.isnan() & (pos >= 0)).any()):
+        if math.isnan(float(scores.amin())) and bool((scores.isnan() & (pos >= 0)).any()):
             raise SinkscopeError(
                 f"{name}.scores returned NaN for layer {at.layer}: slots without a score cannot be compared; return "
                 "-torch.inf for what is worth nothing"

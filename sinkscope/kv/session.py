@@ -357,10 +357,12 @@ class Session:
     ) -> None:
         """Show rows to a watcher; `query` are all queries of the call, of which `first` is the first of the rows."""
         assert self.now.call is not None
-        shown = slice(first, first + probs.shape[2])
-        if query is not None:
-            query = query[:, :, shown]
-        query_pos = view.query_pos[:, shown]
+        query_pos = view.query_pos
+        if probs.shape[2] < query_pos.shape[1]:
+            shown = slice(first, first + probs.shape[2])
+            query_pos = query_pos[:, shown]
+            if query is not None:
+                query = query[:, :, shown]
         watcher.fn(AttentionRows(layer, first, probs, view.pos, query_pos, query, self.layer(layer), self.now.call))
 
     def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:

@@ -270,7 +270,10 @@ class Attention:
         return output.transpose(1, 2).contiguous()
 
     def _rows(self, part: slice, by_mask: bool) -> Float[Tensor, "batch head query key"]:
-        query, keys = self.query[:, :, part], self.key.shape[2]
+        query = self.query
+        keys = self.key.shape[2]
+        if self.queries > 1:
+            query = query[:, :, part]
         if by_mask:
             return attention_probs(
                 query,
@@ -282,6 +285,8 @@ class Attention:
                 sinks=self.sinks,
             )
         assert self.view is not None
+        if self.queries == 1:
+            return rows_by_view(self.module, query, self.key, self.view, self.scaling)
         later = self.queries - part.stop  # new tokens that none of these queries sees
         earlier = slice(0, keys - later)
         rows = rows_by_view(self.module, query, self.key[:, :, earlier], self.view.part(part, earlier), self.scaling)
