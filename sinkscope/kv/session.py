@@ -7,6 +7,7 @@ attention rows are built.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt
@@ -196,6 +197,8 @@ class Session:
         self.line_follower: Callable[[int, int, HeadLines], None] | None = None
         self.decoding_reads: list[DecodingReads] = []
         self._policy_name: str | None = None
+        self._calls = 0
+        self._policy_acted = False
         self._queries_kept = 0
         self._keeps_decoding_queries = False
         self._scaling: dict[int, float] = {}
@@ -209,6 +212,7 @@ class Session:
         self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
         self._configs = run.stack.enter_context(tapped(target))
         run.stack.callback(self._leave_call)  # after Ctrl-C no hook has run
+        run.stack.push(self._warn_of_idle_policy)
         run.hook(target.base, "pre", self._begin)
         run.hook(target.base, "post", self._end, always=True)
         if target.kind == "bridge":
@@ -235,6 +239,18 @@ class Session:
                 page="kv-session",
             )
         self._policy_name = name
+
+    def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
+        """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""
+        acts_later = bool(self._before_decode) and self._prefill is None
+        if error is None and self._calls and acts_later and not self._policy_acted:
+            warnings.warn(
+                f"{self._policy_name or 'the intervention'} never acted: it acts when a generated token follows a "
+                "prompt, and only prompts were read, so all results are those of the full cache; generate, or feed "
+                "tokens one by one with past_key_values",
+                SinkscopeWarning,
+                stacklevel=2,
+            )
 
     def own_cache(self) -> None:
         """Replace the layers of the caches in use by ours, which can evict, hide and count slots.
@@ -537,6 +553,7 @@ class Session:
         else:
             state.decoded += 1
         if self._before_decode:
+            self._policy_acted = True
             moment = Moment(layers, call, state, prefill_ended)
             for act in self._before_decode:
                 act(moment)
@@ -557,16 +574,15 @@ class Session:
             self._leave_call()
 
     def _enter_call(self, call: Call, cache: Any, own_masks: bool) -> None:
+        self._calls += 1
         self.now.call = call
         self.now.cache = cache
         self.now.own_masks = own_masks
         self.now.tapped_layers = set()
         self.now.bridge_queries = {}
         COLUMNS.set(call.columns)
-        see = None
-        if self._needs_attention(call, own_masks):
-            see = self._see
-        self.now.handler = Handler(see, self._configs, masks=own_masks)
+        idle = not self._needs_attention(call, own_masks)
+        self.now.handler = Handler(self._see, self._configs, masks=own_masks, idle=idle)
         listen(self.now.handler)
 
     def _needs_attention(self, call: Call, own_masks: bool) -> bool:

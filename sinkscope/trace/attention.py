@@ -89,16 +89,18 @@ class Handler:
     """A listener at the tap.
 
     Attributes:
-        see: Called with the attention of every layer. None leaves attention to the model.
+        see: Called with the attention of every layer.
         configs: Ids of the configurations of the model it listens to.
         by_mask: Whether it needs rows under the model's mask, so that the mask must be complete (SDPA's).
         masks: Whether it determines what is seen, so that no mask is needed.
+        idle: Whether it has nothing to do unless others listen too. The model then computes attention alone.
     """
 
-    see: Callable[[Attention], None] | None
+    see: Callable[[Attention], None]
     configs: frozenset[int]
     by_mask: bool = False
     masks: bool = False
+    idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -512,16 +514,18 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that transformers calls in every layer."""
     config = id(module.config)
-    call: Attention | None = None
+    by_mask = False
+    idle = True
     for handler in _HANDLERS.get():
-        if handler.see is None or config not in handler.configs:
-            continue
-        if call is None:
-            call = Attention(module, query, key, value, attention_mask, kwargs)
-        call.by_mask = call.by_mask or handler.by_mask
-        handler.see(call)
-    if call is None:
+        if config in handler.configs:
+            by_mask = by_mask or handler.by_mask
+            idle = idle and handler.idle
+    if idle:
         return _stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
+    call = Attention(module, query, key, value, attention_mask, kwargs, by_mask)
+    for handler in _HANDLERS.get():
+        if config in handler.configs:
+            handler.see(call)
     return call.finish()
 
 
