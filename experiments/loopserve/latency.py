@@ -110,7 +110,8 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
     Returns:
         "seconds" of every call, the prompt first; the most cached "tokens" there were after a call, their "logical" and
         "physical" bytes, and "answering", physical bytes at the end; "read" tokens per decoding step; shares of "cells"
-        attended to and "computed" in the prompt, and "dense_heads", mean over layers, and "kernel" (None: plain attention).
+        attended to and "computed" in the prompt, and "dense_heads", mean over layers, and "kernel" (None: plain
+        attention).
     """
     cache, seconds = DynamicCache(config=target.hf.config), list[float]()
     with edit.on(target) if edit is not None else nullcontext() as run:

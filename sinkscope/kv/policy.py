@@ -218,7 +218,8 @@ class Policy(Intervention):
         slots = pos.shape[-1]
         occupied = pos >= 0
         ranked = scores.float()
-        if self.first or self.last or at.session.anchors:
+        overridden = type(self).protected is not Policy.protected
+        if self.first or self.last or at.session.anchors or overridden:
             ranked = ranked.masked_fill(self.protected(at, budget), torch.inf)
         if not at.kv.whole:
             ranked = ranked.masked_fill(~occupied, -torch.inf)

@@ -162,9 +162,7 @@ class ShapeShare(Intervention):
     def enter(self, run: Run, key: int) -> None:
         """Replace the attention of prompts."""
         choice_rows = _USUAL_LINES.last if self.name == "MInference" else 0
-        prompts = PromptsAtShare(
-            name=self.name, choose=self._choose_lines, share=self.budget, choice_rows=choice_rows
-        )
+        prompts = PromptsAtShare(name=self.name, choose=self._choose_lines, share=self.budget, choice_rows=choice_rows)
         prompts.enter(Session.of(run))
 
     def _choose_lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:

@@ -286,9 +286,9 @@ def sample_queries(queries: int, sample: int, seed: int = 0, recent: int = 0) ->
 def choice_cost(queries: int, keys: int, sample: int, checked: int = 0) -> float:
     """Time to choose lines as a share of the time of dense attention; above 1, no choice can pay.
 
-    On a CPU, choosing takes as long as 4 rows of dense attention for every query that is sampled or checked, at 2,048 to
-    32,768 keys, if the lines of a head are hard to find; 1.3 if a head is soon seen to be flat, and 2.4 if lines are
-    found at once (`experiments.bench_loopserve`).
+    On a CPU and at 2,048 to 32,768 keys, choosing takes as long as 4 rows of dense attention for every query that is
+    sampled or checked if the lines of a head are hard to find, 2.4 if they are found at once, and 1.3 if a head is soon
+    seen to be flat (`experiments.bench_loopserve`).
     """
     causal_cells = queries * keys - queries * (queries - 1) / 2
     read = min(sample, queries) + min(checked, queries)
