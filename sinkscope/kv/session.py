@@ -197,8 +197,8 @@ class Session:
         self.line_follower: Callable[[int, int, HeadLines], None] | None = None
         self.decoding_reads: list[DecodingReads] = []
         self._policy_name: str | None = None
-        self._calls = 0
-        self._policy_acted = False
+        self._only_reads = False  # the model was called, but never to decode, nor by `generate`
+        self._acted = False
         self._queries_kept = 0
         self._keeps_decoding_queries = False
         self._scaling: dict[int, float] = {}
@@ -242,8 +242,7 @@ class Session:
 
     def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
         """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""
-        acts_later = bool(self._before_decode) and self._prefill is None
-        if error is None and self._calls and acts_later and not self._policy_acted:
+        if error is None and self._only_reads and self._before_decode and self._prefill is None:
             warnings.warn(
                 f"{self._policy_name or 'the intervention'} never acted: it acts when a generated token follows a "
                 "prompt, and only prompts were read, so all results are those of the full cache; generate, or feed "
@@ -537,6 +536,7 @@ class Session:
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
         if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
             state.prefilling = True
+            self._only_reads = not (self._acted or self.now.prompting)
             for act in self._before_prompt:
                 act(Moment(layers, call, state, prefill_ended=False))
             return
@@ -552,8 +552,9 @@ class Session:
                 kv.whole = kv.whole or not (state.padded or kv.edited)
         else:
             state.decoded += 1
+        self._only_reads = False
+        self._acted = True
         if self._before_decode:
-            self._policy_acted = True
             moment = Moment(layers, call, state, prefill_ended)
             for act in self._before_decode:
                 act(moment)
@@ -574,7 +575,6 @@ class Session:
             self._leave_call()
 
     def _enter_call(self, call: Call, cache: Any, own_masks: bool) -> None:
-        self._calls += 1
         self.now.call = call
         self.now.cache = cache
         self.now.own_masks = own_masks

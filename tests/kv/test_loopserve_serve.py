@@ -24,7 +24,7 @@ from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Observe, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe, sparse_prompts, tokens_read
-from sinkscope.lines.choice import draw_of, held_out, sample_queries, select_lines
+from sinkscope.lines.choice import choice_cost, draw_of, held_out, sample_queries, select_lines
 from sinkscope.models.target import Target
 
 SPARSE: Any = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3}
@@ -286,3 +286,29 @@ def test_prompts_that_want_gradients_are_refused_in_one_line() -> None:
         model(ids)
     with LoopServe(**SPARSE).on(model), torch.no_grad():
         assert model(ids).logits.isfinite().all()
+
+
+def test_a_short_turn_is_read_by_the_model_itself() -> None:
+    """A choice by two queries costs eight rows: too much for a turn of six tokens, little for a prompt of sixty."""
+    model = model_of("llama")
+    ids, _ = prompts([66], 0)
+    serve = LoopServe(**{**PLAIN, "shortest": 1, "dense_rows": 0, "sample": 2, "dense_above": 0.9, "decode": False})
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches:
+            model(input_ids=ids[:, :60], past_key_values=cache)
+        alone = model(input_ids=ids[:, 60:], past_key_values=caches[0]).logits
+        with serve.on(model) as run:
+            model(input_ids=ids[:, :60])
+            ours = model(input_ids=ids[:, 60:], past_key_values=caches[1]).logits
+    assert torch.equal(ours, alone)
+    first, turn = (event.data for event in run.events if event.layer == 0)
+    assert turn["dense"] == "6 new tokens are too few to pay for a choice of lines" and "attended" in first
+
+
+def test_what_a_choice_costs() -> None:
+    """Four rows for each query read, against the rows of dense attention: half of the queries in a first prompt."""
+    assert choice_cost(1, 5000, 48, 64) == pytest.approx(8.0)
+    assert choice_cost(4000, 4000, 48, 64) == pytest.approx(4 * 112 / 2000, rel=1e-3)
+    turns = [choice_cost(new, 4000 + new, 48, 64) for new in (16, 128, 400, 1000, 3000)]
+    assert turns == sorted(turns, reverse=True) and turns[2] > 1 > turns[3] > 0.2
