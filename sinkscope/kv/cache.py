@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,6 +83,23 @@ class Rotary:
         kv.rebased = True
 
 
+@dataclass(frozen=True, eq=False)
+class KeptSlots:
+    """Which slots of a layer are kept.
+
+    Attributes:
+        index: Their indices among all slots of all rows and heads; None if all are kept.
+        count: Number of slots that each row and head has afterwards.
+        ragged: Whether some of these are holes.
+        pos: True position of each.
+    """
+
+    index: Int[Tensor, " kept"] | None
+    count: int
+    ragged: bool
+    pos: Int[Tensor, "batch kv_head slot"]
+
+
 class CacheLayer(DynamicLayer):
     """Keys and values of one layer, with positions.
 
@@ -140,10 +158,13 @@ class CacheLayer(DynamicLayer):
     @property
     def pos(self) -> Int[Tensor, "batch kv_head slot"]:
         """True position of each slot among its row's real tokens; -1 for a hole or padding, which no query sees."""
-        known = 0 if self._pos is None else self._pos.shape[-1]
-        new = self.slots - known
-        if self._pos is not None and not new:
-            return self._pos
+        known = 0
+        slots = self.keys.shape[-2]
+        if self._pos is not None:
+            known = self._pos.shape[-1]
+            if known == slots:
+                return self._pos
+        new = slots - known
         assert self._columns is not None
         batch, kv_heads = self.keys.shape[:2]
         columns = self._columns[:, self.seen - new : self.seen].to(self.keys.device)
@@ -205,16 +226,23 @@ class CacheLayer(DynamicLayer):
         """Replace the numbers that `extra(name)` gives."""
         self._extras[name] = values
 
+    def add_extra(self, name: str, values: Shaped[Tensor, "batch kv_head slot"]) -> None:
+        """Add what `extra(name)` gives to a new tensor, which replaces it."""
+        earlier = self._extras.get(name)
+        if earlier is not None:
+            values[..., : earlier.shape[-1]] += earlier
+        self._extras[name] = values
+
     def _with_new_slots(self, values: Tensor) -> Tensor:
         """Numbers of all slots, with zeros for new ones."""
-        new = self.slots - values.shape[-1]
+        new = self.keys.shape[-2] - values.shape[-1]
         if new <= 0:
             return values
         return torch.nn.functional.pad(values, (0, new))
 
     # What policies do ------------------------------------------------------------------------------------------------
 
-    def evict(self, keep: Bool[Tensor, "batch kv_head slot"], exact: int | None = None) -> None:
+    def evict(self, keep: Bool[Tensor, "batch kv_head slot"], exact: int | None = None) -> KeptSlots:
         """Free every slot that is not kept. Rows and heads may keep different numbers; shorter ones get holes.
 
         Args:
@@ -229,32 +257,34 @@ class CacheLayer(DynamicLayer):
         else:
             fewest = most = exact
         ragged = most != fewest
+        index = None
         if most < pos.shape[-1]:
-            which = _flat_slots(keep, most, ragged)
-
-            def kept(values: Tensor) -> Tensor:
-                """Copy whole slots, which is ten times as fast as `gather`."""
-                # "batch kv_head slot ... -> (batch kv_head slot) ..."; einops would cost a tenth of a step here.
-                slots = values.reshape(-1, *values.shape[3:])
-                return slots.index_select(0, which).view(*values.shape[:2], most, *values.shape[3:])
-
-            for name in self._extras:
-                self._extras[name] = kept(self.extra(name))
-            if self._hidden is not None:
-                self._hidden = kept(self._with_new_slots(self._hidden))
-            self.keys = kept(self.keys)
-            self.values = kept(self.values)
-            pos = kept(pos)
+            index = _flat_slots(keep, most, ragged)
+            pos = _slots_at(pos, index, most)
             if ragged:
-                keep = kept(keep)
-            self._forget_growth()
-        self._pos = pos
+                keep = _slots_at(keep, index, most)
         if ragged:
-            self._pos = torch.where(keep, pos, -1)
+            pos = torch.where(keep, pos, -1)
+        kept = KeptSlots(index, most, ragged, pos)
+        self.keep_only(kept)
+        return kept
+
+    def keep_only(self, kept: KeptSlots) -> None:
+        """Free every other slot. What `evict` returned for one layer is valid for all that hold the same positions."""
+        index = kept.index
+        if index is not None:
+            for name in self._extras:
+                self._extras[name] = _slots_at(self.extra(name), index, kept.count)
+            if self._hidden is not None:
+                self._hidden = _slots_at(self._with_new_slots(self._hidden), index, kept.count)
+            self.keys = _slots_at(self.keys, index, kept.count)
+            self.values = _slots_at(self.values, index, kept.count)
+            self._forget_growth()
+        self._pos = kept.pos
         self._holes = None
         self.edited = True
-        self.ragged = ragged
-        self.whole = not ragged
+        self.ragged = kept.ragged
+        self.whole = not kept.ragged
 
     def select(self, show: Bool[Tensor, "batch _ slot"] | None) -> None:
         """Attend only to the slots in `show` and to new ones, until the next call; None shows all. Frees no slot.
@@ -474,6 +504,14 @@ class CacheLayer(DynamicLayer):
             self._extras[name] = changed(values)
         self._holes = None
         self._forget_growth()
+
+
+def _slots_at(values: Tensor, index: Int[Tensor, " kept"], count: int) -> Tensor:
+    """Copy whole slots, `count` of each row and head, which is ten times as fast as `gather`."""
+    # "batch kv_head slot ... -> (batch kv_head slot) ..."; einops would cost a tenth of a step here.
+    shape = values.shape
+    slots = values.reshape(-1, *shape[3:])
+    return slots.index_select(0, index).view(shape[0], shape[1], count, *shape[3:])
 
 
 def _flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool) -> Int[Tensor, " kept"]:

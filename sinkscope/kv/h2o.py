@@ -45,7 +45,7 @@ class H2O(Policy):
         probs = rows.probs
         if probs.shape[2] == 1 and rows.kv.whole:  # a single token, which is no padding
             received = self.group(probs[:, :, 0], kv_heads)
-            rows.kv.set_extra("h2o", rows.kv.extra("h2o") + received)
+            rows.kv.add_extra("h2o", received)
             return
         if self.reduce == "max":  # over the heads of a group, for every query
             probs = reduce(
@@ -56,7 +56,7 @@ class H2O(Policy):
         received = (real[:, None, None] @ probs)[:, :, 0]
         if self.reduce != "max":
             received = self.group(received, kv_heads)
-        rows.kv.set_extra("h2o", rows.kv.extra("h2o") + received)
+        rows.kv.add_extra("h2o", received)
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Score by the sums; recent tokens rank above all others."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields, read_setting
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv.cache import CacheLayer, Rotary
+from sinkscope.kv.cache import CacheLayer, KeptSlots, Rotary
 from sinkscope.kv.session import Moment, Session
 
 ENTRY_POINTS = "sinkscope.policies"
@@ -71,7 +71,7 @@ class At:
     @property
     def length(self) -> Int[Tensor, " batch"]:
         """Number of real tokens of each row so far, evicted or not."""
-        return self.moment.call.before.to(self.kv.pos.device)
+        return self.moment.call.before.to(self.kv.keys.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,20 +248,24 @@ class Policy(Intervention):
         if fills_budget and isinstance(budget, int) and self.mode == "evict":
             exact = budget
         keep: Tensor | None = None
+        kept: KeptSlots | None = None
         for layer, kv in enumerate(moment.layers):
             if exact is not None and kv.slots <= exact:
                 continue
             if keep is None or not state.uniform:
                 at = At(layer, kv, moment, session, memory)
                 keep = self.select(self.checked_scores(at), at, budget)
-            keep = keep.to(kv.pos.device)  # the same for all layers, of which some may be on another device
+            if kept is not None and state.uniform and rotary is None and kept.pos.device == kv.keys.device:
+                kv.keep_only(kept)
+                continue
+            keep = keep.to(kv.keys.device)  # the same for all layers, of which some may be on another device
             if self.mode == "select":
                 kv.select(keep)
                 continue
             if rotary is not None:
                 rotary.rebase(kv, keep)
             may_keep_fewer = state.padded or kv.ragged
-            kv.evict(keep, None if may_keep_fewer else exact)
+            kept = kv.evict(keep, None if may_keep_fewer else exact)
 
     def _note_prompt(self, moment: Moment, rotary: Rotary | None) -> None:
         """Note whether all layers and heads hold the same positions after the prompt just read."""
