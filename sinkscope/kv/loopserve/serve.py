@@ -194,7 +194,7 @@ class LoopServe(Intervention):
 
     def _pays(self, query: Float[Tensor, "head query d_head"], keys: int) -> bool:
         """Whether lines can save more than the choice costs."""
-        return self._worth(query, keys) > 0
+        return not self.shortest or self._worth(query, keys) > 0
 
     def _held_out(self, queries: int, keys: int, layer: int) -> Int[Tensor, " row"]:
         """Queries that did not choose the lines."""
