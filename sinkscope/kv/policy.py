@@ -249,11 +249,11 @@ class Policy(Intervention):
             exact = budget
         keep: Tensor | None = None
         kept: KeptSlots | None = None
-        for layer, kv in enumerate(moment.layers):
+        for kv in moment.layers:
             if exact is not None and kv.slots <= exact:
                 continue
             if keep is None or not state.uniform:
-                at = At(layer, kv, moment, session, memory)
+                at = At(kv.number, kv, moment, session, memory)
                 keep = self.select(self.checked_scores(at), at, budget)
             if kept is not None and state.uniform and rotary is None and kept.pos.device == kv.keys.device:
                 kv.keep_only(kept)

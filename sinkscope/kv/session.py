@@ -23,12 +23,12 @@ from transformers import DynamicCache
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.interventions.positions import Call
-from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt
+from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt, own_layers
 from sinkscope.kv.usage import DecodingReads, Meter, Usage
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import Attention, Handler, View, leave, listen, rows_by_view, tapped, widened
-from sinkscope.trace.internals import following_generate
+from sinkscope.trace.attention import NAME, Attention, Handler, View, leave, listen, rows_by_view, tapped, widened
+from sinkscope.trace.internals import attention_name, following_generate, is_checkpointing
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,12 +105,14 @@ class Moment:
     """The moment before or after a forward call.
 
     Attributes:
-        layers: The cache, layer by layer.
+        cache: The cache.
+        layers: Those of its layers that hold keys and values; `number` says of which decoder layer.
         call: The forward call.
         state: What is known about this cache.
         prefill_ended: Whether this is the first single-token call after a prompt.
     """
 
+    cache: Any
     layers: list[CacheLayer]
     call: Call
     state: CacheState
@@ -210,6 +212,7 @@ class Session:
         self._states: WeakKeyDictionary[Any, CacheState] = WeakKeyDictionary()
         self._meters: list[Meter] = []
         self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
+        self._config = target.config
         self._configs = run.stack.enter_context(tapped(target))
         run.stack.callback(self._leave_call)  # after Ctrl-C no hook has run
         run.stack.push(self._warn_of_idle_policy)
@@ -310,7 +313,7 @@ class Session:
         if layer not in moment.state.queries:
             raise UnsupportedError(self._why_no_queries(), page="kv-session")
         latest = moment.state.queries[layer].last(last)
-        kv = moment.layers[layer]
+        kv = moment.cache.layers[layer]
         module: Any = self.target.sub(layer, self.target.adapter.attn)
         below_bridge = getattr(module, "original_component", None)
         if isinstance(below_bridge, nn.Module):
@@ -497,6 +500,7 @@ class Session:
         call = self.run.call
         if call is None:
             return None
+        self._check_model()
         cache = kwargs.get("past_key_values")
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
@@ -514,11 +518,35 @@ class Session:
         self._enter_call(call, cache, own_masks)
         return args, kwargs
 
+    def _check_model(self) -> None:
+        """Refuse a call in which the cache or the tap would be passed by.
+
+        Raises:
+            UnsupportedError: Gradient checkpointing is on, or another attention was set inside the `with`.
+        """
+        if is_checkpointing(self.target.layers[0]):
+            raise UnsupportedError(
+                f"{self.target.name} trains with gradient checkpointing, which keeps no cache and computes attention "
+                "twice: call model.eval() or model.gradient_checkpointing_disable() to use a cache policy, a guard or "
+                "an observer of attention",
+                page="gradient-checkpointing",
+            )
+        name = attention_name(self._config)
+        if name != NAME:
+            raise UnsupportedError(
+                f"the attention of {self.target.name} was set to {name!r} inside the `with`, which would go past what "
+                "acts here: set it before the `with`",
+                page="kv-session",
+            )
+
     def _begin_on_own_cache(self, call: Call, cache: Any, kwargs: dict[str, Any]) -> bool:
         """Act before a call, and give new tokens their positions; whether our masks replace the stock mask."""
-        if cache not in self._states or type(cache.layers[0]) is not CacheLayer:
+        layers: list[CacheLayer] = []
+        if cache in self._states:
+            layers = own_layers(cache)
+        if not layers:
             adopt(cache, self.target, call.columns[:, : call.past])
-        layers: list[CacheLayer] = cache.layers
+            layers = own_layers(cache)
         state = self._state()
         self._act_before(layers, call, state)
         dropped = rebased_by(layers[0], call)
@@ -538,7 +566,7 @@ class Session:
             state.prefilling = True
             self._only_reads = not (self._acted or self.now.prompting)
             for act in self._before_prompt:
-                act(Moment(layers, call, state, prefill_ended=False))
+                act(Moment(self.now.cache, layers, call, state, prefill_ended=False))
             return
         # If others filled the cache, or its rows were multiplied, it counts as a prompt that has just ended.
         prompt_known = state.prompt is not None and len(state.prompt) == len(call.index)
@@ -555,7 +583,7 @@ class Session:
         self._only_reads = False
         self._acted = True
         if self._before_decode:
-            moment = Moment(layers, call, state, prefill_ended)
+            moment = Moment(self.now.cache, layers, call, state, prefill_ended)
             for act in self._before_decode:
                 act(moment)
 
@@ -566,11 +594,12 @@ class Session:
                 return
             if self.owns_cache:
                 state = self._state()
+                layers = own_layers(cache)
                 if self._after_call:
-                    moment = Moment(cache.layers, call, state, prefill_ended=False)
+                    moment = Moment(cache, layers, call, state, prefill_ended=False)
                     for act in self._after_call:
                         act(moment)
-                state.meter.note(cache.layers)
+                state.meter.note(layers)
         finally:
             self._leave_call()
 
@@ -595,8 +624,8 @@ class Session:
             return True
         if not own_masks:
             return False
-        for kv, window in zip(self.now.cache.layers, self._windows, strict=True):
-            if window is not None or not kv.complete or kv.keys.dtype != kv.values.dtype:
+        for kv in own_layers(self.now.cache):
+            if self._windows[kv.number] is not None or not kv.complete or kv.keys.dtype != kv.values.dtype:
                 return True
         return False
 

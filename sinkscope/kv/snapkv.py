@@ -102,7 +102,7 @@ class SnapKV(Policy):
         """Score by pooled votes; tokens of the window get none."""
         windows = self._windows(at)
         widest = int(windows.max())
-        if self.window is None and at.layer == 0:
+        if self.window is None and at.kv is at.moment.layers[0]:
             self._log_windows(at, windows)
         rows = at.session.window_rows(at.moment, at.layer, widest)
         if int(windows.min()) < widest:  # rows of a batch with windows of their own
