@@ -159,7 +159,9 @@ def snapkv(window: int = 64, kernel: int = 5, pooling: str = "avg", reduce: str 
     """Li et al. 2024, listing 1: attention of the last queries to what came before them, summed, then pooled."""
 
     def choose(probs: Tensor, held: Tensor, real: Tensor, budgets: list[int]) -> Tensor:
-        voters = probs * real[:, None, None, :, None]
+        seen = probs * held[:, :, None, None]  # of what is left; after the first choice the rest is gone
+        rows = seen / seen.sum(-1, keepdim=True).clamp(min=1e-30) * probs.sum(-1, keepdim=True)
+        voters = rows * real[:, None, None, :, None]
         summed = voters[..., -window:, :-window].sum(-2)
         padded = torch.nn.functional.pad(summed, (kernel // 2, kernel // 2))
         around = padded.unfold(-1, kernel, 1)

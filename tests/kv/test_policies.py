@@ -16,7 +16,7 @@ from organisms.tiny import tiny_model
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM, make_policy
+from sinkscope.kv import H2O, TOVA, Full, Policy, SnapKV, StreamingLLM, make_policy
 
 PROMPT, STEPS = 26, 12
 FAMILIES = ("llama", "gpt2", "mistral", "gemma2", "qwen3", "gpt_oss", "gpt_neox")
@@ -76,6 +76,29 @@ def test_keeps_what_the_dense_reference_keeps(name: str, family: str) -> None:
     model = model_of(family)
     ids, real = batch(steps=steps)
     assert_same(run(policy, model, ids, real), reference_of(policy, choose, model, ids, real))
+
+
+def test_snapkv_goes_on_choosing_while_tokens_are_generated() -> None:
+    model = model_of("llama")
+    ids, real = batch(pad=3)
+    policy = SnapKV(budget=14, window=8, kernel=3, every=4)
+    assert_same(run(policy, model, ids, real), reference_of(policy, dense.snapkv(8, 3), model, ids, real))
+
+
+@pytest.mark.parametrize("policy", [H2O(budget=8, mode="select"), StreamingLLM(budget=8, mode="select")], ids=str)
+def test_what_is_hidden_is_still_held(policy: Policy) -> None:
+    """The usage under `mode="select"` is that of the full cache, and eight tokens and the new one are read."""
+    model = model_of("llama")
+    ids, real = batch(steps=4)
+    usages: list[Any] = []
+    for each in (policy, Full()):
+        with each.on(model) as run_:
+            model.generate(ids[:, :PROMPT], attention_mask=real, max_new_tokens=5, do_sample=False)
+            usages.append(run_.usage)
+            if each is policy:
+                (cache,) = run_.session.caches
+                assert all((layer.readable.sum(-1) == 9).all() for layer in cache.layers)
+    assert usages[0] == usages[1] and usages[0][0].peak_tokens == [PROMPT + 4, PROMPT - 7 + 4]
 
 
 @pytest.mark.parametrize("name", CASES)
