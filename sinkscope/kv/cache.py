@@ -228,6 +228,12 @@ class CacheLayer(DynamicLayer):
         """Replace the numbers that `extra(name)` gives."""
         self._extras[name] = values
 
+    def take_extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
+        """What `extra(name)` gives, and forget it."""
+        values = self.extra(name)
+        del self._extras[name]
+        return values
+
     def add_extra(self, name: str, values: Shaped[Tensor, "batch kv_head slot"]) -> None:
         """Add what `extra(name)` gives to a new tensor, which replaces it."""
         earlier = self._extras.get(name)

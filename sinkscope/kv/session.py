@@ -351,8 +351,8 @@ class Session:
         self.now.tapped_layers.add(layer)
         if attention.key.dtype != attention.query.dtype:  # rebased keys are float32
             attention.key = attention.key.to(attention.query.dtype)
-        self._scaling[layer] = attention.scaling
         if self._queries_kept:
+            self._scaling[layer] = attention.scaling
             self._keep_queries(layer, attention.query)
         watchers = self._watchers_of(layer)
         replaces = self.now.own_masks or (self._prefill is not None and queries > 1)

@@ -288,7 +288,7 @@ class Attention:
             )
         assert self.view is not None
         if self.queries == 1:
-            return rows_by_view(self.module, query, self.key, self.view, self.scaling)
+            return rows_by_view(self.module, query, self.key, self.view, self.settings.get("scaling"))
         later = self.queries - part.stop  # new tokens that none of these queries sees
         earlier = slice(0, keys - later)
         rows = rows_by_view(self.module, query, self.key[:, :, earlier], self.view.part(part, earlier), self.scaling)
