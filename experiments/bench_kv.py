@@ -5,7 +5,7 @@
 Sections, each in a process of its own, on one thread:
 - `overhead`: time of `generate` (sampled, so that nothing loops) under `Full` and under an untriggered `LoopGuard`,
   divided by that of plain `generate`; plain over plain shows the noise. The model is a Llama with random weights that
-  takes at least 20 ms per token, and, in microseconds per token, the bundled model, here also under policies that evict.
+  takes at least 20 ms per token, and, in microseconds per token, the bundled model, there also under evicting policies.
 - `monitor`: the monitor alone on recorded ids, microseconds per token after 1k, 8k and 32k tokens.
 - `h2o`: time of H2O that sees every query and evicts nothing, at 4,096 tokens of context, divided by that of plain
   eager attention and of plain sdpa attention, for the prompt and for decoding, with eager or sdpa attention underneath.
