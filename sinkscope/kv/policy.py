@@ -192,19 +192,24 @@ class Policy(Intervention):
             )
         return budget
 
+    def latest_kept(self, at: At) -> int | Int[Tensor, " batch"]:
+        """Number of latest tokens that are always kept; one number, or one per row."""
+        return self.last
+
     def protected(self, at: At, budget: int | Int[Tensor, " batch"]) -> Bool[Tensor, "batch kv_head slot"]:
         """Slots that are always kept: the first and the last ones.
 
         The anchors of a guard in the same run are kept too; they take up to half of what the last ones leave.
         """
         pos = at.kv.pos
+        latest = self.latest_kept(at)
         protected = pos < self.first
         if at.session.anchors > self.first:
-            half = torch.as_tensor((budget - self.last) // 2, device=pos.device)
+            half = torch.as_tensor((budget - latest) // 2, device=pos.device)
             anchors = half.clamp(self.first, at.session.anchors)
             protected = pos < anchors.view(-1, 1, 1)  # "batch -> batch 1 1", or one number for all rows
-        if self.last:
-            protected = protected | (pos >= at.length[:, None, None] - self.last)
+        if isinstance(latest, Tensor) or latest:
+            protected = protected | (pos >= (at.length - latest)[:, None, None])
         return protected
 
     def select(
@@ -218,8 +223,8 @@ class Policy(Intervention):
         slots = pos.shape[-1]
         occupied = pos >= 0
         ranked = scores.float()
-        overridden = type(self).protected is not Policy.protected
-        if self.first or self.last or at.session.anchors or overridden:
+        latest = self.latest_kept(at)
+        if self.first or at.session.anchors or isinstance(latest, Tensor) or latest:
             ranked = ranked.masked_fill(self.protected(at, budget), torch.inf)
         if not at.kv.whole:
             ranked = ranked.masked_fill(~occupied, -torch.inf)

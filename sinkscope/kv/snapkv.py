@@ -73,12 +73,9 @@ class SnapKV(Policy):
         """Ask for the latest queries."""
         session.window_queries(self.window or WINDOW, decoding=self.every != "prefill")
 
-    def protected(self, at: At, budget: int | Int[Tensor, " batch"]) -> Bool[Tensor, "batch kv_head slot"]:
-        """In addition, the window."""
-        return super().protected(at, budget) | self._in_window(at)
-
-    def _in_window(self, at: At) -> Bool[Tensor, "batch kv_head slot"]:
-        return at.kv.pos >= (at.length - self._windows(at).to(at.length.device))[:, None, None]
+    def latest_kept(self, at: At) -> int | Int[Tensor, " batch"]:
+        """The window, or `last` if that is more."""
+        return self._windows(at).clamp(min=self.last).to(at.length.device)
 
     def _windows(self, at: At) -> Int[Tensor, " batch"]:
         """Length of the window of each row."""
@@ -111,7 +108,7 @@ class SnapKV(Policy):
             rows = rows * votes_here.to(rows)[:, None, :, None]
         # Padding votes only in rows that are shorter than the window, and such rows lose no token.
         votes = reduce(rows, "batch head query slot -> batch head slot", "sum")
-        in_window = self._in_window(at)
+        in_window = at.kv.pos >= (at.length - windows.to(at.length.device))[:, None, None]
         votes = votes.masked_fill(widened(in_window, votes.shape[1]), 0)
         pool = avg_pool1d if self.pooling == "avg" else max_pool1d
         pooled = torch.as_tensor(pool(votes, self.kernel, stride=1, padding=self.kernel // 2))
