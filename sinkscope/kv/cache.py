@@ -169,9 +169,9 @@ class CacheLayer(DynamicLayer):
         new = slots - known
         assert self._columns is not None
         batch, kv_heads = self.keys.shape[:2]
-        columns = self._columns[:, self.seen - new : self.seen].to(self.keys.device)
+        columns = self._columns.narrow(1, self.seen - new, new).to(self.keys.device)
         # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
-        tail = columns[:, None].expand(batch, kv_heads, new)
+        tail = columns.unsqueeze(1).expand(batch, kv_heads, new)
         if self._pos is None:
             return tail
         self._pos = self._growing_pos.append(self._pos, tail)
@@ -578,7 +578,7 @@ def adopt(cache: Any, target: Target, columns: Int[Tensor, "batch seen"]) -> Non
 
 def own_layers(cache: Any) -> list[CacheLayer]:
     """The layers of a cache that are ours; others, such as the state of linear attention, are left as they are."""
-    return [layer for layer in cache.layers if type(layer) is CacheLayer]
+    return [layer for layer in getattr(cache, "layers", None) or [] if type(layer) is CacheLayer]
 
 
 def refuse_states(cache: Any, what: str) -> None:

@@ -65,5 +65,5 @@ class H2O(Policy):
             recent = int(budget * self.recent + 1e-6)  # so that rounding down does not lower a whole number
         else:
             recent = (budget.to(at.length.device) * self.recent).long()
-        late = at.kv.pos >= (at.length - recent)[:, None, None]
+        late = at.kv.pos >= (at.length - recent).view(-1, 1, 1)  # "batch -> batch 1 1"
         return at.kv.extra("h2o").masked_fill(late, torch.finfo(torch.float32).max)

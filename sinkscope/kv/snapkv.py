@@ -75,6 +75,8 @@ class SnapKV(Policy):
 
     def latest_kept(self, at: At) -> int | Int[Tensor, " batch"]:
         """The window, or `last` if that is more."""
+        if self.window is not None:
+            return self.last
         return self._windows(at).clamp(min=self.last).to(at.length.device)
 
     def _windows(self, at: At) -> Int[Tensor, " batch"]:

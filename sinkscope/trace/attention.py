@@ -267,9 +267,10 @@ class Attention:
         """The values, weighted by attention rows."""
         # As in `attention_probs`: "batch (kv_head group) query key -> batch kv_head (group query) key".
         batch, heads, queries, keys = rows.shape
-        probs = rows.to(self.value.dtype).view(batch, self.value.shape[1], -1, keys)
-        output = (probs @ self.value).view(batch, heads, queries, -1)
-        return output.transpose(1, 2).contiguous()
+        kv_heads = batch * self.value.shape[1]
+        probs = rows.to(self.value.dtype).reshape(kv_heads, -1, keys)
+        output = torch.bmm(probs, self.value.reshape(kv_heads, keys, -1))
+        return output.view(batch, heads, queries, -1).transpose(1, 2).contiguous()
 
     def _rows(self, part: slice, by_mask: bool) -> Float[Tensor, "batch head query key"]:
         query = self.query
@@ -385,8 +386,9 @@ def attention_probs(
     kv_heads, keys = key.shape[1:3]
     # Without einops and einsum, because this runs in every layer for every generated token, where each costs a tenth:
     # "batch (kv_head group) query d_head, batch kv_head key d_head -> batch (kv_head group) query key"
-    grouped = query.reshape(batch, kv_heads, -1, width).float()
-    scores = (grouped @ key.float().mT).view(batch, heads, queries, keys) * scaling
+    grouped = query.reshape(batch * kv_heads, -1, width).float()
+    scores = torch.bmm(grouped, key.float().reshape(batch * kv_heads, keys, width).mT)
+    scores = scores.view(batch, heads, queries, keys) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is None and first_query < keys - 1:
