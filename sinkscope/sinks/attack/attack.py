@@ -63,7 +63,7 @@ class ClusterAttack(Result):
         lengths: Tokens per sequence.
         sequences: Sequences of each kind.
         positions: Mean share of positions that succeed.
-        errors: Standard error of this share over sequences.
+        errors: Standard error of this share over sequences. None in results of earlier versions.
         any: Share of sequences that succeed at some position.
         most: Share of sequences that succeed at half of their positions or more.
         first: Median number of tokens until the first success. NaN if half of the sequences never succeed.
@@ -88,7 +88,7 @@ class ClusterAttack(Result):
     lengths: Int[np.ndarray, " length"]
     sequences: int
     positions: Float[np.ndarray, "context length source"]
-    errors: Float[np.ndarray, "context length source"]
+    errors: Float[np.ndarray, "context length source"] | None = None
     any: Float[np.ndarray, "context length source"]
     most: Float[np.ndarray, "context length source"]
     first: Float[np.ndarray, "context length source"]
@@ -189,7 +189,9 @@ class ClusterAttack(Result):
             numbers.append(Number("tokens that one head of layer 0 marks", served, without))
         if self.best is not None:
             cluster, random, _ = self.positions[self.best]
-            margin = 2 * float(self.errors[self.best][0])
+            margin = None
+            if self.errors is not None:
+                margin = 2 * float(self.errors[self.best][0])
             numbers.append(Number("positions that a cluster attack makes sinks", float(cluster), float(random), margin))
         return numbers
 

@@ -31,11 +31,6 @@ ComponentKind = Literal[
     "head",
     "mlp",
     "key bias",
-    # These are separate only in sums (see `attribution`) and cannot be swapped.
-    "attention bias",
-    "sink neurons",
-    "norm bias",
-    "input bias",
 ]
 BATCH_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch
 Hook = tuple[Any, str, Any]  # module, "pre" or "post", and the function, as `Target.hooks` takes them
