@@ -32,7 +32,9 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models import experts as expert_parts
 from sinkscope.models.adapters import Adapter, row_of
 from sinkscope.models.config import cut_depth
-from sinkscope.models.target import Target, first_tensor
+from sinkscope.models.probe import probe
+from sinkscope.models.scope import shown_row
+from sinkscope.models.target import Target, first_tensor, kind_of
 
 _LENGTH = 9
 _POSITION = 5  # of the edits
@@ -234,7 +236,7 @@ class _Mlp:
 
     Attributes:
         down: The passage of the down projection.
-        up: Path of the linear factor, or of both factors side by side.
+        up: Path of the linear factor, or of both factors side by side; None if a norm stands behind the product.
         gate: Path of the other factor.
         is_fused: Whether `up` gives gate and up side by side.
         mlp: Path of the outermost module whose output changes by the column, times `down_factor`.
@@ -244,7 +246,7 @@ class _Mlp:
     """
 
     down: _Passage
-    up: str = ""
+    up: str | None = None
     gate: str | None = None
     is_fused: bool = False
     mlp: str = ""
@@ -279,15 +281,13 @@ def _factors(stage: _Stage, before: list[_Passage], down: _Passage) -> dict[str,
     for passage in before:
         layout = _layout(stage, passage, down)
         if layout == "coupled":
-            coupled[passage.path] = "same"
+            coupled[passage.path] = layout
         elif layout is not None:
             plain[passage.path] = layout
-    for factors in (
-        plain,
-        {**plain, **coupled},
-    ):  # a norm between the product and `down` couples the neurons of a token
-        if factors and _is_held_by(stage, list(factors), down):
-            return factors
+    if plain and _is_held_by(stage, list(plain), down):
+        return plain
+    if coupled and _is_held_by(stage, [*plain, *coupled], down):  # a norm in between couples the neurons of a token
+        return coupled
     return {}
 
 
@@ -343,6 +343,8 @@ def _replaced(clean: Tensor | None, _tensor: Tensor) -> Tensor | None:
 
 def _name_factors(stage: _Stage, mlp: _Mlp, factors: dict[str, str]) -> None:
     """Tell `up`, in which the product is linear, from the gate."""
+    if "coupled" in factors.values():
+        return
     linear = [path for path in factors if _is_linear_in(stage, mlp, path, factors[path])]
     mlp.is_fused = "halves" in factors.values()
     if mlp.is_fused and not linear:
@@ -798,13 +800,11 @@ def _proved(target: Target) -> Adapter:
     Raises:
         UnsupportedError: It does not; the message says what failed, and prints the row.
     """
-    from sinkscope.models.probe import probe
-
     problem = probe(target).problem
     if problem is not None:
         raise UnsupportedError(
-            f"model type {target.adapter.model_type!r} has no adapter, and the inferred one is refused: {problem}; if "
-            f"you know better, change it and register it with sinkscope.models.adapters.register({target.adapter})",
+            f"model type {target.adapter.model_type!r} has no adapter, and the inferred one is refused: {problem}; "
+            f"change what is wrong and register it: sinkscope.models.adapters.register({shown_row(target.adapter)})",
             page="unsupported-model",
         )
     return target.adapter
@@ -904,8 +904,7 @@ def _first_of_kinds(target: Target) -> list[int]:
     """The first layer of each kind: layers of a kind have parameters of the same names and shapes."""
     firsts = dict[str, int]()
     for number, layer in enumerate(target.layers):
-        shapes = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
-        firsts.setdefault(f"{type(layer).__name__} {shapes}", number)
+        firsts.setdefault(kind_of(layer), number)
     return list(firsts.values())
 
 
@@ -1036,6 +1035,13 @@ def _same(what: str, values: list[Any]) -> Any:
     return different[0]
 
 
+def _moved_path(path: str | None, folder: str, root: str) -> str | None:
+    """A path below `folder`, as it would be below `root`."""
+    if path is None:
+        return None
+    return root + path.removeprefix(folder)
+
+
 def _with_shared(row: Adapter, shared: list[_Mlp], has_dense: bool) -> Adapter:
     """The row with the expert that every token goes through, whose parts are called as those of a dense MLP."""
     mlp = shared[0]
@@ -1045,13 +1051,13 @@ def _with_shared(row: Adapter, shared: list[_Mlp], has_dense: bool) -> Adapter:
         row = replace(
             row,
             down=root + mlp.down.path.removeprefix(folder),
-            up=root + mlp.up.removeprefix(folder),
-            gate=None if mlp.gate is None else root + mlp.gate.removeprefix(folder),
+            up=_moved_path(mlp.up, folder, root),
+            gate=_moved_path(mlp.gate, folder, root),
             fused_gate_up=mlp.is_fused,
         )
     tail = row.down.removeprefix(row.mlp)
     folder = mlp.down.path.removesuffix(tail)
-    if not mlp.down.path.endswith(tail) or f"{folder}{(row.up or '').removeprefix(row.mlp)}" != mlp.up:
+    if not mlp.down.path.endswith(tail) or row.up != _moved_path(mlp.up, folder, row.mlp):
         raise NotInferredError("its shared expert is laid out in another way than its dense MLPs")
     factor = _same("factor behind the shared expert", [mlp.down_factor for mlp in shared])
     return replace(row, shared=folder, shared_gate=mlp.weight, shared_factor=factor)

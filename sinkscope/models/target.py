@@ -540,6 +540,12 @@ def on_hidden(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
     return hook
 
 
+def kind_of(layer: nn.Module) -> str:
+    """What layers with parameters of the same names and shapes have in common."""
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
+    return f"{type(layer).__name__} {shapes}"
+
+
 def plain_weight(module: Any) -> Tensor | None:
     """The floating-point weight matrix of a linear module, also below a bridge's wrapper; None if quantised."""
     if hasattr(module, "base_layer"):  # an adapter adds to what this weight says
