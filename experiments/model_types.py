@@ -22,9 +22,10 @@ ROOT = Path(__file__).parents[1]
 DATA = ROOT / "figures/model_types.json"
 PAGE = ROOT / "docs/models.md"
 NO_DECODERS = set(  # encoders and decoders of encoder-decoder models, which the mapping lists as well
-    """bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert cpmant data2vec-text
-    electra ernie marian mbart megatron-bert mvp pegasus plbart prophetnet reformer rembert roberta roberta-prelayernorm
-    roc_bert roformer trocr whisper xlm xlm-prophetnet xlm-roberta xlm-roberta-xl xlnet xmod""".split()
+    """bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text
+    electra ernie marian mbart megatron-bert mvp pegasus plbart prophetnet reformer rembert roberta
+    roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-prophetnet xlm-roberta xlm-roberta-xl xlnet
+    xmod""".split()
 )
 INTRODUCTION = """# Is my model served?
 
@@ -40,8 +41,8 @@ multipliers, windows, mixtures and hybrid layers that released checkpoints have.
 - under `Full`, `generate` gives the tokens of the plain model, and H2O, StreamingLLM, LoopGuard and LoopServe run;
 - weights, configuration and hooks are left as they were.
 
-**In part** means that everything the last column does not name passed. Of a model with layers of several kinds, the last
-column says in which layers there is attention, and on which a cache policy acts.
+**In part** means that everything the last column does not name passed. Of a model with layers of several kinds, the
+last column says in which layers there is attention, and on which a cache policy acts.
 
 Of {total} types, {full} are served in full, {part} in part, and {refused} are refused in one line.{wrong}
 

@@ -37,6 +37,7 @@ _REACHES = (  # in configurations and modules: how far, or to how many keys, a l
     "index_topk",
 )
 _MODULES = ("attn", "mlp", "q", "k", "v", "fused_qkv", "o", "post_attn_norm", "post_mlp_norm")
+_OF_ATTENTION = ("attn", "q", "k", "v", "fused_qkv", "o", "post_attn_norm")
 _DENSE_MODULES = (*_MODULES, "down", "up", "gate")
 _MIXTURE_MODULES = (*_MODULES, "shared_gate")
 
@@ -195,7 +196,7 @@ def _typical_neuron(target: Target, layer: int) -> int | None:
     """A neuron whose column is neither zero nor large; None if all are zero."""
     try:
         norms = target.w_out_norms(layer)
-    except (AttributeError, IndexError):
+    except (UnsupportedError, IndexError):
         return 0  # a wrong path, which the edits report
     order = norms.argsort()[int((norms == 0).sum()) :]
     if len(order):
@@ -223,7 +224,8 @@ class _EditedLayer:
         self._paths = dict[str, str]()
         for name in _MIXTURE_MODULES if self.is_mixture else _DENSE_MODULES:
             path = getattr(self.adapter, name)
-            if path is not None:
+            is_there = name not in _OF_ATTENTION or target.has_attention(layer)
+            if path is not None and is_there:
                 self._paths[name] = path
 
     def hooks(self) -> list[tuple[nn.Module, str, Any]]:
@@ -320,7 +322,7 @@ class _EditedLayer:
     def _module(self, path: str | None) -> nn.Module:
         try:
             return self.target.sub(self.layer, path or "")
-        except AttributeError as error:
+        except UnsupportedError as error:
             raise _WrongError(f"the adapter names a module that is not there ({error})") from None
 
     def _record(self, name: str, output: Any) -> None:
@@ -337,7 +339,7 @@ class _EditedLayer:
         edited = _by_row(output).clone()
         first = 0
         if self.adapter.fused_gate_up:
-            first = self.target.d_mlp
+            first = self.target.width(self.layer)
         edited[2, _POSITION, first::2] += _step(edited)
         edited[3, _POSITION, first::2] -= _step(edited)
         return edited.reshape(output.shape)
@@ -391,8 +393,12 @@ class _AttentionErrors:
             own = recomputed
         else:
             with _narrowed(target):
-                recomputed = _recomputed_rows(target, layers)
                 own = _own_rows(target, layers)
+                recomputed = own
+                if target.adapter.attention_interface:
+                    recomputed = _recomputed_rows(target, layers)
+                else:
+                    self.distance = max(_distance_from_output(target, layer) for layer in layers)
         for layer in layers:
             if layer not in recomputed:
                 raise _WrongError(f"no attention was recomputed in layer {layer}")
@@ -464,3 +470,41 @@ def _own_rows(target: Target, layers: Iterable[int]) -> dict[int, Float[Tensor, 
     with eager(target), target.hooks(*hooks):
         target.forward(_ids(target, _LONG), upto=max(layers))
     return weights
+
+
+def _distance_from_output(target: Target, layer: int) -> float:
+    """How far the weights that an attention module returns are from those that make its output, relatively.
+
+    The output is the weights times one vector for each token. The module is called with its input in several orders,
+    which takes the vectors along and changes the weights: no vectors fit them all if the weights are others.
+    """
+    from sinkscope.trace.attention import eager
+
+    attn: Any = target.sub(layer, target.adapter.attn)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    heads: list[Tensor] = []
+
+    def keep_call(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((args, kwargs))
+
+    def keep_heads(entering: Tensor) -> None:
+        heads.append(entering.double().reshape(_LONG, target.n_heads, -1))
+
+    all_weights: list[Tensor] = []
+    with eager(target):
+        with target.hooks((attn, "pre", keep_call)):
+            target.forward(_ids(target, _LONG), upto=layer)
+        (args, kwargs) = calls[0]
+        hidden = args[0] if args else kwargs["hidden_states"]
+        with target.hooks((target.sub(layer, target.adapter.o), "pre", on_input(keep_heads))):
+            for shift in (0, 3, 7, 12):
+                moved = hidden.roll(shift, 1)
+                if args:
+                    output = attn(moved, *args[1:], **kwargs)
+                else:
+                    output = attn(**{**kwargs, "hidden_states": moved})
+                all_weights.append(output[1][0].double().roll(-shift, -1))
+    weights = torch.cat(all_weights, 1)
+    output = rearrange(torch.cat(heads), "row head width -> head row width")
+    vectors = torch.linalg.lstsq(weights, output).solution
+    return float((weights @ vectors - output).abs().max() / output.abs().max())

@@ -499,10 +499,24 @@ def _attend(
     """The attention function that transformers calls in every layer."""
     handlers = _listening(module.config)
     by_mask = any(handler.by_mask for handler in handlers)
+    indices = kwargs.pop("indices", None)  # the keys that an indexer chose (DeepSeek 3.2)
+    if indices is not None:
+        attention_mask = _among_chosen(attention_mask, indices, query.shape[2], key.shape[2])
     call = Attention(module, query, key, value, attention_mask, kwargs, by_mask)
     for handler in handlers:
         handler.see(call)
     return call.finish()
+
+
+def _among_chosen(mask: Tensor | None, indices: Tensor, queries: int, keys: int) -> Tensor:
+    """A mask that shows only chosen keys, of those that it shows."""
+    chosen = torch.zeros(len(indices), 1, queries, keys, dtype=torch.bool, device=indices.device)
+    chosen.scatter_(-1, indices[:, None].long(), True)
+    if mask is None:
+        return chosen & torch.ones_like(chosen).tril(keys - queries)
+    if mask.dtype == torch.bool:
+        return mask[..., :keys] & chosen
+    return mask[..., :keys].masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def _mask(*, config: Any, **kwargs: Any) -> Any:

@@ -146,7 +146,9 @@ def _plant(target: Target) -> Planted:
     def keep_out(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         seen["out"] = first_tensor(output)
 
-    first = target.sub(layer, target.adapter.experts or "") if is_mixture else target.mlp_part(layer, "up")
+    first = target.sub(layer, target.adapter.experts or target.adapter.mlp)
+    if not is_mixture and target.adapter.up is not None:
+        first = target.mlp_part(layer, "up")
     with target.hooks((first, "pre", keep), (target.layers[layer], "post", keep_out)):
         target.forward(ids)
     inputs = seen["in"][0].reshape(12, 24, -1)
@@ -176,7 +178,7 @@ def _plant(target: Target) -> Planted:
 def _plant_dense(target: Target, layer: int, inputs: Tensor, written: Tensor) -> Planted:
     adapter = target.adapter
     width = target.width(layer)
-    is_gated = target.has_part(layer, adapter.gate) or adapter.fused_gate_up
+    is_gated = target.has_part(layer, adapter.gate) or adapter.fused_gate_up or adapter.up is None
     row = _reading(inputs, 6.0, 0.0 if is_gated else -1.0)
     places = [("up", NEURON)]
     if adapter.fused_gate_up:
@@ -184,7 +186,10 @@ def _plant_dense(target: Target, layer: int, inputs: Tensor, written: Tensor) ->
     elif is_gated:
         places.append(("gate", NEURON))
     for name, place in places:
-        module: Any = target.mlp_part(layer, name)  # type: ignore[arg-type]
+        if adapter.up is None:  # a norm stands behind the product, and the row names neither factor
+            module: Any = target.sub(layer, f"{adapter.mlp}.{name}_proj")
+        else:
+            module = target.mlp_part(layer, name)  # type: ignore[arg-type]
         weight = module.weight.T if adapter.transposed_down else module.weight
         weight[place] = row
         if getattr(module, "bias", None) is not None:
