@@ -103,18 +103,19 @@ def main(chosen: list[str]) -> None:
     """Examine the types and write both files."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    data: dict[str, Any] = {"transformers": transformers.__version__, "types": {}}
-    if DATA.is_file():
-        data = json.loads(DATA.read_text())
     for model_type in chosen or types():
         found = entry(model_type)
         if found is None:
             continue
+        data: dict[str, Any] = {"types": {}}
+        if DATA.is_file():  # read again, because several processes may share the types
+            data = json.loads(DATA.read_text())
+        data["transformers"] = transformers.__version__
         data["types"][model_type] = found
         print(f"{model_type}: {found['status']} {'; '.join(found['wrong'])}", flush=True)
         data["types"] = dict(sorted(data["types"].items()))
         DATA.write_text(json.dumps(data, indent=1) + "\n")
-    PAGE.write_text(page(data))
+    PAGE.write_text(page(json.loads(DATA.read_text())))
 
 
 if __name__ == "__main__":

@@ -304,6 +304,12 @@ class Session:
             raise UnsupportedError(self._why_no_queries(), page="kv-session")
         latest = moment.state.queries[layer].last(last)
         kv = moment.cache.layers[layer]
+        if kv.keys.shape[-1] != latest.query.shape[-1]:
+            raise UnsupportedError(
+                f"the cache of {self.target.name} holds latent vectors, from which keys are made inside its attention: "
+                "use a policy that scores by attention received (H2O), or by position",
+                page="kv-session",
+            )
         module: Any = self.target.sub(layer, self.target.adapter.attn)
         below_bridge = getattr(module, "original_component", None)
         if isinstance(below_bridge, nn.Module):

@@ -158,6 +158,8 @@ class _EditErrors:
         """Edit the first layer of each kind of MLP that writes anything; a wrong path is wrong in every layer."""
         ids = repeat(_ids(target), "1 pos -> row pos", row=_ROWS)
         kinds = set[str]()
+        if not any(target.has_neurons(layer) for layer in range(target.n_layers)):
+            raise _WrongError(f"the adapter names a module that is not there ({target.adapter.down!r} in no layer)")
         for layer in range(target.n_layers):
             is_mixture = target.is_mixture(layer)
             kind = kind_of(target.layers[layer])
