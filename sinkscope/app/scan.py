@@ -22,7 +22,7 @@ from sinkscope.bench.run import bench_model
 from sinkscope.bench.table import BenchTable
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.console import Progress, silent
-from sinkscope.files.output import write_atomic
+from sinkscope.files.output import write_output
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.result import Result
 from sinkscope.files.store import Folder, Keyed
@@ -33,6 +33,8 @@ from sinkscope.models.target import Target
 
 PAGE, MARKDOWN = "card.html", "card.md"
 VERSION = 2  # of what a folder holds; a change of it is another setting
+BEFORE_REPEATS = 16  # positions of the context that stay free for what stands before repetitions
+LEAST_BUDGET = 70  # tokens of the prompt that a policy keeps at least: SnapKV always keeps 64
 QUICK_BYTES = 2 << 30  # weights of a model that --quick loads whole
 
 
@@ -77,8 +79,9 @@ def loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
 
 
 def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
-    """How far each cache policy diverges from full attention at a quarter of the prompt."""
-    methods = ["full", "streaming:0.25", "h2o:0.25", "snapkv:0.25", "tova:0.25"]
+    """How far each cache policy diverges from full attention at a quarter of the prompt; at more of a short one."""
+    share = max(0.25, round(LEAST_BUDGET / prompt, 2))
+    methods = ["full", *(f"{name}:{share}" for name in ("streaming", "h2o", "snapkv", "tova"))]
     return bench_model(setup.target, f"text:count={count}:prompt={prompt}", methods, seed=setup.seed)
 
 
@@ -191,7 +194,7 @@ def scan(
         if other is not None:
             card = card.compared(other)
         card.save(folder / CARD)
-        write_atomic(folder / MARKDOWN, card.markdown())
+        write_output(folder / MARKDOWN, f"<!-- sinkscope {card.kind} -->\n{card.markdown()}")
         sections = [result_section(result) for result in (card, *results.values())]
         title = f"{card.kind}: {card.model.name}"
         save_document(folder / PAGE, document(title, sections, f"{len(results)} results", kind=card.kind))
@@ -246,13 +249,13 @@ def _measured(part: ScanPart, setup: Setup, edit: Intervention | None, quick: bo
     whole = not part.streams or (isinstance(measurement, Measurement) and measurement.loading == "whole")
     if whole and not setup.target.resident:
         return f"it needs the whole model in memory, and its weights take {weight_bytes(setup.target) / 1e9:.1f} GB"
-    arguments = part.quick if quick else part.full
+    arguments = fitted((part.quick if quick else part.full) or {}, setup.target.max_positions)
     setup = replace(setup, settings={}, started=time.perf_counter())
     try:
         with nullcontext() if edit is None else edit.on(setup.target):
             if isinstance(measurement, Measurement):
-                return measurement.on(setup, **(arguments or {}))
-            return measurement(setup, **(arguments or {}))
+                return measurement.on(setup, **arguments)
+            return measurement(setup, **arguments)
     except Exception as error:
         if is_out_of_memory(error):
             return "there is not enough memory for it"
@@ -260,6 +263,26 @@ def _measured(part: ScanPart, setup: Setup, edit: Intervention | None, quick: bo
         if isinstance(error, SinkscopeError):
             return message
         return f"it failed ({type(error).__name__}: {message:.200})"
+
+
+def fitted(arguments: dict[str, Any], context: int | None) -> dict[str, Any]:
+    """The arguments of a part with lengths that the context of the model holds; None: any.
+
+    A text and what is generated behind it share the context, so each gets at most half of it, and repetitions all but
+    what stands before them.
+    """
+    if context is None:
+        return arguments
+    most = {
+        "max_repeats": context - BEFORE_REPEATS,
+        "length": context // 2,
+        "prompt": context // 2,
+        "max_new_tokens": context // 2,
+    }
+    limited: dict[str, Any] = {}
+    for name, value in arguments.items():
+        limited[name] = min(value, most[name]) if name in most else value
+    return limited
 
 
 def _card_part(part: ScanPart, outcome: Result | str) -> CardPart:
@@ -353,7 +376,7 @@ def demo(
     print("sinkscope looks at the small model in the package. Each step is a command that you can give yourself.\n")
     scan(out=out, quick=True, on_part=_printer(), progress=progress)
     page = out / PAGE
-    print(f"All results, with figures: {page}\nThe same for another model: sinkscope scan MODEL")
+    print(visible(f"All results, with figures: {page}") + "\nThe same for another model: sinkscope scan MODEL")
     has_screen = sys.platform != "linux" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
     if show and sys.stdout.isatty() and has_screen:
         import webbrowser
@@ -369,8 +392,8 @@ def _printer() -> Callable[[ScanPart, Result | str], None]:
         summary = (part.load().__doc__ or "").split("\n\n")[0]
         print(f"{next(numbers)}. {' '.join(summary.split())}\n   $ sinkscope {part.command}", flush=True)
         if isinstance(outcome, Result):
-            print(f"   {outcome.conclusion()}\n", flush=True)
+            print(f"   {visible(outcome.conclusion())}\n", flush=True)
         else:
-            print(f"   Left out: {outcome}\n", flush=True)
+            print(f"   Left out: {visible(outcome)}\n", flush=True)
 
     return printed
