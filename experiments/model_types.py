@@ -32,9 +32,9 @@ INTRODUCTION = """# Is my model served?
 `sinkscope models --check MODEL` answers for one model: it prints the adapter, the figures of the proof, and what is
 served.
 
-The table below was made with transformers {version} by `python -m experiments.model_types`. Every decoder type that its
-`AutoModelForCausalLM` knows, and that can be built small, was made as a random model of a few layers with the
-multipliers, windows, mixtures and hybrid layers that released checkpoints have. A type is **in full** if
+The table below was made with transformers {version} by `python -m experiments.model_types`. Each decoder type was made
+as a random model of a few layers, with the multipliers, windows, mixtures and hybrid layers that released checkpoints
+have. A type is **in full** if
 
 - a planted sink neuron is ranked first, live and from a folder, and its contribution equals an independent ablation;
 - attention rows equal those of the model's own eager attention within 1e-4, on a text longer than every window;
@@ -44,7 +44,8 @@ multipliers, windows, mixtures and hybrid layers that released checkpoints have.
 **In part** means that everything the last column does not name passed. Of a model with layers of several kinds, the
 last column says in which layers there is attention, and on which a cache policy acts.
 
-Of {total} types, {full} are served in full, {part} in part, and {refused} are refused in one line.{wrong}
+A type that is not in the table was not measured for it; ask `--check`. Of the {total} types in it, {full} are served
+in full, {part} in part, and {refused} are refused in one line.{wrong}
 
 | type | served | remarks |
 |---|---|---|
