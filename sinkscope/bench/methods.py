@@ -94,7 +94,7 @@ METHODS: dict[str, MethodKind] = {
     "loopserve-0": MethodKind("the same, chosen from the first step on", _SERVE, {**_READ_ALL, "first": 0}),
     "loopserve-p": MethodKind("sparse prompts alone", _SERVE, {**_READ_ALL, "decode": False}, budget=False),
     "loopserve-d": MethodKind("chosen anew while decoding alone", _SERVE, {"prefill": False}),
-    "loopguard": _guard("early alarms; a ban and drawn tokens if a loop comes back", paper=False),
+    "loopguard": _guard("early alarms, a ban, and a few drawn tokens if loops keep coming back", paper=False),
     "loopguard-window": _guard("the paper's guard, always within the budget", between="window"),
     "loopguard-repeats": _guard("the paper's guard, which also removes older copies", clean="repeats"),
     "loopguard-always": _guard("pruning every 200 tokens", variant="always"),

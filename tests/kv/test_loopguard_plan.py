@@ -37,8 +37,11 @@ def test_every_plan_is_within_the_budget_and_follows_the_equations(case: Any) ->
     made = tokens_to_keep(held, length, bad, retention, level)
     keep, every = set(made.positions), set(held)
     assert list(made.positions) == sorted(keep) and keep <= every and len(keep) <= retention.budget
-    anchors = every & set(range(retention.anchors))
     out = {p for start, stop in bad for p in range(start, stop)}
+    first = every & set(range(retention.anchors))
+    anchors = first
+    if retention.recent is None:  # they keep no copies of the loop
+        anchors = first - out | first & {0}
     if retention.recent is None:  # the window is what the latest clean tokens need
         latest = sorted(every - anchors - out)[-retention.recent_tokens(level) :]
         window = set(range(latest[0] if latest else length, length))

@@ -21,7 +21,7 @@ class Retention:
 
     Attributes:
         budget: Largest number of tokens right after an intervention (B).
-        anchors: Number of first positions, which are always kept (N_anchor).
+        anchors: Number of first positions that are kept (N_anchor), with a recent window even if they are bad.
         recent: Length of the recent window (R), as in the paper: recent tokens come from the last R tokens, so a loop
             that fills the window leaves no clean ones. None takes the latest clean tokens, wherever they are, and the
             clean tokens before them are the history.
@@ -127,13 +127,16 @@ def tokens_to_keep(
         level: Aggressiveness, from 0; a level above `max_level` counts as `max_level`.
 
     Returns:
-        At most `retention.budget` positions; every anchor that the cache holds is among them, even if it is bad.
+        At most `retention.budget` positions. With a recent window, every anchor that the cache holds is among them,
+        even if it is bad; without one, bad anchors go, except the first token.
     """
     bad_positions: set[int] = set()
     for start, stop in bad:
         bad_positions.update(range(start, stop))
-    anchors = [position for position in cached if position < retention.anchors]
-    others = cached[len(anchors) :]
+    others = [position for position in cached if position >= retention.anchors]
+    anchors = cached[: len(cached) - len(others)]
+    if retention.recent is None:
+        anchors = [position for position in anchors if position == 0 or position not in bad_positions]
     clean = [position for position in others if position not in bad_positions]
     count = retention.recent_tokens(level)
     if retention.recent is None:
