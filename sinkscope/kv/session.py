@@ -26,8 +26,8 @@ from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt
 from sinkscope.kv.usage import DecodingReads, Meter, Usage
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import Attention, Handler, View, leave, listen, rows_by_view, tapped, widened
-from sinkscope.trace.internals import following_generate
+from sinkscope.trace.attention import NAME, Attention, Handler, View, leave, listen, rows_by_view, tapped, widened
+from sinkscope.trace.internals import attention_name, following_generate, is_checkpointing
 
 
 @dataclass(frozen=True, eq=False)
@@ -480,6 +480,7 @@ class Session:
         call = self.run.call
         if call is None:
             return None
+        self._check_model()
         cache = kwargs.get("past_key_values")
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
@@ -496,6 +497,27 @@ class Session:
                 own_masks = self._begin_on_own_cache(call, cache, kwargs)
         self._enter_call(call, cache, own_masks)
         return args, kwargs
+
+    def _check_model(self) -> None:
+        """Refuse a call in which the cache or the tap would be passed by.
+
+        Raises:
+            UnsupportedError: Gradient checkpointing is on, or another attention was set inside the `with`.
+        """
+        if is_checkpointing(self.target.layers[0]):
+            raise UnsupportedError(
+                f"{self.target.name} trains with gradient checkpointing, which keeps no cache and computes attention "
+                "twice: call model.eval() or model.gradient_checkpointing_disable() to use a cache policy, a guard or "
+                "an observer of attention",
+                page="gradient-checkpointing",
+            )
+        name = attention_name(self.target.config)
+        if name != NAME:
+            raise UnsupportedError(
+                f"the attention of {self.target.name} was set to {name!r} inside the `with`, which would go past what "
+                "acts here: set it before the `with`",
+                page="kv-session",
+            )
 
     def _begin_on_own_cache(self, call: Call, cache: Any, kwargs: dict[str, Any]) -> bool:
         """Act before a call, and give new tokens their positions; whether our masks replace the stock mask."""
