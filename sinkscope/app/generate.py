@@ -16,7 +16,7 @@ from sinkscope.serving.generate import Generated, generate
 
 
 def print_generated(
-    prompt: Annotated[str | None, Option(metavar="PROMPT", argument=True)] = None,
+    prompt: Annotated[str | None, Option(metavar="[PROMPT]", argument=True)] = None,
     *,
     prompt_file: Annotated[str | None, Option(metavar="FILE|-", reads="text")] = None,
     model: str | None = None,
@@ -54,7 +54,7 @@ def print_generated(
         seed: Seed of the sampling.
 
     Example:
-        sinkscope generate "One day, the bird sang the same song again and again:" --guard
+        sinkscope generate "The bird sang the same song again:" --guard
     """
     if (prompt is None) == (prompt_file is None):
         raise SinkscopeError("give a prompt as an argument, or --prompt-file FILE: one of the two")

@@ -49,10 +49,11 @@ class LoopGuardWindow(StreamingLLM):
 class LoopGuard(Intervention):
     """Break repetition loops: when a row's monitor fires, its cache is cut to anchors, sparse history and clean tail.
 
-    The defaults are meant for everyday use. Any repetition of three copies and 48 tokens is found. Where the caller can
-    take tokens back (`sinkscope.serving.generate`, `Conversation`, the command line), the output is cut after the first
-    copy; a plain `model.generate` only loses the copies from its cache. Either way the loop's n-grams are banned for a
-    while, and if loops keep coming back, a few tokens are drawn. `LoopGuard.paper()` is the guard as published.
+    The defaults are meant for everyday use. A repetition is found once it covers 48 tokens and two and a half copies,
+    or three if some tokens differ. Where the caller can take tokens back (`sinkscope.serving.generate`, `Conversation`,
+    the command line), the output is cut after the first copy; a plain `model.generate` only loses the copies from its
+    cache. Either way the loop's n-grams are banned for a while, and if loops keep coming back, a few tokens are drawn.
+    `LoopGuard.paper()` is the guard as published.
 
     Only generated tokens are watched, which arrive one by one after a prompt. A call with several tokens is a new turn,
     for which monitors start again. Each row is watched and cut independently, and a row that has ended is ignored. All
@@ -67,9 +68,9 @@ class LoopGuard(Intervention):
         window: Number of tokens that the monitor looks at (W).
         between: What happens between interventions. "full" removes nothing ("event-driven" in the paper), so the cache
             grows beyond the budget. "window" keeps anchors and latest tokens, so the cache always fits the budget.
-        variant: When to intervene: "repeats" for any repetition, "full" for the paper's votes, or a variant of Table 3
-            and others: "none" never intervenes, "always" intervenes every 200 tokens, and "p1", "ttr", "cr",
-            "stall" and "tail" each use that signal alone (`MonitorSettings.variant`).
+        variant: When to intervene: "repeats" for any repetition, "tolerant" for looser ones too, "full" for the paper's
+            votes, or a variant of Table 3 and others: "none" never intervenes, "always" intervenes every 200 tokens,
+            and "p1", "ttr", "cr", "stall" and "tail" each use that signal alone (`MonitorSettings.variant`).
         monitor: Further monitor settings, by name (`MonitorSettings`).
         recent: Length of the recent window (R). "window" uses the monitor's, as in the paper; None means no recent
             window. `Retention` explains this field and the next three.
@@ -154,7 +155,7 @@ class LoopGuard(Intervention):
     def settings(self) -> MonitorSettings:
         """Settings of the monitor of every row."""
         settings: dict[str, Any] = {"relapse": self.window}
-        if self.variant == "repeats":
+        if self.variant in ("repeats", "tolerant"):
             settings["cooldown"] = 8  # a loop that goes on after the cut is met with more than a cut: no need to wait
         settings |= self.monitor
         return MonitorSettings.variant(self.variant, window=self.window, **settings)
@@ -388,6 +389,8 @@ class Guarding:
             for row, ban in rows.bans.items():
                 ban.latest.append(newest[row])
         alarms = rows.monitors.push(ids[:, -1], largest_probability(logits) if self._needs_probabilities else None)
+        if alarms and rewinder is not None and rewinder.full_at:  # a full row goes on as padding
+            alarms = [alarm for alarm in alarms if rows.seen < rewinder.full_at[alarm.row]]
         if alarms:
             self._cut(moment, rows, alarms + rows.monitors.flush())
         if rows.bans or drawn:

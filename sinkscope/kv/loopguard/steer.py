@@ -78,7 +78,9 @@ class Rewinder(StoppingCriteria):
         read: Tokens in the cache after a removal, by row: False at padding and at removed tokens. None if nothing has
             to be removed.
         again: The last token that stays of each row that lost some; it is read again.
-        ended: Rows that have ended.
+        ended: Rows that have ended, as the guard knows it.
+        full_at: Length at which each row of this piece has all its tokens; 0 for a row that has ended. Empty if
+            generation does not run in pieces.
     """
 
     required: bool
@@ -86,12 +88,13 @@ class Rewinder(StoppingCriteria):
     read: Bool[Tensor, "row pos"] | None = None
     again: dict[int, int] = field(default_factory=dict)
     ended: list[bool] = field(default_factory=list)
+    full_at: list[int] = field(default_factory=list)
 
     def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Any, **kwargs: Any) -> Any:
         """Say which rows of this piece end: bool `[row]`."""
         if self.read is not None:
             return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        return torch.tensor(self.ended, device=input_ids.device)
+        return torch.tensor(self.full_at, device=input_ids.device) <= input_ids.shape[1]
 
 
 def generate_in_pieces(
@@ -138,27 +141,34 @@ def generate_in_pieces(
     options["stopping_criteria"] = StoppingCriteriaList([*options.pop("stopping_criteria", ()), rewinder])
     least: int = options.pop("min_new_tokens", None) or 0
     width, mask = ids.shape[1], attention_mask
+    output: Any = ids
     rewinder.allowance = [0 if fixed else max_new_tokens] * len(ids)
     rewinder.ended = [False] * len(ids)
     try:
         while True:
-            written = mask[:, width:].sum(1).tolist()
-            open_rows = [count for count, end in zip(written, rewinder.ended, strict=True) if not end]
-            left = max_new_tokens - min(open_rows)
+            written: list[int] = mask[:, width:].sum(1).tolist()
+            rewinder.full_at = [
+                0 if end else ids.shape[1] + max_new_tokens - count
+                for count, end in zip(written, rewinder.ended, strict=True)
+            ]
+            left = max(rewinder.full_at) - ids.shape[1]
+            if left <= 0:
+                break
             if least:
                 options["min_new_tokens"] = max(0, least - max(written))
             output = model.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=left, past_key_values=cache, **options
             )
-            sequences = getattr(output, "sequences", output)
+            ids = getattr(output, "sequences", output)
+            mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
             if rewinder.read is None:
                 break
             read = rewinder.read.to(mask)
             seen = read.shape[1]
-            newest = sequences[:, min(seen, sequences.shape[1] - 1)].clone()
+            newest = ids[:, min(seen, ids.shape[1] - 1)].clone()
             for row, token in rewinder.again.items():
                 newest[row] = token
-            ids = torch.cat([sequences[:, :seen], newest[:, None]], 1)
+            ids = torch.cat([ids[:, :seen], newest[:, None]], 1)
             mask = torch.nn.functional.pad(read, (0, 1), value=1)
             for layer in cache.layers:
                 layer.crop(seen - layer.seen)  # a call that ran before the piece ended
@@ -166,12 +176,10 @@ def generate_in_pieces(
             session.resuming = True  # what comes next reads a generated token and no prompt
     finally:
         rewinder.allowance = None
+        rewinder.full_at = []
         session.resuming = False
-    mask = torch.nn.functional.pad(mask, (0, sequences.shape[1] - mask.shape[1]), value=1)
-    if bool(mask[:, width:].all()):
-        return output
-    whole = _closed(sequences, mask, width, max_new_tokens, options.get("pad_token_id") or 0)
-    if output is sequences:
+    whole = _closed(ids, mask, width, max_new_tokens, options.get("pad_token_id") or 0)
+    if isinstance(output, Tensor):
         return whole
     output.sequences = whole
     return output
