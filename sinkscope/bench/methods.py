@@ -96,7 +96,6 @@ METHODS: dict[str, MethodKind] = {
     "loopserve-d": MethodKind("chosen anew while decoding alone", _SERVE, {"prefill": False}),
     "loopguard": _guard("early alarms, a ban, and a few drawn tokens if loops keep coming back", paper=False),
     "loopguard-window": _guard("the paper's guard, always within the budget", between="window"),
-    "loopguard-repeats": _guard("the paper's guard, which also removes older copies", clean="repeats"),
     "loopguard-always": _guard("pruning every 200 tokens", variant="always"),
     "loopguard-p1": _guard("pruning on the top-1 streak alone", variant="p1"),
     "loopguard-ttr": _guard("pruning on the type-token ratio alone", variant="ttr"),

@@ -246,7 +246,7 @@ def test_what_is_done_when_an_alarm_comes(escalate: Any) -> None:
     model = stubborn(2.5)
     prompt, mask = padded(10)
     with eager_guard(escalate=escalate, draws=3, min_p=0.0).on(model) as run:
-        new = feed_greedily(model, prompt, mask, 90)
+        new = feed_greedily(model, prompt, mask, 150)
     done = [e.data["escalated"] for e in run.events]
     assert run.events[0].data["generated"] == 12 and set(new[:12]) == {33}, "three copies and 12 tokens"
     others = [i for i, token in enumerate(new) if token != 33]
@@ -254,9 +254,9 @@ def test_what_is_done_when_an_alarm_comes(escalate: Any) -> None:
         assert others == [] and set(done) == {None}
     else:
         assert done[0] == "ban" and others[0] == 12, "from the first alarm on there are no four in a row"
-        assert max(b - a for a, b in pairwise([*others, 90])) <= 4
-    # Two tokens take turns under the ban, which is a loop again: from the third alarm in a row on tokens are drawn.
-    assert done[2:3] == {"none": [None], "ban": ["ban"], "draw": ["draw"]}[escalate]
+        assert max(b - a for a, b in pairwise([*others, 150])) <= 4
+    # Other tokens loop under the ban in turn: from the fifth alarm in a row on, tokens are drawn.
+    assert done[3:5] == {"none": [None] * 2, "ban": ["ban"] * 2, "draw": ["ban", "draw"]}[escalate]
 
 
 class Allow(LogitsProcessor):

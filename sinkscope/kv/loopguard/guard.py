@@ -22,11 +22,9 @@ from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard.detect import LoopAlarm, RowMonitors, largest_probability, poll_of, signals
 from sinkscope.kv.loopguard.retention import (
-    CleanRule,
     KeptTokens,
     Retention,
     ranges_of,
-    repeated_indices,
     tokens_to_keep,
 )
 from sinkscope.kv.loopguard.steer import BANNED, Ban, Rewinder, draw
@@ -36,9 +34,9 @@ from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.monitor import MonitorSettings
 from sinkscope.loops.signals import tail_period
 
-Escalation = Literal["none", "repeats", "ban", "draw"]
+Escalation = Literal["none", "ban", "draw"]
 ANCHORS = 32  # LoopGuard, section 6.1; at most a quarter of the budget
-DRAW_FROM = 2  # alarms that follow each other before the one at which tokens are drawn
+DRAW_FROM = 4  # alarms that follow each other before the one at which tokens are drawn
 
 
 class LoopGuardWindow(StreamingLLM):
@@ -73,17 +71,15 @@ class LoopGuard(Intervention):
             and "p1", "ttr", "cr", "stall" and "tail" each use that signal alone (`MonitorSettings.variant`).
         monitor: Further monitor settings, by name (`MonitorSettings`).
         recent: Length of the recent window (R). "window" uses the monitor's, as in the paper; None means no recent
-            window. `Retention` explains this field and the next three.
+            window. `Retention` explains this field and the next one.
         recent_budget: Number of recent tokens kept at level 0.
-        clean: Which tokens count as bad; "tail" is the paper's rule.
         max_level: Cap on the aggressiveness level; higher levels keep fewer recent tokens. 3 in the paper.
         copies: Number of copies at the end of the recent window that make a bad block, whatever their period. 2 also
             finds long-period loops that stall the output, which the monitor's short-period test does not cover.
         escalate: What is done beside the cut. "ban" bans the loop's n-grams for W tokens. "draw" does so too, and from
-            the third alarm in a row on (each within W tokens of the one before) it draws the next `draws` tokens with
-            a fixed seed if decoding is greedy; a caller who samples draws tokens already. "repeats" also removes older
-            copies from the second alarm in a row on, by the rule of that name in `clean`. "none" does nothing more, as
-            in the paper.
+            the fifth alarm in a row on (each within W tokens of the one before) it draws the next `draws` tokens with
+            a fixed seed if decoding is greedy; a caller who samples draws tokens already. "none" does
+            nothing more, as in the paper.
         draws: Number of tokens drawn by "draw".
         min_p: Tokens with less than this share of the largest probability are not drawn.
         ban_length: Length of the banned n-grams. Each further consecutive alarm bans n-grams one token shorter, down to
@@ -119,7 +115,6 @@ class LoopGuard(Intervention):
     monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     recent: Natural | Literal["window"] | None = None
     recent_budget: Natural | None = None
-    clean: CleanRule = "tail"
     max_level: Whole = 0
     copies: Annotated[int | float, Field(ge=2)] = 2
     escalate: Escalation = "draw"
@@ -148,7 +143,8 @@ class LoopGuard(Intervention):
             budget: As for the plain constructor.
             changed: Other fields to set.
         """
-        printed = {"variant": "full", "recent": "window", "max_level": 3, "escalate": "none", "rewind": False}
+        printed: dict[str, Any] = {"variant": "full", "recent": "window", "max_level": 3}
+        printed |= {"escalate": "none", "rewind": False}
         return cls(budget, **(printed | changed))
 
     @property
@@ -194,7 +190,6 @@ class LoopGuard(Intervention):
                 anchors=max(anchors, min(first, budget - 1)),
                 recent=self.recent_window,
                 recent_budget=self.recent_budget,
-                clean=self.clean,
                 max_level=self.max_level,
             )
         except SinkscopeError as error:  # the user wrote LoopGuard
@@ -243,8 +238,6 @@ def in_words(event: Event) -> str:
         actions.append("banned n-grams of the loop")
     if data["escalated"] == "draw":
         actions.append("drew the next tokens")
-    if data["escalated"] == "repeats":
-        actions.append("removed older copies as well")
     new = counted(data["generated"], "new token")
     return f"After {new} the guard found {alarm}. It {listed(actions)}."
 
@@ -343,8 +336,6 @@ class Guarding:
         self._session = session
         # Copies are looked for in the whole row, or by the paper's rule in the recent window.
         self._ids_kept = guard.recent_window or 1 << 40
-        if guard.clean == "repeats" or guard.escalate == "repeats":
-            self._ids_kept = 1 << 40
         self._ends = frozenset(_end_ids(run) if guard.ends is None else guard.ends)
         self._rows: WeakKeyDictionary[CacheState, GuardedRows] = WeakKeyDictionary()
         self._local = threading.local()
@@ -508,8 +499,6 @@ class Guarding:
             level = sum(abs(generated - at) <= self._guard.window for at in earlier)
             earlier.append(generated)
         escalation = self._escalation(level, taken_back > 0)
-        if escalation == "repeats":
-            retention = replace(retention, clean="repeats")
         bad = self._bad_tokens(row, retention)
         if taken_back:
             bad = replace(bad, ranges=[(row.length - taken_back, row.length)])
@@ -546,9 +535,7 @@ class Guarding:
         escalate = self._guard.escalate
         if escalate == "draw":
             return "draw" if level >= DRAW_FROM else "ban"
-        if escalate == "ban" or rewinds:
-            return "ban"
-        return "repeats" if escalate == "repeats" and level > 0 else None
+        return "ban" if escalate == "ban" or rewinds else None
 
     def _bad_tokens(self, row: LoopingRow, retention: Retention) -> BadTokens:
         """Find the positions in bad blocks.
@@ -566,13 +553,10 @@ class Guarding:
             begin = row.prompt + monitor_tail.start
             bad.update(position for position in row.positions if position >= begin)
         loop = [token for position, token in zip(row.positions, row.ids, strict=True) if position in bad]
-        if retention.recent is None and (tail or monitor_tail) is not None:
-            # The text goes on in the copy that has begun, as if it were the first one.
-            period = (tail or monitor_tail).period
-            bad.difference_update(range(row.length - len(bad) % period, row.length))
-        if retention.clean == "repeats":
-            bad.update(row.positions[index] for index in repeated_indices(row.ids, self._settings.novelty_n))
         tail = tail or monitor_tail
+        if retention.recent is None and tail is not None:
+            # The text goes on in the copy that has begun, as if it were the first one.
+            bad.difference_update(range(row.length - len(bad) % tail.period, row.length))
         return BadTokens(ranges_of(sorted(bad)), None if tail is None else tail.period, loop)
 
     def _take_back(self, row: LoopingRow) -> int:
