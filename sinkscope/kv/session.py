@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.interventions.positions import Call
-from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt
+from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt, own_layers
 from sinkscope.kv.usage import DecodingReads, Meter, Usage
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.target import Target
@@ -104,12 +104,14 @@ class Moment:
     """The moment before or after a forward call.
 
     Attributes:
-        layers: The cache, layer by layer.
+        cache: The cache.
+        layers: Those of its layers that hold keys and values; `number` says of which decoder layer.
         call: The forward call.
         state: What is known about this cache.
         prefill_ended: Whether this is the first single-token call after a prompt.
     """
 
+    cache: Any
     layers: list[CacheLayer]
     call: Call
     state: CacheState
@@ -296,7 +298,7 @@ class Session:
         if layer not in moment.state.queries:
             raise UnsupportedError(self._why_no_queries(), page="kv-session")
         latest = moment.state.queries[layer].last(last)
-        kv = moment.layers[layer]
+        kv = moment.cache.layers[layer]
         module: Any = self.target.sub(layer, self.target.adapter.attn)
         below_bridge = getattr(module, "original_component", None)
         if isinstance(below_bridge, nn.Module):
@@ -522,7 +524,7 @@ class Session:
     def _begin_on_own_cache(self, call: Call, cache: Any, kwargs: dict[str, Any]) -> bool:
         """Act before a call, and give new tokens their positions; whether our masks replace the stock mask."""
         adopt(cache, self.target, call.columns[:, : call.past])
-        layers: list[CacheLayer] = cache.layers
+        layers = own_layers(cache)
         state = self._state()
         self._act_before(layers, call, state)
         dropped = rebased_by(layers[0], call)
@@ -538,7 +540,7 @@ class Session:
         if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
             state.prefilling = True
             for act in self._before_prompt:
-                act(Moment(layers, call, state, prefill_ended=False))
+                act(Moment(self.now.cache, layers, call, state, prefill_ended=False))
             return
         # If others filled the cache, or its rows were multiplied, it counts as a prompt that has just ended.
         prompt_known = state.prompt is not None and len(state.prompt) == len(call.index)
@@ -549,7 +551,7 @@ class Session:
             state.decoded = 0
         else:
             state.decoded += 1
-        moment = Moment(layers, call, state, prefill_ended)
+        moment = Moment(self.now.cache, layers, call, state, prefill_ended)
         for act in self._before_decode:
             act(moment)
 
@@ -560,10 +562,11 @@ class Session:
                 return
             if self.owns_cache:
                 state = self._state()
-                moment = Moment(cache.layers, call, state, prefill_ended=False)
+                layers = own_layers(cache)
+                moment = Moment(cache, layers, call, state, prefill_ended=False)
                 for act in self._after_call:
                     act(moment)
-                state.meter.note(cache.layers)
+                state.meter.note(layers)
         finally:
             self._leave_call()
 

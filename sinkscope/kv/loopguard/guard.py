@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,11 +16,11 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.notation import counted, every, listed
 from sinkscope.files.records import Budget, Natural, Share, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache import CacheLayer, refuse_states
 from sinkscope.kv.loopguard.detect import LoopAlarm, RowMonitors, largest_probability, poll_of, signals
 from sinkscope.kv.loopguard.retention import (
     KeptTokens,
@@ -339,6 +340,7 @@ class Guarding:
         self._ends = frozenset(_end_ids(run) if guard.ends is None else guard.ends)
         self._rows: WeakKeyDictionary[CacheState, GuardedRows] = WeakKeyDictionary()
         self._local = threading.local()
+        self._warned = False
         self._random = torch.Generator(run.target.device).manual_seed(0)
         self._needs_probabilities = settings.rule != "repeats"
 
@@ -404,12 +406,31 @@ class Guarding:
                 "sinkscope.serving.generate or Conversation, or leave rewind out",
                 page="kv-session",
             )
+        if len(moment.layers) < len(moment.cache.layers):
+            self._spare_states(moment)
         past, new = moment.call.past, moment.call.index.shape[1]
         rows = self._new_rows(moment, past + new, later_turn=past > 0)
         if earlier is not None and past > 0 and earlier.ids and len(earlier.ids[0]) == len(ids):
             rows.ids = earlier.ids
         rows.keep_ids(ids, self._ids_kept)
         return rows
+
+    def _spare_states(self, moment: Moment) -> None:
+        """Take nothing back where layers keep a state, such as those of linear attention."""
+        rewinder = self._session.rewinder
+        if rewinder is not None and rewinder.required:
+            refuse_states(moment.cache, "rewind=True")
+        if rewinder is not None:
+            rewinder.allowance = None
+        if not self._warned:
+            self._warned = True
+            states = len(moment.cache.layers) - len(moment.layers)
+            warnings.warn(
+                f"{counted(states, 'layer')} of {self._run.target.name} keep a state, from which LoopGuard can remove "
+                "nothing: it cuts the other layers and bans the loop's n-grams, and does not rewind",
+                SinkscopeWarning,
+                stacklevel=2,
+            )
 
     def _new_rows(self, moment: Moment, seen: int, later_turn: bool) -> GuardedRows:
         columns = moment.call.columns[:, :seen]
