@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
-from sinkscope.files.notation import counted, every, listed
+from sinkscope.files.notation import agreeing, counted, every, listed
 from sinkscope.files.records import Budget, Natural, Share, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer, refuse_states
@@ -426,8 +426,8 @@ class Guarding:
             self._warned = True
             states = len(moment.cache.layers) - len(moment.layers)
             warnings.warn(
-                f"{counted(states, 'layer')} of {self._run.target.name} keep a state, from which LoopGuard can remove "
-                "nothing: it cuts the other layers and bans the loop's n-grams, and does not rewind",
+                f"{counted(states, 'layer')} of {self._run.target.name} {agreeing(states, 'keeps', 'keep')} a state, from "
+                "which LoopGuard can remove nothing: it cuts the other layers and bans the loop's n-grams, and does not rewind",
                 SinkscopeWarning,
                 stacklevel=2,
             )
