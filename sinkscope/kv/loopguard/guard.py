@@ -425,9 +425,10 @@ class Guarding:
         if not self._warned:
             self._warned = True
             states = len(moment.cache.layers) - len(moment.layers)
+            keep = agreeing(states, "keeps", "keep")
             warnings.warn(
-                f"{counted(states, 'layer')} of {self._run.target.name} {agreeing(states, 'keeps', 'keep')} a state, from "
-                "which LoopGuard can remove nothing: it cuts the other layers and bans the loop's n-grams, and does not rewind",
+                f"{counted(states, 'layer')} of {self._run.target.name} {keep} a state, of which LoopGuard can take "
+                "nothing: it cuts the other layers and bans the loop's n-grams, and does not rewind",
                 SinkscopeWarning,
                 stacklevel=2,
             )
