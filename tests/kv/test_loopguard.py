@@ -16,6 +16,7 @@ from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.interventions import SinkPatch
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard, tokens_to_keep
+from sinkscope.kv.loopguard import guard as guard_module
 from sinkscope.kv.loopguard.steer import Ban, draw, generate_in_pieces
 from sinkscope.models.target import Target
 
@@ -242,7 +243,8 @@ def eager_guard(**fields: Any) -> LoopGuard:
 
 
 @pytest.mark.parametrize("escalate", ["none", "ban", "draw"])
-def test_what_is_done_when_an_alarm_comes(escalate: Any) -> None:
+def test_what_is_done_when_an_alarm_comes(escalate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "DRAW_FROM", 2)
     model = stubborn(2.5)
     prompt, mask = padded(10)
     with eager_guard(escalate=escalate, draws=3, min_p=0.0).on(model) as run:
@@ -255,8 +257,8 @@ def test_what_is_done_when_an_alarm_comes(escalate: Any) -> None:
     else:
         assert done[0] == "ban" and others[0] == 12, "from the first alarm on there are no four in a row"
         assert max(b - a for a, b in pairwise([*others, 150])) <= 4
-    # Other tokens loop under the ban in turn: from the fifth alarm in a row on, tokens are drawn.
-    assert done[3:5] == {"none": [None] * 2, "ban": ["ban"] * 2, "draw": ["ban", "draw"]}[escalate]
+    # Other tokens loop under the ban in turn; here tokens are drawn from the third alarm in a row on.
+    assert done[1:3] == {"none": [None] * 2, "ban": ["ban"] * 2, "draw": ["ban", "draw"]}[escalate]
 
 
 class Allow(LogitsProcessor):
