@@ -56,7 +56,6 @@ class BenchFigure:
 
 RUNS = {
     "loopbench_small": BenchFigure("loop_paper", "loops", GUARDS, batch_size=24),
-    "loopbench_stories": BenchFigure("loop_paper", "loops:source=stories", GUARDS, batch_size=24),
     "needle": BenchFigure("score", "needle:lengths=640,896,1152", NEEDLE),
     "needle_recall": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall"),
     "needle_recall_2hop": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall-2hop"),
