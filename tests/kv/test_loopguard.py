@@ -10,14 +10,14 @@ import pytest
 import torch
 from guard_kit import EAGER, KINDS, SMALL, dense, feed, padded, tiny
 from intervention_kit import count_hooks
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LogitsProcessor
+from transformers import DynamicCache, LogitsProcessor
 
-from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import SinkPatch
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard, tokens_to_keep
 from sinkscope.kv.loopguard import guard as guard_module
-from sinkscope.kv.loopguard.steer import Ban, draw, generate_in_pieces
+from sinkscope.kv.loopguard.steer import Ban, draw
 from sinkscope.models.target import Target
 
 ALWAYS = LoopGuard.paper(**SMALL, variant="always", monitor={"every": 9, "warmup": 0, "cooldown": 0})
@@ -310,36 +310,6 @@ def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays() -> None:
         feed(model, prompt, mask, new)
     (event,) = run.events
     assert event.data["bad"] == [(6, 18)] and event.data["kept"] == [(0, 6), (18, 20)]
-
-
-def hybrid() -> Any:
-    """A random model whose first layer keeps a state (a short convolution) and whose second one attends."""
-    config: Any = AutoConfig.for_model(
-        "lfm2",
-        **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
-        **{"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0},
-    )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-def test_where_layers_keep_a_state_only_the_others_are_cut_and_nothing_is_taken_back() -> None:
-    model = hybrid()
-    prompt, mask = padded(12)
-    new = torch.tensor([[*(LOOP * 20)][:20]])
-    plain, cut = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    feed(model, prompt, mask, new, plain)
-    with pytest.warns(SinkscopeWarning, match="1 layer of .* keeps a state"), eager_guard().on(model) as run:
-        feed(model, prompt, mask, new, cut)
-    states: list[Any] = [cache.layers[0] for cache in (plain, cut)]
-    assert run.events and torch.equal(states[0].conv_states[0], states[1].conv_states[0]), "the state knows the loop"
-    assert cut.layers[1].keys.shape[2] < plain.layers[1].keys.shape[2] == 32
-    with pytest.warns(SinkscopeWarning), eager_guard().on(model) as run:
-        generate_in_pieces(run, model, prompt, attention_mask=mask, max_new_tokens=60, pad_token_id=0, do_sample=False)
-    assert not any(event.data["taken_back"] for event in run.events)
-    with pytest.raises(UnsupportedError, match="keeps a state"), eager_guard(rewind=True).on(model) as run:
-        generate_in_pieces(run, model, prompt, attention_mask=mask, max_new_tokens=4)
 
 
 def test_a_second_guard_is_refused() -> None:
