@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import note
 from sinkscope.files.options import Count, Option, Positive
+from sinkscope.files.plain import visible
 from sinkscope.interventions.base import Event
 from sinkscope.kv.edit_of import edit_of
 from sinkscope.kv.loopguard import LoopGuard
@@ -32,6 +33,7 @@ def print_generated(
     max_new_tokens: Positive = 100,
     temperature: Annotated[float, Option(min=0)] = 0.0,
     seed: Count = 0,
+    raw: bool = False,
 ) -> None:
     """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, events on stderr.
 
@@ -52,6 +54,7 @@ def print_generated(
         max_new_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         seed: Seed of the sampling.
+        raw: Print control characters as they are; by default they are written out, so that no text steers a terminal.
 
     Example:
         sinkscope generate "The bird sang the same song again:" --guard
@@ -60,6 +63,10 @@ def print_generated(
         raise SinkscopeError("give a prompt as an argument, or --prompt-file FILE: one of the two")
     if rewind is not None and not guard:
         raise SinkscopeError("--rewind and --no-rewind say what the guard does: add --guard")
+
+    def show(_: int, piece: str) -> None:
+        print(piece if raw else visible(piece), end="", flush=True)  # it stays on the screen, also after Ctrl-C
+
     interventions = edit_of(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewind))
     (answer,) = generate(
         load(model, backend=backend, revision=revision, device=device, dtype=dtype),
@@ -69,7 +76,7 @@ def print_generated(
         temperature=temperature,
         seed=seed,
         bos=bos,
-        on_text=lambda _, piece: print(piece, end="", flush=True),  # it stays on the screen, also after Ctrl-C
+        on_text=show,
     )
     print()
     if policy is not None and answer.held is not None:
