@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -22,12 +22,11 @@ from sinkscope.models.target import norm_of
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.layer_scan import SPIKE_RATIO, scan_layers
 from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
-from sinkscope.sinks.first_token.neurons import verify_sink_layer
+from sinkscope.sinks.first_token.sets import neurons_of
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
 SPIKE_SHARE = 0.5  # a token's norm spikes from this share of BOS's norm on (Yona et al. 2025, Table 1)
-CANDIDATES = 8  # neurons of the sink layer that are ablated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ class TokenPositions(Result):
         attention: Attention that each position receives, mean over heads and later queries; NaN at the last position.
         bos_norm: Norm of BOS after each layer (of the first token of typical text, if the tokenizer has no BOS).
         typical_norm: Median norm over later positions of typical text.
-        neurons: The causal neurons of the sink layer.
+        neurons: The neurons of the sink layer in the set that makes the spike.
         activation: Their `hook_post` at each position (in a mixture, times the routing weight). None if there are none.
     """
 
@@ -130,8 +129,9 @@ def token_positions(
     if layer is None:
         layer = int((norm.max(1) / np.array(typical.typical_norm)).argmax())
     else:
-        context = replace(SinkContext.of(setup, typical), ids=pieces)
-        neurons = verify_sink_layer(context, CANDIDATES).causal
+        generator = torch.Generator().manual_seed(setup.seed)
+        context = SinkContext(target, pieces, typical, layer, generator)
+        neurons = [neuron for neuron in neurons_of(context).neurons if neuron.layer == layer]
     if neurons:
         flat = [flat_number(target, layer, neuron.expert, neuron.neuron) for neuron in neurons]
         post = view_layer(target, layer, ids, torch.ones_like(ids, dtype=torch.bool)).post[:, flat]
