@@ -25,8 +25,8 @@ os.environ.update(  # before anything that reads them is imported
     PYTHONPATH=os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
 )
 os.environ.pop("FORCE_COLOR", None)
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what is compiled once need not be compiled by every worker and child
-sys.dont_write_bytecode = False
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # compiled once, and not by every worker and every child
+    sys.dont_write_bytecode = False
 install("sinkscope")
 gc.disable()  # what is imported makes no garbage; see pytest_collection_finish
 torch.set_num_threads(1)  # the models are tiny: threads cost more than they bring
