@@ -8,8 +8,8 @@ from typing import Any
 
 from sinkscope.errors import SinkscopeError
 
-_NEURON = re.compile(r"L?(\d+)(?:[.:]E?(\d+))?[.:]N?(\d+)", re.IGNORECASE)
-_HEAD = re.compile(r"L?(\d+)[.:]H?(\d+)", re.IGNORECASE)
+_NEURON = re.compile(r"L?(\d{1,9})(?:[.:]E?(\d{1,9}))?[.:]N?(\d{1,9})", re.IGNORECASE | re.ASCII)
+_HEAD = re.compile(r"L?(\d{1,9})[.:]H?(\d{1,9})", re.IGNORECASE | re.ASCII)
 
 
 def neuron_name(layer: int, *place: int | None) -> str:

@@ -2,7 +2,8 @@
 
 Handlers are injected. They see the attention of every layer as the model computes it, may replace it, and may request
 its rows. If no handler acts, the model's own attention runs with the model's own mask, so the result equals the stock
-one bit for bit. The tap does not know who listens, so measurements work under cache policies and guards.
+one bit for bit (under a cache policy, up to rounding where a sliding window would have dropped keys). The tap does not
+know who listens, so measurements work under cache policies and guards.
 
 Measurements listen through `attention_rows` and `queries_and_keys`. No full query x key matrix is stored: an observer
 sees `rows_per_chunk` rows at a time. The rows include everything the architecture does to its scores: soft cap, window,
