@@ -8,8 +8,8 @@ from typing import Any
 
 from sinkscope.errors import SinkscopeError
 
-_NEURON = re.compile(r"L?(\d+)(?:[.:]E?(\d+))?[.:]N?(\d+)", re.IGNORECASE)
-_HEAD = re.compile(r"L?(\d+)[.:]H?(\d+)", re.IGNORECASE)
+_NEURON = re.compile(r"L?(\d+)(?:[.:]?E(\d+)|[.:](\d+)(?=[.:]))?(?:[.:]?N|[.:])(\d+)", re.IGNORECASE)
+_HEAD = re.compile(r"L?(\d+)(?:[.:]?H|[.:])(\d+)", re.IGNORECASE)
 
 
 def neuron_name(layer: int, *place: int | None) -> str:
@@ -67,7 +67,7 @@ def _joined(names: list[str], most: int) -> str:
 
 
 def read_neuron(text: str, option: str = "--neuron") -> tuple[int, ...]:
-    """(layer, neuron) or (layer, expert, neuron) of a name; 1.338 and 1:338 are read as well.
+    """(layer, neuron) or (layer, expert, neuron) of a name; L1N338, 1.338 and 1:338 are read as well.
 
     Raises:
         SinkscopeError: It is no such name.
@@ -79,7 +79,7 @@ def read_neuron(text: str, option: str = "--neuron") -> tuple[int, ...]:
 
 
 def read_head(text: str, option: str = "--head") -> tuple[int, int]:
-    """(layer, head) of a name; 0.4 and 0:4 are read as well.
+    """(layer, head) of a name; L0H4, 0.4 and 0:4 are read as well.
 
     Raises:
         SinkscopeError: It is no such name.
