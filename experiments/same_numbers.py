@@ -18,7 +18,6 @@ import io
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -34,12 +33,11 @@ BUNDLED = "bundled"  # the model inside the package, which needs no folder
 TIMES = ("seconds",)  # fields inside a result that measure time, so that they differ from run to run
 
 # What a user types. `{all}` stands for `{model} {text} {json}`, and `{model}` and `{text}` for nothing where the model
-# is the bundled one; `{some}` chooses a few tokens of a large vocabulary.
+# is the bundled one.
+_METHODS = "--methods full,streaming:80,h2o:80,snapkv:80,tova:80,adakv:80,loopserve:80"
 _PROMPT = "--prompt-file {inputs}/prompt.txt {model}"
-_TURNS = "--dialogues talks.jsonl --methods full,streaming,h2o,snapkv,tova,adakv,loopserve --budget 80 {model}"
 COMMANDS = {
     "find-sinks": "find-sinks --max-repeats 256 {all}",
-    "find-sinks-all": "find-sinks --all --max-repeats 256 {all}",
     "find-sinks-all-layers": "find-sinks --all-layers --max-repeats 256 {all}",
     "repeat": "repeat --max-repeats 256 {all}",
     "repeat-ablate": "repeat --ablate --max-repeats 256 {all}",
@@ -62,23 +60,14 @@ COMMANDS = {
     "generate-sampled": f"generate {_PROMPT} --max-new-tokens 32 --temperature 1",
     "generate-policy": f"generate {_PROMPT} --max-new-tokens 32 --policy snapkv:72",
     "generate-guard": f"generate {_PROMPT} --max-new-tokens 400 --guard",
-    "loopbench-build-dc": "loopbench build --bench dc --count 2 --target-tokens 450 --out dc.jsonl {source}",
-    "loopbench-build-ri": "loopbench build --bench ri --count 2 --target-tokens 800 --out ri.jsonl {source}",
-    "loopbench-run": "loopbench run --out loops --bench dc.jsonl --methods full,streaming,h2o,loopguard "
-    "--max-new-tokens 80 --budget 64 --window 32 {model}",
-    "loopbench-table": "loopbench table loops {json}",
-    "loopbench-show": "loopbench show loops --prompt 1 {json}",
-    "dialogues-build": "dialogues build --task qasper --count 2 --turns 2 --out talks.jsonl {source}",
-    "dialogues-run": f"dialogues run --out talks --max-new-tokens 12 {_TURNS}",
-    "dialogues-table": "dialogues table talks {json}",
-    "dialogues-fidelity": f"dialogues fidelity --out fidelity --answer-tokens 12 {_TURNS}",
-    "dialogues-fidelity-table": "dialogues table fidelity {json}",
+    "bench-file": "bench --task {inputs}/prompts.jsonl --out file --max-new-tokens 12 {methods} {model}",
+    "bench-file-table": "bench table file {json}",
+    "bench-text": "bench --task text:source={inputs}/prompts.jsonl:prompt=120:answer=12 --out text {methods} {model}",
+    "bench-text-table": "bench table text {json}",
 }
 ONCE = {  # these measure no model, or the recall model of the package
-    "dialogues-recall": "dialogues run --out recall --count 1 --settings equal --budget 0.25 --cache grow",
-    "dialogues-recall-table": "dialogues table recall {json}",
-    "dialogues-build-recall": "dialogues build --task recall --out recall.jsonl --count 3",
-    "dialogues-positions": "dialogues positions {inputs}/labels.jsonl --examples 2 {json}",
+    "bench-recall": "bench --task recall --out recall --methods full,streaming:0.25,h2o:0.25,loopserve:0.25",
+    "bench-recall-table": "bench table recall {json}",
     "loops": "loops {inputs}/outputs.jsonl --max-new 300 {json}",
     "models": "models {json}",
 }
@@ -94,7 +83,7 @@ def make_models(out: Annotated[Path, typer.Option(help="A new folder.")]) -> Non
     """Write ten organisms and the inputs of all models. The same call writes the same files."""
     sys.path.insert(0, str(HERE.parents[1] / "tests"))
     import torch
-    from longbench_files import prose
+    from loop_texts import prose
     from organisms import loop_organism, organism
 
     torch.set_num_threads(1)
@@ -122,23 +111,26 @@ def make_models(out: Annotated[Path, typer.Option(help="A new folder.")]) -> Non
 
 
 def write_inputs(out: Path, name: str, texts: list[str], prompt: str) -> None:
-    """Write typical text, a prompt, and files as LongBench and labelled messages have them, all made of `texts`."""
-    from longbench_files import record, save
-
+    """Write typical text, a prompt, prompts for the bench and outputs for `loops`, all made of `texts`."""
     folder = out / f"{name}-inputs"
     folder.mkdir(parents=True)
     (folder / "text.txt").write_text("\n".join(texts))
     (folder / "prompt.txt").write_text(prompt)
-    beginnings = [" ".join(text.split()[:4]) for text in texts]
-    for task, length in (("multi_news", 240), ("narrativeqa", 240), ("qasper", 30)):
-        contexts = [" ".join(" ".join(texts[i : i + 3]).split()[:length]) for i in range(8)]
-        asked = [{"input": f"{beginnings[i]} ?", "answers": [beginnings[i + 1]]} for i in range(8)]
-        save(folder / f"{task}.jsonl", [record(task, i, contexts[i], **asked[i]) for i in range(8)])
-    said = ["How is that done?", *(f"{text} How is that done? {text}" for text in texts[:4])]
-    places = [{"place": "middle" if i else "single", "asked": said[:1], "text": one} for i, one in enumerate(said)]
-    labels = [{"conversation": f"talk {i}", **each} for i, each in enumerate(places) for _ in range(1 + i)]
-    save(folder / "labels.jsonl", labels)
-    save(folder / "outputs.jsonl", [{"text": texts[0]}, {"text": texts[1] + texts[2][:40] * 20}])
+    prompts: list[dict[str, Any]] = []
+    for i in range(2):
+        context = " ".join(" ".join(texts[i : i + 2]).split()[:150])
+        answer = texts[i].split()[4]
+        prompts.append({"id": f"p{i}", "prompt": context, "answers": [answer]})
+    save_lines(folder / "prompts.jsonl", prompts)
+    save_lines(folder / "outputs.jsonl", [{"text": texts[0]}, {"text": texts[1] + texts[2][:40] * 20}])
+
+
+def save_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write JSON lines."""
+    lines: list[str] = []
+    for row in rows:
+        lines.append(json.dumps(row))
+    path.write_text("\n".join(lines) + "\n")
 
 
 # --- recording -------------------------------------------------------------------------------------------------------
@@ -189,19 +181,18 @@ def record_model(models: Path, out: Path, name: str, only: str = "") -> None:
 def words_of(command: str, models: Path, name: str) -> list[str]:
     """The command line: `command` with its placeholders filled in."""
     folder, inputs = f"{models}/{name}", f"{models}/{name}-inputs"
-    model, text, some, tokenizer = f"--model {folder}", f"--text {inputs}/text.txt", "", folder
+    model, text = f"--model {folder}", f"--text {inputs}/text.txt"
     if name == BUNDLED:
-        model, text, some, tokenizer = "", "", "--token the --token and --token of --token you", name
-    source, out = f"--source {inputs} --model {tokenizer}", "--json result.json"
-    filled = {"all": f"{model} {text} {out}", "model": model, "json": out, "source": source}
-    return command.format(inputs=inputs, some=some, **filled).split()
+        model, text = "", ""
+    out = "--json result.json"
+    filled = {"all": f"{model} {text} {out}", "model": model, "json": out}
+    return command.format(inputs=inputs, methods=_METHODS, **filled).split()
 
 
 def run(words: list[str]) -> dict[str, Any]:
     """Run one command in the current folder and return what is kept: the exit code and the result."""
     from sinkscope.app.cli import main
 
-    Path("result.json").unlink(missing_ok=True)  # a result of another kind would not be replaced
     said, noted = io.StringIO(), io.StringIO()
     Path("result.json").unlink(missing_ok=True)  # no command replaces the result of another
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(noted):
@@ -215,8 +206,6 @@ def run(words: list[str]) -> dict[str, Any]:
         return {"exit": 0, **json.loads(Path("result.json").read_text())}
     if words[0] == "generate":
         return {"exit": 0, "result": {"text": said.getvalue(), "events": noted.getvalue().splitlines()}}
-    if written := re.search(r"--out (\S+\.jsonl)", " ".join(words)):
-        return {"exit": 0, "result": [json.loads(line) for line in Path(written[1]).read_text().splitlines()]}
     return {"exit": 0}
 
 

@@ -124,8 +124,9 @@ def _file_of(path: str) -> str:
 
 EDGES = {name: {_file_of(path) for path in _imported(name)} - {name} for name in FILES}
 UPWARD = {
-    ("sinkscope.models.probe", "trace"),
-}  # the check of a loaded model recomputes its attention rows
+    ("sinkscope.models.probe", "trace"),  # the check of a loaded model recomputes its attention rows
+    ("sinkscope.models.infer", "trace"),  # attention is seen at the tap
+}
 LAZY = {"sinkscope", "sinkscope.app.commands"}  # they name every module, and import those that are asked for
 
 

@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress
+from sinkscope.files.notation import counted
 from sinkscope.files.store import Folder
 
 PATIENCE = 600.0
@@ -244,10 +245,7 @@ def finish(pool: Pool[J, Sequence[Any]], jobs: Sequence[J], kept: Folder[Any], t
 
 
 def _starting(count: int) -> str:
-    plural = ""
-    if count > 1:
-        plural = "s"
-    return f"starting {count} Ray worker{plural}"
+    return f"starting {counted(count, 'Ray worker')}"
 
 
 class _Worker:

@@ -1,4 +1,4 @@
-"""How neurons and heads are written everywhere, as TransformerLens writes them: L1.N338, L3.E2.N7, L0.H4."""
+"""How neurons, heads, lists and counts are written everywhere: L1.N338, L3.E2.N7, L0.H4; "a, b and c"; "1 token"."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def head_name(layer: int, head: int) -> str:
 
 
 def neuron_names(sites: Sequence[Any], most: int = 8) -> str:
-    """Names with commas between, and how many more there are.
+    """Names in a list, and how many more there are.
 
     Args:
         sites: (layer, neuron), (layer, expert, neuron), or objects with these attributes.
@@ -45,25 +45,54 @@ def neuron_names(sites: Sequence[Any], most: int = 8) -> str:
             names.append(neuron_name(*site))
         else:
             names.append(neuron_name(site.layer, site.expert, site.neuron))
-    return _joined(names, most)
+    return listed(names, most)
 
 
 def head_names(sites: Sequence[Any], most: int = 8) -> str:
-    """Names with commas between, and how many more there are; sites are (layer, head), or objects with these."""
+    """Names in a list, and how many more there are; sites are (layer, head), or objects with these."""
     names: list[str] = []
     for site in sites:
         if isinstance(site, tuple | list):
             names.append(head_name(*site))
         else:
             names.append(head_name(site.layer, site.head))
-    return _joined(names, most)
+    return listed(names, most)
 
 
-def _joined(names: list[str], most: int) -> str:
-    text = ", ".join(names[:most])
-    if len(names) > most:
-        text += f" and {len(names) - most} more"
-    return text
+def listed(things: Sequence[object], most: int = 12) -> str:
+    """The items of a list joined in words: "a", "a and b", "a, b and c", "a, b and 3 more"; "none" of an empty list.
+
+    Args:
+        things: The items; strings are written as they are.
+        most: Items that are written out.
+    """
+    names = [str(thing) for thing in things[:most]]
+    if len(things) > most:
+        names.append(f"{len(things) - most:,} more")
+    if len(names) < 2:
+        return "".join(names) or "none"
+    return ", ".join(names[:-1]) + " and " + names[-1]
+
+
+def agreeing(count: int, singular: str, plural: str) -> str:
+    """The word that agrees with a number of things, such as "is" or "are"; of none it is the plural."""
+    if count == 1:
+        return singular
+    return plural
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """A number of things: "no token", "1 token", "2 tokens". The plural has an "s" unless it is given."""
+    if count == 0:
+        return f"no {noun}"
+    return f"{count:,} {agreeing(count, noun, plural or noun + 's')}"
+
+
+def every(count: int, noun: str) -> str:
+    """How often something comes back: "every token", "every 2 tokens"."""
+    if count == 1:
+        return f"every {noun}"
+    return f"every {count:,} {noun}s"
 
 
 def read_neuron(text: str, option: str = "--neuron") -> tuple[int, ...]:

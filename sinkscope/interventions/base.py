@@ -8,14 +8,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.notation import counted
 from sinkscope.interventions.positions import Call, Tracker
 from sinkscope.models.target import Target
+from sinkscope.trace.internals import in_backward, replace_checkpointing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,6 +61,7 @@ class Run:
         self.target = target
         self.parts = tuple(parts)  # what acts, in order
         self.stack = ExitStack()
+        self.is_over = False
         self.tracker = Tracker(target)
         self.thread = threading.get_ident()
         self._local = threading.local()
@@ -82,12 +86,27 @@ class Run:
 
     @property
     def call(self) -> Call | None:
-        """The forward call that this thread is in; None outside a call, or if the run does not act on it."""
-        return getattr(self._local, "call", None)
+        """The forward call that this thread is in; None outside a call, or if the run does not act on it.
+
+        Raises:
+            UnsupportedError: A backward pass recomputes a layer, and it is not known for which call.
+        """
+        state = self._local
+        if not hasattr(state, "call") and in_backward():
+            raise UnsupportedError(
+                f"a backward pass recomputes a layer of {self.target.name}, and the call to which it belongs is not "
+                "known: use model.gradient_checkpointing_enable() before the `with`, and run forward inside it",
+                page="gradient-checkpointing",
+            )
+        return getattr(state, "call", None)
 
     @call.setter
     def call(self, call: Call | None) -> None:
         self._local.call = call
+
+    @call.deleter
+    def call(self) -> None:
+        vars(self._local).pop("call", None)
 
     @property
     def events(self) -> list[Event]:
@@ -126,6 +145,8 @@ class Run:
 
     def log(self, events: Callable[[], list[Event]]) -> None:
         """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""
+        if in_backward():  # a recomputed layer does again what was recorded in its forward call
+            return
         with self._lock:
             self._pending.append(events)
             if len(self._pending) >= self._MOST_PENDING:
@@ -144,6 +165,25 @@ class Run:
         self.hook(self.target.base, "pre", self._begin)
         self.hook(self.target.base, "post", self._end, always=True)
 
+    def again(self, call: Call | None, compute: Callable[[], Any]) -> Any:
+        """Compute a layer of this call, for the first time or, in a backward pass, again.
+
+        Raises:
+            UnsupportedError: The run is over, and with it the edits of the call.
+        """
+        if call is not None and self.is_over:
+            raise UnsupportedError(
+                f"a backward pass recomputes a layer of {self.target.name} whose edits ended with their `with`: call "
+                "backward inside it",
+                page="gradient-checkpointing",
+            )
+        self.call = call
+        try:
+            return compute()
+        finally:
+            if in_backward():
+                del self.call
+
     def _begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.call = None
         if not _acts(self):
@@ -153,7 +193,8 @@ class Run:
         self.call = self.tracker.begin(ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"), cache)
 
     def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        call, self.call = self.call, None
+        call = self.call
+        del self.call
         if call is not None and output is not None:
             self.tracker.bind(call, getattr(output, "past_key_values", None))
 
@@ -179,6 +220,25 @@ def _acts(run: Run) -> bool:
         return me == run.thread or all(other.thread != me for other in _ACTIVE.get(run.target.hf, ()))
 
 
+@dataclass(frozen=True)
+class _Checkpoint:
+    """A checkpointing function of transformers that tells the runs of its forward call when a layer is recomputed."""
+
+    original: Callable[..., Any]
+    runs: list[Run]
+
+    def __call__(self, layer: Callable[..., Any], *args: Any) -> Any:
+        calls = [(run, run.call) for run in self.runs]
+
+        def compute(*args: Any) -> Any:
+            edited = partial(layer, *args)
+            for run, call in calls:
+                edited = partial(run.again, call, edited)
+            return edited()
+
+        return self.original(compute, *args)
+
+
 @contextmanager
 def _registered(run: Run) -> Iterator[None]:
     """Register the run with its model. The first run stops `generate` from compiling; the last one allows it again."""
@@ -187,14 +247,17 @@ def _registered(run: Run) -> Iterator[None]:
         runs = _ACTIVE.setdefault(model, [])
         if not runs:  # torch.compile does not see hooks that come after it: such a step would skip every edit
             model.get_compiled_call = lambda *_: model.__call__
+            replace_checkpointing(model, lambda checkpoint: _Checkpoint(checkpoint, runs))
         runs.append(run)
     try:
         yield
     finally:
         with _ACTIVE_LOCK:
+            run.is_over = True
             runs.remove(run)
             if not runs:
                 del model.get_compiled_call
+                replace_checkpointing(model, lambda checkpoint: getattr(checkpoint, "original", checkpoint))
                 del _ACTIVE[model]
 
 
@@ -239,8 +302,7 @@ class Intervention(ABC):
         """What the intervention did in a run, in one sentence; "" if there is nothing to say."""
         if not self.KIND:
             return ""
-        count = run.counts[self.KIND]
-        return f"{type(self).__name__} {self.KIND} {count:,} value{'' if count == 1 else 's'}."
+        return f"{type(self).__name__} {self.KIND} {counted(run.counts[self.KIND], 'value')}."
 
     def check_prompt(self, tokens: int) -> None:  # noqa: B027 - nothing to refuse by default
         """Refuse a prompt of this length before it is read; most interventions accept any length.

@@ -17,7 +17,7 @@ from einops import rearrange, reduce, repeat
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.growing_tensor import GrowingTensor
@@ -95,14 +95,16 @@ class CacheLayer(DynamicLayer):
         rebased: Whether keys were rotated to contiguous positions, which new tokens then have to continue.
         aside: The whole layer, while this one works on a copy of some of its slots. None if this one is whole.
         whole: True if there are certainly no holes. If False, `holes` counts them.
+        number: Number of the decoder layer.
     """
 
     # Both are None while the layer is empty, so `slots` has to be checked first.
     keys: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
     values: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
         super().__init__()
+        self.number = number
         self.reorders = 0
         self._clear()
 
@@ -494,7 +496,7 @@ def adopt(cache: Any, target: Target, columns: Int[Tensor, "batch seen"]) -> Non
         UnsupportedError: The cache is of another kind, or belongs to another model.
     """
     layers: list[Any] = getattr(cache, "layers", None) or []
-    if layers and all(type(layer) is CacheLayer for layer in layers):
+    if own_layers(cache):
         _check_shape(layers, target)
         return
     offloading = getattr(cache, "offloading", False)
@@ -504,7 +506,7 @@ def adopt(cache: Any, target: Target, columns: Int[Tensor, "batch seen"]) -> Non
             f"past_key_values is {kind}: a cache policy needs a plain DynamicCache; pass `DynamicCache()` or nothing",
             page="kv-cache",
         )
-    ours: list[Any] = [CacheLayer() for _ in range(target.n_layers)]
+    ours = _empty_layers(target)
     if cache.get_seq_length() > 0:
         for layer in layers:
             if type(layer) is not DynamicLayer:
@@ -520,11 +522,52 @@ def adopt(cache: Any, target: Target, columns: Int[Tensor, "batch seen"]) -> Non
     cache.layer_class_to_replicate = None
 
 
+def own_layers(cache: Any) -> list[CacheLayer]:
+    """The layers of a cache that are ours; others, such as the state of linear attention, are left as they are."""
+    return [layer for layer in cache.layers if type(layer) is CacheLayer]
+
+
+def refuse_states(cache: Any, what: str) -> None:
+    """Refuse to take tokens back from a cache with layers that keep a state, which cannot go back.
+
+    Raises:
+        UnsupportedError: There is such a layer.
+    """
+    for layer in cache.layers:
+        if type(layer) is not CacheLayer:
+            raise UnsupportedError(
+                f"{what} takes tokens back, and a {type(layer).__name__} of this model's cache keeps a state that "
+                "cannot go back: use another model",
+                page="kv-cache",
+            )
+
+
+def _empty_layers(target: Target) -> list[Any]:
+    """The layers of a new cache of the model: ours where the stock cache holds keys and values alone.
+
+    Raises:
+        UnsupportedError: There is no such layer.
+    """
+    layers: list[Any] = list(DynamicCache(config=target.config).layers)
+    for number, layer in enumerate(layers):
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            layers[number] = CacheLayer(number)
+    if not any(type(layer) is CacheLayer for layer in layers):
+        raise UnsupportedError(
+            f"the cache of {target.name} has no layer that holds keys and values alone (the first is a "
+            f"{type(layers[0]).__name__}), so there is nothing a cache policy could act on: use another model",
+            page="kv-cache",
+        )
+    return layers
+
+
 def _check_shape(layers: list[Any], target: Target) -> None:
     """Check that a filled cache has the model's shape."""
+    if target.adapter.k is None and target.adapter.fused_qkv is None:  # latent attention caches one head for all
+        return
     kv_heads = target.n_kv_heads
     for layer in layers:
-        if layer.get_seq_length() > 0:
+        if type(layer) in (CacheLayer, DynamicLayer) and layer.get_seq_length() > 0:
             kv_heads = int(layer.keys.shape[1])
             break
     if len(layers) != target.n_layers or kv_heads != target.n_kv_heads:

@@ -237,11 +237,11 @@ class Policy(Intervention):
         if fills_budget and isinstance(budget, int) and self.mode == "evict":
             exact = budget
         keep: Tensor | None = None
-        for layer, kv in enumerate(moment.layers):
+        for kv in moment.layers:
             if exact is not None and kv.slots <= exact:
                 continue
             if keep is None or not state.uniform:
-                at = At(layer, kv, moment, session, memory)
+                at = At(kv.number, kv, moment, session, memory)
                 keep = self.select(self.checked_scores(at), at, budget)
             keep = keep.to(kv.pos.device)  # the same for all layers, of which some may be on another device
             if self.mode == "select":

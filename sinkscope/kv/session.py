@@ -22,12 +22,12 @@ from transformers import DynamicCache
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.interventions.positions import Call
-from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt
+from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt, own_layers
 from sinkscope.kv.usage import DecodingReads, Meter, Usage
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import Attention, Handler, View, leave, listen, rows_by_view, tapped, widened
-from sinkscope.trace.internals import following_generate
+from sinkscope.trace.attention import NAME, Attention, Handler, View, leave, listen, rows_by_view, tapped, widened
+from sinkscope.trace.internals import attention_name, following_generate, is_checkpointing
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,12 +104,14 @@ class Moment:
     """The moment before or after a forward call.
 
     Attributes:
-        layers: The cache, layer by layer.
+        cache: The cache.
+        layers: Those of its layers that hold keys and values; `number` says of which decoder layer.
         call: The forward call.
         state: What is known about this cache.
         prefill_ended: Whether this is the first single-token call after a prompt.
     """
 
+    cache: Any
     layers: list[CacheLayer]
     call: Call
     state: CacheState
@@ -294,7 +296,7 @@ class Session:
         if layer not in moment.state.queries:
             raise UnsupportedError(self._why_no_queries(), page="kv-session")
         latest = moment.state.queries[layer].last(last)
-        kv = moment.layers[layer]
+        kv = moment.cache.layers[layer]
         module: Any = self.target.sub(layer, self.target.adapter.attn)
         below_bridge = getattr(module, "original_component", None)
         if isinstance(below_bridge, nn.Module):
@@ -478,6 +480,7 @@ class Session:
         call = self.run.call
         if call is None:
             return None
+        self._check_model()
         cache = kwargs.get("past_key_values")
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
@@ -495,10 +498,31 @@ class Session:
         self._enter_call(call, cache, own_masks)
         return args, kwargs
 
+    def _check_model(self) -> None:
+        """Refuse a call in which the cache or the tap would be passed by.
+
+        Raises:
+            UnsupportedError: Gradient checkpointing is on, or another attention was set inside the `with`.
+        """
+        if is_checkpointing(self.target.layers[0]):
+            raise UnsupportedError(
+                f"{self.target.name} trains with gradient checkpointing, which keeps no cache and computes attention "
+                "twice: call model.eval() or model.gradient_checkpointing_disable() to use a cache policy, a guard or "
+                "an observer of attention",
+                page="gradient-checkpointing",
+            )
+        name = attention_name(self.target.config)
+        if name != NAME:
+            raise UnsupportedError(
+                f"the attention of {self.target.name} was set to {name!r} inside the `with`, which would go past what "
+                "acts here: set it before the `with`",
+                page="kv-session",
+            )
+
     def _begin_on_own_cache(self, call: Call, cache: Any, kwargs: dict[str, Any]) -> bool:
         """Act before a call, and give new tokens their positions; whether our masks replace the stock mask."""
         adopt(cache, self.target, call.columns[:, : call.past])
-        layers: list[CacheLayer] = cache.layers
+        layers = own_layers(cache)
         state = self._state()
         self._act_before(layers, call, state)
         dropped = rebased_by(layers[0], call)
@@ -514,7 +538,7 @@ class Session:
         if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
             state.prefilling = True
             for act in self._before_prompt:
-                act(Moment(layers, call, state, prefill_ended=False))
+                act(Moment(self.now.cache, layers, call, state, prefill_ended=False))
             return
         # If others filled the cache, or its rows were multiplied, it counts as a prompt that has just ended.
         prompt_known = state.prompt is not None and len(state.prompt) == len(call.index)
@@ -525,7 +549,7 @@ class Session:
             state.decoded = 0
         else:
             state.decoded += 1
-        moment = Moment(layers, call, state, prefill_ended)
+        moment = Moment(self.now.cache, layers, call, state, prefill_ended)
         for act in self._before_decode:
             act(moment)
 
@@ -536,10 +560,11 @@ class Session:
                 return
             if self.owns_cache:
                 state = self._state()
-                moment = Moment(cache.layers, call, state, prefill_ended=False)
+                layers = own_layers(cache)
+                moment = Moment(cache, layers, call, state, prefill_ended=False)
                 for act in self._after_call:
                     act(moment)
-                state.meter.note(cache.layers)
+                state.meter.note(layers)
         finally:
             self._leave_call()
 

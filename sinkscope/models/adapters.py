@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Module paths of one architecture; those marked (layer) are relative to a decoder layer ("": the layer)."""
+    """Module paths of one architecture; those marked (layer) are relative to a decoder layer ("": the layer).
+
+    Where layers are of several kinds, a path may be several, separated by "|": a layer has the first that is there.
+    """
 
     model_type: str
     base: str = "model"  # the module that maps ids to the last hidden state
@@ -40,6 +43,11 @@ class Adapter:
     attention_interface: bool = True  # attention goes through transformers' AttentionInterface
     absolute_positions: bool = False
     learned_sinks: bool = False  # a learned logit per head joins the softmax and its column is dropped
+    attends: str | None = None  # (layer) a part that only layers with attention have; None: all layers have attention
+    down_factor: float = 1.0  # between the down projection of a dense MLP and what `mlp` gives
+    expert_factor: float = 1.0  # between a fused expert and what `mlp` gives
+    shared_factor: float = 1.0  # between the down projection of the shared expert and what `mlp` gives
+    write_factor: float = 1.0  # between what `mlp`, or the norm behind it, gives and what the layer adds
 
 
 _LLAMA = Adapter("llama")
@@ -183,17 +191,6 @@ def register(adapter: Adapter) -> Adapter:
     return ADAPTERS.setdefault(adapter.model_type, adapter)
 
 
-def adapter_for(model_type: str) -> Adapter:
-    """The adapter of an architecture, by `config.model_type`.
-
-    Raises:
-        UnsupportedError: There is no adapter for it; the message lists the existing ones.
-    """
-    try:
-        return ADAPTERS[model_type]
-    except KeyError:
-        raise UnsupportedError(
-            f"model type {model_type!r} has no adapter; there are adapters for {', '.join(sorted(ADAPTERS))}; "
-            "add one with sinkscope.models.adapters.register (see docs/extending.md)",
-            page="unsupported-model",
-        ) from None
+def row_of(model_type: str) -> Adapter | None:
+    """The row of an architecture, by `config.model_type`; None if its adapter is to be inferred."""
+    return ADAPTERS.get(model_type)

@@ -10,7 +10,7 @@ import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.output import read_json
-from sinkscope.models.adapters import ADAPTERS, adapter_for
+from sinkscope.models.adapters import row_of
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _SHORT = {
@@ -91,11 +91,11 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 
 
 def check_kind(name: str, raw: Any) -> None:
-    """Check that `raw`, the content of config.json, belongs to a causal language model that has an adapter.
+    """Check that `raw`, the content of config.json, belongs to a causal language model.
 
     Raises:
         SinkscopeError: It is not the configuration of a model.
-        UnsupportedError: It is another kind of model, or there is no adapter for it.
+        UnsupportedError: It is another kind of model, or transformers does not know its type.
     """
     model_type = None
     if isinstance(raw, dict):
@@ -108,12 +108,9 @@ def check_kind(name: str, raw: Any) -> None:
     _check_sizes(name, raw)
     classes: list[str] = raw.get("architectures") or []
     is_causal = any(class_name.endswith(_CAUSAL) for class_name in classes)
-    has_adapter = model_type in ADAPTERS
-    if has_adapter and (is_causal or not classes):
-        return
-    kind = _other_kind(model_type, raw, is_causal)
+    kind = _other_kind(model_type, raw, is_causal or not classes)
     if kind is None:
-        adapter_for(model_type)
+        _check_known(name, model_type, raw)
         return
     what = f"model type {model_type}"
     if classes:
@@ -122,6 +119,17 @@ def check_kind(name: str, raw: Any) -> None:
         f"{name} is {kind} ({what}); expected a decoder-only causal language model, such as llama-2-7b or gpt2",
         page="not-causal-lm",
     )
+
+
+def _check_known(name: str, model_type: str, raw: dict[str, Any]) -> None:
+    from transformers import CONFIG_MAPPING, __version__
+
+    if model_type not in CONFIG_MAPPING and row_of(model_type) is None and not raw.get("auto_map"):
+        raise UnsupportedError(
+            f"{name} has the model type {model_type!r}, which transformers {__version__} does not know: install a "
+            "version that does",
+            page="unsupported-model",
+        )
 
 
 def _check_sizes(name: str, raw: dict[str, Any]) -> None:
@@ -142,17 +150,22 @@ def _check_sizes(name: str, raw: dict[str, Any]) -> None:
 
 
 def _other_kind(model_type: str, raw: dict[str, Any], is_causal: bool) -> str | None:
-    """What a model without a causal language model's adapter is; None if only the adapter is missing."""
+    """What a model is that is no causal language model; None if it is one, as far as its configuration tells."""
     from transformers.models.auto import modeling_auto as auto
 
     if raw.get("is_encoder_decoder"):
         return "an encoder-decoder model"
-    if model_type in ADAPTERS:
+    is_decoder = row_of(model_type) is not None or model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if is_decoder and is_causal:
+        return None
+    if row_of(model_type) is not None:
+        return "not a causal language model"
+    if model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_causal:
+        return "an encoder-only model"
+    if is_decoder:
         return "not a causal language model"
     if model_type in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES or "vision_config" in raw:
         return "a vision model"
-    if model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_causal:
-        return "an encoder-only model"
     return None
 
 
@@ -180,7 +193,6 @@ def read_config(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     else:
         config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
-        adapter_for(config.model_type)
     text = config.get_text_config()
     n_layers = text.num_hidden_layers
     if n_layers < 1:
@@ -195,12 +207,17 @@ def read_config(
             raise SinkscopeError(
                 f"layers={layers} is more than {name} has; expected at most {n_layers}", page="zero-layers"
             )
-        text.num_hidden_layers = layers
-        for field in _PER_LAYER:
-            per_layer = getattr(text, field, None)
-            if isinstance(per_layer, list):
-                setattr(text, field, per_layer[:layers])
+        cut_depth(text, layers)
     return config
+
+
+def cut_depth(text: Any, layers: int) -> None:
+    """Make a text configuration one of so many layers."""
+    text.num_hidden_layers = layers
+    for field in _PER_LAYER:
+        per_layer = getattr(text, field, None)
+        if isinstance(per_layer, list):
+            setattr(text, field, per_layer[:layers])
 
 
 def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None, trust_remote_code: bool = False) -> Any:

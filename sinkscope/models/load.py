@@ -28,6 +28,7 @@ from sinkscope.models.config import (
 )
 from sinkscope.models.fingerprint import fingerprint
 from sinkscope.models.hub import TOKENIZER_FILES, hub_folder
+from sinkscope.models.infer import adapter_of
 from sinkscope.models.locate import ModelSource, locate, no_permission
 from sinkscope.models.probe import prove
 from sinkscope.models.target import unwrap
@@ -120,6 +121,7 @@ def load(
         hf.tokenizer = tokenizer
         check_vocabulary(tokenizer, hf)
         check_finite(hf)
+        adapter_of(hf)  # before it is wrapped, because what is inferred is inferred from the plain model
         model = wrap(hf, tokenizer, backend or "bridge")
         if probe:
             prove(model)

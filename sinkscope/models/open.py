@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.adapters import Adapter, adapter_for
+from sinkscope.models.adapters import row_of
 from sinkscope.models.checkpoint import SafetensorsSource, check_depth
 from sinkscope.models.config import (
     check_finite,
@@ -33,6 +33,7 @@ from sinkscope.models.config import (
 )
 from sinkscope.models.fingerprint import fingerprint
 from sinkscope.models.hub import TOKENIZER_FILES, hub_folder
+from sinkscope.models.infer import adapter_of_stream, stack_of
 from sinkscope.models.load import explained, load, quiet
 from sinkscope.models.locate import ModelSource, locate
 from sinkscope.models.names import BUNDLED
@@ -111,8 +112,8 @@ class _Store:
 class _Loader:
     """Makes modules from parts of a checkpoint. transformers loads them, so its renames, fusions and dtypes apply."""
 
-    def __init__(self, source: SafetensorsSource, config: Any, adapter: Adapter, **options: Any) -> None:
-        self._source, self._config, self._adapter = source, config, adapter
+    def __init__(self, source: SafetensorsSource, config: Any, **options: Any) -> None:
+        self._source, self._config = source, config
         self._device, self._dtype = options["device"], options["dtype"]
         with torch.device("meta"):
             from transformers import AutoModelForCausalLM
@@ -121,12 +122,13 @@ class _Loader:
             self.causal = empty.eval().requires_grad_(False)
         prefix = self.causal.base_model_prefix
         self._base_class = type(getattr(self.causal, prefix))
-        self._path = adapter.layers.removeprefix(f"{prefix}.")  # of the layers, below an object of that class
+        self.stack = stack_of(self.causal)
+        self._path = self.stack.removeprefix(f"{prefix}.")  # of the layers, below an object of that class
         self._split()
 
     def _split(self) -> None:
         """Sort the tensors of the checkpoint by layer, and leave out the unembedding."""
-        stack = self._adapter.layers.rsplit(".", 1)[-1]
+        stack = self.stack.rsplit(".", 1)[-1]
         pattern = re.compile(rf"^((?:.*?\.)?{stack}\.)(\d+)(\..*)$")
         nested = any(_LANGUAGE.match(name) for name in self._source.weight_map)
         self._outside: dict[str, str] = {}  # name in the checkpoint -> name to load it by
@@ -153,7 +155,7 @@ class _Loader:
             if hasattr(module, "config"):
                 module.config = self._config  # forward passes read the depth and the layer types from it
         parent, _, leaf = self._path.rpartition(".")
-        layers = self.causal.get_submodule(self._adapter.layers)
+        layers = self.causal.get_submodule(self.stack)
         setattr(base.get_submodule(parent), leaf, layers)
         return base
 
@@ -172,15 +174,21 @@ class _Loader:
             single.layer_types = [self._config.layer_types[index]]
         if hasattr(single, "mlp_only_layers"):
             # The rule of the whole model goes by the number of a layer, so the single layer is told what it is there.
-            whole = Target(self.causal, self.causal, "hf", self._adapter)
             single.mlp_only_layers = []
-            if not whole.is_mixture(index):
+            if not any(parameter.ndim == 3 for parameter in self._empty(index).parameters()):
                 single.mlp_only_layers = [0]
             single.decoder_sparse_step = 1
         if hasattr(single, "first_k_dense_replace"):
             single.first_k_dense_replace = int(index < single.first_k_dense_replace)
         module = self._make(single, names, f"layer {index}", f"{self._path}.0", f"{self._path}.{index}")
-        return module.get_submodule(f"{self._path}.0").state_dict()
+        state = module.get_submodule(f"{self._path}.0").state_dict()
+        if state.keys() != self._empty(index).state_dict().keys():
+            raise SinkscopeError(f"layer {index} alone is of another kind than in the whole model")
+        return state
+
+    def _empty(self, index: int) -> Any:
+        """A layer of the whole model, on meta."""
+        return self.causal.get_submodule(f"{self.stack}.{index}")
 
     def _make(self, config: Any, names: dict[str, str], what: str, part: str = "", truly: str = "") -> nn.Module:
         """Make an object of the base class from these tensors, which must include every tensor below `part`.
@@ -252,21 +260,36 @@ def open_stream(
     check_depth(source.name, read_checkpoint_json(source.folder / "config.json"), source.weight_map)
     whole = read_config(name or source.name, source.folder)
     config = whole.get_text_config()
-    adapter = adapter_for(config.model_type)
     if getattr(whole, "quantization_config", None):
         raise UnsupportedError(
             f"{source.name} is quantised, so its layers cannot be read one by one; load it whole with "
             "sinkscope.load(...)",
             page="not-streamable",
         )
-    loader = _Loader(source, config, adapter, device=device, dtype=dtype)
+    try:
+        return _opened(source, config, tokenizer, name, resident=resident, device=device, dtype=dtype)
+    except Exception as error:
+        if row_of(config.model_type) is not None:
+            raise
+        # Layers of an architecture without a row may be of kinds that cannot be made one by one.
+        raise UnsupportedError(
+            f"{source.name} cannot be read layer by layer ({error}); load it whole with sinkscope.load(...)",
+            page="not-streamable",
+        ) from error
+
+
+def _opened(
+    source: SafetensorsSource, config: Any, tokenizer: Any, name: str | None, *, resident: int, **options: Any
+) -> StreamTarget:
+    loader = _Loader(source, config, **options)
     causal = loader.causal
     setattr(causal, causal.base_model_prefix, loader.base())
     unembedding = causal.get_output_embeddings()
     if unembedding is not None:
         unembedding.register_forward_pre_hook(_no_logits)
-    layers = list(causal.get_submodule(adapter.layers).children())
+    layers = list(causal.get_submodule(loader.stack).children())
     store = _Store(source, loader, layers, resident)
+    adapter = adapter_of_stream(causal)
     return StreamTarget(causal, causal, "hf", adapter, tokenizer, name or source.name, resident=False, store=store)
 
 

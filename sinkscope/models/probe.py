@@ -147,6 +147,8 @@ class _EditErrors:
         kinds = set[bool]()
         for layer in range(target.n_layers):
             is_mixture = target.is_mixture(layer)
+            if not target.has_neurons(layer):
+                continue
             if is_mixture in kinds or (not is_mixture and _typical_neuron(target, layer) is None):
                 continue
             edited = _EditedLayer(target, layer)
@@ -243,13 +245,13 @@ class _EditedLayer:
         moved = torch.zeros_like(self.passed["post"][0])
         if self.is_mixture:
             moved[_POSITION] = -0.5 * self.passed["post"][0, _POSITION]
-            written = moved
+            written = moved * self.target.factor(self.layer, 0)
         else:
             moved[_POSITION, self.neuron] = self._change("post", 1)[_POSITION, self.neuron]
             written = self._written(moved)
         errors = [
             _relative(self._change("post", 1), moved),
-            _relative(self._change("mlp", 1), written, self.passed["mlp"]),
+            _relative(self._change("mlp", 1) * self.adapter.write_factor, written, self.passed["mlp"]),
         ]
         config = self.target.config
         # OPT-350m normalises the residual stream itself, after adding the MLP's output.
@@ -257,12 +259,14 @@ class _EditedLayer:
             last = "mlp"
             if "post_mlp_norm" in self.passed:
                 last = "post_mlp_norm"
-            errors.append(_relative(self._change("layer", 1), self._change(last, 1), self.passed["layer"]))
+            added = self._change(last, 1) * self.adapter.write_factor
+            errors.append(_relative(self._change("layer", 1), added, self.passed["layer"]))
         if self.has_shared:
             written = self._written(self._change("shared", 2))
             if "shared_gate" in self.passed:
                 written = written * self.passed["shared_gate"][2].sigmoid()
-            errors.append(_relative(self._change("mlp", 2), written, self.passed["mlp"]))
+            added = self._change("mlp", 2) * self.adapter.write_factor
+            errors.append(_relative(added, written, self.passed["mlp"]))
         if "up" in self.passed and not self._gate_is_closed():
             errors += self._errors_of_up()
         return errors
@@ -363,7 +367,8 @@ class _AttentionErrors:
 
     def measure(self, target: Target) -> None:
         """Compare the first layers."""
-        layers = list(range(min(_ATTENTION_LAYERS, target.n_layers)))
+        attending = [layer for layer in range(target.n_layers) if target.has_attention(layer)]
+        layers = attending[:_ATTENTION_LAYERS]
         recomputed = _recomputed_rows(target, layers)
         own = recomputed
         if target.kind != "bridge":

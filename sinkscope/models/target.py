@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.notation import neuron_name
 from sinkscope.models import experts
-from sinkscope.models.adapters import Adapter, adapter_for
+from sinkscope.models.adapters import Adapter, row_of
 from sinkscope.models.config import without_cache
 
 Kind = Literal["hf", "bridge", "nnsight"]
@@ -91,7 +92,9 @@ class Target:
             return model
         hf, kind = unwrap(model)
         config: Any = hf.config
-        adapter = adapter_for(config.model_type)
+        adapter = row_of(config.model_type)
+        if adapter is None:  # inference calls the model through a Target, so it cannot be imported above
+            adapter = import_module("sinkscope.models.infer").adapter_of(hf, kind)
         if tokenizer is None:  # a bridge and nnsight change theirs, `load` keeps the original on the module
             tokenizer = getattr(hf, "tokenizer", None) or getattr(model, "tokenizer", None)
         origin = getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "")
@@ -150,16 +153,42 @@ class Target:
         return list(self.hf.get_submodule(self.adapter.layers).children())
 
     def sub(self, layer: int, path: str) -> nn.Module:
-        """A part of a layer, by an adapter path; "" is the layer itself."""
+        """A part of a layer, by an adapter path ("": the layer itself; "a|b": the first of these that is there).
+
+        Raises:
+            AttributeError: The layer has no such part.
+        """
         module = self.layers[layer]
-        if path:
-            return module.get_submodule(path)
+        *alternatives, last = path.split("|")
+        for alternative in alternatives:
+            with suppress(AttributeError):
+                return module.get_submodule(alternative)
+        if last:
+            return module.get_submodule(last)
         return module
+
+    def has_part(self, layer: int, path: str | None) -> bool:
+        """Whether a layer has a part; layers of a model may be of several kinds."""
+        if path is None:
+            return False
+        try:
+            self.sub(layer, path)
+        except AttributeError:
+            return False
+        return True
 
     @property
     def n_layers(self) -> int:
         """Number of decoder layers."""
         return len(self.layers)
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer attends with a softmax; layers of hybrid models may keep a state instead."""
+        return self.adapter.attends is None or self.has_part(layer, self.adapter.attends)
+
+    def has_neurons(self, layer: int) -> bool:
+        """Whether a layer has an MLP, dense or a mixture."""
+        return self.is_mixture(layer) or self.has_part(layer, self.adapter.down)
 
     @property
     def d_model(self) -> int:
@@ -312,13 +341,7 @@ class Target:
 
     def is_mixture(self, layer: int) -> bool:
         """Whether this layer's MLP is a mixture of experts (some models mix both kinds)."""
-        if self.adapter.experts is None:
-            return False
-        try:
-            self.sub(layer, self.adapter.experts)
-        except AttributeError:
-            return False
-        return True
+        return self.has_part(layer, self.adapter.experts)
 
     def n_experts(self, layer: int) -> int:
         """Number of routed experts in a layer; 0 if it is not a mixture."""
@@ -354,6 +377,15 @@ class Target:
             return int(getattr(down, "in_features", self.d_mlp))
         return int(weight.shape[0 if self.adapter.transposed_down else 1])
 
+    def factor(self, layer: int, expert: int | None = None) -> float:
+        """Constant between the column of a neuron and what the layer adds to the residual stream (or a norm reads)."""
+        factor = self.adapter.down_factor
+        if expert is not None:
+            factor = self.adapter.expert_factor
+        elif self.is_mixture(layer):
+            factor = self.adapter.shared_factor
+        return factor * self.adapter.write_factor
+
     def loaded(self, layer: int) -> AbstractContextManager[None]:
         """Context manager in which a layer's weights may be read and its parts called, outside a call of the layer.
 
@@ -365,22 +397,31 @@ class Target:
     def w_out(self, layer: int, neurons: list[int], expert: int | None = None) -> Float[Tensor, "neuron d_model"]:
         """Columns of the down projection: what each neuron writes when its `hook_post` is 1.
 
-        In a mixture, None means the shared expert. Routing weight and sigmoid gate are not included.
+        In a mixture, None means the shared expert. Routing weight and sigmoid gate are not included, constant factors
+        up to the residual stream (or up to a norm behind the MLP) are.
         """
         with self.loaded(layer):
             if expert is not None:
-                return experts.columns(self.sub(layer, self.adapter.experts or ""), expert, neurons)
-            down = self.mlp_part(layer, "down")
-            weight = plain_weight(down)
-            if weight is not None:
-                if self.adapter.transposed_down:
-                    return weight[neurons]
-                return weight[:, neurons].T
-            # Quantised or adapted weights: ask the module itself what a unit input writes; the last row gives its bias.
-            units = torch.zeros(len(neurons) + 1, self.width(layer), device=self.device, dtype=self.dtype)
-            units[range(len(neurons)), neurons] = 1
-            written = down(units)
-            return written[:-1] - written[-1:]
+                written = experts.columns(self.sub(layer, self.adapter.experts or ""), expert, neurons)
+            else:
+                written = self._columns(layer, neurons)
+            factor = self.factor(layer, expert)
+            if factor == 1:
+                return written
+            return written * factor
+
+    def _columns(self, layer: int, neurons: list[int]) -> Float[Tensor, "neuron d_model"]:
+        down = self.mlp_part(layer, "down")
+        weight = plain_weight(down)
+        if weight is not None:
+            if self.adapter.transposed_down:
+                return weight[neurons]
+            return weight[:, neurons].T
+        # Quantised or adapted weights: ask the module itself what a unit input writes; the last row gives its bias.
+        units = torch.zeros(len(neurons) + 1, self.width(layer), device=self.device, dtype=self.dtype)
+        units[range(len(neurons)), neurons] = 1
+        written = down(units)
+        return written[:-1] - written[-1:]
 
     @torch.no_grad()
     def rows_of(self, module: Any, width: int) -> Float[Tensor, "out d"]:
@@ -403,12 +444,13 @@ class Target:
             if expert is None:
                 weight = plain_weight(self.mlp_part(layer, "down"))
             if weight is not None:
-                return torch.linalg.vector_norm(weight, dim=int(self.adapter.transposed_down), dtype=torch.float32)
-            norms = list[Tensor]()
+                norms = torch.linalg.vector_norm(weight, dim=int(self.adapter.transposed_down), dtype=torch.float32)
+                return norms * abs(self.factor(layer))
+            parts = list[Tensor]()
             for neurons in torch.arange(self.width(layer, expert)).split(1024):
                 columns = self.w_out(layer, neurons.tolist(), expert)
-                norms.append(torch.linalg.vector_norm(columns, dim=1, dtype=torch.float32))
-            return torch.cat(norms)
+                parts.append(torch.linalg.vector_norm(columns, dim=1, dtype=torch.float32))
+            return torch.cat(parts)
 
     def check_loaded(self) -> None:
         """Refuse a model whose weights are on the meta device, unless they are read from elsewhere when needed.

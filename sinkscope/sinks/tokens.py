@@ -238,11 +238,3 @@ def replaced_line(replaced: Sequence[tuple[str, str]]) -> list[str]:
         return []
     pairs = ", ".join(f"{wanted!r} by {used!r}" for wanted, used in replaced)
     return [f"Words of the paper that are not one token here were replaced: {pairs}."]
-
-
-def in_words(things: Sequence[object]) -> str:
-    """The items of a list joined in words."""
-    names = [str(thing) for thing in things]
-    if len(names) == 1:
-        return names[0]
-    return ", ".join(names[:-1]) + " and " + names[-1]

@@ -546,6 +546,7 @@ def attention_rows(
     wanted = layers
     if wanted is None:
         wanted = list(range(target.n_layers))
+    wanted = [layer for layer in wanted if target.has_attention(layer)]
     is_bridge = target.kind == "bridge"
 
     def see(call: Attention) -> None:

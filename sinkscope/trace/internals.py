@@ -1,4 +1,4 @@
-"""Everything non-public in transformers that sinkscope uses, in one file; a test fails when a name moves."""
+"""Everything non-public in transformers and torch that sinkscope uses, in one file; a test fails when a name moves."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
+from torch import nn
 
 FOLLOWED = ("_prefill", "_get_candidate_generator")
 """Methods of a model that `generate` calls: to read a prompt, and to begin assisted generation."""
@@ -31,6 +34,24 @@ def sdpa_attention() -> Callable[..., Any]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward
+
+
+def in_backward() -> bool:
+    """Whether this thread is in a backward pass, in which checkpointed layers are computed again."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+
+
+def is_checkpointing(layer: nn.Module) -> bool:
+    """Whether a layer keeps no activations for the backward pass, and no cache, but is computed again in it."""
+    return layer.training and bool(getattr(layer, "gradient_checkpointing", False))
+
+
+def replace_checkpointing(model: nn.Module, replacement: Callable[[Any], Any]) -> None:
+    """Replace the function by which each layer is computed for a later recomputation, if checkpointing is enabled."""
+    for module in model.modules():
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        if checkpoint is not None:
+            module._gradient_checkpointing_func = replacement(checkpoint)
 
 
 @contextmanager

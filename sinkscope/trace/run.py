@@ -39,6 +39,13 @@ def _uncut(_target: Target, tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _as_added(target: Target, tensor: Tensor) -> Tensor:
+    """What the MLP adds to the residual stream."""
+    if target.adapter.write_factor == 1:
+        return tensor
+    return tensor * target.adapter.write_factor
+
+
 def _gate_half(target: Target, tensor: Tensor) -> Tensor:
     if target.adapter.fused_gate_up:
         return tensor.chunk(2, -1)[0]
@@ -83,7 +90,7 @@ _PLACES = {
     "hook_resid_pre": _Place(lambda a: "", "pre"),
     "hook_attn_out": _Place(lambda a: a.post_attn_norm or a.attn),
     "hook_resid_mid": _Place(lambda a: a.mid, "pre"),
-    "hook_mlp_out": _Place(lambda a: a.post_mlp_norm or a.mlp),
+    "hook_mlp_out": _Place(lambda a: a.post_mlp_norm or a.mlp, cut=_as_added),
     "hook_resid_post": _Place(lambda a: ""),
     "mlp.hook_pre": _Place(lambda a: a.up if a.fused_gate_up else a.gate or a.up, cut=_gate_half),
     "mlp.hook_pre_linear": _Place(lambda a: a.up if a.fused_gate_up or a.gate else None, cut=_up_half),

@@ -93,7 +93,7 @@ SPOILED: list[tuple[Callable[[Path], None], dict[str, Any], tuple[str, ...]]] = 
     (_same, {"num_hidden_layers": -2}, ("m has zero layers (num_hidden_layers is -2", "give a model")),
     (_same, {"num_hidden_layers": 5}, ("layer", "the")),
     (_same, {"intermediate_size": 48}, ("m", "download both from one revision")),
-    (_same, {"model_type": "made-up"}, ("'made-up' has no adapter", "docs/extending.md")),
+    (_same, {"model_type": "made-up"}, ("'made-up', which transformers", "install a version that does")),
     (_same, {"model_type": "bert", "architectures": ["BertForMaskedLM"]}, ("m is an encoder-only", "llama-2-7b or")),
     (_same, {"model_type": "vit", "architectures": ["ViTForImageClassification"]}, ("m is a vision", "llama-2-7b or")),
     (_same, {"model_type": "t5", "is_encoder_decoder": True}, ("m is an encoder-decoder model", "decoder-only")),
@@ -159,7 +159,7 @@ def test_code_in_a_checkpoint_is_not_run(error: Callable[..., str], tmp_path: Pa
     words = [command, "--model", str(folder), *more]
     if own == "both":
         (folder / "config.json").write_text((folder / "config.json").read_text().replace('"llama"', '"made-up"'))
-        assert "'made-up' has no adapter" in error(*words)
+        assert "'made-up', which transformers" in error(*words)
     elif own == "tokenizer":
         file = folder / "tokenizer_config.json"
         file.write_text(

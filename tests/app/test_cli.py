@@ -199,7 +199,7 @@ def test_models_agree_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
     assert (data["schema"], data["kind"]) == (1, "models")
     assert {line.split()[0] for line in lines[1:-2]} == {entry["name"] for entry in data["result"]}
     assert main(["models", "--wide"]) == 0
-    assert "meta-llama/Llama-2-7b-hf  L1.N7890, L1.N10411" in re.sub("   +", "  ", capsys.readouterr().out)
+    assert "meta-llama/Llama-2-7b-hf  L1.N7890 and L1.N10411" in re.sub("   +", "  ", capsys.readouterr().out)
 
 
 def test_generate_prints_text_on_stdout_and_events_on_stderr(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -288,3 +289,13 @@ def test_a_page_begins_with_question_command_and_conclusion(page: Path) -> None:
     assert quoted or not results
     said = {f"Conclusion: {Result.load(file).conclusion()}" for file in results}
     assert not {*quoted} - said
+
+
+def test_the_page_of_the_api_names_what_stands_in_its_module() -> None:
+    """The site reads sources without running them, so a name that a module hands on lazily is not found."""
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    names = re.findall(r"^::: (\S+)$", page, re.M)
+    assert len(names) > 40
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        assert last in vars(importlib.import_module(owner)), name

@@ -15,7 +15,7 @@ from organisms.tiny import MODEL_TYPES, tiny_model
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import Ablate
-from sinkscope.models import adapters, config
+from sinkscope.models import adapters
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.load import BACKENDS, load
 from sinkscope.models.target import Target, first_tensor
@@ -139,7 +139,6 @@ def test_falcon_7b_style_attention_goes_through_the_bridge(tmp_path: Any):
 def starcoder2(monkeypatch: pytest.MonkeyPatch) -> Adapter:
     """An architecture that the package does not know, added as anyone may add one."""
     monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))
-    monkeypatch.setattr(config, "ADAPTERS", adapters.ADAPTERS)
     monkeypatch.setattr(tiny, "ADAPTERS", adapters.ADAPTERS)
     row = replace(adapters.ADAPTERS["llama"], model_type="starcoder2", up="mlp.c_fc", gate=None, down="mlp.c_proj")
     return adapters.register(row)

@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.files.notation import counted, every, listed
 from sinkscope.files.records import Budget, Natural, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
@@ -215,19 +216,18 @@ GUARDS.update({"loopguard": LoopGuard, "loopguard:paper": LoopGuard.paper})
 def in_words(event: Event) -> str:
     """What the guard found and did in one of its events."""
     data = event.data
-    alarm = "an alarm" if data["period"] is None else f"a repetition every {data['period']} tokens"
-    actions = [f"kept {data['kept_count']} of {data['cached_before']} cached tokens"]
+    alarm = "an alarm" if data["period"] is None else f"a repetition {every(data['period'], 'token')}"
+    actions = [f"kept {data['kept_count']} of {counted(data['cached_before'], 'cached token')}"]
     if data["taken_back"]:
-        actions.append(f"took the last {data['taken_back']} tokens back")
+        actions.append(f"took {counted(data['taken_back'], 'token')} back")
     if data["escalated"] in ("ban", "both"):
         actions.append("banned n-grams of the loop")
     if data["escalated"] in ("sample", "both"):
         actions.append("drew the next tokens")
     if data["escalated"] == "repeats":
         actions.append("removed older copies as well")
-    if len(actions) > 1:
-        actions = [", ".join(actions[:-1]), actions[-1]]
-    return f"After {data['generated']} new tokens the guard found {alarm}. It {' and '.join(actions)}."
+    new = counted(data["generated"], "new token")
+    return f"After {new} the guard found {alarm}. It {listed(actions)}."
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Run
+from sinkscope.kv.cache import refuse_states
 
 
 @dataclass(eq=False)
@@ -114,6 +115,7 @@ def generate_in_pieces(
             ids = getattr(output, "sequences", output)[:, : rewinder.keep]
             rewinder.keep = None
             session.resuming = True  # what comes next reads a generated token and no prompt
+            refuse_states(cache, "rewind=True")
             for layer in cache.layers:
                 layer.crop(ids.shape[1] - 1 - layer.seen)
     finally:

@@ -20,7 +20,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import positions
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import ForcedAnswer, decoding
-from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache import CacheLayer, refuse_states
 from sinkscope.kv.loopguard.steer import generate_in_pieces
 from sinkscope.kv.session import Moment, Session
 from sinkscope.lines.choice import HeadLines
@@ -141,7 +141,7 @@ class TurnRecorder(Intervention):
         self.lines[layer] = HeadLines(lines.vertical.cpu(), lines.slash.cpu(), lines.queries)
 
     def _note_call(self, moment: Moment) -> None:
-        if moment.layers is not self.cache.layers:  # a logits processor runs the model on a cache of its own
+        if moment.cache is not self.cache:  # a logits processor runs the model on a cache of its own
             return
         self.after_answer = moment.call.sequence
         if self.after_prompt is None:  # the first call reads the prompt
@@ -152,6 +152,7 @@ class TurnRecorder(Intervention):
 
     def snapshot(self, prompt_tokens: int, keep_answer: bool) -> Snapshot:
         """The cache after the turn: with the answer's keys and values, or cut back to `prompt_tokens`."""
+        refuse_states(self.cache, "a conversation")
         for layer in self.cache.layers:
             layer.settle()
             if not keep_answer:

@@ -17,7 +17,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Natural, Whole
 from sinkscope.interventions.base import Run
-from sinkscope.kv.cache import CacheLayer, Rotary
+from sinkscope.kv.cache import CacheLayer, Rotary, own_layers
 from sinkscope.kv.policy import At, Policy, register_policy
 from sinkscope.kv.session import Moment, Session
 from sinkscope.kv.usage import DecodingReads
@@ -154,10 +154,10 @@ class Progressive(Policy):
         budget = memory["budget"]
         fewest = budget if isinstance(budget, int) else int(budget.min())
         copied = False
-        for layer, kv in enumerate(moment.layers):
+        for kv in moment.layers:
             if kv.slots <= fewest:
                 continue
-            at = At(layer, kv, moment, session, memory)
+            at = At(kv.number, kv, moment, session, memory)
             if self.per_head:
                 self._choose_per_head(at)
                 continue
@@ -178,7 +178,7 @@ class Progressive(Policy):
 
     def _show_all_caches(self, session: Session) -> None:
         for cache in session.caches:
-            self._show_all(cache.layers)
+            self._show_all(own_layers(cache))
 
     def _show_all(self, layers: list[CacheLayer]) -> None:
         """Make everything in the cache readable."""

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from jaxtyping import Int
 from torch import Tensor
 
+from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, heads_lost, writers
-from sinkscope.sinks.first_token.result import NEEDED, Carrier
+from sinkscope.sinks.first_token.result import Carrier
 
 MAKER_TEXTS = 2
 MAKER_LENGTH = 32  # typical text in which the maker of a spike is searched

@@ -15,17 +15,18 @@ from jaxtyping import Float, Int
 from plotly.subplots import make_subplots
 from torch import Tensor
 
-from sinkscope.files.notation import head_name, neuron_name
+from sinkscope.files.notation import head_name, listed, neuron_name
 from sinkscope.files.tables import percent
 from sinkscope.measure import Number, Positive, Result, Setup, measurement
+from sinkscope.measure.evidence import NEEDED
 from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
 from sinkscope.models.target import norm_of
 from sinkscope.sinks.first_token.attribution import Attribution, KeyScores, NeuronInputs, attribute
 from sinkscope.sinks.first_token.effects import Component, Edit, effects
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.position_effect import PositionEffect, random_sets
-from sinkscope.sinks.first_token.result import CONTROL_DRAWS, NEEDED, FindSinks, Sites
-from sinkscope.sinks.tokens import in_words, prefixes
+from sinkscope.sinks.first_token.result import CONTROL_DRAWS, FindSinks, Sites
+from sinkscope.sinks.tokens import prefixes
 from sinkscope.trace.run import trace
 
 NEURON_SHARE = 0.01  # neurons that write less of the spike are backups or not involved
@@ -105,7 +106,7 @@ class MarkEvidence:
             largest = int(np.nan_to_num(self.necessity, nan=-1.0).argmax())
             share = percent(float(self.necessity[largest]))
             return f"no component is needed alone; most is lost without {self.components[largest]}, {share}"
-        names, lost = in_words(self.marks), percent(self.marks_necessity)
+        names, lost = listed(self.marks), percent(self.marks_necessity)
         if not self.needed_alone:
             return f"no component is needed alone; {lost} is lost without {names} together{control}"
         verb, them = ("is", "it") if len(self.marks) == 1 else ("are each", "them")
@@ -194,7 +195,7 @@ class ReaderEvidence:
     def in_words(self) -> str:
         """The attention with and without what carries it."""
         control = "" if self.control is None else f" ({self.control:.2f} in the random control)"
-        carried = "the spike" if self.by_spike else in_words(self.carried_by)
+        carried = "the spike" if self.by_spike else listed(self.carried_by)
         return (
             f"without {carried} their attention falls from {self.attention.mean():.2f} to "
             f"{self.attention_without.mean():.2f}{control}"
@@ -279,7 +280,7 @@ class Circuit(Result):
         lines: list[str] = []
         if self.neurons is not None:
             lost, chance = percent(self.neurons.set_necessity), percent(self.neurons.necessity_control)
-            names = in_words(self.neurons.neurons)
+            names = listed(self.neurons.neurons)
             lines.append(f"Without {names}, {lost} of the spike is lost (random neurons: at most {chance}).")
         if self.repetition is not None:
             lines.append(f"After {self.repeats} repetitions of {self.repeated!r}, {self.repetition.in_words()}.")

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from sinkscope.files.notation import head_name
 from sinkscope.interventions.edits import expert_hook
+from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target, first_tensor, norm_of, on_hidden, on_input, on_output
-from sinkscope.sinks.first_token.result import NEEDED, Sites
+from sinkscope.sinks.first_token.result import Sites
 from sinkscope.trace.attention import attention_rows
 
 ComponentKind = Literal[

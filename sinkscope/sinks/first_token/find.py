@@ -13,6 +13,7 @@ from statistics import median
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Positive, Setup, measurement
+from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.names import published_for
 from sinkscope.sinks.first_token.attention_received import AttentionReceived, attention_of_all, attention_of_the_read
 from sinkscope.sinks.first_token.carriers import carried_by, carriers, spike_maker
@@ -21,7 +22,6 @@ from sinkscope.sinks.first_token.effects import attending_heads
 from sinkscope.sinks.first_token.layer_scan import scan_far_enough
 from sinkscope.sinks.first_token.neurons import RepeatedSinks, VerifiedNeurons, repeat_until_half, verify_neurons
 from sinkscope.sinks.first_token.result import (
-    NEEDED,
     RATE_EPS,
     AttentionSink,
     Carrier,

@@ -250,11 +250,11 @@ def scan_layers(
         mlp_raw.append(float(norms[:, 0].median()))
 
     def mlp_normalised(output: Any) -> None:
-        mlp_added.append(by_row(first_tensor(output)).float())
+        mlp_added.append(by_row(first_tensor(output)).float() * target.adapter.write_factor)
 
     def layer_done(output: Any) -> None:
         resid = by_row(first_tensor(output))
-        added = mlp_added.pop()
+        added = mlp_added.pop() if mlp_added else torch.zeros_like(resid, dtype=torch.float32)  # it may have no MLP
         norms = torch.linalg.vector_norm(resid, dim=-1, dtype=torch.float32)
         if not bool(norms.isfinite().all()):
             raise SinkscopeError(
@@ -272,7 +272,7 @@ def scan_layers(
             massive_dims=massive,
             residual=resid[:, 0].float().mean(0).cpu(),
             mlp_norms=added.norm(dim=-1).cpu(),
-            mlp_raw=mlp_raw[-1],
+            mlp_raw=mlp_raw.pop() if mlp_raw else 0.0,
             written=added[:, 0].mean(0).cpu(),
             sample=later[:SAMPLE_POSITIONS].cpu().clone(),
         )
@@ -284,9 +284,10 @@ def scan_layers(
     adapter = target.adapter
     hooks: list[tuple[Any, str, Any]] = []
     for number, layer in enumerate(target.layers):
-        hooks.append((target.sub(number, adapter.mlp), "post", on_output(mlp_done)))
-        behind_mlp = target.sub(number, adapter.post_mlp_norm or adapter.mlp)
-        hooks.append((behind_mlp, "post", on_output(mlp_normalised)))
+        if target.has_neurons(number):
+            hooks.append((target.sub(number, adapter.mlp), "post", on_output(mlp_done)))
+            behind_mlp = target.sub(number, adapter.post_mlp_norm or adapter.mlp)
+            hooks.append((behind_mlp, "post", on_output(mlp_normalised)))
         hooks.append((layer, "post", on_output(layer_done)))
     with target.hooks(*hooks):
         target.forward(ids, upto=upto)

@@ -33,7 +33,7 @@ class LayerView:
     Attributes:
         layer: Number of the layer.
         resid: Residual stream after the layer.
-        mlp: Output of the down projection(s), before any norm behind it.
+        mlp: Output of the MLP, before any norm behind it; times the factor that the layer puts on it.
         post: `hook_post`; in a mixture, times the weight in `routing`.
         up: Output of the up projection, the linear factor. None in a mixture and if the MLP has no such factor.
         routing: Weight of every expert, 0 for those not chosen; the shared expert comes last, if there is one. None if
@@ -105,7 +105,7 @@ def view_layer(target: Target, layer: int, ids: TokenRows, where: Bool[Tensor, "
     return LayerView(
         layer,
         resid=resid[0].float(),
-        mlp=mlp[0].float(),
+        mlp=mlp[0].float() * adapter.write_factor,
         post=post[0].float(),
         up=up[0].float() if up else None,
         routing=routing[0] if routing else None,

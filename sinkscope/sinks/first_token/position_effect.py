@@ -12,9 +12,10 @@ from einops import reduce
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, writers
-from sinkscope.sinks.first_token.result import CONTROL_DRAWS, NEEDED
+from sinkscope.sinks.first_token.result import CONTROL_DRAWS
 from sinkscope.sinks.first_token.sets import Removal, smallest_set
 
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from sinkscope.files.notation import neuron_name
+from sinkscope.files.notation import listed, neuron_name
 from sinkscope.files.result import Number
 from sinkscope.measure import Result
-from sinkscope.sinks.tokens import in_words, left_out_line
+from sinkscope.measure.evidence import NEEDED
+from sinkscope.sinks.tokens import left_out_line
 
 CONTROL_DRAWS = 20  # random control sets of the same size for every ablation
 SINK_HEADS = 2  # an attention sink needs at least this many heads
-NEEDED = 0.5  # a component is needed if at least this share of the effect is lost without it
 RATE_EPS = 0.3  # mean attention above which a head attends to a position (Gu et al. 2024)
 Sites = tuple[tuple[int, ...], ...]
 """Neurons as interventions take them: (layer, neuron), or (layer, expert, neuron) in a mixture."""
@@ -103,7 +103,7 @@ class CausalSet:
     @property
     def names(self) -> str:
         """The neurons in words, such as "L1.N3 and L1.N4"."""
-        return in_words(self.sites)
+        return listed(self.sites)
 
     @property
     def carries_attention(self) -> bool:
@@ -478,13 +478,13 @@ class FindSinks(Result):
             text += f"and the typical one is {typical:.4g}. "
         if len(self.stages) > 1:
             added = [f"layer {stage.layer} adds {stage.share:.1%}" for stage in self.stages]
-            text += f"The spike is built in stages: {in_words(added)}. "
+            text += f"The spike is built in stages: {listed(added)}. "
         if spike is not None and spike.plateau is not None:
             first, last = spike.plateau
             text += f"The norm stands out after layers {first} to {last}. "
             if spike.step_down:
                 falls = [f"layer {layer}" for layer in spike.step_down]
-                text += f"It falls in {in_words(falls)}."
+                text += f"It falls in {listed(falls)}."
         return text
 
     def _set_sentences(self) -> list[str]:
@@ -529,7 +529,7 @@ class FindSinks(Result):
                 sentences.append(f"{place.rate:.1%} of the heads attend to {place}.")
         needed = [f"{c.name} ({c.heads_lost:.0%} of the heads)" for c in sink.carriers if c.needed]
         if needed:
-            sentences.append(f"Heads lose the sink without {in_words(needed)}.")
+            sentences.append(f"Heads lose the sink without {listed(needed)}.")
         elif sink.carriers:
             sentences.append("No component is needed alone.")
         return sentences

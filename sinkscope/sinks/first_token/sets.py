@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
+from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import Edit, attending_heads, effects, heads_lost
@@ -31,7 +32,6 @@ from sinkscope.sinks.first_token.layer_scan import (
 from sinkscope.sinks.first_token.neurons import stage_neurons, verify_sink_layer
 from sinkscope.sinks.first_token.result import (
     CONTROL_DRAWS,
-    NEEDED,
     RATE_EPS,
     CausalSet,
     LaterSink,

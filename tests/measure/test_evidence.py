@@ -1,0 +1,62 @@
+"""The rule by which a component is called needed, and the words for lists and counts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sinkscope.files.notation import agreeing, counted, every, listed
+from sinkscope.measure.evidence import Evidence, beside, verdict
+
+SHARES = st.floats(-1, 2, allow_nan=False)
+
+
+@given(SHARES, SHARES | st.none(), st.floats(0, 0.5), st.floats(0.1, 10), SHARES | st.none())
+def test_needed_is_at_least_half_and_more_than_the_control(
+    lost: float, control: float | None, error: float, total: float, gained: float | None
+) -> None:
+    scaled = None if control is None else control * total
+    evidence = Evidence(lost * total, scaled, total, error * total)
+    says = verdict(evidence, Evidence(gained, control))
+    if says == "needed":
+        assert lost >= 0.5 - 1e-9 and (control is None or lost - error > control - 1e-9)
+    elif says == "sufficient":
+        assert gained is not None and gained >= 0.5 and (control is None or gained > control)
+    elif control is None:
+        assert lost < 0.5 + 1e-9 and (gained is None or gained < 0.5)
+
+
+@pytest.mark.parametrize("change", [None, float("nan")])
+def test_what_was_not_measured_carries_nothing(change: float | None) -> None:
+    assert verdict(Evidence(change), Evidence(change)) == "not carried"
+    assert not Evidence(1.0, total=0.0).holds and not Evidence(1.0, control=float("nan")).holds
+
+
+@given(SHARES, SHARES)
+def test_a_share_and_its_control_are_told_apart(share: float, control: float) -> None:
+    texts = beside(share, control)
+    if abs(share - control) > 2e-5:
+        assert texts[0] != texts[1]
+    for text, value in zip(texts, (share, control), strict=True):
+        assert float(text.rstrip("%")) / 100 == pytest.approx(value, abs=0.00501) and text != "-0%"
+
+
+@given(st.lists(st.text("abc", min_size=1), max_size=30), st.integers(1, 20))
+def test_lists_name_each_once_with_one_and(names: list[str], most: int) -> None:
+    text = listed(names, most)
+    parts = re.split(", | and ", text)
+    more = max(0, len(names) - most)
+    assert parts == [*names[:most], *([f"{more} more"] if more else [])] or (not names and text == "none")
+    assert text.count(" and ") == (len(parts) > 1)
+
+
+@given(st.integers(0, 5000))
+def test_one_is_singular_and_nothing_else(count: int) -> None:
+    one = count == 1
+    assert counted(count, "head").endswith("heads") == (count > 1)
+    assert every(count, "token") == ("every token" if one else f"every {count:,} tokens")
+    assert agreeing(count, "is", "are") == ("is" if one else "are")
+    assert not re.search(r"\b1 \w+s\b", counted(count, "token") + every(count, "token"))

@@ -1,0 +1,100 @@
+"""What is inferred from a model: the rows of the table, factors, and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from organisms.tiny import MODEL_TYPES, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.adapters import ADAPTERS
+from sinkscope.models.infer import adapter_of, infer
+from sinkscope.models.probe import probe
+from sinkscope.models.target import Target
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+
+
+def random_model(model_type: str, **config: Any) -> Any:
+    """A random model of an architecture that has no row."""
+    made = AutoConfig.for_model(model_type, **{**SIZES, "bos_token_id": 1, "eos_token_id": 2, **config})
+    made.pad_token_id = None
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def differing(model_type: str, model: Any) -> dict[str, Any]:
+    """Fields of the inferred row that are not those of the written one."""
+    inferred, written = infer(model), ADAPTERS[model_type]
+    return {
+        field.name: getattr(inferred, field.name)
+        for field in fields(written)
+        if getattr(inferred, field.name) != getattr(written, field.name)
+    }
+
+
+@pytest.mark.parametrize("model_type", [name for name in MODEL_TYPES if name != "falcon"])
+def test_the_rows_of_the_table_come_out_of_the_rule(model_type: str) -> None:
+    model: Any = tiny_model(model_type)[0]
+    assert differing(model_type, model) == {}
+    assert differing(model_type, model.to(torch.bfloat16)) == {}
+
+
+def test_inferring_leaves_the_model_as_it_was() -> None:
+    model: Any = tiny_model("gemma2")[0]
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    infer(model)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert vars(model.config)["_attn_implementation_internal"] == "eager"
+    assert not any(vars(module)["_forward_hooks"] for module in model.modules())
+    assert not any(vars(module)["_forward_pre_hooks"] for module in model.modules())
+
+
+def test_a_row_is_inferred_for_an_architecture_that_has_none_and_proved() -> None:
+    target = Target.of(random_model("starcoder2", tie_word_embeddings=False))
+    row = target.adapter
+    assert (row.down, row.up, row.gate, row.o) == ("mlp.c_proj", "mlp.c_fc", None, "self_attn.o_proj")
+    assert probe(target).problem is None
+    assert adapter_of(target.hf) is row  # once per configuration
+    assert probe(replace(target, adapter=replace(row, down="mlp.c_fc", up="mlp.c_proj"))).problem is not None
+
+
+def test_a_factor_on_what_an_mlp_writes_is_part_of_the_contribution() -> None:
+    model = random_model("granite", residual_multiplier=0.22, embedding_multiplier=12.0, attention_multiplier=0.1)
+    target = Target.of(model)
+    assert target.adapter.write_factor == pytest.approx(0.22)
+    column = model.model.layers[1].mlp.down_proj.weight[:, 7]
+    assert torch.allclose(target.w_out(1, [7])[0], 0.22 * column)
+    assert torch.allclose(target.w_out_norms(1)[7], 0.22 * column.norm())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "reason"),
+    [
+        (
+            "mamba",
+            {"state_size": 4},
+            "it has neither softmax attention nor MLPs, so there is no attention sink to find",
+        ),
+    ],
+)
+def test_what_cannot_be_inferred_is_refused_with_the_reason(
+    model_type: str, config: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=reason):
+        Target.of(random_model(model_type, **config))
