@@ -30,7 +30,7 @@ from sinkscope.app.view.result import (
 from sinkscope.attention.barcode import Barcode, PictureSize, barcode
 from sinkscope.attention.texts import Loop
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import neuron_name, read_head, read_neuron
+from sinkscope.files.notation import listed, neuron_name, read_head, read_neuron
 from sinkscope.files.records import conform
 from sinkscope.files.tables import percent
 from sinkscope.interventions import Ablate, SinkPatch
@@ -43,7 +43,7 @@ from sinkscope.sinks.first_token.circuit import Circuit, circuit
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
 from sinkscope.sinks.first_token.result import FindSinks, RepeatedToken
-from sinkscope.sinks.tokens import in_words, prefixes
+from sinkscope.sinks.tokens import prefixes
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
@@ -390,7 +390,7 @@ class Explorer:
         if not names:
             return None
         switch = self.switch("switched off", neurons, heads)
-        return replace(switch, name=f"without {in_words(tuple(names))}")
+        return replace(switch, name=f"without {listed(names)}")
 
     def answered(self, body: bytes) -> dict[str, Any]:
         """The answer to a request in JSON."""
@@ -436,8 +436,8 @@ class Explorer:
                 onset = Loop.of([*prompt, *tokens], len(prompt)).onset
                 copied.append(0 if onset is None else len(prompt) + len(tokens) - max(onset, len(prompt)))
         sentence = (
-            f"Without the guard the model ends in a repetition of {copied[0]} tokens, and with it in one of "
-            f"{copied[1]} tokens."
+            f"Without the guard, {copied[0]} of the {len(sides[0].tokens)} new tokens belong to a repetition at the end; "
+            f"with it, {copied[1]} of {len(sides[1].tokens)}."
         )
         if not copied[0]:
             sentence = "Without the guard the model does not end in a repetition, and the guard changes nothing."
