@@ -436,7 +436,7 @@ class Explorer:
                 onset = Loop.of([*prompt, *tokens], len(prompt)).onset
                 copied.append(0 if onset is None else len(prompt) + len(tokens) - max(onset, len(prompt)))
         sentence = (
-            f"Without the guard, {copied[0]} of the {len(sides[0].tokens)} new tokens belong to a repetition at the end; "
+            f"Without the guard, {copied[0]} of {len(sides[0].tokens)} new tokens belong to a repetition at the end; "
             f"with it, {copied[1]} of {len(sides[1].tokens)}."
         )
         if not copied[0]:

@@ -87,7 +87,10 @@ class View {
     this.off = new Set();
     this.typed = null;
     this.generation = null;
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.data && this.drawRows());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+      if (this.data) this.drawRows();
+      if (this.data && this.tab === "generation") this.drawPictures();
+    });
   }
 
   /** Show a view, as `ModelView.to_dict()` has it. */
@@ -478,11 +481,10 @@ class View {
     if (!this.ask) return null;
     const field = element("textarea", { id: "typed", "aria-label": "Another text", placeholder: "Type another text" });
     field.value = this.typed || "";
-    const read = () => {
-      this.typed = field.value.trim() ? field.value : null;
-      this.token = 0;
-      this.query = null;
-      this.request();
+    const read = async () => {
+      const before = [this.typed, this.token, this.query];
+      [this.typed, this.token, this.query] = [field.value.trim() ? field.value : null, 0, null];
+      if (!(await this.request())) [this.typed, this.token, this.query] = before;
     };
     const names = [...new Set([...this.data.neurons, ...this.data.marks, ...this.off])];
     const boxes = names.map((name) => {
@@ -500,26 +502,25 @@ class View {
       this.status);
   }
 
-  toggle(name) {
+  async toggle(name) {
+    const before = new Set(this.off);
     if (!this.off.delete(name)) this.off.add(name);
     if (!this.off.size) this.variantName = "intact";
-    this.request();
+    if (!(await this.request())) this.off = before;
   }
 
+  /** Ask Python for another view and show it; false, with the reason on the page, if there is none. */
   async request(more = {}) {
-    if (this.status) this.status.textContent = "Running the model …";
-    const before = new Set(this.off);
+    this.status.className = "soft";
+    this.status.textContent = "Running the model …";
     const answer = await this.ask({ text: this.typed, off: [...this.off], ...more });
     if (answer.error) {
-      this.off = before;
-      this.off.forEach((name) => answer.error.includes(name) && this.off.delete(name));
-      if (this.status) {
-        this.status.textContent = answer.error;
-        this.status.className = "error";
-      }
-      return;
+      this.status.textContent = answer.error;
+      this.status.className = "error";
+      return false;
     }
     await this.show(answer);
+    return true;
   }
 
   // Generation
@@ -569,11 +570,11 @@ class View {
 }
 
 /** Show a view in an element. */
-export function mount(root, answer, ask = null) {
+export async function mount(root, answer, ask = null) {
   root.classList.add("sinkscope-view");
   const view = new View(root, ask);
   addEventListener("resize", () => view.drawEdges());
-  view.show(answer).catch((problem) => root.append(element("p", { class: "error" }, String(problem))));
+  await view.show(answer);
   return view;
 }
 
@@ -583,10 +584,16 @@ export async function start(page) {
   const data = JSON.parse(page.querySelector("#data").textContent);
   if (data) return mount(root, data);
   const ask = async (request) => {
-    const answer = await fetch("view", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(request) });
-    return answer.json();
+    try {
+      const answer = await fetch("view", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(request) });
+      return await answer.json();
+    } catch {
+      return { error: "The server does not answer. Start sinkscope view again." };
+    }
   };
-  const view = mount(root, await ask({ text: null, off: [] }), ask);
+  const first = await ask({ text: null, off: [] });
+  if (first.error) return root.replaceChildren(element("p", { class: "error" }, first.error));
+  const view = await mount(root, first, ask);
   return view.request({ circuit: true });
 }
 
