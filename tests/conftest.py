@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Generator
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from shape_checks import install
+from shape_checks import begin_test, install
 
 os.environ.update(  # before anything that reads them is imported
     HF_HUB_OFFLINE="1",  # a test that means to download says so, against a server of its own
@@ -24,10 +25,12 @@ os.environ.update(  # before anything that reads them is imported
     PYTHONPATH=os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
 )
 os.environ.pop("FORCE_COLOR", None)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what is compiled once need not be compiled by every worker and child
+sys.dont_write_bytecode = False
 install("sinkscope")
 gc.disable()  # what is imported makes no garbage; see pytest_collection_finish
 torch.set_num_threads(1)  # the models are tiny: threads cost more than they bring
-settings.register_profile("sinkscope", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("sinkscope", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("sinkscope")
 
 
@@ -98,6 +101,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_random_numbers() -> None:
-    """Every test starts from the same state, whichever ran before it."""
+def _same_start() -> None:
+    """Every test starts from the same random numbers and unspent checks, whichever ran before it."""
     torch.manual_seed(0)
+    begin_test()

@@ -3,6 +3,7 @@
 jaxtyping's own decorator makes two stubs of each function with beartype, and on every call it binds the arguments to
 the signature, calls one stub, the function, and the other stub. That was a third of the time of the tests. Here
 beartype checks the function itself, and only functions whose annotations name a shape get a memory for its letters.
+Each function is checked in its first `MANY` calls of a test: what a loop calls a thousand times is called alike.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import typing
+from collections import Counter
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
@@ -18,6 +20,8 @@ from typing import Any
 import jaxtyping
 from beartype import beartype
 
+MANY = 30
+_calls: Counter[CodeType] = Counter()  # of each function in this test; filled up to MANY
 _context = functools.partial(jaxtyping.jaxtyped, "context")
 _INNER: dict[CodeType, bool] = {}  # does a function inside of another one name shapes?
 
@@ -26,6 +30,11 @@ def install(package: str) -> None:
     """Check all functions of `package`, and the fields of its dataclasses, from its import on."""
     jaxtyping.jaxtyped = _checked  # the import hook writes `@jaxtyping.jaxtyped(typechecker=...)` above each of them
     jaxtyping.install_import_hook(package, "beartype.beartype")
+
+
+def begin_test() -> None:
+    """Check every function again from its first call on."""
+    _calls.clear()
 
 
 def _checked(thing: Any = None, *, typechecker: Any = None) -> Any:
@@ -43,12 +52,14 @@ def _function(real: FunctionType) -> Callable[..., Any]:
     if "<locals>" in real.__qualname__ and not _inner(real):
         return real
     checks: list[tuple[Callable[..., Any], bool]] = []
+    code = real.__code__
 
     @functools.wraps(real)
     def checked(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if jaxtyping.config.jaxtyping_disable:
+        if _calls[code] >= MANY or jaxtyping.config.jaxtyping_disable:
             return real(*args, **kwargs)
+        _calls[code] += 1
         if not checks:  # made by the first call: beartype takes long, and most files call few functions
             checks.append(_typed(real))
         typed, shaped = checks[0]

@@ -71,7 +71,6 @@ def row_of(records: Sequence[BenchRecord], method: str) -> dict[str, Any]:
     kl = [value for each in mine for value in each.steps["kl"]]
     late = [value for each in mine for value in each.steps["kl"][len(each.tokens) // 2 :]]
     agree = [value for each in mine for value in each.steps["agree"]]
-    kept = [value for each in mine for value in each.steps["kept"]]
     return {
         "method": method,
         "answers": len(mine),
@@ -80,17 +79,13 @@ def row_of(records: Sequence[BenchRecord], method: str) -> dict[str, Any]:
         "late": fmean(late),
         "kl_by_answer": [fmean(each.steps["kl"]) for each in mine],
         "agree": fmean(agree),
-        "kept": fmean(kept),
         "cells": mean_known(each.metrics["cells"] for each in mine),
     }
 
 
 def _said(row: dict[str, Any]) -> str:
     cells = "" if row["cells"] is None else f", cells {row['cells']:.0%}"
-    return (
-        f"KL {row['kl']:.5f} (late {row['late']:.5f}), agree {row['agree']:.1%}, attention kept {row['kept']:.1%}"
-        f"{cells}"
-    )
+    return f"KL {row['kl']:.5f} (late {row['late']:.5f}), agree {row['agree']:.1%}{cells}"
 
 
 def figure(data: dict[str, Any]) -> Any:

@@ -76,7 +76,9 @@ def test_gguf_is_opened_with_as_many_layers_as_it_takes(
     assert len(made.target.layers) == made.target.n_layers == LAYERS
 
 
-@pytest.mark.parametrize(("family", "seed"), [("mixtral", 12), ("gemma2", 1), ("gpt2", 9)])
+@pytest.mark.parametrize(
+    ("family", "seed"), [pytest.param("mixtral", 12, marks=pytest.mark.slow), ("gemma2", 1), ("gpt2", 9)]
+)
 def test_streamed_equals_in_memory(family: str, seed: int, tmp_path: Path) -> None:
     o = organism(family, seed, kind="two_stage")
     o.save(tmp_path / "m")

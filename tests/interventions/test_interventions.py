@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import every_nth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from intervention_kit import bridge_of, count_hooks, logits, nnsight_of, residual_norms, set_values
@@ -64,7 +65,7 @@ def test_zero_ablation_equals_zeroed_weights(model_type: str) -> None:
     assert (want - logits(model, IDS)).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 3))
 def test_every_family_through_a_bridge(model_type: str) -> None:
     # TransformerLens cannot take apart the fused attention of Falcon's newer layout.
     older = {"new_decoder_architecture": False, "multi_query": True} if model_type == "falcon" else {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import every_nth
 from intervention_kit import bridge_of, count_hooks, greedy, logits, nnsight_of
 from organisms import MODEL_TYPES, tiny_model
 
@@ -64,7 +65,7 @@ def added(model: Any, layer: int, vector: torch.Tensor) -> Iterator[None]:
         handle.remove()
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 3, 1))
 def test_a_head_without_output_is_one_without_columns(model_type: str) -> None:
     """Every family, on the plain model, through a bridge, and as TransformerLens' own hooks."""
     model, bridge = bridged(model_type)
@@ -84,7 +85,7 @@ def test_a_head_without_output_is_one_without_columns(model_type: str) -> None:
     torch.testing.assert_close(bridge.run_with_hooks(IDS, fwd_hooks=edit.fwd_hooks(bridge)), want, **CLOSE)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 3, 2))
 def test_a_vector_as_transformer_lens_adds_it(model_type: str) -> None:
     model, bridge = bridged(model_type)
     vector, target, plain = vector_of(model), Target.of(model), logits(model, IDS)

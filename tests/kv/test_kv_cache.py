@@ -110,7 +110,7 @@ class Slow:
             assert not holes.any()  # what lets a call go without a mask
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.randoms(use_true_random=False), st.lists(st.sampled_from(OPERATIONS), max_size=12))
 def test_any_order_of_operations(random: Random, names: list[str]) -> None:
     """Also of copies that share their memory, with buffers so short that they are full now and then."""

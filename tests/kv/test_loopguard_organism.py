@@ -16,7 +16,7 @@ from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.loops import tail_period
 from sinkscope.serving.generate import generate
 
-STEPS, REWOUND = 160, 120  # new tokens; where a loop is taken back, fewer show it
+STEPS, REWOUND = 140, 90  # new tokens; where a loop is taken back, fewer show it
 CASES = [(4, 0, 0), (6, 20, 250), (12, 0, 500)]  # period, onset, where on the ring the prompt begins
 
 

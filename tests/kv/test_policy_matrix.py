@@ -41,16 +41,15 @@ CELLS = [
     pytest.param(name, family, marks=[] if quick else pytest.mark.slow)
     for row, name in enumerate(NAMES)
     for family in FAMILIES
-    # "drawn" meets every kind of attention; each other policy two of them, in turn.
-    for quick in [family in QUICK and (name == "drawn" or (QUICK.index(family) + row) % 7 in (0, 3))]
+    # "drawn" meets every kind of attention; each other policy one of them, in turn.
+    for quick in [family in QUICK and (name == "drawn" or (QUICK.index(family) + row) % 7 == 0)]
 ]
 
 
 def test_every_family_meets_policies_and_every_policy_families() -> None:
     cells = [cell.values for cell in CELLS if not cell.marks]
     assert {name for name, _ in cells} == set(NAMES)
-    assert all(sum(name == other for other, _ in cells) >= 2 for name in NAMES)
-    assert all(sum(family == quick for _, family in cells) >= 4 for quick in QUICK)
+    assert all(sum(family == quick for _, family in cells) >= 2 for quick in QUICK)
 
 
 def policy_of(name: str, **options: Any) -> Policy:
@@ -135,5 +134,5 @@ def test_generate_reads_a_prompt_in_chunks(name: str) -> None:
     ask: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     with policy_of(name).on(model):
         whole = model.generate(ids, **ask)
-        for size in (5, 9, 64) if name == "drawn" else (5, 9):  # 64: the prompt is a single chunk
+        for size in (5, 9, 64) if name == "drawn" else (5,):  # 64: the prompt is a single chunk
             assert torch.equal(model.generate(ids, prefill_chunk_size=size, **ask), whole)

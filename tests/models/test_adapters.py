@@ -22,9 +22,12 @@ from sinkscope.models.target import Target, first_tensor
 
 IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
 UNSUPPORTED = {("falcon", "bridge")}
-# Every architecture in one kind of model, each kind with a third of them; the other pairs are slow.
+# Every second architecture in one kind of model, each kind with a third of them; those between are streamed by default
+# (test_stream.py), and all other pairs are slow.
 PAIRS = [
-    pytest.param(t, b, marks=[] if (i + j) % 3 == 0 or (t, b) == ("falcon", "hf") else [pytest.mark.slow])
+    pytest.param(
+        t, b, marks=[] if (i % 2 and (i // 2 + j) % 3 == 0) or (t, b) == ("falcon", "hf") else [pytest.mark.slow]
+    )
     for i, t in enumerate(MODEL_TYPES)
     for j, b in enumerate(BACKENDS)
     if (t, b) not in UNSUPPORTED

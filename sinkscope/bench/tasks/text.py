@@ -6,8 +6,6 @@ generated itself: the text's own, or the greedy answer of full attention for pro
 - kl: sum of p (log p - log q) over the vocabulary, in nats; p of full attention, q of the method, at every token. The
   first one depends on the prompt alone: it is 0 if a method does not change prompts.
 - agree: both have the same top prediction at that token.
-- kept: of the attention that a decoding step pays with the full cache along the same text, the share that lies on
-  positions that the method can read at this step, mean over layers and heads. Methods that change only prompts keep 1.
 """
 
 from __future__ import annotations
@@ -18,9 +16,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar
 
-import numpy as np
-import torch
-from einops import einsum, rearrange, repeat
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -40,11 +35,9 @@ from sinkscope.bench.record import BenchRecord, Metrics
 from sinkscope.bench.task import Task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural
-from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.base import Event, Intervention
 from sinkscope.interventions.decode import ForcedAnswer
 from sinkscope.kv import Full
-from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.session import AttentionRows, Session
 from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
 
@@ -65,7 +58,7 @@ class TextFidelity(Task):
     main: ClassVar[str] = "kl"
     low_is_good: ClassVar[bool] = True
     said: ClassVar[str] = "diverges by {:.3g} nats a token"
-    columns: ClassVar[tuple[str, ...]] = ("agree", "kept", "first")
+    columns: ClassVar[tuple[str, ...]] = ("agree", "first")
     together: ClassVar[bool] = True
 
     count: Natural = 4
@@ -100,7 +93,7 @@ class TextFidelity(Task):
         return {}
 
     def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
-        """Run full attention, every method, and full attention again to weigh the positions they left readable."""
+        """Run full attention, and every method along its answers."""
         rows = [self.encode(model, [prompt.turns[0].text]) for prompt in batch.prompts]
         full = FullLogits()
         forced = _given_answers(model, batch)
@@ -111,13 +104,10 @@ class TextFidelity(Task):
             started = time.perf_counter()
             logits = LogitsComparison(full.values)
             counts = CacheCounts()
-            positions = ReadablePositions()
             edit = method.make() or Full()
-            events = _generate_along(model, rows, along, batch.new, edit | counts | positions, logits)[1]
+            events = _generate_along(model, rows, along, batch.new, edit | counts, logits)[1]
             seconds = (time.perf_counter() - started) / len(rows)
-            compared.append(_Compared(logits, counts, positions, events, seconds))
-        weights = AttentionKept([each.positions for each in compared])
-        _generate_along(model, rows, along, batch.new, Full() | weights)
+            compared.append(_Compared(logits, counts, events, seconds))
         records: list[BenchRecord] = []
         for number, method in enumerate(batch.methods):
             for row, prompt in enumerate(batch.prompts):
@@ -126,9 +116,8 @@ class TextFidelity(Task):
                 steps = {
                     "kl": compared[number].logits.row_kl(row, len(tokens)),
                     "agree": compared[number].logits.row_agreement(row, len(tokens)),
-                    "kept": weights.row_shares(number, row, len(tokens) - 1),
                 }
-                metrics = {name: fmean(values) if values else None for name, values in steps.items()}
+                metrics: Metrics = {name: fmean(values) for name, values in steps.items()}
                 metrics["first"] = steps["kl"][0]
                 records.append(batch.record(method, prompt, 0, answer, metrics, steps))
         return records
@@ -169,7 +158,6 @@ def _generate_along(
 class _Compared:
     logits: LogitsComparison
     counts: CacheCounts
-    positions: ReadablePositions
     events: list[Event]
     seconds: float
 
@@ -230,76 +218,3 @@ def divergence(full: Float[Tensor, "row vocab"], other: Float[Tensor, "row vocab
     """KL(full || other) between two rows of logits, in nats."""
     p, q = full.double().log_softmax(-1), other.double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).clamp(min=0)
-
-
-class ReadablePositions(Intervention):
-    """Records which true positions each head could read after every call, one bit each.
-
-    Attributes:
-        calls: For each call and layer, packed bits `[row head position/8]`.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[list[np.ndarray]] = []
-
-    def enter(self, run: Run, key: int) -> None:
-        """Read the cache after every call."""
-        session = Session.of(run)
-        session.own_cache()
-        session.after_call(lambda moment: self._note(moment.layers))
-
-    def _note(self, layers: Sequence[CacheLayer]) -> None:
-        self.calls.append([np.packbits(readable_positions(layer).cpu().numpy(), axis=-1) for layer in layers])
-
-    def bits(self, call: int, layer: int) -> Bool[Tensor, "row head position"]:
-        """Positions that were readable after a call; positions after the last one are False."""
-        return torch.from_numpy(np.unpackbits(self.calls[call][layer], axis=-1)) > 0
-
-
-def readable_positions(layer: CacheLayer) -> Bool[Tensor, "row head position"]:
-    """Positions that hold a token which is not hidden, by kv head, or by query head if each hides its own."""
-    readable = layer.readable
-    pos = repeat(layer.pos, "row kv slot -> row (kv group) slot", group=readable.shape[1] // layer.pos.shape[1])
-    positions = torch.zeros(*pos.shape[:2], layer.seen + 1, dtype=torch.bool, device=pos.device)
-    return positions.scatter_(-1, pos.masked_fill(~readable, layer.seen), True)[..., : layer.seen]
-
-
-class AttentionKept(Intervention):
-    """Of what full attention pays in every decoding step, the share on positions that methods left readable."""
-
-    def __init__(self, methods: Sequence[ReadablePositions]) -> None:
-        self._methods = methods
-        self._sums: list[list[Float[Tensor, " row"]]] = [[] for _ in methods]
-        self._calls = 0
-        self._layers = 0
-
-    def enter(self, run: Run, key: int) -> None:
-        """Observe the newest query of every layer."""
-        session = Session.of(run)
-        session.own_cache()
-        session.watch(self._add, last=1)
-        session.after_call(lambda moment: self._next(len(moment.layers)))
-
-    def row_shares(self, method: int, row: int, steps: int) -> tuple[float, ...]:
-        """Share at each decoding step of a row, mean over layers and heads."""
-        return tuple(round(float(total[row]) / self._layers, 6) for total in self._sums[method][:steps])
-
-    def _next(self, layers: int) -> None:
-        self._calls += 1
-        self._layers = layers
-
-    def _add(self, rows: AttentionRows) -> None:
-        if not self._calls:  # the prompt
-            return
-        newest = rows.probs[:, :, -1].double()
-        for method, sums in zip(self._methods, self._sums, strict=True):
-            readable = method.bits(self._calls, rows.layer).to(rows.pos.device)
-            heads = readable.shape[1]
-            paid = rearrange(newest, "row (head group) slot -> row head group slot", head=heads)
-            pos = repeat(rows.pos, "row kv slot -> row (kv group) slot", group=heads // rows.pos.shape[1])
-            there = readable.gather(-1, pos.clamp(min=0)).double()  # nothing is paid to padding
-            kept = einsum(paid, there, "row head group slot, row head slot -> row head group")
-            share = kept / paid.sum(-1)
-            if len(sums) < self._calls:
-                sums.append(torch.zeros(len(paid), dtype=torch.float64))
-            sums[-1] += share.mean((1, 2)).cpu()
