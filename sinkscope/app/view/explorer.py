@@ -36,11 +36,13 @@ from sinkscope.files.tables import percent
 from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.decode import decode
+from sinkscope.interventions.sites import site_of
 from sinkscope.kv.loopguard.guard import LoopGuard
 from sinkscope.measure import Setup
 from sinkscope.models.target import norm_of
 from sinkscope.sinks.first_token.circuit import Circuit, circuit
 from sinkscope.sinks.first_token.find import find_sinks
+from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
 from sinkscope.sinks.first_token.result import FindSinks, RepeatedToken
 from sinkscope.sinks.tokens import prefixes
@@ -106,6 +108,7 @@ class Explorer:
     Attributes:
         setup: The model and typical text.
         sinks: Where its sink is made.
+        scan: Norms on typical text, without dimensions that are massive on all tokens.
         circuit: The circuit of the sink. None until `measure_circuit` was called.
         text: The text that is shown where a request names none. None: the default texts.
         lock: Held by whoever runs the model.
@@ -113,6 +116,7 @@ class Explorer:
 
     setup: Setup
     sinks: FindSinks
+    scan: LayerScan
     circuit: Circuit | None = None
     text: str | None = None
     lock: Any = field(default_factory=threading.RLock)
@@ -121,7 +125,7 @@ class Explorer:
     def open(cls, model: object = None, **options: Any) -> Explorer:
         """Open a model as `Setup.open` does, whole, and find its sink."""
         setup = Setup.open(model, **options, loading="whole")
-        return cls(setup, find_sinks.on(setup))
+        return cls(setup, find_sinks.on(setup), scan_layers(setup.target, setup.ids, whole=True))
 
     def measure_circuit(self) -> None:
         """Trace the circuit of the sink, once."""
@@ -134,7 +138,7 @@ class Explorer:
         """The sink layer, or the layer after which the first token stands out most."""
         if self.sinks.sink_layer is not None:
             return self.sinks.sink_layer
-        return int((_known(self.sinks.first_token_norm) / _known(self.sinks.typical_norm)).argmax())
+        return int((np.array(self.scan.first_norm) / np.array(self.scan.typical_norm)).argmax())
 
     @property
     def neurons(self) -> list[tuple[int, ...]]:
@@ -248,8 +252,8 @@ class Explorer:
             sentence = self.circuit.conclusion()
         result = ModelView(
             layer=self.layer,
-            typical_norm=_rounded(_known(self.sinks.typical_norm)),
-            first_norm=_rounded(_known(self.sinks.first_token_norm)),
+            typical_norm=_rounded(np.array(self.scan.typical_norm)),
+            first_norm=_rounded(np.array(self.scan.first_norm)),
             neurons=tuple(neuron_name(*site) for site in self.neurons),
             marks=tuple(f"L{layer}.H{head}" for layer, head in self.marks),
             texts=tuple(viewed),
@@ -309,7 +313,7 @@ class Explorer:
 
         with nullcontext() if edit is None else edit.on(target):
             with attention_rows(target, see):
-                without = self.sinks.shared_dims
+                without = self.scan.shared_dims
                 norms = trace(target, row, ["blocks.*.hook_resid_post"], lambda resid: norm_of(resid, without))
             activation = self.activation(row)
         later_queries = torch.arange(length - 1, -1, -1).clamp(min=1)
@@ -328,15 +332,15 @@ class Explorer:
 
     def spikes(self, reading: Reading) -> list[int]:
         """Positions with at least half of the first token's norm and three times the typical one."""
-        bar = SPIKE_RATIO * _known(self.sinks.typical_norm)[self.layer]
-        first = _known(self.sinks.first_token_norm)[self.layer]
+        bar = SPIKE_RATIO * self.scan.typical_norm[self.layer]
+        first = self.scan.first_norm[self.layer]
         if first > bar:
             bar = max(bar, SPIKE_SHARE * first)
         return np.flatnonzero(reading.norm[self.layer] >= bar).tolist()
 
     def intact_sentence(self, tokens: Sequence[str], reading: Reading, spikes: Sequence[int]) -> str:
         """Which tokens have a norm spike, beside typical text."""
-        norm, typical = reading.norm[self.layer], _known(self.sinks.typical_norm)[self.layer]
+        norm, typical = reading.norm[self.layer], self.scan.typical_norm[self.layer]
         if not spikes:
             return (
                 f"No token has a norm spike: the largest norm after layer {self.layer} is {norm.max():.4g}, and the "
@@ -385,8 +389,10 @@ class Explorer:
         for name in names:
             if "H" in name.upper():
                 heads.append(read_head(name, "head"))
+                self.setup.target.check_site(heads[-1][0], head=heads[-1][1])
             else:
                 neurons.append(read_neuron(name, "neuron"))
+                self.setup.target.check_site(*site_of(neurons[-1]))
         if not names:
             return None
         switch = self.switch("switched off", neurons, heads)
@@ -496,11 +502,6 @@ def _edge(row: Mapping[str, Any]) -> CircuitEdge:
 
 def _repeats(word: RepeatedToken) -> int:
     return word.repeats or 0
-
-
-def _known(values: Sequence[float | None]) -> Float[np.ndarray, " layer"]:
-    """Values of all layers; a whole model has no layer that was not read."""
-    return np.array([np.nan if value is None else value for value in values])
 
 
 def _rounded(values: Float[np.ndarray, "*axes"]) -> Float[np.ndarray, "*axes"]:
