@@ -73,7 +73,9 @@ def check_loops(
         return _follow("-" if file is None else file, form, monitor, metrics, first)
     if calibrate:
         _refuse_others(options, "--calibrate", ("--tokenizer", "--rate"))
-        return _calibrate("-" if file is None else file, form, monitor, tokenizer, 10.0 if rate is None else rate, progress or silent)
+        return _calibrate(
+            "-" if file is None else file, form, monitor, tokenizer, 10.0 if rate is None else rate, progress or silent
+        )
     _refuse_others(options, "a check", ("--max-new",))
     if file is None or form == "sse":
         raise SinkscopeError("give the file to check, or - for standard input; --format sse is for --follow")
