@@ -33,7 +33,7 @@ from sinkscope.models.config import (
 )
 from sinkscope.models.fingerprint import fingerprint
 from sinkscope.models.hub import TOKENIZER_FILES, hub_folder
-from sinkscope.models.infer import adapter_of_stream, stack_of
+from sinkscope.models.infer import adapter_of_stream, first_of_kinds, stack_of
 from sinkscope.models.load import explained, load, quiet
 from sinkscope.models.locate import ModelSource, locate
 from sinkscope.models.names import BUNDLED
@@ -290,7 +290,10 @@ def _opened(
     layers = list(causal.get_submodule(loader.stack).children())
     store = _Store(source, loader, layers, resident)
     adapter = adapter_of_stream(causal)
-    return StreamTarget(causal, causal, "hf", adapter, tokenizer, name or source.name, resident=False, store=store)
+    target = StreamTarget(causal, causal, "hf", adapter, tokenizer, name or source.name, resident=False, store=store)
+    if row_of(config.model_type) is None:
+        target.forward(torch.zeros(1, 4, dtype=torch.long), upto=max(first_of_kinds(target)))
+    return target
 
 
 def _no_logits(_module: nn.Module, _args: Any) -> None:

@@ -50,21 +50,23 @@ class AttentionReceived:
         above: Whether the mean attention from all queries at or after the position `at` exceeds the threshold. The last
             positions of each text are left out because too few queries see them.
         learned: The same for the learned sink logit of each head.
+        attending: Which layers attend; the others of a hybrid model keep a state and count in no rate.
     """
 
     ids: Int[Tensor, "text pos"]
     above: Bool[Tensor, "layer head text at"]
     learned: Bool[Tensor, "layer head text"]
+    attending: Bool[Tensor, " layer"]
 
     @property
     def rate(self) -> float:
         """The sink rate of position 0: the share of (layer, head) above the threshold, averaged over texts."""
-        return float(self.above[..., 0].float().mean())
+        return float(self.above[self.attending][..., 0].float().mean())
 
     @property
     def learned_rate(self) -> float:
         """The same rate of the learned sink logits."""
-        return float(self.learned.float().mean())
+        return float(self.learned[self.attending].float().mean())
 
     @property
     def rate_by_layer(self) -> tuple[float, ...]:
@@ -74,12 +76,18 @@ class AttentionReceived:
     @cached_property
     def heads(self) -> list[tuple[int, int]]:
         """The (layer, head) pairs that attend to the first token in most texts; empty if too few for a sink."""
-        return _heads_of_a_sink(_in_most_texts(self.above[..., 0]))
+        return self._heads_of_a_sink(_in_most_texts(self.above[..., 0]))
 
     @cached_property
     def learned_heads(self) -> list[tuple[int, int]]:
         """The (layer, head) pairs whose learned sink logit exceeds the threshold in most texts; empty if too few."""
-        return _heads_of_a_sink(_in_most_texts(self.learned))
+        return self._heads_of_a_sink(_in_most_texts(self.learned))
+
+    def _heads_of_a_sink(self, steady: Bool[Tensor, "layer head"]) -> list[tuple[int, int]]:
+        heads = [(layer, head) for layer, head in steady.nonzero().tolist()]
+        if len(heads) < SINK_HEADS or len(heads) < FIRST_SHARE * steady[self.attending].numel():
+            return []
+        return heads
 
     @cached_property
     def later(self) -> list[AttendedToken]:
@@ -92,13 +100,13 @@ class AttentionReceived:
         for token in ids[:, 1:].unique().tolist():
             where = ids == token
             where[:, 0] = False
-            rate = _later_rate(self.above[:, :, where])
+            rate = _later_rate(self.above[self.attending][:, :, where])
             if rate is not None:
                 first_seen = int(where.any(0).nonzero()[0])
                 attended.append(AttendedToken(token, first_seen, rate))
         ordinary = ~torch.isin(ids, torch.tensor([place.token for place in attended]))
         for position in range(1, ids.shape[1]):
-            rate = _later_rate(self.above[:, :, ordinary[:, position], position])
+            rate = _later_rate(self.above[self.attending][:, :, ordinary[:, position], position])
             if rate is not None:
                 attended.append(AttendedToken(None, position, rate))
         return sorted(attended, key=lambda place: -place.rate)
@@ -117,13 +125,6 @@ def _later_rate(above: Bool[Tensor, "layer head case"]) -> float | None:
     if int(steady.sum()) < SINK_HEADS or rate < LATER_SHARE:
         return None
     return rate
-
-
-def _heads_of_a_sink(steady: Bool[Tensor, "layer head"]) -> list[tuple[int, int]]:
-    heads = [(layer, head) for layer, head in steady.nonzero().tolist()]
-    if len(heads) < SINK_HEADS or len(heads) < FIRST_SHARE * steady.numel():
-        return []
-    return heads
 
 
 @torch.no_grad()
@@ -168,7 +169,8 @@ def attention_received(
         with attention_rows(target, read, layers=list(range(depth)), rows_per_chunk=length):
             target.forward(ids[texts], upto=depth - 1)
         progress("sink rate", texts.stop, len(ids))
-    return AttentionReceived(ids, above, learned)
+    attending = torch.tensor([target.has_attention(layer) for layer in range(depth)])
+    return AttentionReceived(ids, above, learned, attending)
 
 
 def attention_of_the_read(setup: Setup, depth: int) -> AttentionReceived:
