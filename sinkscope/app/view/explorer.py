@@ -41,6 +41,7 @@ from sinkscope.kv.loopguard.guard import LoopGuard
 from sinkscope.measure import Setup
 from sinkscope.models.target import norm_of
 from sinkscope.sinks.first_token.circuit import Circuit, circuit
+from sinkscope.sinks.first_token.circuit_result import MARK, REPETITION
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
@@ -153,9 +154,10 @@ class Explorer:
         """The heads that mark the first token, and those that mark a repetition."""
         heads: list[tuple[int, int]] = []
         if self.circuit is not None:
-            for evidence in (self.circuit.first, self.circuit.repetition):
-                names = () if evidence is None else evidence.marks
-                heads += [read_head(name) for name in names if ".H" in name]
+            for sink in self.circuit.sinks[:1]:
+                for step in (sink.step(MARK), sink.step(REPETITION)):
+                    names = () if step is None else step.chosen
+                    heads += [read_head(name) for name in names if ".H" in name]
         return list(dict.fromkeys(heads))
 
     def switches(self) -> list[Switch]:
@@ -248,7 +250,7 @@ class Explorer:
         edges: tuple[CircuitEdge, ...] | None = None
         sentence = ""
         if self.circuit is not None:
-            edges = tuple(_edge(row) for row in self.circuit.rows())
+            edges = tuple(_edge(row) for sink in self.circuit.sinks[:1] for row in sink.rows())
             sentence = self.circuit.conclusion()
         result = ModelView(
             layer=self.layer,
@@ -496,7 +498,7 @@ def _writing(setup: Setup, name: str, tokens: list[int], alarms: list[int], resu
 
 def _edge(row: Mapping[str, Any]) -> CircuitEdge:
     return CircuitEdge(
-        row["step"], row["source"], row["target"], row["share"], row["necessity"], row["necessity_control"]
+        row["step"], row["source"], row["target"], row["necessity"], row["necessity_control"], row["sufficiency"]
     )
 
 

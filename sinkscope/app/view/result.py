@@ -63,20 +63,20 @@ class CircuitEdge:
     """A step of the circuit, as `sinkscope circuit` measures it.
 
     Attributes:
-        step: "first token", "repetition", "column" or "keys".
+        step: "mark", "early spike", "repetition", "neurons", "keys" or "readers".
         source: The component that writes.
         target: The input, or the head, that reads it.
-        share: Exact share of the source in what distinguishes the first token in that input.
         necessity: Share of the effect that is lost without the source.
         control: Largest loss with random components instead.
+        sufficiency: Share of the effect that a typical position gains from the source.
     """
 
     step: str
     source: str
     target: str
-    share: float | None
     necessity: float | None
     control: float | None
+    sufficiency: float | None
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ class View {
   }
 
   firstHead() {
-    const reader = (this.data.circuit || []).find((edge) => edge.step === "keys");
+    const reader = (this.data.circuit || []).find((edge) => edge.step === "readers");
     const named = reader && reader.target.match(/^L(\d+)\.H(\d+)$/);
     return named ? [Number(named[1]), Number(named[2])] : this.now.heads[this.now.heads.length - 1];
   }
@@ -410,17 +410,18 @@ class View {
     const edges = this.data.circuit;
     const of = (step) => edges.filter((edge) => edge.step === step);
     const lost = (edge) => (edge.necessity === null ? "" : `${percent(edge.necessity)} lost without it${edge.control === null ? "" : ` (random: ${percent(edge.control)})`}`);
-    const share = (edge) => (edge.share === null ? "" : `writes ${percent(edge.share)} of its input`);
-    const marks = [...of("first token"), ...of("repetition")];
-    const inputs = [...new Set(marks.map((edge) => edge.target))].filter((name) => name !== "spike");
-    const columns = of("column");
-    const readers = of("keys");
+    const brings = (edge) => (edge.sufficiency === null ? "" : `brings ${percent(edge.sufficiency)} alone`);
+    const part = (edge, what) => ({ name: edge.source, words: [what, lost(edge), brings(edge)] });
+    const marks = [...of("mark"), ...of("keys")].slice(0, 4).map((edge) => part(edge, "the first token"));
+    const repeated = of("repetition").slice(0, 3).map((edge) => part(edge, "a repetition"));
+    const neurons = of("neurons");
+    const readers = of("readers");
     const steps = [
-      ["These mark the first token or a repetition", marks.map((edge) => ({ name: edge.source, words: [edge.step === "repetition" ? "a repetition" : "the first token", share(edge), lost(edge)] }))],
-      ["Inputs of the sink neurons that they write into", inputs.map((name) => ({ name, words: [] }))],
-      ["Sink neurons", columns.map((edge) => ({ name: edge.source, words: [lost(edge)] }))],
-      ["They write the spike", columns.length || readers.some((edge) => edge.source === "spike") ? [{ name: "spike", words: [`norm after layer ${this.data.layer}`] }] : []],
-      ["These heads read the first token. Below each: attention lost without what they read. The norm before attention shrinks everything beside the spike, so the spike's own share of a key can be small.", readers.map((edge) => ({ name: edge.target, words: [edge.necessity === null ? "" : `${percent(edge.necessity)} lost`] }))],
+      ["What marks the first token or a repetition, most necessary first", [...marks, ...repeated]],
+      ["What makes a norm that stands out before these neurons", of("early spike").slice(0, 3).map((edge) => part(edge, ""))],
+      ["Sink neurons", neurons.map((edge) => part(edge, ""))],
+      ["They write the spike", neurons.length || readers.some((edge) => edge.source === "spike") ? [{ name: "spike", words: [`norm after layer ${this.data.layer}`] }] : []],
+      ["These heads read the first token. Below each: attention lost without what they read.", readers.map((edge) => ({ name: edge.target, words: [edge.necessity === null ? "" : `${percent(edge.necessity)} lost`] }))],
     ];
     return steps.filter(([, parts]) => parts.length);
   }
