@@ -21,7 +21,7 @@ from sinkscope.measure.evidence import Evidence, beside
 from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
 
 FIGURE_COMPONENTS = 12
-NAMED = 2  # components that a sentence names
+NAMED = 3  # components that a sentence names
 MARK, NEURONS, EARLY, REPETITION, KEYS = "mark", "neurons", "early spike", "repetition", "keys"
 
 

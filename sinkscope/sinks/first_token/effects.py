@@ -31,11 +31,6 @@ ComponentKind = Literal[
     "head",
     "mlp",
     "key bias",
-    # These are separate only in sums (see `attribution`) and cannot be swapped.
-    "attention bias",
-    "sink neurons",
-    "norm bias",
-    "input bias",
 ]
 BATCH_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch
 Hook = tuple[Any, str, Any]  # module, "pre" or "post", and the function, as `Target.hooks` takes them
@@ -79,7 +74,7 @@ class Effects:
 
     Attributes:
         norms: L2 norm of the residual stream after each layer, without the dimensions that were left out.
-        attention: Mean attention from later queries to the position; of no layer if it was not requested.
+        attention: Mean attention from later queries that see the position; of no layer if it was not requested.
         intact_norms: The same norms without an edit.
         intact_attention: The same attention without an edit.
     """
@@ -228,16 +223,17 @@ class _EditedRows:
     ) -> tuple[Float[Tensor, "edit text layer"], Float[Tensor, "edit text depth head"]]:
         """Norms and attention, the intact texts first."""
         target = self.target
-        later_queries = max(1, self.texts.shape[1] - self.at - 1)
         norms: list[Tensor] = []
         received = torch.zeros(self.count, target.n_layers, target.n_heads)
+        seeing = torch.zeros(target.n_layers)  # later queries whose window reaches the position
 
         def layer_done(output: Any) -> None:
             norms.append(norm_of(first_tensor(output)[:, self.at], without))
 
         def attention_read(layer: int, first: int, probs: Float[Tensor, "row head query key"]) -> None:
             to_position = probs[:, :, max(0, self.at + 1 - first) :, self.at]
-            received[:, layer] += reduce(to_position, "row head query -> row head", "sum").cpu() / later_queries
+            received[:, layer] += reduce(to_position, "row head query -> row head", "sum").cpu()
+            seeing[layer] += int((to_position > 0).any(1).any(0).sum())
 
         hooks = self.hooks()
         hooks += [(layer, "post", on_output(layer_done)) for layer in target.layers]
@@ -246,6 +242,7 @@ class _EditedRows:
             listening = attention_rows(target, attention_read)
         with listening, target.hooks(*hooks):
             target.forward(repeat(self.texts, "text pos -> (edit text) pos", edit=len(self.edits) + 1), upto=upto)
+        received /= seeing.clamp(min=1)[:, None]
         depth = len(norms) if attention else 0
         texts = len(self.texts)
         return (

@@ -21,7 +21,6 @@ from sinkscope.sinks.first_token.sets import Removal, smallest_set
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss
 EFFECTIVE = 0.1  # components that lose at least this share are named
 SET_CANDIDATES = 8  # components that are tried in sets if none is needed alone
-NOT_SWAPPED = ("attention bias", "sink neurons", "norm bias", "input bias")
 Components = tuple[Component, ...]
 
 
@@ -107,21 +106,19 @@ class PositionEffect:
         return (reduce(change, "edit text part -> edit", "mean") / self.span.mean()).tolist()
 
     def necessity(self, sets: Sequence[Sequence[Component]]) -> list[float]:
-        """The share of the effect that is lost when components are replaced together; NaN where that cannot be done."""
-        possible = [members for members in sets if not any(c.kind in NOT_SWAPPED for c in members)]
-        return self._spread(sets, possible, self.removed)
+        """The share of the effect that is lost when components are replaced together."""
+        if not sets:
+            return []
+        return self.shares(self.removed([self.edit(members) for members in sets]))
 
     def sufficiency(self, sets: Sequence[Sequence[Component]]) -> list[float]:
-        """The share of the effect that components give to the typical position together; NaN where they cannot."""
-        barred = (*NOT_SWAPPED, "key bias")
-        possible = [members for members in sets if not any(c.kind in barred for c in members)]
-        return self._spread(sets, possible, self.given)
-
-    def _spread(self, sets: Sequence[Any], possible: list[Any], change: Any) -> list[float]:
-        if not possible:
-            return [float("nan")] * len(sets)
-        shares = iter(self.shares(change([self.edit(members) for members in possible])))
-        return [next(shares) if members in possible else float("nan") for members in sets]
+        """The share of the effect that components give to the typical position together; NaN for the bias of keys."""
+        possible = [members for members in sets if all(component.kind != "key bias" for component in members)]
+        shares: list[float] = []
+        if possible:
+            shares = self.shares(self.given([self.edit(members) for members in possible]))
+        gained = iter(shares)
+        return [next(gained) if members in possible else float("nan") for members in sets]
 
     def edit(self, members: Sequence[Component]) -> Edit:
         """An edit that replaces all of these components; a key bias without a layer stands for those of all layers."""
