@@ -151,8 +151,8 @@ class CurrentCall(threading.local):
         tapped_layers: Layers whose attention went through the tap; on a TransformerBridge some architectures do so.
         bridge_queries: Queries of layers of a TransformerBridge whose scores have not come yet.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
-        handler: Our listener at the tap.
         samples: Whether the latest `generate` draws its tokens.
+        handler: Our listener at the tap.
     """
 
     call: Call | None = None
