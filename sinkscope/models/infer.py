@@ -801,26 +801,32 @@ def adapter_of(hf: Any, kind: str = "hf") -> Adapter:
     Raises:
         UnsupportedError: Nothing could be inferred, or the probe refuses it.
     """
-    row = row_of(hf.config.model_type)
+    row = row_of(hf.config.model_type) or _INFERRED.get(_key(hf))
     if row is not None:
         return row
-    key = _key(hf)
-    if key not in _INFERRED:
-        model = hf
-        if kind == "bridge" or any(parameter.is_meta for parameter in hf.parameters()):
-            model = _sample(hf)
-        _INFERRED[key] = _proved(Target(model, model, "hf", infer(model), name=hf.config.model_type))
-    return _INFERRED[key]
+    model = hf
+    if kind == "bridge" or any(parameter.is_meta for parameter in hf.parameters()):
+        model = _sample(hf)
+    return inferred_for(Target(model, model, "hf", Adapter("inferred"), name=hf.config.model_type))
 
 
-def adapter_of_stream(hf: Any) -> Adapter:
-    """As `adapter_of`, of a model that reads its layers when they are called; the probe does not run."""
-    row = row_of(hf.config.model_type)
-    if row is not None:
-        return row
-    key = _key(hf)
+def inferred_for(target: Target) -> Adapter:
+    """The adapter that is inferred from a target, which needs none yet, and proved on it.
+
+    Raises:
+        UnsupportedError: Nothing could be inferred, or the probe refuses it.
+    """
+    key = _key(target.hf)
     if key not in _INFERRED:
-        _INFERRED[key] = infer(hf)
+        adapter = infer(target.hf)
+        problem = probe(replace(target, adapter=adapter)).problem
+        if problem is not None:
+            raise UnsupportedError(
+                f"model type {adapter.model_type!r} has no adapter, and the inferred one is refused: {problem}; change "
+                f"what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})",
+                page="unsupported-model",
+            )
+        _INFERRED[key] = adapter
     return _INFERRED[key]
 
 
@@ -846,22 +852,6 @@ def _not_inferred(model: Any, error: NotInferredError) -> UnsupportedError:
         "sinkscope.models.adapters.register (see docs/extending.md)",
         page="unsupported-model",
     )
-
-
-def _proved(target: Target) -> Adapter:
-    """The inferred adapter of a target, if the probe accepts it.
-
-    Raises:
-        UnsupportedError: It does not; the message says what failed, and prints the row.
-    """
-    problem = probe(target).problem
-    if problem is not None:
-        raise UnsupportedError(
-            f"model type {target.adapter.model_type!r} has no adapter, and the inferred one is refused: {problem}; "
-            f"change what is wrong and register it: sinkscope.models.adapters.register({shown_row(target.adapter)})",
-            page="unsupported-model",
-        )
-    return target.adapter
 
 
 def _key(hf: Any) -> str:

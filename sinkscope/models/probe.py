@@ -171,12 +171,16 @@ class _EditErrors:
             with target.hooks(*edited.hooks()):
                 if target.kind == "bridge":
                     output = target.model(ids)
-                else:
+                elif target.resident:
                     output = target.hf(input_ids=ids, use_cache=False)
+                else:
+                    output = target.forward(ids, upto=layer)
             if edited.writes_nothing():
                 continue
-            logits = (output if isinstance(output, Tensor) else output.logits).float()
-            change = float((logits[1] - logits[0])[_POSITION:].abs().max())
+            change = 1.0  # of a model that is read layer by layer, no logits are computed
+            if target.resident:
+                logits = (output if isinstance(output, Tensor) else output.logits).float()
+                change = float((logits[1] - logits[0])[_POSITION:].abs().max())
             if kinds:
                 change = min(change, self.logits_change)
             self.logits_change = change
