@@ -5,10 +5,10 @@
 Sections, each in a process of its own, on one thread:
 - `overhead`: time of `generate` (sampled, so that nothing loops) under `Full` and under an untriggered `LoopGuard`,
   divided by that of plain `generate`; plain over plain shows the noise. The model is a Llama with random weights that
-  takes at least 20 ms per token, and, in microseconds per token, the bundled model.
+  takes at least 20 ms per token, and, in microseconds per token, the bundled model, there also under evicting policies.
 - `monitor`: the monitor alone on recorded ids, microseconds per token after 1k, 8k and 32k tokens.
 - `h2o`: time of H2O that sees every query and evicts nothing, at 4,096 tokens of context, divided by that of plain
-  eager attention, for the prompt and for decoding, with eager or sdpa attention underneath.
+  eager attention and of plain sdpa attention, for the prompt and for decoding, with eager or sdpa attention underneath.
 - `decoding`: evicting policies while decoding at equal budget and interval, over the plain model, here and in kvpress
   (`DecodingPress`). kvpress needs another release of transformers, so the same script runs there too (`--peer`), both
   compare with the plain model of their own environment, and only these ratios are compared.
@@ -114,16 +114,16 @@ def overhead(rounds: int) -> dict[str, Any]:
     from transformers.utils import logging
 
     import sinkscope as ss
-    from sinkscope.kv import Full
+    from sinkscope.kv import H2O, TOVA, Full, SnapKV, StreamingLLM
     from sinkscope.kv.loopguard import LoopGuard
 
     logging.set_verbosity_error()
     events = []
 
-    def arms(model: Any, new: int) -> dict[str, Arm]:
+    def arms(model: Any, new: int, prompt: int, **policies: Any) -> dict[str, Arm]:
         import torch
 
-        ids = tokens(32) % model.config.vocab_size
+        ids = tokens(prompt) % model.config.vocab_size
 
         def arm(policy: Any) -> Arm:
             def run(i: int) -> dict[str, float]:
@@ -138,12 +138,19 @@ def overhead(rounds: int) -> dict[str, Any]:
 
             return run
 
-        return {"plain": arm(None), "plain_again": arm(None), "full": arm(Full()), "guard": arm(LoopGuard())}
+        named = {"plain": None, "plain_again": None, "full": Full(), "guard": LoopGuard(), **policies}
+        return {name: arm(policy) for name, policy in named.items()}
 
-    big = interleaved(arms(llama(12), 32), 4 * rounds)
+    big = interleaved(arms(llama(12), 32, 32), 4 * rounds)
     bundled: Any = ss.load(None, backend="hf")
     bundled.generation_config.eos_token_id = None
-    small = interleaved(arms(bundled, 128), 4 * rounds)
+    evicting = {
+        "streaming": StreamingLLM(budget=64),
+        "snapkv": SnapKV(budget=96),
+        "tova": TOVA(budget=64),
+        "h2o": H2O(budget=64),
+    }
+    small = interleaved(arms(bundled, 128, 128, **evicting), rounds)
     milliseconds = statistics.median(big["plain"]["token"]) * 1e3
     return {
         "milliseconds_per_token": milliseconds,
@@ -230,6 +237,7 @@ def h2o(rounds: int) -> dict[str, Any]:
         "milliseconds_per_token": statistics.median(seconds["eager"]["token"]) * 1e3,
         "prompt_seconds": statistics.median(seconds["eager"]["prompt"]),
         "over_eager": ratios(seconds, "eager"),
+        "over_sdpa": ratios(seconds, "sdpa"),
     }
 
 

@@ -1,7 +1,7 @@
 """Speed of sparse prompts over PyTorch's causal attention, by layer and in a whole model, and the time of each stage.
 
     python -m experiments.bench_loopserve [--lengths 2048 4096 8192 16384 32768] [--contexts 8192 32768] [--rounds 3]
-        [--parts layer selection model decoding] [--out figures/bench_loopserve.json]
+        [--parts layer selection model turns decoding] [--out figures/bench_loopserve.json]
 
 Everything is CPU time of one thread, pairs are interleaved, and what counts is the median of their ratios; above 8,192
 there is one round, and layers have two heads. Writes a PNG beside the JSON.
@@ -15,12 +15,15 @@ there is one round, and layers have two heads. Writes a PNG beside the JSON.
   tokens; what it writes drowns that in the second layer, whose attention needs most cells). `lines`: the same with
   writes a tenth as large, so that both layers are on lines. `flat`: the control, queries are zero, so that attention is
   flat and every head has to be dense. All at the default's alpha, `lines` also at 0.995.
+- `turns`: the time of a new turn on a context that was read before, under `LoopServe` and `LoopServe(shortest=0)`, over
+  that of the model alone, for the same three models. The first has to stay within 5 % of the model alone.
 - `decoding`: random weights, 2 layers, 8 heads, width 512; everything against 1,024 chosen tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -48,7 +51,9 @@ D_HEAD, REPEATED = 64, 8192  # the last length with several rounds
 DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.5)
 KINDS = ("vertical", "slash", "groups", "mixed")
 LENGTHS = [2048, 4096, 8192, 16384, 32768]
-PARTS = ("layer", "selection", "model", "decoding")
+PARTS = ("layer", "selection", "model", "turns", "decoding")
+CONTEXTS = (2400, 6000)
+TURNS = (48, 200, 400, 1200)
 DEFAULT = LoopServe().alpha
 _console = Console(stderr=True)
 
@@ -193,17 +198,59 @@ def stages() -> Iterator[Counter[str]]:
 
 
 @torch.no_grad()
+def model_of(name: str) -> Any:
+    """One of the three models."""
+    model = made("lines-512", 0).hf
+    for block in model.model.layers:
+        if name == "flat":
+            block.self_attn.q_proj.weight.zero_()
+        elif name == "lines":
+            block.self_attn.o_proj.weight.mul_(0.1)
+            block.mlp.down_proj.weight.mul_(0.1)
+    return model
+
+
+@torch.no_grad()
+def turns(_lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+    """A new turn under LoopServe over the same turn of the model alone; the context is cut back after each."""
+    rows: list[dict[str, Any]] = []
+    arms = {"ours": LoopServe(decode=False), "always": LoopServe(decode=False, shortest=0)}
+    for name in ("lines", "half", "flat"):
+        models = {arm: model_of(name) for arm in ("alone", *arms)}
+        for context in CONTEXTS:
+            ids = ids_of(context + max(TURNS), 0)
+            with ExitStack() as stack:
+                caches: dict[str, Any] = {}
+                for arm, model in models.items():
+                    if arm in arms:
+                        stack.enter_context(arms[arm].on(model))
+                    caches[arm] = DynamicCache(config=model.config)
+                    model(input_ids=ids[:, :context], past_key_values=caches[arm], logits_to_keep=1)
+                for new in TURNS:
+                    spent: dict[str, list[float]] = {arm: [] for arm in models}
+                    for _ in range(rounds + 1):  # the first warms up
+                        for arm, model in models.items():
+                            part = ids[:, context : context + new]
+                            took, _out = seconds(
+                                lambda: model(input_ids=part, past_key_values=caches[arm], logits_to_keep=1)  # noqa: B023
+                            )
+                            spent[arm].append(took)
+                            caches[arm].crop(-new)
+                    over = {
+                        arm: median(a / b for a, b in zip(spent[arm][1:], spent["alone"][1:], strict=True))
+                        for arm in arms
+                    }
+                    rows.append({"model": name, "context": context, "new": new, "over_alone": over})
+                    _console.print(f"{name}, {new} on {context}: {over}")
+    return rows
+
+
+@torch.no_grad()
 def whole_model(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
     """Forward passes under LoopServe and without."""
     rows: list[dict[str, Any]] = []
     for name in ("lines", "half", "flat"):
-        model = made("lines-512", 0).hf
-        for block in model.model.layers:
-            if name == "flat":
-                block.self_attn.q_proj.weight.zero_()
-            elif name == "lines":
-                block.self_attn.o_proj.weight.mul_(0.1)
-                block.mlp.down_proj.weight.mul_(0.1)
+        model = model_of(name)
         for n in lengths if name == "lines" else [n for n in lengths if n <= 2 * REPEATED]:
             ids = ids_of(n, 0)
 
@@ -375,13 +422,16 @@ def main() -> None:
     torch.set_num_threads(1)
     started = time.perf_counter()
     result: dict[str, Any] = {part: [] for part in PARTS}
+    if args.out.is_file():  # parts that are not run stay as they are
+        result |= json.loads(args.out.read_text())["result"]
     for part in args.parts:
         if part == "layer":
             result[part] = layer(args.lengths, args.rounds)
         elif part == "decoding":
             result[part] = decoding(args.contexts, args.rounds)
         else:
-            result[part] = {"selection": selection, "model": whole_model}[part](args.lengths, args.rounds)
+            made_by = {"selection": selection, "model": whole_model, "turns": turns}
+            result[part] = made_by[part](args.lengths, args.rounds)
     settings = {k: v for k, v in vars(args).items() if k != "out"} | {"threads": 1}
     text = record("bench-loopserve", result, settings, started=started)
     if {"layer", "model"} <= set(args.parts):

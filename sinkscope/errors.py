@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+LONGEST = 600
+"""Characters of an error message."""
+
 
 class SinkscopeError(ValueError):
     """Bad input or an impossible request.
@@ -14,7 +17,15 @@ class SinkscopeError(ValueError):
 
     def __init__(self, message: str, *, page: str | None = None) -> None:
         self.page = page
-        super().__init__(" ".join(message.split()))
+        super().__init__(one_line(message))
+
+
+def one_line(message: str) -> str:
+    """A message in one line; of a long value that it repeats, the middle is left out."""
+    line = " ".join(message.split())
+    if len(line) > LONGEST:
+        line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 3 :]}"
+    return line
 
 
 class UnsupportedError(SinkscopeError):

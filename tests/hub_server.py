@@ -35,12 +35,14 @@ class Hub:
     Attributes:
         log: (method, path) of each request, in order.
         breaks: file name -> lengths after which its next transfers break off, one for each GET; the last one stays.
+        pauses: file name -> seconds before its content begins.
     """
 
     cache: Path
     url: str = ""
     log: list[tuple[str, str]] = field(default_factory=list)
     breaks: dict[str, list[int]] = field(default_factory=dict)
+    pauses: dict[str, float] = field(default_factory=dict)
     _repos: dict[str, _Repo] = field(default_factory=dict)
 
     def add(self, repo: str, folder: Path, *, revision: str = "main", gated: bool = False) -> str:
@@ -143,7 +145,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if not body_too:
             return
-        lengths = self.hub.breaks.get(self.path.rsplit("/", 1)[-1])
+        name = self.path.rsplit("/", 1)[-1]
+        threading.Event().wait(self.hub.pauses.get(name, 0))  # tests replace time.sleep
+        lengths = self.hub.breaks.get(name)
         if not lengths:
             self.wfile.write(body)
             return

@@ -156,15 +156,26 @@ def tova() -> Choose:
 
 
 def snapkv(window: int = 64, kernel: int = 5, pooling: str = "avg", reduce: str = "mean") -> Choose:
-    """Li et al. 2024, listing 1: attention of the last queries to what came before them, summed, then pooled."""
+    """Li et al. 2024, listing 1: attention of the last queries to what came before them, summed, then pooled.
+
+    Both are over what a head still holds: weights sum to one over it, and neighbours are the nearest that are left.
+    """
 
     def choose(probs: Tensor, held: Tensor, real: Tensor, budgets: list[int]) -> Tensor:
-        voters = probs * real[:, None, None, :, None]
-        summed = voters[..., -window:, :-window].sum(-2)
-        padded = torch.nn.functional.pad(summed, (kernel // 2, kernel // 2))
-        around = padded.unfold(-1, kernel, 1)
-        pooled = around.mean(-1) if pooling == "avg" else around.amax(-1)
-        scores = torch.nn.functional.pad(per_group(pooled, reduce), (0, window))
+        scores = torch.zeros(held.shape)
+        for row in range(held.shape[0]):
+            for head in range(held.shape[1]):
+                there = held[row, head].nonzero().flatten()
+                earlier = there[there < held.shape[-1] - window]
+                if not len(earlier):
+                    continue
+                rows = probs[row, head][:, -window:]  # group query key
+                left = rows[..., there].sum(-1, keepdim=True).clamp(min=1e-30)
+                rows = rows / left * rows.sum(-1, keepdim=True) * real[row, -window:, None]
+                padded = torch.nn.functional.pad(rows[..., earlier].sum(1), (kernel // 2, kernel // 2))
+                around = padded.unfold(-1, kernel, 1)
+                pooled = around.mean(-1) if pooling == "avg" else around.amax(-1)
+                scores[row, head, earlier] = per_group(pooled[None, None], reduce)[0, 0]
         return pick(scores, held, budgets, [0] * len(budgets), [window] * len(budgets))
 
     return choose

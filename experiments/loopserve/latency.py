@@ -110,7 +110,8 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
     Returns:
         "seconds" of every call, the prompt first; the most cached "tokens" there were after a call, their "logical" and
         "physical" bytes, and "answering", physical bytes at the end; "read" tokens per decoding step; shares of "cells"
-        chosen and "computed" in the prompt, and "dense_heads", mean over layers, and "kernel" (None: plain attention).
+        attended to and "computed" in the prompt, and "dense_heads", mean over layers, and "kernel" (None: plain
+        attention).
     """
     cache, seconds = DynamicCache(config=target.hf.config), list[float]()
     with edit.on(target) if edit is not None else nullcontext() as run:
@@ -130,7 +131,8 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
         "physical": usage[0].physical_bytes if usage else held,
         "answering": held,
         "read": read[0][0] if read else None,
-        **{k: statistics.fmean(e[k] for e in events) if events else None for k in ("cells", "computed", "dense_heads")},
+        "cells": statistics.fmean(event["attended"] for event in events) if events else None,
+        **{k: statistics.fmean(e[k] for e in events) if events else None for k in ("computed", "dense_heads")},
         "kernel": events[0]["kernel"] if events else None,
     }
 

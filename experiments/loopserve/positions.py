@@ -30,9 +30,9 @@ from typing import Any, Literal, get_args
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import note
-from sinkscope.files.output import write_atomic
+from sinkscope.files.output import read_text, write_atomic
 from sinkscope.files.rate import wilson
-from sinkscope.files.records import read_records, read_rows, read_text, rows_of
+from sinkscope.files.records import read_records, read_rows, rows_of
 from sinkscope.files.store import lines
 
 Place = Literal["front", "middle", "end", "single", "none"]
@@ -356,8 +356,8 @@ def _conversations(file: Path) -> Iterator[_Talk]:
     if file.suffix == ".parquet":
         rows = list(read_rows(file, EXPECTED))
     else:
-        text = read_text(file, EXPECTED)
-        if file.suffix == ".txt" or (text.lstrip()[0] not in "{[" and file.suffix not in _JSON):
+        text = read_text(file, f"give {EXPECTED}")
+        if file.suffix == ".txt" or (text.lstrip()[:1] not in "{[" and file.suffix not in _JSON):
             lines = enumerate(text.split("\n"), 1)
             yield from (_Talk(f"{file.name} line {i}", (line.strip(),), False) for i, line in lines if line.strip())
             return

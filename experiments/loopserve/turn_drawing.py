@@ -22,7 +22,7 @@ class TurnShares:
     """What the heads computed and kept.
 
     Attributes:
-        cells: Share of the causal cells of a turn's queries that lie on a head's lines.
+        cells: Share of the causal cells of a turn's queries to which a head attended.
         weight: Share of the attention of 16 held-out queries that the lines keep.
         kept: In what share of the later turns a head kept a position as a vertical line.
         bin_tokens: Positions in a bin.
@@ -54,11 +54,11 @@ def shares_of(chat: Conversation) -> TurnShares:
             if lines is None:
                 kept[layer, :, : turn.prompt_tokens] += 1
             else:
-                cells[layer, :, number] = lines.density()
                 kept[layer, :, : lines.vertical.shape[-1]] += lines.vertical
         for event in turn.events:
             if event.kind == "prefill" and "recovered" in event.data:
                 weight[event.layer, :, number] = torch.tensor(event.data["recovered"])
+                cells[event.layer, :, number] = torch.tensor(event.data["attended_by_head"])
     bin_tokens = math.ceil(length / BINS)
     bins = [part.mean(-1) for part in (kept / turns_after).split(bin_tokens, -1)]
     return TurnShares(cells, weight, torch.stack(bins, -1), bin_tokens)
@@ -71,7 +71,7 @@ def draw_turns(chat: Conversation) -> go.Figure:
     names = [f"L{layer}.H{head}" for layer in range(layers) for head in range(heads)]
     turns = [str(number + 1) for number in range(len(chat.turns))]
     places = [(index + 0.5) * shares.bin_tokens for index in range(bins)]
-    titles = ["cells on the lines", "weight that they hold", "positions of vertical lines", "tokens read in decoding"]
+    titles = ["cells attended to", "weight that they hold", "positions of vertical lines", "tokens read in decoding"]
     figure = make_subplots(cols=4, subplot_titles=titles, column_widths=[0.15, 0.15, 0.45, 0.25])
     panels = ((shares.cells, turns), (shares.weight, turns), (shares.kept, places))
     for column, (values, x) in enumerate(panels, 1):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import path_of
 from sinkscope.files.plain import visible
 from sinkscope.files.result import Result
 from sinkscope.files.tables import Grid, cell, strings
@@ -331,7 +332,7 @@ def read_card(path: str | Path) -> SinkCard:
     Raises:
         SinkscopeError: There is no card.
     """
-    file = Path(path)
+    file = path_of(path)
     if file.is_dir():
         file = file / CARD
     if not file.is_file():

@@ -22,8 +22,8 @@ from click.shell_completion import CompletionItem
 
 from sinkscope import __version__
 from sinkscope.app.commands import Command, commands
-from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory
-from sinkscope.files.console import ProgressBar, emit, note, print_result
+from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
+from sinkscope.files.console import ProgressBar, drop, emit, note, print_result
 
 if TYPE_CHECKING:
     from sinkscope.files.options import Parameter
@@ -53,6 +53,8 @@ FORCE_HELP = "Replace files that are no earlier outputs of this command."
 EXPLAIN_HELP = "Print all rows and details, and the meaning of the columns."
 BACKEND_HELP = "Load the model as this kind of object. By default a model is read as the command needs it."
 NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
+DEBUG = "SINKSCOPE_DEBUG"
+"""Variable of the environment that makes unforeseen errors end in their traceback."""
 FULL_DISK = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "your quota is used up",
@@ -264,10 +266,14 @@ class CommandRun:
             paths[f"--{name}"] = path
         if files.get("json") == files.get("csv") == "-":
             raise SinkscopeError("--json - and --csv - both write to standard output: give one of them a file")
+        inputs: dict[str | None, str] = {}
         for name, value in arguments.items():
-            if self.parameters[name].option.writes and str(value) != "-":
-                paths[self.parameters[name].flag] = str(value)
-        check_outputs(paths, kinds, force=force)
+            one = self.parameters[name]
+            if one.option.writes and str(value) != "-":
+                paths[one.flag] = str(value)
+            elif isinstance(value, str | Path):
+                inputs[one.option.metavar if one.option.argument else one.flag] = str(value)
+        check_outputs(paths, kinds, inputs, force=force)
 
     def _kind(self, name: str) -> str | None:
         """The kind of the file that an option writes."""
@@ -443,6 +449,7 @@ def main(argv: Sequence[str] | None = None, program: click.Command | None = None
     """
     if program is None:
         program = command_line()
+    code = 0
     output_is_closed = _prepare_streams()
     gc.disable()  # importing torch and transformers makes no garbage; `ProgressBar` turns it on when work begins
     try:
@@ -450,9 +457,11 @@ def main(argv: Sequence[str] | None = None, program: click.Command | None = None
             raise SinkscopeError("standard output is closed: give it a file, a pipe or /dev/null")
         words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
         _refuse_broken_words(words)
-        code = program.main(args=words, prog_name=program.name, standalone_mode=False)
+        status = program.main(args=words, prog_name=program.name, standalone_mode=False)
+        if isinstance(status, int):
+            code = status
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0
+        return code
     except SinkscopeError as error:
         return _print_error(str(error), error.exit_code)
     except click.ClickException as error:
@@ -463,18 +472,25 @@ def main(argv: Sequence[str] | None = None, program: click.Command | None = None
         note("interrupted")
         return 130
     except (BrokenPipeError, SystemExit):  # the reader, `head` say, has seen enough; click turns it into an exit
-        _drop_output()
-        return 0
-    except Exception as error:
-        if is_out_of_memory(error):
-            return _print_error(NO_MEMORY)
-        if not isinstance(error, OSError) or error.errno not in FULL_DISK:
+        drop(sys.stdout)
+        return code
+    except BaseException as error:  # libraries in Rust raise errors that are no Exception
+        if DEBUG in os.environ:
             raise
-        _drop_output()
-        reason = FULL_DISK[error.errno]
-        return _print_error(f"cannot write to standard output: {reason}; make room and run the command again")
+        return _print_error(_unforeseen(error), code or 2)
     finally:
         gc.enable()
+
+
+def _unforeseen(error: BaseException) -> str:
+    """What is said about an error that is no SinkscopeError."""
+    if is_out_of_memory(error):
+        return NO_MEMORY
+    if isinstance(error, OSError) and error.errno in FULL_DISK:
+        drop(sys.stdout)
+        return f"cannot write to standard output: {FULL_DISK[error.errno]}; make room and run the command again"
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first} (nobody foresaw this error: {DEBUG}=1 shows where it occurs)"
 
 
 def _refuse_broken_words(words: Sequence[str]) -> None:
@@ -485,13 +501,8 @@ def _refuse_broken_words(words: Sequence[str]) -> None:
             raise SinkscopeError(f"the word {word!r} is not UTF-8: type it in another way") from None
 
 
-def _drop_output() -> None:
-    """What is still in the buffer has nowhere to go; Python would say so again at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _print_error(message: str, code: int = 2) -> int:
-    note(f"error: {' '.join(message.split())}")
+    note(f"error: {one_line(message)}")
     return code
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from sinkscope.files.console import note
 from sinkscope.files.options import Count, Option, Positive
+from sinkscope.files.plain import visible
 from sinkscope.interventions.base import Event
 from sinkscope.kv.edit_of import edit_of
 from sinkscope.kv.loopguard.guard import in_words
@@ -28,6 +29,7 @@ def print_generated(
     max_new_tokens: Positive = 100,
     temperature: Annotated[float, Option(min=0)] = 0.0,
     seed: Count = 0,
+    raw: bool = False,
 ) -> None:
     """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, events on stderr.
 
@@ -45,10 +47,15 @@ def print_generated(
         max_new_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         seed: Seed of the sampling.
+        raw: Print control characters as they are; by default they are written out, so that no text steers a terminal.
 
     Example:
         sinkscope generate --prompt-file prompt.txt --policy h2o:0.25 --guard
     """
+
+    def show(_: int, piece: str) -> None:
+        print(piece if raw else visible(piece), end="", flush=True)  # it stays on the screen, also after Ctrl-C
+
     interventions = edit_of(patch=patch, policy=policy, guard=guard)
     (answer,) = generate(
         load(model, backend=backend, revision=revision, device=device, dtype=dtype),
@@ -58,7 +65,7 @@ def print_generated(
         temperature=temperature,
         seed=seed,
         bos=bos,
-        on_text=lambda _, piece: print(piece, end="", flush=True),  # it stays on the screen, also after Ctrl-C
+        on_text=show,
     )
     print()
     if policy is not None and answer.held is not None:

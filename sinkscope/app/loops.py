@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import gc
 import html
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import silent
+from sinkscope.files.console import note, silent
 from sinkscope.files.options import Hidden, Option
 from sinkscope.files.output import read_text
+from sinkscope.files.plain import visible
 from sinkscope.loops import LoopCalibration, LoopCheck, MonitorSettings, Watch, calibrate, check
 from sinkscope.loops.check import CheckedOutput
 from sinkscope.loops.forms import StreamForm
@@ -70,10 +70,12 @@ def check_loops(
         raise SinkscopeError("--follow and --calibrate are two commands: give one of them at a time")
     if follow:
         _refuse_others(options, "--follow", ("--first", "--metrics"))
-        return _follow(file or "-", form, monitor, metrics, first)
+        return _follow("-" if file is None else file, form, monitor, metrics, first)
     if calibrate:
         _refuse_others(options, "--calibrate", ("--tokenizer", "--rate"))
-        return _calibrate(file or "-", form, monitor, tokenizer, 10.0 if rate is None else rate, progress or silent)
+        return _calibrate(
+            "-" if file is None else file, form, monitor, tokenizer, 10.0 if rate is None else rate, progress or silent
+        )
     _refuse_others(options, "a check", ("--max-new",))
     if file is None or form == "sse":
         raise SinkscopeError("give the file to check, or - for standard input; --format sse is for --follow")
@@ -101,11 +103,15 @@ def _follow(file: str, form: StreamForm, monitor: MonitorSettings, metrics: str 
     watch = Watch(monitor)
     if metrics is not None:
         server = serve_counts(metrics, watch)
-        print(f"metrics: http://{server.server_name}:{server.server_port}/metrics", file=sys.stderr, flush=True)
-    for alarm in watch.follow(open_bytes(file), form=form, name=_name(file)):
-        print(alarm, flush=True)
-        if first:
-            break
+        note(f"metrics: http://{server.server_name}:{server.server_port}/metrics")
+    try:
+        for alarm in watch.follow(open_bytes(file), form=form, name=_name(file)):
+            print(visible(str(alarm)), flush=True)
+            if first:
+                break
+    except OSError:  # standard output cannot be written; that there was a loop is still said
+        if not watch.alarms:
+            raise
     if watch.alarms:
         raise click.exceptions.Exit(LOOP_IN_STREAM)
 

@@ -82,7 +82,7 @@ def write_report(
         note(f"left out: {skipped}")
     if len(written.skipped) > SKIPPED_IN_NOTES:
         note(f"left out: {len(written.skipped) - SKIPPED_IN_NOTES} files more; the report names them all")
-    print(f"{target}: {_counted(len(written.files))}")
+    print(visible(f"{target}: {_counted(len(written.files))}"))
 
 
 def report(

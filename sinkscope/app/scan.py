@@ -23,7 +23,7 @@ from sinkscope.bench.run import bench_model
 from sinkscope.bench.table import BenchTable
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.console import Progress, silent
-from sinkscope.files.output import write_atomic
+from sinkscope.files.output import write_output
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.result import Result
 from sinkscope.files.store import Folder, Keyed
@@ -193,7 +193,7 @@ def scan(
         if other is not None:
             card = card.compared(other)
         card.save(folder / CARD)
-        write_atomic(folder / MARKDOWN, card.markdown())
+        write_output(folder / MARKDOWN, f"<!-- sinkscope {card.kind} -->\n{card.markdown()}")
         save_document(folder / PAGE, _page(card, results, folder))
     return card
 
@@ -376,7 +376,7 @@ def demo(
     print("sinkscope looks at the small model in the package. Each step is a command that you can give yourself.\n")
     scan(out=out, quick=True, on_part=_printer(), progress=progress)
     page = out / PAGE
-    print(f"All results, with figures: {page}\nThe same for another model: sinkscope scan MODEL")
+    print(visible(f"All results, with figures: {page}") + "\nThe same for another model: sinkscope scan MODEL")
     has_screen = sys.platform != "linux" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
     if show and sys.stdout.isatty() and has_screen:
         import webbrowser
@@ -392,8 +392,8 @@ def _printer() -> Callable[[ScanPart, Result | str], None]:
         summary = (part.load().__doc__ or "").split("\n\n")[0]
         print(f"{next(numbers)}. {' '.join(summary.split())}\n   $ sinkscope {part.command}", flush=True)
         if isinstance(outcome, Result):
-            print(f"   {outcome.conclusion()}\n", flush=True)
+            print(f"   {visible(outcome.conclusion())}\n", flush=True)
         else:
-            print(f"   Left out: {outcome}\n", flush=True)
+            print(f"   Left out: {visible(outcome)}\n", flush=True)
 
     return printed

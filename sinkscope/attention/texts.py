@@ -102,7 +102,9 @@ def texts_of(
         raise SinkscopeError("texts: expected a list of them or a file, and only one of them")
     if length is not None and not SHORTEST_TEXT <= length <= (context or length):
         range_ = f"{SHORTEST_TEXT} or more"
-        if context:
+        if context and context < SHORTEST_TEXT:
+            range_ = f"a model with a context of {SHORTEST_TEXT} or more; that of {setup.target.name} is {context}"
+        elif context:
             range_ = f"{SHORTEST_TEXT} to {context}, the context of {setup.target.name}"
         raise SinkscopeError(f"--length {length}: expected {range_}")
     if data is not None:

@@ -386,11 +386,14 @@ def held_counts(held: Sequence[Tensor], row: int, prompt: int, tokens: int) -> l
 
 
 def cells_of(events: Sequence[Event], row: int) -> float | None:
-    """Share of a prompt's causal cells that were covered, mean over layers and heads; None if prompts are unchanged."""
+    """Share of a prompt's causal cells that were computed, mean over layers and heads; None if prompts are unchanged.
+
+    The rows from which lines are chosen count too.
+    """
     shares: list[float] = []
     for event in events:
         if event.kind == "prefill" and event.row == row:
-            shares.append(float(event.data.get("attended", 1.0)))
+            shares.append(float(event.data.get("cells", 1.0)))
     if not shares:
         return None
     return round(fmean(shares), 4)

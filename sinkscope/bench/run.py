@@ -19,6 +19,7 @@ from sinkscope.files.console import Progress
 from sinkscope.files.jobs import Pool, Tally, check_workers, finish
 from sinkscope.files.options import Count, Hidden, Option, Positive
 from sinkscope.files.records import Natural, Whole, check_values
+from sinkscope.models.config import float32_by_default
 from sinkscope.serving.generate import Temperature
 
 VERSION = 3
@@ -71,7 +72,9 @@ def bench(
     """
     chosen = read_task(task)
     options = {"backend": backend, "revision": revision, "device": device, "dtype": dtype}
-    by_name = ModelByName(model or chosen.model, {key: value for key, value in options.items() if value is not None})
+    if model is None:
+        model = chosen.model
+    by_name = ModelByName(model, {key: value for key, value in options.items() if value is not None})
     records, settings = _run(
         by_name,
         chosen,
@@ -121,6 +124,7 @@ def bench_model(model: object, task: Task | str, methods: Sequence[str], **optio
     return tabulate_records([_run(model, chosen, methods, **options)])
 
 
+@float32_by_default()
 def _run(
     model: object,
     task: Task,

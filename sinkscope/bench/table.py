@@ -69,6 +69,7 @@ class BenchGroup:
     same: float | None = None
     read: float | None = None
     cells: float | None = None
+    window: float | None = None
     time: float | None = None
     cached_peak: float | None = None
 
@@ -95,6 +96,7 @@ class BenchTable(Result):
             row = {"task": group.task, "model": group.model, "set": group.set, "method": group.method}
             row |= {main: group.score, "low": group.low, "high": group.high, **group.parts}
             row |= {"read": group.read, "cells": group.cells, "time": group.time, "cached_peak": group.cached_peak}
+            row["window"] = group.window
             row |= {"same": group.same, "answers": group.answers, "temperature": group.temperature, **group.metrics}
             rows.append(row)
         return rows
@@ -260,6 +262,7 @@ def _group(key: tuple[Any, ...], records: Sequence[BenchRecord], full: Sequence[
         same=_same(records, full),
         read=_mean("read", records),
         cells=_mean("cells", records),
+        window=_window(records),
         time=_time(records, full),
         cached_peak=_mean("cached_peak", records),
     )
@@ -273,6 +276,16 @@ def _group(key: tuple[Any, ...], records: Sequence[BenchRecord], full: Sequence[
     if len(values) > 1:
         half = 1.96 * stdev(values) / math.sqrt(len(values))
     return replace(group, score=score, low=score - half, high=score + half)
+
+
+def _window(records: Sequence[BenchRecord]) -> float | None:
+    """Mean window of answers whose budget had no room for the usual one."""
+    windows: list[float] = []
+    for record in records:
+        for event in record.events:
+            if event["kind"] == "window":
+                windows.append(float(event["data"]["window"]))
+    return mean_known(windows)
 
 
 def _mean(metric: str, records: Sequence[BenchRecord]) -> float | None:

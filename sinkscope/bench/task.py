@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
-from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel, answer_rows, cells_of, row_events
@@ -15,6 +14,7 @@ from sinkscope.bench.prompt import Prompt, Turn, read_prompts, with_controls
 from sinkscope.bench.record import BenchRecord, Metrics
 from sinkscope.bench.scores import score
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import path_of
 from sinkscope.files.records import Budget, check_fields, read_setting
 from sinkscope.models.target import Target
 
@@ -238,6 +238,10 @@ class PromptFile(Dialogues):
         return self.new
 
 
+MOST = 1 << 20
+"""Largest setting of a task that is a number of things."""
+
+
 def read_task(spec: str) -> Task:
     """Parse a text such as `needle:lengths=640,1024` or `prompts.jsonl:history=model`.
 
@@ -253,7 +257,7 @@ def read_task(spec: str) -> Task:
         cls: Any = getattr(import_module(module), cls_name)
         options: dict[str, Any] = {}
     else:
-        if not Path(name).expanduser().is_file():
+        if not path_of(name).is_file():
             raise SinkscopeError(f"--task {name!r}: expected {', '.join(TASKS)}, or a file of prompts")
         cls, options = PromptFile, {"file": name}
     hints = get_type_hints(cls, include_extras=True)
@@ -263,6 +267,8 @@ def read_task(spec: str) -> Task:
         if not equals or key not in known or key in options:
             raise SinkscopeError(f"--task {spec}: {part!r} is no setting: {name} has {', '.join(known)} (key=value)")
         options[key] = _read_value(value, hints[key], f"--task {name}: {key}=")
+        if key != "seed" and isinstance(options[key], int) and options[key] > MOST:
+            raise SinkscopeError(f"--task {name}: {key}={value}: expected at most {MOST}")
     return cls(**options)
 
 

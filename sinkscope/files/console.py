@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from shutil import get_terminal_size
 from typing import Any
 
@@ -31,7 +33,7 @@ class ProgressBar:
             from rich import progress as rich
             from rich.console import Console
 
-            shown = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn())
+            shown = (rich.TextColumn("{task.description}", markup=False), rich.BarColumn(), rich.MofNCompleteColumn())
             times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
             console = Console(stderr=True)
             self._bar = rich.Progress(*shown, *times, console=console, transient=True, redirect_stdout=False)
@@ -43,6 +45,7 @@ class ProgressBar:
         gc.enable()  # the command line turns it off while libraries are imported
         if self._bar is None:
             return
+        stage = visible(stage)
         name = stage.partition(":")[0]
         if name not in self._tasks:
             self._tasks[name] = self._bar.add_task(stage, total=total)
@@ -53,18 +56,27 @@ class ProgressBar:
             self._bar.stop()
 
 
-__all__ = ["Progress", "emit", "note", "print_result"]
+__all__ = ["Progress", "drop", "emit", "note", "print_result"]
 
 
 def note(message: str) -> None:
-    """A line for the reader, not for the next program."""
-    print(visible(message), file=sys.stderr)
+    """A line for the reader, not for the next program; it is lost if standard error cannot be written."""
+    try:
+        print(visible(message), file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        drop(sys.stderr)
+
+
+def drop(stream: Any) -> None:
+    """Give up a stream that cannot be written: what is still in its buffer would fail again at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def emit(path: str, text: str, *, force: bool = False) -> None:
     """Write text to a file as `write_output` does, or to standard output for `-`."""
     if path == "-":
-        sys.stdout.write(text)
+        sys.stdout.write(visible(text))
     else:
         from sinkscope.files.output import write_output
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import Progress
+from sinkscope.files.console import Progress, note
 from sinkscope.files.notation import counted
 from sinkscope.files.store import Folder
 
@@ -195,7 +195,7 @@ class Pool(Generic[J_, R_]):
             if waiting and now - noted > NOTE_EVERY and not sys.stderr.isatty():  # a bar shows it on a terminal
                 noted = now
                 ready_count = count - len(waiting)
-                print(f"{_starting(count)}: {ready_count} ready after {now - began:.0f} s", file=sys.stderr)
+                note(f"{_starting(count)}: {ready_count} ready after {now - began:.0f} s")
 
     def _report_start(self, ready: int, count: int) -> None:
         if self._progress is not None:

@@ -8,8 +8,11 @@ from typing import Any
 
 from sinkscope.errors import SinkscopeError
 
-_NEURON = re.compile(r"L?(\d+)(?:[.:]?E(\d+)|[.:](\d+)(?=[.:]))?(?:[.:]?N|[.:])(\d+)", re.IGNORECASE)
-_HEAD = re.compile(r"L?(\d+)(?:[.:]?H|[.:])(\d+)", re.IGNORECASE)
+_NUMBER = r"(\d{1,9})"
+_NEURON = re.compile(
+    rf"L?{_NUMBER}(?:[.:]?E{_NUMBER}|[.:]{_NUMBER}(?=[.:]))?(?:[.:]?N|[.:]){_NUMBER}", re.IGNORECASE | re.ASCII
+)
+_HEAD = re.compile(rf"L?{_NUMBER}(?:[.:]?H|[.:]){_NUMBER}", re.IGNORECASE | re.ASCII)
 
 
 def neuron_name(layer: int, *place: int | None) -> str:

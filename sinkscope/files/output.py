@@ -11,17 +11,23 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.plain import parse_json
+from sinkscope.files.plain import parse_json, pathless
 
-MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, PNG
+MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, Markdown, PNG
     re.compile(rb'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"([^"\\]{1,80})"'),
     re.compile(rb'[^\0]{0,400}<meta name="generator" content="sinkscope ([\w-]{1,80})">'),
+    re.compile(rb"<!-- sinkscope ([\w-]{1,80}) -->\n"),
     re.compile(rb"\x89PNG\r\n\x1a\n.{29}tEXtSoftware\0sinkscope ([\w-]{1,80})\.", re.DOTALL),
 )
+OF_THE_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
+"""Pipes that a shell makes, as in `<(command)`."""
+LARGEST_DEVICE = 1 << 28
+"""Bytes that are read of what is no regular file."""
 REMEDIES = {
     errno.ENOSPC: "the disk is full; make room or choose another place",
     errno.EDQUOT: "your quota is used up; make room or choose another place",
@@ -75,18 +81,24 @@ def check_output(path: str | os.PathLike[str], kind: str | None, *, force: bool 
     return target
 
 
-def check_outputs(paths: Mapping[str, str], kinds: Mapping[str, str | None], *, force: bool = False) -> None:
+def check_outputs(
+    paths: Mapping[str, str], kinds: Mapping[str, str | None], inputs: Mapping[str | None, str], *, force: bool = False
+) -> None:
     """Refuse outputs of a command, before its work begins, that cannot be written or would replace one another.
 
     Args:
         paths: Files and folders that will be written, by option.
         kinds: Kind of each file that `write_output` will write, by option.
+        inputs: Values of the other options; none of the files among them is ever replaced.
         force: Allow them to replace any file.
 
     Raises:
         SinkscopeError: One of them is refused.
     """
-    options: dict[Path, str] = {}
+    options: dict[Path, str | None] = {}
+    for flag, name in inputs.items():
+        if os.path.isfile(name):
+            options[Path(os.path.realpath(name))] = flag
     for flag, path in paths.items():
         if flag in kinds:
             target = check_output(path, kinds[flag], force=force)
@@ -211,30 +223,27 @@ def reason_of(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def read_text(name: str) -> str:
-    """Text of a file, or of standard input for "-"; a failure raises a one-line error."""
-    path = Path(name)
+def path_of(name: str | os.PathLike[str], remedy: str = "give the path of a file or folder") -> Path:
+    """The path of a file or folder to read, with ~ as the home folder.
+
+    Raises:
+        SinkscopeError: No file or folder can have this name.
+    """
     try:
-        if name != "-":
-            return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
-        if sys.stdin is None:  # closed
-            return ""
-        raw = getattr(sys.stdin, "buffer", None)  # the terminal's encoding may be another
-        if raw is None:
-            return sys.stdin.read()
-        return raw.read().decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError:
-        if name == "-":
-            raise SinkscopeError("standard input is not UTF-8 text: convert it, or give a file") from None
-        raise SinkscopeError(f"{path.name} is not UTF-8 text: convert it, or give another file") from None
-    except OSError as error:
-        raise SinkscopeError(f"cannot read {path}: {reason_of(error)}; give the path of a text file") from None
+        path = Path(name).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return Path(name).expanduser()
+    except (OSError, RuntimeError, ValueError) as error:  # too long; no such home folder; a zero byte
+        reason = str(error)
+        if isinstance(error, OSError):
+            reason = reason_of(error)
+        raise SinkscopeError(f"cannot read {os.fspath(name)!r}: {reason.rstrip('.')}; {remedy}") from None
+    return path
 
 
-def read_json(
-    path: str | os.PathLike[str], remedy: str = "expected what --json or .save() wrote", *, page: str | None = None
-) -> Any:
-    """The content of a JSON file.
+def read_bytes(path: str | os.PathLike[str], remedy: str, *, page: str | None = None) -> bytes:
+    """The content of a file, or of standard input for "-".
 
     Args:
         path: The file.
@@ -242,12 +251,63 @@ def read_json(
         page: Documentation page to name in errors.
 
     Raises:
-        SinkscopeError: The file cannot be read, or is not JSON.
+        SinkscopeError: The file cannot be read, is a pipe that is not the shell's, or never ends.
     """
-    name = Path(path).name or os.fspath(path)
+    name = os.fspath(path)
+    shown = pathless(name) or "a file without a name"
     try:
-        return parse_json(Path(path).read_text(encoding="utf-8"))
+        if name == "-":
+            raw = getattr(sys.stdin, "buffer", None)
+            if raw is not None:
+                return raw.read()
+            return (sys.stdin or StringIO()).read().encode()  # None: it is closed
+        file = path_of(name, remedy)
+        is_pipe = stat.S_ISFIFO(file.stat().st_mode)
+        if is_pipe and not name.startswith(OF_THE_SHELL):  # nobody may ever write to it
+            raise SinkscopeError(f"cannot read {shown}: it is a named pipe; {remedy}", page=page)
+        if file.is_file():
+            return file.read_bytes()
+        with file.open("rb") as device:
+            content = device.read(LARGEST_DEVICE + 1)
+    except SinkscopeError:
+        raise
     except OSError as error:
-        raise SinkscopeError(f"cannot read {name}: {reason_of(error)}; {remedy}", page=page) from None
+        raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}", page=page) from None
+    if len(content) > LARGEST_DEVICE:
+        raise SinkscopeError(f"cannot read {shown}: it has no end; {remedy}", page=page)
+    return content
+
+
+def read_text(
+    path: str | os.PathLike[str], remedy: str = "give the path of a text file", *, page: str | None = None
+) -> str:
+    """Text of a file, or of standard input for "-", in UTF-8; the arguments are those of `read_bytes`.
+
+    Raises:
+        SinkscopeError: As for `read_bytes`, or it is not UTF-8.
+    """
+    content = read_bytes(path, remedy, page=page)
+    try:
+        text = content.decode("utf-8-sig")  # some editors begin a file with a mark
+    except UnicodeDecodeError:
+        name = Path(path).name
+        if os.fspath(path) == "-":
+            name = "standard input"
+        raise SinkscopeError(f"{name} is not UTF-8 text: {remedy}", page=page) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_json(
+    path: str | os.PathLike[str], remedy: str = "expected what --json or .save() wrote", *, page: str | None = None
+) -> Any:
+    """The content of a JSON file; the arguments are those of `read_bytes`.
+
+    Raises:
+        SinkscopeError: As for `read_text`, or it is not JSON.
+    """
+    text = read_text(path, remedy, page=page)
+    try:
+        return parse_json(text)
     except ValueError as error:
+        name = Path(path).name or os.fspath(path)
         raise SinkscopeError(f"{name} is not a JSON file ({error}); {remedy}", page=page) from None

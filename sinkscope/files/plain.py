@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -15,6 +16,8 @@ from typing import Any
 from sinkscope.errors import SinkscopeError
 
 _ROOTED = re.compile(r"^(?:/|~|\\\\|[A-Za-z]:[\\/]|\.\.(?:[\\/]|$))")
+_UNUSUAL = re.compile(r"[^ -~\n\t]")
+_JOINERS = "\u200c\u200d"  # of letters and of parts of an emoji
 LONGEST_INTEGER = 20
 """Digits of the largest integer that is read."""
 
@@ -46,15 +49,30 @@ def _below_here(path: str) -> str | None:
 
 
 def visible(text: str) -> str:
-    """`text` with control characters written out: what a model or a file says must not steer a terminal."""
-    if text.isprintable():
-        return text
-    characters: list[str] = []
-    for character in text:
-        if character not in "\n\t" and not character.isprintable():
-            character = character.encode("unicode_escape").decode()
-        characters.append(character)
-    return "".join(characters)
+    """`text` with characters written out that steer a terminal or reverse the order of letters; spaces stay."""
+    return _UNUSUAL.sub(_written_out, text)
+
+
+def check_encodable(text: str, what: str) -> None:
+    """Refuse a text that is not Unicode, which no tokenizer takes.
+
+    Raises:
+        SinkscopeError: It holds half of a surrogate pair.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SinkscopeError(
+            f"{what} holds half of a surrogate pair, character {error.start + 1}: replace it, as in "
+            "text.encode(errors='replace').decode()"
+        ) from None
+
+
+def _written_out(found: re.Match[str]) -> str:
+    character = found[0]
+    if character.isprintable() or character in _JOINERS or unicodedata.category(character) == "Zs":
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import SchemaValidator, core_schema
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import path_of, read_text
 from sinkscope.files.plain import parse_json
 
 
@@ -340,10 +341,13 @@ def read_rows(path: str | os.PathLike[str], expected: str) -> Iterator[tuple[str
         SinkscopeError: The file does not exist, is empty or not UTF-8, a line is not JSON (its number is given), or it
             is parquet and no library for it is installed.
     """
-    file = Path(path).expanduser()
+    file = path_of(path)
     if file.suffix == ".parquet":
         return _parquet(file, expected)
-    return rows_of(read_text(file, expected), file.name, expected)
+    text = read_text(file, f"give {expected}")
+    if not text.strip():
+        raise SinkscopeError(f"{file.name} is empty: give {expected}")
+    return rows_of(text, file.name, expected)
 
 
 def rows_of(text: str, name: str, expected: str) -> Iterator[tuple[str, Any]]:
@@ -391,25 +395,6 @@ def _loads(text: str) -> Any:
     if "\\ud" in text or "\\uD" in text:
         value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     return value
-
-
-def read_text(path: str | os.PathLike[str], expected: str) -> str:
-    """The text of a file.
-
-    Raises:
-        SinkscopeError: The file does not exist, is empty, or is not UTF-8.
-    """
-    file = Path(path).expanduser()
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise SinkscopeError(f"{file.name} is not UTF-8 text: give {expected}") from None
-    except OSError as error:
-        reason = (error.strerror or "it cannot be read").lower()
-        raise SinkscopeError(f"{os.fspath(path)!r}: {reason}: give {expected}") from None
-    if not text.strip():
-        raise SinkscopeError(f"{file.name} is empty: give {expected}")
-    return text
 
 
 def _parquet(file: Path, expected: str) -> Iterator[tuple[str, Any]]:

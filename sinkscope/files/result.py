@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hin
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_json, write_output
-from sinkscope.files.plain import plain
+from sinkscope.files.plain import plain, visible
 from sinkscope.files.provenance import (
     UNKNOWN_MODEL,
     UNKNOWN_PROVENANCE,
@@ -358,7 +358,7 @@ class Result:
             for name, sentence in meaning.items():
                 parts.append(f"<dt>{html.escape(name.replace('_', ' '))}</dt><dd>{html.escape(sentence)}</dd>")
             parts.append("</dl></details>")
-        return "\n".join([*parts, "</div>"])
+        return visible("\n".join([*parts, "</div>"]))
 
 
 def _named_axes(cls: type[Result]) -> dict[str, tuple[str, ...]]:

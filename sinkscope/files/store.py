@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import read_json, reason_of, write_atomic
+from sinkscope.files.output import read_bytes, read_json, reason_of, write_atomic
 from sinkscope.files.plain import parse_json, pathless, plain
 from sinkscope.files.records import build
 
@@ -91,12 +92,15 @@ class Folder(Generic[R]):
     def _refuse_foreign_folder(self, folder: Path) -> None:
         if folder.exists() and not folder.is_dir():
             raise SinkscopeError(f"{self._shown} is a file: give the name of a new folder")
-        if not folder.is_dir() or (folder / SETTINGS).exists():
+        if not folder.is_dir():
             return
-        own_names = {SETTINGS, RECORDS, LOCK, *self._also}
-        for path in folder.iterdir():
-            if path.name not in own_names and not path.name.startswith(".sinkscope-"):
-                raise SinkscopeError(f"{self._shown} holds other files: give a new or empty folder")
+        lock = folder / LOCK  # locking a file empties it, so it has to be empty; it is there before the settings are
+        others = lock.is_symlink() or (lock.exists() and (not lock.is_file() or lock.stat().st_size > 0))
+        if not (folder / SETTINGS).exists():
+            for path in folder.iterdir():
+                others = others or not (path.name == LOCK or path.name.startswith(".sinkscope-"))
+        if others:
+            raise SinkscopeError(f"{self._shown} holds other files: give a new or empty folder")
 
     def _acquire(self, folder: Path) -> None:
         """Make the folder and lock it."""
@@ -191,22 +195,24 @@ def lines(items: Iterable[Any]) -> str:
 
 
 def read_lines(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
-    """Complete records of a file, and the length of their lines in bytes. An unfinished last line is ignored.
+    """Complete records of a file, and the length of their lines in bytes. The beginning of a last record is ignored.
 
     Raises:
-        SinkscopeError: Any other line is damaged.
+        SinkscopeError: Any other line is damaged, or what is left at the end is not the beginning of a record.
     """
-    data = path.read_bytes()
-    complete = data.rfind(b"\n") + 1
+    remedy = "delete that line, and run the same command again"
+    *whole, rest = read_bytes(path, "give another folder").split(b"\n")
     records: list[R] = []
-    for number, line in enumerate(data[:complete].split(b"\n")[:-1], 1):
+    for number, line in enumerate(whole, 1):
         try:
             records.append(build(kind, parse_json(line), ""))
         except (ValueError, RecursionError):
-            raise SinkscopeError(
-                f"{name}/{path.name} line {number} is damaged: delete that line, and run the same command again"
-            ) from None
-    return records, complete
+            raise SinkscopeError(f"{name}/{path.name} line {number} is damaged: {remedy}") from None
+    first_field = fields(cast("Any", kind))[0].name
+    begins = f'{{"{first_field}": '.encode()
+    if not begins.startswith(rest[: len(begins)]):
+        raise SinkscopeError(f"{name}/{path.name} line {len(whole) + 1} is no record of this run: {remedy}")
+    return records, sum(len(line) + 1 for line in whole)
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,9 @@ class GrowingTensor:
     """
 
     def __init__(self, dim: int, latest: Tensor | None = None, buffer: SpareBuffer | None = None) -> None:
-        self.dim, self._latest, self._buffer = dim, latest, buffer
+        self.dim = dim
+        self._latest = latest
+        self._buffer = buffer
 
     def copy(self) -> GrowingTensor:
         """For another holder of the same tensor."""
@@ -74,15 +76,17 @@ class GrowingTensor:
             spare: Number of further places, if more tokens are certain to follow. With 0, a buffer is made only when
                 single tokens arrive.
         """
+        if self._buffer is None and tensor.shape[self.dim] < LONG:
+            self._latest = torch.cat([tensor, new], self.dim)
+            return self._latest
         more = int(new.shape[self.dim])
         if torch.is_grad_enabled():
             self._buffer = None  # a gradient needs what it was computed with as it was
         elif self._buffer is None or not self._buffer.fits(tensor, more):
             # The same object as the last time: nothing was taken out since.
             grows = spare > 0 or (more == 1 and tensor is self._latest)
-            is_long = tensor.shape[self.dim] >= LONG
             self._buffer = None
-            if grows and is_long:
+            if grows and tensor.shape[self.dim] >= LONG:
                 self._buffer = SpareBuffer(tensor, self.dim, max(spare, SPARE))
         if self._buffer is None:
             self._latest = torch.cat([tensor, new], self.dim)

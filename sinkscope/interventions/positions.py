@@ -182,10 +182,11 @@ class Tracker:
         # Waits for the device, but only until it holds: in the second call of a generation, as a rule.
         sequence.settled = past > 1 and (sequence.settled or bool((before > 1).all()))
         sequence.read(real[:, past - read :])
-        if ids is not None:
-            self._note_bos(sequence, ids, sequence.columns[:, past:] == 0)
+        index = sequence.columns[:, past:]
+        if ids is not None and not sequence.settled:
+            self._note_bos(sequence, ids, index == 0)
         self._steps += 1
-        return Call(self._steps - 1, past, sequence.columns[:, past:], sequence.columns, before, sequence)
+        return Call(self._steps - 1, past, index, sequence.columns, before, sequence)
 
     def _note_bos(self, sequence: Sequence, ids: Int[Tensor, "batch pos"], at_first: Bool[Tensor, "batch pos"]) -> None:
         """Remember which rows begin with BOS, where their first tokens are in this call."""
@@ -222,11 +223,11 @@ def _real(mask: Any, batch: int, read: int, past: int, new: int, device: torch.d
     if isinstance(mask, dict):  # per layer type, as generation builds it for caches of fixed size
         mask = mask.get("full_attention", next(iter(mask.values()), None))
     total = past + new
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total:
+        return mask[:, read:total].bool()
     between = torch.ones(batch, past - read, dtype=torch.bool, device=device)
     if mask is None:
         return torch.nn.functional.pad(between, (0, new), value=True)
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total:
-        return mask[:, read:total].bool()
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == new:
         return torch.cat([between, mask.bool()], 1)
     if isinstance(mask, Tensor) and mask.ndim == 4:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,6 +83,23 @@ class Rotary:
         kv.rebased = True
 
 
+@dataclass(frozen=True, eq=False)
+class KeptSlots:
+    """Which slots of a layer are kept.
+
+    Attributes:
+        index: Their indices among all slots of all rows and heads; None if all are kept.
+        count: Number of slots that each row and head has afterwards.
+        ragged: Whether some of these are holes.
+        pos: True position of each.
+    """
+
+    index: Int[Tensor, " kept"] | None
+    count: int
+    ragged: bool
+    pos: Int[Tensor, "batch kv_head slot"]
+
+
 class CacheLayer(DynamicLayer):
     """Keys and values of one layer, with positions.
 
@@ -142,15 +160,18 @@ class CacheLayer(DynamicLayer):
     @property
     def pos(self) -> Int[Tensor, "batch kv_head slot"]:
         """True position of each slot among its row's real tokens; -1 for a hole or padding, which no query sees."""
-        known = 0 if self._pos is None else self._pos.shape[-1]
-        new = self.slots - known
-        if self._pos is not None and not new:
-            return self._pos
+        known = 0
+        slots = self.keys.shape[-2]
+        if self._pos is not None:
+            known = self._pos.shape[-1]
+            if known == slots:
+                return self._pos
+        new = slots - known
         assert self._columns is not None
         batch, kv_heads = self.keys.shape[:2]
-        columns = self._columns[:, self.seen - new : self.seen].to(self.keys.device)
+        columns = self._columns.narrow(1, self.seen - new, new).to(self.keys.device)
         # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
-        tail = columns[:, None].expand(batch, kv_heads, new)
+        tail = columns.unsqueeze(1).expand(batch, kv_heads, new)
         if self._pos is None:
             return tail
         self._pos = self._growing_pos.append(self._pos, tail)
@@ -159,7 +180,7 @@ class CacheLayer(DynamicLayer):
     @property
     def allocated(self) -> int:
         """Number of slots in memory: those in use plus room for new tokens."""
-        return self._growing_keys.allocated or self.slots
+        return self._growing_keys.allocated or int(self.keys.shape[-2])
 
     def holes(self) -> Float[Tensor, " batch"]:
         """Number of empty slots of each row, averaged over kv heads; returns the same tensor until the next edit."""
@@ -183,6 +204,11 @@ class CacheLayer(DynamicLayer):
         return rearrange(by_head, "batch kv_head group slot -> batch (kv_head group) slot").bool()
 
     @property
+    def complete(self) -> bool:
+        """Whether a new token certainly sees every slot: none is hidden, and none is a hole."""
+        return self._hidden is None and (self.whole or (self.edited and not self.ragged))
+
+    @property
     def readable(self) -> Bool[Tensor, "batch _ slot"]:
         """Slots whose token is not hidden, by kv head, or by query head if each query head hides its own."""
         occupied, hidden = self.pos >= 0, self.hidden
@@ -202,16 +228,29 @@ class CacheLayer(DynamicLayer):
         """Replace the numbers that `extra(name)` gives."""
         self._extras[name] = values
 
+    def take_extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
+        """What `extra(name)` gives, and forget it."""
+        values = self.extra(name)
+        del self._extras[name]
+        return values
+
+    def add_extra(self, name: str, values: Shaped[Tensor, "batch kv_head slot"]) -> None:
+        """Add what `extra(name)` gives to a new tensor, which replaces it."""
+        earlier = self._extras.get(name)
+        if earlier is not None:
+            values[..., : earlier.shape[-1]] += earlier
+        self._extras[name] = values
+
     def _with_new_slots(self, values: Tensor) -> Tensor:
         """Numbers of all slots, with zeros for new ones."""
-        new = self.slots - values.shape[-1]
+        new = self.keys.shape[-2] - values.shape[-1]
         if new <= 0:
             return values
         return torch.nn.functional.pad(values, (0, new))
 
     # What policies do ------------------------------------------------------------------------------------------------
 
-    def evict(self, keep: Bool[Tensor, "batch kv_head slot"], exact: int | None = None) -> None:
+    def evict(self, keep: Bool[Tensor, "batch kv_head slot"], exact: int | None = None) -> KeptSlots:
         """Free every slot that is not kept. Rows and heads may keep different numbers; shorter ones get holes.
 
         Args:
@@ -219,34 +258,41 @@ class CacheLayer(DynamicLayer):
             exact: Number of slots that every row and head keeps, if known. The call then does not wait for the device.
         """
         pos = self.pos
-        keep = keep & (pos >= 0)
+        if not self.whole:
+            keep = keep & (pos >= 0)
         if exact is None:
             fewest, most = torch.stack(keep.sum(-1).aminmax()).tolist()
         else:
             fewest = most = exact
+        ragged = most != fewest
+        index = None
         if most < pos.shape[-1]:
-            which = _flat_slots(keep, most, ragged=most != fewest)
+            index = _flat_slots(keep, most, ragged)
+            pos = _slots_at(pos, index, most)
+            if ragged:
+                keep = _slots_at(keep, index, most)
+        if ragged:
+            pos = torch.where(keep, pos, -1)
+        kept = KeptSlots(index, most, ragged, pos)
+        self.keep_only(kept)
+        return kept
 
-            def kept(values: Tensor) -> Tensor:
-                """Copy whole slots, which is ten times as fast as `gather`."""
-                # "batch kv_head slot ... -> (batch kv_head slot) ..."; einops would cost a tenth of a step here.
-                slots = values.reshape(-1, *values.shape[3:])
-                return slots.index_select(0, which).view(*values.shape[:2], most, *values.shape[3:])
-
+    def keep_only(self, kept: KeptSlots) -> None:
+        """Free every other slot. What `evict` returned for one layer is valid for all that hold the same positions."""
+        index = kept.index
+        if index is not None:
             for name in self._extras:
-                self._extras[name] = kept(self.extra(name))
+                self._extras[name] = _slots_at(self.extra(name), index, kept.count)
             if self._hidden is not None:
-                self._hidden = kept(self._with_new_slots(self._hidden))
-            self.keys = kept(self.keys)
-            self.values = kept(self.values)
-            pos = kept(pos)
-            keep = kept(keep)
+                self._hidden = _slots_at(self._with_new_slots(self._hidden), index, kept.count)
+            self.keys = _slots_at(self.keys, index, kept.count)
+            self.values = _slots_at(self.values, index, kept.count)
             self._forget_growth()
-        self._pos = torch.where(keep, pos, -1)
+        self._pos = kept.pos
         self._holes = None
         self.edited = True
-        self.ragged = most != fewest
-        self.whole = most == fewest
+        self.ragged = kept.ragged
+        self.whole = not kept.ragged
 
     def select(self, show: Bool[Tensor, "batch _ slot"] | None) -> None:
         """Attend only to the slots in `show` and to new ones, until the next call; None shows all. Frees no slot.
@@ -352,7 +398,7 @@ class CacheLayer(DynamicLayer):
                 page="kv-session",
             )
         self._columns = self._columns_without_session(new, key_states) if columns is None else columns
-        if self.slots:
+        if self.is_initialized and self.keys.shape[-2]:
             self.keys = self._growing_keys.append(self.keys, key_states)
             self.values = self._growing_values.append(self.values, value_states)
         else:
@@ -468,6 +514,14 @@ class CacheLayer(DynamicLayer):
         self._forget_growth()
 
 
+def _slots_at(values: Tensor, index: Int[Tensor, " kept"], count: int) -> Tensor:
+    """Copy whole slots, `count` of each row and head, which is ten times as fast as `gather`."""
+    # "batch kv_head slot ... -> (batch kv_head slot) ..."; einops would cost a tenth of a step here.
+    shape = values.shape
+    slots = values.reshape(-1, *shape[3:])
+    return slots.index_select(0, index).view(shape[0], shape[1], count, *shape[3:])
+
+
 def _flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool) -> Int[Tensor, " kept"]:
     """Indices among all slots of all rows and heads: `most` of each, the kept ones last."""
     batch, kv_heads, slots = keep.shape
@@ -524,7 +578,7 @@ def adopt(cache: Any, target: Target, columns: Int[Tensor, "batch seen"]) -> Non
 
 def own_layers(cache: Any) -> list[CacheLayer]:
     """The layers of a cache that are ours; others, such as the state of linear attention, are left as they are."""
-    return [layer for layer in cache.layers if type(layer) is CacheLayer]
+    return [layer for layer in getattr(cache, "layers", None) or [] if type(layer) is CacheLayer]
 
 
 def refuse_states(cache: Any, what: str) -> None:

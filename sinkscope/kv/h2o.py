@@ -43,6 +43,10 @@ class H2O(Policy):
             return
         kv_heads = rows.pos.shape[1]
         probs = rows.probs
+        if probs.shape[2] == 1 and rows.kv.whole:  # a single token, which is no padding
+            received = self.group(probs[:, :, 0], kv_heads)
+            rows.kv.add_extra("h2o", received)
+            return
         if self.reduce == "max":  # over the heads of a group, for every query
             probs = reduce(
                 probs, "batch (kv_head group) query slot -> batch kv_head query slot", "max", kv_head=kv_heads
@@ -52,10 +56,14 @@ class H2O(Policy):
         received = (real[:, None, None] @ probs)[:, :, 0]
         if self.reduce != "max":
             received = self.group(received, kv_heads)
-        rows.kv.set_extra("h2o", rows.kv.extra("h2o") + received)
+        rows.kv.add_extra("h2o", received)
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Score by the sums; recent tokens rank above all others."""
-        recent = (torch.as_tensor(at.memory["budget"], device=at.length.device) * self.recent).long()
-        late = at.kv.pos >= (at.length - recent)[:, None, None]
+        budget = at.memory["budget"]
+        if isinstance(budget, int):
+            recent = int(budget * self.recent + 1e-6)  # so that rounding down does not lower a whole number
+        else:
+            recent = (budget.to(at.length.device) * self.recent).long()
+        late = at.kv.pos >= (at.length - recent).view(-1, 1, 1)  # "batch -> batch 1 1"
         return at.kv.extra("h2o").masked_fill(late, torch.finfo(torch.float32).max)

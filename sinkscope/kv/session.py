@@ -7,6 +7,7 @@ attention rows are built.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt, own_layers
@@ -149,10 +150,12 @@ class CurrentCall(threading.local):
         tapped_layers: Layers whose attention went through the tap; on a TransformerBridge some architectures do so.
         bridge_queries: Queries of layers of a TransformerBridge whose scores have not come yet.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
+        handler: Our listener at the tap.
     """
 
     call: Call | None = None
     cache: Any = None
+    handler: Handler | None = None
     own_masks: bool = False
     tapped_layers: set[int]
     bridge_queries: dict[int, Tensor]
@@ -196,6 +199,8 @@ class Session:
         self.line_follower: Callable[[int, int, HeadLines], None] | None = None
         self.decoding_reads: list[DecodingReads] = []
         self._policy_name: str | None = None
+        self._only_reads = False  # the model was called, but never to decode, nor by `generate`
+        self._acted = False
         self._queries_kept = 0
         self._keeps_decoding_queries = False
         self._scaling: dict[int, float] = {}
@@ -207,9 +212,10 @@ class Session:
         self._states: WeakKeyDictionary[Any, CacheState] = WeakKeyDictionary()
         self._meters: list[Meter] = []
         self._windows = [layer_window(target, layer) for layer in range(target.n_layers)]
-        configs = run.stack.enter_context(tapped(target))
-        self._handler = Handler(self._see, configs, masks=lambda: self.now.own_masks)
+        self._config = target.config
+        self._configs = run.stack.enter_context(tapped(target))
         run.stack.callback(self._leave_call)  # after Ctrl-C no hook has run
+        run.stack.push(self._warn_of_idle_policy)
         run.hook(target.base, "pre", self._begin)
         run.hook(target.base, "post", self._end, always=True)
         if target.kind == "bridge":
@@ -236,6 +242,17 @@ class Session:
                 page="kv-session",
             )
         self._policy_name = name
+
+    def _warn_of_idle_policy(self, error: type[BaseException] | None, *_: Any) -> None:
+        """Warn that nothing was measured, if the model ran and the policy of a run never came to act."""
+        if error is None and self._only_reads and self._before_decode and self._prefill is None:
+            warnings.warn(
+                f"{self._policy_name or 'the intervention'} never acted: it acts when a generated token follows a "
+                "prompt, and only prompts were read, so all results are those of the full cache; generate, or feed "
+                "tokens one by one with past_key_values",
+                SinkscopeWarning,
+                stacklevel=2,
+            )
 
     def own_cache(self) -> None:
         """Replace the layers of the caches in use by ours, which can evict, hide and count slots.
@@ -334,8 +351,8 @@ class Session:
         self.now.tapped_layers.add(layer)
         if attention.key.dtype != attention.query.dtype:  # rebased keys are float32
             attention.key = attention.key.to(attention.query.dtype)
-        self._scaling[layer] = attention.scaling
         if self._queries_kept:
+            self._scaling[layer] = attention.scaling
             self._keep_queries(layer, attention.query)
         watchers = self._watchers_of(layer)
         replaces = self.now.own_masks or (self._prefill is not None and queries > 1)
@@ -358,10 +375,12 @@ class Session:
     ) -> None:
         """Show rows to a watcher; `query` are all queries of the call, of which `first` is the first of the rows."""
         assert self.now.call is not None
-        shown = slice(first, first + probs.shape[2])
-        if query is not None:
-            query = query[:, :, shown]
-        query_pos = view.query_pos[:, shown]
+        query_pos = view.query_pos
+        if probs.shape[2] < query_pos.shape[1]:
+            shown = slice(first, first + probs.shape[2])
+            query_pos = query_pos[:, shown]
+            if query is not None:
+                query = query[:, :, shown]
         watcher.fn(AttentionRows(layer, first, probs, view.pos, query_pos, query, self.layer(layer), self.now.call))
 
     def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:
@@ -376,9 +395,8 @@ class Session:
                 return replaced, None
         if not self.now.own_masks:
             return None
-        if queries == 1 and kv is not None and kv.edited and not kv.ragged:
-            if view.hidden is None and view.window is None:  # everything that is held is visible
-                return attention.stock(None)[0], None
+        if view.complete:
+            return attention.stock(None)[0], None
         return attention.under_view(), None
 
     def layer(self, layer: int) -> CacheLayer | None:
@@ -395,12 +413,14 @@ class Session:
         assert call is not None
         query_pos = call.on(key.device)
         kv = self.layer(layer)
+        window = self._windows[layer]
         if kv is not None:
-            return View(kv.pos, query_pos, self._windows[layer], kv.hidden)
+            complete = kv.complete and window is None and query_pos.shape[1] == 1
+            return View(kv.pos, query_pos, window, kv.hidden, complete)
         batch, kv_heads, slots = key.shape[:3]
         columns = call.columns[:, -slots:].to(key.device)
         # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
-        return View(columns[:, None].expand(batch, kv_heads, slots), query_pos, self._windows[layer])
+        return View(columns[:, None].expand(batch, kv_heads, slots), query_pos, window)
 
     def _keep_queries(self, layer: int, query: Float[Tensor, "batch head query d_head"]) -> None:
         """Keep the latest queries of a layer, after rotary, if requested."""
@@ -511,7 +531,7 @@ class Session:
                 "an observer of attention",
                 page="gradient-checkpointing",
             )
-        name = attention_name(self.target.config)
+        name = attention_name(self._config)
         if name != NAME:
             raise UnsupportedError(
                 f"the attention of {self.target.name} was set to {name!r} inside the `with`, which would go past what "
@@ -521,8 +541,12 @@ class Session:
 
     def _begin_on_own_cache(self, call: Call, cache: Any, kwargs: dict[str, Any]) -> bool:
         """Act before a call, and give new tokens their positions; whether our masks replace the stock mask."""
-        adopt(cache, self.target, call.columns[:, : call.past])
-        layers = own_layers(cache)
+        layers: list[CacheLayer] = []
+        if cache in self._states:
+            layers = own_layers(cache)
+        if not layers:
+            adopt(cache, self.target, call.columns[:, : call.past])
+            layers = own_layers(cache)
         state = self._state()
         self._act_before(layers, call, state)
         dropped = rebased_by(layers[0], call)
@@ -532,11 +556,15 @@ class Session:
             if position_ids is None:
                 position_ids = torch.arange(call.past, call.columns.shape[1], device=call.index.device)[None]
             kwargs["position_ids"] = (position_ids - dropped[:, None]).clamp(min=0)
-        return self.target.kind == "bridge" or any(layer.edited for layer in layers)
+        own_masks = self.target.kind == "bridge"
+        for layer in layers:
+            own_masks = own_masks or layer.edited
+        return own_masks
 
     def _act_before(self, layers: list[CacheLayer], call: Call, state: CacheState) -> None:
         if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
             state.prefilling = True
+            self._only_reads = not (self._acted or self.now.prompting)
             for act in self._before_prompt:
                 act(Moment(self.now.cache, layers, call, state, prefill_ended=False))
             return
@@ -547,11 +575,17 @@ class Session:
         if prefill_ended:
             state.prompt = call.before
             state.decoded = 0
+            state.padded = bool((call.columns < 0).any())
+            for kv in layers:
+                kv.whole = kv.whole or not (state.padded or kv.edited)
         else:
             state.decoded += 1
-        moment = Moment(self.now.cache, layers, call, state, prefill_ended)
-        for act in self._before_decode:
-            act(moment)
+        self._only_reads = False
+        self._acted = True
+        if self._before_decode:
+            moment = Moment(self.now.cache, layers, call, state, prefill_ended)
+            for act in self._before_decode:
+                act(moment)
 
     def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         call, cache = self.now.call, self.now.cache
@@ -561,9 +595,10 @@ class Session:
             if self.owns_cache:
                 state = self._state()
                 layers = own_layers(cache)
-                moment = Moment(cache, layers, call, state, prefill_ended=False)
-                for act in self._after_call:
-                    act(moment)
+                if self._after_call:
+                    moment = Moment(cache, layers, call, state, prefill_ended=False)
+                    for act in self._after_call:
+                        act(moment)
                 state.meter.note(layers)
         finally:
             self._leave_call()
@@ -575,14 +610,33 @@ class Session:
         self.now.tapped_layers = set()
         self.now.bridge_queries = {}
         COLUMNS.set(call.columns)
-        listen(self._handler)
+        idle = not self._needs_attention(call, own_masks)
+        self.now.handler = Handler(self._see, self._configs, masks=own_masks, idle=idle)
+        listen(self.now.handler)
+
+    def _needs_attention(self, call: Call, own_masks: bool) -> bool:
+        """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
+        if self._watchers or self.target.kind == "bridge":
+            return True
+        if call.index.shape[1] > 1 or self.now.prompting:
+            return own_masks or self._prefill is not None or self._queries_kept > 0
+        if self._keeps_decoding_queries:
+            return True
+        if not own_masks:
+            return False
+        for kv in own_layers(self.now.cache):
+            if self._windows[kv.number] is not None or not kv.complete or kv.keys.dtype != kv.values.dtype:
+                return True
+        return False
 
     def _leave_call(self) -> None:
         self.now.call = None
         self.now.cache = None
         self.now.own_masks = False
         COLUMNS.set(None)
-        leave(self._handler)
+        if self.now.handler is not None:
+            leave(self.now.handler)
+            self.now.handler = None
 
     def _state(self) -> CacheState:
         cache = self.now.cache

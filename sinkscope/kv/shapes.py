@@ -18,9 +18,11 @@ it is defined as follows:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor
 
 from sinkscope.files.records import Natural, Part, Whole, check_fields, conform
@@ -109,6 +111,8 @@ class MInference(Shape):
         vertical: Number of vertical lines.
         slash: Number of slash lines.
         last: Number of last queries that vote.
+        dense_above: Share of computed cells above which a head is computed densely, because that is faster, as in
+            `LoopServe`.
 
     Raises:
         SinkscopeError: A number is below 1.
@@ -122,10 +126,11 @@ class MInference(Shape):
     vertical: Natural = 1000
     slash: Natural = 6096
     last: Natural = 64
+    dense_above: Annotated[float, Field(ge=0)] | None = None
 
     def sparse(self) -> SparsePrompts:
         """The sparse attention that reads prompts in this shape."""
-        return SparsePrompts("MInference", self._lines)
+        return SparsePrompts("MInference", self._lines, self.dense_above, choice_rows=self.last)
 
     def _lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
         return minference_lines(query, key, self.vertical, self.slash, last=self.last, scaling=scaling)
@@ -156,7 +161,9 @@ class ShapeShare(Intervention):
 
     def enter(self, run: Run, key: int) -> None:
         """Replace the attention of prompts."""
-        PromptsAtShare(name=self.name, choose=self._choose_lines, share=self.budget).enter(Session.of(run))
+        choice_rows = _USUAL_LINES.last if self.name == "MInference" else 0
+        prompts = PromptsAtShare(name=self.name, choose=self._choose_lines, share=self.budget, choice_rows=choice_rows)
+        prompts.enter(Session.of(run))
 
     def _choose_lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
         return share_lines(query, key, self.budget, scaling=scaling)

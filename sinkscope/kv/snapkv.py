@@ -17,9 +17,13 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, Share, check_fields
+from sinkscope.interventions.base import Event
 from sinkscope.kv.policy import At, Policy, rank_from_top, register_policy
 from sinkscope.kv.session import Session
 from sinkscope.trace.attention import widened
+
+WINDOW = 64
+"""Length of the observation window where none is given and the budget leaves room for it."""
 
 
 @register_policy("snapkv")
@@ -33,7 +37,8 @@ class SnapKV(Policy):
     left.
 
     Attributes:
-        window: Length of the observation window in tokens; 64 in the paper's text, 32 in its LongBench runs.
+        window: Length of the observation window in tokens; 64 in the paper's text, 32 in its LongBench runs. None means
+            64, or half of the budget of a row in which 64 do not fit; an event of kind "window" then says so.
         kernel: Width of the pooling; 5 in the paper's text, 7 in its LongBench runs.
         pooling: "avg", with zeros beyond the ends, or "max", as in the paper's LongBench runs.
 
@@ -42,7 +47,7 @@ class SnapKV(Policy):
         32
     """
 
-    window: Natural = 64
+    window: Natural | None = None
     kernel: Natural = 5
     pooling: Literal["avg", "max"] = "avg"
     every: Natural | Literal["prefill"] = "prefill"
@@ -51,19 +56,61 @@ class SnapKV(Policy):
         check_fields(self)
         if self.kernel % 2 == 0:
             raise SinkscopeError(f"{type(self).__name__}: kernel={self.kernel}: expected an odd kernel")
-        object.__setattr__(self, "last", max(self.last, self.window))
+        if self.window is not None:
+            object.__setattr__(self, "last", max(self.last, self.window))
         super().__post_init__()
+
+    def window_at(self, budget: int) -> int:
+        """Length of the window at a budget in tokens."""
+        if self.window is not None:
+            return self.window
+        free = budget - self.first
+        if free >= WINDOW:
+            return WINDOW
+        return max(1, free // 2)
 
     def watch(self, session: Session, key: int) -> None:
         """Ask for the latest queries."""
-        session.window_queries(self.window, decoding=self.every != "prefill")
+        session.window_queries(self.window or WINDOW, decoding=self.every != "prefill")
+
+    def latest_kept(self, at: At) -> int | Int[Tensor, " batch"]:
+        """The window, or `last` if that is more."""
+        if self.window is not None:
+            return self.last
+        return self._windows(at).clamp(min=self.last).to(at.length.device)
+
+    def _windows(self, at: At) -> Int[Tensor, " batch"]:
+        """Length of the window of each row."""
+        budgets = torch.as_tensor(at.memory["budget"]).reshape(-1).tolist()
+        return torch.tensor([self.window_at(budget) for budget in budgets]).expand(len(at.length))
+
+    def _log_windows(self, at: At, windows: Int[Tensor, " batch"]) -> None:
+        """Say which window each row has, if it is not the usual one."""
+        step = at.moment.call.step
+
+        def events() -> list[Event]:
+            logged: list[Event] = []
+            for row, (length, window) in enumerate(zip(at.length.tolist(), windows.tolist(), strict=True)):
+                if window < WINDOW:
+                    logged.append(Event(row, step, length - 1, None, None, "window", {"window": window}))
+            return logged
+
+        at.session.run.log(events)
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Score by pooled votes; tokens of the window get none."""
+        windows = self._windows(at)
+        widest = int(windows.max())
+        if self.window is None and at.kv is at.moment.layers[0]:
+            self._log_windows(at, windows)
+        rows = at.session.window_rows(at.moment, at.layer, widest)
+        if int(windows.min()) < widest:  # rows of a batch with windows of their own
+            back = torch.arange(rows.shape[2], 0, -1)
+            votes_here = back <= windows[:, None]
+            rows = rows * votes_here.to(rows)[:, None, :, None]
         # Padding votes only in rows that are shorter than the window, and such rows lose no token.
-        rows = at.session.window_rows(at.moment, at.layer, self.window)
         votes = reduce(rows, "batch head query slot -> batch head slot", "sum")
-        in_window = at.kv.pos >= at.length[:, None, None] - self.window
+        in_window = at.kv.pos >= (at.length - windows.to(at.length.device))[:, None, None]
         votes = votes.masked_fill(widened(in_window, votes.shape[1]), 0)
         pool = avg_pool1d if self.pooling == "avg" else max_pool1d
         pooled = torch.as_tensor(pool(votes, self.kernel, stride=1, padding=self.kernel // 2))

@@ -44,23 +44,25 @@ class SteadyCalls:
         calls: Number of calls.
         slots: Number of slots of all layers, summed over the calls.
         most_slots: Largest number of slots in one call.
+        key_dtype: Of the first layer.
     """
 
     holes: list[Tensor]
     row_holes: Float[Tensor, " batch"]
     slot_bytes: list[int]
+    key_dtype: torch.dtype
     calls: int = 0
     slots: int = 0
     most_slots: int = 0
 
     def include(self, batch: int, holes: list[Tensor], layer: CacheLayer) -> bool:
         """Whether a call belongs here. Rebased keys are float32, so the bytes of a slot may change too."""
-        if len(self.row_holes) != batch or len(holes) != len(self.holes):
+        if self.row_holes.shape[0] != batch or len(holes) != len(self.holes):
             return False
         for before, now in zip(self.holes, holes, strict=True):
             if before is not now:
                 return False
-        return self.slot_bytes[0] == _slot_bytes(layer)
+        return self.key_dtype == layer.keys.dtype
 
 
 @dataclass(eq=False)
@@ -93,7 +95,7 @@ class Meter:
         some_holes = False
         for layer in layers:
             whole = layer.aside or layer  # a copy of a part is only allocated
-            slots += whole.slots + layer.seen - whole.seen
+            slots += whole.keys.shape[-2] + layer.seen - whole.seen
             some_holes = some_holes or not whole.whole
         if some_holes:
             holes = [(layer.aside or layer).holes() for layer in layers]
@@ -103,7 +105,7 @@ class Meter:
             row_holes = torch.zeros(batch, device=device)
             if some_holes:
                 row_holes = torch.stack([layer_holes.to(device) for layer_holes in holes]).sum(0)
-            steady = SteadyCalls(holes, row_holes, [_slot_bytes(layer) for layer in layers])
+            steady = SteadyCalls(holes, row_holes, [_slot_bytes(layer) for layer in layers], first.keys.dtype)
             self._steady = steady
         allocated = 0
         for layer, slot_bytes in zip(layers, steady.slot_bytes, strict=True):

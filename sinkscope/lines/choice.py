@@ -39,6 +39,7 @@ from sinkscope.lines.deterministic_scatter import add_at
 Variant = Literal["exact", "faithful"]
 _ROWS = 64  # queries whose attention is built at a time
 _SCATTERED = 1.25  # lines take at least so many times the cells of `_least_share` where it is large, as measured
+_SEARCH = 4.0  # rows of dense attention that take as long as the choice does for each sampled or checked query
 _SOUGHT = 0.5  # share of a query's attention on one key from which on the query searches for it
 
 
@@ -280,6 +281,18 @@ def sample_queries(queries: int, sample: int, seed: int = 0, recent: int = 0) ->
     before = max(0, queries - recent)
     drawn = torch.randperm(before, generator=generator)[: sample - recent].sort().values
     return torch.cat([drawn, torch.arange(before, queries)])
+
+
+def choice_cost(queries: int, keys: int, sample: int, checked: int = 0) -> float:
+    """Time to choose lines as a share of the time of dense attention; above 1, no choice can pay.
+
+    On a CPU and at 2,048 to 32,768 keys, choosing takes as long as 4 rows of dense attention for every query that is
+    sampled or checked if the lines of a head are hard to find, 2.4 if they are found at once, and 1.3 if a head is soon
+    seen to be flat (`experiments.bench_loopserve`).
+    """
+    causal_cells = queries * keys - queries * (queries - 1) / 2
+    read = min(sample, queries) + min(checked, queries)
+    return _SEARCH * read * keys / causal_cells
 
 
 def draw_of(seed: int, layer: int, queries: int, keys: int) -> int:

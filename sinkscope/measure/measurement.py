@@ -16,6 +16,7 @@ from sinkscope.files.result import Result
 from sinkscope.interventions.decode import noted_decoding
 from sinkscope.kv.edit_of import edit_of
 from sinkscope.measure.setup import Setup
+from sinkscope.models.config import float32_by_default
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -101,6 +102,7 @@ class Measurement(Generic[P, R]):
             shared |= EDIT_PARAMETERS
         return (*self.parameters, *(one for name, one in shared.items() if name not in self._own))
 
+    @float32_by_default()
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Open the model and measure. The arguments are those of the signature."""
         arguments = self.__signature__.bind(*args, **kwargs).arguments
@@ -127,6 +129,7 @@ class Measurement(Generic[P, R]):
             return {"texts": 0}  # only ids are read
         return {}
 
+    @float32_by_default()
     def on(self, setup: Setup, **kwargs: Any) -> R:
         """Measure on an open model. The arguments are the measurement's own."""
         self.refuse(kwargs)

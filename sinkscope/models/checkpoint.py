@@ -154,9 +154,10 @@ def _index_map(folder: Path, name: str = _INDEX) -> dict[str, str]:
     weight_map: Any = None
     if isinstance(content, dict):
         weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise SinkscopeError(f"{folder / name} has no weight_map; download it again", page="missing-shard")
-    for shard in set(map(str, weight_map.values())):
+    is_map = isinstance(weight_map, dict) and bool(weight_map)
+    if not is_map or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise SinkscopeError(f"{name} has no weight_map of tensors and files; download it again", page="missing-shard")
+    for shard in set(weight_map.values()):
         parts = re.split(r"[\\/]", shard)
         if Path(shard).is_absolute() or ".." in parts or "" in parts:
             raise SinkscopeError(

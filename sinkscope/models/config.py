@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,17 @@ def read_checkpoint_json(file: Path) -> Any:
             page="no-config",
         )
     return read_json(file, "download it again", page="no-config")
+
+
+@contextmanager
+def float32_by_default() -> Iterator[None]:
+    """Context manager, and decorator, in which new tensors are float32, whatever the caller set for all of torch."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -193,6 +205,7 @@ def read_config(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     else:
         config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
+    config._attn_implementation = config._experts_implementation = None  # it may name code on the hub
     text = config.get_text_config()
     n_layers = text.num_hidden_layers
     if n_layers < 1:

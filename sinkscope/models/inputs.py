@@ -12,6 +12,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.plain import check_encodable
+from sinkscope.files.records import check_values
 from sinkscope.models.target import Target, plain_weight
 
 _EXPECTED = (
@@ -162,6 +164,7 @@ def _mask(given: Any, ids: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]
 
 def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bool) -> list[list[int]]:
     """The ids of each text."""
+    check_values(bool | None, bos=bos)
     tokenizer = target.need_tokenizer()
     bos_id = tokenizer.bos_token_id
     if bos and bos_id is None:
@@ -170,6 +173,7 @@ def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bo
     for number, text in enumerate(texts, 1):
         if not text.strip():
             raise SinkscopeError(f"prompt {number} is empty: write at least one word")
+        check_encodable(text, f"prompt {number}")
         row = [int(token) for token in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
         if bos is not None and bos_id is not None and row[:1] == [bos_id]:
             row = row[1:]

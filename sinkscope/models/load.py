@@ -17,10 +17,12 @@ import numpy as np
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, is_out_of_memory
+from sinkscope.files.console import note
 from sinkscope.models.checkpoint import LocalFiles, local_files
 from sinkscope.models.config import (
     check_finite,
     check_vocabulary,
+    float32_by_default,
     parse_device,
     parse_dtype,
     read_config,
@@ -37,6 +39,7 @@ Backend = Literal["bridge", "hf", "nnsight"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
+@float32_by_default()
 def load(
     x: Any = None,
     *,
@@ -224,10 +227,9 @@ def _weights(source: ModelSource, files: LocalFiles, config: Any, options: dict[
             page="missing-tensors",
         )
     if files.is_pickled:  # only now: a checkpoint that is refused says one line, and that is why
-        print(
+        note(
             f"note: {source.name} has pickled weights (.bin), read with weights_only so that no code in them runs; "
-            "safetensors load faster",
-            file=sys.stderr,
+            "safetensors load faster"
         )
     return model.eval()
 

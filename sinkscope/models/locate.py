@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import path_of, reason_of
 from sinkscope.models.names import BUNDLED, ORGANISM, RECALL, TWO_HOPS, find, resolve
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -45,6 +46,8 @@ def locate(model: str | os.PathLike[str] | None, revision: str | None = None) ->
         source = _in_package(model) or _outside(model or "", revision)
     except PermissionError as error:
         raise no_permission(error.filename) from None
+    except OSError as error:
+        raise SinkscopeError(f"cannot read {model}: {reason_of(error)}; give another model") from None
     if revision is not None and source.kind != "hub":
         raise SinkscopeError(
             f"revision {revision!r} means nothing for the {source.kind} {source.name}; revisions belong to hub ids"
@@ -69,9 +72,9 @@ def _in_package(model: str | os.PathLike[str] | None) -> ModelSource | None:
 
 def _outside(model: str | os.PathLike[str], revision: str | None) -> ModelSource:
     text = os.fspath(model)
-    path = Path(text).expanduser()
     if not text.strip():
         raise SinkscopeError("the model name is empty; expected a short name, hub id org/name, folder or .gguf file")
+    path = path_of(text)
     if path.is_file():
         _check_gguf(path)
         return ModelSource("gguf", path, path.name)

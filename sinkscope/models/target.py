@@ -16,11 +16,15 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.notation import neuron_name
+from sinkscope.files.records import between, conform
 from sinkscope.models import experts
 from sinkscope.models.adapters import Adapter, row_of
 from sinkscope.models.config import without_cache
 
 Kind = Literal["hf", "bridge", "nnsight"]
+
+
+LARGEST_ID = (1 << 63) - 1
 
 
 class _Stop(Exception):  # noqa: N818 - no error: it ends a pass
@@ -98,6 +102,13 @@ class Target:
         if tokenizer is None:  # a bridge and nnsight change theirs, `load` keeps the original on the module
             tokenizer = getattr(hf, "tokenizer", None) or getattr(model, "tokenizer", None)
         origin = getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "")
+        if not hasattr(hf, adapter.base.partition(".")[0]):
+            raise UnsupportedError(
+                f"{type(hf).__name__} has no head that gives logits: load it with AutoModelForCausalLM",
+                page="not-causal-lm",
+            )
+        if tokenizer is not None and not callable(tokenizer):
+            raise SinkscopeError(f"tokenizer={tokenizer!r}: expected a tokenizer of transformers", page="no-tokenizer")
         label = str(name or origin or type(hf).__name__).rstrip("/").split("/")[-1]
         cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
         if cap is not None and getattr(config, "_attn_implementation", None) == "sdpa":
@@ -320,9 +331,10 @@ class Target:
         ends = getattr(getattr(self.hf, "generation_config", None), "eos_token_id", None)
         if ends is None:
             return []
-        if isinstance(ends, list | tuple):
-            return list(ends)
-        return [int(ends)]
+        if not isinstance(ends, list | tuple):
+            ends = [ends]
+        what = f"eos_token_id of the generation_config of {self.name}"
+        return conform(list[between(int, -LARGEST_ID, LARGEST_ID)], list(ends), what, page="generate", strict=True)
 
     @property
     def embedding(self) -> nn.Module:
@@ -444,12 +456,10 @@ class Target:
             if expert is None:
                 weight = plain_weight(self.mlp_part(layer, "down"))
             if weight is not None:
-                norms = torch.linalg.vector_norm(weight, dim=int(self.adapter.transposed_down), dtype=torch.float32)
-                return norms * abs(self.factor(layer))
+                return norms_of(weight, int(self.adapter.transposed_down)) * abs(self.factor(layer))
             parts = list[Tensor]()
             for neurons in torch.arange(self.width(layer, expert)).split(1024):
-                columns = self.w_out(layer, neurons.tolist(), expert)
-                parts.append(torch.linalg.vector_norm(columns, dim=1, dtype=torch.float32))
+                parts.append(norms_of(self.w_out(layer, neurons.tolist(), expert), 1))
             return torch.cat(parts)
 
     def check_loaded(self) -> None:
@@ -565,4 +575,9 @@ def norm_of(resid: Float[Tensor, "... d_model"], without: Sequence[int] = ()) ->
         is_kept = torch.ones(resid.shape[-1], dtype=torch.bool, device=resid.device)
         is_kept[list(without)] = False
         resid = resid[..., is_kept]
-    return torch.linalg.vector_norm(resid, dim=-1, dtype=torch.float32)
+    return norms_of(resid)
+
+
+def norms_of(tensor: Float[Tensor, ...], dim: int = -1) -> Float[Tensor, ...]:
+    """L2 norms in float32; no smaller type is summed in itself."""
+    return torch.linalg.vector_norm(tensor, dim=dim, dtype=torch.promote_types(tensor.dtype, torch.float32)).float()

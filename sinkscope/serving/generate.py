@@ -24,6 +24,7 @@ from sinkscope.kv.edit_of import edit_of
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopguard.steer import generate_in_pieces
 from sinkscope.kv.loopserve import tokens_read
+from sinkscope.models.config import float32_by_default
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target
 
@@ -59,6 +60,7 @@ class Generated:
     summary: str = ""
 
 
+@float32_by_default()
 def generate(
     model: object,
     prompts: Any = None,

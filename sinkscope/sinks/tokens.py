@@ -10,6 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.plain import check_encodable
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 
@@ -27,6 +28,7 @@ def single_token(tokenizer: Any, string: str) -> int:
     Raises:
         SinkscopeError: The string is several tokens (the message lists them), no token, or unknown to the tokenizer.
     """
+    check_encodable(string, repr(string))
     unknown = getattr(tokenizer, "unk_token_id", None)
     if string == getattr(tokenizer, "unk_token", None):
         unknown = None

@@ -2,7 +2,8 @@
 
 Handlers are injected. They see the attention of every layer as the model computes it, may replace it, and may request
 its rows. If no handler acts, the model's own attention runs with the model's own mask, so the result equals the stock
-one bit for bit. The tap does not know who listens, so measurements work under cache policies and guards.
+one bit for bit (under a cache policy, up to rounding where a sliding window would have dropped keys). The tap does not
+know who listens, so measurements work under cache policies and guards.
 
 Measurements listen through `attention_rows` and `queries_and_keys`. No full query x key matrix is stored: an observer
 sees `rows_per_chunk` rows at a time. The rows include everything the architecture does to its scores: soft cap, window,
@@ -46,12 +47,14 @@ class View:
         query_pos: Position of each query; -1 at padding.
         window: Keys this far back and further are not seen. None means all are seen.
         hidden: Cached keys that are not attended to, by kv head or by query head. None means none.
+        complete: Whether every query certainly sees every key, so that no mask is needed.
     """
 
     pos: Int[Tensor, "batch kv_head key"]
     query_pos: Int[Tensor, "batch query"]
     window: int | None = None
     hidden: Bool[Tensor, "batch _ key"] | None = None
+    complete: bool = False
 
     def part(self, queries: slice, keys: slice) -> View:
         """Some of the queries and keys."""
@@ -90,13 +93,15 @@ class Handler:
         see: Called with the attention of every layer.
         configs: Ids of the configurations of the model it listens to.
         by_mask: Whether it needs rows under the model's mask, so that the mask must be complete (SDPA's).
-        masks: Tells whether it determines what is seen in the running call, so that no mask is needed. None: never.
+        masks: Whether it determines what is seen, so that no mask is needed.
+        idle: Whether it has nothing to do unless others listen too. The model then computes attention alone.
     """
 
     see: Callable[[Attention], None]
     configs: frozenset[int]
     by_mask: bool = False
-    masks: Callable[[], bool] | None = None
+    masks: bool = False
+    idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,14 +195,7 @@ class Attention:
 
     def stock(self, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The model's own attention under a mask of the model's own kind."""
-        from transformers import AttentionInterface
-
-        name, table = stock_name(self.module.config), AttentionInterface()
-        if name in table:
-            own = table[name]
-        else:
-            own = eager_attention(self.module)
-        return self._by(own, self.query, mask)
+        return self._by(_stock_attention(self.module), self.query, mask)
 
     def under_view(self) -> Float[Tensor, "batch query head d_value"]:
         """The model's own attention over what `view` shows."""
@@ -268,13 +266,18 @@ class Attention:
 
     def _weighted(self, rows: Tensor) -> Tensor:
         """The values, weighted by attention rows."""
-        # As in `attention_probs`: b batch, k kv_head, g group, q query, n key, d d_value.
-        probs = rows.to(self.value.dtype).unflatten(1, (self.value.shape[1], -1))
-        output = torch.einsum("bkgqn,bknd->bqkgd", probs, self.value)
-        return output.flatten(2, 3).contiguous()
+        # As in `attention_probs`: "batch (kv_head group) query key -> batch kv_head (group query) key".
+        batch, heads, queries, keys = rows.shape
+        kv_heads = batch * self.value.shape[1]
+        probs = rows.to(self.value.dtype).reshape(kv_heads, -1, keys)
+        output = torch.bmm(probs, self.value.reshape(kv_heads, keys, -1))
+        return output.view(batch, heads, queries, -1).transpose(1, 2).contiguous()
 
     def _rows(self, part: slice, by_mask: bool) -> Float[Tensor, "batch head query key"]:
-        query, keys = self.query[:, :, part], self.key.shape[2]
+        query = self.query
+        keys = self.key.shape[2]
+        if self.queries > 1:
+            query = query[:, :, part]
         if by_mask:
             return attention_probs(
                 query,
@@ -286,6 +289,8 @@ class Attention:
                 sinks=self.sinks,
             )
         assert self.view is not None
+        if self.queries == 1:
+            return rows_by_view(self.module, query, self.key, self.view, self.settings.get("scaling"))
         later = self.queries - part.stop  # new tokens that none of these queries sees
         earlier = slice(0, keys - later)
         rows = rows_by_view(self.module, query, self.key[:, :, earlier], self.view.part(part, earlier), self.scaling)
@@ -325,12 +330,15 @@ def rows_by_view(
     if stock_name(module.config) != "sdpa":
         softcap = getattr(module.config, "attn_logit_softcapping", None)
         sinks = getattr(module, "sinks", None)
+    mask = None
+    if not view.complete:
+        mask = widened(view.sees(), query.shape[1])
     return attention_probs(
         query,
         key,
-        widened(view.sees(), query.shape[1]),
+        mask,
         scaling=_scaling(module, query, scaling),
-        first_query=0,
+        first_query=key.shape[2] - 1,
         softcap=softcap,
         sinks=sinks,
     )
@@ -375,20 +383,22 @@ def attention_probs(
         softcap: `cap * tanh(score / cap)` (Gemma 2).
         sinks: A learned logit per head that takes part in the softmax and is then dropped (gpt-oss).
     """
-    # Without einops, because this runs in every layer for every generated token, where einops costs a tenth:
+    batch, heads, queries, width = query.shape
+    kv_heads, keys = key.shape[1:3]
+    # Without einops and einsum, because this runs in every layer for every generated token, where each costs a tenth:
     # "batch (kv_head group) query d_head, batch kv_head key d_head -> batch (kv_head group) query key"
-    grouped = query.unflatten(1, (key.shape[1], -1)).float()
-    scores = torch.einsum("bkgqd,bknd->bkgqn", grouped, key.float())
-    scores = (scores * scaling).flatten(1, 2)
+    grouped = query.reshape(batch * kv_heads, -1, width).float()
+    scores = torch.bmm(grouped, key.float().reshape(batch * kv_heads, keys, width).mT)
+    scores = scores.view(batch, heads, queries, keys) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    if mask is None:
-        last_seen = torch.arange(first_query, first_query + query.shape[2], device=query.device)
-        mask = torch.arange(key.shape[2], device=query.device) <= rearrange(last_seen, "query -> query 1")
-    scores.masked_fill_(~mask, torch.finfo(torch.float32).min)
+    if mask is None and first_query < keys - 1:
+        last_seen = torch.arange(first_query, first_query + queries, device=query.device)
+        mask = torch.arange(keys, device=query.device) <= rearrange(last_seen, "query -> query 1")
+    if mask is not None:
+        scores.masked_fill_(~mask, torch.finfo(torch.float32).min)
     if sinks is None:
         return torch.softmax(scores, -1)
-    batch, _, queries, _ = scores.shape
     sink_scores = repeat(sinks.float(), "head -> batch head query 1", batch=batch, query=queries)
     return torch.softmax(torch.cat([scores, sink_scores], -1), -1)[..., :-1]
 
@@ -405,7 +415,15 @@ class _Stock:
     """The attention that a tapped configuration selects by itself, and how often it is tapped."""
 
     name: str
+    attention: Callable[..., Any] | None  # None: the one in the model's own file
     times: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> _Stock:
+        """What a configuration selects now."""
+        from transformers import AttentionInterface
+
+        return cls(attention_name(config), AttentionInterface().get(stock_name(config)))
 
 
 def listen(handler: Handler) -> None:
@@ -453,8 +471,9 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
     configs = configs_of(target)
     with _LOCK:
         for config in configs:
-            stock = _STOCK.setdefault(id(config), _Stock(attention_name(config)))
-            stock.times += 1
+            if id(config) not in _STOCK:
+                _STOCK[id(config)] = _Stock.of(config)
+            _STOCK[id(config)].times += 1
             set_attention(config, NAME)
     try:
         yield frozenset(map(id, configs))
@@ -471,12 +490,16 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
 def stock_name(config: Any) -> str:
     """Name of the attention that the model uses when it is not tapped."""
     stock = _STOCK.get(id(config))
-    name = attention_name(config)
-    if stock is not None:
-        name = stock.name
+    name = attention_name(config) if stock is None else stock.name
     if name == NAME:
         return "eager"
     return name
+
+
+def _stock_attention(module: Any) -> Callable[..., Any]:
+    """The attention function that a module uses when it is not tapped."""
+    stock = _STOCK.get(id(module.config)) or _Stock.of(module.config)
+    return stock.attention or eager_attention(module)
 
 
 def configs_of(target: Target) -> list[Any]:
@@ -489,19 +512,23 @@ def configs_of(target: Target) -> list[Any]:
     return list(configs.values())
 
 
-def _listening(config: Any) -> list[Handler]:
-    return [handler for handler in _HANDLERS.get() if id(config) in handler.configs]
-
-
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that transformers calls in every layer."""
-    handlers = _listening(module.config)
-    by_mask = any(handler.by_mask for handler in handlers)
+    config = id(module.config)
+    by_mask = False
+    idle = True
+    for handler in _HANDLERS.get():
+        if config in handler.configs:
+            by_mask = by_mask or handler.by_mask
+            idle = idle and handler.idle
+    if idle:
+        return _stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
     call = Attention(module, query, key, value, attention_mask, kwargs, by_mask)
-    for handler in handlers:
-        handler.see(call)
+    for handler in _HANDLERS.get():
+        if config in handler.configs:
+            handler.see(call)
     return call.finish()
 
 
@@ -509,12 +536,14 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
     """The mask function that transformers calls once per forward call; no mask if a handler determines what is seen."""
     from transformers import AttentionMaskInterface
 
-    handlers = _listening(config)
-    if any(handler.masks is not None and handler.masks() for handler in handlers):
-        return None
-    name = "sdpa"
-    if not any(handler.by_mask for handler in handlers):
-        name = stock_name(config)
+    name = stock_name(config)
+    for handler in _HANDLERS.get():
+        if id(config) not in handler.configs:
+            continue
+        if handler.masks:
+            return None
+        if handler.by_mask:
+            name = "sdpa"
     return AttentionMaskInterface()[name](config=config, **kwargs)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.inputs import read_inputs
-from sinkscope.models.target import Target, first_tensor, on_input, on_output
+from sinkscope.models.target import Target, first_tensor, norms_of, on_input, on_output
 from sinkscope.trace.attention import attention_rows
 
 
@@ -193,7 +193,7 @@ def _raw(tensor: Tensor, _real: Mask | None) -> Tensor:
 
 
 def _norm(tensor: Tensor, _real: Mask | None) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32)
+    return norms_of(tensor)
 
 
 def _mean(tensor: Tensor, real: Mask | None) -> Tensor:

@@ -89,6 +89,12 @@ def test_a_finished_scan_measures_nothing_again(folder: Path, model: Path, monke
     monkeypatch.setattr(Measurement, "on", lambda *_, **__: pytest.fail("measured again"))
     scan(model, out=folder, quick=True)
     assert json.loads((folder / "card.json").read_text())["result"] == before
+    ours = (folder / "card.md").read_text()
+    (folder / "card.md").write_text("# Mine")
+    with pytest.raises(SinkscopeError, match=r"card\.md is there already"):
+        scan(model, out=folder, quick=True)
+    assert (folder / "card.md").read_text() == "# Mine"
+    (folder / "card.md").write_text(ours)
 
 
 def test_an_interrupted_scan_goes_on(light: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -351,9 +351,20 @@ def test_errors_are_one_line(
     assert not os.listdir()
 
 
-def test_our_own_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    _raise(monkeypatch, RuntimeError("a bug"))
-    with pytest.raises(RuntimeError, match="a bug"):
+class Panic(BaseException):
+    """What libraries in Rust raise."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug\nin two lines"), Panic("a bug"), AssertionError()])
+def test_our_own_mistakes_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException
+) -> None:
+    _raise(monkeypatch, error)
+    assert main(["find-sinks"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {type(error).__name__}: ") and told.count("\n") == 1 and "SINKSCOPE_DEBUG=1" in told
+    monkeypatch.setenv("SINKSCOPE_DEBUG", "1")
+    with pytest.raises(type(error)):
         main(["find-sinks"])
 
 

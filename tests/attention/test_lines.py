@@ -248,7 +248,7 @@ def test_a_file_of_texts_and_the_command(tmp_path: Path, capsys: pytest.CaptureF
         (["--length", "8"], "--length 8: expected 16 to"),
         (["--length", "100000"], "--length 100000: expected 16 to"),
         (["--head", "1.99"], "head 1.99 is not measured"),
-        (["--data", "nowhere.jsonl"], "'nowhere.jsonl': no such file"),
+        (["--data", "nowhere.jsonl"], "cannot read nowhere.jsonl: no such file"),
         (["--count", "9999", "--length", "4000"], "pieces of 4000 tokens, 9999 were asked for"),
     ],
 )

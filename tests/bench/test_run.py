@@ -141,7 +141,7 @@ def test_scores_are_against_the_answers_and_by_chance_against_those_of_another()
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"methods": ["snapkv:8"]}, "SnapKV: budget=8 is below"),
+        ({"methods": ["snapkv:8:window=9"]}, "SnapKV: budget=8 is below"),
         ({"max_new_tokens": 5000}, "prompt 'd0' has"),
         ({"max_new_tokens": 0}, "max_new_tokens=0: expected a whole number from 1"),
         ({"temperature": -1.0}, "temperature=-1.0: expected 0, which is greedy"),

@@ -14,10 +14,11 @@ from bench_kit import tiny, words
 
 import sinkscope as ss
 from sinkscope.app.cli import main
+from sinkscope.bench.answer import Answer
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.recall import recall_dialogue
-from sinkscope.bench.tasks.text import TextFidelity
+from sinkscope.bench.tasks.text import TextFidelity, metrics_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 
@@ -164,3 +165,18 @@ def test_answers_that_cannot_be_followed(tmp_path: Path, rows: list[dict[str, An
     model, tokenizer = tiny()
     with pytest.raises(SinkscopeError, match=message):
         run_bench(model, TextFidelity(source=str(file)), ["full"], tokenizer=tokenizer, batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("read", "cells", "expected"),
+    [
+        ([11.0, 12.0, 6.0], None, 4.0),  # the first token and two steps read everything
+        ([6.0, 6.0, 6.0], None, 3.0),
+        ([11.0, 12.0, 13.0], None, 2.5),  # nothing was left out
+        ([11.0, 12.0, 6.0], 0.4, 2.5),  # the prompt was
+    ],
+)
+def test_steps_that_read_everything_are_not_averaged(read: list[float], cells: float | None, expected: float) -> None:
+    answer = Answer(10, [1, 2, 3, 4], "", "cap", (), read, [10.0], cells, 1.0)
+    metrics = metrics_of({"kl": [1.0, 2.0, 3.0, 4.0]}, answer)
+    assert metrics == {"kl": expected, "first": 1.0}

@@ -46,7 +46,7 @@ def test_a_turn_is_timed_call_by_call_and_its_bytes_are_those_of_the_cache(targe
     # Beside the dense rows, the printed choice takes the planted lines, and the other keys that are kept come on top.
     lines = replace(LoopServe(decode=False, shortest=0), begin=1, local=1, sharp=None, checked=0)
     planted = latency.turn(target, lines, ids, CONTEXT, time.thread_time)["cells"]
-    assert dense < planted < dense + 0.1 and planted < found["loopserve"]["cells"] < 1
+    assert dense < planted < dense + 0.1 and planted < found["loopserve"]["cells"] <= 1
     assert found["full"]["cells"] is None
     assert found["loopserve"]["cells"] == found["loopserve-p"]["cells"] and found["loopserve-d"]["cells"] is None
 

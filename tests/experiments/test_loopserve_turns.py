@@ -20,10 +20,11 @@ def test_panels_show_the_lines_of_every_turn() -> None:
     cells, weight, places, whole, read = draw_turns(chat).data
     for i, turn in enumerate(chat.turns):
         held = [event.data["recovered"] for event in turn.events if event.kind == "prefill"]
+        attended = [event.data["attended_by_head"] for event in turn.events if event.kind == "prefill"]
         for layer, lines in enumerate(turn.lines):
             assert lines is not None
             rows = slice(8 * layer, 8 * layer + 8)
-            assert [row[i] for row in cells.z[rows]] == pytest.approx(lines.density().tolist())
+            assert [row[i] for row in cells.z[rows]] == pytest.approx(attended[layer])
             assert [row[i] for row in weight.z[rows]] == pytest.approx(held[layer])
     assert list(whole.y) == [turn.prompt_tokens for turn in chat.turns]
     assert list(read.y) == [turn.read for turn in chat.turns]

@@ -80,7 +80,7 @@ def test_damage_is_named_in_one_line(tmp_path: Path, row: Any, says: str) -> Non
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("none.jsonl", None, "no such file or directory: give samples"),
+        ("none.jsonl", None, "cannot read none.jsonl: no such file or directory; give samples"),
         ("a.jsonl", b"\n \n", "a.jsonl is empty: give samples"),
         ("a.jsonl", b"\xff\xfe", "a.jsonl is not UTF-8 text: give samples"),
         ("a.json", b'[\n {"id": "a"},\n {"id" "b"}\n]', "a.json line 3 is not JSON: give samples"),

@@ -193,7 +193,7 @@ def _broken(**changes: Any) -> str:
         ("", "f.json is not a JSON file"),
         ("{", "f.json is not a JSON file"),
         ("[" * 100_000, "f.json is not a JSON file"),
-        (b"\xff\xfe", "f.json is not a JSON file"),
+        (b"\xff\xfe", "f.json is not UTF-8 text"),
         ("[]", "f.json is not a result of sinkscope"),
         ("{}", "f.json is not a result of sinkscope"),
         (_broken(schema=2), "f.json has schema 2, this version reads 1"),

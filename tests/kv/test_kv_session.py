@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
+from sinkscope.interventions import Ablate
 from sinkscope.interventions.base import Run
-from sinkscope.kv import Full, Observe, Session, SnapKV, StreamingLLM
+from sinkscope.kv import AShape, Full, Observe, Session, SnapKV, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.models.target import Target
@@ -131,6 +133,24 @@ def test_an_exception_leaves_everything_as_it_was(way: Any, hook: Any, call: Any
     assert torch.equal(decode(model, IDS, MASK, 14), want)
 
 
+@pytest.mark.parametrize("place", ["", "attn", "mlp"])
+@pytest.mark.parametrize("family", ["gemma2", "mixtral", "gpt_neox", "qwen3"])
+def test_an_exception_in_a_layer_of_another_family(family: str, place: str) -> None:
+    model = model_of(family)
+    target = Target.of(model)
+    want = decode(model, IDS, MASK, 14)
+    before = state_of(model)
+    way = Drawn(budget=6) | Ablate(heads="L0.H1") | Observe(ignore, last=1)
+    for when in (False, True):
+        module = target.sub(1, getattr(target.adapter, place) if place else "")
+        with pytest.raises(Mine), way.on(model):
+            handle = module.register_forward_hook(_fail) if when else module.register_forward_pre_hook(_fail)
+            run_it(model)
+        handle.remove()
+        assert state_of(model) == before
+    assert torch.equal(decode(model, IDS, MASK, 14), want)
+
+
 def test_ctrl_c_inside_a_call_too() -> None:
     """torch runs no hooks then."""
     model = model_of("llama")
@@ -223,3 +243,33 @@ def test_a_cache_whose_queries_were_not_seen(policy: Any) -> None:
             for cache in (filled, copy.deepcopy(inside)):
                 with pytest.raises(UnsupportedError, match="this cache was filled outside of the `with`, or is a copy"):
                     model(IDS[:, -1:], attention_mask=pad(MASK, (0, 1), value=1), past_key_values=cache)
+
+
+def test_a_policy_that_never_acts_warns_at_the_end() -> None:
+    """As under the log-likelihoods of an evaluation: each text is read at once, so nothing is ever evicted."""
+    model = model_of("llama")
+
+    def warned(policy: Any, *calls: Callable[[], Any]) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+            warnings.simplefilter("always")
+            with policy.on(model):
+                for call in calls:
+                    call()
+        return [str(each.message) for each in caught if issubclass(each.category, SinkscopeWarning)]
+
+    def read() -> None:
+        model(input_ids=IDS, attention_mask=MASK)
+
+    def generate() -> None:
+        model.generate(IDS, attention_mask=MASK, max_new_tokens=1)
+
+    (message,) = warned(StreamingLLM(budget=8), read, read)
+    assert message.startswith("StreamingLLM never acted") and "those of the full cache" in message
+    for policy, calls in (
+        (StreamingLLM(budget=8), [generate]),
+        (StreamingLLM(budget=8), [lambda: decode(model, IDS, MASK, 14), read]),
+        (StreamingLLM(budget=8), []),
+        (Full(), [read]),
+        (AShape(), [read]),
+    ):
+        assert not warned(policy, *calls)

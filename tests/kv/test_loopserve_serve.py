@@ -24,7 +24,7 @@ from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Observe, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe, sparse_prompts, tokens_read
-from sinkscope.lines.choice import draw_of, held_out, sample_queries, select_lines
+from sinkscope.lines.choice import choice_cost, draw_of, held_out, sample_queries, select_lines
 from sinkscope.models.target import Target
 
 SPARSE: Any = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3}
@@ -118,8 +118,13 @@ def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family
         begin, stop = (0, 50) if event.data["queries"] != 30 else (50, 80)
         some = sees[event.layer][event.row, :, begin:stop]  # type: ignore
         every = sum(range(event.data["keys"] - event.data["queries"] + 1, event.data["keys"] + 1))
-        assert event.data["cells"] == pytest.approx(float(some.sum() / 4 / every))
-    assert min(event.data["cells"] for event in events) < 0.75
+        assert event.data["attended"] == pytest.approx(float(some.sum() / 4 / every))
+        # 12 queries choose the lines, and up to 16 others measure what they hold; each of these meets all keys.
+        queries, keys = event.data["queries"], event.data["keys"]
+        checked = serve.checked if variant == "exact" else 0
+        read = min(12 + checked, queries) + min(16, queries - serve.dense_rows - 12)
+        assert event.data["cells"] - event.data["attended"] == pytest.approx(read * keys / every)
+    assert min(event.data["attended"] for event in events) < 0.75
 
 
 def test_alpha_one_and_a_budget_for_everything_is_the_plain_model() -> None:
@@ -157,7 +162,7 @@ def test_prompts_with_flat_attention_are_read_by_the_model_itself(monkeypatch: p
         ours, events = logits(LoopServe(shortest=0, dense_rows=dense_rows), 60)
         assert torch.equal(ours, logits(None, 60)[0])
         for data in events:
-            assert (data["cells"], data["computed"], data["attended"], data["last_error"]) == (1.0, 1.0, 1.0, 0.0)
+            assert (data["attended"], data["last_error"]) == (1.0, 0.0) and data["cells"] == data["computed"] > 1
             assert data["dense_heads"] == 4 and data["recovered"] == [1.0] * 4
 
 
@@ -195,7 +200,7 @@ def test_a_sample_of_all_queries_holds_alpha_and_nobody_is_warned() -> None:
         warnings.simplefilter("error")
         model(input_ids=ids, attention_mask=mask)
     assert min(min(event.data["recovered"]) for event in run.events) >= SPARSE["alpha"] - 1e-4
-    assert max(event.data["cells"] for event in run.events) < 0.9
+    assert max(event.data["attended"] for event in run.events) < 0.9
 
 
 def test_draws_differ_by_seed_and_the_printed_algorithm_can_be_had() -> None:
@@ -281,3 +286,29 @@ def test_prompts_that_want_gradients_are_refused_in_one_line() -> None:
         model(ids)
     with LoopServe(**SPARSE).on(model), torch.no_grad():
         assert model(ids).logits.isfinite().all()
+
+
+def test_a_short_turn_is_read_by_the_model_itself() -> None:
+    """A choice by two queries costs eight rows: too much for a turn of six tokens, little for a prompt of sixty."""
+    model = model_of("llama")
+    ids, _ = prompts([66], 0)
+    serve = LoopServe(**{**PLAIN, "shortest": 1, "dense_rows": 0, "sample": 2, "dense_above": 0.9, "decode": False})
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches:
+            model(input_ids=ids[:, :60], past_key_values=cache)
+        alone = model(input_ids=ids[:, 60:], past_key_values=caches[0]).logits
+        with serve.on(model) as run:
+            model(input_ids=ids[:, :60])
+            ours = model(input_ids=ids[:, 60:], past_key_values=caches[1]).logits
+    assert torch.equal(ours, alone)
+    first, turn = (event.data for event in run.events if event.layer == 0)
+    assert turn["dense"] == "6 new tokens are too few to pay for a choice of lines" and "attended" in first
+
+
+def test_what_a_choice_costs() -> None:
+    """Four rows for each query read, against the rows of dense attention: half of the queries in a first prompt."""
+    assert choice_cost(1, 5000, 48, 64) == pytest.approx(8.0)
+    assert choice_cost(4000, 4000, 48, 64) == pytest.approx(4 * 112 / 2000, rel=1e-3)
+    turns = [choice_cost(new, 4000 + new, 48, 64) for new in (16, 128, 400, 1000, 3000)]
+    assert turns == sorted(turns, reverse=True) and turns[2] > 1 > turns[3] > 0.2

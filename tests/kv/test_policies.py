@@ -14,9 +14,10 @@ from intervention_kit import bridge_of
 from kv_kit import each_other, run_policy, shallow_of
 from organisms.tiny import tiny_model
 from torch import Tensor
+from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM, make_policy
+from sinkscope.kv import H2O, TOVA, Full, Policy, SnapKV, StreamingLLM, make_policy
 
 PROMPT, STEPS = 26, 8
 FAMILIES = ("llama", "gpt2", "mistral", "gemma2", "qwen3", "gpt_oss", "gpt_neox")
@@ -76,6 +77,29 @@ def test_keeps_what_the_dense_reference_keeps(name: str, family: str) -> None:
     model = model_of(family)
     ids, real = batch(steps=steps)
     assert_same(run(policy, model, ids, real), reference_of(policy, choose, model, ids, real))
+
+
+def test_snapkv_goes_on_choosing_while_tokens_are_generated() -> None:
+    model = model_of("llama")
+    ids, real = batch(pad=3)
+    policy = SnapKV(budget=14, window=8, kernel=3, every=4)
+    assert_same(run(policy, model, ids, real), reference_of(policy, dense.snapkv(8, 3), model, ids, real))
+
+
+@pytest.mark.parametrize("policy", [H2O(budget=8, mode="select"), StreamingLLM(budget=8, mode="select")], ids=str)
+def test_what_is_hidden_is_still_held(policy: Policy) -> None:
+    """The usage under `mode="select"` is that of the full cache, and eight tokens and the new one are read."""
+    model = model_of("llama")
+    ids, real = batch(steps=4)
+    usages: list[Any] = []
+    for each in (policy, Full()):
+        cache = DynamicCache()
+        with each.on(model) as run_:
+            model.generate(ids[:, :PROMPT], attention_mask=real, max_new_tokens=5, past_key_values=cache)
+            usages.append(run_.usage)
+        read = {int(tokens) for layer in cache.layers for tokens in layer.readable.sum(-1).flatten()}
+        assert read == ({9} if each is policy else {PROMPT + 4, PROMPT - 3})
+    assert usages[0] == usages[1] and usages[0][0].peak_tokens == [PROMPT + 4, PROMPT - 7 + 4]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -148,3 +172,24 @@ def test_two_policies_and_too_small_a_fraction() -> None:
     ids, real = batch(steps=1)
     with pytest.raises(SinkscopeError, match=r"budget=0\.2 of a prompt of 19 tokens is 3"):
         run(StreamingLLM(budget=0.2), model, ids, real)
+
+
+def test_a_window_takes_half_of_a_budget_without_room_for_it() -> None:
+    """Padded rows with windows of their own equal single prompts with these windows given."""
+    model = model_of("llama")
+    ids, real = batch(steps=3)
+    mask = torch.cat([real, torch.ones(2, 3, dtype=torch.long)], 1)
+    with SnapKV(budget=0.5).on(model) as run_:
+        model.generate(ids[:, :PROMPT], attention_mask=real, max_new_tokens=3)
+    assert [event.data["window"] for event in run_.events if event.kind == "window"] == [6, 4]
+    kept, logits = run(SnapKV(budget=0.5), model, ids, real)
+    for row, (budget, window) in enumerate(((13, 6), (9, 4))):
+        pad = int((real[row] == 0).sum())
+        part = slice(row, row + 1)
+        alone = SnapKV(budget=budget, window=window)
+        expected, steps = run_policy(alone, model, ids[part, pad:], mask[part, pad:], (PROMPT - pad,))
+        torch.testing.assert_close(logits[part], expected, atol=5e-5, rtol=0)
+        for step, layers in enumerate(steps):
+            for layer, columns in enumerate(layers):
+                assert torch.equal(kept[step][layer][part, :, pad:], columns[..., : PROMPT - pad + step])
+    assert SnapKV(budget=64).window_at(64) == 64 and SnapKV(budget=32, first=4).window_at(32) == 14

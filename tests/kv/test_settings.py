@@ -47,7 +47,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (StreamingLLM, {"budget": "x"}, "StreamingLLM: budget='x': expected a number"),
     (StreamingLLM, {"budget": 3}, "budget=3 is below the 4 first"),
     (Drawn, {"budget": 5, "first": 3, "last": 3}, "below the 3 first and 3 last"),
-    (SnapKV, {"budget": 60}, "budget=60 is below the 0 first and 64 last tokens"),
+    (SnapKV, {"budget": 60, "window": 64}, "budget=60 is below the 0 first and 64 last tokens"),
     # other settings of policies
     (TOVA, {"first": None}, "TOVA: first=None: expected a whole number"),
     (H2O, {"every": 0}, "every=0"),

@@ -18,7 +18,7 @@ from sinkscope.lines import lone as lone_module
 from sinkscope.lines import sparse
 from sinkscope.lines.choice import HeadLines, select_lines
 from sinkscope.lines.lone import LoneLoops, lone_loops
-from sinkscope.lines.sparse import sparse_attention
+from sinkscope.lines.sparse import CPU_LIMIT, plan_of, sparse_attention
 
 LONE = lone_loops(16, 12, torch.device("cpu"))
 SLOW = lone_loops(16, 12, torch.device("meta"))
@@ -240,3 +240,13 @@ def test_lines_without_the_main_diagonal_are_refused() -> None:
     lines.slash[1, 0] = False
     with pytest.raises(SinkscopeError, match="main diagonal"):
         sparse_attention(*inputs(2, 1, 10, 20), lines)
+
+
+def test_scattered_offsets_are_sparse_where_lone_lines_are_compiled() -> None:
+    """A twentieth of all offsets, none beside another: half again their cells, or most of the matrix in bands."""
+    slash = torch.zeros(1, 1024, dtype=torch.bool)
+    slash[:, ::20] = True
+    lines = HeadLines(torch.zeros_like(slash), slash, 1024)
+    cells = int(lines.lengths().sum())
+    compiled, plain = (plan_of(lines, 0, cost).cost / cells for cost in (1.5, 24.0))
+    assert compiled == pytest.approx(1.5 * float(lines.density()[0]), rel=0.02) and compiled < CPU_LIMIT < plain

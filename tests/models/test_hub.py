@@ -197,6 +197,32 @@ def test_transfer_that_stays_broken(saved: dict[str, Path], tmp_path: Path, no_w
         opened()
 
 
+@pytest.mark.parametrize("way", ["cut", "slow"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json", "shard"])
+def test_an_answer_that_is_cut_or_slow(
+    saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_waiting: None, name: str, way: str
+) -> None:
+    """One line; nothing of it stays in the cache, and the next attempt goes on."""
+    from huggingface_hub import constants
+
+    for timeout in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
+        monkeypatch.setattr(constants, timeout, 0.1)
+    if name == "shard":
+        name = next(file.name for file in saved["main"].glob("model-*.safetensors"))
+    with hub(tmp_path) as server:
+        server.add("org/name", saved["main"])
+        if way == "cut":
+            server.breaks[name] = [100, 0]
+        else:
+            server.pauses[name] = 1.0
+        with pytest.raises(SinkscopeError, match=f"{name}.* of org/name.*; run it again") as caught:
+            load("org/name", backend="hf")
+        assert "\n" not in str(caught.value)
+        server.breaks.clear()
+        server.pauses.clear()
+        load("org/name", backend="hf")
+
+
 def test_streaming_downloads_only_needed_shards(saved: dict[str, Path], tmp_path: Path) -> None:
     with hub(tmp_path) as server:
         server.add("org/name", saved["main"])

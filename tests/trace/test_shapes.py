@@ -70,7 +70,7 @@ def test_minference_follows_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama", num_hidden_layers=1, num_key_value_heads=4)
     ids, mask = prompts([300], 3)
     found: list[tuple[Tensor, Tensor]] = []
-    shape = MInference(vertical=32, slash=104, last=16)
+    shape = MInference(vertical=32, slash=104, last=16, dense_above=9.0)
 
     def note(query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Any:
         found.append((query, key))
@@ -80,7 +80,7 @@ def test_minference_follows_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     with shape.on(model) as run:
         ours = decode(model, ids, mask, 300)
     lines = minference_lines(*found[0], 32, 104, last=16)
-    assert len(found) == 1 and run.events[0].data["cells"] < 0.8
+    assert len(found) == 1 and run.events[0].data["attended"] < 0.8
     sees = torch.ones(303, 303).tril().bool().expand(1, 4, -1, -1).clone()
     sees[0, :, :300, :300] = lines.rows(torch.arange(300))
     close(ours, dense(model, ids, mask, [sees])[:, 299:])

@@ -27,7 +27,8 @@ from sinkscope.files.result import Result
 
 # Plotly renders a few tags; any other tag comes from a file and is shown as text.
 _TAG = re.compile(r"<(?!/?(?:b|i|u|s|br|em|strong|sub|sup|extra)\s*/?>)", re.IGNORECASE)
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_ESCAPED = re.compile(r"(?<!\\)((?:\\\\)*)\\u(061c|200[ef]|202[a-e]|206[6-9]|00[01][0-9a-f]|007f|00[89][0-9a-f])")
+"""Characters in JSON that `visible` writes out."""
 _PNG_HEAD = 33
 """Bytes of a PNG before its second chunk."""
 
@@ -109,8 +110,7 @@ def section(kind: str, file: str, lists: Mapping[str, Mapping[str, Any]], shown:
         parts.append(f"<details><summary>{name}</summary><dl>")
         parts += [f"<dt>{escape(str(key))}</dt><dd>{escape(_value(value))}</dd>" for key, value in values.items()]
         parts.append("</dl></details>")
-    # HTML does not allow control characters, so they are shown as escapes.
-    html = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", "\n".join(parts))
+    html = visible("\n".join(parts))  # HTML does not allow control characters
     return Section(kind, str(lists.get("model", {}).get("name", "")), file, html)
 
 
@@ -205,7 +205,7 @@ def text(words: str) -> str:
 
 def plot(figure: Any, file: str = "") -> str:
     """A plotly figure as a part of a page; `file` tells it from the same figure of another file."""
-    drawing = _TAG.sub("&lt;", figure.to_json())
+    drawing = _ESCAPED.sub(r"\1\\\\u\2", visible(_TAG.sub("&lt;", figure.to_json())))
     name = f"plot-{hashlib.sha256((file + drawing).encode(errors='replace')).hexdigest()[:12]}"
     safe = import_module("plotly.io").from_json(drawing, skip_invalid=True)
     html = safe.to_html(full_html=False, include_plotlyjs=False, div_id=name, config={"displaylogo": False})

@@ -21,6 +21,7 @@ from sinkscope.bench.prompt import Prompt, Turn, read_prompts, single
 from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Task
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import path_of
 from sinkscope.files.rate import mean_known
 from sinkscope.files.records import Natural
 from sinkscope.loops.monitor import Monitor, MonitorSettings
@@ -92,7 +93,7 @@ class Loops(Task):
         if self.source == TEXT:
             return self._text(target)
         if self.source not in SETS:
-            if not Path(self.source).is_file():
+            if not path_of(self.source).is_file():
                 raise SinkscopeError(
                     f"source={self.source!r}: expected {', '.join(SETS)}, {TEXT}, or a file of prompts"
                 )

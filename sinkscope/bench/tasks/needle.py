@@ -134,6 +134,8 @@ class Needle(Task):
         for kind in self.kinds:
             if kind not in supported:
                 raise SinkscopeError(f"kinds={kind}: the wording {wording} has {', '.join(supported)}")
+        for length in self.lengths:  # before texts of this length are made
+            target.check_length("a prompt of needle", length, remedy="give other lengths")
         prompts: list[Prompt] = []
         for kind in self.kinds or supported:
             alike: list[Prompt] = []

@@ -11,7 +11,7 @@ generated itself: the text's own, or the greedy answer of full attention for pro
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar
@@ -117,10 +117,27 @@ class TextFidelity(Task):
                     "kl": compared[number].logits.row_kl(row, len(tokens)),
                     "agree": compared[number].logits.row_agreement(row, len(tokens)),
                 }
-                metrics: Metrics = {name: fmean(values) for name, values in steps.items()}
-                metrics["first"] = steps["kl"][0]
+                metrics = metrics_of(steps, answer)
                 records.append(batch.record(method, prompt, 0, answer, metrics, steps))
         return records
+
+
+def metrics_of(steps: Mapping[str, Sequence[float]], answer: Answer) -> Metrics:
+    """Means over the steps from the first on that left something out; over all, if none did.
+
+    The first token comes from the prompt, and some policies then read everything for a while. Those steps lose nothing,
+    unless the prompt itself was read along lines.
+    """
+    full_steps = 0
+    while full_steps < len(answer.read) and answer.read[full_steps] >= answer.prompt_tokens + full_steps + 1:
+        full_steps += 1
+    begin = full_steps + 1
+    if full_steps == len(answer.read) or answer.cells is not None:
+        begin = 0
+    metrics: Metrics = {"first": steps["kl"][0]}
+    for name, values in steps.items():
+        metrics[name] = fmean(values[begin:])
+    return metrics
 
 
 def _given_answers(model: BenchModel, batch: Batch) -> list[list[int]]:

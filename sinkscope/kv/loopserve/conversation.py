@@ -24,6 +24,7 @@ from sinkscope.kv.cache import CacheLayer, refuse_states
 from sinkscope.kv.loopguard.steer import generate_in_pieces
 from sinkscope.kv.session import Moment, Session
 from sinkscope.lines.choice import HeadLines
+from sinkscope.models.config import float32_by_default
 from sinkscope.models.inputs import read_row
 from sinkscope.models.target import Target
 from sinkscope.models.text.chat import chat_text
@@ -235,6 +236,7 @@ class Conversation:
             ids += [*turn.prompt, *turn.ids]
         return ids
 
+    @float32_by_default()
     def ask(self, prompt: str | Sequence[int], *, max_new_tokens: int = 64, **generation: Any) -> Turn:
         """Take one turn, greedily by default; only special tokens of the checkpoint's generation settings are used.
 

@@ -17,7 +17,7 @@ from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.loopserve.progressive import Progressive, steps_summary
 from sinkscope.kv.loopserve.sparse_prompts import SparsePrompts, prompts_summary
 from sinkscope.kv.session import Session
-from sinkscope.lines.choice import HeadLines, Variant, check_selection, draw_of, held_out, select_lines
+from sinkscope.lines.choice import HeadLines, Variant, check_selection, choice_cost, draw_of, held_out, select_lines
 from sinkscope.lines.sparse import dense_limit
 
 
@@ -42,9 +42,11 @@ class LoopServe(Intervention):
     `LoopServe.paper()` uses the paper's settings.
 
     Every prompt logs an event of kind "prefill" per row and layer. Its `data` has "keys", "queries" and either "dense"
-    (the reason why the model's own attention read it) or "cells" and "computed" (shares of the causal cells, mean over
-    heads), "attended" (like "cells", but counting dense heads as 1), "dense_heads" (number of heads for which computing
-    everything is faster) and "kernel" (what computed the others). It also has what was lost: "recovered", the share of
+    (the reason why the model's own attention read it) or shares of the causal cells, mean over heads: "attended" (what
+    outputs are computed from, 1 for dense heads; "attended_by_head"), "cells" (the same, and the rows from which lines
+    were chosen) and "computed" (in time: cells computed, or what takes as long); "dense_heads" (number of heads for
+    which computing everything is faster) and "kernel" (what computed the others). It also has what was lost:
+    "recovered", the share of
     the attention weight that each head's lines hold for 16 queries that were not sampled (1 for dense heads), and
     "last_error", the error of the layer's attention output at the last query, as a share of its norm (0 with
     `dense_rows`). If the mean of "recovered" over a run is below alpha, a warning says so at the end.
@@ -65,7 +67,9 @@ class LoopServe(Intervention):
         prefill: Read prompts sparsely. With `decode=False` this is the paper's "-P".
         decode: Select tokens progressively while decoding. With `prefill=False` this is the paper's "-D".
         variant: Variant of the choice of lines, "exact" or "faithful" (`select_lines`).
-        shortest: Prompts that attend to fewer keys are read by the model's own attention, which is faster there.
+        shortest: Prompts that attend to fewer keys are read by the model's own attention, which is faster there. So are
+            prompts with so few new tokens that choosing lines takes longer than lines can save (`choice_cost`), and
+            heads that need too many cells to make up for the choice. With 0, lines are chosen whatever that costs.
         dense_above: Share of computed cells above which a head is computed densely. None means 0.65, less for heads
             narrower than 48, and 0.5 on CUDA. Other devices then read densely, because a loop over blocks does not pay
             there.
@@ -139,6 +143,7 @@ class LoopServe(Intervention):
         """Replace attention of prompts, and own the cache."""
         session = Session.of(run)
         if self.prefill and self.alpha < 1:
+            checked = self.checked if self.variant == "exact" else 0
             prompts = SparsePrompts(
                 name="LoopServe",
                 choose=self._choose_lines,
@@ -146,6 +151,8 @@ class LoopServe(Intervention):
                 shortest=self.shortest,
                 dense_rows=self.dense_rows,
                 held_out=self._held_out,
+                pays=self._pays,
+                choice_rows=self.sample + checked,
             )
             prompts.enter(session)
             run.stack.callback(self._warn, run)
@@ -160,9 +167,6 @@ class LoopServe(Intervention):
         layer: int,
     ) -> HeadLines:
         queries, keys = query.shape[1], key.shape[1]
-        limit = self.dense_above
-        if limit is None:
-            limit = dense_limit(query.shape[-1], "auto", query.device)
         return select_lines(
             query,
             key,
@@ -176,8 +180,21 @@ class LoopServe(Intervention):
             sharp=self.sharp,
             checked=self.checked,
             scaling=scaling,
-            dense_above=limit,
+            dense_above=max(0.0, self._worth(query, keys)),
         )
+
+    def _worth(self, query: Float[Tensor, "head query d_head"], keys: int) -> float:
+        """Share of dense attention above which computing lines costs more than it saves, the choice included."""
+        limit = self.dense_above
+        if limit is None:
+            limit = dense_limit(query.shape[-1], "auto", query.device)
+        if not self.shortest:
+            return limit
+        return limit - choice_cost(query.shape[1], keys, self.sample, self.checked)
+
+    def _pays(self, query: Float[Tensor, "head query d_head"], keys: int) -> bool:
+        """Whether lines can save more than the choice costs."""
+        return not self.shortest or self._worth(query, keys) > 0
 
     def _held_out(self, queries: int, keys: int, layer: int) -> Int[Tensor, " row"]:
         """Queries that did not choose the lines."""

@@ -92,6 +92,7 @@ class PromptRead:
         outputs: Outputs of successive queries, `[head query d_value]`; none if every head is dense.
         recovered: Share of the attention of held-out queries that each head's lines hold; None if not measured.
         last_error: Error of the output of the last query, as a share of its norm.
+        choice: Cells computed to choose lines and to measure what they hold, as a share of the causal cells.
     """
 
     lines: HeadLines
@@ -99,6 +100,7 @@ class PromptRead:
     outputs: tuple[Float[Tensor, "head query d_value"], ...] = ()
     recovered: Float[Tensor, " head"] | None = None
     last_error: Tensor | float = 0.0
+    choice: float = 0.0
 
     def event_data(self) -> dict[str, Any]:
         """What the event of kind "prefill" says."""
@@ -106,10 +108,14 @@ class PromptRead:
         attended: list[float] = []
         for cells, dense in zip(sparsity.cells, sparsity.dense, strict=True):
             attended.append(1.0 if dense else cells)
-        shares = torch.tensor([sparsity.cells, sparsity.computed, attended]).mean(1).tolist()
-        data: dict[str, Any] = dict(zip(("cells", "computed", "attended"), shares, strict=True))
-        data["dense_heads"] = sum(sparsity.dense)
-        data["kernel"] = sparsity.kernel
+        data: dict[str, Any] = {
+            "cells": fmean(attended) + self.choice,
+            "computed": fmean(sparsity.computed) + self.choice,
+            "attended": fmean(attended),
+            "attended_by_head": attended,
+            "dense_heads": sum(sparsity.dense),
+            "kernel": sparsity.kernel,
+        }
         if self.recovered is not None:
             data["recovered"] = self.recovered.tolist()
             data["last_error"] = float(self.last_error)
@@ -130,6 +136,8 @@ class SparsePrompts:
         dense_rows: Number of queries at the end that attend to everything.
         held_out: Function of the numbers of queries and keys and the layer; it returns the indices of queries on which
             to measure how much attention the lines hold. None skips the measurement.
+        pays: Function of the queries of a row and its number of keys: whether lines can save time there. None: always.
+        choice_rows: Number of queries whose attention to all keys is computed in order to choose lines.
     """
 
     name: str
@@ -138,6 +146,8 @@ class SparsePrompts:
     shortest: int = 0
     dense_rows: int = 0
     held_out: Callable[[int, int, int], Tensor] | None = None
+    pays: Callable[[Tensor, int], bool] | None = None
+    choice_rows: int = 0
 
     def enter(self, session: Session) -> None:
         """Replace the attention of prompts.
@@ -192,19 +202,35 @@ class SparsePrompts:
     def read(self, row: PromptRow) -> PromptRead:
         """Read a row as it would be read alone, also if it shares a batch with longer prompts."""
         queries, keys = row.query.shape[1], row.key.shape[1]
-        if keys < self.shortest or queries <= self.dense_rows:
+        too_few = queries <= self.dense_rows or not self._may_pay(row.query, keys)
+        if keys < self.shortest or too_few:
             lines = row.all_lines(queries)
             sparsity = dense_in_all(row.query, row.value, lines, 0.0, "auto")
             assert sparsity is not None
             return self._dense_read(row, lines, sparsity)
         if self.dense_rows:
-            return self._read_with_dense_end(row)
-        read = self._read_along_lines(row)
+            read = self._read_with_dense_end(row)
+        else:
+            read = self._read_along_lines(row)
+        read = replace(read, choice=self._choice_share(row, read))
+        if self.dense_rows:
+            return read
         if not read.outputs or read.recovered is None:
             return read
         expected = row.last_output()
         error = torch.linalg.vector_norm(read.outputs[0][:, -1] - expected) / torch.linalg.vector_norm(expected)
         return replace(read, last_error=error)
+
+    def _may_pay(self, query: Float[Tensor, "head query d_head"], keys: int) -> bool:
+        return self.pays is None or self.pays(query[:, self.dense_rows :], keys)
+
+    def _choice_share(self, row: PromptRow, read: PromptRead) -> float:
+        """Cells computed besides attention: each query that was sampled, checked or held out meets all keys."""
+        queries, keys = row.query.shape[1], row.key.shape[1]
+        rows = min(self.choice_rows, queries)
+        if self.held_out is not None and not all(read.sparsity.dense):
+            rows += len(self.held_out(queries - self.dense_rows, keys - self.dense_rows, row.layer))
+        return rows * keys / int(row.all_lines(queries).lengths().sum())
 
     def _read_with_dense_end(self, row: PromptRow) -> PromptRead:
         """The last queries attend to everything, the others along lines."""
@@ -252,6 +278,8 @@ class SparsePrompts:
         cached = (view.pos[:, 0] >= 0).sum(-1)
         if bool((cached < self.shortest).all()):
             return f"fewer than {self.shortest} keys"
+        if not self._may_pay(prompt.query[0], keys):
+            return f"{prompt.queries} new tokens are too few to pay for a choice of lines"
         if device != "cpu" and self.dense_above is None:
             why_no_kernel = missing("auto", prompt.query[0], prompt.value[0])
             if why_no_kernel is not None:
@@ -299,7 +327,7 @@ def _stock_is_fast(prompt: Attention, view: View, session: Session) -> bool:
 
 def prompts_summary(name: str, run: Run) -> str:
     """One sentence on how much of the prompts' attention was computed; "" if there was no prompt."""
-    shares = [event.data.get("attended", 1.0) for event in run.events if event.kind == "prefill"]
+    shares = [event.data.get("cells", 1.0) for event in run.events if event.kind == "prefill"]
     if not shares:
         return ""
-    return f"{name} computed {fmean(shares):.0%} of the attention of prompts."
+    return f"{name} computed {fmean(shares):.0%} of the attention of prompts, the choice of lines included."

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import read_text
+from sinkscope.files.records import check_values
 
 ONE_TOKEN = 0.9  # a text of which more is one token (mostly the unknown one) is refused
 ENOUGH = 8  # tokens that this can be said of
@@ -43,6 +44,7 @@ def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
     Raises:
         SinkscopeError: `bos=True`, but there is no BOS token.
     """
+    check_values(bool | None, bos=bos)
     if bos is False:
         return None
     bos_id = getattr(tokenizer, "bos_token_id", None)
@@ -60,6 +62,8 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
         SinkscopeError: The text is too short for one piece, or this tokenizer turns it into one repeated token.
     """
     body = length - (bos is not None)
+    if body < 1:
+        raise SinkscopeError(f"pieces of {length} tokens have no room for text: give a model with a longer context")
     # Eight characters a token is more than any tokenizer needs for prose, so a long text is not tokenized whole.
     ids = tokenizer(text[: 8 * rows * body], add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < body:

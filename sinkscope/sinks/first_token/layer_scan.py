@@ -15,7 +15,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
 from sinkscope.measure import Setup
-from sinkscope.models.target import Target, first_tensor, norm_of, on_output
+from sinkscope.models.target import Target, first_tensor, norm_of, norms_of, on_output
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
 
@@ -246,7 +246,7 @@ def scan_layers(
         return rearrange(flat, "(row pos) d_model -> row pos d_model", row=len(ids))
 
     def mlp_done(output: Any) -> None:
-        norms = torch.linalg.vector_norm(by_row(first_tensor(output)), dim=-1, dtype=torch.float32)
+        norms = norms_of(by_row(first_tensor(output)))
         mlp_raw.append(float(norms[:, 0].median()))
 
     def mlp_normalised(output: Any) -> None:
@@ -255,7 +255,7 @@ def scan_layers(
     def layer_done(output: Any) -> None:
         resid = by_row(first_tensor(output))
         added = mlp_added.pop() if mlp_added else torch.zeros_like(resid, dtype=torch.float32)  # it may have no MLP
-        norms = torch.linalg.vector_norm(resid, dim=-1, dtype=torch.float32)
+        norms = norms_of(resid)
         if not bool(norms.isfinite().all()):
             raise SinkscopeError(
                 f"layer {len(layers)} of {target.name} gives infinite or NaN norms in {target.dtype}; "

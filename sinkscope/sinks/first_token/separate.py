@@ -205,6 +205,8 @@ def plane_scores(
     """
     from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
+    if not coordinates.shape[1]:  # all samples are alike
+        return torch.zeros(len(first), 1)
     lda = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto", priors=[0.5, 0.5])
     lda.fit(coordinates[train].numpy(), first[train].numpy())
     scores = torch.from_numpy(lda.decision_function(coordinates.numpy())).float()

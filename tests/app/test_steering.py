@@ -1,0 +1,93 @@
+"""No token, file or model steers a terminal, or turns the letters of a page around."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import spoiled
+
+from sinkscope.app import pages
+from sinkscope.app.cli import main
+from sinkscope.files.plain import visible
+from sinkscope.files.result import Result
+
+STEERING = "\x1b[2J\u202ecod\u2066\x9b\x07"
+PLAIN = r"\x1b[2J\u202ecod\u2066\x9b\x07"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (STEERING, PLAIN),
+        ("a\r\x00b\u2028\u200f\ud800", r"a\r\x00b\u2028\u200f\ud800"),
+        ("tab\t and line\n", "tab\t and line\n"),
+        ("caf\u00e9 \u65e5\u672c\u3000\u00a0 \U0001f469\u200d\U0001f4bb \u0645\u06cc\u200c\u0634\u0648\u062f", None),
+    ],
+)
+def test_what_is_written_out(text: str, shown: str | None) -> None:
+    assert visible(text) == (text if shown is None else shown) == visible(visible(text))
+
+
+def steered(folder: Path) -> Path:
+    """A model whose tokenizer writes steering characters for every word."""
+    model = spoiled(folder)
+    file = model / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary: dict[str, int] = content["model"]["vocab"]
+    content["model"]["vocab"] = {f"{word}{STEERING}" if i > 10 else word: i for word, i in vocabulary.items()}
+    file.write_text(json.dumps(content))
+    return model
+
+
+def test_generated_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = steered(tmp_path / f"m{STEERING}".replace("\x00", ""))
+    Path("p.txt").write_text("a b c")
+    words = ["generate", "--model", str(model), "--prompt-file", "p.txt", "--max-new-tokens", "8"]
+    assert main(words) == 0
+    out, err = capfd.readouterr()
+    assert visible(out) == out and PLAIN in out and visible(err) == err
+    assert main([*words, "--raw"]) == 0
+    assert capfd.readouterr().out.replace(STEERING, PLAIN) == out and STEERING != PLAIN
+
+
+def test_tables_figures_and_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "a\u202eb\x1b.txt"
+    Path(name).write_text(f"loop {STEERING} " * 40)
+    files = ["--json", "x.json", "--html", "x.html", "--csv", "x.csv"]
+    assert main(["loops", name, *files]) == 0
+    assert main(["loops", name, "--csv", "-"]) == 0
+    out, err = capfd.readouterr()
+    assert visible(out) == out and visible(err) == err
+    result = Result.load("x.json")
+    plot = pages.plot(result.figure())
+    for text in (Path("x.html").read_text().partition("</script>")[2], result.to_html(), plot):  # behind plotly.js
+        assert text and not {"\x1b", "\u202e", "\u2066", "\x07"} & set(text)
+    assert "u202e" in plot and not re.search(r"(?<!\\)(\\\\)*\\u(202e|001b|2066)", plot)
+
+
+@pytest.mark.parametrize(
+    ("words", "stream", "code"),
+    [
+        (["loops", "missing"], "2>/dev/full", 2),
+        (["loops", "missing"], "2>&-", 2),
+        (["nonsense"], ">/dev/full 2>/dev/full", 2),
+        (["loops", "loop.txt", "--follow"], ">/dev/full 2>/dev/full", 3),
+        (["loops", "loop.txt", "--follow"], "2>/dev/full", 3),
+        (["loops", "loop.txt", "--follow"], "| true; exit ${PIPESTATUS[0]}", 3),
+        (["loops", "loop.txt"], "| true; exit ${PIPESTATUS[0]}", 0),
+    ],
+)
+def test_exit_codes_where_nobody_listens(tmp_path: Path, words: list[str], stream: str, code: int) -> None:
+    (tmp_path / "loop.txt").write_text("one two three four\n" * 300)
+    line = f"{sys.executable} -m sinkscope {' '.join(words)} {stream}"
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=os.environ, timeout=120, check=False)
+    assert done.returncode == code

@@ -1,0 +1,94 @@
+"""No file of somebody else is emptied, cut short or replaced, and what a kill leaves of ours is carried on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sinkscope.app.cli import main
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.output import read_bytes, read_json, read_text
+from sinkscope.files.store import Folder, Keyed
+
+MINE = b"my notes, and the last line has no end"
+
+
+@dataclass(frozen=True)
+class Entry(Keyed):
+    name: str
+    value: int
+
+
+def run(folder: Path, names: str = "abc") -> list[Entry]:
+    with Folder(folder, {"number": 1}, Entry, also={"prompts.jsonl": "{}\n"}) as kept:
+        for number, name in enumerate(names):
+            kept.append([Entry(name, number)])
+        return list(kept.records.values())
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("name", ["runs.jsonl", "lock", "settings.json", "prompts.jsonl"])
+def test_a_foreign_file_in_the_folder_is_kept(tmp_path: Path, name: str, begun: bool, linked: bool) -> None:
+    folder, mine = tmp_path / "run", tmp_path / "mine"
+    folder.mkdir()
+    if begun:
+        run(folder)
+        (folder / name).unlink()
+    mine.write_bytes(MINE)
+    if linked:
+        (folder / name).symlink_to(mine)
+    else:
+        mine.rename(folder / name)
+    try:
+        run(folder)
+    except SinkscopeError as error:
+        assert name in str(error) or "run holds other files" in str(error)
+    else:
+        assert begun and name == "prompts.jsonl"  # it is only read
+    assert (folder / name).read_bytes() == MINE
+
+
+@pytest.mark.parametrize("name", ["runs.jsonl", "settings.json"])
+def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    run(tmp_path / "run")
+    (tmp_path / "run" / name).unlink()
+    os.mkfifo(tmp_path / "run" / name)
+    with pytest.raises(SinkscopeError, match="named pipe"):
+        run(tmp_path / "run")
+
+
+def test_a_record_may_be_cut_anywhere(tmp_path: Path) -> None:
+    want = run(tmp_path / "run")
+    file = tmp_path / "run" / "runs.jsonl"
+    whole = file.read_bytes()
+    for length in range(0, len(whole), 3):
+        file.write_bytes(whole[:length])
+        assert run(tmp_path / "run") == want and file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("read", [read_bytes, read_text, read_json])
+@pytest.mark.parametrize("name", ["pipe", "/proc/self/mem", ".", "a\0b", "~nobody-here/x", "n" * 300, "none"])
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, read: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with pytest.raises(SinkscopeError, match=r"cannot read .*; take another") as caught:
+        read(name, "take another")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_output_is_never_an_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("words.txt").write_bytes(MINE)
+    Path("link").symlink_to("words.txt")
+    for name in ("words.txt", "./words.txt", "link"):
+        assert main(["loops", "words.txt", "--json", name, "--force"]) == 2
+        assert "is given for FILE|- and --json" in capsys.readouterr().err
+    assert Path("words.txt").read_bytes() == MINE
+    assert main(["loops", "words.txt", "--json", "new"]) == 0

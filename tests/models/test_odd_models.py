@@ -1,0 +1,145 @@
+"""Odd but plausible models and arguments: measured, or refused in one line that says what was expected."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import spoiled
+from organisms import Organism, organism
+from safetensors.torch import load_file, save_file
+
+import sinkscope as ss
+from sinkscope.app.cli import main
+from sinkscope.bench.run import bench
+from sinkscope.errors import SinkscopeError
+from sinkscope.trace.internals import attention_name
+
+SHORT = ("--max-repeats", "32")
+COMMANDS = {
+    "find-sinks": SHORT,
+    "circuit": SHORT,
+    "heads": ("--count", "4"),
+    "separate": ("--count", "32", "--texts", "8"),
+    "repeat": SHORT,
+    "attack": ("--sequences", "4"),
+    "barcode": ("--max-new-tokens", "8", "--no-control"),
+    "lines": ("--count", "2", "--length", "64"),
+}
+QUICK = ("find-sinks", "separate", "repeat")
+
+
+@cache
+def planted() -> Organism:
+    return organism("llama", 3)
+
+
+def of_one_number(folder: Path, number: float) -> Path:
+    """A model all of whose weights are one number."""
+    planted().save(folder)
+    tensors = {
+        name: torch.full_like(tensor, number) for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def of_context(folder: Path, context: int) -> Path:
+    planted().save(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}))
+    return folder
+
+
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "zero": lambda at: of_one_number(at, 0.0),
+    "constant": lambda at: of_one_number(at, 0.01),
+    "context 1": lambda at: of_context(at, 1),
+    "context 2": lambda at: of_context(at, 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "command"),
+    [
+        pytest.param(model, command, marks=[] if command in QUICK else pytest.mark.slow)
+        for model in MODELS
+        for command in COMMANDS
+    ],
+)
+def test_models_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, command: str) -> None:
+    code = main([command, "--model", str(MODELS[model](tmp_path / "m")), *COMMANDS[command]])
+    out, err = capsys.readouterr()
+    assert "nobody foresaw" not in err
+    if code == 0:
+        assert "Conclusion: " in out
+    else:
+        assert code == 2 and [line[:7] for line in err.splitlines() if not line.startswith("note: ")] == ["error: "]
+
+
+@pytest.mark.parametrize("ends", ["x", [1.5], {"a": 1}, 10**30, [None], [], -1, 10**9, [1, 2]])
+def test_odd_ids_of_the_end(tmp_path: Path, ends: Any) -> None:
+    folder = spoiled(tmp_path / "m")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    if (isinstance(ends, int) and ends < 10**20) or ends in ([], [1, 2]):
+        assert ss.generate(ss.load(folder, backend="hf"), "poem book", max_new_tokens=2)
+        return
+    with pytest.raises(
+        SinkscopeError, match=r"eos_token_id of the generation_config of m.* expected|could not be loaded"
+    ):
+        ss.generate(ss.load(folder, backend="hf"), "poem book", max_new_tokens=2)
+
+
+def test_attention_that_a_checkpoint_names_is_not_followed(tmp_path: Path) -> None:
+    names = dict.fromkeys(
+        ("attn_implementation", "_attn_implementation", "experts_implementation"), "kernels-community/x"
+    )
+    model: Any = ss.load(spoiled(tmp_path / "m", **names), backend="hf")
+    assert attention_name(model.config) == "sdpa" and model.config._experts_implementation != "kernels-community/x"
+
+
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        (lambda model, tok: ss.find_sinks(model.model, tokenizer=tok), "LlamaModel has no head"),
+        (lambda model, tok: ss.SinkPatch(layer=1, neurons=[2]).on(model.model), "AutoModelForCausalLM"),
+        (lambda model, tok: ss.find_sinks(model, tokenizer=3), "tokenizer=3: expected a tokenizer"),
+        (lambda model, tok: ss.generate(model, "poem", tokenizer="gpt2"), "tokenizer='gpt2': expected a tokenizer"),
+        (lambda model, tok: ss.generate(model, "a \ud800", tokenizer=tok), "prompt 1 holds half of a surrogate pair"),
+        (lambda model, tok: ss.trace(model, ["a \udcff"], ["hook_embed"]), "half of a surrogate pair, character 3"),
+        (lambda model, tok: ss.Conversation(model, tokenizer=tok).ask("\ud800"), "half of a surrogate pair"),
+        (lambda model, tok: ss.repeat(model, tokenizer=tok, tokens=["\ud800"]), "half of a surrogate pair"),
+        (lambda model, tok: ss.Ablate(sites="L1.N\u00b2"), "L1.N"),
+        (lambda model, tok: ss.Ablate(sites="L1.N" + "9" * 5000), "L1.N"),
+        (lambda model, tok: ss.load("x" * 5000), r"xx \.\.\. .*too long"),
+    ],
+)
+def test_arguments_from_python(use: Callable[[Any, Any], Any], says: str) -> None:
+    model: Any = planted().model
+    model.tokenizer = planted().tokenizer
+    with pytest.raises(SinkscopeError, match=says) as caught:
+        use(model, planted().tokenizer)
+    assert len(str(caught.value)) < 700 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("shards", [["a"], {"a": 1}, {"a": ["b"]}, {"a": None}, {}, None])
+def test_an_index_of_shards_that_is_none(tmp_path: Path, shards: Any) -> None:
+    folder = spoiled(tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    for use in (ss.load, ss.find_sinks):
+        with pytest.raises(SinkscopeError, match=r"index\.json has no weight_map"):
+            use(folder)
+
+
+@pytest.mark.parametrize(
+    "task", ["needle:lengths=100000000", "needle:samples=1000000000", "text:prompt=1000000000", "text:count=99999999"]
+)
+def test_nothing_of_any_length_is_built(task: str) -> None:
+    with pytest.raises(SinkscopeError, match=r"the context of|expected at most"):
+        bench(task=task, methods=["full"])
