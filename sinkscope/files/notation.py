@@ -8,10 +8,11 @@ from typing import Any
 
 from sinkscope.errors import SinkscopeError
 
+_NUMBER = r"(\d{1,9})"
 _NEURON = re.compile(
-    r"L?(\d{1,9})(?:[.:]?E(\d{1,9})|[.:](\d{1,9})(?=[.:]))?(?:[.:]?N|[.:])(\d{1,9})", re.IGNORECASE | re.ASCII
+    rf"L?{_NUMBER}(?:[.:]?E{_NUMBER}|[.:]{_NUMBER}(?=[.:]))?(?:[.:]?N|[.:]){_NUMBER}", re.IGNORECASE | re.ASCII
 )
-_HEAD = re.compile(r"L?(\d{1,9})(?:[.:]?H|[.:])(\d{1,9})", re.IGNORECASE | re.ASCII)
+_HEAD = re.compile(rf"L?{_NUMBER}(?:[.:]?H|[.:]){_NUMBER}", re.IGNORECASE | re.ASCII)
 
 
 def neuron_name(layer: int, *place: int | None) -> str:
