@@ -656,11 +656,9 @@ class Session:
 
     def _needs_attention(self, call: Call, own_masks: bool) -> bool:
         """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
-        if self._watchers or self.target.kind == "bridge":
+        if self._watchers or self.target.kind == "bridge" or self._keeps_decoding_queries:
             return True
         if call.index.shape[1] > 1 or self.now.prompting:
-            return own_masks or self._prefill is not None or self._queries_kept > 0
-        if self._keeps_decoding_queries:
             return True
         if not own_masks:
             return False
