@@ -382,7 +382,7 @@ def open_bytes(file: str) -> Any:
         return open(file, "rb")
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise SinkscopeError(f"cannot read {file}: {reason}; give another path") from None
+        raise SinkscopeError(f"cannot read {file!r}: {reason}; give another path") from None
 
 
 class OutputIds(NamedTuple):

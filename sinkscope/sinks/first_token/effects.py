@@ -22,6 +22,7 @@ from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target, first_tensor, norm_of, on_hidden, on_input, on_output
 from sinkscope.sinks.first_token.result import Sites
 from sinkscope.trace.attention import attention_rows
+from sinkscope.trace.run import resolve
 
 ComponentKind = Literal[
     "token embedding",
@@ -30,11 +31,6 @@ ComponentKind = Literal[
     "head",
     "mlp",
     "key bias",
-    # These are separate only in sums (see `attribution`) and cannot be swapped.
-    "attention bias",
-    "sink neurons",
-    "norm bias",
-    "input bias",
 ]
 BATCH_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch
 Hook = tuple[Any, str, Any]  # module, "pre" or "post", and the function, as `Target.hooks` takes them
@@ -167,8 +163,23 @@ def writers(target: Target, count: int) -> list[Component]:
 
 
 def has_key_bias(target: Target, layer: int) -> bool:
-    """Whether the keys of a layer have a separate bias that can be removed (not one of a fused projection)."""
-    return target.adapter.k is not None and _bias(target.sub(layer, target.adapter.k)) is not None
+    """Whether the keys of a layer have a bias that can be removed, their own or a part of a fused projection's bias."""
+    return _key_columns(target, layer) is not None
+
+
+def _key_columns(target: Target, layer: int) -> Int[Tensor, " column"] | None:
+    """Where a projection with a bias writes the keys; None if there is no bias, or if it cannot be taken apart."""
+    adapter = target.adapter
+    bias = _bias(target.sub(layer, adapter.k or adapter.fused_qkv or ""))
+    if bias is None:
+        return None
+    columns = torch.arange(len(bias), dtype=torch.float32)
+    if adapter.k is not None:
+        return columns.long()
+    if target.kind == "bridge" or not adapter.attention_interface:  # fused projections are split, or keys hidden
+        return None
+    (site,) = resolve(target, [f"blocks.{layer}.attn.hook_k"])
+    return site.cut(columns).flatten().long()
 
 
 def _bias(module: Any) -> Tensor | None:
@@ -293,6 +304,7 @@ class _EditedRows:
         target = self.target
         adapter = self.target.adapter
         layer = component.layer or 0
+        keys_from = target.sub(layer, adapter.k or adapter.fused_qkv or "")
 
         def replaced(output: Tensor) -> Tensor:
             """What a component writes, with the source's value at the position."""
@@ -308,10 +320,12 @@ class _EditedRows:
 
         def unbiased(keys: Tensor) -> Tensor:
             without = keys.clone()
-            bias = _bias(target.sub(layer, adapter.k or ""))
-            assert bias is not None
+            bias, columns = _bias(keys_from), _key_columns(target, layer)
+            assert bias is not None and columns is not None
+            of_keys = torch.zeros_like(bias)
+            of_keys[columns] = bias[columns]
             for rows in swapped_rows:
-                without[rows] -= bias
+                without[rows] -= of_keys
             return without
 
         match component.kind:
@@ -320,7 +334,7 @@ class _EditedRows:
             case "head":
                 return [(target.sub(layer, adapter.o), "pre", on_input(head_replaced))]
             case "key bias":
-                return [(target.sub(layer, adapter.k or ""), "post", on_output(unbiased))]
+                return [(keys_from, "post", on_output(unbiased))]
             case "attention":
                 return [(target.sub(layer, adapter.attn), "post", on_hidden(replaced))]
             case "mlp":
