@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from shutil import get_terminal_size
 from typing import Annotated
 
 from sinkscope.files.console import emit
 from sinkscope.files.options import Option
 from sinkscope.files.plain import plain
-from sinkscope.files.tables import Grid
+from sinkscope.files.tables import SCREEN, Grid, shortened
 from sinkscope.models.names import models
 
 
@@ -17,6 +18,7 @@ def print_models(
     check: Annotated[str | None, Option("--check", metavar="MODEL")] = None,
     json_file: Annotated[str | None, Option("--json", metavar="FILE|-", writes=True)] = None,
     wide: bool = False,
+    every: Annotated[bool, Option(name="--all")] = False,
 ) -> None:
     """List the short names of public models, and the layers in which papers found their sinks; or check one model.
 
@@ -24,6 +26,7 @@ def print_models(
         check: Load this model, and print its adapter, the figures of the probe, and what of it is served.
         json_file: Write the list as JSON; - is standard output.
         wide: Show the published neurons, the residual dimensions and the source as well.
+        every: Show all models, and not only as many as a terminal of 24 lines holds.
 
     Example:
         sinkscope models
@@ -37,17 +40,21 @@ def print_models(
     if json_file == "-":
         return
     with_sink = sum(entry.published is not None for entry in known)
-    print(f"Conclusion: papers report a sink or massive activation for {with_sink} of these {len(known)} models.\n")
     head = ("name", "hub id", "published sink", "source") if wide else ("name", "hub id", "sink layer")
     rows: list[tuple[str, ...]] = []
-    for entry in known:
+    for entry in sorted(known, key=lambda entry: entry.published is None):
         if entry.published is None:
             rows.append((entry.name, entry.hub_id, *("-" for _ in head[2:])))
         elif wide:
             rows.append((entry.name, entry.hub_id, *entry.published.shown()))
         else:
             rows.append((entry.name, entry.hub_id, ", ".join(map(str, entry.published.layers))))
-    print(Grid(head, rows).text())
+    width = get_terminal_size((80, 24)).columns
+    blocks = [Grid(head, rows).text()]
+    if not every:
+        blocks = shortened([Grid(head, rows)], SCREEN - 3, width)
+    print("\n\n".join(blocks))
+    print(f"\nConclusion: papers report a sink or massive activation for {with_sink} of these {len(known)} models.")
 
 
 def _check(name: str) -> None:

@@ -16,6 +16,8 @@ from sinkscope.files.plain import visible
 
 WIDTH = 80
 """Characters of a line where there is no terminal."""
+SCREEN = 23
+"""Lines of a terminal of 24 lines beside the next prompt."""
 NARROWEST = 40
 """A narrower terminal wraps the lines."""
 BETWEEN_COLUMNS = "  "
@@ -136,6 +138,40 @@ class Grid:
         parts += [_html_row("td", row) for row in self.cells]
         parts.append("</tbody></table>")
         return "".join(parts)
+
+
+def height(blocks: Sequence[str], width: int) -> int:
+    """Number of lines that texts take on a terminal, which breaks the long ones."""
+    lines = 0
+    for block in blocks:
+        for line in block.split("\n"):
+            lines += max(1, -(-len(line) // width))
+    return lines
+
+
+def shortened(grids: Sequence[Grid], room: int, width: int) -> list[str]:
+    """Tables as text with so few rows, the longest table losing them first, that with a line behind each they fit.
+
+    A table keeps a row at least; if that is not enough, the last tables are left out.
+    """
+    cut = list(grids)
+    while cut and height([_cut_text(grid, len(grid.cells), width) for grid in cut], width) + len(cut) > room:
+        longest = max(cut, key=lambda grid: len(grid.cells))
+        place = cut.index(longest)
+        if len(longest.cells) > 1:
+            cut[place] = replace(longest, cells=longest.cells[:-1])
+        elif len(cut) > 1:
+            cut.pop()
+        else:
+            break
+    return [_cut_text(grid, len(whole.cells), width) for grid, whole in zip(cut, grids, strict=False)]
+
+
+def _cut_text(grid: Grid, rows: int, width: int) -> str:
+    """A table as text that says how many rows it had."""
+    if len(grid.cells) < rows:
+        grid = replace(grid, note=f"{len(grid.cells)} of {rows} rows are shown.")
+    return grid.text(width)
 
 
 def _html_row(tag: str, texts: Sequence[str]) -> str:

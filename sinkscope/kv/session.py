@@ -151,6 +151,7 @@ class CurrentCall(threading.local):
         tapped_layers: Layers whose attention went through the tap; on a TransformerBridge some architectures do so.
         bridge_queries: Queries of layers of a TransformerBridge whose scores have not come yet.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
+        samples: Whether the latest `generate` draws its tokens.
         handler: Our listener at the tap.
     """
 
@@ -161,6 +162,7 @@ class CurrentCall(threading.local):
     tapped_layers: set[int]
     bridge_queries: dict[int, Tensor]
     prompting: bool = False
+    samples: bool = False
 
 
 _OWNERS: WeakValueDictionary[int, Session] = WeakValueDictionary()
@@ -654,11 +656,9 @@ class Session:
 
     def _needs_attention(self, call: Call, own_masks: bool) -> bool:
         """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
-        if self._watchers or self.target.kind == "bridge":
+        if self._watchers or self.target.kind == "bridge" or self._keeps_decoding_queries:
             return True
         if call.index.shape[1] > 1 or self.now.prompting:
-            return own_masks or self._prefill is not None or self._queries_kept > 0
-        if self._keeps_decoding_queries:
             return True
         if not own_masks:
             return False
@@ -687,12 +687,13 @@ class Session:
     def _set_prompting(self, reads: bool) -> None:
         self.now.prompting = reads and not self.resuming
 
-    def _check_generate(self, method: str, options: dict[str, Any]) -> None:
-        """Refuse kinds of generation in which nothing could act on generated tokens.
+    def _check_generate(self, method: str, options: dict[str, Any], settings: Any) -> None:
+        """Note how `generate` chooses tokens, and refuse kinds in which nothing could act on generated tokens.
 
         Raises:
             UnsupportedError: Generation is assisted, or runs without a cache.
         """
+        self.now.samples = bool(getattr(settings, "do_sample", False))
         if not self._before_decode and not self.one_by_one:
             return
         if method != "_prefill":

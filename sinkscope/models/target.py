@@ -388,7 +388,8 @@ class Target:
         down = self.mlp_part(layer, "down")
         weight = plain_weight(down)
         if weight is None:
-            return int(down.in_features)
+            features: Any = down.in_features
+            return int(features)
         return int(weight.shape[0 if self.adapter.transposed_down else 1])
 
     def factor(self, layer: int, expert: int | None = None) -> float:

@@ -526,6 +526,9 @@ def _attend(
         if config in handler.configs:
             by_mask = by_mask or handler.by_mask
             idle = idle and handler.idle
+    indices = kwargs.pop("indices", None)  # the keys that an indexer chose (DeepSeek 3.2)
+    if indices is not None:
+        attention_mask = _among_chosen(attention_mask, indices, query.shape[2], key.shape[2])
     if idle:
         return _stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
     call = Attention(module, query, key, value, attention_mask, kwargs, by_mask)

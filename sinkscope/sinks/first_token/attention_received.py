@@ -86,11 +86,11 @@ class AttentionReceived:
         to_first = self.above[..., 0]
         everywhere = torch.ones(len(self.ids), dtype=torch.bool)
         always = _in_most_texts(to_first)
-        least = max(SINK_HEADS, FIRST_SHARE * always.numel())
+        least = max(SINK_HEADS, FIRST_SHARE * always[self.attending].numel())
         if int(always.sum()) >= least:
             return _texts_of(to_first, always, everywhere)
         sometimes = reduce(to_first.float(), "layer head text -> layer head", "mean") >= SOME_TEXTS
-        if int(sometimes.sum()) < max(least, LATER_SHARE * sometimes.numel()):
+        if int(sometimes.sum()) < max(least, LATER_SHARE * sometimes[self.attending].numel()):
             return ~everywhere
         texts = _texts_of(to_first, sometimes, everywhere)
         first_tokens = self.ids[texts, 0].unique()
@@ -108,17 +108,17 @@ class AttentionReceived:
         """The (layer, head) pairs that attend to the first token in most of `texts`; empty if too few for a sink."""
         if not bool(self.texts.any()):
             return []
-        return _heads_of_a_sink(_in_most_texts(self.above[..., self.texts, 0]))
+        return _heads_of_a_sink(_in_most_texts(self.above[..., self.texts, 0]), self.attending)
 
     @cached_property
     def learned_heads(self) -> list[tuple[int, int]]:
         """The (layer, head) pairs whose learned sink logit exceeds the threshold in most texts; empty if too few."""
-        return _heads_of_a_sink(_in_most_texts(self.learned))
+        return _heads_of_a_sink(_in_most_texts(self.learned), self.attending)
 
     @property
     def learned_rate(self) -> float:
         """Share of (layer, head) pairs whose learned sink logit exceeds the threshold, averaged over texts."""
-        return float(self.learned.float().mean())
+        return float(self.learned[self.attending].float().mean())
 
     def window(self, heads: list[tuple[int, int]]) -> int | None:
         """The smallest window of the layers of these heads; None if they see everything."""
@@ -139,7 +139,7 @@ class AttentionReceived:
         tokens: list[AttendedToken] = []
         for token in ids[:, 1:].unique().tolist():
             where = elsewhere & (ids == token)
-            rate = _later_rate(self.above[:, :, where])
+            rate = _later_rate(self.above[self.attending][:, :, where])
             positions = where.any(0).nonzero().flatten()
             if rate is not None and len(positions) > 1:
                 tokens.append(AttendedToken(token, int(positions[0]), rate))
@@ -153,7 +153,7 @@ class AttentionReceived:
         attended: list[AttendedToken] = []
         for position in range(1, ids.shape[1]):
             texts = counted[:, position]
-            rate = _later_rate(self.above[:, :, texts, position])
+            rate = _later_rate(self.above[self.attending][:, :, texts, position])
             if rate is not None and len(ids[texts, position].unique()) >= LATER_CASES:
                 attended.append(AttendedToken(None, position, rate))
         return attended
@@ -184,9 +184,9 @@ def _later_rate(above: Bool[Tensor, "layer head case"]) -> float | None:
     return rate
 
 
-def _heads_of_a_sink(steady: Bool[Tensor, "layer head"]) -> list[tuple[int, int]]:
+def _heads_of_a_sink(steady: Bool[Tensor, "layer head"], attending: Bool[Tensor, " layer"]) -> list[tuple[int, int]]:
     heads = [(layer, head) for layer, head in steady.nonzero().tolist()]
-    if len(heads) < SINK_HEADS or len(heads) < FIRST_SHARE * steady.numel():
+    if len(heads) < SINK_HEADS or len(heads) < FIRST_SHARE * steady[attending].numel():
         return []
     return heads
 

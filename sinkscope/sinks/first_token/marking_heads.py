@@ -24,6 +24,7 @@ from sinkscope.files.console import Progress, silent
 from sinkscope.files.notation import head_name, head_names, neuron_names
 from sinkscope.files.tables import percent
 from sinkscope.measure import Number, Positive, Result, Setup, measurement
+from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
 from sinkscope.models.target import Target, on_input
@@ -263,6 +264,11 @@ class MarkingHeads(Result):
         control = ""
         if chance is not None:
             control = f", and replacing as many other heads takes away at most {percent(chance)} (median over tokens)"
+        if not Evidence(lost, chance).holds:
+            return (
+                f"No head of layer {self.marking_layer} is needed alone: replacing {head_names(heads)} takes away "
+                f"{percent(lost)} of the mark{control}."
+            )
         return (
             f"Heads {head_names(heads)} mark the first token: replacing them takes away {percent(lost)} of it{control}."
         )
