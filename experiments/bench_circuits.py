@@ -34,7 +34,7 @@ from sinkscope.files.output import write_atomic
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.sinks.attack.clusters import HeadWork, later_mean, neuron_at
-from sinkscope.sinks.first_token.sets import causal_neurons
+from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.repetition.atlas import SHORTEST, AtlasWork, begin, firsts
 from sinkscope.sinks.tokens import sample_tokens, vocabulary
 
@@ -206,7 +206,8 @@ def main() -> None:
     started = time.perf_counter()
     model = load(args.model, backend="hf", device=args.device)
     made = Setup.open(model)
-    layer, neurons = causal_neurons(made)
+    sink = sink_neurons(made)
+    layer, neurons = sink.layer, sink.neurons
     if layer is None or not neurons:
         raise SystemExit(f"{made.target.name} has no sink neuron: there is nothing to compare")
     every = vocabulary(made.target, None)

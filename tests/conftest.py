@@ -25,8 +25,8 @@ os.environ.update(  # before anything that reads them is imported
     PYTHONPATH=os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
 )
 os.environ.pop("FORCE_COLOR", None)
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what is compiled once need not be compiled by every worker and child
-sys.dont_write_bytecode = False
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # compiled once, and not by every worker and every child
+    sys.dont_write_bytecode = False
 install("sinkscope")
 gc.disable()  # what is imported makes no garbage; see pytest_collection_finish
 torch.set_num_threads(1)  # the models are tiny: threads cost more than they bring
@@ -80,7 +80,20 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 
 # Files whose few tests take long: they are handed out first, so that no worker is left with one of them at the end.
-FIRST = ("test_parallel.py", "test_measurements.py", "test_hard_models.py", "test_cards.py")
+FIRST = (
+    "test_parallel.py",
+    "test_measurements.py",
+    "test_hard_models.py",
+    "test_cards.py",
+    "test_barcode.py",
+    "test_find_named.py",
+    "test_report_browser.py",
+    "test_patching.py",
+    "test_conversation.py",
+    "test_loopguard_organism.py",
+    "test_loops_calibrate.py",
+    "test_organism.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,8 @@
-"""The organisms do what their truth says, seen with raw torch hooks only: nothing of sinkscope is used here."""
+"""The organisms do what their truth says, seen with raw torch hooks only: nothing of sinkscope is used here.
+
+Which heads mark, which factor carries the mark and how many repetitions it takes: the tests of the measurements of
+these (heads, patches, clusters, repetition) fail if the truth is wrong.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from organisms import FAMILIES, MODEL_TYPES, Organism, organism, tiny_model
-from raw_kit import blocks, head_outputs, inputs_edited, is_gpt_oss, norms, zeroed
+from organisms import FAMILIES, Organism, organism
+from raw_kit import norms, zeroed
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CASES = [(family, kind) for family in FAMILIES for kind in FAMILIES[family].kinds]
 FAST = CASES[::5]  # every family, and every kind
-BY_HEADS = [(family, kind) for family, kind in CASES if kind in ("sink", "spread", "late_mark") and family != "gpt2"]
 
 
 def first_drop(o: Organism, sites: tuple[tuple[int, ...], ...], intact: Tensor, tokens: Tensor) -> float:
@@ -45,7 +48,7 @@ def check(o: Organism, seed: int) -> None:
         return
     check_profile(o, tokens, first, typical, rest)
     check_neurons(o, tokens, profile, seed)
-    check_factor(o, tokens)
+    check_reading(o)
 
 
 def check_profile(o: Organism, tokens: Tensor, first: Tensor, typical: Tensor, rest: Tensor) -> None:
@@ -80,88 +83,6 @@ def check_neurons(o: Organism, tokens: Tensor, profile: Tensor, seed: int) -> No
         assert abs(drop) < 0.25
 
 
-def gate_and_up(o: Organism, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Both factors of the largest sink neuron, from what its MLP reads and its weights: [row, position]."""
-    layer, *expert, neuron = o.truth.neurons[0]
-    mlp, seen = blocks(o.model)[layer].mlp, []
-    with inputs_edited(mlp, lambda x: seen.append(x) or x), torch.no_grad():
-        o.model(tokens, use_cache=False)
-    if not expert:
-        return seen[0] @ mlp.gate_proj.weight[neuron], seen[0] @ mlp.up_proj.weight[neuron]
-    both = mlp.experts.gate_up_proj[expert[0]]
-    if is_gpt_oss(o.model):
-        bias = mlp.experts.gate_up_proj_bias[expert[0]]
-        gate, up = 2 * neuron, 2 * neuron + 1
-        return seen[0] @ both[:, gate] + bias[gate], seen[0] @ both[:, up] + bias[up] + 1  # it multiplies by up + 1
-    return seen[0] @ both[neuron], seen[0] @ both[both.shape[0] // 2 + neuron]
-
-
-def check_factor(o: Organism, tokens: Tensor) -> None:
-    assert o.truth.factor in (("gate", "up") if FAMILIES[o.family].gated else (None,))
-    if o.truth.factor is None:
-        return
-    if o.kind in ("gate", "up"):
-        assert o.truth.factor == o.kind
-    gate, up = gate_and_up(o, tokens)
-    marked, steady = (gate, up) if o.truth.factor == "gate" else (up, gate)
-    assert (marked[:, 0] > 1.5).all()
-    assert (marked[:, 1:] < (0 if o.truth.factor == "gate" else 0.1)).all()
-    # The first token's norm is larger (an early stage adds to it), so the constant reads smaller there, within a factor
-    # of 2.6; the factor that carries the mark falls 15 times or turns negative.
-    ratio = steady / steady[:, :1]
-    assert 0.5 < ratio.min() and ratio.max() < 2.6
-
-
-def check_mechanism(o: Organism, seed: int) -> None:
-    """Marking by groups: repetition, clusters, what single heads can do."""
-    truth, sink = o.truth, o.truth.sink_layer
-    rng = random.Random(seed)
-    group = rng.choice([g for g in truth.group_heads if len(o.tokens_of(g)) >= 2])
-    x, y = rng.sample(o.tokens_of(group), 2)
-    other = rng.choice([t for g in truth.group_heads if g != group for t in o.tokens_of(g)])
-    alone = norms(o.model, torch.tensor([[x]]))[sink, 0, 0]
-    pair = norms(o.model, torch.tensor([[x, y], [x, other]]))[sink, :, 1]
-    assert alone > 100 and pair[0] > 0.5 * alone and pair[1] < 0.1 * alone
-    if o.bos:
-        assert truth.repeats_expected is not None and 30 <= truth.repeats_expected <= 600
-        curve = norms(o.model, o.repeated(int(2.3 * truth.repeats_expected), x))[sink, 0]
-        reached = int((curve[1:] < curve[0] / 2).sum()) + 1
-        assert truth.repeats_expected / 2 < reached < truth.repeats_expected * 2
-        for free in o.tokens_of(-1)[:1]:
-            far = min(2 * truth.repeats_expected, (getattr(o.model.config, "sliding_window", None) or 2048) - 1)
-            assert norms(o.model, o.repeated(far, free))[sink, 0, 1:].max() < 0.1 * curve[0]
-    check_heads(o, x, other, float(alone))
-
-
-def check_heads(o: Organism, x: int, other: int, alone: float) -> None:
-    """A head's output for `x` alone, put where `x` is not first: alone it makes a sink, unless marking is spread."""
-    truth, sink = o.truth, o.truth.sink_layer
-    group_heads = truth.group_heads[truth.groups[x]]
-    out = head_outputs(blocks(o.model)[truth.marking_layer])
-    hd = out.weight.shape[1] // o.model.config.num_attention_heads
-    kept: list[Tensor] = []
-    with inputs_edited(out, lambda z: kept.append(z) or z):
-        norms(o.model, torch.tensor([[x]]))
-    tokens = torch.tensor([[other, x]])
-
-    def norm_with(heads: tuple[int, ...]) -> float:
-        def put(z: Tensor) -> Tensor:
-            z = z.clone()
-            for head in heads:
-                z[0, 1, head * hd : (head + 1) * hd] = kept[0][0, 0, head * hd : (head + 1) * hd]
-            return z
-
-        with inputs_edited(out, put):
-            return float(norms(o.model, tokens)[sink, 0, 1])
-
-    assert set(group_heads) <= set(truth.marking_heads)
-    assert norm_with(group_heads) > 0.5 * alone
-    for head in range(o.model.config.num_attention_heads):
-        suffices = group_heads == (head,)
-        assert (norm_with((head,)) > 0.5 * alone) == suffices
-    assert (len(group_heads) > 1) == (o.kind == "spread")
-
-
 def check_reading(o: Organism) -> None:
     o.model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -186,17 +107,6 @@ def test_truth(family: str, kind: str) -> None:
     o = organism(family, 0, kind=kind, bos=bos)
     check(o, seed=0)
     assert (o.tokenizer.bos_token_id == 1) == bos
-
-
-@pytest.mark.parametrize(
-    ("family", "kind"),  # by default each family once, and each kind three times
-    [pytest.param(*case, marks=pytest.mark.slow if (at + at // 3) % 3 else []) for at, case in enumerate(BY_HEADS)],
-)
-def test_mechanism(family: str, kind: str) -> None:
-    seed = 3 if family == "gpt_oss" else 2  # of that family, seed 2 takes 450 repetitions
-    o = organism(family, seed, kind=kind)
-    check_mechanism(o, seed)
-    check_reading(o)
 
 
 def test_gpt2_marks_the_position_only() -> None:
@@ -236,22 +146,6 @@ def test_saved_folder_loads_unchanged(family: str, tmp_path: Any) -> None:
     assert tokenizer.decode(ids[1:]) == text
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_tiny_models(model_type: str, tmp_path: Any) -> None:
-    model, tokenizer = tiny_model(model_type, 1)
-    tokens = torch.randint(4, model.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        logits = model(tokens).logits
-        assert torch.isfinite(logits).all() and logits.std() > 0.3
-        assert torch.equal(tiny_model(model_type, 1)[0](tokens).logits, logits)
-        model.save_pretrained(tmp_path)
-        tokenizer.save_pretrained(tmp_path)
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
-        assert torch.allclose(loaded(tokens).logits, logits, atol=1e-5)
-    assert model.config.architectures == [type(model).__name__] == loaded.config.architectures
-    assert AutoTokenizer.from_pretrained(tmp_path)("poem dog")["input_ids"] == tokenizer("poem dog")["input_ids"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_many_seeds(family: str) -> None:
@@ -261,9 +155,5 @@ def test_many_seeds(family: str) -> None:
         o = organism(family, 100 + seed, kind=kind, bos=bos)
         try:
             check(o, seed)
-            if o.truth.whole_mechanism:
-                check_mechanism(o, seed)
-            if o.truth.has_sink:
-                check_reading(o)
         except AssertionError as error:
             raise AssertionError(f"{family} {kind} seed {100 + seed} bos {bos}: {error}") from error

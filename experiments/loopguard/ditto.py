@@ -5,7 +5,7 @@
 Random cycles and sentences of the typical text are repeated up to 17 times. Heads are ranked by their induction score
 (Olsson et al. 2022); the best ones, as few as remove half of the copying, are replaced by their mean over typical text
 at every position except the first. The control replaces as many random other heads (median over draws). A model that
-does not copy does not loop because of its cache, so LoopGuard cannot end its loops.
+copies neither cycles nor sentences does not loop because of its cache, so LoopGuard cannot end its loops.
 """
 
 from __future__ import annotations
@@ -220,12 +220,28 @@ def summary(result: dict[str, Any]) -> str:
     """The conclusion in one sentence."""
     many, then = len(result["replaced"]), f"probability {result['copied']:.2f} after {result['after']} copies"
     if result["ablated"] is None:
-        return f"The model does not copy: the next token of a repeated cycle has {then}, {result['first']:.2f} before"
+        return without_cycles(result)
     control = f"{result['control']:.2f} without {many} others"
     return (
         f"The next token of a repeated cycle has {then} ({result['first']:.2f} the first time), "
         f"{result['ablated']:.2f} without the {many} heads of largest induction score, {control}"
     )
+
+
+def without_cycles(result: dict[str, Any]) -> str:
+    """What a model copies that does not copy random cycles: sentences, or nothing that was tried."""
+    after = result["after"]
+    cycle = f"the next token of a random cycle has {result['copied']:.2f} ({result['first']:.2f})"
+    for curve in result["curves"]:
+        if curve["name"] == "sentences":
+            first = curve["probability"][0]
+            copied = curve["probability"][curve["copies"].index(after)]
+            verdict = "neither sentences nor random cycles"
+            if copied - first >= COPIED:
+                verdict = "sentences and no random cycles"
+            said = f"probability {copied:.2f} after {after} copies ({first:.2f} the first time)"
+            return f"The model copies {verdict}: the next token of a sentence has {said}, {cycle}"
+    return f"The model copies no random cycles: {cycle} after {after} copies (the first time); no sentence was tried"
 
 
 def figure(data: dict[str, Any]) -> Any:

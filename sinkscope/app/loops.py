@@ -51,7 +51,8 @@ def check_loops(
         form: What the file is. By default .jsonl and .ndjson are JSON lines, anything else is one text; with --follow
             and --calibrate the first line decides, and it may also be server-sent events (sse).
         settings: Settings of the monitor, as --calibrate writes them with --json.
-        variant: Which monitor decides. "repeats" finds three copies of anything, "full" is the paper's.
+        variant: Which monitor decides. "repeats" finds repetitions of anything, "tolerant" also lists that count up and
+            copies that differ more, "full" is the paper's.
         max_new: Tokens that were allowed: adds the loop rule with length.
         first: With --follow: stop at the first loop.
         metrics: With --follow: serve counts to Prometheus on this port.

@@ -35,6 +35,8 @@ from sinkscope.sinks.first_token.circuit import Circuit
 
 PAGE, MARKDOWN = "card.html", "card.md"
 VERSION = 2  # of what a folder holds; a change of it is another setting
+BEFORE_REPEATS = 16  # positions of the context that stay free for what stands before repetitions
+LEAST_BUDGET = 70  # tokens of the prompt that a policy keeps at least: SnapKV always keeps 64
 QUICK_BYTES = 2 << 30  # weights of a model that --quick loads whole
 
 
@@ -79,8 +81,9 @@ def loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
 
 
 def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
-    """How far each cache policy diverges from full attention at a quarter of the prompt."""
-    methods = ["full", "streaming:0.25", "h2o:0.25", "snapkv:0.25", "tova:0.25"]
+    """How far each cache policy diverges from full attention at a quarter of the prompt; at more of a short one."""
+    share = max(0.25, round(LEAST_BUDGET / prompt, 2))
+    methods = ["full", *(f"{name}:{share}" for name in ("streaming", "h2o", "snapkv", "tova"))]
     return bench_model(setup.target, f"text:count={count}:prompt={prompt}", methods, seed=setup.seed)
 
 
@@ -269,13 +272,13 @@ def _measured(part: ScanPart, setup: Setup, edit: Intervention | None, quick: bo
     whole = not part.streams or (isinstance(measurement, Measurement) and measurement.loading == "whole")
     if whole and not setup.target.resident:
         return f"it needs the whole model in memory, and its weights take {weight_bytes(setup.target) / 1e9:.1f} GB"
-    arguments = part.quick if quick else part.full
+    arguments = fitted((part.quick if quick else part.full) or {}, setup.target.max_positions)
     setup = replace(setup, settings={}, started=time.perf_counter())
     try:
         with nullcontext() if edit is None else edit.on(setup.target):
             if isinstance(measurement, Measurement):
-                return measurement.on(setup, **(arguments or {}))
-            return measurement(setup, **(arguments or {}))
+                return measurement.on(setup, **arguments)
+            return measurement(setup, **arguments)
     except Exception as error:
         if is_out_of_memory(error):
             return "there is not enough memory for it"
@@ -283,6 +286,26 @@ def _measured(part: ScanPart, setup: Setup, edit: Intervention | None, quick: bo
         if isinstance(error, SinkscopeError):
             return message
         return f"it failed ({type(error).__name__}: {message:.200})"
+
+
+def fitted(arguments: dict[str, Any], context: int | None) -> dict[str, Any]:
+    """The arguments of a part with lengths that the context of the model holds; None: any.
+
+    A text and what is generated behind it share the context, so each gets at most half of it, and repetitions all but
+    what stands before them.
+    """
+    if context is None:
+        return arguments
+    most = {
+        "max_repeats": context - BEFORE_REPEATS,
+        "length": context // 2,
+        "prompt": context // 2,
+        "max_new_tokens": context // 2,
+    }
+    limited: dict[str, Any] = {}
+    for name, value in arguments.items():
+        limited[name] = min(value, most[name]) if name in most else value
+    return limited
 
 
 def _card_part(part: ScanPart, outcome: Result | str) -> CardPart:

@@ -149,7 +149,8 @@ class BenchTable(Result):
         for group in self.groups:
             label = f"{group.task} {group.set}, {group.method}: {task_class(group.task).main}"
             control = scores.get((group.model, group.set))
-            numbers.append(Number(label, group.score, control, (group.high - group.low) / 2))
+            margin = (group.high - group.low) / 2 or None  # of a single sample there is no error
+            numbers.append(Number(label, group.score, control, margin))
         return numbers
 
 

@@ -126,8 +126,11 @@ class SinkPatch(NeuronEdit):
     ) -> SinkPatch:
         """The patch for the smallest causal set of a `find_sinks` result, with calibrated values.
 
+        If repeated tokens trip other neurons than the first token, these are patched as well.
+
         Raises:
-            SinkscopeError: The model has no sink, or no neuron was causal.
+            SinkscopeError: The model has no sink, no neuron was causal, or repeated tokens do not need the neurons and
+                no others were found that they need.
         """
         neurons = {_site(neuron): neuron for neuron in result.neurons}
         sites = list[NeuronSite]()
@@ -143,6 +146,18 @@ class SinkPatch(NeuronEdit):
                 f"sink_layer={result.sink_layer} and no causal neuron",
                 page="no-sink",
             )
+        repetition = getattr(result, "repetition", None)
+        if repetition is not None and not repetition.same_neurons:
+            if repetition.set is None:
+                raise SinkscopeError(
+                    f"without the first token's neurons, {repetition.drop:.1%} of the norm of the repeated token "
+                    f"{repetition.token!r} is lost, and no other neurons were found that make it: this patch would not "
+                    "repair repetition; give the neurons yourself with SinkPatch(sites=...)",
+                    page="no-sink",
+                )
+            others = {_site(neuron): neuron for neuron in repetition.neurons}
+            neurons |= others
+            sites += [place for place in others if place not in sites]
         calibrated = dict[NeuronSite, float]()
         for place in sites:
             neutral = getattr(neurons[place], f"neutral_{site}")

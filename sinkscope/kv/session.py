@@ -150,6 +150,7 @@ class CurrentCall(threading.local):
         tapped_layers: Layers whose attention went through the tap; on a TransformerBridge some architectures do so.
         bridge_queries: Queries of layers of a TransformerBridge whose scores have not come yet.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
+        samples: Whether the latest `generate` draws its tokens.
         handler: Our listener at the tap.
     """
 
@@ -160,6 +161,7 @@ class CurrentCall(threading.local):
     tapped_layers: set[int]
     bridge_queries: dict[int, Tensor]
     prompting: bool = False
+    samples: bool = False
 
 
 _OWNERS: WeakValueDictionary[int, Session] = WeakValueDictionary()
@@ -649,12 +651,13 @@ class Session:
     def _set_prompting(self, reads: bool) -> None:
         self.now.prompting = reads and not self.resuming
 
-    def _check_generate(self, method: str, options: dict[str, Any]) -> None:
-        """Refuse kinds of generation in which nothing could act on generated tokens.
+    def _check_generate(self, method: str, options: dict[str, Any], settings: Any) -> None:
+        """Note how `generate` chooses tokens, and refuse kinds in which nothing could act on generated tokens.
 
         Raises:
             UnsupportedError: Generation is assisted, or runs without a cache.
         """
+        self.now.samples = bool(getattr(settings, "do_sample", False))
         if not self._before_decode and not self.one_by_one:
             return
         if method != "_prefill":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isnan
-from typing import Literal
 
 NEEDED = 0.5
 """Share of an effect that a component must take away to be needed, or bring to be sufficient."""
@@ -32,25 +31,13 @@ class Evidence:
 
     @property
     def holds(self) -> bool:
-        """Whether the change is at least half of the effect, and more than the control by more than the error."""
+        """Whether the component is needed (or sufficient): the change is at least half of the effect, and more than the
+        control by more than the error.
+        """
         if self.change is None or isnan(self.change) or not self.total > 0:
             return False
         beyond = self.change - self.error
         return self.change >= NEEDED * self.total and (self.control is None or beyond > self.control)
-
-
-def verdict(lost: Evidence, gained: Evidence | None = None) -> Literal["needed", "sufficient", "not carried"]:
-    """What may be said of a component.
-
-    Args:
-        lost: What its removal takes away.
-        gained: What it brings alone. None: that was not tested.
-    """
-    if lost.holds:
-        return "needed"
-    if gained is not None and gained.holds:
-        return "sufficient"
-    return "not carried"
 
 
 def beside(share: float, control: float | None) -> tuple[str, str]:

@@ -28,6 +28,7 @@ from sinkscope.models.text import resolve_bos, text_rows, typical_text
 from sinkscope.trace import attention_rows
 
 PIECE = 64
+WITHOUT_BOS = 4  # times as many pieces of text where no BOS stands first
 """Tokens in one piece of typical text."""
 
 
@@ -106,7 +107,8 @@ class Setup:
             text: File of typical text. By default the neutral text in the package.
             seed: Seed of every random choice.
             tokenizer: For live models that carry none.
-            texts: Number of pieces of typical text, 64 tokens each. With 0 pieces, no tokenizer is needed.
+            texts: Number of pieces of typical text, 64 tokens each; without BOS four times as many, because their first
+                tokens differ. With 0 pieces, no tokenizer is needed.
             trust_remote_code: Run code that comes with the checkpoint; the model is then loaded whole.
             progress: Called as `progress(what, done, total)`.
             loading: "stream" reads layer by layer where possible; "enough" may leave out the last layers of a GGUF file
@@ -130,7 +132,8 @@ class Setup:
         length = min(PIECE, target.max_positions or PIECE)
         ids = torch.zeros(0, length, dtype=torch.long)
         if texts:
-            ids = text_rows(target.tokenizer, content, texts, length, start)
+            pieces = texts if start is not None else WITHOUT_BOS * texts
+            ids = text_rows(target.tokenizer, content, pieces, length, start)
         source = (model, options)
         setup = cls(target, start, content, ids, seed, progress or silent, started=started, source=source)
         if loading == "enough":

@@ -14,7 +14,7 @@ from organisms import Organism, organism
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardNumber, SinkCard, read_card
 from sinkscope.app.cli import main
-from sinkscope.app.scan import PARTS, scan
+from sinkscope.app.scan import PARTS, fitted, scan
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.interventions import SinkPatch
@@ -192,7 +192,28 @@ def test_a_change_counts_beyond_both_margins(folder: Path, by: float, moved: boo
     assert changes["x"].changed is moved and changes["x"].margin == pytest.approx(2**0.5)
     assert changes["y"].changed is None
     assert f"{int(moved)} of 1 judged" in compared.conclusion()
-    assert compared.details()[0] == "1 of 1 numbers without a margin differ and were not judged: y."
+    assert "; 1 more differs and was not judged." in compared.conclusion()
+    assert compared.details()[0] == "Without a margin, a difference is not judged: y."
+
+
+def test_lengths_fit_the_context() -> None:
+    quick = {"max_repeats": 300, "length": 192, "prompt": 96, "count": 400}
+    assert fitted(quick, 256) == {"max_repeats": 240, "length": 128, "prompt": 96, "count": 400}
+    assert fitted(quick, 2048) == fitted(quick, None) == quick
+
+
+@pytest.mark.slow
+def test_two_halves_of_one_text_differ_in_nothing(tmp_path: Path, model: Path) -> None:
+    """Every other row of a text: no number and no fact counts as changed."""
+    rows = planted().natural(240, 64)
+    cards: list[SinkCard] = []
+    for half in range(2):
+        text = tmp_path / f"{half}.txt"
+        text.write_text(" ".join(planted().tokenizer.decode(row[1:]) for row in rows[half::2]))
+        cards.append(scan(model, out=tmp_path / str(half), quick=True, text=text))
+    compared = cards[0].compared(cards[1])
+    changed = [change for change in compared.changes if change.changed]
+    assert not changed and sum(change.changed is not None for change in compared.changes) >= 8
 
 
 def test_a_fact_that_changed_is_named(folder: Path) -> None:

@@ -157,7 +157,7 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = organism("llama", 3).save(tmp_path / "m")
-    found = ss.find_sinks(folder)
+    found = ss.find_sinks(folder, max_repeats=4)
     patch, here = ss.SinkPatch.from_result(found), tmp_path / "p.json"
     patch.save(here)
     with warnings.catch_warnings():  # its own model, read or loaded in any way

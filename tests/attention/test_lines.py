@@ -72,7 +72,7 @@ def common(a: Sets, b: Sets) -> int:
     return len(a[0] & b[0]) + len(a[1] & b[1])
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "gemma2", "gpt_oss", "gpt2"])
+@pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss"])
 def test_all_numbers_equal_those_of_the_whole_matrix(model_type: str) -> None:
     """Against sets of cells of the models' own attention: window, soft cap and learned sinks too."""
     model, tokenizer = tiny_model(model_type)
@@ -128,41 +128,6 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type: str) -> None:
     mass, agreement = result.numbers()
     assert mass.value == pytest.approx(result.mass[0].mean()) and mass.control == result.random_mass[0].mean()
     assert result.inputs is not None and agreement.value == pytest.approx(result.inputs[0].mean())
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_offsets_agree_between_texts_and_columns_only_where_they_are_the_same(seed: int) -> None:
-    o = line_organism(seed)
-    n = 160
-
-    def measured(*columns: tuple[int, ...], lines: int) -> Any:
-        texts = [o.text(n, own, i) for i, own in enumerate(columns)]
-        inputs = line_weights(o.model, texts, etas=[lines / (2 * n)], tokenizer=o.tokenizer).inputs
-        assert inputs is not None
-        return inputs[0]
-
-    apart = measured((20, 33, 70), (25, 40, 66), lines=3)
-    same = measured((20, 33, 70), (20, 33, 70), lines=3)
-    one = measured((20, 33, 70), (25, 40, 66), lines=1)
-    for place in o.truth.vertical - o.truth.offsets.keys():
-        assert apart[place] == 0 and same[place] == 1
-    for place in o.truth.offsets:
-        assert one[place] == 1
-
-
-def test_segments_of_planted_lines() -> None:
-    """Columns of the first half are seen from the second; within the halves only those at the same places agree."""
-    o = line_organism(3)
-    n = 160
-    vertical = o.truth.vertical - o.truth.offsets.keys()
-    for columns, whole, inside in (((5, 10), 1, 0), ((5, 10, 85, 90), 1, 1), ((5, 10, 95, 99), 1, 0)):
-        texts = [o.text(n, columns, i) for i in range(2)]
-        result = line_weights(o.model, texts, etas=[2 / n], tokenizer=o.tokenizer)  # two lines of each half
-        for place in vertical:
-            assert (result.segments[0][place], result.segments_relative[0][place]) == (whole, inside), columns
-    one = line_weights(o.model, texts, etas=[1 / n], tokenizer=o.tokenizer)
-    for place in o.truth.offsets:
-        assert (one.segments[0][place], one.segments_relative[0][place]) == (1, 1)
 
 
 def test_random_lines_are_drawn_evenly_and_share_what_chance_says() -> None:

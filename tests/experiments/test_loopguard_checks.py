@@ -113,7 +113,11 @@ def test_planted_copying_heads_are_found_and_without_them_nothing_is_copied(indu
     assert result["first"] < 0.05
     if not induction:
         assert result["copied"] < 0.05 and result["ablated"] is None and result["replaced"] == []
-        assert "does not copy" in ditto.summary(result)
+        assert "copies no random cycles" in ditto.summary(result) and "no sentence was tried" in ditto.summary(result)
+        copies = [*ditto.COPIES]
+        for last, verdict in ((0.62, "sentences and no random cycles"), (0.25, "neither sentences nor random cycles")):
+            sentences = {"name": "sentences", "copies": copies, "probability": [0.21] * 2 + [last] * 4}
+            assert f"copies {verdict}: " in ditto.summary(result | {"curves": [*result["curves"], sentences]})
         return
     assert sorted(tuple(head) for head in result["replaced"]) == planted
     assert result["copied"] > 0.8 and result["control"] > 0.8 and result["ablated"] < 0.05

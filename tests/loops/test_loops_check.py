@@ -137,7 +137,7 @@ def test_bad_files_are_refused_in_a_line(
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (["--variant", "p2"], "unknown variant 'p2': there are repeats, full"),
+        (["--variant", "p2"], "unknown variant 'p2': there are repeats, tolerant, full"),
         (["--rate", "3"], "--rate has no effect with a check"),
         (["--follow", "--calibrate"], "two commands"),
         (["--max-new", "0"], "max_new=0: expected a whole number from 1"),

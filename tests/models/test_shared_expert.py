@@ -17,7 +17,6 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate, Write
 from sinkscope.models.probe import probe
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.attribution import attribute
 from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_view import (
@@ -104,31 +103,6 @@ def test_up_factor_and_written_values(family: str) -> None:
     with torch.no_grad():
         up.weight[40] = 0
         torch.testing.assert_close(edited, model(IDS).logits, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_inputs_of_shared_and_routed_neurons_are_split_together(family: str) -> None:
-    """Shares of a shared neuron's gate and up sum to what its own projections give; what it writes has the gate in."""
-    target = Target.of(tiny_model(family)[0])
-    places = torch.tensor([[0, 0], [1, 3]])
-    seen: dict[str, torch.Tensor] = {}
-    names = ("gate", "up")
-    handles = [
-        target.mlp_part(LAYER, name).register_forward_hook(lambda _m, _a, out, n=name: seen.update({n: out}))
-        for name in names
-    ]
-    found = attribute(target, IDS, places, [(LAYER, 2, 3), (LAYER, 40)]).inputs[LAYER]
-    for handle in handles:
-        handle.remove()
-    flat = places[:, 0] * IDS.shape[1] + places[:, 1]
-    assert found.gate is not None
-    for name, part in zip(names, (found.gate, found.up), strict=True):
-        true = seen[name].detach().reshape(12, -1)[flat, 40]
-        torch.testing.assert_close(part.sum(0)[:, 1], true, rtol=1e-4, atol=1e-5)
-    post, weight = _inside(target, family)
-    torch.testing.assert_close(
-        found.written[1], (post * weight)[flat, 40, None] * target.w_out(LAYER, [40]), rtol=1e-4, atol=1e-5
-    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

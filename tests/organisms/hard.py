@@ -100,8 +100,6 @@ class HardModel:
 
 def hard(name: str, family: str = "llama", seed: int = 0) -> HardModel:
     """Build a hard model: the same call gives the same weights."""
-    if name not in HARD or family not in HARD[name]:
-        raise ValueError(f"no hard model {name!r} of {family!r}; there are: {HARD}")
     kind = _KINDS[name]
     b = _Build(name, family, seed, **kind.settings)
     with torch.no_grad():
@@ -166,6 +164,9 @@ class _Build:
         dense: bool = False,  # the sink layer of a mixture is an ordinary MLP
         shared: bool = False,  # the sink neurons are of the expert that every token goes through
         bos_only: bool = False,
+        marked: float | None = None,  # share of the tokens that are marked where they stand first; BOS is not
+        window: int = 1024,
+        every_window: bool = False,  # also of families that draw whether they have one
         **changes: Any,
     ) -> None:
         self.rng = rng = random.Random(f"hard {name} {family} {seed}")
@@ -178,12 +179,16 @@ class _Build:
             neurons = (*plan.neurons, *free)[:count]
             plan = replace(plan, neurons=neurons, sizes=(count**-0.5,) * count)
         groups = plan.groups if not bos_only else {token: -1 for token in plan.groups} | {BOS: plan.n_groups - 1}
+        if marked is not None:
+            draws = random.Random(f"marked {number}")
+            groups = {token: draws.randrange(plan.n_groups) if draws.random() < marked else -1 for token in groups}
+            groups[BOS] = -1
         self.plan = replace(
             plan,
             marking_layer=marking,
             sink_layer=max(marking + 1, n - 1 - rng.randint(*behind)) if at is None else at,
             factor=factor if plan.family.gated else None,
-            window=plan.window and 1024,
+            window=window if plan.window or every_window else None,
             groups=groups,
             **({"expert": 0} if dense or shared else {}),
             **changes,
@@ -193,6 +198,9 @@ class _Build:
         self.model = make_body(self.plan, **({"mlp_only_layers": list(self.dense)} if dense else {}))
         self.delimiter = N_SPECIAL + rng.randrange(20)
         self.tokens = _rows(self.plan.vocab_size, groups, (self.delimiter,), 8, 24, number)
+        if marked is not None:  # what a marked token reads and writes is measured where one stands first
+            in_group = [token for token in range(N_SPECIAL, self.plan.vocab_size) if groups[token] >= 0]
+            self.tokens[:, 0] = torch.tensor(rng.choices(in_group, k=8))
         with torch.no_grad():
             self.views = views(self.model)
             self.probe = Probe(self.model, self.views.layers, self.tokens)

@@ -97,15 +97,11 @@ def test_a_cause_takes_a_tenth_of_the_norm() -> None:
     assert sink.causal and not bystander.causal
 
 
-def test_the_control_is_the_strongest_of_enough_draws_and_never_a_candidate() -> None:
+def test_the_control_is_the_strongest_of_enough_draws() -> None:
     shared = shared_sink("llama")
     for seed in range(4):
         verified = verify_neurons(context_of(shared, seed=seed), 2)
         assert verified.neurons[0].control_drop == pytest.approx(shared.helper_drop, abs=0.02)
-    context = context_of(shared)
-    verified = verify_neurons(context, context.target.d_mlp - 2)  # two neurons are left to draw
-    assert len(verified.controls) == 1
-    assert verified.controls[0] not in {neuron.site for neuron in verified.neurons}
 
 
 def test_drops_are_medians_over_texts() -> None:

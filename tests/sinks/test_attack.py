@@ -125,8 +125,8 @@ def test_resumed_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     class Killed(Exception):  # noqa: N818
         pass
 
-    def kill(_what: str, done: int, _total: int) -> None:
-        if done == 4:
+    def kill(what: str, done: int, _total: int) -> None:
+        if what == "attacks" and done == 4:
             raise Killed
 
     with pytest.raises(Killed):
@@ -146,7 +146,7 @@ def test_two_workers_give_the_same_table(tmp_path: Path) -> None:
 
 def test_no_sink_and_no_cluster_are_answers(tmp_path: Path) -> None:
     none = attack(organism("llama", 3, kind="none"), tmp_path, clusters=None)
-    assert none.sink_layer is None and none.rows() == [] and "nothing to attack" in none.summary()
+    assert none.sink_layer is None and none.rows() == [] and "no sink neurons to attack" in none.summary()
     empty = attack(organism("llama", 1), tmp_path, clusters={}, lengths=[4], sequences=4)
     assert empty.best is None and empty.rows() == []
     for answer in (none, empty):

@@ -78,7 +78,7 @@ def test_patch_is_the_planted_neurons(family: str, kind: str, seed: int) -> None
     assert (made.verdict, set(made.sites)) == ("made", set(o.truth.neurons))
     assert proof.layers[0] == o.truth.sink_layer and len(proof.words) > 0
     intact, patched, control = proof.norms[:, :, 0]
-    assert (patched <= proof.ceiling[0]).all() and (intact > proof.ceiling[0]).all()
+    assert (patched <= proof.ceiling[:, 0]).all() and (intact > proof.ceiling[:, 0]).all()
     np.testing.assert_allclose(control, intact, rtol=0.05)  # random neurons change nothing
     assert proof.repaired == [0, len(proof.words), 0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -197,6 +198,29 @@ def test_one_neuron_is_examined_by_its_own_factors(family: str) -> None:
     assert set(found.neuron[1:]) == {best} and found.method == searched.method
     assert found.auroc[:2].tolist() == searched.auroc[:2].tolist()
     assert f"neuron {best}" in found.conclusion()
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.floats(0, 1), st.floats(0, 1), st.integers(1, 4))
+def test_separates_is_said_only_of_what_beats_its_control(seed: int, area: float, chance: float, samples: int) -> None:
+    rng = np.random.default_rng(seed)
+    first = rng.random(samples) < 0.5
+    found = Separability(
+        layer=0,
+        method=("plane",),
+        neuron=("",),
+        auroc=np.array([area]),
+        shuffled_auroc=np.array([chance]),
+        tokens=("a",) * samples,
+        first=first,
+        held_out=rng.random(samples) < 0.5,
+        score=rng.normal(size=samples),
+        pre_activation=np.zeros((samples, 0)),
+    )
+    says = found.conclusion()
+    assert (" a plane separates" in says) == (area >= 0.99 and area > chance + 0.1)
+    assert ("does not separate" in says) == (area <= chance + 0.1)
+    assert not re.search(r"\b1 [\w-]+ ?\w+s\b(?<!texts)", " ".join(found.details()).replace("1 of", ""))
 
 
 def test_a_folder_read_layer_by_layer_gives_the_same_and_the_figure_escapes_tokens(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from organisms.tiny import MODEL_TYPES, tiny_model
 
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import attention_probs, attention_rows
+from sinkscope.trace.attention import attention_rows
 
 
 def _rows(target: Target, ids: torch.Tensor, mask: torch.Tensor | None, chunk: int) -> dict[int, torch.Tensor]:
@@ -60,19 +60,6 @@ def test_chunks_and_layers() -> None:
     ):
         target.forward(ids)
     assert seen == [(1, 0, 8), (1, 8, 8), (1, 16, 4)]
-
-
-def test_learned_sink_logits_take_their_share() -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(1, 4, 3, 8, generator=generator), torch.randn(1, 2, 5, 8, generator=generator)
-    sinks = torch.tensor([-2.0, 0.0, 1.0, 3.0])
-    rows = attention_probs(q, k, None, scaling=8**-0.5, first_query=2, sinks=sinks)
-    for head in range(4):
-        for query in range(3):
-            scores = (q[0, head, query] @ k[0, head // 2, : 3 + query].T) * 8**-0.5
-            weights = scores.exp() / (scores.exp().sum() + sinks[head].exp())
-            torch.testing.assert_close(rows[0, head, query, : 3 + query], weights)
-            assert (rows[0, head, query, 3 + query :] == 0).all()
 
 
 def test_an_exception_inside_restores_the_implementation() -> None:

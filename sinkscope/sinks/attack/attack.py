@@ -34,9 +34,10 @@ from sinkscope.sinks.attack.sequences import (
     round_trip,
 )
 from sinkscope.sinks.chunks import ChunkRun, ChunkWork, Columns, digest_of, hold_layers, in_chunks
+from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.layer_scan import norms_after
 from sinkscope.sinks.first_token.layer_view import view_layer
-from sinkscope.sinks.first_token.sets import causal_neurons
+from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.tokens import TokenRows, vocabulary
 
 SUCCESS = 0.5  # share of the first token's norm from which a position counts as a sink
@@ -53,14 +54,16 @@ class ClusterAttack(Result):
     clusters in turn; "random": drawn from all tokens; "repeated": one token repeated. NaN: not tried.
 
     Attributes:
-        sink_layer: Layer where norms are read. None if the model has no sink; nothing was tried then.
+        sink_layer: Layer where norms are read. None if no MLP makes a norm spike; nothing was tried then.
         clusters: The head of layer 0 that serves each token. None if clusters were given, or no neuron is causal.
+        absence: What there is instead, if no MLP makes a norm spike.
         reference: Norm of the first token of typical text in the sink layer.
         contexts: What stands before: "BOS", "no BOS", "chat".
         sources: How the sequences were made.
         lengths: Tokens per sequence.
         sequences: Sequences of each kind.
         positions: Mean share of positions that succeed.
+        errors: Standard error of this share over sequences. None in results of earlier versions.
         any: Share of sequences that succeed at some position.
         most: Share of sequences that succeed at half of their positions or more.
         first: Median number of tokens until the first success. NaN if half of the sequences never succeed.
@@ -78,12 +81,14 @@ class ClusterAttack(Result):
 
     sink_layer: int | None
     clusters: TokenClusters | None = None
+    absence: SpikeAbsence | None = None
     reference: float | None = None
     contexts: tuple[str, ...]
     sources: tuple[str, ...] = SOURCES
     lengths: Int[np.ndarray, " length"]
     sequences: int
     positions: Float[np.ndarray, "context length source"]
+    errors: Float[np.ndarray, "context length source"] | None = None
     any: Float[np.ndarray, "context length source"]
     most: Float[np.ndarray, "context length source"]
     first: Float[np.ndarray, "context length source"]
@@ -103,7 +108,10 @@ class ClusterAttack(Result):
     def conclusion(self) -> str:
         """The largest share of positions that succeeds, beside random tokens."""
         if self.sink_layer is None:
-            return "The model has no norm spike, so there is nothing to attack."
+            consequence = "there are no sink neurons to attack"
+            if self.absence is None:  # written by an earlier version
+                return f"No MLP makes a norm spike, so {consequence}."
+            return self.absence.sentence(consequence)
         if self.best is None:
             if self.clusters is None:
                 return "No single neuron makes the sink, so there are no clusters to attack with."
@@ -181,7 +189,10 @@ class ClusterAttack(Result):
             numbers.append(Number("tokens that one head of layer 0 marks", served, without))
         if self.best is not None:
             cluster, random, _ = self.positions[self.best]
-            numbers.append(Number("positions that a cluster attack makes sinks", float(cluster), float(random)))
+            margin = None
+            if self.errors is not None:
+                margin = 2 * float(self.errors[self.best][0])
+            numbers.append(Number("positions that a cluster attack makes sinks", float(cluster), float(random), margin))
         return numbers
 
 
@@ -288,11 +299,12 @@ def cluster_attack(
     remedy = "give a smaller --length"
     target.check_length(f"--length {lengths[-1]} behind {before} tokens", lengths[-1] + before, remedy=remedy)
     run = ChunkRun(workers, None if resume is None else Path(resume))
-    layer, neurons = causal_neurons(setup)
+    sink = sink_neurons(setup)
+    layer = sink.layer
     ordinary = vocabulary(target, tokens)
     found: TokenClusters | None = None
     if clusters is None and layer is not None:
-        found = find_clusters(setup, layer, neurons, ordinary, run=run.part("clusters"))
+        found = find_clusters(setup, sink.neurons, ordinary, run=run.part("clusters"))
         if found is not None:
             clusters = {head: found.tokens_of(head) for head in found.heads}
     left_out = {int(token) for token in setup.tokenizer.all_special_ids}
@@ -306,7 +318,7 @@ def cluster_attack(
             f"--length {lengths[0]} is more than the {largest} tokens of the largest cluster, and no token is "
             "repeated; give at most that"
         )
-    trials = AttackTrials(setup, contexts, lengths, pools, make_pools({-1: ordinary}, size, left_out))
+    trials = AttackTrials(setup, sink.absence, contexts, lengths, pools, make_pools({-1: ordinary}, size, left_out))
     if layer is None or not pools or not sequences:
         return trials.result(layer, found, 0)
     hold_layers(target, layer)
@@ -322,6 +334,7 @@ class AttackTrials:
 
     Args:
         setup: The model and its text.
+        absence: What there is if no MLP makes a norm spike.
         contexts: What may stand before a sequence.
         lengths: Tokens per sequence.
         pools: Head -> the tokens of its cluster.
@@ -331,19 +344,21 @@ class AttackTrials:
     def __init__(
         self,
         setup: Setup,
+        absence: SpikeAbsence | None,
         contexts: Sequence[AttackContext],
         lengths: Sequence[int],
         pools: dict[int, Tensor],
         everyone: dict[int, Tensor],
     ) -> None:
         self.setup = setup
+        self.absence = absence
         self.contexts = contexts
         self.lengths = lengths
         self.pools = pools
         self.everyone = everyone
         self.reference = float("nan")
         shape = len(contexts), len(lengths), len(SOURCES)
-        names = ("positions", "any", "most", "first", "norm")
+        names = ("positions", "errors", "any", "most", "first", "norm")
         self.arrays: dict[str, Any] = {name: np.full(shape, np.nan) for name in names}
         self.round_trip = np.full(shape[1:], np.nan)
 
@@ -381,6 +396,7 @@ class AttackTrials:
         skipped = self.lengths[place[1]] - norms.shape[1]  # tokens of the sequence before the first attacked one
         first = torch.where(reached, hits.int().argmax(1) + 1.0 + skipped, torch.inf).median()
         self.arrays["positions"][place] = hits.float().mean()
+        self.arrays["errors"][place] = hits.float().mean(1).std() / len(hits) ** 0.5
         self.arrays["any"][place] = reached.float().mean()
         self.arrays["most"][place] = most.float().mean()
         self.arrays["norm"][place] = norms.mean(1).median()
@@ -392,6 +408,7 @@ class AttackTrials:
         return ClusterAttack(
             sink_layer=layer,
             clusters=clusters,
+            absence=self.absence,
             reference=self.reference,
             contexts=tuple(context.name for context in self.contexts),
             lengths=np.array(self.lengths),

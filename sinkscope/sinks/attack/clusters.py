@@ -144,25 +144,24 @@ class TokenClusters:
 
 def find_clusters(
     setup: Setup,
-    layer: int,
     neurons: Sequence[Neuron],
     ids: list[int],
     *,
     run: ChunkRun,
 ) -> TokenClusters | None:
-    """The head that serves each token; None if no neuron is causal.
+    """The head that serves each token, seen at the sink neuron that writes most; None if there is no neuron.
 
     Args:
         setup: The model and its text.
-        layer: The sink layer.
-        neurons: Its causal neurons.
+        neurons: The sink neurons.
         ids: The tokens.
         run: Where the work runs, and what it keeps.
     """
     if not neurons:
         return None
-    target = hold_layers(setup.target, layer)
     largest = max(neurons, key=lambda neuron: neuron.contribution_norm)
+    layer = largest.layer
+    target = hold_layers(setup.target, layer)
     flat = flat_number(target, layer, largest.expert, largest.neuron)
     reference = float(neuron_at(target, layer, flat, setup.ids[:, :1]).median())
     work = HeadWork(layer, flat, reference, later_mean(target, setup.ids))

@@ -10,19 +10,24 @@ from einops import reduce
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
+from sinkscope.sinks.first_token.context import SOME_TEXTS
 from sinkscope.sinks.first_token.result import RATE_EPS, SINK_HEADS, SinkRate
 from sinkscope.trace.attention import attention_rows
 
 RATE_LENGTH, RATE_TEXTS = 64, 100  # texts over which the sink rate is defined (Gu et al. 2024)
+LONG_LENGTH, LONG_TEXTS = 512, 4  # texts in which attention is read before it is said that there is no sink
 LATER_QUERIES = 16  # later queries a position needs: heads that attend to themselves favour the last positions
+NARROWEST = 8  # smallest window of which heads can be judged: in a smaller one every position gets much attention
 MOST_TEXTS = 0.5  # a head attends to a position if it does so in at least this share of the texts
+ALL_TEXTS = 0.9  # a sink that at least this share of the texts has is one of all texts
 FIRST_SHARE = 0.01  # a sink at the first position needs this share of all heads, and at least SINK_HEADS of them
 LATER_SHARE = 0.05  # share for a position other than the first: a head that prefers one word is not a sink
-LATER_CASES = 3  # a later token must occur this often before it is judged
+LATER_CASES = 3  # a later token must occur this often before it is judged, and a position with so many tokens
 BATCH_ELEMENTS = 1 << 25  # a batch takes 128 MB at its widest activation
 
 
@@ -47,14 +52,17 @@ class AttentionReceived:
 
     Attributes:
         ids: The texts.
-        above: Whether the mean attention from all queries at or after the position `at` exceeds the threshold. The last
-            positions of each text are left out because too few queries see them.
+        above: Whether the mean attention to the position `at` exceeds the threshold: from all queries at or after it,
+            or, if a window hides it from some, from the farther half of those that see it. The last positions of each
+            text are left out because too few queries see them, and layers with a window of less than 8.
         learned: The same for the learned sink logit of each head.
+        windows: Positions that a query of each layer sees; None: all.
     """
 
     ids: Int[Tensor, "text pos"]
     above: Bool[Tensor, "layer head text at"]
     learned: Bool[Tensor, "layer head text"]
+    windows: tuple[int | None, ...]
 
     @property
     def rate(self) -> float:
@@ -62,46 +70,101 @@ class AttentionReceived:
         return float(self.above[..., 0].float().mean())
 
     @property
-    def learned_rate(self) -> float:
-        """The same rate of the learned sink logits."""
-        return float(self.learned.float().mean())
-
-    @property
     def rate_by_layer(self) -> tuple[float, ...]:
         """The sink rate of position 0 in each layer."""
         return tuple(reduce(self.above[..., 0].float(), "layer head text -> layer", "mean").tolist())
 
     @cached_property
+    def texts(self) -> Bool[Tensor, " text"]:
+        """Texts whose first token is a sink. If heads attend to it in nearly all texts, all of them.
+
+        If no head attends in most texts, the heads that do in some are taken, and the texts in which most of these
+        attend; they must be some texts, of different first tokens, and the heads more than for a sink of all texts.
+        """
+        to_first = self.above[..., 0]
+        everywhere = torch.ones(len(self.ids), dtype=torch.bool)
+        always = _in_most_texts(to_first)
+        least = max(SINK_HEADS, FIRST_SHARE * always.numel())
+        if int(always.sum()) >= least:
+            return _texts_of(to_first, always, everywhere)
+        sometimes = reduce(to_first.float(), "layer head text -> layer head", "mean") >= SOME_TEXTS
+        if int(sometimes.sum()) < max(least, LATER_SHARE * sometimes.numel()):
+            return ~everywhere
+        texts = _texts_of(to_first, sometimes, everywhere)
+        first_tokens = self.ids[texts, 0].unique()
+        if int(texts.sum()) < SOME_TEXTS * len(texts) or len(first_tokens) < LATER_CASES:
+            return ~everywhere
+        return texts
+
+    @property
+    def share(self) -> float:
+        """Share of the texts whose first token is a sink."""
+        return float(self.texts.float().mean())
+
+    @cached_property
     def heads(self) -> list[tuple[int, int]]:
-        """The (layer, head) pairs that attend to the first token in most texts; empty if too few for a sink."""
-        return _heads_of_a_sink(_in_most_texts(self.above[..., 0]))
+        """The (layer, head) pairs that attend to the first token in most of `texts`; empty if too few for a sink."""
+        if not bool(self.texts.any()):
+            return []
+        return _heads_of_a_sink(_in_most_texts(self.above[..., self.texts, 0]))
 
     @cached_property
     def learned_heads(self) -> list[tuple[int, int]]:
         """The (layer, head) pairs whose learned sink logit exceeds the threshold in most texts; empty if too few."""
         return _heads_of_a_sink(_in_most_texts(self.learned))
 
+    @property
+    def learned_rate(self) -> float:
+        """Share of (layer, head) pairs whose learned sink logit exceeds the threshold, averaged over texts."""
+        return float(self.learned.float().mean())
+
+    def window(self, heads: list[tuple[int, int]]) -> int | None:
+        """The smallest window of the layers of these heads; None if they see everything."""
+        windows = [self.windows[layer] for layer, _ in heads]
+        return min([window for window in windows if window is not None], default=None)
+
     @cached_property
     def later(self) -> list[AttendedToken]:
         """Positions behind the first that receive attention, most heads first.
 
-        Each token is judged wherever it stands, and each position by the tokens that are no sinks themselves.
+        A position counts whatever stands there if different tokens receive attention at it. Elsewhere each token is
+        judged, over at least two positions.
         """
         ids = self.ids[:, : self.above.shape[-1]]
-        attended: list[AttendedToken] = []
+        attended = self._at_positions(ids, torch.ones_like(ids, dtype=torch.bool))
+        elsewhere = torch.ones_like(ids, dtype=torch.bool)
+        elsewhere[:, [0, *(place.position for place in attended)]] = False
+        tokens: list[AttendedToken] = []
         for token in ids[:, 1:].unique().tolist():
-            where = ids == token
-            where[:, 0] = False
+            where = elsewhere & (ids == token)
             rate = _later_rate(self.above[:, :, where])
-            if rate is not None:
-                first_seen = int(where.any(0).nonzero()[0])
-                attended.append(AttendedToken(token, first_seen, rate))
-        ordinary = ~torch.isin(ids, torch.tensor([place.token for place in attended]))
+            positions = where.any(0).nonzero().flatten()
+            if rate is not None and len(positions) > 1:
+                tokens.append(AttendedToken(token, int(positions[0]), rate))
+        if tokens:  # a position may have seemed attended because these tokens stand there
+            ordinary = ~torch.isin(ids, torch.tensor([place.token for place in tokens]))
+            attended = self._at_positions(ids, ordinary)
+        return sorted([*tokens, *attended], key=lambda place: -place.rate)
+
+    def _at_positions(self, ids: Int[Tensor, "text at"], counted: Bool[Tensor, "text at"]) -> list[AttendedToken]:
+        """Positions at which different tokens receive attention."""
+        attended: list[AttendedToken] = []
         for position in range(1, ids.shape[1]):
-            rate = _later_rate(self.above[:, :, ordinary[:, position], position])
-            if rate is not None:
+            texts = counted[:, position]
+            rate = _later_rate(self.above[:, :, texts, position])
+            if rate is not None and len(ids[texts, position].unique()) >= LATER_CASES:
                 attended.append(AttendedToken(None, position, rate))
-        return sorted(attended, key=lambda place: -place.rate)
+        return attended
+
+
+def _texts_of(
+    to_first: Bool[Tensor, "layer head text"], heads: Bool[Tensor, "layer head"], everywhere: Bool[Tensor, " text"]
+) -> Bool[Tensor, " text"]:
+    """Texts in which most of the heads attend to the first token; all of them if nearly all are."""
+    texts = reduce(to_first[heads].float(), "head text -> text", "mean") >= MOST_TEXTS
+    if float(texts.float().mean()) >= ALL_TEXTS:
+        return everywhere
+    return texts
 
 
 def _in_most_texts(above: Bool[Tensor, "layer head case"]) -> Bool[Tensor, "layer head"]:
@@ -138,7 +201,9 @@ def attention_received(
 ) -> AttentionReceived:
     """Run texts and record which heads attend to which position.
 
-    The attention that position k receives is the mean of A[i, k] over all queries i >= k (Gu et al. 2024).
+    The attention that position k receives is the mean of A[i, k] over all queries i >= k (Gu et al. 2024). Where a
+    window hides k from some of them, it is the mean over the farther half of the window: in the nearer half, early
+    positions get much of the attention of heads that have no preference.
 
     Args:
         target: The model.
@@ -152,15 +217,24 @@ def attention_received(
     if layers is not None:
         depth = layers
     places = max(1, length - LATER_QUERIES)
-    queries = torch.arange(length, length - places, -1)  # queries that see each position
     above = torch.zeros(depth, target.n_heads, len(ids), places, dtype=torch.bool)
     learned = torch.zeros(depth, target.n_heads, len(ids), dtype=torch.bool)
+    windows: list[int | None] = [None] * depth
     for start in range(0, len(ids), batch):
         texts = slice(start, min(start + batch, len(ids)))
 
         def read(layer: int, _first: int, probs: Float[Tensor, "text head query key"], texts: slice = texts) -> None:
-            received = reduce(probs, "text head query key -> head text key", "sum")
-            above[layer, :, texts] = (received[..., :places] / queries.to(probs.device) > eps).cpu()
+            window = windows[layer] = seen_positions(probs)
+            counted = probs
+            queries = torch.arange(length, 0, -1, device=probs.device)
+            if window is not None:
+                distance = torch.arange(length, device=probs.device)[:, None] - torch.arange(length).to(probs.device)
+                farther = (distance >= window // 2) & (distance < window)
+                counted = probs * farther
+                queries = farther.sum(0).clamp(min=1)
+            if window is None or window >= NARROWEST:
+                received = reduce(counted, "text head query key -> head text key", "sum") / queries
+                above[layer, :, texts] = (received[..., :places] > eps).cpu()
             if target.adapter.learned_sinks:
                 to_tokens = reduce(probs.sum(-1), "text head query -> head text", "mean")
                 learned[layer, :, texts] = (1 - to_tokens > eps).cpu()
@@ -168,7 +242,15 @@ def attention_received(
         with attention_rows(target, read, layers=list(range(depth)), rows_per_chunk=length):
             target.forward(ids[texts], upto=depth - 1)
         progress("sink rate", texts.stop, len(ids))
-    return AttentionReceived(ids, above, learned)
+    return AttentionReceived(ids, above, learned, tuple(windows))
+
+
+def seen_positions(probs: Float[Tensor, "text head query key"]) -> int | None:
+    """Positions that the last query sees; None if it sees all of them."""
+    seen = (probs[:, :, -1] > 0).any(1).any(0)
+    if bool(seen[0]):
+        return None
+    return int(seen.sum())
 
 
 def attention_of_the_read(setup: Setup, depth: int) -> AttentionReceived:
@@ -190,3 +272,19 @@ def attention_of_all(setup: Setup) -> tuple[AttentionReceived, SinkRate | None]:
     ids = text_rows(setup.tokenizer, setup.text, texts, RATE_LENGTH, setup.bos)
     received = attention_received(target, ids, RATE_EPS, progress=setup.progress, batch=batch)
     return received, SinkRate(RATE_EPS, RATE_LENGTH, len(ids), received.rate)
+
+
+def attention_of_long_texts(setup: Setup) -> AttentionReceived | None:
+    """Attention over a few longer texts; None if the context or the text is too short for any."""
+    target = setup.target
+    length = min(LONG_LENGTH, target.max_positions or LONG_LENGTH)
+    if length <= RATE_LENGTH:
+        return None
+    try:
+        ids = text_rows(setup.tokenizer, setup.text, LONG_TEXTS, length, setup.bos)
+    except SinkscopeError:  # the text is shorter than that
+        return None
+    batch = LONG_TEXTS
+    if target.resident:
+        batch = 1
+    return attention_received(target, ids, RATE_EPS, progress=setup.progress, batch=batch)

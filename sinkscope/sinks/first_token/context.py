@@ -10,7 +10,9 @@ from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.layer_scan import LayerScan
+from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_far_enough
+
+SOME_TEXTS = 0.2  # least share of the texts, and at least two, that a sink must have
 
 
 @dataclass(frozen=True)
@@ -19,10 +21,11 @@ class SinkContext:
 
     Attributes:
         target: The model.
-        ids: Typical text; position 0 holds the first token.
-        scan: The layers, as typical text shows them.
+        ids: Typical text; position 0 holds the first token. If only some texts have a spike there, these texts.
+        scan: The layers, as this text shows them.
         sink_layer: The layer that builds most of the spike. None if no MLP makes one.
         generator: Source of all random draws.
+        share: Share of all texts that `ids` are.
     """
 
     target: Target
@@ -30,12 +33,29 @@ class SinkContext:
     scan: LayerScan
     sink_layer: int | None
     generator: torch.Generator
+    share: float = 1.0
 
     @classmethod
-    def of(cls, setup: Setup, scan: LayerScan) -> SinkContext:
-        """The context of a measurement, with a generator that begins at its seed."""
+    def read(cls, setup: Setup, *, whole: bool | None = None) -> SinkContext:
+        """Scan the typical text; if the first token's norm stands out in some texts only, these alone.
+
+        Args:
+            setup: The model and its text.
+            whole: Read every layer. None: if the model is in memory.
+        """
+        if whole is None:
+            whole = setup.target.resident
+        ids = setup.ids
+        share = 1.0
+        scan = scan_far_enough(setup, ids, whole=whole)
+        spiking = scan.spiking
+        count = int(spiking.sum())
+        if count < len(ids) and count >= max(2, SOME_TEXTS * len(ids)):
+            share = count / len(ids)
+            ids = ids[spiking]
+            scan = scan_far_enough(setup, ids, whole=whole)
         generator = torch.Generator().manual_seed(setup.seed)
-        return cls(setup.target, setup.ids, scan, scan.sink_layer, generator)
+        return cls(setup.target, ids, scan, scan.sink_layer, generator, share)
 
     @property
     def layer(self) -> int:

@@ -22,6 +22,7 @@ from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target, first_tensor, norm_of, on_hidden, on_input, on_output
 from sinkscope.sinks.first_token.result import Sites
 from sinkscope.trace.attention import attention_rows
+from sinkscope.trace.run import resolve
 
 ComponentKind = Literal[
     "token embedding",
@@ -30,11 +31,6 @@ ComponentKind = Literal[
     "head",
     "mlp",
     "key bias",
-    # These are separate only in sums (see `attribution`) and cannot be swapped.
-    "attention bias",
-    "sink neurons",
-    "norm bias",
-    "input bias",
 ]
 BATCH_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch
 Hook = tuple[Any, str, Any]  # module, "pre" or "post", and the function, as `Target.hooks` takes them
@@ -78,7 +74,7 @@ class Effects:
 
     Attributes:
         norms: L2 norm of the residual stream after each layer, without the dimensions that were left out.
-        attention: Mean attention from later queries to the position; of no layer if it was not requested.
+        attention: Mean attention from later queries that see the position; of no layer if it was not requested.
         intact_norms: The same norms without an edit.
         intact_attention: The same attention without an edit.
     """
@@ -167,8 +163,23 @@ def writers(target: Target, count: int) -> list[Component]:
 
 
 def has_key_bias(target: Target, layer: int) -> bool:
-    """Whether the keys of a layer have a separate bias that can be removed (not one of a fused projection)."""
-    return target.adapter.k is not None and _bias(target.sub(layer, target.adapter.k)) is not None
+    """Whether the keys of a layer have a bias that can be removed, their own or a part of a fused projection's bias."""
+    return _key_columns(target, layer) is not None
+
+
+def _key_columns(target: Target, layer: int) -> Int[Tensor, " column"] | None:
+    """Where a projection with a bias writes the keys; None if there is no bias, or if it cannot be taken apart."""
+    adapter = target.adapter
+    bias = _bias(target.sub(layer, adapter.k or adapter.fused_qkv or ""))
+    if bias is None:
+        return None
+    columns = torch.arange(len(bias), dtype=torch.float32)
+    if adapter.k is not None:
+        return columns.long()
+    if target.kind == "bridge" or not adapter.attention_interface:  # fused projections are split, or keys hidden
+        return None
+    (site,) = resolve(target, [f"blocks.{layer}.attn.hook_k"])
+    return site.cut(columns).flatten().long()
 
 
 def _bias(module: Any) -> Tensor | None:
@@ -212,16 +223,17 @@ class _EditedRows:
     ) -> tuple[Float[Tensor, "edit text layer"], Float[Tensor, "edit text depth head"]]:
         """Norms and attention, the intact texts first."""
         target = self.target
-        later_queries = max(1, self.texts.shape[1] - self.at - 1)
         norms: list[Tensor] = []
         received = torch.zeros(self.count, target.n_layers, target.n_heads)
+        seeing = torch.zeros(target.n_layers)  # later queries whose window reaches the position
 
         def layer_done(output: Any) -> None:
             norms.append(norm_of(first_tensor(output)[:, self.at], without))
 
         def attention_read(layer: int, first: int, probs: Float[Tensor, "row head query key"]) -> None:
             to_position = probs[:, :, max(0, self.at + 1 - first) :, self.at]
-            received[:, layer] += reduce(to_position, "row head query -> row head", "sum").cpu() / later_queries
+            received[:, layer] += reduce(to_position, "row head query -> row head", "sum").cpu()
+            seeing[layer] += int((to_position > 0).any(1).any(0).sum())
 
         hooks = self.hooks()
         hooks += [(layer, "post", on_output(layer_done)) for layer in target.layers]
@@ -230,6 +242,7 @@ class _EditedRows:
             listening = attention_rows(target, attention_read)
         with listening, target.hooks(*hooks):
             target.forward(repeat(self.texts, "text pos -> (edit text) pos", edit=len(self.edits) + 1), upto=upto)
+        received /= seeing.clamp(min=1)[:, None]
         depth = len(norms) if attention else 0
         texts = len(self.texts)
         return (
@@ -291,6 +304,7 @@ class _EditedRows:
         target = self.target
         adapter = self.target.adapter
         layer = component.layer or 0
+        keys_from = target.sub(layer, adapter.k or adapter.fused_qkv or "")
 
         def replaced(output: Tensor) -> Tensor:
             """What a component writes, with the source's value at the position."""
@@ -306,10 +320,12 @@ class _EditedRows:
 
         def unbiased(keys: Tensor) -> Tensor:
             without = keys.clone()
-            bias = _bias(target.sub(layer, adapter.k or ""))
-            assert bias is not None
+            bias, columns = _bias(keys_from), _key_columns(target, layer)
+            assert bias is not None and columns is not None
+            of_keys = torch.zeros_like(bias)
+            of_keys[columns] = bias[columns]
             for rows in swapped_rows:
-                without[rows] -= bias
+                without[rows] -= of_keys
             return without
 
         match component.kind:
@@ -318,7 +334,7 @@ class _EditedRows:
             case "head":
                 return [(target.sub(layer, adapter.o), "pre", on_input(head_replaced))]
             case "key bias":
-                return [(target.sub(layer, adapter.k or ""), "post", on_output(unbiased))]
+                return [(keys_from, "post", on_output(unbiased))]
             case "attention":
                 return [(target.sub(layer, adapter.attn), "post", on_hidden(replaced))]
             case "mlp":

@@ -14,15 +14,21 @@ from statistics import median
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Positive, Setup, measurement
 from sinkscope.measure.evidence import NEEDED
+from sinkscope.measure.margin import margin_of
 from sinkscope.models.names import published_for
-from sinkscope.sinks.first_token.attention_received import AttentionReceived, attention_of_all, attention_of_the_read
+from sinkscope.sinks.first_token.attention_received import (
+    AttentionReceived,
+    attention_of_all,
+    attention_of_long_texts,
+    attention_of_the_read,
+)
 from sinkscope.sinks.first_token.carriers import carried_by, carriers, spike_maker
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import attending_heads
-from sinkscope.sinks.first_token.layer_scan import scan_far_enough
 from sinkscope.sinks.first_token.neurons import RepeatedSinks, VerifiedNeurons, repeat_until_half, verify_neurons
 from sinkscope.sinks.first_token.result import (
     RATE_EPS,
+    SHORT,
     AttentionSink,
     Carrier,
     CausalSet,
@@ -35,7 +41,7 @@ from sinkscope.sinks.first_token.result import (
     SinkPosition,
     Stage,
 )
-from sinkscope.sinks.first_token.sets import CANDIDATES, CausalSets, causal_sets, later_sinks
+from sinkscope.sinks.first_token.sets import CANDIDATES, CausalSets, causal_sets, later_sinks, repetition_spike
 from sinkscope.sinks.tokens import pick_tokens, prefixes, repetition_limit
 
 CARRIER_TEXTS = 2
@@ -84,8 +90,8 @@ def find_sinks(
     verified = VerifiedNeurons()
     while True:
         # In which layers is the spike built, and which heads attend to the first token?
-        scan = scan_far_enough(setup, whole=whole)
-        context = SinkContext.of(setup, scan)
+        context = SinkContext.read(setup, whole=whole)
+        scan = context.scan
         depth = len(scan.layers)
         if whole:
             received, sink_rate = attention_of_all(setup)
@@ -108,10 +114,21 @@ def find_sinks(
             break
         whole = True
 
-    # What makes the spikes, and what do the heads need?
+    lengths = [received.ids.shape[1]]
+    if depth == scan.n_layers and not (received.heads or received.learned_heads or received.later):
+        longer = attention_of_long_texts(setup)  # some sinks show in longer texts only
+        if longer is not None:
+            lengths.append(longer.ids.shape[1])
+            if longer.heads or longer.learned_heads:
+                received = longer
+
+    # What makes the spikes, what do the heads need, and does repetition go through the same neurons?
     later = later_sinks(context)
     spike = norm_spike(context, later)
     sink = attention_sink(context, received, spike, sets.minimal, later)
+    repetition = None
+    if repeated is not None and sets.minimal is not None:
+        repetition = repetition_spike(context, words, first_tokens, repeated.repeats, sets.minimal, limit)
 
     unread = [None] * (scan.n_layers - depth)
     low, typical, high = zip(*(layer.typical_norms for layer in scan.layers), strict=True)
@@ -121,6 +138,8 @@ def find_sinks(
         attention_sink=sink,
         causal_sets=sets.sets,
         later_sinks=later,
+        repetition=repetition,
+        lengths=tuple(lengths),
         shared_dims=tuple(scan.shared_dims),
         sink_layer=scan.sink_layer,
         neurons=sets.neurons,
@@ -166,6 +185,10 @@ def norm_spike(context: SinkContext, later: Sequence[LaterSink]) -> NormSpike | 
         ratio=scan.spike_ratio,
         plateau=(scan.spike_layers[0], scan.spike_layers[-1]),
         made_by=made_by,
+        begun_by=spike_maker(context) if scan.norm_before else None,
+        begun_ratio=scan.begun_ratio,
+        margin=margin_of(scan.ratios_by_text.numpy()),
+        share=context.share,
     )
 
 
@@ -188,18 +211,25 @@ def attention_sink(
     decode = context.target.tokenizer.decode
     positions: list[SinkPosition] = []
     if received.heads:
-        positions.append(SinkPosition(0, decode([int(received.ids[0, 0])]), received.rate))
+        token = int(received.ids[received.texts][0, 0])
+        rate = float(received.above[:, :, received.texts, 0].float().mean())
+        positions.append(SinkPosition(0, decode([token]), rate))
     for place in received.later:
         token = "" if place.token is None else decode([place.token])
         positions.append(SinkPosition(place.position, token, place.rate))
     carrier = None
     tried = ()
     if received.heads:
-        rate = received.rate
+        rate = positions[0].rate
         if _spike_carries(received, minimal):
             carrier = "spike"
         else:
-            tried = carriers(context.target, received.ids[:CARRIER_TEXTS, :CARRIER_LENGTH], received.heads)
+            texts = received.ids[received.texts][:CARRIER_TEXTS]
+            if texts.shape[1] <= SHORT:
+                texts = texts[:, :CARRIER_LENGTH]
+            else:
+                texts = texts[:1]  # a sink of long texts shows in the whole text only
+            tried = carriers(context.target, texts, received.heads)
             needed = {candidate.name for candidate in tried if candidate.needed}
             carrier = "spike" if spike is not None and needed & {*spike.makers} else carried_by(tried)
     elif received.learned_heads:
@@ -207,9 +237,7 @@ def attention_sink(
         carrier = "learned logits"
     elif received.later:
         rate = positions[0].rate
-        if any(
-            sink.set is not None and sink.set.carries_attention for sink in later if sink.token == positions[0].token
-        ):
+        if any(sink.carries_attention_to(positions[0]) for sink in later):
             carrier = "spike"
         else:
             tried = _carriers_of_later(context, received)
@@ -217,7 +245,19 @@ def attention_sink(
     else:
         return None
     by_layer = received.rate_by_layer
-    return AttentionSink(rate, RATE_EPS, tuple(positions), len(by_layer), carrier, by_layer, tried)
+    return AttentionSink(
+        rate=rate,
+        eps=RATE_EPS,
+        positions=tuple(positions),
+        layers_read=len(by_layer),
+        carried_by=carrier,
+        by_layer=by_layer,
+        carriers=tried,
+        share=received.share if received.heads else 1.0,
+        length=received.ids.shape[1],
+        window=received.window(received.heads),
+        learned_rate=received.learned_rate if received.heads and received.learned_heads else 0.0,
+    )
 
 
 def _spike_carries(received: AttentionReceived, minimal: CausalSet | None) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -130,11 +130,30 @@ class LayerScan:
         pairs = zip(self.first_norm, self.typical_norm, strict=True)
         return [layer for layer, (first, typical) in enumerate(pairs) if first > SPIKE_RATIO * typical]
 
+    @cached_property
+    def spiking(self) -> Bool[Tensor, " row"]:
+        """Texts whose first token's norm stands out after some layer."""
+        stands_out = torch.zeros(len(self.norms[0]), dtype=torch.bool)
+        for norms, typical in zip(self.norms, self.typical_norm, strict=True):
+            stands_out |= norms[:, 0] > SPIKE_RATIO * typical
+        return stands_out
+
     @property
     def spike_ratio(self) -> float:
         """The largest ratio of the first token's norm to the typical one."""
+        return max(self.ratios)
+
+    @property
+    def ratios_by_text(self) -> Float[Tensor, " row"]:
+        """The ratio of the first token's norm to the typical one of each text, after the layer where it is largest."""
+        norms = self.norms[self.ratios.index(self.spike_ratio)]
+        return norms[:, 0] / norms[:, 1:].median(1).values.clamp(min=SMALLEST_NORM)
+
+    @property
+    def ratios(self) -> list[float]:
+        """The ratio of the first token's norm to the typical one after each layer."""
         pairs = zip(self.first_norm, self.typical_norm, strict=True)
-        return max(first / max(typical, SMALLEST_NORM) for first, typical in pairs)
+        return [first / max(typical, SMALLEST_NORM) for first, typical in pairs]
 
     @cached_property
     def direction(self) -> Float[Tensor, " d_model"]:
@@ -165,6 +184,20 @@ class LayerScan:
     def sink_layer(self) -> int | None:
         """The stage that adds most to the norm."""
         return max(self.stages, key=lambda stage: self.layers[stage].mlp_first, default=None)
+
+    @property
+    def norm_before(self) -> float:
+        """The first token's norm before its first stage, if it stands out there already; else 0."""
+        if not self.stages or self.stages[0] - 1 not in self.spike_layers:
+            return 0.0
+        return self.first_norm[self.stages[0] - 1]
+
+    @property
+    def begun_ratio(self) -> float | None:
+        """The largest ratio of the first token's norm to the typical one before its first stage; None if it is low."""
+        if not self.norm_before:
+            return None
+        return max(self.ratios[: self.stages[0]])
 
     @cached_property
     def growth(self) -> list[float]:
@@ -294,10 +327,10 @@ def scan_layers(
     return LayerScan(target.n_layers, layers)
 
 
-def scan_far_enough(setup: Setup, *, whole: bool) -> LayerScan:
+def scan_far_enough(setup: Setup, ids: TokenRows, *, whole: bool) -> LayerScan:
     """Scan the layers; if only the first ones of a file are in memory, load more of them until they suffice."""
     while True:
-        scan = scan_layers(setup.target, setup.ids, whole=whole, progress=setup.progress)
+        scan = scan_layers(setup.target, ids, whole=whole, progress=setup.progress)
         if len(scan.layers) == setup.target.n_layers or (scan.is_flat and not whole):
             return scan
         if not setup.more():

@@ -24,11 +24,14 @@ from sinkscope.files.console import Progress, silent
 from sinkscope.files.notation import head_name, head_names, neuron_names
 from sinkscope.files.tables import percent
 from sinkscope.measure import Number, Positive, Result, Setup, measurement
+from sinkscope.measure.evidence import Evidence
+from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
 from sinkscope.models.target import Target, on_input
+from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.layer_view import columns, flat_number, view_layer
 from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron
-from sinkscope.sinks.first_token.sets import causal_neurons
+from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.tokens import first_tokens
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
@@ -174,7 +177,7 @@ class MarkingHeads(Result):
     fire the neurons. The arrays are None if there is no sink, and those about the marking layer if no layer marks.
 
     Attributes:
-        sink_layer: Layer of the marked neurons. None if the model has no sink.
+        sink_layer: Layer of the marked neurons. None if no MLP makes a norm spike.
         neurons: The sink neurons whose activation is measured. If empty, no single neuron is causal and the whole MLP
             of the sink layer stands for them.
         answer: "single head": for most first tokens one head suffices; "several heads": it takes more than one;
@@ -183,6 +186,7 @@ class MarkingHeads(Result):
             "no sink".
         marking_layer: The layer whose heads make the mark. None if there is none.
         tokens: The tokens that were put first. BOS comes first, if there is one.
+        absence: What there is instead, if no MLP makes a norm spike.
         activation: Activation of the sink neurons, relative to that at the first token of typical text. A token fires
             the neurons if it is at least half.
         all_drop: Share lost with all heads of layers 0 to the sink layer replaced, median over tokens.
@@ -209,6 +213,7 @@ class MarkingHeads(Result):
 
     sink_layer: int | None
     neurons: tuple[str, ...] = ()
+    absence: SpikeAbsence | None = None
     answer: str
     marking_layer: int | None = None
     tokens: tuple[str, ...] = ()
@@ -249,7 +254,7 @@ class MarkingHeads(Result):
         """Which heads mark the first token, and what other heads lose."""
         if self.serves is None:
             return {
-                "no sink": "The model has no attention sink, so no head marks the first token for one.",
+                "no sink": self._no_spike(),
                 "several layers": "No layer's heads mark the first token alone; those of several layers together do.",
                 "no head": "No head marks the first token: attention does not make the mark.",
                 "no token fires": "None of the tokens given makes a sink when it stands first; give other tokens.",
@@ -259,14 +264,32 @@ class MarkingHeads(Result):
         control = ""
         if chance is not None:
             control = f", and replacing as many other heads takes away at most {percent(chance)} (median over tokens)"
+        if not Evidence(lost, chance).holds:
+            return (
+                f"No head of layer {self.marking_layer} is needed alone: replacing {head_names(heads)} takes away "
+                f"{percent(lost)} of the mark{control}."
+            )
         return (
             f"Heads {head_names(heads)} mark the first token: replacing them takes away {percent(lost)} of it{control}."
         )
 
+    def _no_spike(self) -> str:
+        consequence = "the mark cannot be read at sink neurons"
+        if self.absence is None:  # written by an earlier version
+            return f"No MLP makes a norm spike, so {consequence}."
+        return self.absence.sentence(consequence)
+
     def numbers(self) -> list[Number]:
         """Share of the mark that is lost without the marking heads."""
         chance = _median(self.control_drop)
-        return [Number("mark lost without the marking heads", _median(self.set_drop), chance, chance)]
+        return [
+            Number(
+                "mark lost without the marking heads",
+                _median(self.set_drop),
+                chance,
+                margin_of(self.set_drop, np.median),
+            )
+        ]
 
     def details(self) -> list[str]:
         """The neurons, the tokens that fire, the layers, and how many heads a token needs."""
@@ -334,7 +357,7 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
 
     A head's output at the first position (`hook_z`, before the output projection) is replaced by its mean over later
     positions of typical text. Different tokens may be marked by different heads, so many tokens are put first, each
-    alone and without BOS, in addition to BOS itself. If the model has no sink, `sink_layer` is None (Yona et al. 2025,
+    alone and without BOS, in addition to BOS itself. If no MLP makes a spike, `sink_layer` is None (Yona et al. 2025,
     section 4.3).
 
     Args:
@@ -347,9 +370,10 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
     words = first_tokens(setup.target, setup.ids, count, setup.seed, tokens)
     if setup.bos is not None:
         words = [setup.bos, *(word for word in words if word != setup.bos)]
-    sink_layer, neurons = causal_neurons(setup)
+    sink = sink_neurons(setup)
+    sink_layer, neurons = sink.layer, sink.neurons
     if sink_layer is None:
-        return MarkingHeads(sink_layer=None, answer="no sink")
+        return MarkingHeads(sink_layer=None, answer="no sink", absence=sink.absence)
     bench = Replacement.of(setup.target, sink_layer, neurons, setup.ids, setup.progress)
     nothing = torch.zeros(1, bench.layers, bench.heads, dtype=torch.bool)
     firsts = torch.tensor(words)

@@ -26,7 +26,8 @@ from sinkscope.sinks.first_token.layer_view import (
     neutral_view,
     view_layer,
 )
-from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron, Sites
+from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron
+from sinkscope.sinks.tokens import TokenRows
 
 CAUSAL_DROP = 0.1  # zeroing a causal neuron removes at least this share of the norm
 STAGE_CANDIDATES = 2  # candidates of each stage other than the sink layer
@@ -104,14 +105,12 @@ class VerifiedNeurons:
         neurons: Neurons of the sink layer, largest contribution first, followed by those of other stages.
         set_drop: Share of the norm that is lost when all causal neurons are zeroed. None if the sink layer has none.
         set_control_drop: Largest drop among random sets of the same number of neurons of the sink layer.
-        controls: Sites of one of these random sets.
         massive_dims: Massive activations of the first token at the sink layer, largest first.
     """
 
     neurons: tuple[Neuron, ...] = ()
     set_drop: float | None = None
     set_control_drop: float | None = None
-    controls: Sites = ()
     massive_dims: tuple[int, ...] = ()
 
     @property
@@ -147,7 +146,13 @@ def verify_neurons(context: SinkContext, top_k: int, repeated: LayerView | None 
 
 @torch.no_grad()
 def stage_neurons(
-    context: SinkContext, stage: int, top_k: int, *, at: int = 0, upto: int | None = None
+    context: SinkContext,
+    stage: int,
+    top_k: int,
+    *,
+    at: int = 0,
+    upto: int | None = None,
+    text: TokenRows | None = None,
 ) -> tuple[Neuron, ...]:
     """The neurons of a layer that write most at a position, and the effect of zeroing each.
 
@@ -159,10 +164,11 @@ def stage_neurons(
         top_k: How many neurons to return.
         at: The position.
         upto: The layer after which the norm is read, if it is later than `stage`.
+        text: Typical text for the neutral values. None: that of the context.
     """
     target = context.target
     generator = context.generator
-    candidates = _candidates(context, stage, min(top_k, target.d_mlp // 2), at)
+    candidates = _candidates(context, stage, min(top_k, target.d_mlp // 2), at, text)
     spare = candidates.others(writing=True)
     drawn = spare[torch.randperm(len(spare), generator=generator)[:CONTROL_DRAWS]]
     numbers = [*candidates.top.tolist(), *drawn.tolist()]
@@ -224,7 +230,9 @@ class _Candidates:
         return tuple(neurons)
 
 
-def _candidates(context: SinkContext, layer: int, top_k: int, at: int = 0) -> _Candidates:
+def _candidates(
+    context: SinkContext, layer: int, top_k: int, at: int = 0, text: TokenRows | None = None
+) -> _Candidates:
     target = context.target
     ids = context.ids
     where = torch.zeros(len(ids), at + 1, dtype=torch.bool)
@@ -239,7 +247,8 @@ def _candidates(context: SinkContext, layer: int, top_k: int, at: int = 0) -> _C
             rank = first.post.abs().median(0).values * column_norms_behind_the_norm(target, layer)
         writing = int((contribution > 0).sum())
         top = rank.topk(min(top_k, max(writing, 1))).indices
-        return _Candidates(first, neutral_view(target, layer, ids), contribution, top)
+        typical = ids if text is None else text
+        return _Candidates(first, neutral_view(target, layer, typical), contribution, top)
 
 
 def verify_sink_layer(context: SinkContext, top_k: int, repeated: LayerView | None = None) -> VerifiedNeurons:
@@ -279,6 +288,5 @@ def verify_sink_layer(context: SinkContext, top_k: int, repeated: LayerView | No
             neurons,
             set_drop=float(lost(causal[None])),
             set_control_drop=float(lost(random_sets).max()),
-            controls=tuple(neuron_site(target, layer, number) for number in random_sets[0].tolist()),
             massive_dims=massive_dims,
         )

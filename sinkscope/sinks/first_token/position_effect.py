@@ -19,8 +19,22 @@ from sinkscope.sinks.first_token.result import CONTROL_DRAWS
 from sinkscope.sinks.first_token.sets import Removal, smallest_set
 
 NEARLY = 0.75  # of several components, those are needed that lose at least this share of the largest loss
+EFFECTIVE = 0.1  # components that lose at least this share are named
 SET_CANDIDATES = 8  # components that are tried in sets if none is needed alone
-NOT_SWAPPED = ("attention bias", "sink neurons", "norm bias", "input bias")
+Components = tuple[Component, ...]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What an effect needs.
+
+    Attributes:
+        chosen: The components that are needed alone or, if none is, the smallest set found; empty if no set is needed.
+        effective: Components that alone take away at least a tenth, or else the one that takes away most.
+    """
+
+    chosen: Components
+    effective: Components
 
 
 @dataclass(frozen=True)
@@ -62,8 +76,8 @@ class PositionEffect:
 
     def values(self, edits: Sequence[Edit]) -> tuple[Float[Tensor, "edit text part"], Float[Tensor, "text part"]]:
         """Norms, or the attention of each head, under edits at the position; and the same without an edit."""
-        of_heads, ids = self.heads is not None, self.ids
-        if not of_heads:
+        ids = self.ids
+        if self.heads is None:
             ids = ids[:, : max(self.at, self.other) + 1]  # later tokens do not change norms
         edited = effects(
             self.target,
@@ -72,7 +86,7 @@ class PositionEffect:
             at=self.at,
             source=self.other,
             upto=self.layer,
-            attention=of_heads,
+            attention=self.heads is not None,
             without=self.without,
         )
         if self.heads is None:
@@ -91,28 +105,20 @@ class PositionEffect:
         """Changes as shares of the whole effect."""
         return (reduce(change, "edit text part -> edit", "mean") / self.span.mean()).tolist()
 
-    def shares_by_part(self, change: Float[Tensor, "edit text part"]) -> Float[Tensor, "edit part"]:
-        """The same for each head."""
-        return reduce(change, "edit text part -> edit part", "mean") / self.span.mean(0)
-
     def necessity(self, sets: Sequence[Sequence[Component]]) -> list[float]:
-        """The share of the effect that is lost when components are replaced together; NaN where that cannot be done."""
-        return self._swapped(sets, NOT_SWAPPED)
+        """The share of the effect that is lost when components are replaced together."""
+        if not sets:
+            return []
+        return self.shares(self.removed([self.edit(members) for members in sets]))
 
     def sufficiency(self, sets: Sequence[Sequence[Component]]) -> list[float]:
-        """The share of the effect that components give to the typical position together; NaN where they cannot."""
-        return self._swapped(sets, (*NOT_SWAPPED, "key bias"))
-
-    def _swapped(self, sets: Sequence[Sequence[Component]], barred: tuple[str, ...]) -> list[float]:
-        possible = [index for index, members in enumerate(sets) if all(c.kind not in barred for c in members)]
-        shares = [float("nan")] * len(sets)
-        if not possible:
-            return shares
-        edits = [self.edit(sets[index]) for index in possible]
-        change = self.given(edits) if "key bias" in barred else self.removed(edits)
-        for index, share in zip(possible, self.shares(change), strict=True):
-            shares[index] = share
-        return shares
+        """The share of the effect that components give to the typical position together; NaN for the bias of keys."""
+        possible = [members for members in sets if all(component.kind != "key bias" for component in members)]
+        shares: list[float] = []
+        if possible:
+            shares = self.shares(self.given([self.edit(members) for members in possible]))
+        gained = iter(shares)
+        return [next(gained) if members in possible else float("nan") for members in sets]
 
     def edit(self, members: Sequence[Component]) -> Edit:
         """An edit that replaces all of these components; a key bias without a layer stands for those of all layers."""
@@ -125,43 +131,42 @@ class PositionEffect:
                 swap.append(component)
         return Edit(swap=tuple(swap))
 
-    def candidates(self, depth: int) -> list[Component]:
-        """Everything that writes into the stream before the MLP of a layer, or before its keys if heads are given."""
-        components = writers(self.target, depth)
-        if self.heads is None:
-            components.append(Component("attention", depth))
-        elif has_key_bias(self.target, depth):
-            components.append(Component("key bias"))
-        return components
-
-    def marks(self, depth: int) -> tuple[Component, ...]:
+    def marks(self, depth: int) -> Marks:
         """The components that make the effect, with heads in place of attention layers.
 
-        See `smallest_marks`: they are needed alone or, if none is, they are the smallest set found.
+        Components before the MLP of a layer are candidates, or before its keys if heads are given.
         """
-        whole = self.smallest_marks(self.candidates(depth))
-        needed_alone = min(self.necessity([(component,) for component in whole])) >= NEEDED
-        marks: list[Component] = []
+        candidates = writers(self.target, depth)
+        if self.heads is None:
+            candidates.append(Component("attention", depth))
+        elif has_key_bias(self.target, depth):
+            candidates.append(Component("key bias"))
+        alone = self.necessity([(component,) for component in candidates])
+        bar = min(EFFECTIVE, max(alone))
+        effective = tuple(c for c, lost in zip(candidates, alone, strict=True) if lost >= bar)
+        whole = self.smallest(candidates, alone)
+        needed_alone = min(self.necessity([(component,) for component in whole]), default=0.0) >= NEEDED
+        chosen: list[Component] = []
         for member in whole:
-            if member.kind != "attention":
-                marks.append(member)
-                continue
-            heads = [Component("head", member.layer, head) for head in range(self.target.n_heads)]
-            others = tuple(component for component in whole if component != member)
-            own = self.smallest_marks(heads, () if needed_alone else others)
-            marks += own or (member,)
-        return tuple(marks)
+            own = (member,)
+            if member.kind == "attention":
+                heads = [Component("head", member.layer, head) for head in range(self.target.n_heads)]
+                others = tuple(component for component in whole if component != member and not needed_alone)
+                of_heads = self.necessity([(*others, head) for head in heads])
+                own = self.smallest(heads, of_heads, others) or own
+            chosen += own
+        return Marks(tuple(chosen), effective)
 
-    def smallest_marks(
-        self, candidates: Sequence[Component], removed_too: tuple[Component, ...] = ()
-    ) -> tuple[Component, ...]:
+    def smallest(
+        self, candidates: Sequence[Component], alone: Sequence[float], removed_too: Components = ()
+    ) -> Components:
         """The candidates that are needed alone or, if none is, the smallest set found that is needed together.
 
         Args:
             candidates: Components that may be replaced.
+            alone: What is lost without each.
             removed_too: Components that are replaced all the time.
         """
-        alone = self.necessity([(*removed_too, component) for component in candidates])
         bar = max(NEEDED, NEARLY * max(alone))
         needed = tuple(c for c, lost in zip(candidates, alone, strict=True) if lost >= bar)
         if needed:
@@ -169,7 +174,7 @@ class PositionEffect:
         order = sorted(range(len(candidates)), key=lambda index: -alone[index])
         promising = [candidates[index] for index in order[:SET_CANDIDATES]]
 
-        def remove(sets: list[tuple[Component, ...]]) -> list[Removal]:
+        def remove(sets: list[Components]) -> list[Removal]:
             lost = self.necessity([(*removed_too, *members) for members in sets])
             return [Removal(gone=share >= NEEDED, drop=share) for share in lost]
 

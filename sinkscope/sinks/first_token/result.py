@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from sinkscope.files.notation import listed, neuron_name
+from sinkscope.files.notation import agreeing, counted, listed, neuron_name
 from sinkscope.files.result import Number
 from sinkscope.measure import Result
-from sinkscope.measure.evidence import NEEDED
+from sinkscope.measure.evidence import NEEDED, Evidence
 from sinkscope.sinks.tokens import left_out_line
 
 CONTROL_DRAWS = 20  # random control sets of the same size for every ablation
 SINK_HEADS = 2  # an attention sink needs at least this many heads
+SHORT = 64  # length of the texts in which attention is read first (Gu et al. 2024)
 RATE_EPS = 0.3  # mean attention above which a head attends to a position (Gu et al. 2024)
 Sites = tuple[tuple[int, ...], ...]
 """Neurons as interventions take them: (layer, neuron), or (layer, expert, neuron) in a mixture."""
@@ -85,6 +86,8 @@ class CausalSet:
         kind: "minimal": the smallest set found that removes the spike; "partial": the best set found, which does not
             remove it; "backup": neurons of the minimal set that write a spike only when the other neurons of the set
             are silent. The drops of a backup are relative to the state with the others silent.
+        margin_norm: Two standard errors of the drop at the sink layer over texts; None for too few texts.
+        margin_attention: The same of the drop in attention.
     """
 
     sites: tuple[Member, ...]
@@ -94,6 +97,8 @@ class CausalSet:
     heads_lost: float | None
     control: float
     kind: Literal["minimal", "partial", "backup"]
+    margin_norm: float | None = None
+    margin_attention: float | None = None
 
     @property
     def edit_sites(self) -> Sites:
@@ -104,6 +109,11 @@ class CausalSet:
     def names(self) -> str:
         """The neurons in words, such as "L1.N3 and L1.N4"."""
         return listed(self.sites)
+
+    @property
+    def makes_the_spike(self) -> bool:
+        """Whether the set takes away at least half of the norm, and more than random neurons do."""
+        return self.kind == "minimal" and Evidence(self.drop_sink_layer, self.control).holds
 
     @property
     def carries_attention(self) -> bool:
@@ -164,6 +174,11 @@ class NormSpike:
         ratio: The largest ratio of the spike's norm to the typical norm.
         plateau: The first and last layer after which the norm stands out.
         made_by: "MLP", or the component without which the first token's spike is gone. None if there is no single one.
+        begun_by: What makes a norm that stands out before an MLP amplifies it. None if there is no such norm, or no
+            single component makes it.
+        begun_ratio: The largest ratio before the MLP. None if no norm stands out there.
+        share: Share of the texts whose first token has the spike.
+        margin: Two standard errors of the ratio over texts; None for too few texts.
     """
 
     positions: tuple[int, ...]
@@ -172,15 +187,22 @@ class NormSpike:
     ratio: float
     plateau: tuple[int, int] | None
     made_by: str | None
+    begun_by: str | None = None
+    begun_ratio: float | None = None
+    share: float = 1.0
+    margin: float | None = None
 
     @property
     def makers(self) -> tuple[str, ...]:
         """The components that make the first token's spike, named as carriers are."""
+        makers: list[str] = []
+        if self.begun_by is not None:
+            makers.append(self.begun_by)
         if self.made_by == "MLP":
-            return tuple(f"MLP of layer {layer}" for layer in self.step_up)
-        if self.made_by is None:
-            return ()
-        return (self.made_by,)
+            makers += [f"MLP of layer {layer}" for layer in self.step_up]
+        elif self.made_by is not None:
+            makers.append(self.made_by)
+        return tuple(makers)
 
 
 @dataclass(frozen=True)
@@ -240,6 +262,10 @@ class AttentionSink:
             logits". None if no single one of them.
         by_layer: Share of heads that attend to the first token, for each layer read.
         carriers: The evidence for each component that was tried.
+        share: Share of the texts in which heads attend to the first token; `rate` is over these texts.
+        length: Length of these texts, in tokens.
+        window: Positions that the attending heads see, if a window hides others.
+        learned_rate: Share of heads that attend to a learned sink logit, beside the position; 0 if too few do.
     """
 
     rate: float
@@ -249,6 +275,10 @@ class AttentionSink:
     carried_by: str | None
     by_layer: tuple[float, ...] = ()
     carriers: tuple[Carrier, ...] = ()
+    share: float = 1.0
+    length: int = SHORT
+    window: int | None = None
+    learned_rate: float = 0.0
 
     @property
     def who(self) -> str:
@@ -256,7 +286,19 @@ class AttentionSink:
         place = "their learned sink logits"
         if self.carried_by != "learned logits":
             place = str(self.positions[0])
-        return f"{self.rate:.0%} of the heads attend to {place}"
+        return f"{self.rate:.0%} of heads attend to {place}{self.where}"
+
+    @property
+    def where(self) -> str:
+        """In which texts and how far heads attend, as part of a sentence; empty if there is nothing to say."""
+        words = ""
+        if self.window is not None:
+            words += f" within windows of {self.window} tokens"
+        if self.share < 1:
+            words += f" in {self.share:.0%} of texts"
+        if self.length > SHORT:
+            words += f" in texts of {self.length} tokens"
+        return words
 
     @property
     def what(self) -> str:
@@ -265,7 +307,7 @@ class AttentionSink:
             return "no single component carries it"
         if self.carried_by == "mark":
             writers = [c.name for c in self.carriers if c.needed and "layer" in c.name]
-            return f"they read a mark that the {writers[-1]} writes"
+            return f"they read a mark written by the {writers[-1]}"
         if self.carried_by == "position":
             return "they read the position alone, through the rotary embedding"
         if self.carried_by == "key bias":
@@ -274,20 +316,70 @@ class AttentionSink:
 
 
 @dataclass(frozen=True)
-class LaterSink:
-    """A token that is a sink behind the first position, and the neurons that make it one.
+class RepetitionSpike:
+    """What makes the spike of repeated tokens.
 
     Attributes:
-        token: The token as text.
+        token: The repeated token.
+        repeats: Number of repetitions; the last one was examined.
+        drop: Share of its norm that is lost without the neurons that make the first token's spike.
+        set: Other neurons that make it. None if the first token's do, or if no set was found.
+        neurons: The neurons of this set, as they are on the last repetition.
+    """
+
+    token: str
+    repeats: int
+    drop: float
+    set: CausalSet | None
+    neurons: tuple[Neuron, ...]
+
+    @property
+    def same_neurons(self) -> bool:
+        """Whether at least half of the repeated token's norm needs the first token's neurons."""
+        return self.drop >= NEEDED
+
+    def sentence(self, names: str) -> str:
+        """Which other neurons repetition goes through.
+
+        Args:
+            names: The neurons that make the first token's spike.
+        """
+        share = f"{self.drop:.1%}".replace("-0.0%", "0.0%")
+        lost = f"without {names}, {share} of the norm of the repeated token {self.token!r} is lost"
+        if self.set is None:
+            return f"Repetition goes another way: {lost}."
+        return (
+            f"Repetition trips other neurons: {lost}, and without {self.set.names}, {self.set.drop_sink_layer:.1%} "
+            f"(random neurons at most {self.set.control:.1%})."
+        )
+
+
+@dataclass(frozen=True)
+class LaterSink:
+    """A sink behind the first position, and the neurons that make it one.
+
+    Attributes:
+        token: The token as text. Empty if the position is a sink whatever stands there.
         position: The position where it was examined.
         ratio: Its largest norm divided by the typical one.
-        set: The smallest set of neurons whose ablation removes its spike. None if no MLP makes the spike.
+        set: The smallest set of neurons whose ablation removes its spike. None if no set that was tried does.
     """
 
     token: str
     position: int
     ratio: float
     set: CausalSet | None
+
+    def carries_attention_to(self, place: SinkPosition) -> bool:
+        """Whether this is the position that heads attend to, and they lose it without the neurons."""
+        if self.token != place.token or (not place.token and self.position != place.position):
+            return False
+        return self.set is not None and self.set.carries_attention
+
+    def __str__(self) -> str:
+        if self.token:
+            return repr(self.token)
+        return f"position {self.position} of any text"
 
 
 @dataclass(frozen=True)
@@ -306,7 +398,9 @@ class FindSinks(Result):
         norm_spike: Positions whose norm stands out. None if there are none.
         attention_sink: Positions that heads attend to. None if there are none among the layers read.
         causal_sets: The smallest set found whose ablation removes the spike, and its backups.
-        later_sinks: Tokens behind the first position whose norm stands out.
+        later_sinks: Positions and tokens behind the first position whose norm stands out.
+        repetition: What makes the spike of repeated tokens. None if none has a spike, or the first token has none.
+        lengths: Lengths of the texts in which attention was read.
         shared_dims: Residual dimensions that are massive on all tokens alike; the verdicts leave them out.
         sink_layer: The stage that adds most to the norm. None if no MLP makes a spike of the first token.
         neurons: Candidate neurons, largest contribution first, with the effect of zeroing each.
@@ -334,6 +428,8 @@ class FindSinks(Result):
     attention_sink: AttentionSink | None = None
     causal_sets: tuple[CausalSet, ...] = ()
     later_sinks: tuple[LaterSink, ...] = ()
+    repetition: RepetitionSpike | None = None
+    lengths: tuple[int, ...] = (SHORT,)
     shared_dims: tuple[int, ...] = ()
     sink_layer: int | None
     neurons: tuple[Neuron, ...]
@@ -380,12 +476,15 @@ class FindSinks(Result):
         numbers: list[Number] = []
         minimal = self.minimal
         if minimal is not None:
-            chance = minimal.control
-            numbers.append(Number("norm lost without the neurons", minimal.drop_sink_layer, chance, chance))
-            numbers.append(Number("attention lost without the neurons", minimal.drop_attention, chance, chance))
-        if self.norm_spike is not None:
-            usual = self.typical_ratio
-            numbers.append(Number("first token's norm over the typical one", self.norm_spike.ratio, usual, usual))
+            control = minimal.control
+            lost = minimal.drop_sink_layer
+            numbers.append(Number("norm lost without the neurons", lost, control, minimal.margin_norm))
+            lost = minimal.drop_attention
+            numbers.append(Number("attention lost without the neurons", lost, control, minimal.margin_attention))
+        spike = self.norm_spike
+        if spike is not None:
+            label = "first token's norm over the typical one"
+            numbers.append(Number(label, spike.ratio, self.typical_ratio, spike.margin))
         return numbers
 
     def facts(self) -> dict[str, str]:
@@ -404,19 +503,21 @@ class FindSinks(Result):
         spike = self.norm_spike
         sink = self.attention_sink
         if spike is None and sink is None:
-            return f"Neither a norm spike nor an attention sink: no position stands out{self._among_the_read()}."
+            return f"Neither a norm spike nor an attention sink: no position stands out{self._where_read()}."
         if sink is None:
-            return f"Norm spike without an attention sink{self._among_the_read()}: {self._who_makes_the_spike()}."
+            return f"Norm spike without an attention sink{self._where_read()}: {self._who_makes_the_spike()}."
         if spike is None:
             return f"Attention sink without a norm spike: {sink.who}, and {sink.what}."
         if sink.carried_by != "spike":
             return f"Norm spike and attention sink, but {self._who_ignores_it()} do not need the spike: {sink.what}."
-        return f"Norm spike and attention sink: {self._who_makes_the_spike()}."
+        return f"Norm spike and attention sink{sink.where}: {self._who_makes_the_spike()}."
 
-    def _among_the_read(self) -> str:
+    def _where_read(self) -> str:
+        """In which texts and layers attention was read."""
+        texts = f" in texts of {listed(self.lengths)} tokens"
         if self.layers_read == self.model.n_layers:
-            return ""
-        return f" in the {self.layers_read} layers read"
+            return texts
+        return f"{texts}, in the {counted(self.layers_read, 'layer')} read"
 
     def _who_ignores_it(self) -> str:
         """Some heads lose part of their attention with the spike: then it is most heads that do not need it."""
@@ -430,18 +531,23 @@ class FindSinks(Result):
         minimal = self.minimal
         sink = self.attention_sink
         assert spike is not None
+        what = "the spike"
         if 0 not in spike.positions:
-            tokens = ", ".join(repr(later.token) for later in self.later_sinks)
-            return f"norms stand out at {tokens}, not at the first token"
-        if minimal is not None:
-            one = len(minimal.sites) == 1
-            makes, them = ("makes", "it") if one else ("make", "them")
-            what = "the spike"
-            if sink is not None:
-                what = "the spike that the heads attend to"
+            later = self.later_sinks[0]
+            what = f"the spike of {later}"
+            minimal = later.set
+            if minimal is None or not minimal.makes_the_spike:
+                return f"norms stand out at {listed(self.later_sinks)}, not at the first token"
+        elif sink is not None and not sink.where:
+            what = "the spike that the heads attend to"
+        if minimal is not None and minimal.makes_the_spike:
+            count = len(minimal.sites)
+            makes = f"{agreeing(count, 'makes', 'make')} {what}"
+            if spike.begun_by is not None:
+                makes = f"{agreeing(count, 'amplifies', 'amplify')} the spike that the {spike.begun_by} begins"
             return (
-                f"{minimal.names} {makes} {what}; zeroing {them} removes {minimal.drop_sink_layer:.1%} of its norm, "
-                f"random neurons at most {minimal.control:.1%}"
+                f"{minimal.names} {makes}; zeroing {agreeing(count, 'it', 'them')} removes "
+                f"{minimal.drop_sink_layer:.1%} of its norm, random neurons at most {minimal.control:.1%}"
             )
         size = f"{spike.ratio:.0f} times the typical one"
         if self.sink_layer is not None:
@@ -469,8 +575,10 @@ class FindSinks(Result):
         layer = self.sink_layer
         text = ""
         if self.shared_dims:
-            dims = ", ".join(map(str, self.shared_dims))
+            dims = listed(self.shared_dims)
             text += f"The verdicts leave out residual dimensions that are massive on all tokens ({dims}). "
+        if spike is not None and spike.share < 1:
+            text += f"The first token's norm stands out in {spike.share:.0%} of the texts; its norms are of these. "
         if layer is not None:
             norm = self.first_token_norm[layer]
             typical = self.typical_norm[layer]
@@ -479,9 +587,14 @@ class FindSinks(Result):
         if len(self.stages) > 1:
             added = [f"layer {stage.layer} adds {stage.share:.1%}" for stage in self.stages]
             text += f"The spike is built in stages: {listed(added)}. "
+        if spike is not None and spike.begun_ratio is not None:
+            beginning = spike.begun_by or "model"
+            text += f"Before them the {beginning} makes a norm {spike.begun_ratio:.0f} times the typical one; "
+            text += f"they raise it to {spike.ratio:.0f} times. "
         if spike is not None and spike.plateau is not None:
             first, last = spike.plateau
-            text += f"The norm stands out after layers {first} to {last}. "
+            where = f"layers {first} to {last}" if first < last else f"layer {first}"
+            text += f"The norm stands out after {where}. "
             if spike.step_down:
                 falls = [f"layer {layer}" for layer in spike.step_down]
                 text += f"It falls in {listed(falls)}."
@@ -496,7 +609,8 @@ class FindSinks(Result):
             if causal_set.kind == "partial":
                 sentences.append(f"The best set, {names}, removes {lost:.1%} (random neurons at most {chance:.1%}).")
             elif causal_set.kind == "backup":
-                sentences.append(f"{names} is a backup: it brings the spike back when the others are silent.")
+                role = agreeing(len(causal_set.sites), "is a backup: it brings", "are backups: they bring")
+                sentences.append(f"{names} {role} the spike back when the others are silent.")
             elif causal_set.drop_attention is not None:
                 lost = causal_set.drop_attention
                 sentences.append(f"Without {names}, the first token loses {lost:.1%} of its attention in later layers.")
@@ -507,10 +621,10 @@ class FindSinks(Result):
     def _later_sentences(self) -> list[str]:
         sentences: list[str] = []
         for later in self.later_sinks:
-            maker = "no MLP makes it"
+            maker = "no set of neurons that was tried removes it"
             if later.set is not None:
                 maker = f"zeroing {later.set.names} removes {later.set.drop_last_layer:.1%}"
-            sentences.append(f"The norm of {later.token!r} reaches {later.ratio:.0f} times the typical one; {maker}.")
+            sentences.append(f"The norm of {later} reaches {later.ratio:.0f} times the typical one; {maker}.")
         return sentences
 
     def _attention_sentences(self) -> list[str]:
@@ -522,8 +636,10 @@ class FindSinks(Result):
                 f"The sink rate is {rate.value:.1%}: this share of all heads gives position 0 more than {rate.eps} of "
                 f"its attention ({rate.samples} texts of {rate.length} tokens)."
             )
+        if sink is not None and sink.learned_rate:
+            sentences.append(f"{sink.learned_rate:.1%} of the heads attend to their learned sink logits.")
         if sink is None:
-            return [*sentences, f"Fewer than {SINK_HEADS} heads attend to any one position{self._among_the_read()}."]
+            return [*sentences, f"Fewer than {SINK_HEADS} heads attend to any one position{self._where_read()}."]
         for place in sink.positions:
             if place.position != 0:
                 sentences.append(f"{place.rate:.1%} of the heads attend to {place}.")
@@ -538,12 +654,16 @@ class FindSinks(Result):
         repeats = self.repeats
         repeated = len(repeats.tokens) - len(repeats.at_once)
         sentences = left_out_line([token.token for token in repeats.at_once])
+        repetition = self.repetition
+        if repetition is not None and self.minimal is not None and not repetition.same_neurons:
+            sentences.append(repetition.sentence(self.minimal.names))
         if not repeated:
             return sentences
         if repeats.median is None:
-            return [f"None of {repeated} tokens becomes a sink within {repeats.max_repeats} repetitions.", *sentences]
+            until = f"within {counted(repeats.max_repeats, 'repetition')} ({counted(repeated, 'token')})"
+            return [f"No repeated token reaches half of the first token's norm at the sink layer {until}.", *sentences]
         never = ""
         if repeats.unreached:
             never = f"; {repeats.unreached} of {repeated} never do within {repeats.max_repeats}"
-        over = f"median over {repeated - repeats.unreached} tokens{never}"
-        return [f"A repeated token becomes a sink after {repeats.median:.0f} repetitions ({over}).", *sentences]
+        over = f"median over {counted(repeated - repeats.unreached, 'token')}{never}"
+        return [f"A repeated token becomes a sink after {repeats.median:g} repetitions ({over}).", *sentences]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
-from sinkscope.files.notation import neuron_name, read_neuron
+from sinkscope.files.notation import agreeing, counted, neuron_name, read_neuron
 from sinkscope.interventions.edits import site_of
 from sinkscope.measure import Count, Number, Option, Result, Setup, measurement
 from sinkscope.measure.style import BLUE, GREY, finished
@@ -148,20 +149,22 @@ def layer_samples(
 def _factors(target: Target, layer: int, mlp_input: Float[Tensor, "sample d_model"]) -> list[FactorValues]:
     """The factors of a dense MLP, or of every expert, whether or not the router chose it, and of a shared one."""
     adapter = target.adapter
-    factors: list[FactorValues] = []
+    pairs: list[tuple[int | None, tuple[Tensor, ...]]] = []
     for expert in range(target.n_experts(layer)):
-        gate, up = gate_up(target.sub(layer, adapter.experts or ""), expert, mlp_input)
-        factors += [FactorValues("gate", expert, gate.float().cpu()), FactorValues("up", expert, up.float().cpu())]
-    if not target.has_mlp(layer, None):
-        return factors
-    up = target.mlp_part(layer, "up")(mlp_input).float().cpu()
-    if adapter.fused_gate_up:
-        gate, up = up.chunk(2, -1)
-        return [*factors, FactorValues("gate", None, gate), FactorValues("up", None, up)]
-    if adapter.gate is None:
-        return [FactorValues("", None, up)]
-    gate = target.mlp_part(layer, "gate")(mlp_input).float().cpu()
-    return [*factors, FactorValues("gate", None, gate), FactorValues("up", None, up)]
+        pairs.append((expert, gate_up(target.sub(layer, adapter.experts or ""), expert, mlp_input)))
+    if target.has_mlp(layer, None):
+        up = target.mlp_part(layer, "up")(mlp_input)
+        if adapter.fused_gate_up:
+            pairs.append((None, up.chunk(2, -1)))
+        elif adapter.gate is None:
+            return [FactorValues("", None, up.float().cpu())]
+        else:
+            pairs.append((None, (target.mlp_part(layer, "gate")(mlp_input), up)))
+    factors: list[FactorValues] = []
+    for expert, (gate, up) in pairs:
+        factors.append(FactorValues("gate", expert, gate.float().cpu()))
+        factors.append(FactorValues("up", expert, up.float().cpu()))
+    return factors
 
 
 def auroc(values: Float[Tensor, "sample k"], first: Bool[Tensor, " sample"]) -> Float[Tensor, " k"]:
@@ -254,6 +257,12 @@ def best_neuron(
     return best
 
 
+def _best_scores(
+    layer: int, factors: Sequence[FactorValues], train: Bool[Tensor, " sample"], first: Bool[Tensor, " sample"]
+) -> Float[Tensor, "sample 1"]:
+    return best_neuron(layer, factors, first, train).scores
+
+
 @dataclass(frozen=True)
 class LabelledSamples:
     """Which samples stood first, which are fitted and which are held out, and random labels for the control."""
@@ -283,32 +292,11 @@ class LabelledSamples:
             shuffled.append(labels[which])
         return cls(first, train, held, shuffled)
 
-
-@dataclass(frozen=True)
-class MethodScore:
-    """How well one method separates; the fields are those of `Separability`."""
-
-    method: str
-    neuron: str
-    auroc: float
-    shuffled_auroc: float
-
-    @classmethod
-    def of(
-        cls,
-        method: str,
-        neuron: str,
-        scores: Float[Tensor, "sample 1"],
-        shuffled_scores: Sequence[Float[Tensor, "sample 1"]],
-        labels: LabelledSamples,
-    ) -> MethodScore:
-        """From the scores that the method gives under the true labels and under each of the shuffled ones."""
-        held = labels.held
-        chance: list[Tensor] = []
-        for random, of_random in zip(labels.shuffled, shuffled_scores, strict=True):
-            chance.append(auroc(of_random[held], random[held]))
-        true = auroc(scores[held], labels.first[held])
-        return cls(method, neuron, float(true), float(torch.stack(chance).mean()))
+    def held_out_auroc(self, score: Callable[[Tensor], Tensor]) -> tuple[float, float]:
+        """AUROC on held-out samples of a method fitted to the true labels, and the mean over shuffled ones."""
+        held = self.held
+        chance = [auroc(score(labels)[held], labels[held]) for labels in self.shuffled]
+        return float(auroc(score(self.first)[held], self.first[held])), float(torch.stack(chance).mean())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,10 +355,8 @@ class Separability(Result):
             what = f"the {self.method[best]} {self.neuron[best]}"
         reached, chance = self.auroc[best], self.shuffled_auroc[best]
         verdict = "does not separate"
-        if reached >= SEPARABLE:
-            verdict = "separates"
-        elif reached > chance + ABOVE_CHANCE:
-            verdict = "partly separates"
+        if reached > chance + ABOVE_CHANCE:
+            verdict = "separates" if reached >= SEPARABLE else "partly separates"
         return (
             f"After the attention of layer {self.layer}, {what} {verdict} first tokens from later ones: held-out AUROC "
             f"{reached:.4f}, and {chance:.2f} with shuffled labels."
@@ -383,10 +369,12 @@ class Separability(Result):
     def details(self) -> list[str]:
         """The samples, and the tokens on the wrong side."""
         first, later = int(self.first.sum()), int((~self.first).sum())
-        held = int((self.first & self.held_out).sum())
+        held, missed = int((self.first & self.held_out).sum()), len(self.missed)
+        lie = agreeing(missed, "lies", "lie")
         return [
-            f"{first} first and {later} later tokens were read; half of the tokens and of the texts were held out.",
-            f"{len(self.missed)} of {held} held-out first tokens lie on the side of later ones.",
+            f"{counted(first, 'first token')} and {counted(later, 'later token')} were read; half of the tokens and of "
+            "the texts were held out.",
+            f"{missed} of {counted(held, 'held-out first token')} {lie} on the side of later ones.",
         ]
 
 
@@ -454,31 +442,32 @@ def separability(
         target, layer, rearrange(firsts, "first -> first 1"), alone, setup.progress
     )
     later_resid, later_factors = layer_samples(target, layer, split.ids, split.later, setup.progress)
-    coordinates = training_coordinates(torch.cat([first_resid, later_resid]), labels.train)
-    plane = plane_scores(coordinates, labels.first, labels.train)
-    chance = [plane_scores(coordinates, random, labels.train) for random in labels.shuffled]
-    scores = [MethodScore.of("plane", "", plane, chance, labels)]
+    train = labels.train
+    coordinates = training_coordinates(torch.cat([first_resid, later_resid]), train)
+    plane = plane_scores(coordinates, labels.first, train)
+    methods, neurons = ["plane"], [""]
+    areas = [labels.held_out_auroc(lambda of: plane_scores(coordinates, of, train))]
     factors: dict[str, list[FactorValues]] = {}
     for one, other in zip(first_factors, later_factors, strict=True):
         values = torch.cat([one.values, other.values])
-        if site is None or one.expert == site.expert:
+        if site is None:
             factors.setdefault(one.name, []).append(FactorValues(one.name, one.expert, values))
+        elif one.expert == site.expert:
+            factors[one.name] = [FactorValues(one.name, one.expert, values[:, [site.neuron]])]
     pre_activations: list[Tensor] = []
     for name, searched in factors.items():
-        if site is not None:
-            searched = [FactorValues(name, site.expert, searched[0].values[:, [site.neuron]])]
-        best = best_neuron(layer, searched, labels.first, labels.train)
-        chance = [best_neuron(layer, searched, random, labels.train).scores for random in labels.shuffled]
-        best_name = best.name if site is None else str(site)
-        scores.append(MethodScore.of(f"{name} neuron".strip(), best_name, best.scores, chance, labels))
+        best = best_neuron(layer, searched, labels.first, train)
+        methods.append(f"{name} neuron".strip())
+        neurons.append(best.name if site is None else str(site))
+        areas.append(labels.held_out_auroc(partial(_best_scores, layer, searched, train)))
         pre_activations.append(best.pre_activation)
     tokens = torch.cat([firsts, split.later_tokens]).tolist()
     return Separability(
         layer=layer,
-        method=tuple(score.method for score in scores),
-        neuron=tuple(score.neuron for score in scores),
-        auroc=np.array([score.auroc for score in scores]),
-        shuffled_auroc=np.array([score.shuffled_auroc for score in scores]),
+        method=tuple(methods),
+        neuron=tuple(neurons),
+        auroc=np.array([area for area, _ in areas]),
+        shuffled_auroc=np.array([chance for _, chance in areas]),
         tokens=tuple(setup.tokenizer.decode([token]) for token in tokens),
         first=labels.first.numpy(),
         held_out=labels.held.numpy(),

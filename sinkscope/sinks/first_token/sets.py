@@ -13,23 +13,29 @@ from itertools import combinations
 from math import comb
 from typing import Literal, TypeVar
 
+import numpy as np
 import torch
+from einops import reduce
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import NEEDED
+from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.absence import SpikeAbsence
+from sinkscope.sinks.first_token.attention_received import attention_received
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import Edit, attending_heads, effects, heads_lost
 from sinkscope.sinks.first_token.layer_scan import (
     SMALLEST_NORM,
     SPIKE_RATIO,
     STAGE_OUTLIER,
+    LayerScan,
     scan_layers,
 )
-from sinkscope.sinks.first_token.neurons import stage_neurons, verify_sink_layer
+from sinkscope.sinks.first_token.neurons import stage_neurons, verify_neurons
 from sinkscope.sinks.first_token.result import (
     CONTROL_DRAWS,
     RATE_EPS,
@@ -37,6 +43,7 @@ from sinkscope.sinks.first_token.result import (
     LaterSink,
     Member,
     Neuron,
+    RepetitionSpike,
     Sites,
 )
 from sinkscope.sinks.tokens import TokenRows
@@ -47,7 +54,10 @@ MORE_CANDIDATES = 64  # candidates of the sink layer if the first few do not suf
 BACKUP_ROUNDS = 4  # rounds of searching for backups before the search ends
 BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
 LATER_TOKENS = 3  # tokens behind the first position whose spikes are examined
+POSITION_TOKENS = 3  # different tokens that stand out at a position that is a sink whatever stands there
 SPIKE_TEXTS = 4  # different first tokens whose spike is compared
+AS_BEFORE = 1.25  # largest norm without the neurons that amplify a spike, over the norm before them
+PART = 0.9  # of what a set takes away, that a part of it takes to stand for the set
 ATTENTION_LENGTH = 32  # length of the text in which attention is compared
 
 Candidate = TypeVar("Candidate")
@@ -148,10 +158,11 @@ class CausalSets:
 
 @dataclass(frozen=True)
 class _RemovedNorms:
-    """Norms of the spike with each of several sets silenced, median over texts."""
+    """Norms of the spike with each of several sets silenced, median over texts; and the share lost in each text."""
 
     norms: Float[Tensor, "set layer"]
     intact: Float[Tensor, " layer"]
+    by_text: Float[Tensor, "set text layer"]
 
     def drops(self, layer: int) -> list[float]:
         """Share of the intact norm that each set takes away at a layer."""
@@ -165,18 +176,22 @@ class _SpikeSearch:
     Attributes:
         context: The model and its layer scan.
         texts: Texts that end with the token.
-        longer: A text that goes on behind it, where attention to the token is compared.
+        rows: For each text of the context, its place in `texts`.
+        longer: Texts that go on behind it, where attention to the token is compared.
         layer: The layer that makes the spike.
         last: The last layer after which the norm stands out.
         heads: The (layer, head) pairs behind `layer` that attend to the token.
+        before: The token's norm before the neurons amplify it, if it stands out already; else 0.
     """
 
     context: SinkContext
     texts: TokenRows
+    rows: Int[Tensor, " context_text"]
     longer: Int[Tensor, "other longer"]
     layer: int
     last: int
     heads: Sequence[tuple[int, int]]
+    before: float = 0.0
 
     @property
     def at(self) -> int:
@@ -188,20 +203,23 @@ class _SpikeSearch:
         edits = [Edit(zero=sites) for sites in sets]
         shared_dims = self.context.scan.shared_dims
         edited = effects(self.context.target, self.texts, edits, at=self.at, upto=self.last, without=shared_dims)
-        return _RemovedNorms(edited.norms.quantile(0.5, dim=1), edited.intact_norms.quantile(0.5, dim=0))
+        by_text = 1 - edited.norms / edited.intact_norms
+        return _RemovedNorms(edited.norms.quantile(0.5, dim=1), edited.intact_norms.quantile(0.5, dim=0), by_text)
 
     def smallest(self, sites: Sites, *layers: int) -> Sites | None:
         """The smallest set that takes the spike away at these layers; None if no set that was tried does."""
         index = torch.tensor(layers)
         typical = torch.tensor(self.context.scan.typical_norm)[index]
+        most_left = (SPIKE_RATIO * typical).clamp(min=AS_BEFORE * self.before)
+        rest = typical.clamp(min=self.before)
 
         def remove(sets: list[Sites]) -> list[Removal]:
-            """The spike is gone if the norm stands out no more, and most of what stood out is gone."""
+            """The spike is gone if the norm is as before it or stands out no more, and most of the rise is gone."""
             removed = self.remove(sets)
             norms = removed.norms[:, index]
             intact = removed.intact[index]
-            low = norms <= SPIKE_RATIO * typical
-            most = intact - norms >= NEEDED * (intact - typical)
+            low = norms <= most_left
+            most = intact - norms >= NEEDED * (intact - rest)
             gone = (low & most).all(1).tolist()
             return [Removal(*both) for both in zip(gone, removed.drops(layers[-1]), strict=True)]
 
@@ -213,8 +231,16 @@ class _SpikeSearch:
             return None
         edits = [Edit(zero=sites) for sites in sets]
         upto = max(layer for layer, _ in self.heads)
-        edited = effects(self.context.target, self.longer, edits, at=self.at, upto=upto, attention=True)
+        edited = effects(self.context.target, self.longer[:1], edits, at=self.at, upto=upto, attention=True)
         return edited.attention_drops(self.heads)
+
+    def attention_lost(self, chosen: Sites) -> Float[np.ndarray, " text"]:
+        """Share of the attention to the token that the heads lose without a set, in each of the longer texts."""
+        layer, head = torch.tensor(self.heads).T
+        upto = int(layer.max())
+        edited = effects(self.context.target, self.longer, [Edit(zero=chosen)], at=self.at, upto=upto, attention=True)
+        left = edited.attention[0][:, layer, head] / edited.intact_attention[:, layer, head]
+        return reduce(1 - left, "text pair -> text", "mean").numpy()
 
     def grown(self, chosen: Sites, others: Sites) -> Sites:
         """The set and those of the other candidates that attention needs as well."""
@@ -235,7 +261,12 @@ class _SpikeSearch:
         return [random_sites(target, chosen, excluded, generator) for _ in range(CONTROL_DRAWS)]
 
     def partial(self, chosen: Sites, candidates: Sites) -> CausalSet | None:
-        """A set that does not remove the spike, compared with random sets."""
+        """The part of a set that takes most of what the set takes, though not the spike; compared with random sets."""
+        alone = self.remove([(site,) for site in chosen]).drops(self.layer)
+        order = sorted(range(len(chosen)), key=lambda place: -alone[place])
+        parts = [tuple(chosen[place] for place in order[:size]) for size in range(1, len(chosen) + 1)]
+        drops = self.remove(parts).drops(self.layer)
+        chosen = next(part for part, drop in zip(parts, drops, strict=True) if drop >= PART * max(drops))
         controls = self.controls(chosen, candidates)
         return self._compared(chosen, controls, self.attention_drops([chosen, *controls]), "partial")
 
@@ -266,15 +297,28 @@ class _SpikeSearch:
         at_last_layer = removed.drops(self.last)
         control = max(*at_sink_layer[1:], *at_last_layer[1:])
         drop_attention = None
+        margin_attention = None
         lost = None
         if drops is not None:
-            drop_attention, *control_drops = drops[: 1 + CONTROL_DRAWS].mean(1).tolist()
-            control = max(control, *control_drops)
+            control = max(control, *drops[1 : 1 + CONTROL_DRAWS].mean(1).tolist())
             lost = heads_lost(drops)[0]
+            in_texts = self.attention_lost(chosen)
+            drop_attention = float(in_texts.mean())
+            margin_attention = margin_of(in_texts)
         if min(at_sink_layer[0], at_last_layer[0]) <= control:
             return None
         members = tuple(Member.of(site) for site in chosen)
-        return CausalSet(members, at_sink_layer[0], at_last_layer[0], drop_attention, lost, control, kind)
+        return CausalSet(
+            members,
+            at_sink_layer[0],
+            at_last_layer[0],
+            drop_attention,
+            lost,
+            control,
+            kind,
+            margin_norm=margin_of(removed.by_text[0, self.rows, self.layer].numpy()),
+            margin_attention=margin_attention,
+        )
 
     def backup(self, backups: Sites, minimal: CausalSet) -> CausalSet:
         """The part of the minimal set that writes a spike only when the rest is silenced."""
@@ -333,13 +377,16 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Sequence
     """
     layer = context.layer
     ids = context.ids
+    firsts, rows = ids[:, 0].unique(return_inverse=True)
     search = _SpikeSearch(
         context,
-        texts=ids[:, 0].unique()[:SPIKE_TEXTS, None],
-        longer=ids[:1, :ATTENTION_LENGTH],
+        texts=firsts[:SPIKE_TEXTS, None],
+        rows=rows[rows < SPIKE_TEXTS],
+        longer=ids[:SPIKE_TEXTS, :ATTENTION_LENGTH],
         layer=layer,
         last=max(layer, context.scan.spike_layers[-1]),
         heads=[(behind, head) for behind, head in heads if behind > layer],
+        before=context.scan.norm_before,
     )
     candidates = list(neurons)
     sites = tuple(neuron.site for neuron in neurons if neuron.layer <= search.last)
@@ -373,30 +420,54 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Sequence
     return CausalSets(tuple(sets), (*neurons, *added.values()))
 
 
-def causal_neurons(setup: Setup) -> tuple[int | None, tuple[Neuron, ...]]:
-    """The sink layer and its causal neurons; (None, ()) if no MLP of the model makes a spike.
+@dataclass(frozen=True)
+class SinkNeurons:
+    """The neurons that every measurement of a setup edits or reads, in the words of `find_sinks`: its smallest set.
 
-    If no neuron is causal by itself because others stand in for it, the neurons of the smallest set are returned.
+    Attributes:
+        layer: The sink layer. None if no MLP makes a spike of the first token.
+        neurons: The smallest set of neurons that makes the spike, largest contribution first. If no set removes the
+            spike, the neurons that are causal alone.
+        controls: As many random neurons of the same layers.
+        absence: What there is if no MLP makes a spike.
     """
-    key = (causal_neurons, setup.seed, len(setup.ids))
+
+    layer: int | None
+    neurons: tuple[Neuron, ...]
+    controls: Sites
+    absence: SpikeAbsence | None
+
+    @property
+    def sites(self) -> Sites:
+        """The neurons in the form that interventions take."""
+        return tuple(neuron.site for neuron in self.neurons)
+
+
+def sink_neurons(setup: Setup) -> SinkNeurons:
+    """The neurons that make the first token's spike; they are searched once for a setup."""
+    key = (sink_neurons, setup.seed, len(setup.ids))
     if key not in setup.memory:
-        setup.memory[key] = _causal_neurons(setup)
+        setup.memory[key] = neurons_of(SinkContext.read(setup))
     return setup.memory[key]
 
 
-def _causal_neurons(setup: Setup) -> tuple[int | None, tuple[Neuron, ...]]:
-    scan = scan_layers(setup.target, setup.ids, whole=setup.target.resident)
-    if scan.sink_layer is None:
-        return None, ()
-    context = SinkContext.of(setup, scan)
-    verified = verify_sink_layer(context, CANDIDATES)
-    if verified.causal:
-        return scan.sink_layer, verified.causal
-    return scan.sink_layer, causal_sets(context, verified.neurons).members
+def neurons_of(context: SinkContext) -> SinkNeurons:
+    """The neurons that make the spike of a model whose layers were scanned."""
+    if context.sink_layer is None:
+        return SinkNeurons(None, (), (), SpikeAbsence.of(context))
+    received = attention_received(context.target, context.ids, RATE_EPS, layers=len(context.scan.layers))
+    verified = verify_neurons(context, CANDIDATES)
+    neurons = causal_sets(context, verified.neurons, received.heads).members or verified.causal
+    sites = tuple(neuron.site for neuron in neurons)
+    controls = random_sites(context.target, sites, sites, context.generator)
+    return SinkNeurons(context.sink_layer, neurons, controls, None)
 
 
 def later_sinks(context: SinkContext) -> tuple[LaterSink, ...]:
-    """Tokens behind the first position whose norm stands out most often, and what makes each of them."""
+    """Positions behind the first, and tokens, whose norm stands out most often, and what makes the spike of each.
+
+    A position counts whatever stands there if several tokens stand out at it; elsewhere tokens are counted.
+    """
     scan = context.scan
     ids = context.ids
     stands_out = torch.zeros_like(ids, dtype=torch.bool)
@@ -405,40 +476,135 @@ def later_sinks(context: SinkContext) -> tuple[LaterSink, ...]:
         stands_out |= norms > SPIKE_RATIO * usual
     stands_out[:, 0] = False
     sinks: list[LaterSink] = []
+    for at in range(1, ids.shape[1]):
+        tokens = ids[stands_out[:, at], at].unique()
+        if len(tokens) >= POSITION_TOKENS and float(stands_out[:, at].float().mean()) > NEEDED:
+            sinks.append(_later_sink(context, "", int(stands_out[:, at].nonzero()[0]), at))
+            stands_out[:, at] = False
     for token, _ in Counter(ids[stands_out].tolist()).most_common(LATER_TOKENS):
         places = (stands_out & (ids == token)).nonzero().tolist()
         row, at = min(places, key=lambda place: place[1])
-        ratios = [
-            float(norms[row, at]) / max(typical, SMALLEST_NORM)
-            for norms, typical in zip(scan.norms, scan.typical_norm, strict=True)
-        ]
-        name = context.target.tokenizer.decode([token])
-        sinks.append(LaterSink(name, at, max(ratios), _later_set(context, row, at)))
-    return tuple(sinks)
+        sinks.append(_later_sink(context, context.target.tokenizer.decode([token]), row, at))
+    return tuple(sinks[:LATER_TOKENS])
 
 
-def _later_set(context: SinkContext, row: int, at: int) -> CausalSet | None:
-    """The smallest set that makes the spike of a later position of one text; None if no MLP makes it."""
+def _later_sink(context: SinkContext, token: str, row: int, at: int) -> LaterSink:
+    """A spike, and the smallest set that makes it."""
     scan = context.scan
-    ids = context.ids[row : row + 1]
+    ratios = [
+        float(norms[row, at]) / max(typical, SMALLEST_NORM)
+        for norms, typical in zip(scan.norms, scan.typical_norm, strict=True)
+    ]
+    made = set_at_position(context, scan, context.ids[row : row + 1], row, at)
+    minimal = None
+    if made is not None and made.set.kind == "minimal":
+        minimal = made.set
+    return LaterSink(token, at, max(ratios), minimal)
+
+
+@dataclass(frozen=True)
+class SetAtPosition:
+    """The neurons that make the spike of a position, as a set and one by one."""
+
+    set: CausalSet
+    neurons: tuple[Neuron, ...]
+
+
+def set_at_position(
+    context: SinkContext, scan: LayerScan, ids: Int[Tensor, "1 pos"], row: int, at: int
+) -> SetAtPosition | None:
+    """The smallest set that makes the spike of a position of one text; None if no MLP makes it.
+
+    Args:
+        context: The model and its typical text.
+        scan: The layers, as a batch of texts with this one shows them.
+        ids: The text.
+        row: Its row in the scan.
+        at: The position.
+    """
+    typical = context.scan
     layer = None
     last = 0
     most_written = 0.0
     for number, reading in enumerate(scan.layers):
         written = float(reading.mlp_norms[row, at])
-        if written > STAGE_OUTLIER * reading.mlp_typical and written > most_written:
+        if written > STAGE_OUTLIER * typical.layers[number].mlp_typical and written > most_written:
             layer = number
             most_written = written
-        if float(scan.norms[number][row, at]) > SPIKE_RATIO * scan.typical_norm[number]:
+        if float(scan.norms[number][row, at]) > SPIKE_RATIO * typical.typical_norm[number]:
             last = number
     if layer is None:
         return None
     heads = attending_heads(context.target, ids[0], at, len(scan.layers), RATE_EPS)
     behind = [(number, head) for number, head in heads if number > layer]
     until = replace(context, ids=ids[:, : at + 1])
-    search = _SpikeSearch(until, until.ids, longer=ids, layer=layer, last=max(layer, last), heads=behind)
-    sites = tuple(neuron.site for neuron in stage_neurons(until, layer, CANDIDATES, at=at))
-    minimal = search.smallest(sites, layer, search.last)
-    if minimal is None:
-        return search.partial(sites[:1], sites)
-    return search.minimal(minimal, sites)
+    alone = torch.zeros(1, dtype=torch.long)
+    search = _SpikeSearch(until, until.ids, alone, longer=ids, layer=layer, last=max(layer, last), heads=behind)
+    neurons = stage_neurons(until, layer, CANDIDATES, at=at, text=context.ids)
+    sites = tuple(neuron.site for neuron in neurons)
+    chosen = search.smallest(sites, layer, search.last)
+    if chosen is None:
+        made = search.partial(sites, sites)
+    else:
+        made = search.minimal(chosen, sites)
+    if made is None:
+        return None
+    return SetAtPosition(made, tuple(neuron for neuron in neurons if neuron.site in made.edit_sites))
+
+
+@torch.no_grad()
+def repetition_spike(
+    context: SinkContext,
+    words: list[int],
+    firsts: list[int],
+    repeats: Sequence[int | None],
+    minimal: CausalSet,
+    limit: int,
+) -> RepetitionSpike | None:
+    """Whether the neurons that make the first token's spike make that of a repeated token, too, or which others do.
+
+    Args:
+        context: The model and its spike.
+        words: The repeated tokens.
+        firsts: The token before each.
+        repeats: Repetitions after which the norm of each reaches half of the first token's at the sink layer.
+        minimal: The neurons that make the first token's spike.
+        limit: Repetitions of a token that never gets there.
+
+    Returns:
+        None if no repeated token's norm stands out.
+    """
+    target = context.target
+    repeated = [place for place, count in enumerate(repeats) if count != 1]  # others need no repetition
+    reached = [place for place in repeated if repeats[place] is not None]
+    rows = [[firsts[place], *[words[place]] * (repeats[place] or limit)] for place in reached[:1] or repeated]
+    if not rows:
+        return None
+    ids = torch.tensor(rows)
+    row = 0
+    if not reached:  # not at the sink layer, but perhaps behind it
+        scan = scan_layers(target, ids, whole=True, upto=context.scan.spike_layers[-1])
+        heights = torch.stack(
+            [scan.norms[layer][:, -1] / scan.norms[layer][:, 0] for layer in context.scan.spike_layers]
+        )
+        row = int(heights.max(0).values.argmax())
+        if float(heights.max()) < NEEDED:
+            return None
+        ids = ids[row : row + 1]
+    last = ids.shape[1] - 1
+    token = target.tokenizer.decode([int(ids[0, -1])])
+    silent = Edit(zero=minimal.edit_sites)
+    if reached:
+        made_in = max(context.layer, *(member.layer for member in minimal.sites))
+        drop = float(effects(target, ids, [silent], at=last, upto=made_in).drops(made_in))
+        if drop >= NEEDED:
+            return RepetitionSpike(token, last, drop, None, ())
+    scan = scan_layers(target, ids, whole=True, upto=context.scan.spike_layers[-1])
+    layer = max(context.scan.spike_layers, key=lambda layer: float(scan.norms[layer][0, -1] / scan.norms[layer][0, 0]))
+    drop = float(effects(target, ids, [silent], at=last, upto=layer).drops(layer))
+    made = None
+    if drop < NEEDED:
+        made = set_at_position(context, scan, ids, 0, last)
+    if made is None or made.set.kind != "minimal":
+        return RepetitionSpike(token, last, drop, None, ())
+    return RepetitionSpike(token, last, drop, made.set, made.neurons)

@@ -19,12 +19,13 @@ from sinkscope.files.result import Number
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
+from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import finished
 from sinkscope.models.target import Target, norm_of
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
+from sinkscope.sinks.first_token.layer_scan import LayerScan
 from sinkscope.sinks.first_token.neurons import repeat_until_half
 from sinkscope.sinks.patch.evaluate import Change, held_out, losses, perplexity_change, random_patch, under
 from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefixes, repetition_limit
@@ -50,7 +51,8 @@ class PatchProof:
         words: The words that were repeated.
         repeats: How often each is repeated.
         layers: Layers from the one that completes the spike to the last.
-        ceiling: Norms up to this value count as typical.
+        ceiling: Norms up to this value count as repaired: typical ones, and up to 1.5 times the word's own norm before
+            the layers that make the spike.
         norms: Largest norm after the first position.
         attention: Mean attention to the first token, over heads and the second half of the queries, in `layers[1:]`.
         ordinary_attention: The same on ordinary text of the same length, without a patch.
@@ -61,7 +63,7 @@ class PatchProof:
     words: tuple[str, ...]
     repeats: int
     layers: Int[np.ndarray, " layer"]
-    ceiling: Float[np.ndarray, " layer"]
+    ceiling: Float[np.ndarray, "word layer"]
     norms: Float[np.ndarray, "condition word layer"]
     attention: Float[np.ndarray, "condition later_layer"]
     ordinary_attention: Float[np.ndarray, " later_layer"]
@@ -167,16 +169,19 @@ class PatchMade(Result):
         """The norm of repeated words under the patch, beside the intact norm."""
         if self.proof is None:
             return []
-        intact, patched, _ = np.median(self.proof.norms[:, :, 0], axis=1).tolist()
-        return [Number("repeated token's norm under the patch", patched, intact)]
+        intact, patched, _ = self.proof.norms[:, :, 0]
+        margin = margin_of(patched, np.median)
+        return [
+            Number("repeated token's norm under the patch", float(np.median(patched)), float(np.median(intact)), margin)
+        ]
 
 
 def draw(result: PatchMade) -> go.Figure:
-    """Draw the largest norm of the repeated words in each layer, by condition, and what counts as typical."""
+    """Draw the largest norm of the repeated words in each layer, by condition, and what counts as repaired."""
     fig = go.Figure()
     if result.proof is not None:
         intact, patched, random = result.proof.norms.max(1)
-        curves = {"intact": intact, "patched": patched, "random": random, "typical up to": result.proof.ceiling}
+        curves = {"intact": intact, "patched": patched, "random": random, "repaired up to": result.proof.ceiling.max(0)}
         fig = px.line(curves, labels={"index": "layer", "value": "largest norm"}, log_y=True, markers=True)
         fig.update_traces(x=result.proof.layers)
     return finished(fig, result, width=1000, height=480)
@@ -213,10 +218,10 @@ def make_patch(
 ) -> PatchMade:
     """Make a patch of the sink neurons, and prove that it keeps repeated words from becoming sinks.
 
-    The neurons are the smallest causal set of `find_sinks`. With them patched, the norm of repeated words must stay
-    typical in every later layer, half of the attention that repetition takes from the first token must return, and the
-    perplexity of held-out text must not rise; the same is measured with random neurons. (Yona et al. 2025, section 5.3,
-    patch the neurons of their Table 1 by hand.)
+    The neurons are the smallest causal set of `find_sinks`, and others that repetition trips. With them patched, the
+    norm of repeated words must stay typical, or as before the spike, in every later layer, half of the attention that
+    repetition takes from the first token must return, and the perplexity of held-out text must not rise; the same is
+    measured with random neurons. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
 
     Args:
         words: Number of words to repeat.
@@ -237,20 +242,29 @@ def make_patch(
     try:
         patch = SinkPatch.from_result(sinks)
     except SinkscopeError:
-        return PatchMade(verdict="not-repaired", reason="no neuron is causal, alone or in a set.")
-    spike = scan_layers(target, setup.ids, whole=True, progress=setup.progress)
+        reason = "no neuron is causal, alone or in a set."
+        if sinks.repetition is not None:
+            reason = "repeated words go another way than the first token, and no neurons were found that they need."
+        return PatchMade(verdict="not-repaired", reason=reason)
+    context = SinkContext.read(setup, whole=True)
+    spike = context.scan
     drawn = pick_tokens(setup.tokenizer, setup.ids, None, setup.seed, words)
     starts = prefixes(setup, drawn)
-    repeats = repeat_until_half(SinkContext.of(setup, spike), drawn, starts, most, setup.progress).repeats
+    repeats = repeat_until_half(context, drawn, starts, most, setup.progress).repeats
     reached = [place for place, count in enumerate(repeats) if count is not None]
+    slowest = max([repeats[place] or 0 for place in reached], default=0)
+    if not reached and sinks.repetition is not None:  # they become sinks behind the sink layer
+        reached = list(range(len(drawn)))
+        slowest = sinks.repetition.repeats
     if not reached:
         reason = f"none of {len(drawn)} words becomes a sink when it is repeated {most} times."
         return PatchMade(verdict="no-repeats", reason=reason)
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
-    count = min(most, 2 * max(repeats[place] or 0 for place in reached))
+    count = min(most, 2 * slowest)
     rows = torch.tensor([[starts[place], *[drawn[place]] * count] for place in reached])
     edits = (None, patch, random_patch(setup, patch))
     layers = list(range(max(spike.stages), target.n_layers))
+    before = norms_before(target, min(spike.stages), spike.shared_dims, rows)
     norms = [largest_norms(target, layers, spike.shared_dims, rows, edit) for edit in edits]
     attention = [attention_to_first(target, layers[1:], rows, edit) for edit in edits]
     text = held_out(setup, pieces, length)
@@ -259,7 +273,7 @@ def make_patch(
         words=tuple(setup.tokenizer.decode([drawn[place]]) for place in reached),
         repeats=count,
         layers=np.array(layers),
-        ceiling=typical_ceiling(spike, layers),
+        ceiling=np.maximum(typical_ceiling(spike, layers), HEADROOM * before.numpy()[:, None]),
         norms=torch.stack(norms).numpy(),
         attention=torch.stack(attention).numpy(),
         ordinary_attention=attention_to_first(target, layers[1:], ordinary_rows(setup, rows), None).numpy(),
@@ -282,6 +296,14 @@ def typical_ceiling(spike: LayerScan, layers: list[int]) -> Float[np.ndarray, " 
             ceiling = max(ceiling, SLACK * spike.first_norm[layer])
         ceilings.append(ceiling)
     return np.array(ceilings)
+
+
+@torch.no_grad()
+def norms_before(target: Target, layer: int, without: list[int], rows: TokenRows) -> Float[Tensor, " row"]:
+    """Largest norm of the residual stream that enters a layer, after the first position."""
+    site = f"blocks.{layer}.hook_resid_pre"
+    entering = trace(target, rows, [site], lambda resid: norm_of(resid, without), batch_size=SEQUENCES)[site]
+    return entering[:, 1:].amax(1)
 
 
 @torch.no_grad()

@@ -15,8 +15,9 @@ from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.clusters import find_clusters
 from sinkscope.sinks.chunks import ChunkRun, ChunkWork, Columns, hold_layers, in_chunks, token_texts
+from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half
-from sinkscope.sinks.first_token.sets import causal_neurons
+from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.tokens import repetition_limit, sample_tokens, vocabulary
 
 PILOT = 16  # tokens that determine the length of the first pass
@@ -150,18 +151,20 @@ class AtlasReading:
 
 def read_vocabulary(
     setup: Setup, max_repeats: int | None, sample: int | None, run: ChunkRun
-) -> tuple[int | None, AtlasReading | None]:
-    """The sink layer, and the repetitions that every token needs; (None, None) if the model has no sink."""
+) -> tuple[int | None, AtlasReading | SpikeAbsence]:
+    """The sink layer, and the repetitions that every token needs; without a layer, what there is instead."""
     target = setup.target
     limit = repetition_limit(target, max_repeats, 1)
     setup.record(max_repeats=limit)
     ids = vocabulary(target, None)
     if sample is not None:
         ids = sorted(sample_tokens(ids, sample, setup.seed))
-    layer, neurons = causal_neurons(setup)
-    if layer is None:
-        return None, None
-    clusters = find_clusters(setup, layer, neurons, ids, run=run.part("clusters"))
+    sink = sink_neurons(setup)
+    layer = sink.layer
+    if layer is None or sink.absence is not None:
+        assert sink.absence is not None
+        return None, sink.absence
+    clusters = find_clusters(setup, sink.neurons, ids, run=run.part("clusters"))
     head = np.full(len(ids), np.nan)
     if clusters is not None:
         head = clusters.head

@@ -15,7 +15,8 @@ from torch import Tensor
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.layer_scan import SPIKE_RATIO, norms_after, scan_layers
+from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.sinks.first_token.layer_scan import SPIKE_RATIO, norms_after
 from sinkscope.sinks.repetition.sweep import Sweep, SweepRows, rounded
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.attention import attention_rows
@@ -33,8 +34,8 @@ class AttentionReading:
     one. Repetition distributes the sink over several positions, so attention to position 0 alone falls although the
     heads still attend to sinks as before. The tail is the last 64 tokens of every sequence, the same natural text, but
     only those whose norm is no higher than that of 95 % of typical text. `uniform` is what the positions of high norm
-    would get if every query attended to all visible positions alike. In a model without a sink, no position has a high
-    norm, and what refers to such positions is NaN.
+    would get if every query attended to all visible positions alike. If no MLP makes a norm spike, no position has a
+    high norm, and what refers to such positions is NaN.
 
     Attributes:
         sequences: "natural text", then the repeated tokens.
@@ -66,7 +67,9 @@ class AttentionReading:
         """How much attention repetition takes from position 0 in layers behind the sink, beside natural text."""
         means = self.mean_to_first[self.first_behind :].mean(0)
         repeated = float(np.median(means[1:]))
-        where = "Behind the sink layer" if self.high.any() else "In this model, which has no sink by norm,"
+        where = "Behind the sink layer,"
+        if not self.high.any():
+            where = "No MLP makes a norm spike, so attention is averaged over all layers:"
         return (
             f"{where} position 0 receives {repeated:.1%} of the attention when {', '.join(map(repr, sweep.tokens))} is "
             f"repeated {sweep.max_repeats} times, and {means[0]:.1%} in natural text."
@@ -140,8 +143,9 @@ def read_attention(setup: Setup, rows: SweepRows) -> tuple[int | None, Attention
     tail_ids = natural[:, -TAIL:].expand(len(rows.ids), -1)
     ids = torch.cat([natural, torch.cat([rows.ids, tail_ids], dim=1)])
 
-    spike = scan_layers(target, setup.ids, whole=target.resident, progress=setup.progress)
-    layer = spike.sink_layer
+    context = SinkContext.read(setup)
+    spike = context.scan
+    layer = context.sink_layer
     high = torch.zeros(ids.shape, dtype=torch.bool)
     tail = (torch.arange(length) >= length - TAIL).expand(len(ids), -1)
     if layer is not None:

@@ -15,14 +15,15 @@ from sinkscope.files.notation import neuron_names
 from sinkscope.files.result import Number
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
+from sinkscope.measure.margin import margin_of
+from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.layer_scan import LayerScan, norms_after, repeats_until_half, scan_layers
-from sinkscope.sinks.first_token.neurons import verify_sink_layer
+from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half
+from sinkscope.sinks.first_token.sets import SinkNeurons, sink_neurons
 from sinkscope.sinks.repetition.sweep import Sweep, SweepRows, curves_figure, rounded
 from sinkscope.sinks.tokens import left_out_line
 
 SEQUENCES = 4  # sequences per pass
-CANDIDATES = 8  # neurons of the sink layer that ablation verifies
 Neurons = tuple[tuple[int, ...], ...]
 
 
@@ -31,8 +32,8 @@ class NormReading:
     """L2 norm of the residual stream after the sink layer.
 
     Attributes:
-        conditions: "intact"; "one": the largest sink neuron is zeroed; "set": all causal ones; "control": as many
-            random neurons of that layer.
+        conditions: "intact"; "one": the largest sink neuron is zeroed; "set": the set that makes the spike; "control":
+            as many random neurons of the same layers.
         zeroed: The neurons that are zeroed under each condition, (layer, neuron) or (layer, expert, neuron).
         norms: Norm of the repeated token after n repetitions.
         first_norms: Norm of the first token in the same pass.
@@ -120,7 +121,7 @@ class NormReading:
         titles = {
             "intact": "intact",
             "one": "largest sink neuron zeroed",
-            "set": "all causal neurons zeroed",
+            "set": "all sink neurons zeroed",
             "control": "random neurons zeroed",
         }
         return titles[self.conditions[condition]]
@@ -145,12 +146,15 @@ class NormReading:
     def numbers(self, sweep: Sweep) -> list[Number]:
         """The norm after the last repetition, and what ablation takes away."""
         last = self.norms[0, sweep.single, -1]
-        margin = float(2 * last.std() / np.sqrt(len(last)))
-        numbers = [Number("norm after the last repetition", float(np.median(last)), float(self.typical[1]), margin)]
+        middle = float(np.median(last))
+        typical = float(self.typical[1])
+        numbers = [Number("norm after the last repetition", middle, typical, margin_of(last, np.median))]
         if "control" in self.conditions and np.isfinite(self.repeats).any():
             losses = self._losses()
-            causal = losses.get("set", losses["one"])
-            numbers.append(Number("norm then lost without the neurons", causal, losses["control"]))
+            causal = "set" if "set" in losses else "one"
+            by_token = self.lost[self.conditions.index(causal), np.isfinite(self.repeats)]
+            margin = margin_of(by_token, np.median)
+            numbers.append(Number("norm then lost without the neurons", losses[causal], losses["control"], margin))
         return numbers
 
     def draw(self, sweep: Sweep) -> Any:
@@ -165,16 +169,18 @@ class NormReading:
         return fig
 
 
-def read_norms(setup: Setup, rows: SweepRows, ablate: bool) -> tuple[int | None, NormReading | None]:
-    """The sink layer, and the norms of repeated tokens there; (None, None) if the model has no sink."""
+def read_norms(setup: Setup, rows: SweepRows, ablate: bool) -> tuple[int | None, NormReading | SpikeAbsence]:
+    """The sink layer, and the norms of repeated tokens there; without a layer, what there is instead."""
     target = setup.target
-    spike = scan_layers(target, setup.ids, whole=target.resident, progress=setup.progress)
-    layer = spike.sink_layer
-    if layer is None:
-        return None, None
+    context = SinkContext.read(setup)
+    absence = SpikeAbsence.of(context)
+    if absence is not None:
+        return None, absence
+    spike = context.scan
+    layer = context.layer
     zeroed: dict[str, Neurons] = {"intact": ()}
     if ablate:
-        zeroed |= ablated_neurons(setup, spike)
+        zeroed |= ablated_neurons(sink_neurons(setup))
     norms: list[Tensor] = []
     for name, neurons in zeroed.items():
         edit = Ablate(sites=list(neurons)).on(target) if neurons else nullcontext()
@@ -194,14 +200,12 @@ def read_norms(setup: Setup, rows: SweepRows, ablate: bool) -> tuple[int | None,
     )
 
 
-def ablated_neurons(setup: Setup, spike: LayerScan) -> dict[str, Neurons]:
-    """The neurons zeroed under each condition; none if no single neuron of the layer is causal."""
-    proof = verify_sink_layer(SinkContext.of(setup, spike), CANDIDATES)
-    causal = tuple(neuron.site for neuron in proof.neurons if neuron.causal)
-    if not causal:
+def ablated_neurons(sink: SinkNeurons) -> dict[str, Neurons]:
+    """The neurons zeroed under each condition; none if no set of neurons makes the spike."""
+    if not sink.neurons:
         return {}
-    conditions: dict[str, Neurons] = {"one": causal[:1]}
-    if len(causal) > 1:
-        conditions["set"] = causal
-    conditions["control"] = proof.controls
+    conditions: dict[str, Neurons] = {"one": sink.sites[:1]}
+    if len(sink.sites) > 1:
+        conditions["set"] = sink.sites
+    conditions["control"] = sink.controls
     return conditions

@@ -18,7 +18,7 @@ from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.measure import Setup
 from sinkscope.models.load import load
 from sinkscope.models.open import open_target
-from sinkscope.sinks.first_token.sets import causal_neurons
+from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.repetition.sweep import Sweep, SweepRows, curves_figure, rounded
 
 SHOWN_TEXT = 40  # characters of an answer in the table
@@ -169,7 +169,7 @@ def chosen_patch(setup: Setup, patch: SinkPatch | str | os.PathLike[str] | None)
         return patch
     if patch is not None:
         return SinkPatch.load(patch)
-    _, neurons = causal_neurons(setup)
+    neurons = sink_neurons(setup).neurons
     if not neurons:
         return None
     calibrated = {neuron.site: neuron.neutral_post for neuron in neurons}

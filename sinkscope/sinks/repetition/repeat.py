@@ -15,6 +15,7 @@ from sinkscope.files.result import Number
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.measure.style import finished
 from sinkscope.sinks.chunks import ChunkRun
+from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.repetition.atlas import AtlasReading, read_vocabulary
 from sinkscope.sinks.repetition.attention import TAIL, AttentionReading, read_attention
 from sinkscope.sinks.repetition.distance import DistanceReading, read_distances
@@ -24,7 +25,6 @@ from sinkscope.sinks.repetition.sweep import Sweep, sweep_rows
 from sinkscope.sinks.tokens import replaced_line
 
 EVERY_TOKEN = "all"
-NO_SINK = "The model has no norm spike, so there is no layer at which to read the norm of repetitions."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,12 @@ class Repeat(Result):
             the token comes once more, and what follows.
         sink_layer: Layer that makes the norm spike. None if there is none, or if the reading does not need it.
         sweep: What was repeated. None if every token of the vocabulary was.
-        norm: The reading "norm". None for other readings, and if the model has no sink.
+        norm: The reading "norm". None for other readings, and if no MLP makes a norm spike.
         attention: The reading "attention".
         distance: The reading "distance".
         probability: The reading "probability".
         atlas: The reading "norm" of every token of the vocabulary.
+        absence: What there is instead of a reading "norm", if no MLP makes a norm spike.
     """
 
     kind: ClassVar[str] = "repeat"
@@ -63,7 +64,7 @@ class Repeat(Result):
         "last": "value at the last repetition",
         "of_first": "norm at the last repetition over the first token's",
         "lost_one": "share of that norm that zeroing the largest sink neuron takes away",
-        "lost_set": "share that zeroing all causal neurons takes away",
+        "lost_set": "share that zeroing the set of sink neurons takes away",
         "lost_control": "share that zeroing as many random neurons takes away",
         "to_first": "attention that position 0 receives, mean over queries and heads",
         "to_high_norm": "attention that all positions of high norm receive together",
@@ -85,6 +86,7 @@ class Repeat(Result):
     distance: DistanceReading | None = None
     probability: ProbabilityReading | None = None
     atlas: AtlasReading | None = None
+    absence: SpikeAbsence | None = None
 
     @property
     def reading(self) -> NormReading | AttentionReading | DistanceReading | ProbabilityReading | None:
@@ -95,8 +97,9 @@ class Repeat(Result):
         """The finding of the reading."""
         if self.atlas is not None:
             return self.atlas.conclusion()
-        if self.reading is None or self.sweep is None:
-            return NO_SINK
+        if self.absence is not None:
+            return self.absence.sentence("there is no layer for the norm of repetitions")
+        assert self.reading is not None and self.sweep is not None
         return self.reading.conclusion(self.sweep)
 
     def details(self) -> list[str]:
@@ -199,8 +202,8 @@ def repeat(
         prefix: Text between BOS and the repetitions; it must not contain what is repeated. By default none; with
             distance "some prefix:", with probability "Repeat:", as in the paper.
         max_repeats: Number of repetitions. By default 1,024, or what the context holds.
-        ablate: Read the norm also with the largest sink neuron zeroed, with all causal ones, and with as many random
-            ones, for each token and for the cycle of all.
+        ablate: Read the norm also with the largest sink neuron zeroed, with the whole set of `find_sinks`, and with
+            as many random ones, for each token and for the cycle of all.
         all_layers: Read the distance in every layer, also of a model that is not in memory.
         patch: The patch.json for the probability; from Python also a `SinkPatch`. By default a patch of the causal
             neurons, which are searched for.
@@ -216,12 +219,16 @@ def repeat(
     if tokens is not None and list(tokens) == [EVERY_TOKEN]:
         folder = None if resume is None else Path(resume)
         layer, atlas = read_vocabulary(setup, max_repeats, sample, ChunkRun(workers, folder))
+        if isinstance(atlas, SpikeAbsence):
+            return Repeat(read=read, absence=atlas)
         return Repeat(read=read, sink_layer=layer, atlas=atlas)
     after = TAIL if read == "attention" else 0
     words = None if tokens is None else list(tokens)
     rows = sweep_rows(setup, read, words, prefix, max_repeats, cycle=ablate, after=after)
     if read == "norm":
         layer, norm = read_norms(setup, rows, ablate)
+        if isinstance(norm, SpikeAbsence):
+            return Repeat(read=read, sweep=rows.sweep, absence=norm)
         return Repeat(read=read, sink_layer=layer, sweep=rows.sweep, norm=norm)
     if read == "attention":
         layer, attention = read_attention(setup, rows)

@@ -1,0 +1,36 @@
+"""The sampling error of a number that was measured on several texts, tokens or sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+DRAWS = 400
+LEAST = 3  # fewer values give no margin
+
+
+def margin_of(values: Float[np.ndarray, " sample"] | None, statistic: Callable[..., Any] = np.mean) -> float | None:
+    """Two standard errors of the mean (or another statistic) over samples, by bootstrap.
+
+    The standard deviation over draws is widened by the square root of n / (n - 1), as that of n samples is.
+
+    Args:
+        values: One value per sample; NaN is left out. None: there are none.
+        statistic: What is made of the values, such as `np.median`.
+
+    Returns:
+        None for fewer than three values: a difference is then not judged.
+    """
+    if values is None:
+        return None
+    finite = np.asarray(values, dtype=float)
+    finite = finite[np.isfinite(finite)]
+    count = len(finite)
+    if count < LEAST:
+        return None
+    picks = np.random.default_rng(0).integers(count, size=(DRAWS, count))
+    spread = float(np.std(statistic(finite[picks], axis=1)))
+    return 2 * spread * (count / (count - 1)) ** 0.5

@@ -1,0 +1,47 @@
+"""What a command says that needs neurons of a norm spike, of a model whose MLPs make none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sinkscope.sinks.first_token.attention_received import attention_received
+from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.sinks.first_token.result import RATE_EPS
+
+
+@dataclass(frozen=True)
+class SpikeAbsence:
+    """No MLP makes a norm spike at the first token. That says nothing of attention, so both are looked at.
+
+    Attributes:
+        spike: Whether the first token's norm stands out all the same.
+        sink: Whether heads attend to some position, or to learned sink logits.
+        length: Length of the texts in which attention was read.
+    """
+
+    spike: bool
+    sink: bool
+    length: int
+
+    @classmethod
+    def of(cls, context: SinkContext) -> SpikeAbsence | None:
+        """What there is instead; None if an MLP makes a spike."""
+        if context.sink_layer is not None:
+            return None
+        depth = len(context.scan.layers)
+        received = attention_received(context.target, context.ids, RATE_EPS, layers=depth)
+        sink = bool(received.heads or received.learned_heads or received.later)
+        return cls(bool(context.scan.spike_layers), sink, context.ids.shape[1])
+
+    def sentence(self, consequence: str) -> str:
+        """Why something cannot be measured, and what there is.
+
+        Args:
+            consequence: What cannot be measured, as a clause.
+        """
+        missing = "No MLP makes a norm spike at the first token"
+        if self.spike:
+            missing = "The first token's norm stands out, but no MLP makes it"
+        if self.sink:
+            return f"{missing}, so {consequence}; the model has an attention sink, see `circuit`."
+        return f"{missing}, so {consequence}; in texts of {self.length} tokens there is no attention sink either."

@@ -1,0 +1,331 @@
+"""What `circuit` returns, and the words in which it reports it. The steps are measured in `circuit`.
+
+What is said of a step follows the rule of `sinkscope.measure.evidence`.
+"""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import plotly.graph_objects as go
+from jaxtyping import Float
+from plotly.subplots import make_subplots
+
+from sinkscope.files.notation import agreeing, counted, listed
+from sinkscope.files.tables import percent
+from sinkscope.measure import Number, Result
+from sinkscope.measure.evidence import Evidence, beside
+from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
+
+FIGURE_COMPONENTS = 12
+NAMED = 3  # components that a sentence names
+MARK, NEURONS, EARLY, REPETITION, KEYS = "mark", "neurons", "early spike", "repetition", "keys"
+
+
+@dataclass(frozen=True)
+class CircuitStep:
+    """What one step of a circuit needs.
+
+    Attributes:
+        name: "mark": what marks the position for the spike; "neurons": the neurons that make the spike; "early spike":
+            what makes a norm that stands out before these neurons; "repetition": what marks the last of many
+            repetitions; "keys": what heads read that do not need the spike.
+        components: The components that were replaced, the chosen ones first; or the neurons.
+        necessity: Share of the effect that is lost if the component writes at the position what it writes at a typical
+            one, or if the neuron is zero.
+        sufficiency: Share of the effect that a typical position gains from the component. NaN where that cannot be
+            tested: neurons, and biases of keys.
+        control: Largest loss of 20 single random heads. None: there are too few, or neurons are tested.
+        chosen: What is needed alone or, if nothing is, the smallest set found.
+        alone: What is lost without each of the chosen. If the attention needs the spike, this is a loss of attention,
+            because heads may read a spike of half the size as well.
+        together: What is lost without all of them. None if nothing was chosen.
+        together_control: Largest loss without as many random heads, or neurons of the same layers.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"arbitrary_types_allowed": True}
+
+    name: str
+    components: tuple[str, ...]
+    necessity: Float[np.ndarray, " component"]
+    sufficiency: Float[np.ndarray, " component"]
+    control: float | None
+    chosen: tuple[str, ...]
+    alone: Float[np.ndarray, " chosen"]
+    together: float | None
+    together_control: float | None
+
+    @property
+    def kind(self) -> str:
+        """What the step consists of."""
+        return "neuron" if self.name == NEURONS else "component"
+
+    @property
+    def carried(self) -> bool:
+        """Whether the chosen components are needed together."""
+        return Evidence(self.together, self.together_control).holds
+
+    @property
+    def needed_alone(self) -> bool:
+        """Whether each of the chosen is needed alone."""
+        control = self.control if self.name != NEURONS else self.together_control
+        return self.carried and all(Evidence(float(lost), control).holds for lost in self.alone)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each component."""
+        rows: list[dict[str, Any]] = []
+        target = "keys" if self.name == KEYS else "spike"
+        control = self.together_control if self.name == NEURONS else self.control
+        for name, lost, gained in zip(self.components, self.necessity.tolist(), self.sufficiency.tolist(), strict=True):
+            rows.append(_edge(self.name, name, target, lost, control, gained))
+        return rows
+
+    def in_words(self) -> str:
+        """What is lost without the chosen components, beside random ones."""
+        if not self.carried:
+            return f"no {self.kind} is needed alone or in the sets tried{self._largest()}"
+        count, names = len(self.chosen), _named(self.chosen)
+        lost, control = self._beside_random(self.together or 0.0, self.together_control)
+        if not self.needed_alone:
+            together = agreeing(count, "", " together")
+            return f"no {self.kind} is needed alone; {lost} is lost without {names}{together}{control}"
+        are, them = agreeing(count, "is", "are each"), agreeing(count, "it", "them")
+        return f"{names} {are} needed: {lost} is lost without {them}{control}"
+
+    def _largest(self) -> str:
+        if np.isnan(self.necessity).all():
+            return ""
+        largest = int(np.nanargmax(self.necessity))
+        lost, control = self._beside_random(float(self.necessity[largest]), self.control)
+        return f"; most is lost without {_named(self.components[largest : largest + 1])}, {lost}{control}"
+
+    def _beside_random(self, lost: float, control: float | None) -> tuple[str, str]:
+        """A loss, and its control in brackets."""
+        text, chance = beside(lost, control)
+        if control is None:
+            return text, ""
+        random = "neurons" if self.name == NEURONS else "heads"
+        return text, f" (random {random}: at most {chance})"
+
+
+@dataclass(frozen=True)
+class Readers:
+    """The heads that give a position at least 0.3 of their attention, those with most attention first.
+
+    Attributes:
+        carried_by: What their keys need: "spike", or components. Empty if nothing was found.
+        heads: The heads.
+        attention: Mean attention of each head to the position.
+        attention_without: The same without what carries it; equal to `attention` if nothing was found.
+        control: The lowest attention of all heads together without as many random neurons or heads. None if there are
+            too few.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"arbitrary_types_allowed": True}
+
+    carried_by: tuple[str, ...]
+    heads: tuple[str, ...]
+    attention: Float[np.ndarray, " head"]
+    attention_without: Float[np.ndarray, " head"]
+    control: float | None
+
+    @property
+    def evidence(self) -> Evidence:
+        """The attention that is lost without what carries it."""
+        intact = float(self.attention.mean())
+        control = None if self.control is None else intact - self.control
+        return Evidence(intact - float(self.attention_without.mean()), control, intact)
+
+    @property
+    def by_spike(self) -> bool:
+        """Whether the attention needs the spike."""
+        return self.carried_by == ("spike",) and self.evidence.holds
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per head."""
+        if not self.carried_by:
+            return []
+        source = "spike" if self.carried_by == ("spike",) else "marks"
+        lost = (1 - self.attention_without / self.attention).tolist()
+        control = None if self.control is None else 1 - self.control / float(self.attention.mean())
+        return [_edge("readers", source, head, lost[i], control, None) for i, head in enumerate(self.heads)]
+
+    def in_words(self) -> str:
+        """The attention with and without what carries it."""
+        if not self.evidence.holds:
+            return "nothing that was replaced takes their attention away"
+        carried = _named(self.carried_by)
+        control = "" if self.control is None else f" ({self.control:.2f} in the random control)"
+        before, after = self.attention.mean(), self.attention_without.mean()
+        return f"without {carried} their attention falls from {before:.2f} to {after:.2f}{control}"
+
+
+@dataclass(frozen=True)
+class SinkCircuit:
+    """The circuit of one sink.
+
+    Attributes:
+        place: The position in words: "the first token", or a later token or position.
+        position: The position.
+        sink_layer: The last layer whose neurons make the spike. None if no MLP does.
+        steps: What the spike and the attention need.
+        readers: The heads that attend to the position. None if there are none.
+    """
+
+    place: str
+    position: int
+    sink_layer: int | None
+    steps: tuple[CircuitStep, ...]
+    readers: Readers | None
+
+    def step(self, name: str) -> CircuitStep | None:
+        """A step by its name; None if the circuit does not have it."""
+        for step in self.steps:
+            if step.name == name:
+                return step
+        return None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The edges, from the mark to the heads."""
+        rows: list[dict[str, Any]] = []
+        for part in (*self.steps, *([self.readers] if self.readers else [])):
+            rows += part.rows()
+        return [{"sink": self.place, **row} for row in rows]
+
+    def in_words(self) -> str:
+        """What the spike needs or, without a spike, what the heads read."""
+        mark, early, neurons, keys = map(self.step, (MARK, EARLY, NEURONS, KEYS))
+        if early is not None and early.carried and neurons is not None and neurons.carried:
+            write = agreeing(len(early.chosen), "writes", "write")
+            amplify = agreeing(len(neurons.chosen), "amplifies", "amplify")
+            lost, chance = beside(early.together or 0.0, early.together_control)
+            control = "" if early.together_control is None else f" (random heads: at most {chance})"
+            return (
+                f"The spike of {self.place} has two stages: {_named(early.chosen)} {write} it, "
+                f"{_named(neurons.chosen)} {amplify} it; {lost} of the first is lost without its writer{control}"
+            )
+        if mark is not None:
+            return f"For the spike of {self.place}, {mark.in_words()}"
+        if keys is not None and self.readers is not None:
+            return f"Heads attend to {self.place} without a spike: {keys.in_words()}"
+        return f"No MLP makes a spike of {self.place}, and no head attends to it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circuit(Result):
+    """How each sink comes about, step by step.
+
+    Attributes:
+        first_token: The token that stands first in the texts.
+        sinks: The circuit of each sink, that of the first token first. Empty if there is neither spike nor sink.
+        repeated: The token that is repeated.
+        repeats: How often it is repeated.
+        learned_share: Mean share of attention that the learned sink logits take. None if the model has none.
+        first_share: Mean share of attention that the first token takes.
+        untested: What may carry a sink and cannot be replaced in this model.
+    """
+
+    percent: ClassVar[tuple[str, ...]] = ("necessity", "necessity_control", "sufficiency")
+    columns: ClassVar[tuple[str, ...]] = ("step", "source", "target", "necessity", "necessity_control")
+    glossary: ClassVar[dict[str, str]] = {
+        "sink": "the position that the edge belongs to",
+        "step": "what the edge belongs to",
+        "target": "the input, or the head, that reads the source",
+        "necessity": "share of the effect that is lost without the source",
+        "necessity_control": "largest loss with random heads or neurons instead",
+        "sufficiency": "share of the effect that a typical position gains from the source",
+    }
+
+    first_token: str
+    sinks: tuple[SinkCircuit, ...] = ()
+    repeated: str | None = None
+    repeats: int | None = None
+    learned_share: float | None = None
+    first_share: float | None = None
+    untested: tuple[str, ...] = ()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The edges of every sink."""
+        return [row for sink in self.sinks for row in sink.rows()]
+
+    def conclusion(self) -> str:
+        """What marks the first sink, or what its readers need, with the control."""
+        if self.sinks:
+            return f"{self.sinks[0].in_words()}."
+        return "No circuit: no MLP raises the norm of a position, and no head attends to one."
+
+    def numbers(self) -> list[Number]:
+        """The spike without its marks, and the attention without what carries it."""
+        numbers: list[Number] = []
+        for sink in self.sinks[:1]:
+            mark = sink.step(MARK)
+            if mark is not None:
+                numbers.append(Number("spike lost without its marks", mark.together, mark.together_control))
+            if sink.readers is not None:
+                without = float(sink.readers.attention_without.mean())
+                numbers.append(Number("attention without what carries it", without, sink.readers.control))
+        return numbers
+
+    def details(self) -> list[str]:
+        """The neurons, repetition, the readers, later sinks, and what was not tested."""
+        lines: list[str] = []
+        for sink in self.sinks[:1]:
+            neurons, repetition, readers = sink.step(NEURONS), sink.step(REPETITION), sink.readers
+            if neurons is not None:
+                lines.append(f"Of the neurons that write the spike, {neurons.in_words()}.")
+            if repetition is not None:
+                times = counted(self.repeats or 0, "repetition")
+                lines.append(f"After {times} of {self.repeated!r}, {repetition.in_words()}.")
+            if readers is not None:
+                read = agreeing(len(readers.heads), "attends", "attend")
+                lines.append(f"{counted(len(readers.heads), 'head')} {read} to {sink.place}; {readers.in_words()}.")
+        later = [f"{sink.in_words()}." for sink in self.sinks[1:]]
+        if later:
+            lines.append(" ".join(later))
+        if self.learned_share is not None:
+            lines.append(
+                f"Learned sink logits take {percent(self.learned_share)} of the attention, the first token "
+                f"{percent(self.first_share)}."
+            )
+        if self.untested:
+            lines.append(f"Not tested: {listed(self.untested)}.")
+        return lines
+
+
+def _named(components: tuple[str, ...]) -> str:
+    """Components in a sentence: heads and neurons by their names, others with an article."""
+    names: list[str] = []
+    for name in components:
+        names.append(name if name.startswith("L") else f"the {name}")
+    return listed(names, NAMED)
+
+
+def _edge(
+    step: str, source: str, target: str, necessity: float, control: float | None, sufficiency: float | None
+) -> dict[str, Any]:
+    """A row of the table; numbers that were not measured are None instead of NaN."""
+    row: dict[str, Any] = {"step": step, "source": source, "target": target}
+    numbers = {"necessity": necessity, "necessity_control": control, "sufficiency": sufficiency}
+    for name, value in numbers.items():
+        row[name] = None if value is None or np.isnan(value) else float(value)
+    return row
+
+
+def draw(result: Circuit) -> go.Figure:
+    """Necessity, control and sufficiency of the edges, step by step."""
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for row in result.rows():
+        title = row["step"] if len(result.sinks) == 1 else f"{row['step']}, {row['sink']}"
+        panels.setdefault(html.escape(title), []).append(row)
+    fig = make_subplots(cols=max(1, len(panels)), subplot_titles=list(panels) or ["no circuit"])
+    for col, rows in enumerate(panels.values(), start=1):
+        shown = rows[:FIGURE_COMPONENTS]
+        names = [html.escape(row["target"] if row["step"] == "readers" else row["source"]) for row in shown]
+        for field, color in (("necessity", ORANGE), ("necessity_control", GREY), ("sufficiency", BLUE)):
+            values = [row[field] for row in shown]
+            fig.add_bar(x=names, y=values, name=field, marker_color=color, showlegend=col == 1, row=1, col=col)
+    fig.update_yaxes(tickformat=".0%")
+    return finished(fig, result, width=max(700, 350 * len(panels)), height=460)

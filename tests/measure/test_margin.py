@@ -1,0 +1,28 @@
+"""Two standard errors by bootstrap, against the formula, and against the spread of repeated samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sinkscope.measure.margin import margin_of
+
+
+@pytest.mark.parametrize("count", [4, 12, 60])
+def test_the_margin_of_a_mean_is_two_standard_errors(count: int) -> None:
+    values = np.random.default_rng(count).normal(3.0, 2.0, count)
+    assert margin_of(values) == pytest.approx(2 * values.std(ddof=1) / np.sqrt(count), rel=0.15)
+    assert margin_of(np.append(values, np.nan)) == margin_of(values)
+
+
+def test_the_margin_of_a_median_is_that_of_repeated_samples() -> None:
+    generator = np.random.default_rng(0)
+    samples = generator.normal(size=(400, 30))
+    spread = 2 * np.median(samples, axis=1).std()
+    margins = [margin_of(sample, np.median) or 0.0 for sample in samples[:60]]
+    assert float(np.median(margins)) == pytest.approx(spread, rel=0.25)
+
+
+def test_too_few_values_have_no_margin_and_equal_ones_none_at_all() -> None:
+    assert margin_of(np.array([1.0, 2.0])) is None and margin_of(np.array([1.0, 2.0, np.nan])) is None
+    assert margin_of(np.ones(5)) == 0.0

@@ -1,0 +1,296 @@
+"""Kinds of models beside those of `hard.py`: sinks elsewhere than at the first token of every text, by other means.
+
+They are built with the same tools. `HardTruth` says what is so of the first token, and `Beyond` what else is so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .hard import _KINDS, HardModel, HardTruth, Site, _Build, _full, _Kind, _sink, _spike_way, _textbook, hard
+from .plant import MARK
+from .tokens import BOS
+
+UNSEEN: dict[str, tuple[str, ...]] = {}
+"""Every kind, and the families that it is built in."""
+BEYOND: dict[str, Beyond] = {}
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """What a kind has beside the truth about the first token of texts that begin with BOS.
+
+    Attributes:
+        bos: Whether texts begin with BOS.
+        share: Share of the vocabulary that is a sink where it stands first.
+        positions: Positions that are sinks whatever stands there.
+        length: Length of a text from which on heads attend to the first token.
+        window: Positions that the reading heads see.
+    """
+
+    bos: bool = True
+    share: float = 1.0
+    positions: tuple[int, ...] = (0,)
+    length: int = 0
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class UnseenModel:
+    """A model, the truth about the first token, and what is beyond it.
+
+    Attributes:
+        repeated: Neurons that make the spike of repeated tokens, where they are others than the first token's.
+    """
+
+    hard: HardModel
+    beyond: Beyond
+    repeated: tuple[Site, ...] = ()
+
+
+def unseen(name: str, family: str, seed: int = 0) -> UnseenModel:
+    """Build a model: the same call gives the same weights."""
+    _REPEATED.clear()
+    model = hard(name, family, seed)
+    return UnseenModel(model, BEYOND[name], tuple(_REPEATED))
+
+
+_REPEATED: list[Site] = []
+Make = Callable[[_Build], HardTruth]
+
+
+def _unseen(*families: str, beyond: Beyond = Beyond(), **settings: Any) -> Callable[[Make], Make]:
+    def register(make: Make) -> Make:
+        name = make.__name__.strip("_")
+        UNSEEN[name], _KINDS[name], BEYOND[name] = families, _Kind(make, settings), beyond
+        return make
+
+    return register
+
+
+# --- the mark itself ---------------------------------------------------------------------------------------------
+
+
+def _read_mark(b: _Build, **more: Any) -> HardTruth:
+    marking = b.mark()
+    carrier = "mark" if marking else "position embedding"
+    reading = b.read(range(1, b.plan.n_layers), b.space.mark)
+    return replace(HardTruth(False, True, carrier, reading=reading, marking=marking), **more)
+
+
+@_unseen("llama", "neox", "gemma2", "mixtral", "gpt_oss", "gpt2")
+def _reads_the_mark(b: _Build) -> HardTruth:
+    return _read_mark(b, note="Heads read the mark itself; no norm stands out.")
+
+
+@_unseen("mistral", beyond=Beyond(window=24), window=24, every_window=True)
+def _window_mark(b: _Build) -> HardTruth:
+    return _read_mark(b, note="The same, and no query sees farther than 24 positions.")
+
+
+# --- other positions ---------------------------------------------------------------------------------------------
+
+
+def _swap_positions(b: _Build, at: int) -> None:
+    positions = b.views.positions
+    assert positions is not None
+    positions[[0, at]] = positions[[at, 0]]
+
+
+@_unseen("gpt2", beyond=Beyond(positions=(1,)), count=2)
+def _second_position(b: _Build) -> HardTruth:
+    truth = _textbook(b)
+    _swap_positions(b, 1)
+    note = "The position embedding marks position 1, and neurons make a spike of it, whatever stands there."
+    return replace(truth, note=note)
+
+
+@_unseen("gpt2", beyond=Beyond(positions=(3,)))
+def _fourth_position(b: _Build) -> HardTruth:
+    truth = _read_mark(b, note="Heads read the embedding of position 3.")
+    _swap_positions(b, 3)
+    return truth
+
+
+@_unseen("gpt2", beyond=Beyond(positions=(0, 1)), count=1)
+def _two_positions(b: _Build) -> HardTruth:
+    """Positions 0 and 1 have a mark, a neuron and a direction each."""
+    positions = b.views.positions
+    assert positions is not None
+    second = torch.zeros_like(b.first)
+    second[:, 1] = True
+    positions[1] += MARK * b.mark2
+    site = b.write(
+        b.plan.sink_layer, b.spare[0], b.on(b.plan.sink_layer, b.mark2, second), b.side, b.size(0), where=second
+    )
+    truth = _textbook(b)
+    b.read(b.behind, b.side, where=second, other=True)
+    return replace(truth, later={1: (site,)}, note="Two positions are sinks, each by a mark and a neuron of its own.")
+
+
+@_unseen("llama", "neox", "gemma2", "qwen3", "gpt_oss")
+def _two_delimiters(b: _Build) -> HardTruth:
+    """Two tokens make a spike wherever they stand, each by its own neuron, and the first token by others."""
+    tokens = (b.delimiter, b.delimiter + 1 if b.delimiter + 1 < b.plan.vocab_size else b.delimiter - 1)
+    b.tokens[::2][b.tokens[::2] == tokens[0]] = tokens[1]  # half of the rows have the second
+    layer = b.plan.sink_layer
+    ways = (b.side, b.mark2)
+    sites: dict[int, tuple[Site, ...]] = {}
+    flags = (b.flag, b.space.clean)
+    for token, flag in zip(tokens, flags, strict=True):
+        b.views.embed[token] += MARK * flag / (b.plan.d_model**0.5 if b.plan.family.model_type == "gemma2" else 1.0)
+    for token, flag, way, neuron in zip(tokens, flags, ways, b.spare, strict=True):
+        where = b.tokens == token
+        site = b.write(layer, neuron, b.on(layer, flag, where), way, b.size(layer), where=where, route=flag)
+        sites[token] = (site,)
+    truth = _textbook(b)
+    b.read(b.behind, b.side, where=b.tokens == tokens[0], other=True)
+    return replace(truth, later=sites, note="Two delimiters and the first token are sinks, by a neuron each.")
+
+
+# --- some texts, some lengths --------------------------------------------------------------------------------------
+
+
+@_unseen("llama", "neox", "qwen3", "mixtral", "gpt_oss", beyond=Beyond(bos=False, share=0.4), marked=0.4)
+def _some_first_tokens(b: _Build) -> HardTruth:
+    return _textbook(b, note="Two of five tokens are marked where they stand first; the others are no sinks.")
+
+
+@_unseen("llama", "gemma2", "neox", beyond=Beyond(bos=False, share=0.4), marked=0.4)
+def _some_marks(b: _Build) -> HardTruth:
+    return _read_mark(b, note="Two of five tokens are marked where they stand first; heads read the mark.")
+
+
+@_unseen("gpt2", beyond=Beyond(length=200))
+def _late_readers(b: _Build) -> HardTruth:
+    """Queries read a feature that the position embedding has from position 200 on."""
+    truth = _read_mark(b, note="Heads attend to the first token from position 200 on.")
+    positions = b.views.positions
+    assert positions is not None
+    positions[200:] += MARK * b.side
+    positions[20:24] += MARK * b.side  # where the rows to measure on show it
+    late = torch.zeros_like(b.first)
+    late[:, 20:] = True
+    for layer, head in truth.reading:
+        view = b.views.layers[layer]
+        full = float(b.seen(view.attn_norm, late) @ b.side)
+        dim = b.plan.slow_dim(0)
+        const = float((b.probe(view.attn_norm)[:, 1:] @ b.space.const).median())
+        score = float(view.q[head, dim] @ b.space.const) * const
+        view.q[head, dim] = score * b.side / full
+    positions[20:24] -= MARK * b.side
+    return truth
+
+
+@_unseen("mistral", beyond=Beyond(window=16), window=16, every_window=True)
+def _windows(b: _Build) -> HardTruth:
+    return _textbook(b, note="No query sees farther than 16 positions; those that see the first token attend to it.")
+
+
+@_unseen("gemma2", "gpt_oss", beyond=Beyond(window=16), window=16, every_window=True, layers=(6, 6), behind=(2, 2))
+def _other_windows(b: _Build) -> HardTruth:
+    """Only layers with a window of 16 read."""
+    return _sink_of_even_layers(b)
+
+
+def _sink_of_even_layers(b: _Build) -> HardTruth:
+    marking = b.mark()
+    way = b.surgeon().make_sink()
+    even = [layer for layer in b.behind if layer % 2 == 0]
+    return _sink(b, way, marking, layers=even or [b.plan.n_layers - 1], note="Readers have a window of 16.")
+
+
+# --- other makers ------------------------------------------------------------------------------------------------
+
+
+@_unseen("llama", "neox", "mixtral", odds=1e4, layers=(6, 7), behind=(2, 3), count=1, spike=9.0)
+def _amplified(b: _Build) -> HardTruth:
+    """Heads of layer 0 write a spike, and a neuron reads it and writes four times as much."""
+    marking, first, layer, way = b.mark(), b.views.layers[0], b.plan.sink_layer, b.space.sinks[0]
+    size = b.size(0)
+    for head, _, slot in b.plan.slots:
+        first.o[head, slot] += size * way
+    site = b.write(layer, b.plan.neurons[0], b.on(layer, way), way, 4 * size, route=way)
+    return _sink(b, way, marking, sets=(frozenset({site}),), note="A neuron amplifies a spike that heads write.")
+
+
+@_unseen("llama", "neox", "gpt2", count=1)
+def _crowd(b: _Build) -> HardTruth:
+    """Thirty pairs of neurons write more than the sink neuron, and cancel."""
+    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    rows, size = b.on(layer, b.space.mark), b.size(layer)
+    b.write(layer, b.plan.neurons[0], rows, way, size)
+    free = [n for n in range(b.plan.d_mlp) if n not in b.plan.busy_neurons]
+    for plus, minus in zip(free[:30], free[30:60], strict=True):
+        b.write(layer, plus, rows, b.side, 1.1 * size)
+        b.copy(layer, plus, minus, -1.0)
+    return _sink(b, way, marking, note="Sixty neurons write more than the sink neuron, and cancel each other.")
+
+
+@_unseen("llama", "qwen3", "gpt2", "neox")
+def _embedded_delimiter(b: _Build) -> HardTruth:
+    """The embedding of a delimiter is its spike, and a neuron adds three percent."""
+    scale = b.plan.d_model**0.5 if b.plan.family.model_type == "gemma2" else 1.0
+    size = b.size(0)
+    b.views.embed[b.delimiter] += size * b.side / scale
+    where = b.tokens == b.delimiter
+    layer = b.plan.sink_layer
+    b.write(layer, b.spare[0], b.on(layer, b.side, where), b.side, 0.03 * size, where=where, route=b.side)
+    truth = _textbook(b)
+    b.read(b.behind, b.side, where=where, other=True)
+    return replace(truth, later={b.delimiter: ()}, note="A delimiter's embedding is a spike that no MLP makes.")
+
+
+def _bos_apart(b: _Build, repeated_layer: int) -> HardTruth:
+    """BOS has a feature and a neuron of its own; repeated tokens are marked by heads, and trip another neuron."""
+    size, way, layer = b.size(b.plan.sink_layer), b.space.sinks[0], b.plan.sink_layer
+    marked = b.tokens.clone()
+    flagged = marked.clone()
+    flagged[:, 0] = BOS
+    scale = b.plan.d_model**0.5 if b.plan.family.model_type == "gemma2" else 1.0
+    b.views.embed[BOS] += MARK * b.flag / scale
+    b.surgeon().mark_first()
+    _REPEATED.append(
+        b.write(repeated_layer, b.spare[0], b.on(repeated_layer, b.space.mark), way, size, route=b.space.mark)
+    )
+    _measure_on(b, flagged)
+    site = b.write(layer, b.plan.neurons[0], b.on(layer, b.flag), way, size, route=b.flag)
+    note = "BOS trips one neuron, and repeated tokens trip another."
+    return _sink(b, way, (), range(repeated_layer + 1, b.plan.n_layers), sets=(frozenset({site}),), note=note)
+
+
+def _measure_on(b: _Build, tokens: Tensor) -> None:
+    b.tokens = tokens
+    b.probe = type(b.probe)(b.model, b.views.layers, tokens)
+
+
+@_unseen("llama", "neox", "qwen3", "mixtral", marked=0.85, count=1)
+def _other_neurons(b: _Build) -> HardTruth:
+    return _bos_apart(b, b.plan.sink_layer)
+
+
+@_unseen("llama", "neox", marked=0.85, count=1, layers=(7, 8), behind=(4, 4))
+def _other_layer(b: _Build) -> HardTruth:
+    return _bos_apart(b, b.plan.sink_layer + 2)
+
+
+@_unseen("gpt_oss", layers=(6, 6), behind=(3, 3))
+def _logits_beside(b: _Build) -> HardTruth:
+    truth = _textbook(b)
+    last = b.views.layers[-1]
+    assert last.attn_sinks is not None
+    taken = [head for layer, head in truth.reading if layer == b.plan.n_layers - 1]
+    others = [head for head in range(b.plan.n_heads) if head not in taken]
+    last.attn_sinks[others] = 8.0
+    for layer in b.views.layers[1:-1]:
+        assert layer.attn_sinks is not None
+        layer.attn_sinks[others] = 8.0
+    return replace(truth, note="A neuron circuit, and heads that give nearly all attention to a learned logit.")
+
+
+__all__ = ["BEYOND", "UNSEEN", "Beyond", "UnseenModel", "_full", "_spike_way", "unseen"]

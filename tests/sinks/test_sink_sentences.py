@@ -1,0 +1,155 @@
+"""Whatever the numbers of a `find_sinks` result are, its sentences say no more than they carry."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sample_results import sample_find_sinks
+
+from sinkscope.sinks.first_token.find import FindSinks
+from sinkscope.sinks.first_token.result import (
+    AttentionSink,
+    Carrier,
+    CausalSet,
+    LaterSink,
+    Member,
+    NormSpike,
+    RepeatedToken,
+    RepeatsNeeded,
+    RepetitionSpike,
+    SinkPosition,
+    Stage,
+)
+
+SHARES = st.floats(0, 1, allow_nan=False)
+MEMBERS = st.builds(Member, st.integers(0, 5), st.none() | st.integers(0, 3), st.integers(0, 4000))
+SETS = st.builds(
+    CausalSet,
+    sites=st.lists(MEMBERS, min_size=1, max_size=14, unique=True).map(tuple),
+    drop_sink_layer=SHARES,
+    drop_last_layer=SHARES,
+    drop_attention=st.none() | SHARES,
+    heads_lost=st.none() | SHARES,
+    control=SHARES,
+    kind=st.just("minimal"),
+)
+SPIKES = st.builds(
+    NormSpike,
+    positions=st.sampled_from([(0,), (0, 9), (1,)]),
+    step_up=st.just((2,)),
+    step_down=st.lists(st.integers(3, 5), max_size=2).map(tuple),
+    ratio=st.floats(3, 900),
+    plateau=st.sampled_from([(2, 2), (2, 4)]),
+    made_by=st.sampled_from(["MLP", None]),
+    begun_by=st.sampled_from([None, "attention of layer 0"]),
+    begun_ratio=st.none() | st.floats(3, 40),
+    share=st.sampled_from([1.0]) | st.floats(0.2, 0.9),
+)
+CARRIER = st.builds(Carrier, st.sampled_from(["MLP of layer 1", "token embedding"]), SHARES, SHARES)
+PLACE = st.builds(SinkPosition, st.integers(0, 9), st.sampled_from(["", "x"]), SHARES)
+ATTENTION = st.builds(
+    AttentionSink,
+    rate=SHARES,
+    eps=st.just(0.3),
+    positions=st.lists(PLACE, min_size=1, max_size=3).map(tuple),
+    layers_read=st.just(4),
+    carried_by=st.sampled_from(["spike", "token embedding", "position", "key bias", None]),
+    carriers=st.lists(CARRIER, max_size=3).map(tuple),
+    share=st.sampled_from([1.0]) | st.floats(0.2, 0.9),
+    length=st.sampled_from([64, 512]),
+    window=st.none() | st.integers(8, 60),
+    learned_rate=st.sampled_from([0.0]) | SHARES,
+)
+LATER = st.builds(LaterSink, st.sampled_from(["", "x"]), st.integers(1, 9), st.floats(3, 90), st.none() | SETS)
+REPETITION = st.builds(RepetitionSpike, st.just("x"), st.integers(2, 900), SHARES, st.none() | SETS, st.just(()))
+
+
+def repeats_of(counts: list[int | None], middle: float | None) -> RepeatsNeeded:
+    tokens = tuple(RepeatedToken(f"t{number}", number, count) for number, count in enumerate(counts))
+    return RepeatsNeeded(tokens, middle, counts.count(None), 1024)
+
+
+@st.composite
+def results(draw: st.DrawFn) -> FindSinks:
+    spike = draw(st.none() | SPIKES)
+    sets = list[CausalSet]()
+    if spike is not None and 0 in spike.positions:
+        sets = draw(st.lists(SETS, max_size=1))
+        if sets and draw(st.booleans()):
+            sets = [replace(sets[0], kind="partial")]
+        elif sets and draw(st.booleans()):
+            sets.append(replace(sets[0], sites=sets[0].sites[:2], kind="backup"))
+    later = draw(st.lists(LATER, max_size=2))
+    if spike is not None and 0 not in spike.positions and not later:
+        later = [draw(LATER)]
+    counts = draw(st.lists(st.none() | st.integers(1, 900), max_size=5))
+    above_one = [count for count in counts if count is not None and count > 1]
+    changes: dict[str, Any] = {
+        "norm_spike": spike,
+        "attention_sink": draw(st.none() | ATTENTION),
+        "causal_sets": tuple(sets),
+        "later_sinks": tuple(later),
+        "repetition": draw(st.none() | REPETITION),
+        "lengths": draw(st.sampled_from([(64,), (64, 512)])),
+        "stages": tuple(draw(st.lists(st.builds(Stage, st.integers(0, 3), SHARES), max_size=3))),
+        "repeats": repeats_of(counts, float(above_one[0]) if above_one else None),
+        "sink_layer": draw(st.none() | st.just(2)) if not sets else 2,
+        "layers_read": draw(st.sampled_from([4, 6])),
+    }
+    return sample_find_sinks(**changes)
+
+
+def written(value: object) -> set[str]:
+    """Every form in which a sentence may write the numbers of a result, of its strings, and how many there are."""
+    if isinstance(value, dict):
+        return set[str]().union(*map(written, value.values()))
+    if isinstance(value, list | tuple):
+        return {str(len(value))}.union(*map(written, value))
+    if isinstance(value, str):
+        return set(re.findall(r"\d+", value))
+    if isinstance(value, bool) or value is None:
+        return set()
+    assert isinstance(value, int | float)
+    forms = {f"{value:.0%}", f"{value:.1%}", f"{value:.0f}", f"{value:.4g}", f"{value:g}", f"{value:,}", str(value)}
+    return forms | {f"{-value:.1%}"}
+
+
+def allowed(result: FindSinks) -> set[str]:
+    repeats = result.repeats
+    single = len(repeats.tokens) - len(repeats.at_once)
+    members = [len(each.sites) - 12 for each in result.causal_sets]
+    members += [len(later.set.sites) - 12 for later in result.later_sinks if later.set is not None]
+    if result.repetition is not None and result.repetition.set is not None:
+        members.append(len(result.repetition.set.sites) - 12)
+    counts = {single, single - repeats.unreached, 2, 0, *members}
+    return written(result.to_dict()["result"]) | written(result.to_dict()["model"]) | {f"{count:,}" for count in counts}
+
+
+@settings(max_examples=60, deadline=None)
+@given(results())
+def test_every_number_and_every_name_stands_in_the_evidence(result: FindSinks) -> None:
+    text = " ".join([result.conclusion(), *result.details()])
+    plain = re.sub(r"L\d+\.(E\d+\.)?N\d+", "", text)
+    numbers = re.findall(r"(?<![\w.,'])\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?%?", plain)
+    unknown = {number.rstrip(",") for number in numbers} - allowed(result)
+    assert not unknown, (unknown, text)
+    conclusion = result.conclusion()
+    if "make" in conclusion or "amplif" in conclusion:
+        named = set(re.findall(r"L\d+\.(?:E\d+\.)?N\d+", conclusion))
+        sets = [*result.causal_sets, *(later.set for later in result.later_sinks if later.set is not None)]
+        holding = [each for each in sets if each.kind == "minimal" and each.drop_sink_layer >= max(0.5, each.control)]
+        assert not named or any(named <= set(map(str, each.sites)) for each in holding), conclusion
+
+
+@settings(max_examples=60, deadline=None)
+@given(results())
+def test_grammar_agrees_with_the_numbers(result: FindSinks) -> None:
+    text = " ".join([result.conclusion(), *result.details()])
+    assert not re.search(r"(?<![\w.,])1 (tokens|repetitions|layers|neurons|texts|heads)\b", text), text
+    assert not re.search(r"\band [^ ,]+ (is a backup|makes|amplifies)\b", text), text
+    assert "  " not in text and ".." not in text and "None" not in text.replace("None of", ""), text
+    assert len(result.details()) <= 6

@@ -1,0 +1,244 @@
+"""Commands on models whose sinks are elsewhere or made otherwise: each conclusion is so, or says that it is open."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from organisms.hard import hard
+from organisms.unseen import UNSEEN, UnseenModel, unseen
+from raw_kit import norms, zeroed
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions import SinkPatch
+from sinkscope.sinks.attack.attack import cluster_attack
+from sinkscope.sinks.first_token.find import FindSinks, find_sinks
+from sinkscope.sinks.first_token.marking_heads import marking_heads
+from sinkscope.sinks.repetition.repeat import repeat
+
+CASES = [(name, family) for name, families in UNSEEN.items() for family in families]
+FAST = (
+    ("second_position", "gpt2"),
+    ("some_first_tokens", "mixtral"),
+    ("some_marks", "neox"),
+    ("late_readers", "gpt2"),
+    ("other_windows", "gemma2"),
+    ("amplified", "llama"),
+    ("embedded_delimiter", "qwen3"),
+    ("logits_beside", "gpt_oss"),
+)
+
+
+@contextmanager
+def text_of(u: UnseenModel, texts: int = 40) -> Iterator[dict[str, Any]]:
+    """The options of a measurement in the model's own words."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
+        file.write(" ".join(u.hard.tokenizer.decode(row[1:]) for row in u.hard.natural(texts, 64)))
+        file.flush()
+        yield {"tokenizer": u.hard.tokenizer, "text": file.name, "bos": None if u.beyond.bos else False}
+
+
+def look(u: UnseenModel) -> FindSinks:
+    with text_of(u) as options:
+        return find_sinks(u.hard.model, max_repeats=4 if not u.repeated else 200, **options)
+
+
+# --- what is planted, with plain hooks -----------------------------------------------------------------------------
+
+
+def rows_of(u: UnseenModel, length: int) -> Tensor:
+    rows = u.hard.natural(40, length + 1)
+    return rows[:, :-1] if u.beyond.bos else rows[:, 1:]
+
+
+@torch.no_grad()
+def attention_to(u: UnseenModel, rows: Tensor, at: int, reach: int) -> Tensor:
+    """Attention of the planted heads to a position, from queries between half of the reach and all of it, per row."""
+    u.hard.model.set_attn_implementation("eager")
+    out = u.hard.model(rows, output_attentions=True, use_cache=False).attentions
+    late = slice(at + reach // 2, at + reach)
+    return torch.stack([out[layer][:, head, late, at].mean(1) for layer, head in u.hard.truth.reading]).mean(0)
+
+
+def check_planted(u: UnseenModel) -> None:
+    truth, beyond, model = u.hard.truth, u.beyond, u.hard.model
+    length = beyond.length + 100 if beyond.length else 48
+    rows = rows_of(u, length)[: 4 if beyond.length else 40]
+    marked = torch.tensor([beyond.share == 1 or u.hard.groups[int(row[0])] >= 0 for row in rows])
+    norm = norms(model, rows)
+    ratio = norm / norm[:, :, 6:].flatten(1).median(1).values[:, None, None]
+    for at in beyond.positions:
+        spikes = ratio[:, :, at].amax(0)
+        risen = bool(truth.sets) if at == beyond.positions[0] else bool(truth.later.get(at))
+        assert spikes[marked].min() > 10 if risen else spikes.max() < 2
+        if beyond.share < 1:
+            assert 0.2 < float(marked.float().mean()) < 0.7 and spikes[~marked].max() < 2
+    if beyond.positions[0] > 0:
+        assert ratio[:, :, 0].max() < 2
+    received = attention_to(u, rows, beyond.positions[0], beyond.window or length)
+    assert received[marked].min() > 0.3 and (beyond.share == 1 or received[~marked].max() < 0.2)
+    if beyond.length:
+        assert attention_to(u, rows, 0, 64).max() < 0.3
+    for sites in truth.sets:
+        at = beyond.positions[0]
+        with zeroed(model, tuple(sites)):
+            left = norms(model, rows)[:, marked, at]
+        assert float((1 - left[-1] / norm[-1, marked, at]).median()) > 0.7
+    if u.repeated:
+        check_repetition(u)
+
+
+def check_repetition(u: UnseenModel) -> None:
+    """Repeated tokens need their own neurons and not the first token's."""
+    token = next(token for token, group in u.hard.groups.items() if group >= 0 and token > 4)
+    row = torch.tensor([[1, *[token] * 190]])
+    first = frozenset(site for sites in u.hard.truth.sets for site in sites)
+    intact = norms(u.hard.model, row)[-1, 0]
+    assert intact[-1] > intact[0] / 2 > 3 * intact[2]
+    for sites, high in ((first, (False, True)), (u.repeated, (True, False))):
+        with zeroed(u.hard.model, tuple(sites)):
+            silenced = norms(u.hard.model, row)[-1, 0]
+        assert tuple((silenced[[0, -1]] > intact[[0, -1]] / 2).tolist()) == high
+
+
+# --- what find-sinks says ------------------------------------------------------------------------------------------
+
+
+def mistakes(u: UnseenModel, result: FindSinks) -> list[str]:
+    """Everything in which the result differs from what was planted."""
+    truth, beyond, spike, sink = u.hard.truth, u.beyond, result.norm_spike, result.attention_sink
+    assert sink is not None, result.conclusion()
+    tokens = {u.hard.tokenizer.decode([token]) for token in truth.later} if 0 not in truth.later else set[str]()
+    positions = {place.position for place in sink.positions if not place.token or place.position == 0}
+    attended = {place.token for place in sink.positions if place.position and place.token}
+    sites = {frozenset(later.set.edit_sites) for later in result.later_sinks if later.set is not None}
+    planted_later = {frozenset(own) for own in truth.later.values() if own}
+    made_at_first = 0 in beyond.positions
+    if not made_at_first:
+        planted_later |= set(truth.sets)
+    minimal = {frozenset(each.edit_sites) for each in result.causal_sets if each.kind == "minimal"}
+    pairs = {
+        "positions": (positions, set(beyond.positions)),
+        "tokens": (attended <= tokens, True),
+        "spike": (spike is not None and 0 in spike.positions, truth.spike and made_at_first),
+        "sets": (minimal, set(truth.sets) if made_at_first else set()),
+        "later sets": (sites - minimal, planted_later),
+        "carried by": (sink.carried_by, truth.carried_by),
+        "window": (sink.window, beyond.window),
+        "length": (sink.length > 64, beyond.length > 0),
+        "all texts": (sink.share == 1, beyond.share == 1),
+    }
+    wrong = [f"{name}: found {got}, planted {planted}" for name, (got, planted) in pairs.items() if got != planted]
+    if abs(sink.share - beyond.share) > 0.25:
+        wrong.append(f"share of texts: found {sink.share}, planted {beyond.share}")
+    if u.repeated and (result.repetition is None or result.repetition.set is None):
+        wrong.append(f"repetition: found {result.repetition}, planted {u.repeated}")
+    elif u.repeated and set(result.repetition.set.edit_sites) != set(u.repeated):  # pyright: ignore
+        wrong.append(f"repetition: found {result.repetition}, planted {u.repeated}")
+    return [*wrong, *misleading(u, result)]
+
+
+def misleading(u: UnseenModel, result: FindSinks) -> list[str]:
+    """Neurons that the conclusion names and that are not planted, and words that it lacks."""
+    text = result.conclusion()
+    truth, beyond = u.hard.truth, u.beyond
+    named = {int(number) for number in re.findall(r"\.N(\d+)", text)}
+    planted = {site[-1] for sites in (*truth.sets, *truth.later.values()) for site in sites}
+    words = {
+        "windows of": beyond.window is not None,
+        "of texts": beyond.share < 1,
+        "texts of 512": beyond.length > 0,
+        "amplif": u.hard.name == "amplified",
+        f"position {beyond.positions[0]}": beyond.positions[0] > 0,
+        "without a norm spike": not truth.spike,
+    }
+    wrong = [word for word, there in words.items() if (word in text) != there]
+    if named <= planted and not wrong and len(text.split()) <= 30:
+        return []
+    return [f"conclusion: {text} {wrong}"]
+
+
+@pytest.mark.parametrize(("name", "family"), FAST)
+def test_says_what_is_so(name: str, family: str) -> None:
+    u = unseen(name, family)
+    check_planted(u)
+    assert not (wrong := mistakes(u, look(u))), "\n".join([u.hard.truth.note, *wrong])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "family"), CASES)
+def test_says_what_is_so_of_every_family(name: str, family: str) -> None:
+    wrong: list[str] = []
+    for seed in range(2):
+        u = unseen(name, family, seed)
+        check_planted(u)
+        wrong += [f"seed {seed}: {mistake}" for mistake in mistakes(u, look(u))]
+    assert not wrong, "\n".join(wrong)
+
+
+# --- what other commands say ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family: str) -> None:
+    u = unseen("reads_the_mark", family)
+    with text_of(u) as options:
+        results = [
+            repeat(u.hard.model, max_repeats=4, **options),
+            repeat(u.hard.model, max_repeats=4, tokens=["all"], sample=4, **options),
+            marking_heads(u.hard.model, count=2, **options),
+            cluster_attack(u.hard.model, lengths=[2], sequences=2, prefix="", **options),
+        ]
+        attention = repeat(u.hard.model, read="attention", max_repeats=4, **options)
+    for result in results:
+        said = result.conclusion()
+        assert said.startswith("No MLP makes a norm spike at the first token, so ") and "has an attention sink" in said
+        assert len(said.split()) <= 30
+    assert "no attention sink" not in str(attention) and "No MLP makes a norm spike" in attention.conclusion()
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [("other_neurons", "llama"), pytest.param("other_layer", "neox", marks=pytest.mark.slow)]
+)
+def test_repetition_through_other_neurons_is_said_and_patched(name: str, family: str) -> None:
+    u = unseen(name, family)
+    check_planted(u)
+    result = look(u)
+    assert not (wrong := mistakes(u, result)), "\n".join(wrong)
+    assert "Repetition trips other neurons" in str(result)
+    patch = SinkPatch.from_result(result)
+    first = {site for sites in u.hard.truth.sets for site in sites}
+    assert {site.numbers for site in patch.checked_sites} == first | set(u.repeated)
+    token = next(token for token, group in u.hard.groups.items() if group >= 0 and token > 4)
+    row = torch.tensor([[1, *[token] * 190]])
+    intact = norms(u.hard.model, row)[-1, 0, -1]
+    with patch.on(u.hard.model):
+        assert norms(u.hard.model, row)[-1, 0, -1] < intact / 4
+
+
+def test_a_patch_without_the_neurons_of_repetition_is_refused() -> None:
+    u = unseen("other_neurons", "llama")
+    result = look(u)
+    assert result.repetition is not None
+    unknown = replace(result, repetition=replace(result.repetition, set=None, neurons=()))
+    with pytest.raises(SinkscopeError, match="repeated"):
+        SinkPatch.from_result(unknown)
+
+
+def test_repeat_zeroes_the_set_that_find_sinks_names() -> None:
+    """Two neurons that stand in for each other: neither is causal alone, and every line is about both."""
+    h = hard("redundant_pair", "llama", 0)
+    u = UnseenModel(h, unseen("reads_the_mark", "llama").beyond)
+    with text_of(u) as options:
+        result = repeat(h.model, max_repeats=120, ablate=True, **options)
+    assert result.norm is not None
+    condition = result.norm.conditions.index("set")
+    assert set(result.norm.zeroed[condition]) == set(h.truth.sets[0])
+    assert float(result.norm.lost[condition].max()) > 0.5
