@@ -24,6 +24,7 @@ from sinkscope.bench.table import BenchTable
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.console import Progress, silent
 from sinkscope.files.output import write_output
+from sinkscope.files.notation import counted, listed
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.result import Result
 from sinkscope.files.store import Folder, Keyed
@@ -31,7 +32,7 @@ from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Intervention
 from sinkscope.measure import Count, Hidden, Measurement, Option, Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.circuit import Circuit
+from sinkscope.sinks.first_token.circuit_result import EARLY, MARK, NEURONS, Circuit
 
 PAGE, MARKDOWN = "card.html", "card.md"
 VERSION = 2  # of what a folder holds; a change of it is another setting
@@ -215,13 +216,11 @@ def _page(card: SinkCard, results: dict[str, Result], folder: Path) -> str:
 def _chain(circuit: Circuit) -> str:
     """The circuit in a line, from the first token to the heads that read it."""
     steps = [f"The circuit: {circuit.first_token!r}"]
-    if circuit.first is not None:
-        steps += [", ".join(circuit.first.marks) or "no single mark", ", ".join(circuit.first.inputs)]
-    if circuit.neurons is not None:
-        steps += [", ".join(circuit.neurons.neurons), "spike"]
-    if circuit.readers is not None:
-        steps.append(f"{len(circuit.readers.heads)} heads that read the first token")
-    return " → ".join(step for step in steps if step) + "."
+    for sink in circuit.sinks[:1]:
+        steps += [listed(step.chosen) for step in sink.steps if step.name in (MARK, EARLY, NEURONS) and step.carried]
+        if sink.readers is not None:
+            steps.append(f"{counted(len(sink.readers.heads), 'head')} reading {sink.place}")
+    return " → ".join(steps) + "."
 
 
 def scanned_parts(quick: bool) -> list[ScanPart]:

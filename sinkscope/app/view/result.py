@@ -63,10 +63,9 @@ class CircuitEdge:
     """A step of the circuit, as `sinkscope circuit` measures it.
 
     Attributes:
-        step: "first token", "repetition", "column" or "keys".
+        step: "mark", "repetition", "early spike", "neurons", "keys" or "readers".
         source: The component that writes.
         target: The input, or the head, that reads it.
-        share: Exact share of the source in what distinguishes the first token in that input.
         necessity: Share of the effect that is lost without the source.
         control: Largest loss with random components instead.
     """
@@ -74,7 +73,6 @@ class CircuitEdge:
     step: str
     source: str
     target: str
-    share: float | None
     necessity: float | None
     control: float | None
 

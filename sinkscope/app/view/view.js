@@ -107,7 +107,7 @@ class View {
   }
 
   firstHead() {
-    const reader = (this.data.circuit || []).find((edge) => edge.step === "keys");
+    const reader = (this.data.circuit || []).find((edge) => edge.step === "readers");
     const named = reader && reader.target.match(/^L(\d+)\.H(\d+)$/);
     return named ? [Number(named[1]), Number(named[2])] : this.now.heads[this.now.heads.length - 1];
   }
@@ -409,19 +409,18 @@ class View {
   /** The parts of each step, from the heads that mark to the heads that read. */
   circuitSteps() {
     const edges = this.data.circuit;
-    const of = (step) => edges.filter((edge) => edge.step === step);
-    const lost = (edge) => (edge.necessity === null ? "" : `${percent(edge.necessity)} lost without it${edge.control === null ? "" : ` (random: ${percent(edge.control)})`}`);
-    const share = (edge) => (edge.share === null ? "" : `writes ${percent(edge.share)} of its input`);
-    const marks = [...of("first token"), ...of("repetition")];
-    const inputs = [...new Set(marks.map((edge) => edge.target))].filter((name) => name !== "spike");
-    const columns = of("column");
-    const readers = of("keys");
+    const of = (...steps) => edges.filter((edge) => steps.includes(edge.step));
+    const lost = ({ necessity, control }) => (necessity === null ? "" : `${percent(necessity)} lost without it${control === null ? "" : ` (random: ${percent(control)})`}`);
+    const parts = (step, words) => of(step).map((edge) => ({ name: edge.source, words: [words, lost(edge)] }));
+    const readers = of("readers");
+    const spike = of("mark", "neurons").length ? [{ name: "spike", words: [`norm after layer ${this.data.layer}`] }] : [];
     const steps = [
-      ["These mark the first token or a repetition", marks.map((edge) => ({ name: edge.source, words: [edge.step === "repetition" ? "a repetition" : "the first token", share(edge), lost(edge)] }))],
-      ["Inputs of the sink neurons that they write into", inputs.map((name) => ({ name, words: [] }))],
-      ["Sink neurons", columns.map((edge) => ({ name: edge.source, words: [lost(edge)] }))],
-      ["They write the spike", columns.length || readers.some((edge) => edge.source === "spike") ? [{ name: "spike", words: [`norm after layer ${this.data.layer}`] }] : []],
-      ["These heads read the first token. Below each: attention lost without what they read. The norm before attention shrinks everything beside the spike, so the spike's own share of a key can be small.", readers.map((edge) => ({ name: edge.target, words: [edge.necessity === null ? "" : `${percent(edge.necessity)} lost`] }))],
+      ["These mark the first token or a repetition", [...parts("mark", "the first token"), ...parts("repetition", "a repetition")]],
+      ["They write an early spike", parts("early spike", "")],
+      ["Sink neurons", parts("neurons", "")],
+      ["They write the spike", spike],
+      ["Heads read these", parts("keys", "")],
+      ["These heads read the first token. Below each: attention lost without what they read.", readers.map((edge) => ({ name: edge.target, words: [edge.necessity === null ? "" : `${percent(edge.necessity)} lost`] }))],
     ];
     return steps.filter(([, parts]) => parts.length);
   }
