@@ -23,8 +23,8 @@ from sinkscope.bench.run import bench_model
 from sinkscope.bench.table import BenchTable
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.console import Progress, silent
-from sinkscope.files.output import write_output
 from sinkscope.files.notation import counted, listed
+from sinkscope.files.output import write_output
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.result import Result
 from sinkscope.files.store import Folder, Keyed
