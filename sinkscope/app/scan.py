@@ -23,7 +23,7 @@ from sinkscope.bench.run import bench_model
 from sinkscope.bench.table import BenchTable
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.console import Progress, silent
-from sinkscope.files.notation import counted, listed
+from sinkscope.files.notation import counted
 from sinkscope.files.output import write_output
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.result import Result
@@ -32,7 +32,8 @@ from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Intervention
 from sinkscope.measure import Count, Hidden, Measurement, Option, Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.circuit_result import EARLY, MARK, NEURONS, Circuit
+from sinkscope.sinks.first_token.circuit import Circuit
+from sinkscope.sinks.first_token.circuit_result import MARK, NEURONS
 
 PAGE, MARKDOWN = "card.html", "card.md"
 VERSION = 2  # of what a folder holds; a change of it is another setting
@@ -214,12 +215,17 @@ def _page(card: SinkCard, results: dict[str, Result], folder: Path) -> str:
 
 
 def _chain(circuit: Circuit) -> str:
-    """The circuit in a line, from the first token to the heads that read it."""
+    """The circuit in a line, from the first token to the heads that read it; only what is needed is named."""
     steps = [f"The circuit: {circuit.first_token!r}"]
     for sink in circuit.sinks[:1]:
-        steps += [listed(step.chosen) for step in sink.steps if step.name in (MARK, EARLY, NEURONS) and step.carried]
+        for name in (MARK, NEURONS):
+            part = sink.step(name)
+            if part is not None and part.carried:
+                steps.append(", ".join(part.chosen))
+        if sink.sink_layer is not None:
+            steps.append("spike")
         if sink.readers is not None:
-            steps.append(f"{counted(len(sink.readers.heads), 'head')} reading {sink.place}")
+            steps.append(f"{counted(len(sink.readers.heads), 'head')} that read the first token")
     return " → ".join(steps) + "."
 
 

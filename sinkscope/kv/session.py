@@ -26,6 +26,7 @@ from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt, own_layers
 from sinkscope.kv.usage import DecodingReads, Meter, Usage
 from sinkscope.lines.choice import HeadLines
+from sinkscope.models.scope import cache_layers
 from sinkscope.models.target import Target
 from sinkscope.trace.attention import NAME, Attention, Handler, View, leave, listen, rows_by_view, tapped, widened
 from sinkscope.trace.internals import attention_name, following_generate, is_checkpointing
@@ -190,6 +191,12 @@ class Session:
                 "attention interface): use another model for cache policies and attention observers",
                 page="kv-session",
             )
+        if not cache_layers(target):
+            raise UnsupportedError(
+                f"the cache of {target.name} has no layer that holds keys and values alone: use another model for "
+                "cache policies and attention observers",
+                page="kv-session",
+            )
         self.run = run
         self.target = target
         self.now = CurrentCall()
@@ -316,6 +323,12 @@ class Session:
             raise UnsupportedError(self._why_no_queries(), page="kv-session")
         latest = moment.state.queries[layer].last(last)
         kv = moment.cache.layers[layer]
+        if kv.keys.shape[-1] != latest.query.shape[-1]:
+            raise UnsupportedError(
+                f"the cache of {self.target.name} holds latent vectors, from which keys are made inside its attention: "
+                "use a policy that scores by attention received (H2O), or by position",
+                page="kv-session",
+            )
         module: Any = self.target.sub(layer, self.target.adapter.attn)
         below_bridge = getattr(module, "original_component", None)
         if isinstance(below_bridge, nn.Module):
@@ -356,6 +369,8 @@ class Session:
         if self._queries_kept:
             self._scaling[layer] = attention.scaling
             self._keep_queries(layer, attention.query)
+        if queries > 1 and self.owns_cache and not self.now.own_masks:
+            self._check_view(attention, self._view(layer, attention.key))
         watchers = self._watchers_of(layer)
         replaces = self.now.own_masks or (self._prefill is not None and queries > 1)
         if not watchers and not replaces:
@@ -368,6 +383,29 @@ class Session:
         for watcher in watchers:
             show = partial(self._show_rows, watcher, layer, attention.view, attention.query)
             attention.show(show, first=watcher.first_query(queries))
+
+    def _check_view(self, attention: Attention, view: View) -> None:
+        """Refuse a layer whose last query sees other keys than our masks will show it.
+
+        Raises:
+            UnsupportedError: It does.
+        """
+        last = slice(attention.queries - 1, attention.queries)
+        keys = attention.key.shape[2]
+        sees = view.part(last, slice(None)).sees().all(1, keepdim=True)
+        shown = torch.ones_like(sees)
+        if attention.mask is not None:
+            shown = attention.mask[:, :1, last, :keys]
+            if shown.is_floating_point():
+                shown = shown > torch.finfo(shown.dtype).min / 2
+        if attention.mask is None and bool((view.pos < 0).any()):
+            return  # the model is not told of padding
+        if bool((sees != shown).any()):
+            raise UnsupportedError(
+                f"layer {attention.layer} of {self.target.name} hides keys in another way than by the window of its "
+                "configuration, which cache policies and attention observers go by: use another model",
+                page="kv-session",
+            )
 
     def _watchers_of(self, layer: int) -> list[Watcher]:
         return [watcher for watcher in self._watchers if watcher.layers is None or layer in watcher.layers]
@@ -618,11 +656,9 @@ class Session:
 
     def _needs_attention(self, call: Call, own_masks: bool) -> bool:
         """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
-        if self._watchers or self.target.kind == "bridge":
+        if self._watchers or self.target.kind == "bridge" or self._keeps_decoding_queries:
             return True
         if call.index.shape[1] > 1 or self.now.prompting:
-            return own_masks or self._prefill is not None or self._queries_kept > 0
-        if self._keeps_decoding_queries:
             return True
         if not own_masks:
             return False

@@ -40,8 +40,8 @@ from sinkscope.interventions.sites import site_of
 from sinkscope.kv.loopguard.guard import LoopGuard
 from sinkscope.measure import Setup
 from sinkscope.models.target import norm_of
-from sinkscope.sinks.first_token.circuit import circuit
-from sinkscope.sinks.first_token.circuit_result import MARK, REPETITION, Circuit
+from sinkscope.sinks.first_token.circuit import Circuit, circuit
+from sinkscope.sinks.first_token.circuit_result import MARK, REPETITION
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
@@ -153,10 +153,11 @@ class Explorer:
     def marks(self) -> list[tuple[int, int]]:
         """The heads that mark the first token, and those that mark a repetition."""
         heads: list[tuple[int, int]] = []
-        if self.circuit is not None and self.circuit.sinks:
-            for step in self.circuit.sinks[0].steps:
-                if step.name in (MARK, REPETITION) and step.carried:
-                    heads += [read_head(name) for name in step.chosen if ".H" in name]
+        if self.circuit is not None:
+            for sink in self.circuit.sinks[:1]:
+                for step in (sink.step(MARK), sink.step(REPETITION)):
+                    names = () if step is None else step.chosen
+                    heads += [read_head(name) for name in names if ".H" in name]
         return list(dict.fromkeys(heads))
 
     def switches(self) -> list[Switch]:
@@ -249,8 +250,7 @@ class Explorer:
         edges: tuple[CircuitEdge, ...] | None = None
         sentence = ""
         if self.circuit is not None:
-            rows = self.circuit.sinks[0].rows() if self.circuit.sinks else []
-            edges = tuple(_edge(row) for row in rows)
+            edges = tuple(_edge(row) for sink in self.circuit.sinks[:1] for row in sink.rows())
             sentence = self.circuit.conclusion()
         result = ModelView(
             layer=self.layer,
@@ -497,7 +497,9 @@ def _writing(setup: Setup, name: str, tokens: list[int], alarms: list[int], resu
 
 
 def _edge(row: Mapping[str, Any]) -> CircuitEdge:
-    return CircuitEdge(row["step"], row["source"], row["target"], row["necessity"], row["necessity_control"])
+    return CircuitEdge(
+        row["step"], row["source"], row["target"], row["necessity"], row["necessity_control"], row["sufficiency"]
+    )
 
 
 def _repeats(word: RepeatedToken) -> int:

@@ -63,11 +63,12 @@ class CircuitEdge:
     """A step of the circuit, as `sinkscope circuit` measures it.
 
     Attributes:
-        step: "mark", "repetition", "early spike", "neurons", "keys" or "readers".
+        step: "mark", "early spike", "repetition", "neurons", "keys" or "readers".
         source: The component that writes.
         target: The input, or the head, that reads it.
         necessity: Share of the effect that is lost without the source.
         control: Largest loss with random components instead.
+        sufficiency: Share of the effect that a typical position gains from the source.
     """
 
     step: str
@@ -75,6 +76,7 @@ class CircuitEdge:
     target: str
     necessity: float | None
     control: float | None
+    sufficiency: float | None
 
 
 @dataclass(frozen=True)

@@ -409,17 +409,19 @@ class View {
   /** The parts of each step, from the heads that mark to the heads that read. */
   circuitSteps() {
     const edges = this.data.circuit;
-    const of = (...steps) => edges.filter((edge) => steps.includes(edge.step));
-    const lost = ({ necessity, control }) => (necessity === null ? "" : `${percent(necessity)} lost without it${control === null ? "" : ` (random: ${percent(control)})`}`);
-    const parts = (step, words) => of(step).map((edge) => ({ name: edge.source, words: [words, lost(edge)] }));
+    const of = (step) => edges.filter((edge) => edge.step === step);
+    const lost = (edge) => (edge.necessity === null ? "" : `${percent(edge.necessity)} lost without it${edge.control === null ? "" : ` (random: ${percent(edge.control)})`}`);
+    const brings = (edge) => (edge.sufficiency === null ? "" : `brings ${percent(edge.sufficiency)} alone`);
+    const part = (edge, what) => ({ name: edge.source, words: [what, lost(edge), brings(edge)] });
+    const marks = [...of("mark"), ...of("keys")].slice(0, 4).map((edge) => part(edge, "the first token"));
+    const repeated = of("repetition").slice(0, 3).map((edge) => part(edge, "a repetition"));
+    const neurons = of("neurons");
     const readers = of("readers");
-    const spike = of("mark", "neurons").length ? [{ name: "spike", words: [`norm after layer ${this.data.layer}`] }] : [];
     const steps = [
-      ["These mark the first token or a repetition", [...parts("mark", "the first token"), ...parts("repetition", "a repetition")]],
-      ["They write an early spike", parts("early spike", "")],
-      ["Sink neurons", parts("neurons", "")],
-      ["They write the spike", spike],
-      ["Heads read these", parts("keys", "")],
+      ["What marks the first token or a repetition, most necessary first", [...marks, ...repeated]],
+      ["What makes a norm that stands out before these neurons", of("early spike").slice(0, 3).map((edge) => part(edge, ""))],
+      ["Sink neurons", neurons.map((edge) => part(edge, ""))],
+      ["They write the spike", neurons.length || readers.some((edge) => edge.source === "spike") ? [{ name: "spike", words: [`norm after layer ${this.data.layer}`] }] : []],
       ["These heads read the first token. Below each: attention lost without what they read.", readers.map((edge) => ({ name: edge.target, words: [edge.necessity === null ? "" : `${percent(edge.necessity)} lost`] }))],
     ];
     return steps.filter(([, parts]) => parts.length);
