@@ -514,7 +514,7 @@ class View {
   /** Ask Python for another view and show it; false, with the reason on the page, if there is none. */
   request(more = {}) {
     const answered = this.turn.then(() => this.requestNow(more)); // one at a time, so that answers come in order
-    this.turn = answered;
+    this.turn = answered.catch(() => {});
     return answered;
   }
 
