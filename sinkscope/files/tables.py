@@ -155,7 +155,7 @@ def shortened(grids: Sequence[Grid], room: int, width: int) -> list[str]:
     A table keeps a row at least; if that is not enough, the last tables are left out.
     """
     cut = list(grids)
-    while cut and height([_cut_text(grid, len(grid.cells), width) for grid in cut], width) + len(cut) > room:
+    while cut and height(_cut_texts(cut, grids, width), width) + len(cut) > room:
         longest = max(cut, key=lambda grid: len(grid.cells))
         place = cut.index(longest)
         if len(longest.cells) > 1:
@@ -164,14 +164,17 @@ def shortened(grids: Sequence[Grid], room: int, width: int) -> list[str]:
             cut.pop()
         else:
             break
-    return [_cut_text(grid, len(whole.cells), width) for grid, whole in zip(cut, grids, strict=False)]
+    return _cut_texts(cut, grids, width)
 
 
-def _cut_text(grid: Grid, rows: int, width: int) -> str:
-    """A table as text that says how many rows it had."""
-    if len(grid.cells) < rows:
-        grid = replace(grid, note=f"{len(grid.cells)} of {rows} rows are shown.")
-    return grid.text(width)
+def _cut_texts(cut: Sequence[Grid], whole: Sequence[Grid], width: int) -> list[str]:
+    """Tables as text that say how many rows they had."""
+    texts: list[str] = []
+    for grid, before in zip(cut, whole, strict=False):
+        if len(grid.cells) < len(before.cells):
+            grid = replace(grid, note=f"{len(grid.cells)} of {len(before.cells)} rows are shown.")
+        texts.append(grid.text(width))
+    return texts
 
 
 def _html_row(tag: str, texts: Sequence[str]) -> str:

@@ -87,6 +87,7 @@ class View {
     this.off = new Set();
     this.typed = null;
     this.generation = null;
+    this.turn = Promise.resolve();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       if (this.data) this.drawRows();
       if (this.data && this.tab === "generation") this.drawPictures();
@@ -121,7 +122,7 @@ class View {
 
   wantedVariant() {
     const names = this.now.variants.map((variant) => variant.name);
-    if (this.off.size && this.ask) return names.length - 1;
+    if (this.off.size && names[names.length - 1].startsWith("without ")) return names.length - 1;
     return Math.max(0, names.indexOf(this.variantName));
   }
 
@@ -511,7 +512,13 @@ class View {
   }
 
   /** Ask Python for another view and show it; false, with the reason on the page, if there is none. */
-  async request(more = {}) {
+  request(more = {}) {
+    const answered = this.turn.then(() => this.requestNow(more)); // one at a time, so that answers come in order
+    this.turn = answered.catch(() => {});
+    return answered;
+  }
+
+  async requestNow(more) {
     this.status.className = "soft";
     this.status.textContent = "Running the model …";
     const answer = await this.ask({ text: this.typed, off: [...this.off], ...more });
@@ -595,7 +602,7 @@ export async function start(page) {
   const first = await ask({ text: null, off: [] });
   if (first.error) return root.replaceChildren(element("p", { class: "error" }, first.error));
   const view = await mount(root, first, ask);
-  return view.request({ circuit: true });
+  return first.result.circuit ? view : view.request({ circuit: true });
 }
 
 /** A widget in a notebook: Python answers messages. */
