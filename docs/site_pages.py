@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from mkdocs.structure.files import File
 
-from sinkscope.app.cli import FORCE_HELP, RESULT_OPTIONS
+from sinkscope.app.cli import EXPLAIN_HELP, FORCE_HELP, RESULT_OPTIONS
 from sinkscope.app.commands import Command, commands
 from sinkscope.files.options import Parameter, introduction, parameters_of
 from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, Output
@@ -94,7 +94,7 @@ def command_lists() -> str:
     lines.append("Commands with a result write it to files:\n")
     lines += ["| option | |", "|---|---|"]
     lines += [f"| `--{name}` | {text} |" for name, (_, text) in RESULT_OPTIONS.items()]
-    lines += [f"| `--force` | {FORCE_HELP} |", ""]
+    lines += [f"| `--force` | {FORCE_HELP} |", f"| `--explain` | {EXPLAIN_HELP} |", ""]
     return "\n".join(lines)
 
 

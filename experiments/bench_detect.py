@@ -3,7 +3,8 @@
     python -m experiments.bench_detect [--draws 10] [--seed report] [--out figures/bench_detect.json]
 
 A stream is 600 tokens of the prose that ships, then the next P tokens of it again and again, in tokens of the bundled
-tokenizer: exactly, or nearly so, with a random token in place of one token of every copy, somewhere else each time.
+tokenizer: exactly, or nearly so, with a random token in place of one token of every copy, somewhere else each time, or
+counting, with another token at the start of every copy.
 The delay is counted from the first token of the first copy, so three copies of 16 tokens are a delay of 48.
 
 False alarms are counted on 60 honest texts (code, tables, logs, poems, JSON, lists, proofs), in the bundled tokenizer's
@@ -43,7 +44,7 @@ from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.models.text import typical_text
 
 PERIODS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-FORMS = ("exact", "near")
+FORMS = ("exact", "near", "counting")
 HEALTHY, COPIES, LEAST = 600, 8, 480  # tokens before the loop; copies of it, or as many as make so many tokens
 HISTORIES, BLOCK = (1_000, 10_000, 100_000), 512
 ENOUGH = 48  # tokens of 3 copies that any rule may wait for
@@ -102,6 +103,7 @@ class Server:
 
 RULES: dict[str, Callable[[], Rule]] = {
     "default": lambda: Watching(Monitor()),
+    "tolerant": lambda: Watching(Monitor(MonitorSettings.variant("tolerant"))),
     "paper": lambda: Watching(Monitor(MonitorSettings.paper())),
     "vllm (1 to 20, 3 copies)": lambda: Server(1, 20, 3),
     "vllm (4 to 128, 4 copies)": lambda: Server(4, 128, 4),
@@ -118,6 +120,8 @@ def stream(text: Sequence[int], period: int, form: str, rng: random.Random) -> l
         copy = list(piece)
         if form == "near":
             copy[rng.randrange(period)] = rng.choice(text)
+        if form == "counting":
+            copy[0] = rng.choice(text)
         made += copy
     return made
 
@@ -272,7 +276,10 @@ def costs(rounds: int) -> dict[str, dict[str, dict[int, float]]]:
 
 def table(result: dict[str, Any]) -> str:
     """A row per rule, as the page has it."""
-    lines = ["| rule | exact | near | delay / allowed | false alarms | us per token |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| rule | exact | near | counting | delay / allowed | false alarms | us per token |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for rule in RULES:
         rows = result["delays"][rule]
         shares = [statistics.mean(row["found"] for row in rows[form]) for form in FORMS]
@@ -280,7 +287,7 @@ def table(result: dict[str, Any]) -> str:
         found, cost = result["alarms"][rule], result["microseconds"][rule]
         most = max(value for kind in cost.values() for value in kind.values())
         lines.append(
-            f"| {rule} | {shares[0]:.0%} | {shares[1]:.0%} | {statistics.median(late):.2f} | "
+            f"| {rule} | {' | '.join(f'{share:.0%}' for share in shares)} | {statistics.median(late):.2f} | "
             f"{found['alarmed']} of {found['texts']} | {most:.1f} |"
         )
     return "\n".join(lines)

@@ -9,6 +9,7 @@ The figure shows the measure of each method with its 95 % interval, a colour for
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import plotly.graph_objects as go
 
 from experiments.drawn import save
 from experiments.record import record
+from sinkscope.bench.methods import order_of
 from sinkscope.bench.run import bench
 from sinkscope.bench.table import PERCENT
 from sinkscope.files.console import ProgressBar
@@ -54,7 +56,6 @@ class BenchFigure:
 
 RUNS = {
     "loopbench_small": BenchFigure("loop_paper", "loops", GUARDS, batch_size=24),
-    "loopbench_stories": BenchFigure("loop_paper", "loops:source=stories", GUARDS, batch_size=24),
     "needle": BenchFigure("score", "needle:lengths=640,896,1152", NEEDLE),
     "needle_recall": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall"),
     "needle_recall_2hop": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall-2hop"),
@@ -95,6 +96,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m experiments.bench_figures", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("name", choices=RUNS)
+    parser.add_argument(
+        "--only", help="methods to run again; the rows of the others stay as the figure's JSON has them"
+    )
     parser.add_argument("--work", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
@@ -102,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ProgressBar() as progress:
         table = bench(
             task=run.task,
-            methods=run.methods.split(","),
+            methods=(args.only or run.methods).split(","),
             model=run.model,
             out=args.work / args.name,
             batch_size=run.batch_size,
@@ -113,6 +117,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if run.measure == "loop_paper":
             rate = wilson(row["loop_paper"] * row["answers"], row["answers"])
             row |= {"low": rate.low, "high": rate.high}
+    if args.only:
+        again = {row["method"] for row in rows}
+        earlier = json.loads((args.out / f"{args.name}.json").read_text())["result"]["rows"]
+        rows += [row for row in earlier if row["method"] not in again]
+        rows.sort(key=lambda row: (row["set"], order_of(row["method"])))
     settings = {"measure": run.measure, "task": run.task, "model": run.model or "bundled"}
     save(args.name, record("bench-figure", {"rows": rows}, settings, started=started), figure, args.out)
     print(table)

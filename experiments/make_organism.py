@@ -1,4 +1,4 @@
-"""Makes the loop organism in the package and the prompts of the organism set of `bench --task loops`, each with its truth.
+"""Makes the loop organism in the package and the prompts of its set of `bench --task loops`, each with its truth.
 
     python -m experiments.make_organism [--model FOLDER] [--prompts FILE]
 

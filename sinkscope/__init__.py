@@ -40,6 +40,7 @@ _HOME = {  # public name -> where it lives; measurements come from the table of 
     "generate": "sinkscope.serving.generate",
     "report": "sinkscope.app.report",
     "scan": "sinkscope.app.scan",
+    "view": "sinkscope.app.view.notebook",
     "Result": "sinkscope.files.result",
     "SinkscopeError": "sinkscope.errors",
 }

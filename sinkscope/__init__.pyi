@@ -3,6 +3,7 @@
 from sinkscope import loops as loops
 from sinkscope.app.report import report as report
 from sinkscope.app.scan import scan as scan
+from sinkscope.app.view.notebook import view as view
 from sinkscope.attention.barcode import barcode as barcode
 from sinkscope.attention.lines import line_weights as line_weights
 from sinkscope.errors import SinkscopeError as SinkscopeError
@@ -36,7 +37,6 @@ from sinkscope.sinks.attack.attack import cluster_attack as cluster_attack
 from sinkscope.sinks.first_token.circuit import circuit as circuit
 from sinkscope.sinks.first_token.find import find_sinks as find_sinks
 from sinkscope.sinks.first_token.marking_heads import marking_heads as marking_heads
-from sinkscope.sinks.first_token.positions import token_positions as token_positions
 from sinkscope.sinks.first_token.separate import separability as separability
 from sinkscope.sinks.patch.evaluate import evaluate_patch as evaluate_patch
 from sinkscope.sinks.patch.make import make_patch as make_patch

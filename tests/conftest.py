@@ -80,7 +80,20 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 
 # Files whose few tests take long: they are handed out first, so that no worker is left with one of them at the end.
-FIRST = ("test_parallel.py", "test_measurements.py", "test_hard_models.py", "test_cards.py")
+FIRST = (
+    "test_parallel.py",
+    "test_measurements.py",
+    "test_hard_models.py",
+    "test_cards.py",
+    "test_barcode.py",
+    "test_find_named.py",
+    "test_report_browser.py",
+    "test_patching.py",
+    "test_conversation.py",
+    "test_loopguard_organism.py",
+    "test_loops_calibrate.py",
+    "test_organism.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -224,7 +224,7 @@ def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path: Path, monkeypatch: p
     (sdist,) = tmp_path.glob("*.tar.gz")
     data = {
         str(file.relative_to(ROOT))
-        for folder in ("models/bundled", "models/recall", "models/text", "bench/tasks/data", "app/pages")
+        for folder in ("models/bundled", "models/recall", "models/text", "bench/tasks/data", "app/pages", "app/view")
         for file in (ROOT / "sinkscope" / folder).iterdir()
         if file.is_file()
     } | {"sinkscope/py.typed"}

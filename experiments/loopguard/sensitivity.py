@@ -8,8 +8,8 @@ numbered list). False alarms are counted on prose and on texts that repeat hones
 vocabularies: words as ids below 151,936, and the tokens of the model in the package. Probabilities are assumed: the
 model is confident (0.97) in a loop, except at a replaced token and the next one; in prose at every other token; and in
 honest texts at every token, which is the worst case. `--runs` adds outputs of real runs with real probabilities (JSON
-lines with `tokens` and `top1`, as `sinkscope bench --task loops` writes them); such a run loops if its last 256 tokens do
-(the rule without length).
+lines with `tokens` and `top1`, as `sinkscope bench --task loops` writes them); such a run loops if its last 256 tokens
+do (the rule without length).
 
 One field is changed at a time. Settings that act only after an intervention (cooldown, relapse) cannot be swept here.
 """

@@ -254,15 +254,11 @@ def figure(data: dict[str, Any]) -> Any:
     fig.update_xaxes(title_text="what is taken out of the cache", row=1, col=2)
     fig.update_xaxes(title_text="what is taken out of the cache", row=1, col=3)
     name = next(iter(result["where"]))
-    rows = {row["cut"]: row for row in result["where"][name]}
-    told = (
-        f"{cut} {row['cycle_goes_on']:.0%} and {row['some_loop']:.0%}"
-        for cut, row in rows.items()
-        if row["cycle_goes_on"] is not None
-    )
+    own = next(iter(PRUNING))
+    goes_on = {row["cut"]: row["cycle_goes_on"] for row in result["where"][name]}
     found = (
-        f"How often the same cycle goes on, and how often there is some loop, by what is cut ({name}): "
-        + ", ".join(told)
+        f"The same cycle goes on in {goes_on['nothing']:.0%} of the cases if nothing is cut from the cache, and in "
+        f"{goes_on[own]:.0%} after {own} ({name})"
     )
     return finished(fig, None, found, width=1500, height=600, barmode="group", legend=-0.25, bottom=170)
 

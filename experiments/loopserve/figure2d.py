@@ -96,10 +96,12 @@ def figure(data: dict[str, Any]) -> Any:
     one = {(p["method"], p["position"]): p["accuracy"] for p in panels[0]["points"]}
     spread = {m: {place: one[m, place] for place in POSITIONS} for m, _ in one}
     most = max(spread, key=lambda m: max(spread[m].values()) - min(spread[m].values()))
-    told = (f"{value:.0%} {at_place(place)}" for place, value in spread[most].items())
+    places = spread[most]
+    best, worst = max(places, key=lambda place: places[place]), min(places, key=lambda place: places[place])
     found = (
-        f"With {budget} cached tokens {most} answers questions by their place: {', '.join(told)}; the whole "
-        f"cache answers at least {min(spread['full'].values()):.0%} anywhere"
+        f"With {budget} cached tokens, {most} answers {places[best]:.0%} of the questions {at_place(best)} and "
+        f"{places[worst]:.0%} of those {at_place(worst)}; the whole cache answers {min(spread['full'].values()):.0%} "
+        "or more at every place"
     )
     return finished(fig, None, found, width=1500, height=560, barmode="group", legend=-0.3)
 

@@ -138,10 +138,10 @@ def figure(data: dict[str, Any]) -> Any:
     by = {
         curve: [p["score"] for p in below if p["curve"] == curve] for curve in dict.fromkeys(p["curve"] for p in below)
     }
-    told = ", ".join(f"{min(scores):.0%} to {max(scores):.0%} ({curve})" for curve, scores in by.items())
+    best, worst = max(by, key=lambda curve: min(by[curve])), min(by, key=lambda curve: max(by[curve]))
     found = (
-        f"Right answers with alpha below 1: {told}. Chains: share of an answer before its first mistake. Dotted: share "
-        "of the cells that were computed; bars: 95 % intervals"
+        f"With alpha below 1, {max(by[worst]):.0%} of the answers at most are right ({worst}), and {min(by[best]):.0%} "
+        f"at least ({best})"
     )
     return finished(fig, None, found, width=1700, height=950, font={"size": 12}, **legends(fig, len(TITLES)))
 

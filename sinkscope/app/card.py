@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from math import hypot
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +18,21 @@ from sinkscope.files.result import Result
 from sinkscope.files.tables import Grid, cell, strings
 
 CARD = "card.json"
+VERDICTS = (  # the first screen: what a line is about, and the parts of which the first that has a result is quoted
+    ("Sink", ("find_sinks",)),
+    ("Heads", ("marking_heads",)),
+    ("Repetition", ("make_patch", "repeat")),
+    ("Loops", ("loops", "barcode")),
+    ("Cache", ("policies",)),
+)
+PROVISIONAL = ("loops", "policies")
+"""Parts in which --quick runs so few prompts that a full scan may find otherwise."""
+NEXT_STEPS = (
+    ("Explore it on a text of yours", "sinkscope view {model} --text FILE"),
+    ("Make the patch that repairs repetition", "sinkscope patch make --model {model} --out patch.json"),
+    ("Generate under the guard", "sinkscope generate --model {model} --prompt-file FILE --guard"),
+    ("Compare another model with it", "sinkscope scan OTHER --against {folder}"),
+)
 SMALLEST_CHANGE = 0.01  # of its value that a number moves by at least before it counts as changed
 RULE = (
     "A number changed if it moved by more than the margins of both cards together and by 1 % of its value; a number "
@@ -163,6 +180,43 @@ class SinkCard(Result):
                 lines.append(f"{part.command} is missing: {part.problem}")
         lines.append(self.costs())
         return lines
+
+    def verdicts(self) -> list[tuple[str, str]]:
+        """At most five lines: what each is about, and the conclusion of the part that answers it."""
+        named = {part.name: part for part in self.parts}
+        lines: list[tuple[str, str]] = []
+        for label, names in VERDICTS:
+            parts = [named[name] for name in names if name in named]
+            finished = [part for part in parts if part.problem is None]
+            if finished and self.quick and finished[0].name in PROVISIONAL:
+                lines.append((label, f"{finished[0].conclusion} This is provisional: --quick runs few prompts."))
+            elif finished:
+                lines.append((label, finished[0].conclusion))
+            elif parts:
+                lines.append((label, f"Not measured: {parts[0].problem}"))
+        return lines
+
+    def first_screen(self, folder: str) -> str:
+        """The verdicts and what to do next as HTML, fully escaped; in a comparison, first what differs.
+
+        Args:
+            folder: Name of the folder that holds the card.
+        """
+        parts: list[str] = []
+        if self.against is not None:
+            parts.append(f"<p><b>{escape(self.conclusion())}</b></p>")
+            differing = [change for change in self.changes if change.changed]
+            if differing:
+                rows = [_row(change, ("label", "before", "after")) for change in differing]
+                parts.append(Grid(*strings(rows, ())).html())
+        parts.append('<dl class="verdicts">')
+        for label, sentence in self.verdicts():
+            parts.append(f"<dt>{escape(label)}</dt><dd>{escape(visible(sentence))}</dd>")
+        parts.append("</dl><h3>What next</h3><ul>")
+        for words, command in NEXT_STEPS:
+            typed = command.format(model=shlex.quote(self.model.name), folder=shlex.quote(folder))
+            parts.append(f"<li>{words}: <code>{escape(visible(typed))}</code></li>")
+        return "".join([*parts, "</ul>"])
 
     def costs(self) -> str:
         """Seconds and memory of all parts."""

@@ -47,7 +47,10 @@ RESULT_OPTIONS = {  # name: (metavar, help) of the files that are written from a
     "png": ("FILE", "Write the figure; this needs kaleido and a browser."),
     "csv": ("FILE|-", "Write all rows and columns of the table as CSV; - is standard output."),
 }
+WIDEST_HELP = 120
+"""Characters of a line of help where the terminal has room for them."""
 FORCE_HELP = "Replace files that are no earlier outputs of this command."
+EXPLAIN_HELP = "Print all rows and details, and the meaning of the columns."
 BACKEND_HELP = "Load the model as this kind of object. By default a model is read as the command needs it."
 NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
 DEBUG = "SINKSCOPE_DEBUG"
@@ -131,7 +134,10 @@ def command_line() -> click.Group:
         help="Print the version.",
     )
     return CommandGroup(
-        help=ABOUT, params=[version], no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]}
+        help=ABOUT,
+        params=[version],
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST_HELP},
     )
 
 
@@ -168,12 +174,11 @@ def function_command(function: Callable[..., Any], name: str, page: str = "") ->
     end += [f"  {line}" for line in examples]
     if page:
         end.append(f"Documentation: {page}")
-    text = introduction(doc) + "\n\n"
+    text = introduction(doc)
     for one in run.parameters.values():
         if one.option.argument:
-            text += f"{one.option.metavar}: {one.help}\n\n"
-    text += "\n".join(end)
-    return click.Command(name, params=run.click_parameters(), callback=run, help=text)
+            text += f"\n\n{one.option.metavar}: {one.help}"
+    return click.Command(name, params=run.click_parameters(), callback=run, help=text, epilog="\n".join(end))
 
 
 @dataclass(frozen=True)
@@ -220,11 +225,12 @@ class CommandRun:
             for name, (metavar, text) in RESULT_OPTIONS.items():
                 params.append(click.Option([f"--{name}"], metavar=metavar, help=text))
             params.append(click.Option(["--force"], is_flag=True, help=FORCE_HELP))
+            params.append(click.Option(["--explain"], is_flag=True, help=EXPLAIN_HELP))
         return params
 
     def __call__(self, **values: Any) -> None:
         """Run the command with the values of its options."""
-        force = bool(values.pop("force", False))
+        force, explain = bool(values.pop("force", False)), bool(values.pop("explain", False))
         backend = values.pop("backend", None) if self.measures else None
         files = {name: values.pop(name, None) for name in (*RESULT_OPTIONS, *self.outputs) if self._is_file(name)}
         files = {name: path for name, path in files.items() if path is not None}
@@ -234,9 +240,11 @@ class CommandRun:
         self._check_files(files, arguments, force)
         for name, words in arguments.items():
             arguments[name] = read_words(self.parameters[name], words)
+        if "to_files" in self.parameters:
+            arguments["to_files"] = bool(files)
         result = self._result(arguments, backend)
         if result is not None and self.returns_result:
-            self._deliver(result, files, force)
+            self._deliver(result, files, force, explain)
 
     def _is_file(self, name: str) -> bool:
         return name in self.outputs or (self.returns_result and name in RESULT_OPTIONS)
@@ -299,11 +307,11 @@ class CommandRun:
                 arguments["progress"] = progress
             return self.function(**arguments)
 
-    def _deliver(self, result: Result, files: Mapping[str, str], force: bool) -> None:
+    def _deliver(self, result: Result, files: Mapping[str, str], force: bool, explain: bool) -> None:
         """Print and write a result; standard output comes first: it is seen even if a file cannot be written."""
         try:
             if "-" not in (files.get("json"), files.get("csv")):
-                print_result(result)
+                print_result(result, explain=explain)
         finally:  # the files are wanted also if the reader of the output, `head` say, has gone
             for name, path in files.items():
                 message = self._write(result, name, path, force)
@@ -339,12 +347,23 @@ def click_parameter(one: Parameter) -> click.Parameter:
     flags = one.flag
     if kind is click.BOOL and one.default is not False:
         flags = f"{one.flag}/--no-{one.flag[2:]}"
-    settings: dict[str, Any] = {"type": kind, "multiple": one.many, "metavar": one.option.metavar, "help": text}
+    settings: dict[str, Any] = {"type": kind, "multiple": one.many, "metavar": metavar_of(one, kind), "help": text}
     if one.required:
         settings["required"] = True
     else:
         settings["default"] = None
     return click.Option([one.name, flags], is_flag=kind is click.BOOL, **settings)
+
+
+def metavar_of(one: Parameter, kind: Any) -> str | None:
+    """The placeholder of an option's value in the help; None: that of click."""
+    if one.option.metavar is None and one.option.reads == "commas":
+        return "LIST"
+    if one.option.metavar is None and kind is click.INT:
+        return "INT"
+    if one.option.metavar is None and kind is click.FLOAT:
+        return "NUMBER"
+    return one.option.metavar
 
 
 def click_type(one: Parameter) -> Any:

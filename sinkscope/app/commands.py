@@ -25,11 +25,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {  # words of the command: (module:f
         "Sinks",
         "Find the heads that mark the first token.",
     ),
-    "positions": (
-        "sinkscope.sinks.first_token.positions:token_positions",
-        "Sinks",
-        "Show where a text has norm, sinks and attention.",
-    ),
     "separate": (
         "sinkscope.sinks.first_token.separate:separability",
         "Sinks",
@@ -58,6 +53,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {  # words of the command: (module:f
     "bench table": ("sinkscope.bench.table:bench_table", "Benchmark", "Show the tables of finished runs."),
     "scan": ("sinkscope.app.scan:scan", "Look", "Run all measurements on a model and write its sink card."),
     "demo": ("sinkscope.app.scan:demo", "Look", "Take a two-minute tour of the bundled model."),
+    "view": ("sinkscope.app.view.command:view_model", "Look", "Explore a model on a text in the browser."),
     "models": ("sinkscope.app.models:print_models", "Look", "List the short names of public models."),
     "generate": ("sinkscope.app.generate:print_generated", "Look", "Continue a prompt under a patch, policy or guard."),
     "report": ("sinkscope.app.report:write_report", "Look", "Write all results of a folder as one HTML file."),
@@ -71,6 +67,7 @@ KIND_MODULES = {  # kinds of results that no command returns under the name of i
     "patch-eval": "sinkscope.sinks.patch.evaluate",
     "patch-make": "sinkscope.sinks.patch.make",
     "sink-card": "sinkscope.app.card",
+    "view": "sinkscope.app.view.result",
 }
 
 

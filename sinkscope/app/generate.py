@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import note
 from sinkscope.files.options import Count, Option, Positive
 from sinkscope.files.plain import visible
 from sinkscope.interventions.base import Event
 from sinkscope.kv.edit_of import edit_of
+from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopguard.guard import in_words
 from sinkscope.models.load import load
 from sinkscope.serving.generate import Generated, generate
 
 
 def print_generated(
-    prompt: Annotated[str, Option("--prompt-file", metavar="FILE|-", reads="text")],
+    prompt: Annotated[str | None, Option(metavar="[PROMPT]", argument=True)] = None,
     *,
+    prompt_file: Annotated[str | None, Option(metavar="FILE|-", reads="text")] = None,
     model: str | None = None,
     revision: str | None = None,
     backend: Literal["bridge", "hf", "nnsight"] = "hf",
@@ -26,6 +29,7 @@ def print_generated(
     patch: Annotated[str | None, Option(metavar="FILE")] = None,
     policy: Annotated[str | None, Option(metavar="NAME[:BUDGET]")] = None,
     guard: bool = False,
+    rewind: bool | None = None,
     max_new_tokens: Positive = 100,
     temperature: Annotated[float, Option(min=0)] = 0.0,
     seed: Count = 0,
@@ -34,7 +38,8 @@ def print_generated(
     """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, events on stderr.
 
     Args:
-        prompt: The prompt; - is standard input.
+        prompt: The prompt.
+        prompt_file: File with the prompt; - is standard input.
         model: A short name, hub id, folder or .gguf file. By default the model in the package.
         revision: Branch, tag or commit on the hub.
         backend: Load the model as this kind of object.
@@ -44,22 +49,28 @@ def print_generated(
         patch: The patch.json to run under.
         policy: What the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512.
         guard: Break repetition loops with LoopGuard.
+        rewind: Whether the guard also removes loops from the text, which is then shown once it is complete. By default
+            it does so. --no-rewind shows the text as it is written, with its loops.
         max_new_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         seed: Seed of the sampling.
         raw: Print control characters as they are; by default they are written out, so that no text steers a terminal.
 
     Example:
-        sinkscope generate --prompt-file prompt.txt --policy h2o:0.25 --guard
+        sinkscope generate "The bird sang the same song again:" --guard
     """
+    if (prompt is None) == (prompt_file is None):
+        raise SinkscopeError("give a prompt as an argument, or --prompt-file FILE: one of the two")
+    if rewind is not None and not guard:
+        raise SinkscopeError("--rewind and --no-rewind say what the guard does: add --guard")
 
     def show(_: int, piece: str) -> None:
         print(piece if raw else visible(piece), end="", flush=True)  # it stays on the screen, also after Ctrl-C
 
-    interventions = edit_of(patch=patch, policy=policy, guard=guard)
+    interventions = edit_of(patch=patch, policy=policy, guard=guard and LoopGuard(rewind=rewind))
     (answer,) = generate(
         load(model, backend=backend, revision=revision, device=device, dtype=dtype),
-        prompt,
+        prompt_file if prompt is None else prompt,
         interventions=interventions,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

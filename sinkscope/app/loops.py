@@ -51,7 +51,8 @@ def check_loops(
         form: What the file is. By default .jsonl and .ndjson are JSON lines, anything else is one text; with --follow
             and --calibrate the first line decides, and it may also be server-sent events (sse).
         settings: Settings of the monitor, as --calibrate writes them with --json.
-        variant: Which monitor decides. "repeats" finds three copies of anything, "full" is the paper's.
+        variant: Which monitor decides. "repeats" finds repetitions of anything, "tolerant" also lists that count up and
+            copies that differ more, "full" is the paper's.
         max_new: Tokens that were allowed: adds the loop rule with length.
         first: With --follow: stop at the first loop.
         metrics: With --follow: serve counts to Prometheus on this port.
@@ -68,14 +69,15 @@ def check_loops(
     options = {"--max-new": max_new, "--first": first, "--metrics": metrics, "--tokenizer": tokenizer, "--rate": rate}
     if follow and calibrate:
         raise SinkscopeError("--follow and --calibrate are two commands: give one of them at a time")
+    source = "-"
+    if file is not None:
+        source = file
     if follow:
         _refuse_others(options, "--follow", ("--first", "--metrics"))
-        return _follow("-" if file is None else file, form, monitor, metrics, first)
+        return _follow(source, form, monitor, metrics, first)
     if calibrate:
         _refuse_others(options, "--calibrate", ("--tokenizer", "--rate"))
-        return _calibrate(
-            "-" if file is None else file, form, monitor, tokenizer, 10.0 if rate is None else rate, progress or silent
-        )
+        return _calibrate(source, form, monitor, tokenizer, 10.0 if rate is None else rate, progress or silent)
     _refuse_others(options, "a check", ("--max-new",))
     if file is None or form == "sse":
         raise SinkscopeError("give the file to check, or - for standard input; --format sse is for --follow")

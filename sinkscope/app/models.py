@@ -3,41 +3,81 @@
 from __future__ import annotations
 
 import json
+from shutil import get_terminal_size
 from typing import Annotated
 
 from sinkscope.files.console import emit
 from sinkscope.files.options import Option
 from sinkscope.files.plain import plain
-from sinkscope.files.tables import Grid
+from sinkscope.files.tables import SCREEN, Grid, shortened
 from sinkscope.models.names import models
 
 
 def print_models(
-    *, json_file: Annotated[str | None, Option("--json", metavar="FILE|-", writes=True)] = None, wide: bool = False
+    *,
+    check: Annotated[str | None, Option("--check", metavar="MODEL")] = None,
+    json_file: Annotated[str | None, Option("--json", metavar="FILE|-", writes=True)] = None,
+    wide: bool = False,
+    every: Annotated[bool, Option(name="--all")] = False,
 ) -> None:
-    """List the short names of public models, and the layers in which papers found their sinks.
+    """List the short names of public models, and the layers in which papers found their sinks; or check one model.
 
     Args:
+        check: Load this model, and print its adapter, the figures of the probe, and what of it is served.
         json_file: Write the list as JSON; - is standard output.
         wide: Show the published neurons, the residual dimensions and the source as well.
+        every: Show all models, and not only as many as a terminal of 24 lines holds.
 
     Example:
         sinkscope models
     """
+    if check is not None:
+        _check(check)
+        return
     known = models()
     if json_file is not None:
         emit(json_file, json.dumps({"schema": 1, "kind": "models", "result": plain(known)}, indent=1) + "\n")
     if json_file == "-":
         return
     with_sink = sum(entry.published is not None for entry in known)
-    print(f"Conclusion: papers report a sink or massive activation for {with_sink} of these {len(known)} models.\n")
     head = ("name", "hub id", "published sink", "source") if wide else ("name", "hub id", "sink layer")
     rows: list[tuple[str, ...]] = []
-    for entry in known:
+    for entry in sorted(known, key=lambda entry: entry.published is None):
         if entry.published is None:
             rows.append((entry.name, entry.hub_id, *("-" for _ in head[2:])))
         elif wide:
             rows.append((entry.name, entry.hub_id, *entry.published.shown()))
         else:
             rows.append((entry.name, entry.hub_id, ", ".join(map(str, entry.published.layers))))
-    print(Grid(head, rows).text())
+    width = get_terminal_size((80, 24)).columns
+    blocks = [Grid(head, rows).text()]
+    if not every:
+        blocks = shortened([Grid(head, rows)], SCREEN - 3, width)
+    print("\n\n".join(blocks))
+    print(f"\nConclusion: papers report a sink or massive activation for {with_sink} of these {len(known)} models.")
+
+
+def _check(name: str) -> None:
+    """Print what is known of a model, and prove it."""
+    from sinkscope.models.adapters import row_of
+    from sinkscope.models.load import load
+    from sinkscope.models.probe import probe
+    from sinkscope.models.scope import scope_of, shown_row
+    from sinkscope.models.target import Target
+
+    target = Target.of(load(name, backend="hf", probe=False))
+    report = probe(target)
+    verdict = "is not served"
+    if report.problem is None:
+        verdict = f"is served: {scope_of(target).line()}"
+    print(f"Conclusion: {target.name} ({target.hf.config.model_type}) {verdict}.\n")
+    origin = "inferred"
+    if row_of(target.hf.config.model_type) is not None:
+        origin = "written"
+    print(f"Adapter, {origin}: {shown_row(target.adapter)}")
+    print(
+        f"Probe: an edited neuron is off by {report.edit_error:.1e}, attention rows by {report.attention_error:.1e}, "
+        f"their sums by {report.row_sum_error:.1e} (allowed {report.tolerance:.0e})"
+    )
+    if report.problem is not None:
+        print(f"Problem: {report.problem}")

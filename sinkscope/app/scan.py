@@ -9,19 +9,21 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from html import escape
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 
 from sinkscope import __version__
 from sinkscope.app.card import CARD, CardFact, CardNumber, CardPart, SinkCard, read_card
-from sinkscope.app.pages import document, result_section, save_document
+from sinkscope.app.pages import document, folded, plot, result_section, save_document
 from sinkscope.bench.run import bench_model
 from sinkscope.bench.table import BenchTable
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.console import Progress, silent
+from sinkscope.files.notation import counted
 from sinkscope.files.output import write_output
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.result import Result
@@ -30,6 +32,8 @@ from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Intervention
 from sinkscope.measure import Count, Hidden, Measurement, Option, Setup
 from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.circuit import Circuit
+from sinkscope.sinks.first_token.circuit_result import MARK, NEURONS
 
 PAGE, MARKDOWN = "card.html", "card.md"
 VERSION = 2  # of what a folder holds; a change of it is another setting
@@ -195,10 +199,34 @@ def scan(
             card = card.compared(other)
         card.save(folder / CARD)
         write_output(folder / MARKDOWN, f"<!-- sinkscope {card.kind} -->\n{card.markdown()}")
-        sections = [result_section(result) for result in (card, *results.values())]
-        title = f"{card.kind}: {card.model.name}"
-        save_document(folder / PAGE, document(title, sections, f"{len(results)} results", kind=card.kind))
+        save_document(folder / PAGE, _page(card, results, folder))
     return card
+
+
+def _page(card: SinkCard, results: dict[str, Result], folder: Path) -> str:
+    """The card's page: verdicts, the norm per layer and the circuit, what to do next; then each part, closed."""
+    first = card.first_screen(folder.name)
+    if "circuit" in results:
+        first += f"<p>{escape(visible(_chain(cast(Circuit, results['circuit']))))}</p>"
+    if "find_sinks" in results:
+        first += plot(results["find_sinks"].figure(), CARD)
+    sections = [folded(result_section(one), one.conclusion()) for one in (*results.values(), card)]
+    return document(f"Sink card of {card.model.name}", sections, card.costs(), kind=card.kind, first=first)
+
+
+def _chain(circuit: Circuit) -> str:
+    """The circuit in a line, from the first token to the heads that read it; only what is needed is named."""
+    steps = [f"The circuit: {circuit.first_token!r}"]
+    for sink in circuit.sinks[:1]:
+        for name in (MARK, NEURONS):
+            part = sink.step(name)
+            if part is not None and part.carried:
+                steps.append(", ".join(part.chosen))
+        if sink.sink_layer is not None:
+            steps.append("spike")
+        if sink.readers is not None:
+            steps.append(f"{counted(len(sink.readers.heads), 'head')} that read the first token")
+    return " → ".join(steps) + "."
 
 
 def scanned_parts(quick: bool) -> list[ScanPart]:

@@ -83,6 +83,7 @@ def emit(path: str, text: str, *, force: bool = False) -> None:
         write_output(path, text, force=force)
 
 
-def print_result(result: Any) -> None:
-    """Print a result as text, with the columns that the terminal has room for."""
-    print(visible(result.text(get_terminal_size((80, 24)).columns)))
+def print_result(result: Any, *, explain: bool = False) -> None:
+    """Print a result as text that fits a terminal of 24 lines, or with `explain` whole and explained."""
+    width = get_terminal_size((80, 24)).columns
+    print(visible(result.terminal(width, lines=None) if explain else result.terminal(width)))

@@ -8,8 +8,11 @@ from typing import Any
 
 from sinkscope.errors import SinkscopeError
 
-_NEURON = re.compile(r"L?(\d{1,9})(?:[.:]E?(\d{1,9}))?[.:]N?(\d{1,9})", re.IGNORECASE | re.ASCII)
-_HEAD = re.compile(r"L?(\d{1,9})[.:]H?(\d{1,9})", re.IGNORECASE | re.ASCII)
+_NUMBER = r"(\d{1,9})"
+_NEURON = re.compile(
+    rf"L?{_NUMBER}(?:[.:]?E{_NUMBER}|[.:]{_NUMBER}(?=[.:]))?(?:[.:]?N|[.:]){_NUMBER}", re.IGNORECASE | re.ASCII
+)
+_HEAD = re.compile(rf"L?{_NUMBER}(?:[.:]?H|[.:]){_NUMBER}", re.IGNORECASE | re.ASCII)
 
 
 def neuron_name(layer: int, *place: int | None) -> str:
@@ -96,7 +99,7 @@ def every(count: int, noun: str) -> str:
 
 
 def read_neuron(text: str, option: str = "--neuron") -> tuple[int, ...]:
-    """(layer, neuron) or (layer, expert, neuron) of a name; 1.338 and 1:338 are read as well.
+    """(layer, neuron) or (layer, expert, neuron) of a name; L1N338, 1.338 and 1:338 are read as well.
 
     Raises:
         SinkscopeError: It is no such name.
@@ -108,7 +111,7 @@ def read_neuron(text: str, option: str = "--neuron") -> tuple[int, ...]:
 
 
 def read_head(text: str, option: str = "--head") -> tuple[int, int]:
-    """(layer, head) of a name; 0.4 and 0:4 are read as well.
+    """(layer, head) of a name; L0H4, 0.4 and 0:4 are read as well.
 
     Raises:
         SinkscopeError: It is no such name.

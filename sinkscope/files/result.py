@@ -23,7 +23,7 @@ from sinkscope.files.provenance import (
     Provenance,
 )
 from sinkscope.files.records import build
-from sinkscope.files.tables import WIDTH, Grid, glossary, strings
+from sinkscope.files.tables import SCREEN, WIDTH, Grid, glossary, height, shortened, strings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 SCHEMA = 1
 UNKNOWN_TOKENS_TO_WARN = 0.1
 """Share of unknown tokens in the reference text from which results carry a warning."""
+LEAST_TABLE = 10
+"""Lines that tables have before details take the rest."""
 ENVELOPE_FIELDS = ("model", "settings", "provenance")
 _RESULT_CLASSES: dict[str, type[Result]] = {}
 
@@ -283,6 +285,28 @@ class Result:
         grids = [grid.fitted(width) for grid in self.grids()]
         return "\n\n".join([self.summary(), *(grid.text(width) for grid in grids), *self.below(grids, width)])
 
+    def terminal(self, width: int = WIDTH, lines: int | None = SCREEN) -> str:
+        """The tables, then the details, and the conclusion last, where a terminal shows it.
+
+        Args:
+            width: Characters per line.
+            lines: Number of lines into which it fits: tables lose rows and the last details are left out, and a line
+                says so. None: everything, with the meaning of the columns.
+        """
+        conclusion, *details = self.summary().split("\n")
+        grids = [grid.fitted(width) for grid in self.grids()]
+        if lines is None:
+            blocks = [grid.text(width) for grid in grids] + self.below(grids, width)
+            return "\n\n".join([*blocks, "\n".join([*details, conclusion])])
+        hint = "--explain shows all rows and details, and the meaning of the columns."
+        room = lines - height([hint, conclusion], width)
+        least = min(LEAST_TABLE, height([grid.text(width) for grid in grids], width) + len(grids))
+        kept = list(details)
+        while kept and height(kept, width) > room - least:
+            kept.pop()
+        blocks = shortened(grids, room - height(kept, width), width)
+        return "\n\n".join([*blocks, "\n".join([*kept, hint, conclusion])])
+
     def below(self, grids: Sequence[Grid], width: int | None) -> list[str]:
         """The meaning of the columns shown, one line each, and the page of the documentation."""
         meaning = self._meaning(grids)
@@ -311,6 +335,10 @@ class Result:
 
     def _repr_html_(self) -> str:
         return self.to_html()
+
+    def own_page(self) -> str | None:
+        """A whole HTML page of its own; None: the page that all results have. A subclass overrides it."""
+        return None
 
     def inset(self) -> str:
         """HTML between the summary and the tables, fully escaped; a subclass overrides it."""

@@ -16,6 +16,8 @@ from sinkscope.files.plain import visible
 
 WIDTH = 80
 """Characters of a line where there is no terminal."""
+SCREEN = 23
+"""Lines of a terminal of 24 lines beside the next prompt."""
 NARROWEST = 40
 """A narrower terminal wraps the lines."""
 BETWEEN_COLUMNS = "  "
@@ -136,6 +138,43 @@ class Grid:
         parts += [_html_row("td", row) for row in self.cells]
         parts.append("</tbody></table>")
         return "".join(parts)
+
+
+def height(blocks: Sequence[str], width: int) -> int:
+    """Number of lines that texts take on a terminal, which breaks the long ones."""
+    lines = 0
+    for block in blocks:
+        for line in block.split("\n"):
+            lines += max(1, -(-len(line) // width))
+    return lines
+
+
+def shortened(grids: Sequence[Grid], room: int, width: int) -> list[str]:
+    """Tables as text with so few rows, the longest table losing them first, that with a line behind each they fit.
+
+    A table keeps a row at least; if that is not enough, the last tables are left out.
+    """
+    cut = list(grids)
+    while cut and height(_cut_texts(cut, grids, width), width) + len(cut) > room:
+        longest = max(cut, key=lambda grid: len(grid.cells))
+        place = cut.index(longest)
+        if len(longest.cells) > 1:
+            cut[place] = replace(longest, cells=longest.cells[:-1])
+        elif len(cut) > 1:
+            cut.pop()
+        else:
+            break
+    return _cut_texts(cut, grids, width)
+
+
+def _cut_texts(cut: Sequence[Grid], whole: Sequence[Grid], width: int) -> list[str]:
+    """Tables as text that say how many rows they had."""
+    texts: list[str] = []
+    for grid, before in zip(cut, whole, strict=False):
+        if len(grid.cells) < len(before.cells):
+            grid = replace(grid, note=f"{len(grid.cells)} of {len(before.cells)} rows are shown.")
+        texts.append(grid.text(width))
+    return texts
 
 
 def _html_row(tag: str, texts: Sequence[str]) -> str:

@@ -18,10 +18,11 @@ from einops import rearrange, reduce, repeat
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.growing_tensor import GrowingTensor
+from sinkscope.models.scope import cache_layers
 from sinkscope.models.target import Target
 from sinkscope.trace.attention import widened
 
@@ -603,10 +604,10 @@ def _empty_layers(target: Target) -> list[Any]:
         UnsupportedError: There is no such layer.
     """
     layers: list[Any] = list(DynamicCache(config=target.config).layers)
-    for number, layer in enumerate(layers):
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-            layers[number] = CacheLayer(number)
-    if not any(type(layer) is CacheLayer for layer in layers):
+    ours = cache_layers(target)
+    for number in ours:
+        layers[number] = CacheLayer(number)
+    if not ours:
         raise UnsupportedError(
             f"the cache of {target.name} has no layer that holds keys and values alone (the first is a "
             f"{type(layers[0]).__name__}), so there is nothing a cache policy could act on: use another model",

@@ -26,6 +26,7 @@ from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt, own_layers
 from sinkscope.kv.usage import DecodingReads, Meter, Usage
 from sinkscope.lines.choice import HeadLines
+from sinkscope.models.scope import cache_layers
 from sinkscope.models.target import Target
 from sinkscope.trace.attention import NAME, Attention, Handler, View, leave, listen, rows_by_view, tapped, widened
 from sinkscope.trace.internals import attention_name, following_generate, is_checkpointing
@@ -150,6 +151,7 @@ class CurrentCall(threading.local):
         tapped_layers: Layers whose attention went through the tap; on a TransformerBridge some architectures do so.
         bridge_queries: Queries of layers of a TransformerBridge whose scores have not come yet.
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
+        samples: Whether the latest `generate` draws its tokens.
         handler: Our listener at the tap.
     """
 
@@ -160,6 +162,7 @@ class CurrentCall(threading.local):
     tapped_layers: set[int]
     bridge_queries: dict[int, Tensor]
     prompting: bool = False
+    samples: bool = False
 
 
 _OWNERS: WeakValueDictionary[int, Session] = WeakValueDictionary()
@@ -186,6 +189,12 @@ class Session:
             raise UnsupportedError(
                 f"the attention of {target.adapter.model_type} cannot be replaced (it does not use transformers' "
                 "attention interface): use another model for cache policies and attention observers",
+                page="kv-session",
+            )
+        if not cache_layers(target):
+            raise UnsupportedError(
+                f"the cache of {target.name} has no layer that holds keys and values alone: use another model for "
+                "cache policies and attention observers",
                 page="kv-session",
             )
         self.run = run
@@ -314,6 +323,12 @@ class Session:
             raise UnsupportedError(self._why_no_queries(), page="kv-session")
         latest = moment.state.queries[layer].last(last)
         kv = moment.cache.layers[layer]
+        if kv.keys.shape[-1] != latest.query.shape[-1]:
+            raise UnsupportedError(
+                f"the cache of {self.target.name} holds latent vectors, from which keys are made inside its attention: "
+                "use a policy that scores by attention received (H2O), or by position",
+                page="kv-session",
+            )
         module: Any = self.target.sub(layer, self.target.adapter.attn)
         below_bridge = getattr(module, "original_component", None)
         if isinstance(below_bridge, nn.Module):
@@ -354,6 +369,8 @@ class Session:
         if self._queries_kept:
             self._scaling[layer] = attention.scaling
             self._keep_queries(layer, attention.query)
+        if queries > 1 and self.owns_cache and not self.now.own_masks:
+            self._check_view(attention, self._view(layer, attention.key))
         watchers = self._watchers_of(layer)
         replaces = self.now.own_masks or (self._prefill is not None and queries > 1)
         if not watchers and not replaces:
@@ -366,6 +383,29 @@ class Session:
         for watcher in watchers:
             show = partial(self._show_rows, watcher, layer, attention.view, attention.query)
             attention.show(show, first=watcher.first_query(queries))
+
+    def _check_view(self, attention: Attention, view: View) -> None:
+        """Refuse a layer whose last query sees other keys than our masks will show it.
+
+        Raises:
+            UnsupportedError: It does.
+        """
+        last = slice(attention.queries - 1, attention.queries)
+        keys = attention.key.shape[2]
+        sees = view.part(last, slice(None)).sees().all(1, keepdim=True)
+        shown = torch.ones_like(sees)
+        if attention.mask is not None:
+            shown = attention.mask[:, :1, last, :keys]
+            if shown.is_floating_point():
+                shown = shown > torch.finfo(shown.dtype).min / 2
+        if attention.mask is None and bool((view.pos < 0).any()):
+            return  # the model is not told of padding
+        if bool((sees != shown).any()):
+            raise UnsupportedError(
+                f"layer {attention.layer} of {self.target.name} hides keys in another way than by the window of its "
+                "configuration, which cache policies and attention observers go by: use another model",
+                page="kv-session",
+            )
 
     def _watchers_of(self, layer: int) -> list[Watcher]:
         return [watcher for watcher in self._watchers if watcher.layers is None or layer in watcher.layers]
@@ -616,11 +656,9 @@ class Session:
 
     def _needs_attention(self, call: Call, own_masks: bool) -> bool:
         """Whether the attention of this call has to be seen. If not, the model computes it alone, in less time."""
-        if self._watchers or self.target.kind == "bridge":
+        if self._watchers or self.target.kind == "bridge" or self._keeps_decoding_queries:
             return True
         if call.index.shape[1] > 1 or self.now.prompting:
-            return own_masks or self._prefill is not None or self._queries_kept > 0
-        if self._keeps_decoding_queries:
             return True
         if not own_masks:
             return False
@@ -649,12 +687,13 @@ class Session:
     def _set_prompting(self, reads: bool) -> None:
         self.now.prompting = reads and not self.resuming
 
-    def _check_generate(self, method: str, options: dict[str, Any]) -> None:
-        """Refuse kinds of generation in which nothing could act on generated tokens.
+    def _check_generate(self, method: str, options: dict[str, Any], settings: Any) -> None:
+        """Note how `generate` chooses tokens, and refuse kinds in which nothing could act on generated tokens.
 
         Raises:
             UnsupportedError: Generation is assisted, or runs without a cache.
         """
+        self.now.samples = bool(getattr(settings, "do_sample", False))
         if not self._before_decode and not self.one_by_one:
             return
         if method != "_prefill":

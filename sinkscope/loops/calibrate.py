@@ -243,6 +243,7 @@ def _rules(
         rules[f"{server}, recommended"] = MonitorSettings(
             tail_noise=0.0,
             tail_repeats=fields["min_count"],
+            tail_exact=fields["min_count"],
             tail_shortest=fields["min_pattern_size"] * fields["min_count"],
             tail_longest=LARGEST_PATTERN,
         )

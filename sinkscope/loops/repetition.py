@@ -78,7 +78,7 @@ class _Run:
     Attributes:
         first: First position that is compared.
         clean: First position after the last mismatch.
-        due: Position from which the compared tokens cover enough.
+        due: Position from which the compared tokens cover enough if there are mismatches.
         mismatches: Their number.
         credit: How many may still follow each other.
         recent_mismatches: Position of each mismatch of the last period, and whether the token was replaced there.
@@ -132,18 +132,31 @@ class NearRepetition:
 
     A token that differs from the one a period before is a mismatch. It is tolerated if the share of mismatches is at
     most `noise` and the original token is back a period later. A position that changes in every copy, as in a list that
-    counts up, ends the repetition.
+    counts up, ends the repetition unless `counting`.
 
     Args:
         longest: Largest period.
         repeats: Required number of copies, at least 3.
         shortest: Required number of tokens, at least 12.
         noise: Largest share of mismatches; 0 requires exact repetition.
+        exact: Required number of copies if they are exact, at least 2; by default `repeats`. With fewer than 3, a cycle
+            that resembles a shifted copy of itself may be found later, but at the third copy at the latest.
+        counting: Whether a position may change in every copy.
     """
 
-    def __init__(self, longest: int, repeats: int | float, shortest: int, noise: float) -> None:
+    def __init__(
+        self,
+        longest: int,
+        repeats: int | float,
+        shortest: int,
+        noise: float,
+        exact: int | float | None = None,
+        counting: bool = False,
+    ) -> None:
+        self._counting = counting
         self._longest = longest
         self._repeats = repeats
+        self._exact_repeats = repeats if exact is None else exact
         self._shortest = shortest
         self._noise = noise
         self._levels = _levels(longest)
@@ -188,12 +201,10 @@ class NearRepetition:
 
     def _start(self, run: _Run, period: int, position: int) -> int | None:
         """Where the repetition of a run begins; None while it does not cover enough."""
-        if position < run.due:
-            return None
-        if run.mismatches <= self._noise * (position - run.first + 1):
+        if position >= run.due and run.mismatches <= self._noise * (position - run.first + 1):
             return run.first - period
         start = run.clean - period
-        if position < self._due(start, period):
+        if position - start + 1 < max(self._exact_repeats * period, self._shortest):
             return None
         return start
 
@@ -259,7 +270,7 @@ class NearRepetition:
         while recent and recent[0][0] < position - period:
             recent.popleft()
         same_place = bool(recent) and recent[0][0] == position - period
-        if same_place:
+        if same_place and not self._counting:
             was_replaced = recent[0][1]
             original_is_back = self._ids[~(2 * period)] == token
             recent.append((position, False))

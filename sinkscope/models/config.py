@@ -161,13 +161,25 @@ def _check_sizes(name: str, raw: dict[str, Any]) -> None:
             )
 
 
+def reads_images(model_type: str) -> bool:
+    """Whether a type is a text model behind an image tower, which `AutoModelForCausalLM` does not load."""
+    from transformers.models.auto import modeling_auto as auto
+
+    is_listed = model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return is_listed and model_type not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
 def _other_kind(model_type: str, raw: dict[str, Any], is_causal: bool) -> str | None:
     """What a model is that is no causal language model; None if it is one, as far as its configuration tells."""
     from transformers.models.auto import modeling_auto as auto
 
     if raw.get("is_encoder_decoder"):
         return "an encoder-decoder model"
-    is_decoder = row_of(model_type) is not None or model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    is_decoder = (
+        row_of(model_type) is not None
+        or model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        or reads_images(model_type)
+    )
     if is_decoder and is_causal:
         return None
     if row_of(model_type) is not None:

@@ -64,6 +64,11 @@ def activate(
     return experts._apply_gate(rearrange([gate, up], f"half token neuron -> token {order}"))
 
 
+def width(experts: Any) -> int:
+    """Number of neurons of an expert."""
+    return int(experts.down_proj.shape[1 if experts.is_transposed else 2])
+
+
 def columns(experts: Any, expert: int, neurons: list[int]) -> Float[Tensor, "neuron d_model"]:
     """What neurons of an expert write when their `hook_post` is 1."""
     down = experts.down_proj[expert]

@@ -25,14 +25,17 @@ from functools import partial
 from typing import Any
 
 import torch
+from einops import repeat
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sinkscope.errors import UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models import experts as expert_parts
 from sinkscope.models.adapters import Adapter, row_of
 from sinkscope.models.config import cut_depth
-from sinkscope.models.target import Target, first_tensor
+from sinkscope.models.probe import probe
+from sinkscope.models.scope import shown_row
+from sinkscope.models.target import Target, first_tensor, kind_of
 
 _LENGTH = 9
 _POSITION = 5  # of the edits
@@ -228,35 +231,47 @@ def _multiple(change: Tensor, of: Tensor) -> float | None:
 # -- the MLP -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Write:
+    """Where the output of a down projection, or of fused experts, goes.
+
+    Attributes:
+        mlp: Path of the outermost module whose output changes by it, times `factor`.
+        factor: That constant.
+        post_norm: Path of the norm behind it.
+        write_factor: Constant between what the MLP, or the norm, gives and what the layer adds.
+        weight: If it is not constant, the path of the module whose sigmoid multiplies it.
+    """
+
+    mlp: str
+    factor: float
+    post_norm: str | None = None
+    write_factor: float = 1.0
+    weight: str | None = None
+
+
 @dataclass
 class _Mlp:
     """A down projection, what feeds it, and where its output goes.
 
     Attributes:
         down: The passage of the down projection.
-        up: Path of the linear factor, or of both factors side by side.
+        up: Path of the linear factor, or of both factors side by side; None if a norm stands behind the product.
         gate: Path of the other factor.
         is_fused: Whether `up` gives gate and up side by side.
-        mlp: Path of the outermost module whose output changes by the column, times `down_factor`.
-        post_norm: Path of the norm behind it.
-        write_factor: Constant between what the MLP, or the norm, gives and what the layer adds.
-        weight: If it is not constant, the path of the module whose sigmoid multiplies it.
+        write: Where its output goes.
     """
 
     down: _Passage
-    up: str = ""
+    up: str | None = None
     gate: str | None = None
     is_fused: bool = False
-    mlp: str = ""
-    post_norm: str | None = None
-    down_factor: float = 1.0
-    write_factor: float = 1.0
-    weight: str | None = None
+    write: _Write | None = None
 
 
-def _mlps(stage: _Stage) -> list[_Mlp]:
-    """Every MLP of a layer that all tokens go through."""
-    mlps = list[_Mlp]()
+def _mlp(stage: _Stage, is_alone: bool) -> _Mlp | None:
+    """The MLP of a layer that all tokens go through, the widest if there are several; None if there is none."""
+    factors_of = list[tuple[int, _Mlp, dict[str, str]]]()
     for index, down in enumerate(stage.clean):
         widths = _widths(down.module)
         if widths is None or widths[0] != stage.d_model or down.read is None or len(down.read) != _LENGTH:
@@ -264,13 +279,23 @@ def _mlps(stage: _Stage) -> list[_Mlp]:
         width = widths[1]
         before = [passage for passage in stage.clean[:index] if passage.is_linear_with((width, 2 * width))]
         factors = _factors(stage, before, down)
-        if not factors:
-            continue
-        mlp = _Mlp(down)
-        _name_factors(stage, mlp, factors)
-        _follow_write(stage, mlp)
-        mlps.append(mlp)
-    return mlps
+        if factors:
+            factors_of.append((width, _Mlp(down), factors))
+    if not factors_of:
+        return None
+    factors_of.sort(key=lambda item: item[0])
+    _, mlp, factors = factors_of[-1]
+    _name_factors(stage, mlp, factors)
+    neuron, column = _column(mlp.down)
+    assert mlp.down.read is not None
+    step = float(mlp.down.read[_POSITION].float().norm().clamp(min=1))
+
+    def edit(tensor: Tensor) -> None:
+        tensor[list(_EDITED), neuron] += step
+
+    written = repeat(step * column, "d_model -> edited d_model", edited=len(_EDITED))
+    mlp.write = _write(stage, mlp.down.path, _edit_input(mlp.down.module, edit), written, is_alone)
+    return mlp
 
 
 def _factors(stage: _Stage, before: list[_Passage], down: _Passage) -> dict[str, str]:
@@ -279,15 +304,13 @@ def _factors(stage: _Stage, before: list[_Passage], down: _Passage) -> dict[str,
     for passage in before:
         layout = _layout(stage, passage, down)
         if layout == "coupled":
-            coupled[passage.path] = "same"
+            coupled[passage.path] = layout
         elif layout is not None:
             plain[passage.path] = layout
-    for factors in (
-        plain,
-        {**plain, **coupled},
-    ):  # a norm between the product and `down` couples the neurons of a token
-        if factors and _is_held_by(stage, list(factors), down):
-            return factors
+    if plain and _is_held_by(stage, list(plain), down):
+        return plain
+    if coupled and _is_held_by(stage, [*plain, *coupled], down):  # a norm in between couples the neurons of a token
+        return coupled
     return {}
 
 
@@ -343,6 +366,8 @@ def _replaced(clean: Tensor | None, _tensor: Tensor) -> Tensor | None:
 
 def _name_factors(stage: _Stage, mlp: _Mlp, factors: dict[str, str]) -> None:
     """Tell `up`, in which the product is linear, from the gate."""
+    if "coupled" in factors.values():
+        return
     linear = [path for path in factors if _is_linear_in(stage, mlp, path, factors[path])]
     mlp.is_fused = "halves" in factors.values()
     if mlp.is_fused and not linear:
@@ -383,32 +408,58 @@ def _column(passage: _Passage) -> tuple[int, Tensor]:
     return neuron, weight[:, neuron].detach().float()
 
 
-def _follow_write(stage: _Stage, mlp: _Mlp) -> None:
-    """Find what carries a moved neuron's column to the layer's output."""
-    neuron, column = _column(mlp.down)
-    assert mlp.down.read is not None
-    step = float(mlp.down.read[_POSITION].float().norm().clamp(min=1))
+def _multiple_is_not(output: Tensor | None, of: Tensor | None, constant: float) -> bool:
+    assert output is not None and of is not None
+    return output.shape != of.shape or _size(output - constant * of) > _EXACT * _size(output)
 
-    def edit(tensor: Tensor) -> None:
-        tensor[list(_EDITED), neuron] += step
 
-    changes = stage.changes(_edit_input(mlp.down.module, edit))
+def _write(
+    stage: _Stage, path: str, edit: _Hook, written: Float[Tensor, "edited d_model"], is_alone: bool = False
+) -> _Write:
+    """Follow what an edit adds to the output of a module up to the layer's output.
+
+    Args:
+        stage: The layer.
+        path: Path of the module.
+        edit: The edit.
+        written: What it adds, at the edited positions.
+        is_alone: Whether the MLP gives nothing else, as a shared expert beside others does.
+
+    Raises:
+        NotInferredError: It does not get there as an addition.
+    """
+    changes = stage.changes(edit)
     layer = changes.pop("")
     expected = torch.zeros_like(layer)
-    expected[list(_EDITED)] = step * column.to(layer)
+    expected[list(_EDITED)] = written.to(layer)
     exact = dict[str, float]()
-    for path, change in changes.items():
+    for outer, change in changes.items():
         constant = _multiple(change, expected)
-        if constant is not None:
-            exact[path] = constant
-    inside = [path for path in exact if _contains(path, mlp.down.path)]
-    if mlp.down.path not in inside:
-        raise NotInferredError(f"an edit at the input of {mlp.down.path!r} does not add a column of its weight")
-    mlp.mlp = min(inside, key=len)
-    mlp.down_factor = _rounded(exact[mlp.mlp])
-    mlp.weight = _token_weight(stage, layer, changes[mlp.mlp])
-    if mlp.weight is None:
-        _follow_changes(mlp, changes, layer)
+        if constant is not None and _contains(outer, path):
+            exact[outer] = constant
+    if path not in exact:
+        raise NotInferredError(f"an edit of {path!r} does not add what its weights say")
+    if is_alone:  # some modules add the residual stream to it
+        gave = {passage.path: passage.gave for passage in stage.clean}
+        for outer, constant in list(exact.items()):
+            if _multiple_is_not(gave[outer], gave[path], constant):
+                del exact[outer]
+    mlp = min(exact, key=len)
+    factor = _rounded(exact[mlp])
+    weight = _token_weight(stage, layer, changes[mlp])
+    if weight is not None:
+        return _Write(mlp, factor, weight=weight)
+    constant = _multiple(layer, changes[mlp])
+    if constant is not None:
+        return _Write(mlp, factor, write_factor=_rounded(constant))
+    norms = [norm for norm, change in changes.items() if abs((_multiple(layer, change) or 0) - 1) < _EXACT]
+    if not norms:
+        raise NotInferredError(f"what {mlp!r} writes does not reach the residual stream as one addition")
+    norm = max(norms, key=lambda norm: norm.count("."))
+    layer[list(_EDITED)] = 0
+    if _size(layer) > _EXACT * _size(written):
+        raise NotInferredError(f"{norm!r} mixes what its MLPs write over positions")
+    return _Write(mlp, factor, post_norm=norm)
 
 
 def _contains(path: str, other: str) -> bool:
@@ -435,68 +486,28 @@ def _rounded(constant: float) -> float:
 # -- experts -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Mixture:
-    """Fused experts of a layer, and where their output goes, as in `_Mlp`."""
+    """Fused experts of a layer, and where their output goes."""
 
     path: str
-    mlp: str = ""
-    post_norm: str | None = None
-    factor: float = 1.0
-    write_factor: float = 1.0
+    write: _Write
 
 
 def _mixture(stage: _Stage) -> _Mixture | None:
     """The fused experts of a layer; None if it has none."""
     for passage in stage.clean:
-        parameters = list(passage.module.parameters(recurse=False))
-        if sum(parameter.ndim == 3 for parameter in parameters) < 2 or passage.gave is None:
+        weights = [tensor for tensor in passage.module.parameters(recurse=False) if tensor.ndim == 3]
+        if sum(stage.d_model in weight.shape[1:] for weight in weights) < 2 or passage.gave is None:
             continue
         _check_experts(stage, passage)
-        mixture = _Mixture(passage.path)
-        shift = passage.gave.roll(1, 1) - passage.gave  # a change of size would be invisible behind a norm
+        shift = (passage.gave.roll(1, 1) - passage.gave)[list(_EDITED)]  # a change of size is invisible behind a norm
 
         def edit(tensor: Tensor, shift: Tensor = shift) -> None:
-            tensor[list(_EDITED)] += shift[list(_EDITED)]
+            tensor[list(_EDITED)] += shift
 
-        changes = stage.changes(_edit_output(passage.module, edit))
-        layer = changes.pop("")
-        expected = torch.zeros_like(layer)
-        expected[list(_EDITED)] = shift[list(_EDITED)].to(layer)
-        around = [path for path in changes if _contains(path, passage.path)]
-        exact = [path for path in around if _multiple(changes[path], expected) is not None]
-        mixture.mlp = min(exact, key=len, default=passage.path)
-        mixture.factor = _rounded(_multiple(changes[mixture.mlp], expected) or 1)
-        _follow_changes(mixture, changes, layer)
-        return mixture
+        return _Mixture(passage.path, _write(stage, passage.path, _edit_output(passage.module, edit), shift))
     return None
-
-
-def _follow_changes(part: _Mlp | _Mixture, changes: dict[str, Tensor], layer: Tensor) -> None:
-    """Find what carries the change of `part.mlp` to the layer's output.
-
-    Raises:
-        NotInferredError: Nothing does.
-    """
-    constant = _multiple(layer, changes[part.mlp])
-    if constant is None:
-        carriers = dict[str, float]()
-        for path, change in changes.items():
-            carried = _multiple(layer, change)
-            if carried is not None:
-                carriers[path] = carried
-        if not carriers:
-            raise NotInferredError(f"what {part.mlp!r} writes does not reach the residual stream as one addition")
-        part.post_norm = max(carriers, key=lambda path: path.count("."))
-        constant = carriers[part.post_norm]
-    part.write_factor = _rounded(constant)
-    if part.post_norm is not None and part.write_factor != 1:
-        raise NotInferredError(f"there is a norm and a factor of {part.write_factor:g} on what its MLPs write")
-    if part.post_norm is not None and _size(layer) > 0:
-        elsewhere = layer.clone()
-        elsewhere[list(_EDITED)] = 0
-        if _size(elsewhere) > _EXACT * _size(layer):
-            raise NotInferredError(f"{part.post_norm!r} mixes what its MLPs write over positions")
 
 
 def _check_experts(stage: _Stage, passage: _Passage) -> None:
@@ -585,8 +596,42 @@ def _attention(stage: _Stage, tap: _Tap) -> _Heads | None:
             continue
         edited = tap.calls(stage, _edit_output(passage.module, _scramble))
         roles[passage.path] = _moved_inputs(clean, edited[0])
-    _name_projections(heads, roles)
+    _name_projections(stage, heads, roles, clean)
     heads.o = _output_projection(stage, tap)
+    return heads
+
+
+def _opaque_attention(stage: _Stage) -> _Heads | None:
+    """Attention outside the interface: a module whose second output are weights; o reads what they weight."""
+    weights: dict[str, Tensor] = {}
+
+    def see(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        if isinstance(output, tuple | list) and len(output) > 1 and isinstance(output[1], Tensor):
+            if output[1].shape[-2:] == (_LENGTH, _LENGTH):
+                weights[stage.paths[module]] = output[1].clone()
+
+    watched: list[_Hook] = [(module, "post", see) for module in stage.paths]
+    stage.run(*watched)
+    inside = [path for path in weights if path]
+    if not inside:
+        return None
+    heads = _Heads(max(inside, key=len))
+    clean = weights[heads.attn]
+    linear = [part for part in stage.clean if _contains(heads.attn, part.path) and _widths(part.module) is not None]
+    for passage in linear:
+        stage.run(_edit_output(passage.module, _scramble), *watched)
+        moved = (weights[heads.attn] - clean).abs().amax((0, 1)) > 1e-6
+        if moved[:_POSITION].any():
+            raise NotInferredError("its attention sees later tokens")
+        if moved[_POSITION + 1 :, _POSITION].any() and moved[_POSITION, : _POSITION - 1].any():
+            heads.fused = heads.fused or passage.path
+        elif moved[_POSITION + 1 :].any():
+            heads.k = passage.path
+        elif moved.any():
+            heads.q = passage.path
+        elif passage is not linear[-1]:
+            heads.v = passage.path
+    heads.o = linear[-1].path
     return heads
 
 
@@ -608,17 +653,22 @@ def _moved_inputs(before: Any, after: Any) -> str:
     return moved
 
 
-def _name_projections(heads: _Heads, roles: dict[str, str]) -> None:
-    """Name the projections by what they move; of several that move the same, the last is the projection."""
+def _name_projections(stage: _Stage, heads: _Heads, roles: dict[str, str], call: Any) -> None:
+    """Name the projections by what they move; of several that move the same, the last is the projection.
+
+    One that gives more than the heads, such as a gate beside the queries, is not named.
+    """
     last = {role: path for path, role in roles.items() if role}
-    heads.q = last.get("q")
-    heads.k = last.get("k")
-    heads.v = last.get("v")
-    if heads.q and heads.k and heads.v:
-        return
     heads.fused = last.get("qkv")
     if heads.fused is not None:
-        heads.q = heads.k = heads.v = None
+        return
+    for name, tensor in (("q", call.query), ("k", call.key), ("v", call.value)):
+        path = last.get(name)
+        if path is None:
+            continue
+        widths = _widths(stage.layer.get_submodule(path))
+        if widths is not None and widths[0] == tensor.shape[1] * tensor.shape[3]:
+            setattr(heads, name, path)
 
 
 def _output_projection(stage: _Stage, tap: _Tap) -> str:
@@ -697,6 +747,12 @@ class _Kind:
     heads: _Heads | None
     middle: _Middle | None
 
+    @classmethod
+    def of(cls, stage: _Stage, heads: _Heads | None) -> _Kind:
+        """Find the MLP of a layer."""
+        mixture = _mixture(stage)
+        return cls(stage, _mlp(stage, mixture is None), mixture, heads, _middle(stage))
+
     @property
     def post_attn_norm(self) -> str | None:
         """The norm between attention and residual stream."""
@@ -712,8 +768,8 @@ class _Kind:
         """
         part = self.mixture or self.mlp
         found: dict[str, str | None] = {}
-        if part is not None:
-            found |= {"mlp": part.mlp, "post_mlp_norm": part.post_norm}
+        if part is not None and part.write is not None:
+            found |= {"mlp": part.write.mlp, "post_mlp_norm": part.write.post_norm}
             found["experts"] = None if self.mixture is None else self.mixture.path
         if self.mlp is not None and self.mixture is None:
             found |= {"down": self.mlp.down.path, "up": self.mlp.up, "gate": self.mlp.gate}
@@ -745,26 +801,32 @@ def adapter_of(hf: Any, kind: str = "hf") -> Adapter:
     Raises:
         UnsupportedError: Nothing could be inferred, or the probe refuses it.
     """
-    row = row_of(hf.config.model_type)
+    row = row_of(hf.config.model_type) or _INFERRED.get(_key(hf))
     if row is not None:
         return row
-    key = _key(hf)
-    if key not in _INFERRED:
-        model = hf
-        if kind == "bridge" or any(parameter.is_meta for parameter in hf.parameters()):
-            model = _sample(hf)
-        _INFERRED[key] = _proved(Target(model, model, "hf", infer(model), name=hf.config.model_type))
-    return _INFERRED[key]
+    model = hf
+    if kind == "bridge" or any(parameter.is_meta for parameter in hf.parameters()):
+        model = _sample(hf)
+    return inferred_for(Target(model, model, "hf", Adapter("inferred"), name=hf.config.model_type))
 
 
-def adapter_of_stream(hf: Any) -> Adapter:
-    """As `adapter_of`, of a model that reads its layers when they are called; the probe does not run."""
-    row = row_of(hf.config.model_type)
-    if row is not None:
-        return row
-    key = _key(hf)
+def inferred_for(target: Target) -> Adapter:
+    """The adapter that is inferred from a target, which needs none yet, and proved on it.
+
+    Raises:
+        UnsupportedError: Nothing could be inferred, or the probe refuses it.
+    """
+    key = _key(target.hf)
     if key not in _INFERRED:
-        _INFERRED[key] = infer(hf)
+        adapter = infer(target.hf)
+        problem = probe(replace(target, adapter=adapter)).problem
+        if problem is not None:
+            raise UnsupportedError(
+                f"model type {adapter.model_type!r} has no adapter, and the inferred one is refused: {problem}; change "
+                f"what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})",
+                page="unsupported-model",
+            )
+        _INFERRED[key] = adapter
     return _INFERRED[key]
 
 
@@ -792,24 +854,6 @@ def _not_inferred(model: Any, error: NotInferredError) -> UnsupportedError:
     )
 
 
-def _proved(target: Target) -> Adapter:
-    """The inferred adapter of a target, if the probe accepts it.
-
-    Raises:
-        UnsupportedError: It does not; the message says what failed, and prints the row.
-    """
-    from sinkscope.models.probe import probe
-
-    problem = probe(target).problem
-    if problem is not None:
-        raise UnsupportedError(
-            f"model type {target.adapter.model_type!r} has no adapter, and the inferred one is refused: {problem}; if "
-            f"you know better, change it and register it with sinkscope.models.adapters.register({target.adapter})",
-            page="unsupported-model",
-        )
-    return target.adapter
-
-
 def _key(hf: Any) -> str:
     """What models of one class and configuration have in common."""
     config = hf.config.to_dict()
@@ -824,7 +868,7 @@ def _sample(hf: Any) -> Any:
 
     config = copy.deepcopy(hf.config)
     draft = Target(hf, hf, "hf", Adapter("", layers=stack_of(hf)))
-    depth = max(_first_of_kinds(draft)) + 1
+    depth = max(first_of_kinds(draft)) + 1
     cut_depth(config.get_text_config(), max(depth, 2))
     with torch.random.fork_rng(devices=[]):
         return AutoModelForCausalLM.from_config(config).float().eval().requires_grad_(False)
@@ -845,12 +889,18 @@ def infer(hf: nn.Module) -> Adapter:
     try:
         with torch.no_grad():
             return replace(_infer(model), model_type=model_type)
+    except (MemoryError, torch.OutOfMemoryError, SinkscopeError):
+        raise
     except NotInferredError as error:
+        raise _not_inferred(model, error) from None
+    except Exception as error:  # a model may do anything in a pass
+        first_line = (str(error).splitlines() or [""])[0]
+        error = NotInferredError(f"a pass raised {type(error).__name__}: {first_line}")
         raise _not_inferred(model, error) from None
 
 
 def _infer(model: Any) -> Adapter:
-    from sinkscope.trace.attention import listening
+    from sinkscope.trace.attention import eager, listening
 
     names = {module: name for name, module in model.named_modules()}
     stack = _stack(model, names)
@@ -860,18 +910,16 @@ def _infer(model: Any) -> Adapter:
     draft = Adapter("inferred", base=base, layers=stack, embed=names[model.get_input_embeddings()])
     target = Target(model, model, "hf", draft)
     tap = _Tap()
-    with listening(target, tap.see):
-        kinds: list[_Kind] = []
-        for stage in _stages(target):
-            mlps = sorted(_mlps(stage), key=_neurons)
-            mlp = mlps[-1] if mlps else None
-            kinds.append(_Kind(stage, mlp, _mixture(stage), _attention(stage, tap), _middle(stage)))
-    return _merged(draft, kinds)
-
-
-def _neurons(mlp: _Mlp) -> int:
-    assert mlp.down.read is not None
-    return mlp.down.read.shape[1]
+    try:
+        with listening(target, tap.see):
+            kinds = [_Kind.of(stage, _attention(stage, tap)) for stage in _stages(target)]
+    except (AttributeError, TypeError):  # some models outside the interface cannot run under its name
+        kinds = list[_Kind]()
+    if any(kind.heads is not None for kind in kinds):
+        return _merged(draft, kinds)
+    with eager(target):
+        kinds = [_Kind.of(stage, _opaque_attention(stage)) for stage in _stages(target)]
+    return replace(_merged(draft, kinds), attention_interface=False)
 
 
 def _token_ids(target: Target) -> Int[Tensor, "1 pos"]:
@@ -881,37 +929,48 @@ def _token_ids(target: Target) -> Int[Tensor, "1 pos"]:
 
 
 def _stack(model: nn.Module, names: dict[nn.Module, str]) -> str:
-    """Path of the list of decoder layers: the largest list, not inside another, of as many as the configuration says.
+    """Path of the list of decoder layers: the largest list of as many as the configuration says, of those that run.
 
     Raises:
         NotInferredError: There is none.
     """
     config: Any = model.config
     depth = getattr(config.get_text_config(), "num_hidden_layers", None)
-    best, most = "", 0
-    for module, name in names.items():
-        if not isinstance(module, nn.ModuleList) or not len(module) or (best and _contains(best, name)):
-            continue
-        size = sum(parameter.numel() for parameter in module.parameters())
-        if size > most and (depth is None or len(module) == depth):
-            best, most = name, size
-    if not best:
-        raise NotInferredError(f"it has no list of {depth} layers")
-    return best
+    sizes = dict[nn.Module, int]()
+    for module in names:
+        if isinstance(module, nn.ModuleList) and len(module) and (depth is None or len(module) == depth):
+            sizes[module] = sum(parameter.numel() for parameter in module.parameters())
+    if len(sizes) > 1 and not any(parameter.is_meta for parameter in model.parameters()):
+        running = _running(model, list(sizes))
+        sizes = {module: size for module, size in sizes.items() if module in running}
+    if not sizes:
+        raise NotInferredError(f"it has no list of {depth} layers, one for each that its configuration names")
+    return names[max(sizes, key=lambda module: sizes[module])]
 
 
-def _first_of_kinds(target: Target) -> list[int]:
+def _running(model: Any, stacks: list[Any]) -> set[nn.Module]:
+    """Lists whose first module runs in a pass over token ids; image towers do not."""
+    running = set[nn.Module]()
+    hooks = [stack[0].register_forward_pre_hook(lambda *_, stack=stack: running.add(stack)) for stack in stacks]
+    try:
+        model(input_ids=torch.arange(16, 16 + _LENGTH, device=model.device)[None], use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return running
+
+
+def first_of_kinds(target: Target) -> list[int]:
     """The first layer of each kind: layers of a kind have parameters of the same names and shapes."""
     firsts = dict[str, int]()
     for number, layer in enumerate(target.layers):
-        shapes = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
-        firsts.setdefault(f"{type(layer).__name__} {shapes}", number)
+        firsts.setdefault(kind_of(layer), number)
     return list(firsts.values())
 
 
 def _stages(target: Target) -> list[_Stage]:
     """The first layer of each kind, with the input that it gets."""
-    firsts = _first_of_kinds(target)
+    firsts = first_of_kinds(target)
     calls = dict[int, tuple[tuple[Any, ...], dict[str, Any]]]()
 
     def keep(number: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -952,18 +1011,20 @@ def _merged(draft: Adapter, kinds: list[_Kind]) -> Adapter:
     shared = [kind.mlp for kind in kinds if kind.mlp is not None and kind.mixture is not None]
     mixtures = [kind.mixture for kind in kinds if kind.mixture is not None]
     heads = [kind.heads for kind in kinds if kind.heads is not None]
-    parts: list[Any] = [*dense, *mixtures]
-    if not parts:
+    writes = [part.write for part in (*dense, *mixtures) if part.write is not None]
+    if not writes:
         if not heads:
             raise NotInferredError("it has neither softmax attention nor MLPs, so there is no attention sink to find")
         raise NotInferredError("no MLP was found in its layers")
     row = replace(
         draft,
-        mlp=_joined([part.mlp for part in parts]),
-        post_mlp_norm=_joined([part.post_norm for part in parts]),
-        write_factor=_same("factor on what an MLP writes", [part.write_factor for part in parts]),
-        down_factor=_same("factor behind the down projection", [mlp.down_factor for mlp in dense]),
-        expert_factor=_same("factor behind the experts", [mixture.factor for mixture in mixtures]),
+        mlp=_joined([write.mlp for write in writes]),
+        post_mlp_norm=_joined([write.post_norm for write in writes]),
+        write_factor=_same("factor on what an MLP writes", [write.write_factor for write in writes]),
+        down_factor=_same(
+            "factor behind the down projection", [mlp.write.factor for mlp in dense if mlp.write is not None]
+        ),
+        expert_factor=_same("factor behind the experts", [mixture.write.factor for mixture in mixtures]),
         transposed_down=any(type(mlp.down.module).__name__ == "Conv1D" for mlp in dense),
     )
     if dense:
@@ -977,18 +1038,23 @@ def _merged(draft: Adapter, kinds: list[_Kind]) -> Adapter:
     if mixtures:
         row = replace(row, experts=_joined([mixture.path for mixture in mixtures]))
     for kind in kinds:
-        if kind.mixture is not None and kind.mlp is not None and not _contains(kind.mixture.mlp, kind.mlp.down.path):
+        if (
+            kind.mixture is not None
+            and kind.mlp is not None
+            and not _contains(kind.mixture.write.mlp, kind.mlp.down.path)
+        ):
             raise NotInferredError("its shared expert stands beside the mixture, so that no module gives their sum")
     if shared:
         row = _with_shared(row, shared, bool(dense))
     if not heads:
-        raise NotInferredError("its attention does not go through transformers' attention interface")
-    mixers = list[str]()
+        raise NotInferredError("no attention that returns its weights was found")
+    attending = [kind.stage.paths.values() for kind in kinds if kind.heads is not None]
+    mixers = [part.attn for part in heads]
     for kind in kinds:
-        if kind.heads is not None:
-            mixers.append(kind.heads.attn)
-        elif kind.middle is not None:
-            mixers.append(kind.middle.writer)
+        if kind.heads is None and kind.middle is not None:
+            mixer = kind.middle.writer
+            if not any(mixer in paths for paths in attending):
+                mixers.append(mixer)
     row = replace(
         row,
         attn=_joined(mixers),
@@ -1036,6 +1102,13 @@ def _same(what: str, values: list[Any]) -> Any:
     return different[0]
 
 
+def _moved_path(path: str | None, folder: str, root: str) -> str | None:
+    """A path below `folder`, as it would be below `root`."""
+    if path is None:
+        return None
+    return root + path.removeprefix(folder)
+
+
 def _with_shared(row: Adapter, shared: list[_Mlp], has_dense: bool) -> Adapter:
     """The row with the expert that every token goes through, whose parts are called as those of a dense MLP."""
     mlp = shared[0]
@@ -1045,16 +1118,18 @@ def _with_shared(row: Adapter, shared: list[_Mlp], has_dense: bool) -> Adapter:
         row = replace(
             row,
             down=root + mlp.down.path.removeprefix(folder),
-            up=root + mlp.up.removeprefix(folder),
-            gate=None if mlp.gate is None else root + mlp.gate.removeprefix(folder),
+            up=_moved_path(mlp.up, folder, root),
+            gate=_moved_path(mlp.gate, folder, root),
             fused_gate_up=mlp.is_fused,
         )
     tail = row.down.removeprefix(row.mlp)
     folder = mlp.down.path.removesuffix(tail)
-    if not mlp.down.path.endswith(tail) or f"{folder}{(row.up or '').removeprefix(row.mlp)}" != mlp.up:
+    if not mlp.down.path.endswith(tail) or row.up != _moved_path(mlp.up, folder, row.mlp):
         raise NotInferredError("its shared expert is laid out in another way than its dense MLPs")
-    factor = _same("factor behind the shared expert", [mlp.down_factor for mlp in shared])
-    return replace(row, shared=folder, shared_gate=mlp.weight, shared_factor=factor)
+    factor = _same("factor behind the shared expert", [mlp.write.factor for mlp in shared if mlp.write is not None])
+    return replace(
+        row, shared=folder, shared_gate=None if mlp.write is None else mlp.write.weight, shared_factor=factor
+    )
 
 
 def _is_absolute(target: Target) -> bool:

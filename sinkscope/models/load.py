@@ -27,6 +27,7 @@ from sinkscope.models.config import (
     parse_dtype,
     read_config,
     read_tokenizer,
+    reads_images,
 )
 from sinkscope.models.fingerprint import fingerprint
 from sinkscope.models.hub import TOKENIZER_FILES, hub_folder
@@ -196,15 +197,18 @@ def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[st
 
 
 def _weights(source: ModelSource, files: LocalFiles, config: Any, options: dict[str, Any]) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    auto: Any = AutoModelForCausalLM
+    if reads_images(config.model_type):
+        auto = AutoModelForImageTextToText
     if files.gguf is not None:
         options = {**options, "gguf_file": files.gguf}
     if files.is_pickled:
         options = {**options, "weights_only": True}
     hides_bar = files.gguf is not None and not sys.stderr.isatty()  # the bar of GGUF files knows no switch
     with contextlib.redirect_stderr(io.StringIO()) if hides_bar else contextlib.nullcontext():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             files.folder,
             config=config,
             output_loading_info=True,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.adapters import row_of
+from sinkscope.models.adapters import Adapter, row_of
 from sinkscope.models.checkpoint import SafetensorsSource, check_depth
 from sinkscope.models.config import (
     check_finite,
@@ -33,7 +33,7 @@ from sinkscope.models.config import (
 )
 from sinkscope.models.fingerprint import fingerprint
 from sinkscope.models.hub import TOKENIZER_FILES, hub_folder
-from sinkscope.models.infer import adapter_of_stream, stack_of
+from sinkscope.models.infer import first_of_kinds, inferred_for, stack_of
 from sinkscope.models.load import explained, load, quiet
 from sinkscope.models.locate import ModelSource, locate
 from sinkscope.models.names import BUNDLED
@@ -289,8 +289,13 @@ def _opened(
         unembedding.register_forward_pre_hook(_no_logits)
     layers = list(causal.get_submodule(loader.stack).children())
     store = _Store(source, loader, layers, resident)
-    adapter = adapter_of_stream(causal)
-    return StreamTarget(causal, causal, "hf", adapter, tokenizer, name or source.name, resident=False, store=store)
+    row = row_of(config.model_type)
+    adapter = row or Adapter("inferred")
+    target = StreamTarget(causal, causal, "hf", adapter, tokenizer, name or source.name, resident=False, store=store)
+    if row is None:
+        target = replace(target, adapter=inferred_for(target))
+        target.forward(torch.zeros(1, 4, dtype=torch.long), upto=max(first_of_kinds(target)))
+    return target
 
 
 def _no_logits(_module: nn.Module, _args: Any) -> None:

@@ -1,13 +1,14 @@
 """Check that a model's adapter names the right modules, and that recomputed attention equals the model's own.
 
-The check runs eight tokens: a pass through the whole model with a batch of four equal rows, three of them edited in one
-layer, for each kind of MLP; and two passes that stop after the first layers, for the model's own attention weights and
-the recomputed ones.
+Neurons are checked on eight tokens, in a pass through the whole model for each kind of layer: a batch of four equal
+rows, three of them edited. Attention is checked in two passes that stop after the first layers, for the model's own
+weights and the recomputed ones. In these two passes every window, chunk and choice of keys is smaller than the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,13 +19,25 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.target import Target, first_tensor, on_hidden, on_input, on_output
+from sinkscope.models.target import Target, first_tensor, kind_of, on_hidden, on_input, on_output
 
 _LENGTH = 8
 _ROWS = 4  # not edited; one neuron moved; `up` moved up, or the shared expert's neuron moved; `up` moved down
 _POSITION = 4  # of the edits
 _ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
+_NARROW = 6  # tokens of every window, chunk and choice of keys while attention is checked
+_LONG = 20  # tokens of that check, so that it goes beyond all of them
+_REACHES = (  # in configurations and modules: how far, or to how many keys, a layer attends
+    "sliding_window",
+    "sliding_window_size",
+    "attention_window_size",
+    "attention_chunk_size",
+    "window_size",
+    "local_attention",
+    "index_topk",
+)
 _MODULES = ("attn", "mlp", "q", "k", "v", "fused_qkv", "o", "post_attn_norm", "post_mlp_norm")
+_OF_ATTENTION = ("attn", "q", "k", "v", "fused_qkv", "o", "post_attn_norm")
 _DENSE_MODULES = (*_MODULES, "down", "up", "gate")
 _MIXTURE_MODULES = (*_MODULES, "shared_gate")
 
@@ -123,10 +136,10 @@ def probe(model: object) -> ProbeReport:
     )
 
 
-def _ids(target: Target) -> Int[Tensor, "1 pos"]:
+def _ids(target: Target, length: int = _LENGTH) -> Int[Tensor, "1 pos"]:
     vocabulary = int(next(target.embedding.parameters()).shape[0])
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(min(16, vocabulary // 2), vocabulary, (1, _LENGTH), generator=generator).to(target.device)
+    return torch.randint(min(16, vocabulary // 2), vocabulary, (1, length), generator=generator).to(target.device)
 
 
 # -- edits ---------------------------------------------------------------------------------------------------------
@@ -144,30 +157,37 @@ class _EditErrors:
     def measure(self, target: Target) -> None:
         """Edit the first layer of each kind of MLP that writes anything; a wrong path is wrong in every layer."""
         ids = repeat(_ids(target), "1 pos -> row pos", row=_ROWS)
-        kinds = set[bool]()
+        kinds = set[str]()
+        if not any(target.has_neurons(layer) for layer in range(target.n_layers)):
+            raise _WrongError(f"the adapter names a module that is not there ({target.adapter.down!r} in no layer)")
         for layer in range(target.n_layers):
             is_mixture = target.is_mixture(layer)
-            if not target.has_neurons(layer):
+            kind = kind_of(target.layers[layer])
+            if kind in kinds or not target.has_neurons(layer):
                 continue
-            if is_mixture in kinds or (not is_mixture and _typical_neuron(target, layer) is None):
+            if not is_mixture and _typical_neuron(target, layer) is None:
                 continue
             edited = _EditedLayer(target, layer)
             with target.hooks(*edited.hooks()):
                 if target.kind == "bridge":
                     output = target.model(ids)
-                else:
+                elif target.resident:
                     output = target.hf(input_ids=ids, use_cache=False)
+                else:
+                    output = target.forward(ids, upto=layer)
             if edited.writes_nothing():
                 continue
-            logits = (output if isinstance(output, Tensor) else output.logits).float()
-            change = float((logits[1] - logits[0])[_POSITION:].abs().max())
+            change = 1.0  # of a model that is read layer by layer, no logits are computed
+            if target.resident:
+                logits = (output if isinstance(output, Tensor) else output.logits).float()
+                change = float((logits[1] - logits[0])[_POSITION:].abs().max())
             if kinds:
                 change = min(change, self.logits_change)
             self.logits_change = change
             self.silent |= edited.silent()
             self.error = max(self.error, *edited.errors())
             self.layers.append(layer)
-            kinds.add(is_mixture)
+            kinds.add(kind)
 
     def problem(self, tolerance: float) -> str | None:
         """What is wrong; "not <=", so that NaN is wrong as well."""
@@ -182,7 +202,7 @@ def _typical_neuron(target: Target, layer: int) -> int | None:
     """A neuron whose column is neither zero nor large; None if all are zero."""
     try:
         norms = target.w_out_norms(layer)
-    except (AttributeError, IndexError):
+    except (UnsupportedError, IndexError):
         return 0  # a wrong path, which the edits report
     order = norms.argsort()[int((norms == 0).sum()) :]
     if len(order):
@@ -193,10 +213,11 @@ def _typical_neuron(target: Target, layer: int) -> int | None:
 class _EditedLayer:
     """Edits in one layer, one per row of a batch, and what passed its modules.
 
-    Row 0 is not edited. In row 1, a neuron at the input of the down projection is moved; in a mixture, the output of
-    the fused experts is halved instead. In row 2 of a mixture with a shared expert, a neuron of that expert is moved.
-    In rows 2 and 3 of a dense MLP, every second neuron is moved up and down at the output of `up`. Only these may then
-    change in post, and if `up` is the linear factor, by opposite amounts (those of the gate would not be).
+    Row 0 is not edited. In row 1, a neuron at the input of the down projection is moved; in a mixture, the numbers
+    that the fused experts give change places instead. In row 2 of a mixture with a shared expert, a neuron of that
+    expert is moved. In rows 2 and 3 of a dense MLP, every second neuron is moved up and down at the output of `up`.
+    Only these may then change in post, and if `up` is the linear factor, by opposite amounts (those of the gate would
+    not be).
     """
 
     def __init__(self, target: Target, layer: int) -> None:
@@ -209,7 +230,8 @@ class _EditedLayer:
         self._paths = dict[str, str]()
         for name in _MIXTURE_MODULES if self.is_mixture else _DENSE_MODULES:
             path = getattr(self.adapter, name)
-            if path is not None:
+            is_there = name not in _OF_ATTENTION or target.has_attention(layer)
+            if path is not None and is_there:
                 self._paths[name] = path
 
     def hooks(self) -> list[tuple[nn.Module, str, Any]]:
@@ -219,13 +241,14 @@ class _EditedLayer:
         for name, path in {"layer": "", **self._paths}.items():
             hooks.append((self._module(path), "post", on_output(partial(self._record, name))))
         if self.is_mixture:
-            hooks.append((self._module(adapter.experts), "post", on_hidden(self._halve)))
+            hooks.append((self._module(adapter.experts), "post", on_hidden(self._turn)))
             if self.has_shared:
                 down = self.target.mlp_part(self.layer, "down")
                 hooks.append((down, "pre", on_input(partial(self._move, "shared", 2))))
         else:
             hooks.append((self._module(adapter.down), "pre", on_input(partial(self._move, "post", 1))))
-            hooks.append((self._module(adapter.up), "post", on_output(self._move_up)))
+            if adapter.up is not None:
+                hooks.append((self._module(adapter.up), "post", on_output(self._move_up)))
         return hooks
 
     def silent(self) -> set[str]:
@@ -244,7 +267,8 @@ class _EditedLayer:
             raise _WrongError(f"the adapter's {' and '.join(sorted(missing))} did not run in layer {self.layer}")
         moved = torch.zeros_like(self.passed["post"][0])
         if self.is_mixture:
-            moved[_POSITION] = -0.5 * self.passed["post"][0, _POSITION]
+            post = self.passed["post"][0, _POSITION]
+            moved[_POSITION] = post.roll(1) - post
             written = moved * self.target.factor(self.layer, 0)
         else:
             moved[_POSITION, self.neuron] = self._change("post", 1)[_POSITION, self.neuron]
@@ -304,7 +328,7 @@ class _EditedLayer:
     def _module(self, path: str | None) -> nn.Module:
         try:
             return self.target.sub(self.layer, path or "")
-        except AttributeError as error:
+        except UnsupportedError as error:
             raise _WrongError(f"the adapter names a module that is not there ({error})") from None
 
     def _record(self, name: str, output: Any) -> None:
@@ -321,14 +345,15 @@ class _EditedLayer:
         edited = _by_row(output).clone()
         first = 0
         if self.adapter.fused_gate_up:
-            first = self.target.d_mlp
+            first = self.target.width(self.layer)
         edited[2, _POSITION, first::2] += _step(edited)
         edited[3, _POSITION, first::2] -= _step(edited)
         return edited.reshape(output.shape)
 
-    def _halve(self, output: Tensor) -> Tensor:
+    def _turn(self, output: Tensor) -> Tensor:
+        """Move every number one dimension on; a change of size would be invisible behind a norm."""
         edited = _by_row(output).clone()
-        edited[1, _POSITION] *= 0.5
+        edited[1, _POSITION] = edited[1, _POSITION].roll(1)
         self.passed["post"] = edited.float()
         return edited.reshape(output.shape)
 
@@ -369,10 +394,17 @@ class _AttentionErrors:
         """Compare the first layers."""
         attending = [layer for layer in range(target.n_layers) if target.has_attention(layer)]
         layers = attending[:_ATTENTION_LAYERS]
-        recomputed = _recomputed_rows(target, layers)
-        own = recomputed
-        if target.kind != "bridge":
-            own = _own_rows(target, layers)
+        if target.kind == "bridge":
+            recomputed = _recomputed_rows(target, layers)
+            own = recomputed
+        else:
+            with _narrowed(target):
+                own = _own_rows(target, layers)
+                recomputed = own
+                if target.adapter.attention_interface:
+                    recomputed = _recomputed_rows(target, layers)
+                else:
+                    self.distance = max(_distance_from_output(target, layer) for layer in layers)
         for layer in layers:
             if layer not in recomputed:
                 raise _WrongError(f"no attention was recomputed in layer {layer}")
@@ -404,8 +436,31 @@ def _recomputed_rows(target: Target, layers: list[int]) -> dict[int, Float[Tenso
         chunks.setdefault(layer, []).append(rows)
 
     with attention_rows(target, keep, layers=layers, rows_per_chunk=3):
-        target.forward(_ids(target), upto=layers[-1])
+        target.forward(_ids(target, _LONG), upto=layers[-1])
     return {layer: torch.cat(parts, 2) for layer, parts in chunks.items()}
+
+
+@contextmanager
+def _narrowed(target: Target) -> Iterator[None]:
+    """Context manager in which every window, chunk and choice of keys is small, so that few tokens go beyond it."""
+    from sinkscope.trace.attention import configs_of
+
+    owners: list[Any] = configs_of(target)
+    for layer in target.layers:
+        owners += layer.modules()
+    wide: list[tuple[Any, str, int]] = []
+    for owner in owners:
+        for name in _REACHES:
+            reach = getattr(owner, name, None)
+            if isinstance(reach, int) and reach > _NARROW:
+                wide.append((owner, name, reach))
+    try:
+        for owner, name, _ in wide:
+            setattr(owner, name, _NARROW)
+        yield
+    finally:
+        for owner, name, reach in wide:
+            setattr(owner, name, reach)
 
 
 def _own_rows(target: Target, layers: Iterable[int]) -> dict[int, Float[Tensor, "1 head query key"]]:
@@ -419,5 +474,43 @@ def _own_rows(target: Target, layers: Iterable[int]) -> dict[int, Float[Tensor, 
 
     hooks = [(target.sub(layer, target.adapter.attn), "post", on_output(partial(keep, layer))) for layer in layers]
     with eager(target), target.hooks(*hooks):
-        target.forward(_ids(target), upto=max(layers))
+        target.forward(_ids(target, _LONG), upto=max(layers))
     return weights
+
+
+def _distance_from_output(target: Target, layer: int) -> float:
+    """How far the weights that an attention module returns are from those that make its output, relatively.
+
+    The output is the weights times one vector for each token. The module is called with its input in several orders,
+    which takes the vectors along and changes the weights: no vectors fit them all if the weights are others.
+    """
+    from sinkscope.trace.attention import eager
+
+    attn: Any = target.sub(layer, target.adapter.attn)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    heads: list[Tensor] = []
+
+    def keep_call(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((args, kwargs))
+
+    def keep_heads(entering: Tensor) -> None:
+        heads.append(entering.double().reshape(_LONG, target.n_heads, -1))
+
+    all_weights: list[Tensor] = []
+    with eager(target):
+        with target.hooks((attn, "pre", keep_call)):
+            target.forward(_ids(target, _LONG), upto=layer)
+        (args, kwargs) = calls[0]
+        hidden = args[0] if args else kwargs["hidden_states"]
+        with target.hooks((target.sub(layer, target.adapter.o), "pre", on_input(keep_heads))):
+            for shift in (0, 3, 7, 12):
+                moved = hidden.roll(shift, 1)
+                if args:
+                    output = attn(moved, *args[1:], **kwargs)
+                else:
+                    output = attn(**{**kwargs, "hidden_states": moved})
+                all_weights.append(output[1][0].double().roll(-shift, -1))
+    weights = torch.cat(all_weights, 1)
+    output = rearrange(torch.cat(heads), "row head width -> head row width")
+    vectors = torch.linalg.lstsq(weights, output).solution
+    return float((weights @ vectors - output).abs().max() / output.abs().max())

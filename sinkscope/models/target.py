@@ -167,16 +167,17 @@ class Target:
         """A part of a layer, by an adapter path ("": the layer itself; "a|b": the first of these that is there).
 
         Raises:
-            AttributeError: The layer has no such part.
+            UnsupportedError: The layer has no such part.
         """
         module = self.layers[layer]
-        *alternatives, last = path.split("|")
-        for alternative in alternatives:
+        if not path:
+            return module
+        for alternative in path.split("|"):
             with suppress(AttributeError):
                 return module.get_submodule(alternative)
-        if last:
-            return module.get_submodule(last)
-        return module
+        raise UnsupportedError(
+            f"layer {layer} of {self.name} has no part {path!r}; `sinkscope models --check MODEL` says what is served"
+        )
 
     def has_part(self, layer: int, path: str | None) -> bool:
         """Whether a layer has a part; layers of a model may be of several kinds."""
@@ -184,7 +185,7 @@ class Target:
             return False
         try:
             self.sub(layer, path)
-        except AttributeError:
+        except UnsupportedError:
             return False
         return True
 
@@ -214,10 +215,10 @@ class Target:
     @property
     def n_kv_heads(self) -> int:
         """Key/value heads of a layer."""
+        is_grouped = getattr(self.config, "new_decoder_architecture", False)  # of Falcon
+        if getattr(self.config, "multi_query", False) and not is_grouped:
+            return 1
         if self.config.model_type == "falcon":
-            multi = self.config.multi_query and not self.config.new_decoder_architecture
-            if multi:
-                return 1
             return int(self.config.num_kv_heads)
         return int(getattr(self.config, "num_key_value_heads", None) or self.n_heads)
 
@@ -281,13 +282,14 @@ class Target:
                 page="neuron-sites",
             )
 
-    @property
+    @cached_property
     def d_mlp(self) -> int:
         """Neurons of one MLP (of one expert in a mixture)."""
-        for field in ("moe_intermediate_size", "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"):
-            if getattr(self.config, field, None):
-                return int(getattr(self.config, field))
-        return 4 * self.d_model
+        layers = [layer for layer in range(len(self.layers)) if self.has_neurons(layer)]
+        for layer in layers:
+            if self.is_mixture(layer):
+                return self.width(layer, 0)
+        return self.width(layers[0])
 
     @property
     def max_positions(self) -> int | None:
@@ -382,11 +384,12 @@ class Target:
     def width(self, layer: int, expert: int | None = None) -> int:
         """Number of neurons of an expert; for None, of the layer's dense MLP or shared expert."""
         if expert is not None:
-            return self.d_mlp
+            return experts.width(self.sub(layer, self.adapter.experts or ""))
         down = self.mlp_part(layer, "down")
         weight = plain_weight(down)
         if weight is None:
-            return int(getattr(down, "in_features", self.d_mlp))
+            features: Any = down.in_features
+            return int(features)
         return int(weight.shape[0 if self.adapter.transposed_down else 1])
 
     def factor(self, layer: int, expert: int | None = None) -> float:
@@ -548,6 +551,12 @@ def on_hidden(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
         return type(output)([new, *output[1:]])
 
     return hook
+
+
+def kind_of(layer: nn.Module) -> str:
+    """What layers with parameters of the same names and shapes have in common."""
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
+    return f"{type(layer).__name__} {shapes}"
 
 
 def plain_weight(module: Any) -> Tensor | None:

@@ -91,15 +91,15 @@ def generate(
             or a list of these. They act after the patch.
         policy: What the KV cache keeps: a policy, or a name that `policy_named` accepts, such as "h2o:512".
         guard: Watch for repetition loops and cut the cache of rows that loop. True means `LoopGuard()`.
-            `LoopGuard(rewind=True)` also removes loops from the text and needs batch_size 1.
+            By default it also removes loops from the text.
         tokenizer: Needed if the model carries no tokenizer.
         max_new_tokens: Maximum number of new tokens per prompt.
         temperature: Sampling temperature; 0 decodes greedily.
         seed: Seed for sampling. The caller's random state is restored afterwards.
         bos: Whether prompts begin with the BOS token. By default the tokenizer decides.
         batch_size: Number of prompts that run together, padded on the left.
-        on_text: Called with (index of the prompt, piece of text) during generation; needs batch_size 1. Under
-            `LoopGuard(rewind=True)` it is called once with the whole text, because pieces may be removed again.
+        on_text: Called with (index of the prompt, piece of text) during generation; needs batch_size 1. Under a guard
+            that rewinds it is called once with the whole text, because pieces may be removed again.
         inputs: `input_ids` and `attention_mask` instead of prompts, as in `generate(model, **tokenizer(texts))`.
 
     Returns:
@@ -174,7 +174,7 @@ def _row_events(run: Run, row: int, last: int | None, start: int) -> list[Event]
     """
     events: list[Event] = []
     for event in run.events:
-        if event.row == row and (last is None or event.position <= last):
+        if event.row == row and (last is None or event.kind == LoopGuard.KIND or event.position <= last):
             events.append(replace(event, row=start + row))
     return events
 

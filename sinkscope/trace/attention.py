@@ -516,6 +516,9 @@ def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that transformers calls in every layer."""
+    indices = kwargs.pop("indices", None)  # the keys that an indexer chose (DeepSeek 3.2)
+    if indices is not None:
+        attention_mask = _among_chosen(attention_mask, indices, query.shape[2], key.shape[2])
     config = id(module.config)
     by_mask = False
     idle = True
@@ -523,6 +526,9 @@ def _attend(
         if config in handler.configs:
             by_mask = by_mask or handler.by_mask
             idle = idle and handler.idle
+    indices = kwargs.pop("indices", None)  # the keys that an indexer chose (DeepSeek 3.2)
+    if indices is not None:
+        attention_mask = _among_chosen(attention_mask, indices, query.shape[2], key.shape[2])
     if idle:
         return _stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
     call = Attention(module, query, key, value, attention_mask, kwargs, by_mask)
@@ -530,6 +536,17 @@ def _attend(
         if config in handler.configs:
             handler.see(call)
     return call.finish()
+
+
+def _among_chosen(mask: Tensor | None, indices: Tensor, queries: int, keys: int) -> Tensor:
+    """A mask that shows only chosen keys, of those that it shows."""
+    chosen = torch.zeros(len(indices), 1, queries, keys, dtype=torch.bool, device=indices.device)
+    chosen.scatter_(-1, indices[:, None].long(), True)
+    if mask is None:
+        return chosen & torch.ones_like(chosen).tril(keys - queries)
+    if mask.dtype == torch.bool:
+        return mask[..., :keys] & chosen
+    return mask[..., :keys].masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def _mask(*, config: Any, **kwargs: Any) -> Any:

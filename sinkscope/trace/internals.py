@@ -56,7 +56,7 @@ def replace_checkpointing(model: nn.Module, replacement: Callable[[Any], Any]) -
 
 @contextmanager
 def following_generate(
-    model: Any, prompting: Callable[[bool], None], check: Callable[[str, dict[str, Any]], None]
+    model: Any, prompting: Callable[[bool], None], check: Callable[[str, dict[str, Any], Any], None]
 ) -> Iterator[None]:
     """Context manager in which `generate` reports which calls read a prompt, which only it knows.
 
@@ -65,11 +65,13 @@ def following_generate(
     Args:
         model: The causal language model.
         prompting: Called with True before a prompt is read, and with False afterwards.
-        check: Called with the name of the method in `FOLLOWED` and the arguments of the forward call; may raise.
+        check: Called with the name of the method in `FOLLOWED`, the arguments of the forward call, and the generation
+            settings; may raise.
     """
 
     def prefill(*args: Any, **kwargs: Any) -> Any:
-        check("_prefill", kwargs["model_kwargs"] if "model_kwargs" in kwargs else args[2])
+        settings = kwargs["generation_config"] if "generation_config" in kwargs else args[1]
+        check("_prefill", kwargs["model_kwargs"] if "model_kwargs" in kwargs else args[2], settings)
         prompting(True)
         try:
             return type(model)._prefill(model, *args, **kwargs)
@@ -77,7 +79,7 @@ def following_generate(
             prompting(False)
 
     def candidates(*args: Any, **kwargs: Any) -> Any:
-        check("_get_candidate_generator", {})
+        check("_get_candidate_generator", {}, None)
         return type(model)._get_candidate_generator(model, *args, **kwargs)
 
     ours = {name: fn for name, fn in zip(FOLLOWED, (prefill, candidates), strict=True) if hasattr(type(model), name)}

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.adapters import Adapter
+from sinkscope.models.adapters import Adapter, row_of
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target, first_tensor, norms_of, on_input, on_output
 from sinkscope.trace.attention import attention_rows
@@ -161,8 +161,12 @@ def _path(target: Target, layer: int, part: str) -> str:
             f"site {name!r} is per expert on {adapter.model_type}: layer {layer} is a mixture of experts; "
             "use find_sinks for its neurons, or hook_mlp_out"
         )
-    if adapter.model_type == "falcon" and part in ("attn.hook_q", "attn.hook_k", "attn.hook_v"):
-        raise UnsupportedError(f"site {name!r} is not offered on falcon, whose layout of q, k, v has three variants")
+    is_projection = part in ("attn.hook_q", "attn.hook_k", "attn.hook_v")
+    has_known_layout = adapter.fused_qkv is None or row_of(adapter.model_type) is not None
+    if is_projection and (adapter.model_type == "falcon" or not has_known_layout):
+        raise UnsupportedError(
+            f"site {name!r} is not offered on {adapter.model_type}, whose layout of q, k and v in one module varies"
+        )
     path = _PLACES[part].path(adapter)
     is_parallel = getattr(target.config, "use_parallel_residual", False)
     if path is None or (part == "hook_resid_mid" and is_parallel):

@@ -30,6 +30,7 @@ from sinkscope.files.console import ProgressBar
 from sinkscope.files.options import example_lines
 from sinkscope.files.output import read_text
 from sinkscope.files.result import Result
+from sinkscope.files.tables import SCREEN
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Event
 from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement
@@ -112,7 +113,7 @@ def test_help_has_a_text_for_every_option_and_examples_that_exist(
 
 def test_commands_and_options_stay_few_and_are_documented() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
-    shared = {*SETUP_PARAMETERS, *EDIT_PARAMETERS, *RESULT_OPTIONS, "force", "backend"}
+    shared = {*SETUP_PARAMETERS, *EDIT_PARAMETERS, *RESULT_OPTIONS, "force", "explain", "backend"}
     own = 0
     for words, command in commands().items():
         assert f"sinkscope {words}" in pages, f"no page of docs/ shows sinkscope {words}"
@@ -165,7 +166,7 @@ def test_the_result_goes_to_standard_output_and_into_files(
     calls: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["find-sinks", "--json", "a/x.json", "--html", "x.html"]) == 0
-    assert capsys.readouterr() == (sample_find_sinks().text() + "\n", "")
+    assert capsys.readouterr() == (sample_find_sinks().terminal() + "\n", "")
     assert Result.load("a/x.json") == sample_find_sinks()
     assert 'class="plot"' in Path("x.html").read_text(encoding="utf-8")
     assert main(["find-sinks", "--json", "-"]) == 0
@@ -181,7 +182,7 @@ def test_csv_has_the_columns_for_which_the_table_has_no_room(
     assert capsys.readouterr().out.startswith("name,tokens,ttr,cr,")
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert "Not shown" in text and max(map(len, text.splitlines()[1:])) <= 80  # the conclusion is one line
+    assert "Not shown" in text and max(map(len, text.split("\n\n")[0].splitlines())) <= 80
     monkeypatch.setenv("COLUMNS", "200")
     assert main(words) == 0
     assert "Not shown" not in capsys.readouterr().out
@@ -190,10 +191,13 @@ def test_csv_has_the_columns_for_which_the_table_has_no_room(
 def test_models_agree_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= SCREEN and lines[-1].startswith("Conclusion: ")
+    assert main(["models", "--all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert main(["models", "--json", "-"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["schema"], data["kind"]) == (1, "models")
-    assert [line.split()[0] for line in lines[3:]] == [entry["name"] for entry in data["result"]]
+    assert {line.split()[0] for line in lines[1:-2]} == {entry["name"] for entry in data["result"]}
     assert main(["models", "--wide"]) == 0
     assert "meta-llama/Llama-2-7b-hf  L1.N7890 and L1.N10411" in re.sub("   +", "  ", capsys.readouterr().out)
 
@@ -261,7 +265,9 @@ def test_interrupted_generation_keeps_its_text(
         ("find-sinks --csv file/x.csv", "a part of the path is a file"),
         ("find-sinks --json x --html ./x", "x is given for --json and --html"),
         ("find-sinks --json - --csv -", "both write to standard output"),
-        ("generate", "Missing option '--prompt-file'"),
+        ("generate", "give a prompt as an argument, or --prompt-file FILE"),
+        ("generate hi --prompt-file file", "one of the two"),
+        ("generate hi --rewind", "add --guard"),
         ("generate --prompt-file none.txt", "cannot read none.txt: no such file"),
         ("generate --prompt-file folder", "cannot read folder: is a directory"),
         ("generate --prompt-file empty", "the prompt is empty"),
@@ -464,4 +470,4 @@ def test_bundled_model_end_to_end(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     result: Any = Result.load(tmp_path / "x.json")
     assert result.sink_layer is not None and result.causal
-    assert done.stdout == result.text() + "\n"
+    assert done.stdout == result.terminal() + "\n"

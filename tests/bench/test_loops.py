@@ -71,7 +71,7 @@ def test_the_text_after_an_alarm_is_read_with_a_clean_cache() -> None:
 
 
 def test_interventions() -> None:
-    events = (guard_event(40, None), guard_event(100, "both"), guard_event(130, "sample"), guard_event(290, "both"))
+    events = (guard_event(40, None), guard_event(100, "draw"), guard_event(130, "ban"), guard_event(290, "draw"))
     made = scored(LOOP, "loopguard", events=events)
     assert (made["interventions"], made["alarm"]) == (4.0, 40)
     assert made["early"] == pytest.approx(1 / 4)  # 40 of 300 tokens is before 16 %

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from itertools import groupby, pairwise
+from collections import deque
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from guard_kit import EAGER, KINDS, SMALL, dense, feed, padded, tiny
 from intervention_kit import count_hooks
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import SinkPatch
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard, tokens_to_keep
-from sinkscope.kv.loopguard.steer import Ban
+from sinkscope.kv.loopguard import guard as guard_module
+from sinkscope.kv.loopguard.steer import Ban, draw
 from sinkscope.models.target import Target
 
 ALWAYS = LoopGuard.paper(**SMALL, variant="always", monitor={"every": 9, "warmup": 0, "cooldown": 0})
@@ -212,70 +214,105 @@ def test_anchors_hold_beside_a_policy_and_its_first_tokens_beside_a_guard() -> N
 
 
 def test_a_ban_covers_the_n_grams_of_the_loop_alone() -> None:
-    ban = Ban()
+    ban = Ban(deque(maxlen=3))
     ban.add([1, 2, 3, 1, 2, 3, 1], 3, until=50)
-    assert [ban.banned(ids) for ids in ([9, 1, 2], [1, 2], [2, 3], [3, 1], [2, 1], [9, 9, 3])] == [
-        [3],
-        [3],
-        [1],
-        [2],
-        [],
-        [],
-    ]
+
+    def after(*ids: int) -> list[int]:
+        ban.latest.extend(ids)
+        return ban.banned()
+
+    asked = ([9, 1, 2], [9, 1, 2], [9, 2, 3], [9, 3, 1], [9, 2, 1], [9, 9, 3])
+    assert [after(*ids) for ids in asked] == [[3], [3], [1], [2], [], []]
     ban.add([3, 7], 2, until=60)
-    assert ban.banned([9, 2, 3]) == [1, 7] and ban.until == 60
+    assert after(9, 2, 3) == [1, 7] and ban.until == 60
 
 
-@pytest.mark.parametrize("escalate", ["none", "ban", "sample", "both"])
-def test_what_is_done_when_an_alarm_comes_again(escalate: Any) -> None:
-    """A model that always prefers one token loops whatever is in its cache: only a ban or a drawn token help."""
+def stubborn(bias: float) -> Any:
+    """A model that always prefers token 33, whatever is in its cache: only a ban or a drawn token help."""
     model = tiny(num_hidden_layers=1)
     vocab = len(model.lm_head.weight)
-    model.lm_head.bias = torch.nn.Parameter(2.5 * torch.nn.functional.one_hot(torch.tensor(33), vocab).float())
+    model.lm_head.bias = torch.nn.Parameter(bias * torch.nn.functional.one_hot(torch.tensor(33), vocab).float())
     model.lm_head.weight.data /= 10
-    prompt, mask = padded(10)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def eager_guard(**fields: Any) -> LoopGuard:
     monitor = {"warmup": 0, "tail_shortest": 12, "cooldown": 20}
-    guard = LoopGuard(budget=64, anchors=4, window=64, monitor=monitor, escalate=escalate, draws=3, ends=())
-    with guard.on(model) as run:
-        new = feed_greedily(model, prompt, mask, 90)
-    assert [e.data["generated"] for e in run.events][:2] == [12, 33], "three copies and 12 tokens, then the cooldown"
-    done = {e.data["escalated"] for e in run.events[1:]}
-    assert run.events[0].data["escalated"] is None and done == {None if escalate == "none" else escalate}
-    assert set(new[:33]) == {33}, "the first alarm only cuts"
+    return LoopGuard(**{"budget": 64, "anchors": 4, "window": 64, "monitor": monitor, "ends": (), **fields})
+
+
+@pytest.mark.parametrize("escalate", ["none", "ban", "draw"])
+def test_what_is_done_when_an_alarm_comes(escalate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "DRAW_FROM", 2)
+    model = stubborn(2.5)
+    prompt, mask = padded(10)
+    with eager_guard(escalate=escalate, draws=3, min_p=0.0).on(model) as run:
+        new = feed_greedily(model, prompt, mask, 150)
+    done = [e.data["escalated"] for e in run.events]
+    assert run.events[0].data["generated"] == 12 and set(new[:12]) == {33}, "three copies and 12 tokens"
     others = [i for i, token in enumerate(new) if token != 33]
-    if escalate == "ban":
-        assert others[0] == 33, "from the second alarm on there are no four in a row"
-        assert all(b - a <= 4 for a, b in pairwise([*others, 90])) and len(others) < 57
-    elif escalate == "both":
-        assert others and max(len(list(g)) for same, g in groupby(new[33:], lambda token: token == 33) if same) <= 4
-    elif escalate == "sample":
-        after = {e.data["generated"] + i for e in run.events[1:] for i in (1, 2, 3)}
-        assert others and set(others) <= after, "three tokens for each alarm"
+    if escalate == "none":
+        assert others == [] and set(done) == {None}
     else:
-        assert others == []
+        assert done[0] == "ban" and others[0] == 12, "from the first alarm on there are no four in a row"
+        assert max(b - a for a, b in pairwise([*others, 150])) <= 4
+    # Other tokens loop under the ban in turn; here tokens are drawn from the third alarm in a row on.
+    assert done[1:3] == {"none": [None] * 2, "ban": ["ban"] * 2, "draw": ["ban", "draw"]}[escalate]
+
+
+class Allow(LogitsProcessor):
+    """A processor that comes after the guard and forbids everything else."""
+
+    def __init__(self, allowed: list[int]) -> None:
+        self._allowed = allowed
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        left = torch.full_like(scores, -torch.inf)
+        left[:, self._allowed] = scores[:, self._allowed]
+        return left
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("allowed", [[33], [33, 34], list(range(1, 90))])
+def test_a_later_processor_never_leaves_a_row_without_a_token(allowed: list[int], sample: bool) -> None:
+    """It may forbid what is drawn, or allow only what is banned: token 0 is written in neither case."""
+    model = stubborn(8.0)
+    prompt, mask = padded(10)
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": sample, "pad_token_id": 1}
+    with eager_guard(draws=40).on(model) as run:
+        made = model.generate(prompt, logits_processor=[Allow(allowed)], **options)[0, 10:].tolist()
+    assert run.events and set(made) <= set(allowed)
+    if len(allowed) > 2:
+        assert [33] * 4 not in [made[i : i + 4] for i in range(12, 57)], "nor is a banned token drawn"
+
+
+def test_draws_are_likely_ones_and_a_caller_who_samples_draws_alone() -> None:
+    logits = torch.tensor([2.0, 1.0, -1.0, 0.0])
+    random = torch.Generator().manual_seed(0)
+    drawn: list[int] = []
+    for _ in range(200):
+        here = logits.clone()
+        draw(here, 0.15, random)
+        drawn.append(int(here.argmax()))
+        assert (here != logits).sum() == 1
+    share = drawn.count(0) / 200
+    assert set(drawn) == {0, 1} and abs(share - torch.tensor(1.0).sigmoid()) < 0.1, "exp(-3) and exp(-2) are below"
+
+
+def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays() -> None:
+    retention = LoopGuard(budget=32).retention(6)
+    assert retention.anchors == 8, "a quarter of a small budget"
+    model = tiny()
+    prompt, mask = padded(6)
+    new = torch.tensor([[*(LOOP * 20)][:14]])  # from position 6 on, in the middle of the fifth copy
+    with LoopGuard(monitor={"tail_shortest": 14}, rewind=False).on(model) as run:
+        feed(model, prompt, mask, new)
+    (event,) = run.events
+    assert event.data["bad"] == [(6, 18)] and event.data["kept"] == [(0, 6), (18, 20)]
 
 
 def test_a_second_guard_is_refused() -> None:
     model = tiny()
     with pytest.raises(UnsupportedError, match="two guards"), (LoopGuard() | LoopGuard(anchors=4)).on(model):
         pass
-
-
-def test_a_drawn_token_is_never_a_banned_one() -> None:
-    """A loop of one token that nearly every draw would give again: the only drawn token must not be banned after it."""
-    model = tiny(num_hidden_layers=1)
-    bias = 8.0 * torch.nn.functional.one_hot(torch.tensor(33), len(model.lm_head.weight)).float()
-    model.lm_head.bias = torch.nn.Parameter(bias)
-    model.lm_head.weight.data /= 10
-    model.generation_config.eos_token_id = None
-    guard = LoopGuard(budget=64, anchors=4, window=64, monitor={"warmup": 0, "tail_shortest": 12, "cooldown": 20})
-    options: dict[str, Any] = {"max_new_tokens": 60, "output_logits": True, "return_dict_in_generate": True}
-    for sample in (False, True):
-        with guard.on(model) as run:
-            prompt, mask = padded(10)
-            found = model.generate(input_ids=prompt, attention_mask=mask, do_sample=sample, pad_token_id=0, **options)
-        assert any(e.data["escalated"] == "both" for e in run.events)
-        chosen = [float(logits[0, token]) for logits, token in zip(found.logits, found.sequences[0, 10:], strict=True)]
-        assert min(chosen) > -torch.inf and [33] * 4 not in [
-            found.sequences[0, i : i + 4].tolist() for i in range(10 + 33 + 4, 70)
-        ]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from organisms import LoopOrganism, loop_organism
+from transformers import TextStreamer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import Event
@@ -69,7 +70,7 @@ def test_the_default_ends_loops_early_also_those_that_older_copies_hold() -> Non
     o = made(None)
     prompt = o.looping_prompt(16, delay=20)
     tokens, events = guarded(o, [prompt.ids], LoopGuard())
-    assert [e.data["escalated"] for e in events[:2]] == [None, "both"] and len(events) <= 4
+    assert [e.data["escalated"] for e in events] == ["ban"] * len(events) and 1 <= len(events) <= 4
     assert events[0].data["generated"] <= prompt.onset + max(3 * 16, 64) + 4, "after three copies"
     tail = tokens[0][events[-1].data["generated"] + 1 :]
     cycle = set(prompt.cycle)
@@ -110,14 +111,38 @@ def test_a_loop_is_taken_back_from_the_output(talk: bool) -> None:
     assert copies <= 1 and tail_period(tokens, shortest=24) is None
 
 
+def test_rows_of_a_batch_are_taken_back_as_if_each_were_alone() -> None:
+    """Loops of other periods begin at other times, one row is healthy: a batch writes what each prompt does alone."""
+    o = made(64)
+    prompts = [o.looping_prompt(period, delay=onset, start=start) for period, onset, start in CASES]
+    rows = [p.ids[0].tolist() for p in prompts] + [o.healthy_prompt(60, start=750)[0].tolist()]
+    options: dict[str, Any] = {"tokenizer": o.tokenizer, "guard": True, "max_new_tokens": REWOUND}
+    together = generate(o.model, rows, batch_size=len(rows), **options)
+    for row, output in zip(rows, together, strict=True):
+        alone = generate(o.model, [row], **options)[0]
+        assert output.tokens == alone.tokens and len(output.tokens) == REWOUND
+
+        def acts(events: list[Event]) -> list[tuple[int, int, list[tuple[int, int]]]]:
+            return [(e.position, e.data["taken_back"], e.data["kept"]) for e in events]
+
+        assert acts(output.events) == acts(alone.events)
+    assert [bool(output.events) for output in together] == [True, True, True, False]
+    assert all(event.data["taken_back"] for output in together for event in output.events[:1])
+
+
 def test_what_cannot_be_taken_back_is_refused() -> None:
     o = made(64)
     prompt = o.looping_prompt(12)
     with pytest.raises(UnsupportedError, match="or Conversation"):
         guarded(o, [prompt.ids], LoopGuard(rewind=True))
     text = o.tokenizer.decode(prompt.ids[0, 1:])
-    with pytest.raises(SinkscopeError, match="batch_size=1"):
-        generate(o.model, [text, text], tokenizer=o.tokenizer, guard=LoopGuard(rewind=True), batch_size=2)
+    shown = TextStreamer(o.tokenizer)
+    told = Conversation(o.model, LoopGuard(rewind=True), tokenizer=o.tokenizer)
+    with pytest.raises(SinkscopeError, match="leave out the streamer"):
+        told.ask(text, max_new_tokens=8, streamer=shown)
+    plain = Conversation(o.model, LoopGuard(), tokenizer=o.tokenizer)  # by default it does not rewind there
+    turn = plain.ask(prompt.ids[0].tolist(), max_new_tokens=REWOUND, streamer=shown)
+    assert turn.events and not any(event.data["taken_back"] for event in turn.events)
     # A given answer stays as it is, loop or not.
     told = Conversation(o.model, LoopGuard(rewind=True), tokenizer=o.tokenizer)
     answer = o.expected(prompt, 120)

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkscope.kv.loopguard.retention import Retention, evenly_spaced, repeated_indices, tokens_to_keep
+from sinkscope.kv.loopguard.retention import Retention, evenly_spaced, tokens_to_keep
 
 
 @st.composite
@@ -22,7 +22,6 @@ def cases(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[int, int]], Reten
         recent=recent,
         max_level=draw(st.integers(0, 4)),
         recent_budget=draw(st.none() | st.integers(1, budget - anchors)),
-        clean=draw(st.sampled_from(["tail", "repeats"])),
     )
     length = draw(st.integers(1, 200))
     gone = draw(st.sets(st.integers(0, length - 1)))
@@ -37,15 +36,18 @@ def test_every_plan_is_within_the_budget_and_follows_the_equations(case: Any) ->
     made = tokens_to_keep(held, length, bad, retention, level)
     keep, every = set(made.positions), set(held)
     assert list(made.positions) == sorted(keep) and keep <= every and len(keep) <= retention.budget
-    anchors = every & set(range(retention.anchors))
     out = {p for start, stop in bad for p in range(start, stop)}
+    first = every & set(range(retention.anchors))
+    anchors = first
+    if retention.recent is None:  # they keep no copies of the loop
+        anchors = first - out | first & {0}
     if retention.recent is None:  # the window is what the latest clean tokens need
         latest = sorted(every - anchors - out)[-retention.recent_tokens(level) :]
         window = set(range(latest[0] if latest else length, length))
     else:
         window = set(range(length - retention.recent, length))
     clean = (every & window) - anchors - out
-    history = every - window - anchors - (out if retention.clean == "repeats" or retention.recent is None else set())
+    history = every - window - anchors - (out if retention.recent is None else set())
     assert anchors <= keep
     assert keep & window - anchors <= clean, "a token of a bad block of the recent window is kept"
     assert len(keep & clean) == min(len(clean), retention.recent_tokens(level)) == made.recent
@@ -75,8 +77,3 @@ def test_the_papers_sizes() -> None:
     made = tokens_to_keep(range(5000), 5000, [(4900, 5000)], retention)
     assert (made.anchors, made.sparse, made.recent) == (32, 864, 128) and made.ranges[0] == (0, 32)
     assert made.ranges[-1] == (4772, 4900), "the latest clean tokens, up to the bad tail"
-
-
-def test_repeated_tokens_are_those_that_end_an_earlier_n_gram() -> None:
-    assert repeated_indices([1, 2, 3, 1, 2, 3, 9, 2, 3], 2) == [4, 5, 8]
-    assert repeated_indices([1, 2, 3, 1, 2, 3, 9, 2, 3], 3) == [5] and repeated_indices([5, 5], 4) == []

@@ -78,7 +78,11 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (ss.LoopServe, {"prefill": "no"}, "LoopServe: prefill='no': expected True or False"),
     (ss.LoopServe, {"prefill": False, "decode": False}, "nothing would be done"),
     # LoopGuard
-    (ss.LoopGuard, {"budget": 32}, "LoopGuard: budget=32 leaves nothing beside the 32 anchors: expected at least 33"),
+    (
+        ss.LoopGuard.paper,
+        {"budget": 32, "anchors": 32},
+        "budget=32 leaves nothing beside the 32 anchors: expected at least 33",
+    ),
     (ss.LoopGuard, {"variant": "p2"}, "'p2'"),
     (ss.LoopGuard, {"monitor": {"theta_ttr": 1.5}}, "theta_ttr"),
     (ss.LoopGuard, {"monitor": {"window": 9}}, "window=..."),

@@ -137,7 +137,7 @@ def test_bad_files_are_refused_in_a_line(
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (["--variant", "p2"], "unknown variant 'p2': there are repeats, full"),
+        (["--variant", "p2"], "unknown variant 'p2': there are repeats, tolerant, full"),
         (["--rate", "3"], "--rate has no effect with a check"),
         (["--follow", "--calibrate"], "two commands"),
         (["--max-new", "0"], "max_new=0: expected a whole number from 1"),
@@ -165,7 +165,7 @@ def test_command_writes_what_the_function_finds(
     assert main(["loops", "runs.jsonl", "--json", "x.json", "--html", "x.html", "--max-new", "900"]) == 0
     out, err = capsys.readouterr()
     found = Result.load("x.json")
-    assert isinstance(found, LoopCheck) and out == found.text() + "\n" and err == ""
+    assert isinstance(found, LoopCheck) and out == found.terminal() + "\n" and err == ""
     assert found.model.name == "runs.jsonl" and [r.loop for r in found.records] == [False, True]
     assert [r.loop_rule for r in found.records] == [False, False]
     assert 'class="plot"' in Path("x.html").read_text(encoding="utf-8")
@@ -198,7 +198,7 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path / "x.txt")], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0].startswith("Conclusion: 1 of 1 outputs in x.txt loop; their median")
+    assert "\nConclusion: 1 of 1 outputs in x.txt loop; their median" in done.stdout
     assert done.stdout.splitlines()[-2].startswith("loop in ")
     assert done.stdout.splitlines()[-1] == "[] 0 3"
 

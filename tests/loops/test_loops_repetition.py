@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -52,7 +53,7 @@ def test_tolerance_hides_no_exact_repetition(ids: list[int]) -> None:
 
 @pytest.mark.parametrize("period", [1, 2, 3, 5, 16, 17, 48, 64, 100, 255, 1000, 2047, 2048])
 def test_a_planted_cycle_of_any_period(period: int) -> None:
-    """The alarm comes with the last token of the third copy, or with the 48th of a shorter loop."""
+    """The alarm comes in the middle of the third copy, or with the 48th token of a shorter loop."""
     rng = random.Random(period)
     before = [rng.randrange(50_000) for _ in range(rng.randrange(100, 3000))]
     piece = [50_000 + rng.randrange(50_000) for _ in range(period)]
@@ -60,7 +61,7 @@ def test_a_planted_cycle_of_any_period(period: int) -> None:
     ids = before + piece * max(3, -(-48 // period))
     steps = [monitor.update(token) for token in ids]
     first = next(step for step in steps if step.trigger)
-    assert first.step == len(before) + max(3 * period, 48)
+    assert first.step == len(before) + max(math.ceil(2.5 * period), 48)
     assert first.tail is not None and first.tail[:2] == (period, len(before))
     assert first.tail.repeats == (first.step - len(before)) / period
 
@@ -68,7 +69,7 @@ def test_a_planted_cycle_of_any_period(period: int) -> None:
 def test_the_longest_period_is_a_limit() -> None:
     ids = [*range(101)] * 5
     assert check(ids, settings=MonitorSettings(tail_longest=100)).loops == 0
-    assert check(ids, settings=MonitorSettings(tail_longest=101)).records[0].detected == 303
+    assert check(ids, settings=MonitorSettings(tail_longest=101)).records[0].detected == 253
 
 
 def near(period: int, rng: random.Random, copies: int) -> list[int]:
@@ -103,15 +104,16 @@ def test_a_loop_in_which_a_token_of_every_copy_is_another(period: int) -> None:
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("period", [12, 30, 60])
 def test_a_list_that_counts_up_is_no_loop(period: int, slots: int) -> None:
-    """One or two tokens change at the same places of every copy, however long it goes on."""
+    """One or two tokens change at the same places of every copy, however long it goes on. The tolerant one is asked."""
     ids: list[int] = []
     for count in range(40):
         copy = [*range(period)]
         for slot in range(slots):
             copy[period // 2 * slot] = 1000 + count
         ids += copy
-    monitor = Monitor()
+    monitor, tolerant = Monitor(), Monitor(MonitorSettings.variant("tolerant"))
     assert not any(monitor.update(token).trigger for token in ids)
+    assert any(tolerant.update(token).trigger for token in ids) == (slots / period <= 0.1)
 
 
 def test_a_loop_that_ends_is_over_within_a_few_tokens() -> None:

@@ -104,6 +104,10 @@ def test_its_table_fits_80_columns_and_is_explained(command: Command, measured: 
     below = result.below(grids, WIDTH)
     for part in (*(grid.text(WIDTH) for grid in grids), *below):
         assert max(map(len, part.split("\n"))) <= 80
+    lines = result.terminal().split("\n")
+    assert sum(max(1, -(-len(line) // WIDTH)) for line in lines) <= 23  # of 24, one is the next prompt
+    assert lines[-1] == f"Conclusion: {result.conclusion()}"
+    assert {*result.details()} <= {*result.terminal(lines=None).split("\n")}
     for short, whole in zip(grids, result.grids(), strict=True):
         assert short.head and len(short.cells) == len(whole.cells)
         assert {*short.columns} <= {*whole.head, *result.to_frame().columns}, "the table has no such column"
@@ -243,7 +247,7 @@ def test_a_stranger_needs_one_file(
     with stranger.installed(tmp_path / "package", source):
         assert cli.main(["attention-entropy", "--last", "32", "--json", "a.json", "--html", "a.html"]) == 0
         printed = capsys.readouterr()
-        assert printed.out.startswith("Conclusion: ") and printed.err == ""
+        assert printed.out.splitlines()[-1].startswith("Conclusion: ") and printed.err == ""
         assert "--last 0" in _refused(["attention-entropy", "--last", "0"], capsys)
         assert cli.main(["attention-entropy", "--help"]) == 0
         help_text = capsys.readouterr().out

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from organisms.decoders import decoder
 from organisms.tiny import MODEL_TYPES, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.kv.h2o import H2O
 from sinkscope.models.adapters import ADAPTERS
 from sinkscope.models.infer import adapter_of, infer
 from sinkscope.models.probe import probe
+from sinkscope.models.scope import scope_of
 from sinkscope.models.target import Target
+from sinkscope.trace.run import trace
 
 SIZES = {
     "vocab_size": 96,
@@ -98,3 +102,45 @@ def test_what_cannot_be_inferred_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(UnsupportedError, match=reason):
         Target.of(random_model(model_type, **config))
+
+
+def test_layers_of_several_kinds_have_parts_of_their_own_and_states_are_left_alone() -> None:
+    model = decoder("qwen3_next")
+    target = Target.of(model)
+    assert [target.has_attention(layer) for layer in range(4)] == [False, True, False, True]
+    assert scope_of(target).policies == (1, 3)
+    assert target.sub(0, target.adapter.attn) is model.model.layers[0].linear_attn
+    assert target.sub(1, target.adapter.attn) is model.model.layers[1].self_attn
+    cache = DynamicCache(config=model.config)
+    ids = torch.arange(20, 70)[None]
+    kinds = [type(layer) for layer in cache.layers]
+    with H2O(16).on(model):
+        model.generate(ids, past_key_values=cache, max_new_tokens=4, min_new_tokens=4, pad_token_id=2)
+    assert [type(layer) is kind for layer, kind in zip(cache.layers, kinds, strict=True)] == [True, False, True, False]
+    assert [cache.layers[layer].keys.shape[-2] for layer in (1, 3)] == [17, 17]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("llama", {"attn": ""}),
+        ("falcon", {"attn": "mlp"}),
+        ("falcon", {"o": "mlp.dense_h_to_4h"}),
+        ("granite", {"write_factor": 1.0}),
+        ("falcon_h1", {"down_factor": 1.0}),
+        ("qwen3_moe", {"post_mlp_norm": "post_attention_layernorm"}),
+    ],
+)
+def test_the_probe_is_not_fooled(model_type: str, fields: dict[str, Any]) -> None:
+    target = Target.of(decoder(model_type))
+    assert probe(target).problem is None
+    assert probe(replace(target, adapter=replace(target.adapter, **fields))).problem is not None
+
+
+def test_rows_are_those_of_the_keys_that_an_indexer_chose() -> None:
+    model = decoder("deepseek_v32")
+    ids = torch.arange(20, 101)[None]  # more than index_topk = 32
+    rows = trace(model, ids, ["blocks.1.attn.hook_pattern"])["blocks.1.attn.hook_pattern"]
+    assert int((rows[0, 0, -1] > 0).sum()) <= 32
+    with pytest.raises(UnsupportedError, match="has no layer that holds keys and values alone"), H2O(16).on(model):
+        pass

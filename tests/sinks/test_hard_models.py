@@ -20,13 +20,8 @@ from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
 CASES = [(name, family) for name, families in HARD.items() for family in families]
 # Of each kind one family, so that every family has its turn; the others, and other seeds, are slow.
-# Mixtral is slow, so its turn is with what only experts have; three kinds are in the other tests below.
-BELOW = ("small_stages", "backup_next", "learned_logits")
-FAST: list[tuple[str, str]] = []
-for number, (kind, all_families) in enumerate(HARD.items()):
-    quick = [family for family in all_families if family != "mixtral"] or all_families
-    if kind not in BELOW:
-        FAST.append((kind, quick[number % len(quick)]))
+DEEP = {"small_stages": "neox"}  # 28 layers and more: the family whose layers are the fastest
+FAST = [(name, DEEP.get(name, families[k % len(families)])) for k, (name, families) in enumerate(HARD.items())]
 SEEDS = (0, 1, 2)
 ALSO = {"embedding_spike": {"token embedding"}}  # what else carries it: there the embedding is the spike
 

@@ -47,7 +47,7 @@ def text_of(u: UnseenModel, texts: int = 40) -> Iterator[dict[str, Any]]:
 
 def look(u: UnseenModel) -> FindSinks:
     with text_of(u) as options:
-        return find_sinks(u.hard.model, max_repeats=4 if not u.repeated else 200, **options)
+        return find_sinks(u.hard.model, max_repeats=4 if not u.repeated else 600, **options)
 
 
 # --- what is planted, with plain hooks -----------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def check_planted(u: UnseenModel) -> None:
 def check_repetition(u: UnseenModel) -> None:
     """Repeated tokens need their own neurons and not the first token's."""
     token = next(token for token, group in u.hard.groups.items() if group >= 0 and token > 4)
-    row = torch.tensor([[1, *[token] * 190]])
+    row = torch.tensor([[1, *[token] * 600]])
     first = frozenset(site for sites in u.hard.truth.sets for site in sites)
     intact = norms(u.hard.model, row)[-1, 0]
     assert intact[-1] > intact[0] / 2 > 3 * intact[2]
@@ -152,7 +152,7 @@ def misleading(u: UnseenModel, result: FindSinks) -> list[str]:
     named = {int(number) for number in re.findall(r"\.N(\d+)", text)}
     planted = {site[-1] for sites in (*truth.sets, *truth.later.values()) for site in sites}
     words = {
-        "windows of": beyond.window is not None,
+        "(window ": beyond.window is not None,
         "of texts": beyond.share < 1,
         "texts of 512": beyond.length > 0,
         "amplif": u.hard.name == "amplified",
@@ -217,7 +217,7 @@ def test_repetition_through_other_neurons_is_said_and_patched(name: str, family:
     first = {site for sites in u.hard.truth.sets for site in sites}
     assert {site.numbers for site in patch.checked_sites} == first | set(u.repeated)
     token = next(token for token, group in u.hard.groups.items() if group >= 0 and token > 4)
-    row = torch.tensor([[1, *[token] * 190]])
+    row = torch.tensor([[1, *[token] * 600]])
     intact = norms(u.hard.model, row)[-1, 0, -1]
     with patch.on(u.hard.model):
         assert norms(u.hard.model, row)[-1, 0, -1] < intact / 4

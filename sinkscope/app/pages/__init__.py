@@ -10,7 +10,7 @@ import shlex
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from importlib import import_module
 from importlib.resources import files
@@ -52,6 +52,9 @@ class Section:
 
 def page(result: Result) -> str:
     """Make one HTML document with summary, table, figures, settings and provenance; it contains plotly.js."""
+    own = result.own_page()
+    if own is not None:
+        return own
     beside = result.beside()
     about = ""
     if beside:
@@ -86,6 +89,11 @@ def result_section(result: Result, file: str = "") -> Section:
     if type(result).drawing is not None:
         html += plot(result.figure(), file)
     return section(result.kind, file, {name: data[name] for name in ENVELOPE}, html)
+
+
+def folded(one: Section, sentence: str) -> Section:
+    """The section closed, with its conclusion shown."""
+    return replace(one, html=f"<details><summary>{text(sentence)}</summary>{one.html}</details>")
 
 
 def section(kind: str, file: str, lists: Mapping[str, Mapping[str, Any]], shown: str) -> Section:
@@ -143,6 +151,7 @@ def document(
     skipped: Sequence[tuple[str, str]] = (),
     *,
     kind: str = "report",
+    first: str = "",
 ) -> str:
     """Make the whole page: contents, sections, files that were left out, and plotly.js once.
 
@@ -152,6 +161,7 @@ def document(
         about: A few words below the heading.
         skipped: Names of files that were left out, each with the reason.
         kind: What an earlier page must say so that this one may replace it.
+        first: HTML above the contents, fully escaped.
     """
     body: list[str] = []
     links: list[str] = []
@@ -173,7 +183,7 @@ def document(
         contents = f'<nav aria-label="Contents"><ol>{"".join(links)}</ol></nav>'
     html = "\n".join(body)
     plotly = ""
-    if 'class="plot"' in html:
+    if 'class="plot"' in first + html:
         plotly = f"<script>{import_module('plotly.offline').get_plotlyjs()}</script>"
     template = Template((files("sinkscope.app.pages") / "page.html").read_text(encoding="utf-8"))
     return template.substitute(
@@ -181,6 +191,7 @@ def document(
         title=text(heading),
         heading=text(heading),
         about=" · ".join(word for word in words if word),
+        first=first,
         contents=contents,
         plotly=plotly,
         body=html,

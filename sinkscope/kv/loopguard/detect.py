@@ -120,14 +120,17 @@ class RowMonitors:
         """Note that the row has ended."""
         self._monitors[row].end()
 
-    def take_back(self, count: int) -> None:
-        """Forget all but the first `count` tokens of a single row, as if the others had never arrived."""
-        self.tokens = [self.tokens[0][:count]]
-        self._monitors = [Monitor(self._settings)]
-        self._collected = []
-        self._copy = None
-        for token in self.tokens[0]:
-            self._monitors[0].update(token, 0.0)
+    def take_back(self, row: int, count: int) -> None:
+        """Forget all but the first `count` tokens of a row, as if the others had never arrived; after `flush`."""
+        self.tokens[row] = self.tokens[row][:count]
+        self._monitors[row] = Monitor(self._settings)
+        for token in self.tokens[row]:
+            self._monitors[row].update(token, 0.0)
+
+    @property
+    def ended(self) -> list[bool]:
+        """Which rows have ended."""
+        return [monitor.ended for monitor in self._monitors]
 
     def _start_copy(self) -> None:
         if self._collected:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,28 +16,28 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.notation import counted, every, listed
-from sinkscope.files.records import Budget, Natural, Whole, check_fields
+from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
+from sinkscope.files.notation import agreeing, counted, every, listed
+from sinkscope.files.records import Budget, Natural, Share, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.cache import CacheLayer, refuse_states
 from sinkscope.kv.loopguard.detect import LoopAlarm, RowMonitors, largest_probability, poll_of, signals
 from sinkscope.kv.loopguard.retention import (
-    CleanRule,
     KeptTokens,
     Retention,
     ranges_of,
-    repeated_indices,
     tokens_to_keep,
 )
-from sinkscope.kv.loopguard.steer import Ban, Rewinder
+from sinkscope.kv.loopguard.steer import BANNED, Ban, Rewinder, draw
 from sinkscope.kv.policy import GUARDS
 from sinkscope.kv.session import CacheState, Moment, Session
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.monitor import MonitorSettings
 from sinkscope.loops.signals import tail_period
 
-Escalation = Literal["none", "repeats", "ban", "sample", "both"]
+Escalation = Literal["none", "ban", "draw"]
+ANCHORS = 32  # LoopGuard, section 6.1; at most a quarter of the budget
+DRAW_FROM = 4  # alarms that follow each other before the one at which tokens are drawn
 
 
 class LoopGuardWindow(StreamingLLM):
@@ -46,8 +48,11 @@ class LoopGuardWindow(StreamingLLM):
 class LoopGuard(Intervention):
     """Break repetition loops: when a row's monitor fires, its cache is cut to anchors, sparse history and clean tail.
 
-    The defaults are meant for everyday use: any repetition is found after three copies, and if a loop comes back, the
-    guard also bans its n-grams. `LoopGuard.paper()` is the guard as published.
+    The defaults are meant for everyday use. A repetition is found once it covers 48 tokens and two and a half copies,
+    or three if some tokens differ. Where the caller can take tokens back (`sinkscope.serving.generate`, `Conversation`,
+    the command line), the output is cut after the first copy; a plain `model.generate` only loses the copies from its
+    cache. Either way the loop's n-grams are banned for a while, and if loops keep coming back, a few tokens are drawn.
+    `LoopGuard.paper()` is the guard as published.
 
     Only generated tokens are watched, which arrive one by one after a prompt. A call with several tokens is a new turn,
     for which monitors start again. Each row is watched and cut independently, and a row that has ended is ignored. All
@@ -57,30 +62,31 @@ class LoopGuard(Intervention):
 
     Attributes:
         budget: Largest number of tokens right after an intervention (B), or a fraction of the row's prompt.
-        anchors: Number of first positions, which are never removed (N_anchor).
+        anchors: Number of first positions that are kept (N_anchor): by default 32, as in the paper, but at most a
+            quarter of the budget.
         window: Number of tokens that the monitor looks at (W).
         between: What happens between interventions. "full" removes nothing ("event-driven" in the paper), so the cache
             grows beyond the budget. "window" keeps anchors and latest tokens, so the cache always fits the budget.
-        variant: When to intervene: "repeats" for any repetition, "full" for the paper's votes, or a variant of Table 3
-            and others: "none" never intervenes, "always" intervenes every 200 tokens, and "p1", "ttr", "cr",
-            "stall" and "tail" each use that signal alone (`MonitorSettings.variant`).
+        variant: When to intervene: "repeats" for any repetition, "tolerant" for looser ones too, "full" for the paper's
+            votes, or a variant of Table 3 and others: "none" never intervenes, "always" intervenes every 200 tokens,
+            and "p1", "ttr", "cr", "stall" and "tail" each use that signal alone (`MonitorSettings.variant`).
         monitor: Further monitor settings, by name (`MonitorSettings`).
         recent: Length of the recent window (R). "window" uses the monitor's, as in the paper; None means no recent
-            window. `Retention` explains this field and the next three.
+            window. `Retention` explains this field and the next one.
         recent_budget: Number of recent tokens kept at level 0.
-        clean: Which tokens count as bad; "tail" is the paper's rule.
         max_level: Cap on the aggressiveness level; higher levels keep fewer recent tokens. 3 in the paper.
         copies: Number of copies at the end of the recent window that make a bad block, whatever their period. 2 also
             finds long-period loops that stall the output, which the monitor's short-period test does not cover.
-        escalate: What else is done when a row triggers again within W tokens. "ban" bans the loop's n-grams for W
-            tokens. "sample" draws the next `draws` tokens by their probabilities, with a fixed seed, even if decoding
-            is greedy. "both" does both. "repeats" also removes older copies, by the rule of that name in `clean`.
-            "none" does nothing more, as in the paper.
-        draws: Number of tokens drawn by "sample".
+        escalate: What is done beside the cut. "ban" bans the loop's n-grams for W tokens. "draw" does so too, and from
+            the fifth alarm in a row on (each within W tokens of the one before) it draws the next `draws` tokens with
+            a fixed seed if decoding is greedy; a caller who samples draws tokens already. "none" does
+            nothing more, as in the paper.
+        draws: Number of tokens drawn by "draw".
+        min_p: Tokens with less than this share of the largest probability are not drawn.
         ban_length: Length of the banned n-grams. Each further consecutive alarm bans n-grams one token shorter, down to
             pairs.
-        rewind: Also remove the loop from the output: the text is cut after the first copy and continues under a ban.
-            `sinkscope.serving.generate` and `Conversation` support this; a plain `model.generate` does not.
+        rewind: Whether to remove the loop from the output as well: the text is cut after the first copy and continues
+            under a ban. None does so wherever the caller can take tokens back; True refuses all others.
         ends: Ids that end a row. By default the end-of-sequence and padding ids of the model's generation
             configuration; set them if `generate` is given other ids.
         poll: Number of tokens checked at once. By default 1 on a CPU and 8 elsewhere, so that not every token waits for
@@ -103,20 +109,20 @@ class LoopGuard(Intervention):
     """
 
     budget: Budget = field(default=1024, kw_only=False)
-    anchors: Whole = 32
+    anchors: Whole | None = None
     window: Natural = 256
     between: Literal["full", "window"] = "full"
     variant: str = "repeats"
     monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     recent: Natural | Literal["window"] | None = None
     recent_budget: Natural | None = None
-    clean: CleanRule = "tail"
     max_level: Whole = 0
     copies: Annotated[int | float, Field(ge=2)] = 2
-    escalate: Escalation = "both"
-    draws: Natural = 64
+    escalate: Escalation = "draw"
+    draws: Natural = 8
+    min_p: Share = 0.1
     ban_length: Annotated[int, Field(ge=2)] = 4
-    rewind: bool = False
+    rewind: bool | None = None
     ends: Sequence[int] | None = None
     poll: Natural | None = None
 
@@ -138,14 +144,15 @@ class LoopGuard(Intervention):
             budget: As for the plain constructor.
             changed: Other fields to set.
         """
-        printed: dict[str, Any] = {"variant": "full", "recent": "window", "max_level": 3, "escalate": "none"}
+        printed: dict[str, Any] = {"variant": "full", "recent": "window", "max_level": 3}
+        printed |= {"escalate": "none", "rewind": False}
         return cls(budget, **(printed | changed))
 
     @property
     def settings(self) -> MonitorSettings:
         """Settings of the monitor of every row."""
         settings: dict[str, Any] = {"relapse": self.window}
-        if self.variant == "repeats":
+        if self.variant in ("repeats", "tolerant"):
             settings["cooldown"] = 8  # a loop that goes on after the cut is met with more than a cut: no need to wait
         settings |= self.monitor
         return MonitorSettings.variant(self.variant, window=self.window, **settings)
@@ -171,30 +178,37 @@ class LoopGuard(Intervention):
     def retention(self, prompt: int, first: int = 0) -> Retention:
         """What is kept of a row with `prompt` prompt tokens, if a policy in the same run keeps the `first` ones."""
         budget = self.budget if isinstance(self.budget, int) else int(self.budget * prompt)
-        if isinstance(self.budget, float) and budget <= self.anchors:
+        anchors = self.first_tokens(budget)
+        if isinstance(self.budget, float) and budget <= anchors:
             raise SinkscopeError(
                 f"LoopGuard: budget={self.budget} of a prompt of {prompt} tokens is {budget}, which leaves nothing "
-                f"beside the {self.anchors} anchors: raise it, or keep fewer anchors",
+                f"beside the {anchors} anchors: raise it, or keep fewer anchors",
                 page="kv-budget",
             )
         try:
             return Retention(
                 budget=budget,
-                anchors=max(self.anchors, min(first, budget - 1)),
+                anchors=max(anchors, min(first, budget - 1)),
                 recent=self.recent_window,
                 recent_budget=self.recent_budget,
-                clean=self.clean,
                 max_level=self.max_level,
             )
         except SinkscopeError as error:  # the user wrote LoopGuard
             raise SinkscopeError(f"LoopGuard: {str(error).removeprefix('Retention: ')}", page=error.page) from None
 
+    def first_tokens(self, budget: int) -> int:
+        """Number of anchors: the given one, or 32, but at most a quarter of the budget."""
+        if self.anchors is not None:
+            return self.anchors
+        return min(ANCHORS, budget // 4)
+
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache, and watch ids and logits of the causal model."""
         session = Session.of(run)
         session.own_cache()
+        anchors = self.first_tokens(self.budget if isinstance(self.budget, int) else 4 * ANCHORS)
         if self.between == "window":
-            LoopGuardWindow(budget=self.budget, first=self.anchors).enter(run, key)
+            LoopGuardWindow(budget=self.budget, first=anchors).enter(run, key)
         settings = self.settings
         if settings.rule == "never":
             return
@@ -203,8 +217,9 @@ class LoopGuard(Intervention):
                 "two guards would watch and cut the same rows: enter one LoopGuard", page="kv-session"
             )
         session.one_by_one = True
-        session.anchors = max(session.anchors, self.anchors)
-        session.rewinder = Rewinder() if self.rewind else None
+        session.anchors = max(session.anchors, anchors)
+        if self.rewind is not False:
+            session.rewinder = Rewinder(self.rewind is True)
         guarding = Guarding(self, settings, run, session)
         session.after_call(guarding.note_call)
         run.hook(run.target.hf, "post", guarding.decide)
@@ -220,12 +235,10 @@ def in_words(event: Event) -> str:
     actions = [f"kept {data['kept_count']} of {counted(data['cached_before'], 'cached token')}"]
     if data["taken_back"]:
         actions.append(f"took {counted(data['taken_back'], 'token')} back")
-    if data["escalated"] in ("ban", "both"):
+    if data["escalated"] in ("ban", "draw"):
         actions.append("banned n-grams of the loop")
-    if data["escalated"] in ("sample", "both"):
+    if data["escalated"] == "draw":
         actions.append("drew the next tokens")
-    if data["escalated"] == "repeats":
-        actions.append("removed older copies as well")
     new = counted(data["generated"], "new token")
     return f"After {new} the guard found {alarm}. It {listed(actions)}."
 
@@ -240,11 +253,12 @@ class GuardedRows:
         reorders: `CacheLayer.reorders` when the prompt ended.
         seen: Number of tokens in the cache after the last call.
         later_turn: Whether the last call had several tokens and was not the first one.
-        calls: Number of the call of each generated token.
+        count: Number of calls since the prompt.
+        calls: Number of the call of each generated column that is left.
         ids: The latest columns of ids, of the prompt and generated.
         bans: N-grams that each row may not write.
-        drawn_until: For each row, the number of the generated token up to which tokens are drawn.
-        rewound_at: Number of the generated token at which each loop was taken back.
+        drawn_until: For each row, the `count` up to which tokens are drawn.
+        rewound_at: For each row, the number of the generated token at which each loop was taken back.
     """
 
     monitors: RowMonitors
@@ -252,16 +266,12 @@ class GuardedRows:
     reorders: int
     seen: int
     later_turn: bool
+    count: int = 0
     calls: list[int] = field(default_factory=list)
     ids: list[Int[Tensor, "batch pos"]] = field(default_factory=list)
     bans: dict[int, Ban] = field(default_factory=dict)
     drawn_until: dict[int, int] = field(default_factory=dict)
-    rewound_at: list[int] = field(default_factory=list)
-
-    @property
-    def generated(self) -> int:
-        """Number of generated tokens."""
-        return len(self.calls)
+    rewound_at: dict[int, list[int]] = field(default_factory=dict)
 
     def keep_ids(self, ids: Int[Tensor, "batch pos"], most: int) -> None:
         """Keep at least the last `most` columns."""
@@ -275,14 +285,12 @@ class GuardedRows:
             self.ids = [torch.cat(self.ids, 1)]
         return self.ids[0][row].tolist()
 
-    def take_back(self, count: int) -> None:
-        """Forget the last `count` generated tokens of a single row; the last one that stays is read again."""
-        left = self.generated - count
+    def drop_columns(self, count: int) -> None:
+        """Forget the last columns, which no row has any more."""
         self.row_ids(0)
-        self.ids = [self.ids[0][:, : -count - 1]]
-        self.calls = self.calls[: left - 1]
-        self.seen -= count + 1
-        self.monitors.take_back(left - 1)
+        self.ids = [self.ids[0][:, : self.ids[0].shape[1] - count]]
+        self.calls = self.calls[: len(self.calls) - count]
+        self.seen -= count
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,17 +311,20 @@ class LoopingRow:
     positions: list[int]
     ids: list[int]
 
-    def ids_from(self, begin: int) -> list[int]:
-        """Ids of the tokens from a position on."""
-        return [token for position, token in zip(self.positions, self.ids, strict=True) if position >= begin]
-
 
 @dataclass(frozen=True)
 class BadTokens:
-    """Ranges [start, stop) of positions to remove, and the period of the repetition at the end, if there is one."""
+    """What is removed from a row.
+
+    Attributes:
+        ranges: Ranges [start, stop) of positions.
+        period: Period of the repetition at the end; None if there is none.
+        loop: Ids of the repetition.
+    """
 
     ranges: list[tuple[int, int]]
     period: int | None
+    loop: list[int]
 
 
 class Guarding:
@@ -326,11 +337,10 @@ class Guarding:
         self._session = session
         # Copies are looked for in the whole row, or by the paper's rule in the recent window.
         self._ids_kept = guard.recent_window or 1 << 40
-        if guard.clean == "repeats" or guard.escalate == "repeats":
-            self._ids_kept = 1 << 40
         self._ends = frozenset(_end_ids(run) if guard.ends is None else guard.ends)
         self._rows: WeakKeyDictionary[CacheState, GuardedRows] = WeakKeyDictionary()
         self._local = threading.local()
+        self._warned = False
         self._random = torch.Generator(run.target.device).manual_seed(0)
         self._needs_probabilities = settings.rule != "repeats"
 
@@ -344,6 +354,9 @@ class Guarding:
         self._local.moment = None
         ids = kwargs.get("input_ids", args[0] if args else None)
         if moment is None or ids is None:
+            return
+        rewinder = self._session.rewinder
+        if rewinder is not None and rewinder.read is not None:  # this piece of the generation has ended
             return
         rows = self._rows.get(moment.state)
         if rows is not None:
@@ -359,42 +372,66 @@ class Guarding:
         rows.keep_ids(ids, self._ids_kept)
         rows.seen = past + 1
         rows.later_turn = False
+        rows.count += 1
         rows.calls.append(moment.call.step)
         logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
-        drawn = [row for row, until in rows.drawn_until.items() if rows.generated <= until]
+        drawn = [row for row, until in rows.drawn_until.items() if rows.count <= until]
+        if rows.bans:
+            newest = ids[:, -1].tolist()
+            rows.bans = {row: ban for row, ban in rows.bans.items() if rows.count <= ban.until}
+            for row, ban in rows.bans.items():
+                ban.latest.append(newest[row])
         alarms = rows.monitors.push(ids[:, -1], largest_probability(logits) if self._needs_probabilities else None)
+        if alarms and rewinder is not None and rewinder.full_at:  # a full row goes on as padding
+            alarms = [alarm for alarm in alarms if rows.seen < rewinder.full_at[alarm.row]]
         if alarms:
-            self._cut(moment, rows, alarms)
+            self._cut(moment, rows, alarms + rows.monitors.flush())
         if rows.bans or drawn:
             self._steer(rows, logits, drawn)
 
     def _steer(self, rows: GuardedRows, logits: Float[Tensor, "row vocab"], drawn: list[int]) -> None:
-        """Remove banned tokens from the logits in place; where a token is to be drawn, leave only the drawn one."""
-        rows.bans = {row: ban for row, ban in rows.bans.items() if rows.generated <= ban.until}
-        if rows.bans:
-            length = self._guard.ban_length
-            latest = torch.cat(rows.ids[-length:], 1)[:, 1 - length :].tolist()
-            for row, ban in rows.bans.items():
-                logits[row, ban.banned(latest[row])] = -torch.inf
-        for row in drawn:
-            token = torch.multinomial(logits[row].float().softmax(-1), 1, generator=self._random)
-            logits[row] = torch.full_like(logits[row], -torch.inf).scatter(0, token, 0.0)
+        """Lower the logits of banned tokens in place, and raise that of a drawn one where decoding is greedy."""
+        for row, ban in rows.bans.items():
+            logits[row, ban.banned()] -= BANNED
+        if not self._session.now.samples:
+            for row in drawn:
+                draw(logits[row], self._guard.min_p, self._random)
 
     def _new_turn(self, moment: Moment, earlier: GuardedRows | None, ids: Int[Tensor, "batch pos"]) -> GuardedRows:
         """Start following rows at a prompt or a new turn; ids of earlier turns stay known."""
         rewinder = self._session.rewinder
-        if rewinder is not None and rewinder.allowance is None:
+        if rewinder is not None and rewinder.required and rewinder.allowance is None:
             raise UnsupportedError(
-                "rewind=True takes tokens back from the output, which model.generate cannot do: use "
+                "rewind=True takes tokens back from the output, which model.generate and streamers cannot do: use "
                 "sinkscope.serving.generate or Conversation, or leave rewind out",
                 page="kv-session",
             )
+        if len(moment.layers) < len(moment.cache.layers):
+            self._spare_states(moment)
         past, new = moment.call.past, moment.call.index.shape[1]
         rows = self._new_rows(moment, past + new, later_turn=past > 0)
         if earlier is not None and past > 0 and earlier.ids and len(earlier.ids[0]) == len(ids):
             rows.ids = earlier.ids
         rows.keep_ids(ids, self._ids_kept)
         return rows
+
+    def _spare_states(self, moment: Moment) -> None:
+        """Take nothing back where layers keep a state, such as those of linear attention."""
+        rewinder = self._session.rewinder
+        if rewinder is not None and rewinder.required:
+            refuse_states(moment.cache, "rewind=True")
+        if rewinder is not None:
+            rewinder.allowance = None
+        if not self._warned:
+            self._warned = True
+            states = len(moment.cache.layers) - len(moment.layers)
+            keep = agreeing(states, "keeps", "keep")
+            warnings.warn(
+                f"{counted(states, 'layer')} of {self._run.target.name} {keep} a state, of which LoopGuard can take "
+                "nothing: it cuts the other layers and bans the loop's n-grams, and does not rewind",
+                SinkscopeWarning,
+                stacklevel=2,
+            )
 
     def _new_rows(self, moment: Moment, seen: int, later_turn: bool) -> GuardedRows:
         columns = moment.call.columns[:, :seen]
@@ -444,26 +481,57 @@ class Guarding:
             event, kept[alarm.row] = self._respond(moment, rows, row)
             events.append(event)
         _evict_rows(moment.layers, kept, columns)
+        taken_back = {event.row: event.data["taken_back"] for event in events if event.data["taken_back"]}
+        if taken_back:
+            self._rewind(moment, rows, taken_back)
         self._run.log(lambda: events)
 
+    def _rewind(self, moment: Moment, rows: GuardedRows, taken_back: dict[int, int]) -> None:
+        """Take tokens of some rows back, and the token before them, which is read again; the piece ends here."""
+        rewinder, sequence = self._session.rewinder, moment.call.sequence
+        columns = sequence.columns.clone()
+        rewinder.again = {}
+        for row, count in taken_back.items():
+            stays = int(columns[row].max()) + 1 - count
+            again = columns[row] == stays - 1
+            rewinder.again[row] = rows.row_ids(row)[int(again[-len(rows.row_ids(row)) :].nonzero())]
+            columns[row] = torch.where(columns[row] < stays - 1, columns[row], -1)
+            rows.monitors.take_back(row, stays - 1 - int(rows.prompt[row]))
+        used = int((columns >= 0).any(0).nonzero().max()) + 1
+        dropped = columns.shape[1] - used
+        sequence.columns = columns[:, :used]
+        sequence.length = columns.amax(1) + 1
+        for kv in moment.layers:
+            kv.crop(-dropped)
+        rows.drop_columns(dropped)
+        rewinder.ended = rows.monitors.ended
+        rewinder.read = sequence.columns >= 0
+
     def _respond(self, moment: Moment, rows: GuardedRows, row: LoopingRow) -> tuple[Event, KeptTokens]:
-        """Choose what is kept of a row, and escalate on an alarm that is not the first one."""
+        """Choose what is kept of a row, and what else is done."""
         step = row.alarm.step
-        call = rows.calls[step.step - 1]
+        call = rows.calls[-1 - (row.length - row.prompt - step.step)]
         cached = _cached_positions(moment.layers, row.alarm.row, row.length)
         retention = self._guard.retention(row.prompt, self._session.anchors)
-        escalation = None
-        if step.level > 0 and self._guard.escalate != "none":
-            escalation = self._guard.escalate
-        if escalation == "repeats":
-            retention = replace(retention, clean="repeats")
-        bad = self._bad_tokens(row, retention)
-        loop = row.ids_from(bad.ranges[-1][0]) if bad.ranges else []
         taken_back = self._take_back(row)
+        generated = row.length - row.prompt - taken_back
+        level = step.level
+        if taken_back:  # the monitor forgets what was taken back
+            earlier = rows.rewound_at.setdefault(row.alarm.row, [])
+            level = sum(abs(generated - at) <= self._guard.window for at in earlier)
+            earlier.append(generated)
+        escalation = self._escalation(level, taken_back > 0)
+        bad = self._bad_tokens(row, retention)
         if taken_back:
-            escalation = "ban"
             bad = replace(bad, ranges=[(row.length - taken_back, row.length)])
-        self._escalate(rows, row, escalation, loop, taken_back)
+        if escalation in ("ban", "draw"):
+            longest = self._guard.ban_length
+            left = row.ids[: len(row.ids) - taken_back - bool(taken_back)]
+            ban = rows.bans.setdefault(row.alarm.row, Ban(deque(maxlen=longest - 1)))
+            ban.latest = deque(left[1 - longest :], longest - 1)
+            ban.add(bad.loop, max(2, longest - level), rows.count + self._guard.window)
+        if escalation == "draw":
+            rows.drawn_until[row.alarm.row] = rows.count + self._guard.draws
         level = min(step.level, retention.max_level)
         kept = tokens_to_keep(cached, row.length, bad.ranges, retention, level)
         data = {
@@ -479,10 +547,17 @@ class Guarding:
             "generated": step.step,
             "since": step.since,
         }
-        if taken_back:
-            rows.take_back(taken_back)
+        if taken_back:  # the last token that stays is read again
+            kept = replace(kept, positions=tuple(p for p in kept.positions if p < row.length - taken_back - 1))
         position = row.prompt + step.step - 1
         return Event(row.alarm.row, call, position, None, None, LoopGuard.KIND, data), kept
+
+    def _escalation(self, level: int, rewinds: bool) -> str | None:
+        """What is done beside the cut; a loop that is taken back would be written again without a ban."""
+        escalate = self._guard.escalate
+        if escalate == "draw":
+            return "draw" if level >= DRAW_FROM else "ban"
+        return "ban" if escalate == "ban" or rewinds else None
 
     def _bad_tokens(self, row: LoopingRow, retention: Retention) -> BadTokens:
         """Find the positions in bad blocks.
@@ -499,38 +574,23 @@ class Guarding:
         if retention.recent is None and monitor_tail is not None:  # copies that differ slightly are bad too
             begin = row.prompt + monitor_tail.start
             bad.update(position for position in row.positions if position >= begin)
-        if retention.clean == "repeats":
-            bad.update(row.positions[index] for index in repeated_indices(row.ids, self._settings.novelty_n))
+        loop = [token for position, token in zip(row.positions, row.ids, strict=True) if position in bad]
         tail = tail or monitor_tail
-        return BadTokens(ranges_of(sorted(bad)), None if tail is None else tail.period)
+        if retention.recent is None and tail is not None:
+            # The text goes on in the copy that has begun, as if it were the first one.
+            bad.difference_update(range(row.length - len(bad) % tail.period, row.length))
+        return BadTokens(ranges_of(sorted(bad)), None if tail is None else tail.period, loop)
 
     def _take_back(self, row: LoopingRow) -> int:
         """Number of tokens to remove from the output: all copies of the loop but the first."""
         rewinder, tail = self._session.rewinder, row.alarm.step.tail
-        if rewinder is None or tail is None:
+        if rewinder is None or rewinder.allowance is None or tail is None:
             return 0
         count = row.length - row.prompt - tail.start - tail.period
-        if not 0 < count <= rewinder.allowance:
+        if not 0 < count <= rewinder.allowance[row.alarm.row]:
             return 0
-        rewinder.allowance -= count
-        rewinder.keep = row.length - count
+        rewinder.allowance[row.alarm.row] -= count
         return count
-
-    def _escalate(
-        self, rows: GuardedRows, row: LoopingRow, escalation: str | None, loop: list[int], taken_back: int
-    ) -> None:
-        """Ban the loop's n-grams, and draw the next tokens, as `escalation` says."""
-        generated = rows.generated - taken_back
-        level = row.alarm.step.level
-        if taken_back:  # the monitor forgets what was taken back
-            near = [at for at in rows.rewound_at if abs(generated - at) <= self._guard.window]
-            level = 1 + len(near)
-            rows.rewound_at.append(generated)
-        if escalation in ("ban", "both"):
-            ban = rows.bans.setdefault(row.alarm.row, Ban())
-            ban.add(loop, max(2, self._guard.ban_length + 1 - level), generated + self._guard.window)
-        if escalation in ("sample", "both"):
-            rows.drawn_until[row.alarm.row] = generated + self._guard.draws
 
 
 def _end_ids(run: Run) -> list[int]:

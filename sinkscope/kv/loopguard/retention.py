@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, Whole, check_fields
-
-CleanRule = Literal["tail", "repeats"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,18 +18,13 @@ class Retention:
 
     Attributes:
         budget: Largest number of tokens right after an intervention (B).
-        anchors: Number of first positions, which are always kept (N_anchor).
+        anchors: Number of first positions that are kept (N_anchor), with a recent window even if they are bad.
         recent: Length of the recent window (R), as in the paper: recent tokens come from the last R tokens, so a loop
             that fills the window leaves no clean ones. None takes the latest clean tokens, wherever they are, and the
             clean tokens before them are the history.
         recent_budget: Number of recent tokens kept at level 0. By default seven eighths of what the anchors leave,
             because models copy badly from tokens whose neighbours are missing. With a recent window, half the window
             ("a small amount of local context"), but at most half of what the anchors leave.
-        clean: Which tokens count as bad. "tail" is the paper's rule: blocks that repeat at the end are removed from the
-            recent window, and with a window, earlier parts of the loop stay in the history. "repeats" is an addition:
-            it also removes, from recent window and history, every token of prompt and output that ends an n-gram seen
-            earlier in the row. It thus also finds copies further back, copies in the prompt, and copies that differ
-            slightly.
         max_level: Cap on the aggressiveness level. Each level halves the recent budget, so the default goes down to an
             eighth.
     """
@@ -41,7 +33,6 @@ class Retention:
     anchors: Whole = 32
     recent: Natural | None = None
     recent_budget: Natural | None = None
-    clean: CleanRule = "tail"
     max_level: Whole = 3
 
     def __post_init__(self) -> None:
@@ -121,43 +112,32 @@ def tokens_to_keep(
     Args:
         cached: Positions in the cache, ascending.
         length: Number of tokens in the row so far; the recent window ends there.
-        bad: Ranges [start, stop) of positions to remove; with `clean="tail"` and a recent window, only within the
-            window.
+        bad: Ranges [start, stop) of positions to remove; with a recent window, only within the window.
         retention: Budgets.
         level: Aggressiveness, from 0; a level above `max_level` counts as `max_level`.
 
     Returns:
-        At most `retention.budget` positions; every anchor that the cache holds is among them, even if it is bad.
+        At most `retention.budget` positions. With a recent window, every anchor that the cache holds is among them,
+        even if it is bad; without one, bad anchors go, except the first token.
     """
     bad_positions: set[int] = set()
     for start, stop in bad:
         bad_positions.update(range(start, stop))
-    anchors = [position for position in cached if position < retention.anchors]
-    others = cached[len(anchors) :]
+    others = [position for position in cached if position >= retention.anchors]
+    anchors = cached[: len(cached) - len(others)]
+    if retention.recent is None:
+        anchors = [position for position in anchors if position == 0 or position not in bad_positions]
     clean = [position for position in others if position not in bad_positions]
     count = retention.recent_tokens(level)
     if retention.recent is None:
         history = clean[:-count]
     else:
         begin = length - retention.recent
-        before_window = others if retention.clean == "tail" else clean
-        history = [position for position in before_window if position < begin]
+        history = [position for position in others if position < begin]
         clean = [position for position in clean if position >= begin]
     sparse = evenly_spaced(history, retention.sparse_tokens)
     recent = clean[-count:]
     return KeptTokens((*anchors, *sparse, *recent), len(anchors), len(sparse), len(recent))
-
-
-def repeated_indices(tokens: Sequence[int], n: int) -> list[int]:
-    """Indices of tokens that end an n-gram which also ended at an earlier index."""
-    earlier: set[tuple[int, ...]] = set()
-    indices: list[int] = []
-    for end in range(n, len(tokens) + 1):
-        gram = tuple(tokens[end - n : end])
-        if gram in earlier:
-            indices.append(end - 1)
-        earlier.add(gram)
-    return indices
 
 
 def evenly_spaced(positions: Sequence[int], count: int) -> list[int]:

@@ -1,19 +1,25 @@
-"""What LoopGuard does besides cutting the cache: it bans n-grams and removes a loop from the output."""
+"""What LoopGuard does besides cutting the cache: it removes a loop from the output, bans n-grams and draws tokens."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Run
-from sinkscope.kv.cache import refuse_states
+
+BANNED = 1e4
+"""What a banned token loses of its logit. It stays finite, because a later processor may allow no other token."""
+DRAWN = 100.0
+"""By how much the logit of a drawn token exceeds all others."""
 
 
 @dataclass(eq=False)
@@ -21,10 +27,12 @@ class Ban:
     """N-grams that a row may not write for some time.
 
     Attributes:
-        until: Number of the generated token up to which the ban holds.
+        latest: The latest tokens of the row.
+        until: Number of the call up to which the ban holds.
         following: Tokens that complete a banned n-gram, keyed by the tokens before them.
     """
 
+    latest: deque[int]
     until: int = 0
     following: dict[tuple[int, ...], set[int]] = field(default_factory=dict)
 
@@ -35,12 +43,29 @@ class Ban:
             before = tuple(tokens[end - length + 1 : end])
             self.following.setdefault(before, set()).add(tokens[end])
 
-    def banned(self, latest: Sequence[int]) -> list[int]:
-        """The tokens that would complete an n-gram after `latest`."""
+    def banned(self) -> list[int]:
+        """The tokens that would complete an n-gram after the latest ones."""
+        latest = tuple(self.latest)
         tokens: set[int] = set()
         for begin in range(len(latest)):
-            tokens.update(self.following.get(tuple(latest[begin:]), ()))
+            tokens.update(self.following.get(latest[begin:], ()))
         return sorted(tokens)
+
+
+def draw(logits: Float[Tensor, " vocab"], min_p: float, random: torch.Generator) -> None:
+    """Draw a token, and raise its logit in place above all others.
+
+    The others keep their logits, so that a later processor that forbids the drawn token leaves the likeliest one.
+
+    Args:
+        logits: Logits of the next token.
+        min_p: Tokens with less than this share of the largest probability are not drawn.
+        random: Source of the random number.
+    """
+    probabilities = logits.float().softmax(-1)
+    likely = torch.where(probabilities >= min_p * probabilities.max(), probabilities, 0)
+    token = torch.multinomial(likely, 1, generator=random)
+    logits[token] = logits.max() + DRAWN
 
 
 @dataclass(eq=False)
@@ -48,16 +73,28 @@ class Rewinder(StoppingCriteria):
     """Tells the generating code what a guard removes: `generate` runs in pieces, each ending where a loop was found.
 
     Attributes:
-        allowance: Number of tokens that may still be removed. None if generation does not run in pieces.
-        keep: Number of tokens to keep, including the prompt. None if nothing has to be removed.
+        required: Whether code that cannot remove tokens is refused.
+        allowance: Number of tokens of each row that may still be removed. None if generation does not run in pieces.
+        read: Tokens in the cache after a removal, by row: False at padding and at removed tokens. None if nothing has
+            to be removed.
+        again: The last token that stays of each row that lost some; it is read again.
+        ended: Rows that have ended, as the guard knows it.
+        full_at: Length at which each row of this piece has all its tokens; 0 for a row that has ended. Empty if
+            generation does not run in pieces.
     """
 
-    allowance: int | None = None
-    keep: int | None = None
+    required: bool
+    allowance: list[int] | None = None
+    read: Bool[Tensor, "row pos"] | None = None
+    again: dict[int, int] = field(default_factory=dict)
+    ended: list[bool] = field(default_factory=list)
+    full_at: list[int] = field(default_factory=list)
 
     def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Any, **kwargs: Any) -> Any:
-        """Say whether this piece ends: bool `[row]`."""
-        return torch.full((len(input_ids),), self.keep is not None, device=input_ids.device)
+        """Say which rows of this piece end: bool `[row]`."""
+        if self.read is not None:
+            return torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return torch.tensor(self.full_at, device=input_ids.device) <= input_ids.shape[1]
 
 
 def generate_in_pieces(
@@ -65,59 +102,92 @@ def generate_in_pieces(
     model: Any,
     ids: Int[Tensor, "row pos"],
     *,
+    attention_mask: Int[Tensor, "row pos"],
     max_new_tokens: int,
     fixed: bool = False,
     **options: Any,
 ) -> Any:
-    """Call `model.generate`; under `LoopGuard(rewind=True)`, again each time a loop is removed from the output.
+    """Call `model.generate`; under a guard that rewinds, again each time a loop is removed from the output.
 
-    At a loop the piece ends, ids and cache are cut back to where the second copy began, and the next piece continues
-    from there, up to the same total of new tokens. At most `max_new_tokens` tokens are removed in all, so the cost is
-    at most twice that of the answer; later loops are only cut from the cache.
+    At a loop the piece ends. The row loses what follows the first copy, in the cache and in the output, and the next
+    piece continues from there, up to the same total of new tokens; other rows go on where they were. At most
+    `max_new_tokens` tokens of a row are removed in all; later loops are only cut from the cache. With a streamer,
+    which would show tokens that are later removed, the guard does not rewind.
 
     Args:
         run: The run that acts on the model, if any.
         model: The Hugging Face model.
-        ids: Token ids of the prompt; a single row under such a guard.
+        ids: Token ids of the prompts, padded on the left.
+        attention_mask: Which of them are real.
         max_new_tokens: Maximum number of new tokens.
         fixed: Whether the answer is given in advance, so that nothing may be removed.
         options: Further arguments of `model.generate`.
 
     Returns:
-        The output of the last call of `model.generate`, with the ids of the whole answer.
+        The output of the last call of `model.generate`, with the ids of the whole answers.
 
     Raises:
-        SinkscopeError: There are several rows, or a streamer is given, which would show tokens that are later removed.
+        SinkscopeError: A streamer is given under `rewind=True`.
     """
     session = None if run is None else run.session
-    if session is None or session.rewinder is None:
-        return model.generate(input_ids=ids, max_new_tokens=max_new_tokens, **options)
-    rewinder: Rewinder = session.rewinder
-    if len(ids) > 1:
-        raise SinkscopeError(
-            f"rewind=True takes tokens back from one row at a time, and here are {len(ids)}: use batch_size=1"
-        )
-    if options.get("streamer") is not None:
+    rewinder: Rewinder | None = None if session is None else session.rewinder
+    if rewinder is not None and rewinder.required and options.get("streamer") is not None:
         raise SinkscopeError("rewind=True takes back tokens that a streamer has already shown: leave out the streamer")
+    if session is None or rewinder is None or options.get("streamer") is not None:
+        return model.generate(input_ids=ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, **options)
     cache: Any = options.pop("past_key_values", None)
     if cache is None:
         cache = DynamicCache(config=model.config)
     options["stopping_criteria"] = StoppingCriteriaList([*options.pop("stopping_criteria", ()), rewinder])
-    longest = ids.shape[1] + max_new_tokens
-    rewinder.allowance = 0 if fixed else max_new_tokens
+    least: int = options.pop("min_new_tokens", None) or 0
+    width, mask = ids.shape[1], attention_mask
+    output: Any = ids
+    rewinder.allowance = [0 if fixed else max_new_tokens] * len(ids)
+    rewinder.ended = [False] * len(ids)
     try:
         while True:
-            options["attention_mask"] = torch.ones_like(ids)
-            left = longest - ids.shape[1]
-            output = model.generate(input_ids=ids, max_new_tokens=left, past_key_values=cache, **options)
-            if rewinder.keep is None:
-                return output
-            ids = getattr(output, "sequences", output)[:, : rewinder.keep]
-            rewinder.keep = None
-            session.resuming = True  # what comes next reads a generated token and no prompt
-            refuse_states(cache, "rewind=True")
+            written: list[int] = mask[:, width:].sum(1).tolist()
+            rewinder.full_at = [
+                0 if end else ids.shape[1] + max_new_tokens - count
+                for count, end in zip(written, rewinder.ended, strict=True)
+            ]
+            left = max(rewinder.full_at) - ids.shape[1]
+            if left <= 0:
+                break
+            if least:
+                options["min_new_tokens"] = max(0, least - max(written))
+            output = model.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=left, past_key_values=cache, **options
+            )
+            ids = getattr(output, "sequences", output)
+            mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+            if rewinder.read is None:
+                break
+            read = rewinder.read.to(mask)
+            seen = read.shape[1]
+            newest = ids[:, min(seen, ids.shape[1] - 1)].clone()
+            for row, token in rewinder.again.items():
+                newest[row] = token
+            ids = torch.cat([ids[:, :seen], newest[:, None]], 1)
+            mask = torch.nn.functional.pad(read, (0, 1), value=1)
             for layer in cache.layers:
-                layer.crop(ids.shape[1] - 1 - layer.seen)
+                layer.crop(seen - layer.seen)  # a call that ran before the piece ended
+            rewinder.read = None
+            session.resuming = True  # what comes next reads a generated token and no prompt
     finally:
         rewinder.allowance = None
+        rewinder.full_at = []
         session.resuming = False
+    whole = _closed(ids, mask, width, max_new_tokens, options.get("pad_token_id") or 0)
+    if isinstance(output, Tensor):
+        return whole
+    output.sequences = whole
+    return output
+
+
+def _closed(
+    ids: Int[Tensor, "row pos"], mask: Int[Tensor, "row pos"], width: int, most: int, pad: int
+) -> Int[Tensor, "row left"]:
+    """Prompts of a width and new tokens without those that were removed, padded on the right."""
+    rows = [row[real.bool()][:most] for row, real in zip(ids[:, width:], mask[:, width:], strict=True)]
+    return torch.cat([ids[:, :width], pad_sequence(rows, batch_first=True, padding_value=pad)], 1)

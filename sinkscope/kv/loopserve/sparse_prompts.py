@@ -318,11 +318,10 @@ def _log_prompt(
 
 
 def _stock_is_fast(prompt: Attention, view: View, session: Session) -> bool:
-    """Whether the model's own attention is as fast as any for a prompt: it needs neither a mask nor a whole matrix."""
-    first_turn = prompt.query.shape[2] == prompt.key.shape[2]
+    """Whether the model's own attention is as fast as any for a prompt: its mask is there, and it builds no matrix."""
     padded = bool((view.query_pos < 0).any())
     eager = stock_name(prompt.module.config) == "eager"
-    return first_turn and not padded and not session.now.own_masks and not eager
+    return not padded and not session.now.own_masks and not eager
 
 
 def prompts_summary(name: str, run: Run) -> str:

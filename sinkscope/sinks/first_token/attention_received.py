@@ -57,17 +57,19 @@ class AttentionReceived:
             text are left out because too few queries see them, and layers with a window of less than 8.
         learned: The same for the learned sink logit of each head.
         windows: Positions that a query of each layer sees; None: all.
+        attending: Which layers attend; the others of a hybrid model keep a state and count in no rate.
     """
 
     ids: Int[Tensor, "text pos"]
     above: Bool[Tensor, "layer head text at"]
     learned: Bool[Tensor, "layer head text"]
     windows: tuple[int | None, ...]
+    attending: Bool[Tensor, " layer"]
 
     @property
     def rate(self) -> float:
         """The sink rate of position 0: the share of (layer, head) above the threshold, averaged over texts."""
-        return float(self.above[..., 0].float().mean())
+        return float(self.above[self.attending][..., 0].float().mean())
 
     @property
     def rate_by_layer(self) -> tuple[float, ...]:
@@ -84,11 +86,11 @@ class AttentionReceived:
         to_first = self.above[..., 0]
         everywhere = torch.ones(len(self.ids), dtype=torch.bool)
         always = _in_most_texts(to_first)
-        least = max(SINK_HEADS, FIRST_SHARE * always.numel())
+        least = max(SINK_HEADS, FIRST_SHARE * always[self.attending].numel())
         if int(always.sum()) >= least:
             return _texts_of(to_first, always, everywhere)
         sometimes = reduce(to_first.float(), "layer head text -> layer head", "mean") >= SOME_TEXTS
-        if int(sometimes.sum()) < max(least, LATER_SHARE * sometimes.numel()):
+        if int(sometimes.sum()) < max(least, LATER_SHARE * sometimes[self.attending].numel()):
             return ~everywhere
         texts = _texts_of(to_first, sometimes, everywhere)
         first_tokens = self.ids[texts, 0].unique()
@@ -106,17 +108,17 @@ class AttentionReceived:
         """The (layer, head) pairs that attend to the first token in most of `texts`; empty if too few for a sink."""
         if not bool(self.texts.any()):
             return []
-        return _heads_of_a_sink(_in_most_texts(self.above[..., self.texts, 0]))
+        return _heads_of_a_sink(_in_most_texts(self.above[..., self.texts, 0]), self.attending)
 
     @cached_property
     def learned_heads(self) -> list[tuple[int, int]]:
         """The (layer, head) pairs whose learned sink logit exceeds the threshold in most texts; empty if too few."""
-        return _heads_of_a_sink(_in_most_texts(self.learned))
+        return _heads_of_a_sink(_in_most_texts(self.learned), self.attending)
 
     @property
     def learned_rate(self) -> float:
         """Share of (layer, head) pairs whose learned sink logit exceeds the threshold, averaged over texts."""
-        return float(self.learned.float().mean())
+        return float(self.learned[self.attending].float().mean())
 
     def window(self, heads: list[tuple[int, int]]) -> int | None:
         """The smallest window of the layers of these heads; None if they see everything."""
@@ -137,7 +139,7 @@ class AttentionReceived:
         tokens: list[AttendedToken] = []
         for token in ids[:, 1:].unique().tolist():
             where = elsewhere & (ids == token)
-            rate = _later_rate(self.above[:, :, where])
+            rate = _later_rate(self.above[self.attending][:, :, where])
             positions = where.any(0).nonzero().flatten()
             if rate is not None and len(positions) > 1:
                 tokens.append(AttendedToken(token, int(positions[0]), rate))
@@ -151,7 +153,7 @@ class AttentionReceived:
         attended: list[AttendedToken] = []
         for position in range(1, ids.shape[1]):
             texts = counted[:, position]
-            rate = _later_rate(self.above[:, :, texts, position])
+            rate = _later_rate(self.above[self.attending][:, :, texts, position])
             if rate is not None and len(ids[texts, position].unique()) >= LATER_CASES:
                 attended.append(AttendedToken(None, position, rate))
         return attended
@@ -182,9 +184,9 @@ def _later_rate(above: Bool[Tensor, "layer head case"]) -> float | None:
     return rate
 
 
-def _heads_of_a_sink(steady: Bool[Tensor, "layer head"]) -> list[tuple[int, int]]:
+def _heads_of_a_sink(steady: Bool[Tensor, "layer head"], attending: Bool[Tensor, " layer"]) -> list[tuple[int, int]]:
     heads = [(layer, head) for layer, head in steady.nonzero().tolist()]
-    if len(heads) < SINK_HEADS or len(heads) < FIRST_SHARE * steady.numel():
+    if len(heads) < SINK_HEADS or len(heads) < FIRST_SHARE * steady[attending].numel():
         return []
     return heads
 
@@ -242,7 +244,8 @@ def attention_received(
         with attention_rows(target, read, layers=list(range(depth)), rows_per_chunk=length):
             target.forward(ids[texts], upto=depth - 1)
         progress("sink rate", texts.stop, len(ids))
-    return AttentionReceived(ids, above, learned, tuple(windows))
+    attending = torch.tensor([target.has_attention(layer) for layer in range(depth)])
+    return AttentionReceived(ids, above, learned, tuple(windows), attending)
 
 
 def seen_positions(probs: Float[Tensor, "text head query key"]) -> int | None:

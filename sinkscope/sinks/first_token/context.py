@@ -12,7 +12,8 @@ from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_far_enough
 
-SOME_TEXTS = 0.2  # least share of the texts, and at least two, that a sink must have
+SOME_TEXTS = 0.2  # least share of the texts in which heads attend to a sink of some texts
+SPIKE_TEXTS = 0.1  # least share of the texts, and at least two, that have a spike of some texts; fewer texts are read
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class SinkContext:
         scan = scan_far_enough(setup, ids, whole=whole)
         spiking = scan.spiking
         count = int(spiking.sum())
-        if count < len(ids) and count >= max(2, SOME_TEXTS * len(ids)):
+        if count < len(ids) and count >= max(2, SPIKE_TEXTS * len(ids)):
             share = count / len(ids)
             ids = ids[spiking]
             scan = scan_far_enough(setup, ids, whole=whole)

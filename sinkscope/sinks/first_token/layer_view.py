@@ -157,15 +157,20 @@ def neuron_site(target: Target, layer: int, number: int) -> tuple[int, ...]:
     return (layer, expert, neuron)
 
 
+def _experts(target: Target, layer: int) -> list[int | None]:
+    """The experts of a layer in the order of their numbers; None: its dense MLP or shared expert."""
+    experts: list[int | None] = [*range(target.n_experts(layer))]
+    if target.has_mlp(layer, None):
+        experts.append(None)
+    return experts
+
+
 @torch.no_grad()
 def contribution_norms(target: Target, view: LayerView) -> Float[Tensor, "n neuron"]:
     """Norm of `hook_post[j] * W_out[j]` for every neuron (Yona et al. 2025, section 4.2)."""
     layer = view.layer
     norms = torch.zeros_like(view.post)
-    experts: list[int | None] = [*range(target.n_experts(layer))]
-    if target.has_mlp(layer, None):
-        experts.append(None)
-    for expert in experts:
+    for expert in _experts(target, layer):
         start = flat_number(target, layer, expert, 0)
         neurons = slice(start, start + target.width(layer, expert))
         if bool(view.post[:, neurons].any()):  # read columns only of experts that write anything
@@ -177,9 +182,10 @@ def column_norms_behind_the_norm(target: Target, layer: int) -> Float[Tensor, " 
     """Norms of the columns of the down projection, times the gain of the norm behind the MLP."""
     gain = gain_of(target, target.sub(layer, target.adapter.post_mlp_norm or ""))
     norms: list[Tensor] = []
-    for neurons in torch.arange(target.width(layer)).split(COLUMNS_AT_ONCE):
-        columns_here = target.w_out(layer, neurons.tolist()).float()
-        norms.append((columns_here * gain).norm(dim=-1))
+    for expert in _experts(target, layer):
+        for neurons in torch.arange(target.width(layer, expert)).split(COLUMNS_AT_ONCE):
+            columns_here = target.w_out(layer, neurons.tolist(), expert).float()
+            norms.append((columns_here * gain).norm(dim=-1))
     return torch.cat(norms)
 
 

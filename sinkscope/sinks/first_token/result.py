@@ -293,7 +293,7 @@ class AttentionSink:
         """In which texts and how far heads attend, as part of a sentence; empty if there is nothing to say."""
         words = ""
         if self.window is not None:
-            words += f" within windows of {self.window} tokens"
+            words += f" (window {self.window})"
         if self.share < 1:
             words += f" in {self.share:.0%} of texts"
         if self.length > SHORT:

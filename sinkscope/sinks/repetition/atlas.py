@@ -103,8 +103,8 @@ class AtlasReading:
         if len(repeated):
             when = f", in the median after {np.median(repeated):.0f} repetitions"
         return (
-            f"Repetition makes a sink of {len(repeated)} of {len(self.ids)} tokens{when}; without repetition "
-            f"{int((self.repeats == 1).sum())} are one, and {int(self.resists.sum())} never become one."
+            f"Repetition makes a sink of {len(repeated)} of {len(self.ids)} tokens{when}; "
+            f"{int((self.repeats == 1).sum())} are a sink at the first occurrence, and {int(self.resists.sum())} never."
         )
 
     def details(self) -> list[str]:

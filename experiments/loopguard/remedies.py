@@ -1,0 +1,358 @@
+"""What ends loops, and what each remedy costs: samplers, stopping at the alarm, and LoopGuard, on the same prompts.
+
+    python -m experiments.loopguard.remedies run DIR [--model M] [--prompts stories|small] [--new 400] [--only NAME ...]
+    python -m experiments.loopguard.remedies draw DIR ... [--out figures]
+
+`run` lets a model continue prompts greedily under each remedy, and appends each batch of outputs to DIR/runs.jsonl; run
+it again to go on after an interruption. The prompts are story openings that are put together at random (`--seed`), or
+those of LoopBench's small sets. `draw` makes the table and the figure of several DIRs.
+
+Every second prompt served to choose the guard's default; the table reports the others. Its columns:
+
+- `loops`: share of outputs that end in a loop, by the rule of `sinkscope bench --task loops`. `ended`: share of outputs
+  that reach the end of sequence, or of a story.
+- `perplexity`: of up to 400 tokens after the first act of a guard (for other remedies, after the first alarm in the
+  whole cache's output), read once more by the model with a clean cache. Only prompts whose output with the whole cache
+  raises an alarm count.
+- `acts`: interventions per output that had any. `drawn`: share of the interventions that drew tokens. `taken_back`:
+  removed tokens, as a share of those that were left.
+- `changed`: share of the outputs that differ from those of the whole cache although these raise no alarm.
+- `steps`: median time of a step of the batch, over that of the whole cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from time import process_time
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from experiments.drawn import save
+from experiments.record import record
+from sinkscope.bench.prompt import read_prompts
+from sinkscope.bench.tasks.loops import DATA, first_alarm, loops
+from sinkscope.files.output import write_atomic
+from sinkscope.kv.loopguard import LoopGuard, LoopReporter, LoopStopper
+from sinkscope.measure.style import BLUE, GREEN, ORANGE, RED, finished
+from sinkscope.models.load import load
+from sinkscope.serving.generate import generate, padded
+
+NAMES = ("Ben", "Mia", "Tom", "Lily", "Sam", "Anna", "Max", "Sara", "Tim", "Lucy", "Jack", "Nina", "Leo", "Emma")
+THINGS = ("ball", "bird", "cat", "box", "tree", "dog", "boat", "hat", "frog", "star", "cake", "duck", "key", "train")
+FORMS = (
+    "{name} had a {thing}. {name} said,",
+    "The {thing} was very big. {name} wanted to",
+    "{name} asked {other} for the {thing}.",
+    "One day, the {thing} sang the same song again and again:",
+    "{name} and {other} saw a {thing}. The {thing} said,",
+    "{other} gave the {thing} to {name}. {name} gave",
+    "{name} looked for the {thing}. {other} looked",
+    "The {thing} asked {name} to play. {name} said,",
+)
+
+
+def openings(count: int, seed: int) -> list[str]:
+    """Story openings, two of each form in turn."""
+    rng = random.Random(seed)
+    texts: list[str] = []
+    while len(texts) < count:
+        name, other = rng.sample(NAMES, 2)
+        text = FORMS[len(texts) // 2 % len(FORMS)].format(name=name, other=other, thing=rng.choice(THINGS))
+        if text not in texts:
+            texts.append(text)
+    return texts
+
+
+class Dry(LogitsProcessor):
+    """DRY (p-e-w 2024): a token that prolongs a repetition of n tokens loses `strength * base ** (n - allowed)`."""
+
+    def __init__(self, strength: float = 0.8, base: float = 1.75, allowed: int = 2, longest: int = 64) -> None:
+        self._strength, self._base, self._allowed, self._longest = strength, base, allowed, longest
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Scores with the penalties."""
+        scores = scores.clone()
+        for row, ids in enumerate(input_ids.tolist()):
+            lengths: dict[int, int] = {}
+            for end in range(len(ids) - 1):
+                if ids[end] != ids[-1]:
+                    continue
+                length = 1
+                while length < min(end + 1, self._longest) and ids[end - length] == ids[-1 - length]:
+                    length += 1
+                lengths[ids[end + 1]] = max(length, lengths.get(ids[end + 1], 0))
+            for token, length in lengths.items():
+                if length >= self._allowed:
+                    scores[row, token] -= self._strength * self._base ** (length - self._allowed)
+        return scores
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a model wrote.
+
+    Attributes:
+        method: Name of the remedy.
+        prompt: Number of the prompt.
+        tokens: Ids of the new tokens.
+        ended: Whether it ended by itself.
+        acts: Number of acts of a guard.
+        draws: How many of them drew tokens.
+        taken_back: Number of tokens that were removed from the output.
+        nll: Mean surprise of the text after the first act or alarm; None without one.
+        seconds: Processor time of a step of its batch.
+    """
+
+    method: str
+    prompt: int
+    tokens: list[int]
+    ended: bool
+    acts: int
+    draws: int
+    taken_back: int
+    nll: float | None
+    seconds: float
+
+    @property
+    def alarm(self) -> int | None:
+        """Step of the first alarm of the default monitor."""
+        return first_alarm(self.tokens, [0.0] * len(self.tokens))
+
+    @property
+    def loops(self) -> bool:
+        """Whether it ends in a loop."""
+        return loops(self.tokens)
+
+
+Outputs = dict[tuple[str, int], Output]
+
+
+METHODS: dict[str, Callable[[], Any]] = {
+    "full": dict,
+    "temperature 0.7": lambda: {"do_sample": True, "temperature": 0.7, "top_k": 0},
+    "repetition penalty 1.1": lambda: {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.1)]},
+    "no-repeat-4": lambda: {"logits_processor": [NoRepeatNGramLogitsProcessor(4)]},
+    "no-repeat-6": lambda: {"logits_processor": [NoRepeatNGramLogitsProcessor(6)]},
+    "DRY": lambda: {"logits_processor": [Dry()]},
+    "stop": dict,
+    "LoopGuard.paper": LoopGuard.paper,
+    "cut": lambda: LoopGuard(escalate="none", rewind=False),
+    "cut and ban": lambda: LoopGuard(escalate="ban", rewind=False),
+    "LoopGuard, plain generate": lambda: LoopGuard(rewind=False),
+    "LoopGuard": LoopGuard,
+}
+
+
+class Continuing:
+    """A model that continues prompts. A story ends at BOS where the model was trained on stories in a row."""
+
+    def __init__(self, model: Any, new: int, seed: int) -> None:
+        self.model = model
+        self.new = new
+        self.seed = seed
+        self.ends = {model.generation_config.eos_token_id, model.tokenizer.bos_token_id}
+        model.generation_config.eos_token_id = sorted(self.ends)
+
+    @torch.no_grad()
+    def outputs(self, method: str, prompts: dict[int, str], alarms: dict[int, int | None]) -> list[Output]:
+        """Continue prompts; `alarms` are those of the whole cache's outputs, from where the surprise is measured."""
+        rows = [self.model.tokenizer(text, verbose=False)["input_ids"] for text in prompts.values()]
+        started = process_time()
+        made = METHODS[method]()
+        events: list[Sequence[Any]] = [()] * len(rows)
+        if isinstance(made, LoopGuard):
+            told = generate(self.model, rows, guard=made, max_new_tokens=self.new, batch_size=len(rows))
+            written = [one.tokens for one in told]
+            events = [one.events for one in told]
+        else:
+            written = self._generated(rows, made, stops=method == "stop")
+        outputs: list[Output] = []
+        for place, number in enumerate(prompts):
+            tokens = written[place]
+            cuts = [event.data for event in events[place]]
+            back = sum(cut["taken_back"] for cut in cuts)
+            output = Output(
+                method=method,
+                prompt=number,
+                tokens=tokens,
+                ended=bool(tokens) and tokens[-1] in self.ends,
+                acts=len(cuts),
+                draws=sum(cut["escalated"] == "draw" for cut in cuts),
+                taken_back=back,
+                nll=None,
+                seconds=(process_time() - started) / max(map(len, written)),
+            )
+            acted = alarms.get(number, output.alarm)
+            if cuts:
+                acted = cuts[0]["generated"] - cuts[0]["taken_back"]
+            outputs.append(replace(output, nll=self.surprise(rows[place], tokens, acted)))
+        return outputs
+
+    def _generated(self, rows: list[list[int]], options: dict[str, Any], stops: bool) -> list[list[int]]:
+        """New tokens of each row under a sampler or a stopper."""
+        reporter = LoopReporter(eos_token_id=[*self.ends, 0])
+        if stops:
+            options = {"logits_processor": [reporter], "stopping_criteria": [LoopStopper(reporter=reporter)]}
+        torch.manual_seed(self.seed)
+        ids, mask = padded(rows, 0, self.model.device)
+        settings = {"max_new_tokens": self.new, "do_sample": False, "pad_token_id": 0, **options}
+        written: list[list[int]] = []
+        for row in self.model.generate(ids, attention_mask=mask, **settings)[:, ids.shape[1] :].tolist():
+            ends = [place + 1 for place, token in enumerate(row) if token in self.ends]
+            if stops:
+                ends += [place for place, token in enumerate(row) if token == 0]
+            written.append(row[: min(ends, default=len(row))])
+        return written
+
+    def surprise(self, ids: list[int], tokens: list[int], after: int | None) -> float | None:
+        """Mean surprise of at most 400 tokens after a step, for the model with a clean cache."""
+        if after is None or after + 1 >= len(tokens):
+            return None
+        text = tokens[: after + 401]
+        logits = self.model(torch.tensor([[*ids, *text]]), use_cache=False).logits[0, len(ids) + after : -1].float()
+        return float(torch.nn.functional.cross_entropy(logits, torch.tensor(text[after + 1 :])))
+
+
+def read(work: Path) -> Outputs:
+    """The outputs of a folder."""
+    file = work / "runs.jsonl"
+    if not file.exists():
+        return {}
+    outputs = [Output(**json.loads(line)) for line in file.read_text().splitlines()]
+    return {(output.method, output.prompt): output for output in outputs}
+
+
+def run(args: Any) -> None:
+    """Continue the prompts of one setting under each remedy."""
+    model: Any = load(args.model, backend="hf")
+    continuing = Continuing(model, args.new, args.seed)
+    texts = openings(args.count, args.seed)
+    if args.prompts == "small":
+        rows = [*read_prompts(DATA / "small-dc.jsonl"), *read_prompts(DATA / "small-ri.jsonl")]
+        texts = [prompt.turns[0].text for prompt in rows]
+    name = Path(args.model).name if args.model else "model in the package"
+    settings = {"model": name, "prompts": args.prompts, "new": args.new, "seed": args.seed, "count": len(texts)}
+    write_atomic(args.work / "settings.json", json.dumps(settings))
+    outputs = read(args.work)
+    for method in args.only:
+        missing = [number for number in range(len(texts)) if (method, number) not in outputs]
+        for start in range(0, len(missing), args.batch):
+            part = {number: texts[number] for number in missing[start : start + args.batch]}
+            alarms: dict[int, int | None] = {}
+            if method != "full":
+                alarms = {number: outputs["full", number].alarm for number in part}
+            with (args.work / "runs.jsonl").open("a") as file:
+                for output in continuing.outputs(method, part, alarms):
+                    outputs[method, output.prompt] = output
+                    file.write(json.dumps(asdict(output)) + "\n")
+        for half in (0, 1):
+            print(json.dumps({"half": half, **row_of(method, outputs, half)}), flush=True)
+
+
+def row_of(method: str, outputs: Outputs, half: int) -> dict[str, Any]:
+    """One row of the table, over every second prompt."""
+    mine = [output for (name, number), output in outputs.items() if name == method and number % 2 == half]
+    full = {number: output for (name, number), output in outputs.items() if name == "full"}
+    healthy = [output for output in mine if full[output.prompt].alarm is None]
+    surprise = [output.nll for output in mine if output.nll is not None and full[output.prompt].alarm is not None]
+    acts = [output.acts for output in mine if output.acts]
+    tokens = sum(len(output.tokens) for output in mine)
+    ratios = [output.seconds / full[output.prompt].seconds for output in mine]
+    return {
+        "method": method,
+        "outputs": len(mine),
+        "loops": sum(output.loops for output in mine),
+        "ended": sum(output.ended for output in mine),
+        "length": tokens / len(mine),
+        "perplexity": math.exp(fmean(surprise)) if surprise else None,
+        "acts": fmean(acts) if acts else 0.0,
+        "drawn": sum(output.draws for output in mine) / max(1, sum(acts)),
+        "taken_back": sum(output.taken_back for output in mine) / tokens,
+        "healthy": len(healthy),
+        "changed": sum(output.tokens != full[output.prompt].tokens for output in healthy),
+        "steps": median(ratios),
+    }
+
+
+def figure(data: dict[str, Any]) -> Any:
+    """Loops and perplexity of each remedy, a colour for each setting."""
+    from plotly.subplots import make_subplots
+
+    fig: Any = make_subplots(
+        rows=1, cols=2, horizontal_spacing=0.08, subplot_titles=["outputs that loop", "perplexity after the first act"]
+    )
+    said: list[str] = []
+    for setting, colour in zip(data["result"]["settings"], (BLUE, ORANGE, GREEN, RED), strict=False):
+        rows = setting["reported"]
+        names = [row["method"] for row in rows]
+        style = {"marker_color": colour, "legendgroup": setting["name"], "name": setting["name"]}
+        fig.add_bar(x=names, y=[row["loops"] / row["outputs"] for row in rows], **style, row=1, col=1)
+        fig.add_bar(x=names, y=[row["perplexity"] for row in rows], **style, showlegend=False, row=1, col=2)
+        by_name = {row["method"]: row for row in rows}
+        full, guard = by_name["full"], by_name["LoopGuard"]
+        said.append(f"{guard['loops']} instead of {full['loops']} of {guard['outputs']} ({setting['name']})")
+    fig.update_yaxes(range=[0, 1.03], tickformat=".0%", row=1, col=1)
+    found = f"With LoopGuard, outputs that loop: {', '.join(said)}"
+    return finished(fig, None, found, width=1500, height=600, barmode="group", bottom=150)
+
+
+def draw(args: Any) -> None:
+    """The table and the figure of several settings."""
+    settings: list[dict[str, Any]] = []
+    for work in args.works:
+        of_run = json.loads((work / "settings.json").read_text())
+        outputs = read(work)
+        methods = [name for name in METHODS if (name, 0) in outputs]
+        halves = {"chosen": 0, "reported": 1}
+        rows = {half: [row_of(name, outputs, number) for name in methods] for half, number in halves.items()}
+        name = f"{of_run['model']}, {of_run['prompts']}, {of_run['new']} tokens"
+        settings.append({"name": name, **of_run, **rows})
+        print(f"\n{name}\n")
+        print("| remedy | loops | ended | perplexity | acts | drawn | taken back | healthy outputs changed | steps |")
+        print("|---|---|---|---|---|---|---|---|---|")
+        for row in rows["reported"]:
+            perplexity = "-" if row["perplexity"] is None else f"{row['perplexity']:.2f}"
+            print(
+                f"| {row['method']} | {row['loops']} of {row['outputs']} | {row['ended']} | {perplexity} | "
+                f"{row['acts']:.1f} | {row['drawn']:.0%} | {row['taken_back']:.0%} | "
+                f"{row['changed']} of {row['healthy']} | {row['steps']:.2f} |"
+            )
+    text = record("loopguard-remedies", {"settings": settings}, {"works": [work.name for work in args.works]})
+    save("loopguard_remedies", text, figure, args.out)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.loopguard.remedies", description=(__doc__ or "").splitlines()[0]
+    )
+    parts = parser.add_subparsers(required=True)
+    running = parts.add_parser("run")
+    running.set_defaults(act=run)
+    running.add_argument("work", type=Path)
+    running.add_argument("--model", help="a name, hub id or folder; by default the model in the package")
+    running.add_argument("--prompts", choices=("stories", "small"), default="stories")
+    running.add_argument("--count", type=int, default=80, help="number of story openings")
+    running.add_argument("--new", type=int, default=400)
+    running.add_argument("--seed", type=int, default=0)
+    running.add_argument("--batch", type=int, default=40)
+    running.add_argument("--only", nargs="*", choices=list(METHODS), default=list(METHODS))
+    drawing = parts.add_parser("draw")
+    drawing.set_defaults(act=draw)
+    drawing.add_argument("works", type=Path, nargs="+")
+    drawing.add_argument("--out", type=Path, default=Path("figures"))
+    args = parser.parse_args(argv)
+    args.act(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The command `sinkscope view`."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import webbrowser
+from pathlib import Path
+from typing import Annotated, Any
+
+from sinkscope.app.view.explorer import Explorer
+from sinkscope.app.view.result import ModelView
+from sinkscope.app.view.server import check_server, serve
+from sinkscope.files.options import Count, Hidden, Option
+from sinkscope.files.output import read_text
+
+
+def view_model(
+    model: Annotated[Any, Option(argument=True, metavar="MODEL")] = None,
+    *,
+    text: Annotated[str | Path | None, Option(metavar="FILE|-")] = None,
+    generation: bool = True,
+    port: Count = 0,
+    show: Annotated[bool, Option(name="--open")] = True,
+    revision: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    bos: bool | None = None,
+    seed: Count = 0,
+    progress: Hidden = None,
+    to_files: Hidden = True,
+) -> ModelView | None:
+    """Explore a model on a text: norms, attention, sink neurons, heads, the circuit, and what edits change.
+
+    Without a file to write, the page is served on this machine only, at an address that it prints, until Ctrl-C. Other
+    texts can then be typed, and any neuron or head switched off. With --html the page is a file that stands alone.
+
+    Args:
+        model: A short name, hub id, folder or .gguf file; from Python also a live model. By default the bundled model.
+        text: The text; - is standard input. By default typical text, and a repeated word if repeating makes a sink.
+        generation: Include what the model writes with and without the guard.
+        port: Port of the live page. By default a free one.
+        show: Open the live page in a browser, if the command runs in a terminal.
+        revision: Branch, tag or commit on the hub.
+        device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
+        dtype: float32, bfloat16 or float16. By default the checkpoint's.
+        bos: Whether the text begins with BOS. By default it does if the tokenizer has a BOS token.
+        seed: Seed of the random controls.
+        progress: Called as `progress(what, done, total)`.
+        to_files: Whether the result is wanted; else the live page is served.
+
+    Example:
+        sinkscope view
+        sinkscope view llama-2-7b --text answer.txt --html view.html
+    """
+    if not to_files:
+        check_server()
+    given = None if text is None else read_text(str(text))
+    explorer = Explorer.open(
+        model, revision=revision, device=device, dtype=dtype, bos=bos, seed=seed, progress=progress
+    )
+    if to_files:
+        return explorer.whole_view(given, generation=generation)
+    explorer.text = given
+
+    def ready(address: str) -> None:
+        print(f"{explorer.setup.target.name} is at {address} until Ctrl-C.", flush=True)
+        if show and sys.stdout.isatty():
+            webbrowser.open(address)
+
+    gc.enable()  # the command line turns it off while libraries are imported
+    serve(explorer, port, ready)
+    return None

@@ -1,0 +1,518 @@
+"""An open model, what is known of its sink, and its readings of texts, intact and under edits."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange, reduce
+from jaxtyping import Float, Int, UInt8
+from pydantic import BaseModel
+from torch import Tensor
+
+from sinkscope.app.view.packed import Packed, codes_of
+from sinkscope.app.view.result import (
+    SPIKE_RATIO,
+    SPIKE_SHARE,
+    CircuitEdge,
+    Generation,
+    ModelView,
+    Variant,
+    ViewedText,
+    Writing,
+)
+from sinkscope.attention.barcode import Barcode, PictureSize, barcode
+from sinkscope.attention.texts import Loop
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.notation import listed, neuron_name, read_head, read_neuron
+from sinkscope.files.records import conform
+from sinkscope.files.tables import percent
+from sinkscope.interventions import Ablate, SinkPatch
+from sinkscope.interventions.base import Intervention
+from sinkscope.interventions.decode import decode
+from sinkscope.interventions.sites import site_of
+from sinkscope.kv.loopguard.guard import LoopGuard
+from sinkscope.measure import Setup
+from sinkscope.models.target import norm_of
+from sinkscope.sinks.first_token.circuit import Circuit, circuit
+from sinkscope.sinks.first_token.circuit_result import MARK, REPETITION
+from sinkscope.sinks.first_token.find import find_sinks
+from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
+from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
+from sinkscope.sinks.first_token.result import FindSinks, RepeatedToken
+from sinkscope.sinks.tokens import prefixes
+from sinkscope.trace.attention import attention_rows
+from sinkscope.trace.run import trace
+
+MOST_TOKENS = 512
+TYPICAL_TOKENS = 64  # of the text that is shown by default
+AFTER_SINK = 16  # further repetitions that are shown behind the one that makes a sink
+ROOM = 3 << 20  # bytes of packed attention in a page
+PROMPT_TOKENS, NEW_TOKENS = 48, 144  # of the generation
+NOTICED = 0.05  # share of a token's norm that an edit changes at least, if a sentence says that it changes the token
+"""Below this, nothing is said to have changed."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one pass over a text shows.
+
+    Attributes:
+        norm: L2 norm of the residual stream after each layer.
+        rows: Attention, in the codes of `Packed`.
+        received: Attention that each position receives from later queries, on average.
+        activation: Values of the sink neurons.
+    """
+
+    norm: Float[np.ndarray, "layer pos"]
+    rows: UInt8[np.ndarray, "layer head query key"]
+    received: Float[Tensor, "layer head pos"]
+    activation: Float[np.ndarray, "neuron pos"]
+
+
+@dataclass(frozen=True)
+class Switch:
+    """An edit that can be switched on, and the edit that is its control.
+
+    Attributes:
+        name: What is edited.
+        edit: The edit.
+        control: The same of random neurons or heads. None if there are too few.
+        control_name: What the control does, in words.
+    """
+
+    name: str
+    edit: Intervention
+    control: Intervention | None
+    control_name: str
+
+
+class Request(BaseModel):
+    """What a page asks for; see `Explorer.answer`."""
+
+    text: str | None = None
+    off: tuple[str, ...] = ()
+    circuit: bool = False
+    generation: bool = False
+
+
+@dataclass
+class Explorer:
+    """An open model and what is known of its sink.
+
+    Attributes:
+        setup: The model and typical text.
+        sinks: Where its sink is made.
+        scan: Norms on typical text, without dimensions that are massive on all tokens.
+        circuit: The circuit of the sink. None until `measure_circuit` was called.
+        text: The text that is shown where a request names none. None: the default texts.
+        lock: Held by whoever runs the model.
+    """
+
+    setup: Setup
+    sinks: FindSinks
+    scan: LayerScan
+    circuit: Circuit | None = None
+    text: str | None = None
+    lock: Any = field(default_factory=threading.RLock)
+
+    @classmethod
+    def open(cls, model: object = None, **options: Any) -> Explorer:
+        """Open a model as `Setup.open` does, whole, and find its sink."""
+        setup = Setup.open(model, **options, loading="whole")
+        return cls(setup, find_sinks.on(setup), scan_layers(setup.target, setup.ids, whole=True))
+
+    def measure_circuit(self) -> None:
+        """Trace the circuit of the sink, once."""
+        with self.lock:
+            if self.circuit is None:
+                self.circuit = circuit.on(self.setup)
+
+    @property
+    def layer(self) -> int:
+        """The sink layer, or the layer after which the first token stands out most."""
+        if self.sinks.sink_layer is not None:
+            return self.sinks.sink_layer
+        return int((np.array(self.scan.first_norm) / np.array(self.scan.typical_norm)).argmax())
+
+    @property
+    def neurons(self) -> list[tuple[int, ...]]:
+        """The sink neurons: the smallest set that makes the spike, or those that are causal alone."""
+        for causal_set in self.sinks.causal_sets:
+            if causal_set.kind == "minimal":
+                return list(causal_set.edit_sites)
+        return [neuron.site for neuron in self.sinks.causal]
+
+    @property
+    def marks(self) -> list[tuple[int, int]]:
+        """The heads that mark the first token, and those that mark a repetition."""
+        heads: list[tuple[int, int]] = []
+        if self.circuit is not None:
+            for sink in self.circuit.sinks[:1]:
+                for step in (sink.step(MARK), sink.step(REPETITION)):
+                    names = () if step is None else step.chosen
+                    heads += [read_head(name) for name in names if ".H" in name]
+        return list(dict.fromkeys(heads))
+
+    def switches(self) -> list[Switch]:
+        """The edits that this model has."""
+        switches: list[Switch] = []
+        if self.neurons:
+            switches.append(self.switch("sink neurons zeroed", self.neurons, []))
+        if self.marks:
+            switches.append(self.switch("marking heads replaced", [], self.marks))
+        if self.neurons:
+            random = self.random_neurons()
+            control = _off(random, []) if random else None
+            switches.append(Switch("patched", SinkPatch.from_result(self.sinks), control, "random neurons zeroed"))
+            if control is not None:
+                switches.append(Switch("random control", control, None, ""))
+        return switches
+
+    def switch(self, name: str, neurons: Sequence[tuple[int, ...]], heads: Sequence[tuple[int, int]]) -> Switch:
+        """Zero some neurons and replace some heads by their mean; the control does the same to random ones."""
+        random_neurons, random_heads = self.random_neurons(neurons), self.random_heads(heads)
+        control, words = None, "random neurons zeroed"
+        if heads:
+            words = "random heads replaced"
+        if neurons and heads:
+            words = "random neurons and heads"
+        if len(random_neurons) == len(neurons) and len(random_heads) == len(heads):
+            control = _off(random_neurons, random_heads)
+        return Switch(name, _off(neurons, heads), control, words)
+
+    def random_neurons(self, neurons: Sequence[tuple[int, ...]] | None = None) -> list[tuple[int, ...]]:
+        """As many other neurons of the same layers and experts."""
+        if neurons is None:
+            neurons = self.neurons
+        return self._drawn(neurons, lambda site: self.setup.target.width(site[0], *site[1:-1]))
+
+    def random_heads(self, heads: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+        """As many other heads of the same layers, as far as there are any."""
+        return self._drawn(heads, lambda _: self.setup.n_heads)
+
+    def _drawn(self, places: Sequence[tuple[int, ...]], width: Any) -> list[tuple[int, ...]]:
+        generator = torch.Generator().manual_seed(self.setup.seed)
+        taken = {tuple(place) for place in (*places, *self.neurons, *self.marks)}
+        drawn: list[tuple[int, ...]] = []
+        for place in places:
+            for number in torch.randperm(width(place), generator=generator).tolist():
+                other = (*place[:-1], number)
+                if other not in taken:
+                    taken.add(other)
+                    drawn.append(other)
+                    break
+        return drawn
+
+    def default_texts(self) -> dict[str, list[int]]:
+        """Typical text and, if repeating a word makes a sink, the word that needs fewest repetitions."""
+        texts = {"typical text": self.setup.ids[0, :TYPICAL_TOKENS].tolist()}
+        words = [word for word in self.sinks.repeats.tokens if word.repeats is not None and word.repeats > 1]
+        if words:
+            word = min(words, key=_repeats)
+            count = _repeats(word) + AFTER_SINK
+            ids = [*prefixes(self.setup, [word.id]), *[word.id] * count]
+            if len(ids) <= min(MOST_TOKENS, self.setup.target.max_positions or MOST_TOKENS):
+                texts[f"{word.token!r} {count} times"] = ids
+        return texts
+
+    def ids_of(self, text: str) -> list[int]:
+        """The tokens of a text, after BOS if there is one.
+
+        Raises:
+            SinkscopeError: The text is empty, unknown to the tokenizer, or too long.
+        """
+        setup = self.setup
+        ids = setup.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if not text.strip() or set(ids) <= {setup.tokenizer.unk_token_id}:
+            raise SinkscopeError(f"the text {text[:40]!r} has no word that this tokenizer knows: give another text")
+        if setup.bos is not None and ids[0] != setup.bos:
+            ids = [setup.bos, *ids]
+        if len(ids) > MOST_TOKENS:
+            raise SinkscopeError(
+                f"the text has {len(ids)} tokens and a view shows {MOST_TOKENS} at most: give a shorter text"
+            )
+        setup.target.check_length("the text", len(ids))
+        return ids
+
+    def view(self, text: str | None = None, *, own: Switch | None = None, name: str = "text") -> ModelView:
+        """The model on a text, or on the default texts, intact and under its switches."""
+        with self.lock:
+            texts = self.default_texts() if text is None else {name: self.ids_of(text)}
+            switches = self.switches() if own is None else [*self.switches(), own]
+            viewed = [self.viewed(name, ids, switches, ROOM // len(texts)) for name, ids in texts.items()]
+        edges: tuple[CircuitEdge, ...] | None = None
+        sentence = ""
+        if self.circuit is not None:
+            edges = tuple(_edge(row) for sink in self.circuit.sinks[:1] for row in sink.rows())
+            sentence = self.circuit.conclusion()
+        result = ModelView(
+            layer=self.layer,
+            typical_norm=_rounded(np.array(self.scan.typical_norm)),
+            first_norm=_rounded(np.array(self.scan.first_norm)),
+            neurons=tuple(neuron_name(*site) for site in self.neurons),
+            marks=tuple(f"L{layer}.H{head}" for layer, head in self.marks),
+            texts=tuple(viewed),
+            circuit=edges,
+            circuit_sentence=sentence,
+        )
+        settings = {"seed": self.setup.seed, "bos": self.setup.bos is not None}
+        result.fill_in(self.setup.info(), settings, self.setup.provenance())
+        return result
+
+    def whole_view(self, text: str | None = None, *, generation: bool = True) -> ModelView:
+        """The view with the circuit and, if wanted, a generation: everything that a page without a server shows."""
+        self.measure_circuit()
+        result = self.view(text)
+        if generation:
+            result = replace(result, generation=self.generation())
+        return result
+
+    def viewed(self, name: str, ids: list[int], switches: Sequence[Switch], room: int) -> ViewedText:
+        """A text under every switch; rows of attention are kept for as many heads as there is room for."""
+        tokens = tuple(self.setup.tokenizer.decode([token]) for token in ids)
+        intact = self.read(ids)
+        spikes = self.spikes(intact)
+        readings = {"intact": intact}
+        sentences = {"intact": self.intact_sentence(tokens, intact, spikes)}
+        for switch in switches:
+            reading = self.read(ids, switch.edit)
+            control = None if switch.control is None else self.read(ids, switch.control)
+            readings[switch.name] = reading
+            sentences[switch.name] = self.change(switch, tokens, intact, reading, control)
+        rows = stored_rows(list(readings.values()), room)
+        variants: list[Variant] = []
+        for number, (label, reading) in enumerate(readings.items()):
+            variant = Variant(
+                name=label,
+                sentence=sentences[label],
+                norm=_rounded(reading.norm),
+                activation=_rounded(reading.activation),
+                received=Packed.of(reading.received),
+                rows=tuple(packed[number] for packed in rows.values()),
+            )
+            variants.append(variant)
+        return ViewedText(name, tokens, tuple(rows), tuple(variants), tuple(spikes))
+
+    @torch.no_grad()
+    def read(self, ids: list[int], edit: Intervention | None = None) -> Reading:
+        """Read a text in one pass, and the values of the sink neurons in another one."""
+        target, length = self.setup.target, len(ids)
+        row = torch.tensor([ids])
+        rows = np.zeros((self.setup.n_layers, self.setup.n_heads, length, length), np.uint8)
+        received = torch.zeros(self.setup.n_layers, self.setup.n_heads, length)
+
+        def see(layer: int, first_query: int, probs: Float[Tensor, "1 head query key"]) -> None:
+            rows[layer, :, first_query : first_query + probs.shape[2], : probs.shape[3]] = codes_of(probs[0])
+            later = probs[0].tril(first_query - 1)
+            received[layer, :, : probs.shape[3]] += reduce(later, "head query key -> head key", "sum").cpu()
+
+        with nullcontext() if edit is None else edit.on(target):
+            with attention_rows(target, see):
+                without = self.scan.shared_dims
+                norms = trace(target, row, ["blocks.*.hook_resid_post"], lambda resid: norm_of(resid, without))
+            activation = self.activation(row)
+        later_queries = torch.arange(length - 1, -1, -1).clamp(min=1)
+        return Reading(torch.cat(list(norms.values())).numpy(), rows, received / later_queries, activation)
+
+    def activation(self, row: Int[Tensor, "1 pos"]) -> Float[np.ndarray, "neuron pos"]:
+        """Values of the sink neurons."""
+        values: list[Tensor] = []
+        for layer, *place in self.neurons:
+            expert = place[0] if len(place) == 2 else None
+            post = view_layer(self.setup.target, layer, row, torch.ones_like(row, dtype=torch.bool)).post
+            values.append(post[:, flat_number(self.setup.target, layer, expert, place[-1])].cpu())
+        if not values:
+            return np.zeros((0, row.shape[1]))
+        return rearrange(values, "neuron pos -> neuron pos").numpy()
+
+    def spikes(self, reading: Reading) -> list[int]:
+        """Positions with at least half of the first token's norm and three times the typical one."""
+        bar = SPIKE_RATIO * self.scan.typical_norm[self.layer]
+        first = self.scan.first_norm[self.layer]
+        if first > bar:
+            bar = max(bar, SPIKE_SHARE * first)
+        return np.flatnonzero(reading.norm[self.layer] >= bar).tolist()
+
+    def intact_sentence(self, tokens: Sequence[str], reading: Reading, spikes: Sequence[int]) -> str:
+        """Which tokens have a norm spike, beside typical text."""
+        norm, typical = reading.norm[self.layer], self.scan.typical_norm[self.layer]
+        if not spikes:
+            return (
+                f"No token has a norm spike: the largest norm after layer {self.layer} is {norm.max():.4g}, and the "
+                f"typical one is {typical:.4g}."
+            )
+        have = "has" if len(spikes) == 1 else "have"
+        highest = spikes[int(norm[list(spikes)].argmax())]
+        return (
+            f"{len(spikes)} of {len(tokens)} tokens {have} a norm spike after layer {self.layer}: "
+            f"{norm[highest]:.4g} at {tokens[highest]!r}, where typical text has {typical:.4g}."
+        )
+
+    def change(
+        self, switch: Switch, tokens: Sequence[str], intact: Reading, reading: Reading, control: Reading | None
+    ) -> str:
+        """What an edit changes most, beside its control."""
+        before, after = intact.norm[self.layer], reading.norm[self.layer]
+        relative = np.abs(after - before) / np.maximum(before, 1e-9)
+        position = int(np.abs(after - before).argmax())
+        if relative[position] < NOTICED:
+            beside = ""
+            if control is not None:
+                largest = float((np.abs(control.norm[self.layer] - before) / np.maximum(before, 1e-9))[position])
+                beside = f" ({switch.control_name}: {percent(largest)})"
+            return (
+                f"{_sentence_start(switch.name)}: no norm after layer {self.layer} changes by more than "
+                f"{percent(float(relative[position]))}{beside}."
+            )
+        beside = ""
+        if control is not None:
+            beside = f" ({switch.control_name}: {control.norm[self.layer, position]:.4g})"
+        verb = "falls" if after[position] < before[position] else "rises"
+        return (
+            f"{_sentence_start(switch.name)}: after layer {self.layer}, the norm of token {position}, "
+            f"{tokens[position]!r}, {verb} from {before[position]:.4g} to {after[position]:.4g}{beside}."
+        )
+
+    def own_switch(self, names: Sequence[str]) -> Switch | None:
+        """The switch of neurons and heads that someone names, such as L1.N338 and L0.H4.
+
+        Raises:
+            SinkscopeError: A name is no neuron and no head, or the model has none of it.
+        """
+        neurons: list[tuple[int, ...]] = []
+        heads: list[tuple[int, int]] = []
+        for name in names:
+            if "H" in name.upper():
+                heads.append(read_head(name, "head"))
+                self.setup.target.check_site(heads[-1][0], head=heads[-1][1])
+            else:
+                neurons.append(read_neuron(name, "neuron"))
+                self.setup.target.check_site(*site_of(neurons[-1]))
+        if not names:
+            return None
+        switch = self.switch("switched off", neurons, heads)
+        return replace(switch, name=f"without {listed(names)}")
+
+    def answered(self, body: bytes) -> dict[str, Any]:
+        """The answer to a request in JSON."""
+        try:
+            return self.answer(json.loads(body))
+        except ValueError:
+            return {"error": "the request is not JSON"}
+
+    def answer(self, request: Any) -> dict[str, Any]:
+        """A view as a dictionary, or the error in one line.
+
+        Args:
+            request: An object with `text` (None: that of the explorer), `off` (names of neurons and heads), and
+                true `circuit` or `generation` if these are wanted.
+        """
+        try:
+            asked = conform(Request, request, "the request")
+            if asked.circuit:
+                self.measure_circuit()
+            result = self.view(asked.text or self.text, own=self.own_switch(asked.off))
+            if asked.generation:
+                result = replace(result, generation=self.generation())
+            return result.to_dict()
+        except SinkscopeError as error:
+            return {"error": str(error)}
+
+    def generation(self, new: int = NEW_TOKENS) -> Generation:
+        """What the model writes after the beginning of typical text, with and without the guard."""
+        with self.lock:
+            setup, prompt = self.setup, self.setup.ids[0, :PROMPT_TOKENS].tolist()
+            free = barcode.on(setup, prompt=prompt, max_new_tokens=new, control=True)
+            head = free.shown[0]
+            guarded_setup = replace(setup, edit=LoopGuard())
+            guarded = barcode.on(
+                guarded_setup, prompt=prompt, max_new_tokens=new, heads=[read_head(head)], control=False
+            )
+            sides: list[Writing] = []
+            copied: list[int] = []
+            for name, edit, result in (("without", None, free), ("with", guarded_setup.edit, guarded)):
+                tokens, events = decode(setup.target, prompt, new, edit)
+                alarms = [event.step for event in events if event.kind == "guard"]
+                sides.append(_writing(setup, f"{name} the guard", tokens, alarms, result))
+                onset = Loop.of([*prompt, *tokens], len(prompt)).onset
+                copied.append(0 if onset is None else len(prompt) + len(tokens) - max(onset, len(prompt)))
+        sentence = (
+            f"Without the guard, {copied[0]} of {len(sides[0].tokens)} new tokens belong to a repetition at the end; "
+            f"with it, {copied[1]} of {len(sides[1].tokens)}."
+        )
+        if not copied[0]:
+            sentence = "Without the guard the model does not end in a repetition, and the guard changes nothing."
+        return Generation(setup.tokenizer.decode(prompt), sentence, tuple(sides))
+
+
+def stored_rows(readings: Sequence[Reading], room: int) -> dict[tuple[int, int], list[Packed]]:
+    """The rows of attention of each head in every reading, for as many heads as fit into a page.
+
+    The heads with most attention to the first token come first; there is at least one.
+    """
+    order = readings[0].received[..., 0].flatten().argsort(descending=True, stable=True)
+    stored: dict[tuple[int, int], list[Packed]] = {}
+    used = 0
+    for number in order.tolist():
+        layer, head = divmod(number, readings[0].received.shape[1])
+        packed = [Packed.of_codes(reading.rows[layer, head]) for reading in readings]
+        used += sum(len(one.codes) for one in packed)
+        if stored and used > room:
+            break
+        stored[layer, head] = packed
+    return dict(sorted(stored.items()))
+
+
+def _off(neurons: Sequence[tuple[int, ...]], heads: Sequence[tuple[int, ...]]) -> Intervention:
+    """Zero neurons and replace heads by their mean output."""
+    parts: list[Intervention] = []
+    if neurons:
+        parts.append(Ablate(sites=[*neurons]))
+    if heads:
+        parts.append(Ablate(heads=[*heads], value="mean"))
+    edit = parts[0]
+    for part in parts[1:]:
+        edit = edit | part
+    return edit
+
+
+def _writing(setup: Setup, name: str, tokens: list[int], alarms: list[int], result: Barcode) -> Writing:
+    size = PictureSize(result.prompt_tokens + result.steps, result.prompt_tokens)
+    return Writing(
+        name=name,
+        tokens=tuple(setup.tokenizer.decode([token]) for token in tokens),
+        alarms=tuple(alarms),
+        head=result.shown[0],
+        steps=size.steps_of_row,
+        positions=size.positions_of_column,
+        picture=Packed.of(torch.from_numpy(result.attention[0])),
+    )
+
+
+def _edge(row: Mapping[str, Any]) -> CircuitEdge:
+    return CircuitEdge(
+        row["step"], row["source"], row["target"], row["necessity"], row["necessity_control"], row["sufficiency"]
+    )
+
+
+def _repeats(word: RepeatedToken) -> int:
+    return word.repeats or 0
+
+
+def _rounded(values: Float[np.ndarray, "*axes"]) -> Float[np.ndarray, "*axes"]:
+    """Four significant digits: more only make a file larger."""
+    with np.errstate(divide="ignore"):
+        digits = 3 - np.floor(np.log10(np.abs(values)))
+    factor = 10.0 ** np.where(np.isfinite(digits), digits, 0)
+    return np.round(values * factor) / factor
+
+
+def _sentence_start(name: str) -> str:
+    return name[:1].upper() + name[1:]

@@ -1,0 +1,88 @@
+"""`ss.view`: a model on a text in a notebook."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sinkscope.app.pages import save_html
+from sinkscope.app.view.explorer import Explorer
+from sinkscope.app.view.page import source
+from sinkscope.app.view.result import ModelView
+from sinkscope.errors import SinkscopeError
+
+
+@dataclass(eq=False)
+class View:
+    """A model on a text. As the last line of a notebook's cell, it shows itself.
+
+    Attributes:
+        explorer: The open model.
+        result: What is shown at first.
+    """
+
+    explorer: Explorer
+    result: ModelView
+
+    @cached_property
+    def widget(self) -> Any:
+        """The widget. In it, another text can be typed, and neurons and heads can be switched off.
+
+        Raises:
+            SinkscopeError: anywidget is missing.
+        """
+        if find_spec("anywidget") is None:
+            raise SinkscopeError('a widget needs anywidget: pip install "sinkscope[view]", or call save_html')
+        import anywidget
+        import traitlets
+
+        class ViewWidget(anywidget.AnyWidget):
+            _esm = source("view.js")
+            _css = source("view.css")
+            view = traitlets.Dict().tag(sync=True)
+            live = traitlets.Bool(True).tag(sync=True)
+
+        widget = ViewWidget(view=self.result.to_dict())
+
+        def receive(_: Any, message: dict[str, Any], _buffers: Any) -> None:
+            widget.send({"number": message["number"], "answer": self.explorer.answer(message["request"])})
+
+        widget.on_msg(receive)
+        return widget
+
+    def save_html(self, path: str | Path) -> Path:
+        """Write the page that stands alone.
+
+        Raises:
+            SinkscopeError: The file cannot be written, or holds something else.
+        """
+        return save_html(self.result, path)
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        if find_spec("anywidget") is not None:
+            return self.widget._repr_mimebundle_(**options)
+        note = 'To explore it here: pip install "sinkscope[view]".'
+        return {"text/plain": repr(self), "text/html": f"{self.result.to_html()}<p>{html.escape(note)}</p>"}
+
+    def __repr__(self) -> str:
+        return f"View of {self.result.model.name}: {self.result.conclusion()}"
+
+
+def view(model: object = None, text: str | None = None, *, generation: bool = False, **options: Any) -> View:
+    """Explore a model on a text in a notebook: tokens, heads, the circuit, and what edits change.
+
+    Args:
+        model: As for `sinkscope.measure.Setup.open`: a name or a live model. By default the model in the package.
+        text: The text. By default typical text, and a repeated word if repeating makes a sink.
+        generation: Include what the model writes with and without the guard.
+        options: Options of `sinkscope.measure.Setup.open`, such as `tokenizer`, `device`, `bos` and `seed`.
+
+    Raises:
+        SinkscopeError: The model cannot be opened, or the text is empty or too long.
+    """
+    explorer = Explorer.open(model, **options)
+    return View(explorer, explorer.whole_view(text, generation=generation))

@@ -1,0 +1,50 @@
+"""The page of a view: one file with the module, the style and the data, which fetches nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from functools import cache
+from html import escape
+from importlib.resources import files
+from string import Template
+
+from sinkscope.app.view.result import ModelView
+from sinkscope.files.plain import visible
+
+START = "\nstart(document);\n"
+"""The last line of the module in a page; a notebook imports the module without it."""
+
+
+@cache
+def source(name: str) -> str:
+    """A file beside this one: view.js, view.css or page.html."""
+    return (files("sinkscope.app.view") / name).read_text(encoding="utf-8")
+
+
+def view_page(view: ModelView | None, title: str) -> str:
+    """The page.
+
+    Args:
+        view: What is shown. None: the page asks the server that it came from.
+        title: Name of the model.
+    """
+    style, module = source("view.css"), source("view.js") + START
+    connect = "'self'" if view is None else "'none'"
+    policy = (
+        f"default-src 'none'; script-src {_hash(module)}; style-src {_hash(style)}; connect-src {connect}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    data = "null" if view is None else json.dumps(view.to_dict(), allow_nan=False)
+    return Template(source("page.html")).substitute(
+        policy=policy,
+        title=escape(visible(title)),
+        style=style,
+        data=data.replace("<", "\\u003c"),  # no token of a text can end the element
+        module=module,
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,187 @@
+"""What `sinkscope view` shows: texts as a model reads them, intact and under edits, and the circuit of the sink."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from jaxtyping import Float
+
+from sinkscope.app.view.packed import Packed
+from sinkscope.measure import Result
+
+SPIKE_RATIO = 3.0  # a norm spikes from this multiple of the typical norm on
+SPIKE_SHARE = 0.5  # and from this share of the first token's norm on (Yona et al. 2025, Table 1)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A text as the model reads it, intact or under one edit.
+
+    Attributes:
+        name: "intact", or what is edited.
+        sentence: What the edit changed, and by how much, beside its control.
+        norm: L2 norm of the residual stream after each layer.
+        activation: `hook_post` of the sink neurons (in a mixture, before the edit and times the
+            routing weight).
+        received: Attention that each position receives, mean over later queries; 0 at the last position.
+        rows: Attention `[query key]` of each head in `ViewedText.heads`.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"arbitrary_types_allowed": True}
+
+    name: str
+    sentence: str
+    norm: Float[np.ndarray, "layer pos"]
+    activation: Float[np.ndarray, "neuron pos"]
+    received: Packed
+    rows: tuple[Packed, ...]
+
+
+@dataclass(frozen=True)
+class ViewedText:
+    """A text and its variants.
+
+    Attributes:
+        name: What the text is.
+        tokens: Its tokens.
+        heads: Heads whose rows are stored, as (layer, head); all heads if there is room.
+        variants: The intact text first.
+        spikes: Positions whose norm stands out after the sink layer of the intact model.
+    """
+
+    name: str
+    tokens: tuple[str, ...]
+    heads: tuple[tuple[int, int], ...]
+    variants: tuple[Variant, ...]
+    spikes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CircuitEdge:
+    """A step of the circuit, as `sinkscope circuit` measures it.
+
+    Attributes:
+        step: "mark", "early spike", "repetition", "neurons", "keys" or "readers".
+        source: The component that writes.
+        target: The input, or the head, that reads it.
+        necessity: Share of the effect that is lost without the source.
+        control: Largest loss with random components instead.
+        sufficiency: Share of the effect that a typical position gains from the source.
+    """
+
+    step: str
+    source: str
+    target: str
+    necessity: float | None
+    control: float | None
+    sufficiency: float | None
+
+
+@dataclass(frozen=True)
+class Writing:
+    """What a model writes after a prompt.
+
+    Attributes:
+        name: "without the guard" or "with the guard".
+        tokens: The generated tokens.
+        alarms: Numbers of the tokens that set off the guard.
+        head: The head in the picture.
+        steps: Steps in one row of the picture.
+        positions: Positions in one column of the picture.
+        picture: Attention of the head at each step to each position.
+    """
+
+    name: str
+    tokens: tuple[str, ...]
+    alarms: tuple[int, ...]
+    head: str
+    steps: int
+    positions: int
+    picture: Packed
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A continuation with and without the guard.
+
+    Attributes:
+        prompt: The prompt.
+        sentence: What the guard changed.
+        sides: Without the guard, and with it.
+    """
+
+    prompt: str
+    sentence: str
+    sides: tuple[Writing, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelView(Result):
+    """A model on texts that can be explored with the mouse or the keys.
+
+    Attributes:
+        layer: The sink layer. If no MLP makes a sink, the layer after which a token stands out most.
+        typical_norm: Median norm over later positions of typical text.
+        first_norm: Norm of the first token of typical text.
+        neurons: The sink neurons.
+        marks: The heads that mark the first token or a repetition, as `circuit` finds them.
+        texts: The texts.
+        circuit: The circuit. None if it was not measured.
+        circuit_sentence: The conclusion about the circuit.
+        generation: A continuation with and without the guard. None if it was not made.
+    """
+
+    kind: ClassVar[str] = "view"
+    page: ClassVar[str] = "view"
+    table_rows: ClassVar[int] = 12
+    percent: ClassVar[tuple[str, ...]] = ("of_first",)
+    columns: ClassVar[tuple[str, ...]] = ("position", "token", "norm", "of_first", "attention")
+    glossary: ClassVar[dict[str, str]] = {
+        "norm": "norm after the sink layer",
+        "of_first": "that norm over the first token's in typical text",
+        "attention": "attention that the token receives, mean over heads and later queries",
+    }
+
+    layer: int
+    typical_norm: Float[np.ndarray, " layer"]
+    first_norm: Float[np.ndarray, " layer"]
+    neurons: tuple[str, ...]
+    marks: tuple[str, ...]
+    texts: tuple[ViewedText, ...]
+    circuit: tuple[CircuitEdge, ...] | None = None
+    circuit_sentence: str = ""
+    generation: Generation | None = None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per token of each intact text."""
+        rows: list[dict[str, Any]] = []
+        for text in self.texts:
+            intact = text.variants[0]
+            attention = intact.received.array().mean((0, 1))
+            for pos, token in enumerate(text.tokens):
+                row: dict[str, Any] = {"text": text.name, "position": pos, "token": repr(token)}
+                row["norm"] = float(intact.norm[self.layer, pos])
+                row["of_first"] = float(intact.norm[self.layer, pos] / self.first_norm[self.layer])
+                for neuron, values in zip(self.neurons, intact.activation, strict=True):
+                    row[neuron] = float(values[pos])
+                row["attention"] = float(attention[pos])
+                rows.append(row)
+        return rows
+
+    def shown_rows(self) -> list[dict[str, Any]]:
+        """The tokens of the first text that receive most attention or have the largest norm, in their order."""
+        rows = self.rows()[: len(self.texts[0].tokens)]
+        rows.sort(key=lambda row: max(row["of_first"], row["attention"]), reverse=True)
+        return sorted(rows[: self.table_rows], key=lambda row: row["position"])
+
+    def own_page(self) -> str:
+        """The page in which it can be explored."""
+        from sinkscope.app.view.page import view_page
+
+        return view_page(self, self.model.name)
+
+    def conclusion(self) -> str:
+        """Which tokens of the first text have a norm spike, beside typical text."""
+        return self.texts[0].variants[0].sentence

@@ -1,0 +1,93 @@
+"""The live page: served on 127.0.0.1 under an address with a token, it asks for other texts and edits."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+from sinkscope.app.view.explorer import Explorer
+from sinkscope.app.view.page import view_page
+from sinkscope.errors import SinkscopeError
+
+LARGEST_REQUEST = 1 << 20
+"""Bytes."""
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+
+def check_server() -> None:
+    """Say now, before the work, if no live page can be served here.
+
+    Raises:
+        SinkscopeError: starlette or uvicorn is missing.
+    """
+    for name in ("starlette", "uvicorn"):
+        if find_spec(name) is None:
+            raise SinkscopeError(
+                f'a live page needs {name}: pip install "sinkscope[view]", or write a page with --html FILE'
+            )
+
+
+def application(explorer: Explorer, token: str) -> Any:
+    """The ASGI application: a page at /TOKEN/ and its requests at /TOKEN/view; everything else is not found."""
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse, JSONResponse
+    from starlette.routing import Route
+
+    title = explorer.setup.target.name
+
+    async def page(_: Request) -> HTMLResponse:
+        return HTMLResponse(view_page(None, title), headers=HEADERS)
+
+    async def view(request: Request) -> JSONResponse:
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > LARGEST_REQUEST:
+                return JSONResponse({"error": "the request is too large: give a shorter text"}, 413)
+        return JSONResponse(await run_in_threadpool(explorer.answered, body), headers=HEADERS)
+
+    routes = [Route(f"/{token}/", page), Route(f"/{token}/view", view, methods=["POST"])]
+    # Another site cannot reach the page through a name of its own that leads to this machine.
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+    return Starlette(routes=routes, middleware=[hosts])
+
+
+def serve(explorer: Explorer, port: int, ready: Callable[[str], object]) -> None:
+    """Serve the live page until Ctrl-C.
+
+    Args:
+        explorer: The open model.
+        port: Port on 127.0.0.1; 0 takes a free one.
+        ready: Called with the address once connections are accepted.
+
+    Raises:
+        SinkscopeError: The port is taken.
+    """
+    import uvicorn
+
+    token = secrets.token_urlsafe(16)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise SinkscopeError(f"--port {port}: {(error.strerror or '').lower()}; give another port") from None
+        listener.listen()
+        ready(f"http://127.0.0.1:{listener.getsockname()[1]}/{token}/")
+        config = uvicorn.Config(application(explorer, token), log_level="error", access_log=False, lifespan="off")
+        try:
+            uvicorn.Server(config).run(sockets=[listener])
+        except KeyboardInterrupt:  # the usual end
+            pass

@@ -1,0 +1,340 @@
+"""`sinkscope view`: its arrays against planted circuits and the model's own values, and its page in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import browser
+import numpy as np
+import pytest
+import torch
+from organisms import Organism, organism
+from organisms.hard import hard
+from starlette.testclient import TestClient
+
+import sinkscope as ss
+from sinkscope.app.cli import main
+from sinkscope.app.view import notebook, server
+from sinkscope.app.view.explorer import Explorer, stored_rows
+from sinkscope.app.view.packed import Packed
+from sinkscope.app.view.page import view_page
+from sinkscope.app.view.result import ModelView, ViewedText
+from sinkscope.app.view.server import LARGEST_REQUEST, application, serve
+from sinkscope.errors import SinkscopeError
+from sinkscope.files.notation import neuron_name
+from sinkscope.files.result import Result
+
+CLICK = "document.querySelector('{}').click()"
+PICTURE = "document.querySelector('#rows').toDataURL()"
+SENTENCE = "document.querySelector('#sentence').textContent"
+LOADED = "!!document.querySelector('.token')"
+
+
+def explorer(o: Organism, folder: Path, bos: bool | None = None) -> Explorer:
+    text = folder / "typical.txt"
+    text.write_text(o.tokenizer.decode(o.natural(6, 64, seed=5)[:, 1:].flatten().tolist()))
+    return Explorer.open(o.model, tokenizer=o.tokenizer, text=text, bos=bos)
+
+
+def read(one: Explorer, o: Organism, ids: list[int]) -> ViewedText:
+    return one.view(o.tokenizer.decode(ids)).texts[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family: str, tmp_path: Path) -> None:
+    o = organism(family, 1)
+    ids = o.natural(1, 20)[0].tolist()
+    one = explorer(o, tmp_path)
+    found = one.view(o.tokenizer.decode(ids[1:]))
+    text = found.texts[0]
+    intact, zeroed, patched, control = text.variants
+    assert found.layer == o.truth.sink_layer and text.spikes == (0,)
+    assert set(found.neurons) == {neuron_name(*site) for site in o.truth.neurons}
+    with torch.no_grad():
+        hidden = o.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    for layer, states in enumerate(hidden[1:-1]):  # the last one comes behind the final norm
+        assert intact.norm[layer] == pytest.approx(states[0].norm(dim=-1).numpy(), rel=1e-3)
+    at_sink = [variant.norm[found.layer, 0] for variant in text.variants]
+    assert at_sink[1] < 0.5 * at_sink[0] and at_sink[2:] == pytest.approx([at_sink[0]] * 2, rel=0.1)
+    assert (np.abs(intact.activation[:, 0]) > 5 * np.abs(intact.activation[:, 1:]).max(1)).all()
+    if family != "mixtral":  # values of experts are those before an edit
+        assert not zeroed.activation.any() and (patched.activation[:, 0] == intact.activation[:, 0]).all()
+    assert f"falls from {at_sink[0]:.4g} to {at_sink[1]:.4g}" in zeroed.sentence
+    assert f"(random neurons zeroed: {at_sink[3]:.4g})" in zeroed.sentence
+    assert "no norm" in control.sentence and all(len(one.sentence.split()) <= 30 for one in text.variants)
+
+
+def test_attention_is_that_of_the_models_own_weights(tmp_path: Path) -> None:
+    o = organism("mistral", 2)
+    ids = o.natural(1, 300)[0].tolist()  # more than one chunk of queries
+    text = read(explorer(o, tmp_path), o, ids[1:])
+    intact = text.variants[0]
+    received = intact.received.array()
+    o.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        weights = o.model(torch.tensor([ids]), output_attentions=True).attentions
+    for (layer, head), packed in zip(text.heads, intact.rows, strict=True):
+        own = weights[layer][0, head].numpy()
+        assert np.abs(packed.array() - own).max() < 1 / 255
+        for key in (0, 1, 255, 256, 298):
+            assert received[layer, head, key] == pytest.approx(float(own[key + 1 :, key].mean()), abs=1 / 255)
+    assert not received[..., -1].any() and len(text.heads) > 9
+
+
+def test_two_tokens_of_one_cluster_are_both_sinks_without_bos(tmp_path: Path) -> None:
+    """As "Sch Com" in Llama 2; a token of another group, and both behind BOS, are none."""
+    o = organism("llama", 1)
+    first, second = o.tokens_of(0)[:2]
+    without = explorer(o, tmp_path, bos=False)
+    assert read(without, o, [first, second]).spikes == (0, 1)
+    assert read(without, o, [first, o.tokens_of(1)[0]]).spikes == (0,)
+    assert read(explorer(o, tmp_path), o, [first, second]).spikes == (0,)
+    with pytest.raises(SinkscopeError, match="no word that this tokenizer knows"):
+        without.view(" \n")
+    with pytest.raises(SinkscopeError, match="shows 512 at most"):
+        without.view(o.tokenizer.decode(o.natural(1, 600)[0].tolist()))
+
+
+def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path: Path) -> None:
+    o = organism("llama", 1, kind="none")
+    one = explorer(o, tmp_path)
+    one.measure_circuit()
+    found = one.view(o.tokenizer.decode(o.natural(1, 12)[0, 1:].tolist()))
+    assert found.neurons == () and [variant.name for variant in found.texts[0].variants] == ["intact"]
+    assert found.conclusion().startswith("No token has a norm spike") and found.texts[0].spikes == ()
+
+
+@pytest.mark.parametrize(("name", "family"), [("both", "gpt2"), ("delimiter_shared", "gemma2"), ("no_norm", "llama")])
+def test_models_that_are_not_the_textbook_case(name: str, family: str, tmp_path: Path) -> None:
+    """A massive dimension on all tokens hides no spike, and delimiters spike too."""
+    h = hard(name, family)
+    (tmp_path / "text.txt").write_text(h.text())
+    row = h.natural(1, 48, seed=7)[0].tolist()
+    one = Explorer.open(h.model, tokenizer=h.tokenizer, text=tmp_path / "text.txt")
+    found = one.view(h.tokenizer.decode(row[1:]))
+    text = found.texts[0]
+    planted = {row.index(token) for token, neurons in h.truth.later.items() if neurons}
+    if h.truth.spike:
+        planted.add(0)
+    assert set(text.spikes) <= planted and (0 in text.spikes) == h.truth.spike
+    if h.truth.reading:  # heads that were planted to attend to the first token, whether or not its norm spikes
+        attention = text.variants[0].received.array().mean(1)[h.truth.reading[0][0]]
+        assert attention[0] > 3 * np.median(attention)
+
+
+def test_marking_heads_are_those_of_the_circuit_and_switches_of_ones_own_have_a_control(tmp_path: Path) -> None:
+    o = organism("llama", 1)
+    one = explorer(o, tmp_path)
+    one.measure_circuit()
+    ids = o.natural(1, 24)[0].tolist()
+    marks = [f"L{layer}.H{head}" for layer, head in one.marks]
+    own = one.own_switch(marks)
+    found = one.view(o.tokenizer.decode(ids[1:]), own=own)
+    variants = {variant.name: variant for variant in found.texts[0].variants}
+    assert marks and found.marks == tuple(marks) and found.circuit
+    replaced, again = variants["marking heads replaced"], list(variants.values())[-1]
+    assert replaced.norm[found.layer, 0] < 0.5 * variants["intact"].norm[found.layer, 0]
+    assert (again.norm == replaced.norm).all() and again.name.startswith("without L")
+    for words, message in ((["L0.H99"], "H99|head 99"), (["L0.N1.2.3"], "neuron"), (["nothing"], "expected a")):
+        with pytest.raises(SinkscopeError, match=message):
+            one.view(o.tokenizer.decode(ids[1:]), own=one.own_switch(words))
+
+
+def test_values_are_packed_in_eight_bits_and_rows_only_as_far_as_there_is_room(tmp_path: Path) -> None:
+    values = torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) ** 4
+    packed = Packed.of(values, high=2.0)
+    assert np.abs(packed.array() - values.numpy()).max() <= 2 / 255 and packed.shape == (3, 5)
+    assert Packed.of(torch.tensor([-1.0, torch.nan, 9.0])).array().tolist() == [0, 0, 1]
+    o = organism("llama", 1)
+    one = explorer(o, tmp_path)
+    reading = one.read(o.natural(1, 24)[0].tolist())
+    every = stored_rows([reading], 1 << 20)
+    some = stored_rows([reading], sum(len(packed.codes) for (packed,) in every.values()) // 2)
+    least = min(reading.received[place][0] for place in some)
+    assert 1 < len(some) < len(every) and len(stored_rows([reading], 0)) == 1
+    assert all(reading.received[place][0] <= least for place in every.keys() - some.keys())
+
+
+# The page
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Explorer:
+    """The model in the package, opened once."""
+    return Explorer.open()
+
+
+@pytest.fixture(scope="module")
+def view(bundled: Explorer) -> ModelView:
+    """The model in the package on a short text, with its circuit and a generation."""
+    bundled.measure_circuit()
+    text = "A class is a block. A block is a piece of text."
+    return replace(bundled.view(text), generation=bundled.generation(32))
+
+
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[browser.Browser]:
+    if browser.found() is None:
+        pytest.skip("needs chromium or Chrome on the PATH")
+    with browser.Browser(seconds=240) as tab:
+        yield tab
+
+
+def opened(chrome: browser.Browser, page: Path, width: int, **how: bool) -> None:
+    chrome.open(page, width, **how)
+    until = time.monotonic() + 20
+    while not chrome.run(LOADED):
+        assert time.monotonic() < until
+    chrome.run("new Promise((done) => setTimeout(done, 50))")
+
+
+def test_a_result_comes_back_from_its_file_and_makes_the_same_page(view: ModelView, tmp_path: Path) -> None:
+    view.save(tmp_path / "view.json")
+    loaded = Result.load(tmp_path / "view.json")
+    assert isinstance(loaded, ModelView)
+    page = view_page(view, "bundled")
+    assert view_page(loaded, "bundled") == page and len(page) < 5e6
+    assert "http:" not in page.replace("http://www.w3.org/2000/svg", "") and "https:" not in page
+
+
+def test_the_page_in_a_browser(view: ModelView, tmp_path: Path, chrome: browser.Browser) -> None:
+    page = tmp_path / "view.html"
+    page.write_text(view_page(view, "</script><b>"), encoding="utf-8")
+    chrome.errors.clear()
+    for how in ({"width": 390, "phone": True}, {"width": 390, "dark": True}, {"width": 1400}):
+        opened(chrome, page, **how)
+        for tab in ("generation", "text"):
+            chrome.run(CLICK.format(f"#tab-{tab}"))
+            assert chrome.run("document.documentElement.scrollWidth <= innerWidth"), (how, tab)
+    text = view.texts[0]
+    assert chrome.run("document.querySelectorAll('.token').length") == len(text.tokens)
+    assert chrome.run(SENTENCE) == text.variants[0].sentence
+
+    before = chrome.run(PICTURE)  # a head shows its rows
+    chrome.run(CLICK.format("#head-0-1"))
+    chrome.run("new Promise((done) => setTimeout(done, 100))")
+    assert chrome.run(PICTURE) != before
+    assert chrome.run("document.querySelector('#rows-title').textContent") == "Rows of L0.H1"
+    place = text.heads.index((0, 1))
+    strongest = text.variants[0].rows[place].array()[-1].max()
+    assert f"gives {strongest:.0%} to" in chrome.run("document.querySelector('#rows-text').textContent")
+
+    for number, variant in enumerate(text.variants):  # a switch changes the sentence, the tokens and the heads
+        chrome.run(CLICK.format(f"#variant-{number}"))
+        chrome.run("new Promise((done) => setTimeout(done, 100))")
+        assert chrome.run(SENTENCE) == variant.sentence
+        said = chrome.run("document.querySelector('#readout').textContent")
+        assert f"norm {float(f'{variant.norm[view.layer, 0]:.4g}'):g} after" in said
+        attention = variant.received.array()[2, 0, 0]
+        assert chrome.run("document.querySelector('#head-2-0').title") == f"L2.H0: {round(100 * attention)}%"
+
+    chrome.run("document.querySelector('#token-0').focus()")  # the keys reach everything
+    for key, there in (("ArrowRight", "token-1"), ("End", f"token-{len(text.tokens) - 1}"), ("Home", "token-0")):
+        chrome.send("Input.dispatchKeyEvent", type="keyDown", key=key)
+        assert chrome.run("document.activeElement.id") == there
+    assert chrome.run("document.querySelectorAll('.token[tabindex=\"0\"]').length") == 1
+    chrome.run(CLICK.format("#tab-generation"))
+    assert chrome.run("[...document.querySelectorAll('.written')].length") == 2
+    assert chrome.errors == [] and all(url.startswith(("file:", "blob:")) for url in chrome.asked)
+
+
+def test_the_command_writes_the_page_and_refuses_bad_texts(
+    bundled: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
+    text = tmp_path / "text.txt"
+    text.write_text("a block is a piece of text", encoding="utf-8")
+    words = ["view", "--text", str(text), "--no-generation", "--html", str(tmp_path / "a.html"), "--json", "-"]
+    assert main(words) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["kind"] == "view" and data["model"]["name"] == "bundled" and data["result"]["generation"] is None
+    assert '" text"' in (tmp_path / "a.html").read_text(encoding="utf-8")
+    text.write_text(" \n", encoding="utf-8")
+    assert main(["view", "--text", str(text), "--json", "-"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1 and "no word that this tokenizer knows" in shown.err
+
+
+# Live
+
+
+def test_the_live_page_answers_only_under_its_address(bundled: Explorer) -> None:
+    client = TestClient(application(bundled, "secret"), base_url="http://127.0.0.1")
+    page = client.get("/secret/")
+    assert page.status_code == 200 and "connect-src 'self'" in page.text
+    for path in ("/", "/view", "/other/", "/other/view"):
+        assert client.get(path).status_code == 404
+    assert client.get("/secret/", headers={"Host": "evil.example"}).status_code == 400
+    assert client.get("/secret/view").status_code == 405
+    off = client.post("/secret/view", json={"text": "a block", "off": ["L1.N338"]}).json()["result"]
+    own = off["texts"][0]["variants"][-1]
+    assert own["name"] == "without L1.N338" and "falls from" in own["sentence"] and "random" in own["sentence"]
+    assert off["texts"][0]["tokens"][0] == "<s>"
+    for wrong, reason in (
+        ({"text": " "}, "no word"),
+        ({"off": ["L99.N1"]}, "L99|layer"),
+        ({"off": "L1.N338"}, "expected"),
+        ([1], "expected"),
+    ):
+        assert re.search(reason, client.post("/secret/view", json=wrong).json()["error"]), wrong
+    assert client.post("/secret/view", content=b"{").json() == {"error": "the request is not JSON"}
+    assert client.post("/secret/view", content=b" " * (LARGEST_REQUEST + 1)).status_code == 413
+
+
+def test_the_live_page_in_a_browser(bundled: Explorer, chrome: browser.Browser) -> None:
+    bundled.text = "A class is a block. A block is a piece of text."
+    addresses: list[str] = []
+    threading.Thread(target=serve, args=(bundled, 0, addresses.append), daemon=True).start()
+    until = time.monotonic() + 20
+    while not addresses and time.monotonic() < until:
+        time.sleep(0.01)
+    chrome.errors.clear()
+    chrome.send("Page.navigate", url=addresses[0])
+
+    def wait(condition: str) -> None:
+        end = time.monotonic() + 60
+        while not chrome.run(f"!!({condition})"):
+            assert time.monotonic() < end, condition
+            time.sleep(0.02)
+
+    wait("document.querySelector('.part')")  # the circuit has come
+    intact = chrome.run(SENTENCE)
+    chrome.run("document.getElementById('off-L1.N338').click()")
+    wait(f"{SENTENCE} !== {json.dumps(intact)}")
+    assert chrome.run(SENTENCE).startswith("Without L1.N338: after layer 1, the norm of token 0")
+    chrome.run("document.getElementById('off-L1.N338').click()")
+    wait(f"{SENTENCE} === {json.dumps(intact)}")
+    chrome.run("document.querySelector('#typed').value = 'a function of a module'")
+    chrome.run(CLICK.format("#read"))
+    wait("[...document.querySelectorAll('.token')].some((token) => token.textContent.includes('module'))")
+    assert chrome.errors == []
+
+
+def test_a_notebook_shows_a_widget_that_python_answers(
+    bundled: Explorer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
+    shown = ss.view(text="a block is a piece of text")
+    sent: list[Any] = []
+    monkeypatch.setattr(shown.widget, "send", sent.append)
+    shown.widget._handle_custom_msg({"number": 3, "request": {"text": "a block", "off": ["L1.N338"]}}, [])
+    assert sent[0]["number"] == 3
+    assert sent[0]["answer"]["result"]["texts"][0]["variants"][-1]["name"] == "without L1.N338"
+    assert "application/vnd.jupyter.widget-view+json" in shown._repr_mimebundle_()[0]
+    assert shown.widget.view["result"]["texts"][0]["tokens"][1:3] == list(shown.result.texts[0].tokens[1:3])
+    page = shown.save_html(tmp_path / "view.html")
+    assert "connect-src 'none'" in page.read_text(encoding="utf-8")
+    monkeypatch.setattr(notebook, "find_spec", lambda name: None)  # as where it is not installed
+    without = notebook.View(shown.explorer, shown.result)
+    assert "pip install" in without._repr_mimebundle_()["text/html"]
+    with pytest.raises(SinkscopeError, match="a widget needs anywidget"):
+        _ = without.widget
+    monkeypatch.setattr(server, "find_spec", lambda name: None)
+    assert main(["view"]) == 2

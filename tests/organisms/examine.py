@@ -1,0 +1,314 @@
+"""What a decoder type has to pass to be served in full: a planted sink neuron is found, and every number is checked.
+
+Truth is computed with hooks and generations of its own, on the plain model.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sinkscope as ss
+from sinkscope.errors import SinkscopeError
+from sinkscope.models.scope import scope_of
+from sinkscope.models.target import Target, first_tensor
+
+from .decoders import byte_tokenizer, decoder
+
+NEURON = 7
+LENGTH = 81  # more than every window and top-k of the tiny configurations
+POLICIES: dict[str, Callable[[], Any]] = {
+    "h2o": lambda: ss.H2O(32),
+    "streaming": lambda: ss.StreamingLLM(32),
+    "loopguard": lambda: ss.LoopGuard(budget=48),
+    "loopserve": ss.LoopServe,
+}
+
+
+@dataclass
+class TypeReport:
+    """What was found of one type: "" where a part is served, or else why it is not; `wrong` must stay empty."""
+
+    model_type: str
+    parts: dict[str, str] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    scope: str = ""
+
+    @property
+    def status(self) -> str:
+        """ "in full", "in part", "refused" or "wrong"."""
+        if self.wrong:
+            return "wrong"
+        served = [part for part, reason in self.parts.items() if not reason]
+        if len(served) == len(self.parts) and "policies" in self.parts:
+            return "in full"
+        return "in part" if served else "refused"
+
+    def attempt(self, part: str, fn: Callable[[], Any]) -> Any:
+        """Call a function; a refusal is noted, anything else that is raised is wrong."""
+        try:
+            result = fn()
+        except SinkscopeError as error:
+            self.parts[part] = self.parts.get(part) or str(error)
+            return None
+        except Exception as error:  # a crash of any kind
+            self.wrong.append(f"{part}: {type(error).__name__}: {error}"[:300])
+            return None
+        self.parts.setdefault(part, "")
+        return result
+
+    def must(self, holds: bool, what: str) -> None:
+        """Note what does not hold."""
+        if not holds:
+            self.wrong.append(what)
+
+
+@torch.no_grad()
+def examine(model_type: str, *, seed: int = 0, folder: bool = True) -> TypeReport:
+    """Build a type, plant a neuron and check everything."""
+    report = TypeReport(model_type)
+    model = decoder(model_type, seed)
+    tokenizer = byte_tokenizer()
+    target = report.attempt("neurons", lambda: Target.of(model, tokenizer))
+    if target is None:
+        return report
+    report.scope = scope_of(target).line()
+    before = _state(model)
+    _check_attention(report, target)
+    _check_generation(report, target)
+    report.must(_state(model) == before, "the model was not left as it was")
+    planted = _plant(target)
+    found = report.attempt("neurons", lambda: ss.find_sinks(model, tokenizer=tokenizer, max_repeats=4, top_k=4))
+    if found is not None:
+        _check_neurons(report, target, planted, found)
+    if folder:
+        with tempfile.TemporaryDirectory() as where:
+            model.save_pretrained(where)
+            tokenizer.save_pretrained(where)
+            found = report.attempt("folder", lambda: ss.find_sinks(where, max_repeats=4, top_k=4))
+            if found is not None:
+                first = found.neurons[0].site if found.neurons else None
+                report.must(first == planted.site, f"by folder, the first neuron is {first}, planted is {planted.site}")
+    return report
+
+
+def _state(model: Any) -> list[Any]:
+    """Hooks, attention and weights of a model."""
+    hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    sums = [float(parameter.sum()) for parameter in model.parameters()]
+    return [hooks, model.config._attn_implementation, str(model.config.to_dict()), sums]
+
+
+# -- neurons -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A neuron that fires at the first token alone and writes much; `site` as in results."""
+
+    layer: int
+    expert: int | None
+    module: Any  # whose input holds the neuron, or the fused experts
+
+    @property
+    def site(self) -> tuple[int, ...]:
+        """(layer, neuron) or (layer, expert, neuron)."""
+        if self.expert is None:
+            return self.layer, NEURON
+        return self.layer, self.expert, NEURON
+
+
+def _reading(inputs: Tensor, high: float, low: float) -> Tensor:
+    """A weight row that gives `high` at the first token and `low` elsewhere."""
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    wanted = torch.full((len(rows),), low)
+    wanted.view(inputs.shape[0], inputs.shape[1])[:, 0] = high
+    return torch.linalg.solve(rows.T @ rows + 1e-3 * torch.eye(rows.shape[1]), rows.T @ wanted)
+
+
+def _plant(target: Target) -> Planted:
+    """Plant a neuron in the first layer behind the bottom one that has neurons."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(10, 250, (12, 24), generator=generator)
+    ids[:, 0] = 0
+    layer = next(number for number in [*range(1, target.n_layers), 0] if target.has_neurons(number))
+    is_mixture = target.is_mixture(layer)
+    seen: dict[str, Any] = {}
+
+    def keep(_module: Any, args: Any, kwargs: Any) -> None:
+        seen["in"] = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor)]
+
+    def keep_out(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        seen["out"] = first_tensor(output)
+
+    first = target.sub(layer, target.adapter.experts or target.adapter.mlp)
+    if not is_mixture and target.adapter.up is not None:
+        first = target.mlp_part(layer, "up")
+    with target.hooks((first, "pre", keep), (target.layers[layer], "post", keep_out)):
+        target.forward(ids)
+    inputs = seen["in"][0].reshape(12, 24, -1)
+    typical = float(seen["out"].norm(dim=-1).mean())
+    written = torch.randn(target.d_model, generator=generator)
+    written *= typical / written.norm()
+    if not is_mixture:
+        return _plant_dense(target, layer, inputs, written)
+    experts: Any = first
+    expert = int(next(tensor for tensor in seen["in"] if not tensor.is_floating_point()).reshape(12, 24, -1)[0, 0, 0])
+    row = _reading(inputs, 6.0, 0.0)
+    width = target.width(layer, expert)
+    weight = experts.gate_up_proj[expert]
+    if experts.is_transposed:
+        weight = weight.T
+    for place in (NEURON, width + NEURON) if experts.is_concatenated else (2 * NEURON, 2 * NEURON + 1):
+        weight[place] = row
+        if experts.has_bias:
+            experts.gate_up_proj_bias[expert, place] = 0
+    down = experts.down_proj[expert]
+    if not experts.is_transposed:
+        down = down.T
+    _write(target, layer, down, written * 2, expert)
+    return Planted(layer, expert, experts)
+
+
+def _plant_dense(target: Target, layer: int, inputs: Tensor, written: Tensor) -> Planted:
+    adapter = target.adapter
+    width = target.width(layer)
+    is_gated = target.has_part(layer, adapter.gate) or adapter.fused_gate_up or adapter.up is None
+    row = _reading(inputs, 6.0, 0.0 if is_gated else -1.0)
+    places = [("up", NEURON)]
+    if adapter.fused_gate_up:
+        places.append(("up", width + NEURON))
+    elif is_gated:
+        places.append(("gate", NEURON))
+    for name, place in places:
+        if adapter.up is None:  # a norm stands behind the product, and the row names neither factor
+            module: Any = target.sub(layer, f"{adapter.mlp}.{name}_proj")
+        else:
+            module = target.mlp_part(layer, name)  # type: ignore[arg-type]
+        weight = module.weight.T if adapter.transposed_down else module.weight
+        weight[place] = row
+        if getattr(module, "bias", None) is not None:
+            module.bias[place] = 0
+    down: Any = target.mlp_part(layer, "down")
+    _write(target, layer, down.weight if adapter.transposed_down else down.weight.T, written, None)
+    return Planted(layer, None, down)
+
+
+def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: int | None) -> None:
+    """Set what the neuron writes; behind a norm, one dimension that the norm lets through."""
+    if target.adapter.post_mlp_norm is None:
+        down[NEURON] = written * 4 / target.factor(layer, expert)
+        return
+    norm: Any = target.sub(layer, target.adapter.post_mlp_norm)
+    down[:, 5] = 0
+    down[NEURON] = 0
+    down[NEURON, 5] = 1
+    norm.weight[5] = 50
+
+
+def _check_neurons(report: TypeReport, target: Target, planted: Planted, found: Any) -> None:
+    first = found.neurons[0].site if found.neurons else None
+    report.must(tuple(first or ()) == planted.site, f"the first neuron is {first}, planted is {planted.site}")
+    if tuple(first or ()) != planted.site:
+        return
+    own = _removed(target, planted)
+    off = abs(found.neurons[0].contribution_norm / own - 1)
+    report.must(off < 1e-3, f"its contribution is off by {off:.2g} of an independent ablation")
+    report.must(found.neurons[0].causal, "it is not called causal")
+
+
+def _removed(target: Target, planted: Planted) -> float:
+    """Norm of what leaves the residual stream at the first token when the neuron is zeroed, by hooks of our own.
+
+    Behind a norm, which is not linear, it is what leaves the output of the down projection.
+    """
+    module = planted.module
+    where = target.layers[planted.layer]
+    if target.adapter.post_mlp_norm is not None:
+        where = module
+    outputs: list[Tensor] = []
+
+    def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        outputs.append(first_tensor(output).reshape(-1, target.d_model)[0].clone())
+
+    def zero(_module: Any, args: Any, kwargs: Any) -> Any:
+        post = args[0].clone()
+        post.view(-1, post.shape[-1])[:, NEURON] = 0
+        return (post, *args[1:]), kwargs
+
+    ids = torch.tensor([[0, *range(20, 40)]])
+    with target.hooks((where, "post", keep)):
+        target.forward(ids)
+    if planted.expert is None:
+        with target.hooks((module, "pre", zero), (where, "post", keep)):
+            target.forward(ids)
+    else:
+        column = module.down_proj[planted.expert]
+        column = column[NEURON] if module.is_transposed else column[:, NEURON]
+        before = column.clone()
+        column.zero_()
+        with target.hooks((where, "post", keep)):
+            target.forward(ids)
+        column.copy_(before)
+    return float((outputs[0] - outputs[1]).norm())
+
+
+# -- attention and the cache ---------------------------------------------------------------------------------------
+
+
+def _ids() -> Tensor:
+    return torch.tensor([[0, *(20 + 7 * k % 200 for k in range(LENGTH - 1))]])
+
+
+def _check_attention(report: TypeReport, target: Target) -> None:
+    """Rows equal those that the model's own eager attention returns."""
+    model = target.hf
+    layers = [layer for layer in range(target.n_layers) if target.has_attention(layer)]
+    sites = [f"blocks.{layer}.attn.hook_pattern" for layer in layers]
+    rows = report.attempt("attention", lambda: ss.trace(target, _ids(), sites))
+    if rows is None:
+        return
+    before = model.config._attn_implementation
+    own: dict[int, Tensor] = {}
+    hooks: list[Any] = []
+    for layer in layers:
+
+        def keep(_module: Any, _args: Any, _kwargs: Any, output: Any, layer: int = layer) -> None:
+            weights = [part for part in output if isinstance(part, Tensor) and part.shape[-2:] == (LENGTH, LENGTH)]
+            own[layer] = weights[0]
+
+        hooks.append((target.sub(layer, target.adapter.attn), "post", keep))
+    model.set_attn_implementation("eager")
+    try:
+        with target.hooks(*hooks):
+            target.forward(_ids())
+    finally:
+        model.set_attn_implementation(before)
+    for layer, site in zip(layers, sites, strict=True):
+        off = float((rows[site].float() - own[layer].float()).abs().max())
+        report.must(off < 1e-4, f"attention rows of layer {layer} are off by {off:.2g}")
+
+
+def _check_generation(report: TypeReport, target: Target) -> None:
+    """`Full` gives the tokens of plain `generate`; the other policies and guards run, or are refused."""
+    model, ids = target.hf, _ids()
+    options = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "pad_token_id": 2}
+    plain = model.generate(ids, **options)
+
+    def under(policy: Any) -> Tensor:
+        with policy.on(target):
+            return model.generate(ids, **options)
+
+    full = report.attempt("policies", lambda: under(ss.Full()))
+    if full is None:
+        return
+    report.must(torch.equal(full, plain), "Full gives other tokens than plain generate")
+    for name, make in POLICIES.items():
+        output = report.attempt("policies", lambda make=make: under(make()))
+        if output is not None:
+            report.must(output.shape == plain.shape, f"{name} gives {output.shape[1]} tokens")
