@@ -48,8 +48,13 @@ class Scope:
 
 
 def cache_layers(target: Target) -> list[int]:
-    """Layers whose part of the cache holds keys and values alone; others keep a state, or the keys of an indexer."""
+    """Layers whose part of the cache holds keys and values alone; others keep a state.
+
+    There are none in a model with an indexer, which chooses the keys that later layers attend to as well.
+    """
     layers = DynamicCache(config=target.config).layers
+    if any(hasattr(layer, "update_indexer") for layer in layers):
+        return []
     return [number for number, layer in enumerate(layers) if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)]
 
 

@@ -117,7 +117,8 @@ def test_layers_of_several_kinds_have_parts_of_their_own_and_states_are_left_alo
     with H2O(16).on(model):
         model.generate(ids, past_key_values=cache, max_new_tokens=4, min_new_tokens=4, pad_token_id=2)
     assert [type(layer) is kind for layer, kind in zip(cache.layers, kinds, strict=True)] == [True, False, True, False]
-    assert [cache.layers[layer].keys.shape[-2] for layer in (1, 3)] == [17, 17]
+    held: list[Any] = [cache.layers[1], cache.layers[3]]
+    assert [layer.keys.shape[-2] for layer in held] == [17, 17]
 
 
 @pytest.mark.parametrize(
