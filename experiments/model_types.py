@@ -18,6 +18,8 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from experiments.record import record
+
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "figures/model_types.json"
 PAGE = ROOT / "docs/models.md"
@@ -110,13 +112,13 @@ def main(chosen: list[str]) -> None:
             continue
         data: dict[str, Any] = {"types": {}}
         if DATA.is_file():  # read again, because several processes may share the types
-            data = json.loads(DATA.read_text())
+            data = json.loads(DATA.read_text())["result"]
         data["transformers"] = transformers.__version__
         data["types"][model_type] = found
         print(f"{model_type}: {found['status']} {'; '.join(found['wrong'])}", flush=True)
         data["types"] = dict(sorted(data["types"].items()))
-        DATA.write_text(json.dumps(data, indent=1) + "\n")
-    PAGE.write_text(page(json.loads(DATA.read_text())))
+        DATA.write_text(record("model-types", data, {}))
+    PAGE.write_text(page(json.loads(DATA.read_text())["result"]))
 
 
 if __name__ == "__main__":

@@ -213,7 +213,10 @@ def read_config(
 
     config: Any
     if gguf is None:
-        check_kind(name, read_checkpoint_json(folder / "config.json"))
+        raw = read_checkpoint_json(folder / "config.json")
+        check_kind(name, raw)
+        if not trust_remote_code:
+            _check_known(name, str(raw["model_type"]), {})  # code in the folder does not count
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     else:
         config = AutoConfig.from_pretrained(folder, gguf_file=gguf)

@@ -388,7 +388,7 @@ class Target:
         down = self.mlp_part(layer, "down")
         weight = plain_weight(down)
         if weight is None:
-            features: Any = down.in_features
+            features: Any = getattr(down, "in_features", self.d_mlp)
             return int(features)
         return int(weight.shape[0 if self.adapter.transposed_down else 1])
 

@@ -72,7 +72,9 @@ def _index(folder: Path, shard: str) -> None:
 
 
 def _values(option: Any) -> tuple[str, ...]:
-    """Values that an option has to refuse."""
+    """Values that an option has to refuse; the prompt of `generate` may be any text."""
+    if isinstance(option, click.Argument) and option.name == "prompt":
+        return ()
     values = BAD.get(option.name, BAD.get(option.type, ()))
     if option.name in ("json", "html", "csv"):
         values += FOREIGN

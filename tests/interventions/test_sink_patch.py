@@ -461,7 +461,7 @@ def test_bad_patch_files(tmp_path: Path, change: dict[str, Any], words: list[str
 
 @pytest.mark.parametrize(
     ("content", "word"),
-    [(b"{", "not a JSON file"), (b"[1]", r"has kind and schema \(None, None\)"), (b"\xff\xfe{", "not a JSON file")],
+    [(b"{", "not a JSON file"), (b"[1]", r"has kind and schema \(None, None\)"), (b"\xff\xfe{", "not UTF-8 text")],
 )
 def test_files_that_are_no_patch(tmp_path: Path, content: bytes, word: str) -> None:
     path = tmp_path / "patch.json"

@@ -10,8 +10,8 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
-from sinkscope.app.view.result import ModelView
 from sinkscope.files.plain import visible
+from sinkscope.files.result import Result
 
 START = "\nstart(document);\n"
 """The last line of the module in a page; a notebook imports the module without it."""
@@ -23,11 +23,11 @@ def source(name: str) -> str:
     return (files("sinkscope.app.view") / name).read_text(encoding="utf-8")
 
 
-def view_page(view: ModelView | None, title: str) -> str:
+def view_page(view: Result | None, title: str) -> str:
     """The page.
 
     Args:
-        view: What is shown. None: the page asks the server that it came from.
+        view: The `ModelView` that is shown. None: the page asks the server that it came from.
         title: Name of the model.
     """
     style, module = source("view.css"), source("view.js") + START

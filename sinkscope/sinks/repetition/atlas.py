@@ -102,9 +102,10 @@ class AtlasReading:
         when = ""
         if len(repeated):
             when = f", in the median after {np.median(repeated):.0f} repetitions"
+        at_once, never = int((self.repeats == 1).sum()), int(self.resists.sum())
         return (
             f"Repetition makes a sink of {len(repeated)} of {len(self.ids)} tokens{when}; "
-            f"{int((self.repeats == 1).sum())} are a sink at the first occurrence, and {int(self.resists.sum())} never."
+            f"at the first occurrence, sinks are {at_once}; {never} never become one."
         )
 
     def details(self) -> list[str]:
