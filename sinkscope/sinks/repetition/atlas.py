@@ -105,7 +105,7 @@ class AtlasReading:
         at_once, never = int((self.repeats == 1).sum()), int(self.resists.sum())
         return (
             f"Repetition makes a sink of {len(repeated)} of {len(self.ids)} tokens{when}; "
-            f"at the first occurrence, sinks are {at_once}; {never} never become one."
+            f"{at_once} are sinks at the first occurrence, and {never} never become one."
         )
 
     def details(self) -> list[str]:
