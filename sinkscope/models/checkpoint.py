@@ -231,7 +231,7 @@ def local_files(source: ModelSource, *, code: bool = False) -> LocalFiles:
     repo = str(source.where)
     folder = hub_folder(repo, source.revision)
     config = read_checkpoint_json(folder / "config.json")
-    check_kind(repo, config)  # before weights that cannot be measured are downloaded
+    check_kind(repo, config, trust_remote_code=code)  # before weights that cannot be measured are downloaded
     commit = folder.name
     hub_folder(repo, commit, [*TOKENIZER_FILES, *(_code_files(config) if code else ())])
     _download_weights(repo, commit)

@@ -102,8 +102,13 @@ def parse_device(device: torch.device | str | None) -> torch.device:
     raise SinkscopeError(f"device {str(device)!r} is not there; this machine has {', '.join(here)}", page="no-device")
 
 
-def check_kind(name: str, raw: Any) -> None:
+def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
     """Check that `raw`, the content of config.json, belongs to a causal language model.
+
+    Args:
+        name: Name of the model, for errors.
+        raw: Content of its config.json.
+        trust_remote_code: Accept a type that only code beside the checkpoint knows.
 
     Raises:
         SinkscopeError: It is not the configuration of a model.
@@ -122,7 +127,9 @@ def check_kind(name: str, raw: Any) -> None:
     is_causal = any(class_name.endswith(_CAUSAL) for class_name in classes)
     kind = _other_kind(model_type, raw, is_causal or not classes)
     if kind is None:
-        _check_known(name, model_type, raw)
+        has_code = trust_remote_code and bool(raw.get("auto_map"))
+        if not has_code:
+            _check_known(name, model_type)
         return
     what = f"model type {model_type}"
     if classes:
@@ -133,10 +140,10 @@ def check_kind(name: str, raw: Any) -> None:
     )
 
 
-def _check_known(name: str, model_type: str, raw: dict[str, Any]) -> None:
+def _check_known(name: str, model_type: str) -> None:
     from transformers import CONFIG_MAPPING, __version__
 
-    if model_type not in CONFIG_MAPPING and row_of(model_type) is None and not raw.get("auto_map"):
+    if model_type not in CONFIG_MAPPING and row_of(model_type) is None:
         raise UnsupportedError(
             f"{name} has the model type {model_type!r}, which transformers {__version__} does not know: install a "
             "version that does",
@@ -214,9 +221,7 @@ def read_config(
     config: Any
     if gguf is None:
         raw = read_checkpoint_json(folder / "config.json")
-        check_kind(name, raw)
-        if not trust_remote_code:
-            _check_known(name, str(raw["model_type"]), {})  # code in the folder does not count
+        check_kind(name, raw, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     else:
         config = AutoConfig.from_pretrained(folder, gguf_file=gguf)

@@ -1007,24 +1007,32 @@ def _joined(paths: Sequence[str | None]) -> str | None:
 
 def _merged(draft: Adapter, kinds: list[_Kind]) -> Adapter:
     """One adapter for all kinds of layers."""
-    dense = [kind.mlp for kind in kinds if kind.mlp is not None and kind.mixture is None]
-    shared = [kind.mlp for kind in kinds if kind.mlp is not None and kind.mixture is not None]
+    row = _with_attention(_with_mlps(draft, kinds), kinds)
+    for kind in kinds:
+        kind.check(row)
+    return row
+
+
+def _with_mlps(draft: Adapter, kinds: list[_Kind]) -> Adapter:
+    """The row with the MLPs, experts and shared experts of all kinds of layers.
+
+    Raises:
+        NotInferredError: There are none, or they differ where a row has one value.
+    """
+    dense = _dense_mlps(kinds)
     mixtures = [kind.mixture for kind in kinds if kind.mixture is not None]
-    heads = [kind.heads for kind in kinds if kind.heads is not None]
-    writes = [part.write for part in (*dense, *mixtures) if part.write is not None]
+    dense_writes = [mlp.write for mlp in dense if mlp.write is not None]
+    expert_writes = [mixture.write for mixture in mixtures]
+    writes = [*dense_writes, *expert_writes]
     if not writes:
-        if not heads:
-            raise NotInferredError("it has neither softmax attention nor MLPs, so there is no attention sink to find")
-        raise NotInferredError("no MLP was found in its layers")
+        raise _without_mlps(kinds)
     row = replace(
         draft,
         mlp=_joined([write.mlp for write in writes]),
         post_mlp_norm=_joined([write.post_norm for write in writes]),
         write_factor=_same("factor on what an MLP writes", [write.write_factor for write in writes]),
-        down_factor=_same(
-            "factor behind the down projection", [mlp.write.factor for mlp in dense if mlp.write is not None]
-        ),
-        expert_factor=_same("factor behind the experts", [mixture.write.factor for mixture in mixtures]),
+        down_factor=_same("factor behind the down projection", [write.factor for write in dense_writes]),
+        expert_factor=_same("factor behind the experts", [write.factor for write in expert_writes]),
         transposed_down=any(type(mlp.down.module).__name__ == "Conv1D" for mlp in dense),
     )
     if dense:
@@ -1037,15 +1045,46 @@ def _merged(draft: Adapter, kinds: list[_Kind]) -> Adapter:
         )
     if mixtures:
         row = replace(row, experts=_joined([mixture.path for mixture in mixtures]))
-    for kind in kinds:
-        if (
-            kind.mixture is not None
-            and kind.mlp is not None
-            and not _contains(kind.mixture.write.mlp, kind.mlp.down.path)
-        ):
-            raise NotInferredError("its shared expert stands beside the mixture, so that no module gives their sum")
+    shared = _shared_experts(kinds)
     if shared:
         row = _with_shared(row, shared, bool(dense))
+    return row
+
+
+def _without_mlps(kinds: list[_Kind]) -> NotInferredError:
+    if all(kind.heads is None for kind in kinds):
+        return NotInferredError("it has neither softmax attention nor MLPs, so there is no attention sink to find")
+    return NotInferredError("no MLP was found in its layers")
+
+
+def _dense_mlps(kinds: list[_Kind]) -> list[_Mlp]:
+    """The MLPs of layers without a mixture."""
+    return [kind.mlp for kind in kinds if kind.mlp is not None and kind.mixture is None]
+
+
+def _shared_experts(kinds: list[_Kind]) -> list[_Mlp]:
+    """The experts of mixtures that every token goes through.
+
+    Raises:
+        NotInferredError: One stands beside the mixture.
+    """
+    shared: list[_Mlp] = []
+    for kind in kinds:
+        if kind.mixture is None or kind.mlp is None:
+            continue
+        if not _contains(kind.mixture.write.mlp, kind.mlp.down.path):
+            raise NotInferredError("its shared expert stands beside the mixture, so that no module gives their sum")
+        shared.append(kind.mlp)
+    return shared
+
+
+def _with_attention(row: Adapter, kinds: list[_Kind]) -> Adapter:
+    """The row with the attention of all kinds of layers, and what stands in its place in others.
+
+    Raises:
+        NotInferredError: No kind has attention.
+    """
+    heads = [kind.heads for kind in kinds if kind.heads is not None]
     if not heads:
         raise NotInferredError("no attention that returns its weights was found")
     attending = [kind.stage.paths.values() for kind in kinds if kind.heads is not None]
@@ -1055,7 +1094,7 @@ def _merged(draft: Adapter, kinds: list[_Kind]) -> Adapter:
             mixer = kind.middle.writer
             if not any(mixer in paths for paths in attending):
                 mixers.append(mixer)
-    row = replace(
+    return replace(
         row,
         attn=_joined(mixers),
         q=_joined([part.q for part in heads]),
@@ -1069,9 +1108,6 @@ def _merged(draft: Adapter, kinds: list[_Kind]) -> Adapter:
         learned_sinks=any(part.has_sinks for part in heads),
         absolute_positions=_is_absolute(kinds[0].stage.target),
     )
-    for kind in kinds:
-        kind.check(row)
-    return row
 
 
 def _only_where_attended(kinds: list[_Kind]) -> str | None:

@@ -794,14 +794,19 @@ def _gradual(b: _Build) -> HardTruth:
 @_kind(PLAIN, count=1)
 def _many_decoys(b: _Build) -> HardTruth:
     """Six pairs of neurons write more than the sink neuron does, and each pair cancels."""
+    return cancelling_pairs(b, 6)
+
+
+def cancelling_pairs(b: _Build, pairs: int) -> HardTruth:
+    """A textbook sink among so many pairs of neurons that write more and cancel."""
     marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
     rows, size = b.on(layer, b.space.mark), b.size(layer)
     b.write(layer, b.plan.neurons[0], rows, way, size)
     free = [n for n in range(b.plan.d_mlp) if n not in b.plan.busy_neurons]
-    for plus, minus in zip(free[:6], free[6:12], strict=True):
+    for plus, minus in zip(free[:pairs], free[pairs : 2 * pairs], strict=True):
         b.write(layer, plus, rows, b.side, 1.1 * size)
         b.copy(layer, plus, minus, -1.0)
-    return _sink(b, way, marking, note="Twelve neurons write more than the sink neuron, and cancel each other.")
+    return _sink(b, way, marking, note=f"{2 * pairs} neurons write more than the sink neuron, and cancel each other.")
 
 
 @_kind(ALL, layers=(8, 8), at=1, count=1)

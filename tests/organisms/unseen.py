@@ -12,7 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .hard import _KINDS, HardModel, HardTruth, Site, _Build, _full, _Kind, _sink, _spike_way, _textbook, hard
+from .hard import (
+    _KINDS,
+    HardModel,
+    HardTruth,
+    Site,
+    _Build,
+    _full,
+    _Kind,
+    _sink,
+    _spike_way,
+    _textbook,
+    cancelling_pairs,
+    hard,
+)
 from .plant import MARK
 from .tokens import BOS
 
@@ -222,14 +235,7 @@ def _amplified(b: _Build) -> HardTruth:
 @_unseen("llama", "neox", "gpt2", count=1)
 def _crowd(b: _Build) -> HardTruth:
     """Thirty pairs of neurons write more than the sink neuron, and cancel."""
-    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
-    rows, size = b.on(layer, b.space.mark), b.size(layer)
-    b.write(layer, b.plan.neurons[0], rows, way, size)
-    free = [n for n in range(b.plan.d_mlp) if n not in b.plan.busy_neurons]
-    for plus, minus in zip(free[:30], free[30:60], strict=True):
-        b.write(layer, plus, rows, b.side, 1.1 * size)
-        b.copy(layer, plus, minus, -1.0)
-    return _sink(b, way, marking, note="Sixty neurons write more than the sink neuron, and cancel each other.")
+    return cancelling_pairs(b, 30)
 
 
 @_unseen("llama", "qwen3", "gpt2", "neox")

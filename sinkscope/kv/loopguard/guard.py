@@ -369,25 +369,38 @@ class Guarding:
             # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
             rows = self._new_rows(moment, past, later_turn=False)
             self._rows[moment.state] = rows
-        rows.keep_ids(ids, self._ids_kept)
         rows.seen = past + 1
-        rows.later_turn = False
-        rows.count += 1
         rows.calls.append(moment.call.step)
+        self._note_tokens(rows, ids)
         logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
         drawn = [row for row, until in rows.drawn_until.items() if rows.count <= until]
+        alarms = self._alarms(rows, ids, logits)
+        if alarms:
+            self._cut(moment, rows, alarms + rows.monitors.flush())
+        if rows.bans or drawn:
+            self._steer(rows, logits, drawn)
+
+    def _note_tokens(self, rows: GuardedRows, ids: Int[Tensor, "batch pos"]) -> None:
+        """Count a generated token of each row, and go on with the bans that are still in force."""
+        rows.keep_ids(ids, self._ids_kept)
+        rows.later_turn = False
+        rows.count += 1
         if rows.bans:
             newest = ids[:, -1].tolist()
             rows.bans = {row: ban for row, ban in rows.bans.items() if rows.count <= ban.until}
             for row, ban in rows.bans.items():
                 ban.latest.append(newest[row])
-        alarms = rows.monitors.push(ids[:, -1], largest_probability(logits) if self._needs_probabilities else None)
-        if alarms and rewinder is not None and rewinder.full_at:  # a full row goes on as padding
-            alarms = [alarm for alarm in alarms if rows.seen < rewinder.full_at[alarm.row]]
-        if alarms:
-            self._cut(moment, rows, alarms + rows.monitors.flush())
-        if rows.bans or drawn:
-            self._steer(rows, logits, drawn)
+
+    def _alarms(
+        self, rows: GuardedRows, ids: Int[Tensor, "batch pos"], logits: Float[Tensor, "row vocab"]
+    ) -> list[LoopAlarm]:
+        """Pass the newest tokens to the monitors; the alarms of rows that still have tokens to write."""
+        largest = largest_probability(logits) if self._needs_probabilities else None
+        alarms = rows.monitors.push(ids[:, -1], largest)
+        rewinder = self._session.rewinder
+        if rewinder is None or not rewinder.full_at:
+            return alarms
+        return [alarm for alarm in alarms if rows.seen < rewinder.full_at[alarm.row]]  # a full row goes on as padding
 
     def _steer(self, rows: GuardedRows, logits: Float[Tensor, "row vocab"], drawn: list[int]) -> None:
         """Lower the logits of banned tokens in place, and raise that of a drawn one where decoding is greedy."""

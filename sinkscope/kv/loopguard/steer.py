@@ -90,6 +90,17 @@ class Rewinder(StoppingCriteria):
     ended: list[bool] = field(default_factory=list)
     full_at: list[int] = field(default_factory=list)
 
+    def begin_piece(self, limit: int, written: list[int]) -> None:
+        """Note at which length each row has all its tokens, in a piece where an unended row may have `limit` in all.
+
+        Args:
+            limit: Length at which a row that lost and wrote nothing would be full.
+            written: Number of tokens that each row keeps so far; they count towards the limit.
+        """
+        self.full_at = []
+        for count, has_ended in zip(written, self.ended, strict=True):
+            self.full_at.append(0 if has_ended else limit - count)
+
     def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Any, **kwargs: Any) -> Any:
         """Say which rows of this piece end: bool `[row]`."""
         if self.read is not None:
@@ -147,10 +158,7 @@ def generate_in_pieces(
     try:
         while True:
             written: list[int] = mask[:, width:].sum(1).tolist()
-            rewinder.full_at = [
-                0 if end else ids.shape[1] + max_new_tokens - count
-                for count, end in zip(written, rewinder.ended, strict=True)
-            ]
+            rewinder.begin_piece(ids.shape[1] + max_new_tokens, written)
             left = max(rewinder.full_at) - ids.shape[1]
             if left <= 0:
                 break
@@ -164,14 +172,10 @@ def generate_in_pieces(
             if rewinder.read is None:
                 break
             read = rewinder.read.to(mask)
-            seen = read.shape[1]
-            newest = ids[:, min(seen, ids.shape[1] - 1)].clone()
-            for row, token in rewinder.again.items():
-                newest[row] = token
-            ids = torch.cat([ids[:, :seen], newest[:, None]], 1)
+            ids = _continued(ids, read.shape[1], rewinder.again)
             mask = torch.nn.functional.pad(read, (0, 1), value=1)
             for layer in cache.layers:
-                layer.crop(seen - layer.seen)  # a call that ran before the piece ended
+                layer.crop(read.shape[1] - layer.seen)  # a call that ran before the piece ended
             rewinder.read = None
             session.resuming = True  # what comes next reads a generated token and no prompt
     finally:
@@ -183,6 +187,14 @@ def generate_in_pieces(
         return whole
     output.sequences = whole
     return output
+
+
+def _continued(ids: Int[Tensor, "row pos"], seen: int, again: dict[int, int]) -> Int[Tensor, "row next"]:
+    """What the cache holds, and the token with which each row goes on: the next one, or that in `again`."""
+    newest = ids[:, min(seen, ids.shape[1] - 1)].clone()
+    for row, token in again.items():
+        newest[row] = token
+    return torch.cat([ids[:, :seen], newest[:, None]], 1)
 
 
 def _closed(

@@ -114,13 +114,9 @@ def find_sinks(
             break
         whole = True
 
-    lengths = [received.ids.shape[1]]
-    if depth == scan.n_layers and not (received.heads or received.learned_heads or received.later):
-        longer = attention_of_long_texts(setup)  # some sinks show in longer texts only
-        if longer is not None:
-            lengths.append(longer.ids.shape[1])
-            if longer.heads or longer.learned_heads:
-                received = longer
+    lengths = (received.ids.shape[1],)
+    if depth == scan.n_layers:
+        received, lengths = _in_longer_texts(setup, received)
 
     # What makes the spikes, what do the heads need, and does repetition go through the same neurons?
     later = later_sinks(context)
@@ -139,7 +135,7 @@ def find_sinks(
         causal_sets=sets.sets,
         later_sinks=later,
         repetition=repetition,
-        lengths=tuple(lengths),
+        lengths=lengths,
         shared_dims=tuple(scan.shared_dims),
         sink_layer=scan.sink_layer,
         neurons=sets.neurons,
@@ -157,6 +153,20 @@ def find_sinks(
         sink_rate=sink_rate,
         published=_published(setup.target.name, scan.sink_layer, verified),
     )
+
+
+def _in_longer_texts(setup: Setup, received: AttentionReceived) -> tuple[AttentionReceived, tuple[int, ...]]:
+    """The attention received, in longer texts if a sink shows only there, and the lengths that were looked at."""
+    length = received.ids.shape[1]
+    if received.heads or received.learned_heads or received.later:
+        return received, (length,)
+    longer = attention_of_long_texts(setup)
+    if longer is None:
+        return received, (length,)
+    lengths = (length, longer.ids.shape[1])
+    if longer.heads or longer.learned_heads:
+        return longer, lengths
+    return received, lengths
 
 
 def norm_spike(context: SinkContext, later: Sequence[LaterSink]) -> NormSpike | None:
