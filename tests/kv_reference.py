@@ -78,8 +78,9 @@ def dense_run(
 
 def forward(model: Any, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> Any:
     """One pass over everything, in which each layer's kv heads see what they may."""
+    given = {"attention_mask": mask.long(), "position_ids": positions(mask.long())}
     with under(model, sees):
-        return model(ids, position_ids=positions(mask.long()), output_attentions=True, use_cache=False)
+        return model(input_ids=ids, **given, output_attentions=True, use_cache=False)
 
 
 def pick(scores: Tensor, held: Tensor, budgets: list[int], first: list[int], last: list[int]) -> Tensor:

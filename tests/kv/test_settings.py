@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from kv_kit import Drawn, Everywhere
@@ -26,14 +25,6 @@ from sinkscope.kv import (
     make_policy,
 )
 from sinkscope.kv.loopguard import LoopReporter, LoopStopper, Retention
-
-
-@pytest.fixture(autouse=True)
-def untyped() -> Iterator[None]:
-    """Without the tests' own check of types, which would speak first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
