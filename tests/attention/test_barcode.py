@@ -205,7 +205,9 @@ def test_onsets_are_those_of_the_text() -> None:
 
 def test_a_guard_leaves_its_marks() -> None:
     guard = LoopGuard.paper(budget=96, anchors=8, window=64, variant="tail")
-    result = barcode(None, max_new_tokens=80, heads=[(5, 7)], interventions=guard, control=False)
+    organism, _ = of_a_loop()
+    looping = organism.looping_prompt(5).ids
+    result = measured(organism, looping, 80, heads=[(1, 0)], interventions=guard, control=False)
     steps = result.events["guard"]
     assert steps and all(0 < step < 80 for step in steps) and f"guard: at {len(steps)} steps" in str(result)
     drawn: Any = result.figure()
