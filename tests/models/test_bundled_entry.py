@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +11,6 @@ from organisms import loop_organism
 from organisms.tokens import BOS
 
 from experiments.bundled import entry
-
-BUNDLED = Path(__file__).resolve().parents[2] / "sinkscope" / "models" / "bundled"
-SENTENCES = [f"The dog number {n} ran over the green hill to see his friends." for n in range(40)]
 
 
 class Copier:

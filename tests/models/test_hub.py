@@ -13,7 +13,6 @@ from hub_server import TOKEN, hub
 from organisms import tiny_model
 
 from sinkscope import find_sinks, load
-from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoint import SafetensorsSource
 from sinkscope.models.fingerprint import fingerprint
@@ -132,18 +131,6 @@ def test_another_kind_of_model_is_refused_before_its_weights_are_fetched(tmp_pat
             with pytest.raises(SinkscopeError, match="org/bert is an encoder-only model"):
                 opened("org/bert")
         assert set(server.fetched()) == {"config.json"}
-
-
-def test_retries_are_silent(
-    saved: dict[str, Path], tmp_path: Path, no_waiting: None, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with hub(tmp_path) as server:
-        server.add("org/name", saved["main"])
-        source = SafetensorsSource("org/name")
-        server.breaks[source.weight_map[DOWN]] = [1000, 0]
-        assert main(["find-sinks", "--model", "org/name"]) == 2
-    out, err = capfd.readouterr()
-    assert (out, err.count("\n")) == ("", 1) and err.startswith("error: downloading model-")
 
 
 def test_one_file_and_then_offline(tmp_path: Path) -> None:
