@@ -191,7 +191,7 @@ def _path(target: Target, layer: int, part: str) -> str:
         )
     if not adapter.adds and (part == "hook_mlp_out" or (part == "hook_attn_out" and adapter.mid is None)):
         raise UnsupportedError(
-            f"site {name!r} does not exist on {adapter.model_type}, whose layers do more than add what their parts give; "
+            f"site {name!r} does not exist on {adapter.model_type}, whose layers do more than add their parts; "
             "leave it out of sites"
         )
     if part == "hook_mlp_out" and target.has_neurons(layer) and len(target.mlp_writers(layer)) > 1:
