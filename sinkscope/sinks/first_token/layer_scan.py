@@ -8,14 +8,24 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
 from sinkscope.measure import Setup
-from sinkscope.models.target import LayerInput, Target, first_tensor, norm_of, norms_of, on_input, on_output
+from sinkscope.models.again import LayerCall, keep_call
+from sinkscope.models.target import (
+    LayerInput,
+    Target,
+    first_tensor,
+    norm_of,
+    norms_of,
+    on_hidden,
+    on_input,
+    on_output,
+)
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
 
@@ -56,7 +66,7 @@ class Entering:
         """What enters a layer, the texts several times one after another; None if that is not known."""
         if layer not in self.streams:
             return None
-        return LayerInput(layer, repeat(self.streams[layer], "row ... -> (copy row) ...", copy=copies), self.wrapped)
+        return LayerInput(layer, self.streams[layer].repeat(copies, 1, 1), self.wrapped)
 
 
 NOT_READ = Entering()
@@ -319,25 +329,29 @@ def scan_layers(
     mlp_added: list[Tensor] = []
     entered: list[Tensor] = []
     wrapped: list[bool] = []
+    calls: list[LayerCall] = []
 
     def by_row(tensor: Tensor) -> Float[Tensor, "row pos d_model"]:
         flat = tensor.detach().flatten(0, -2)  # some architectures run rows and positions together
         return rearrange(flat, "(row pos) d_model -> row pos d_model", row=len(ids))
 
-    def mlp_done(output: Any) -> None:
-        norms = norms_of(by_row(first_tensor(output)))
-        mlp_raw.append(float(norms[:, 0].median()))
+    def mlp_done(given: Tensor) -> None:
+        mlp_raw.append(float(norms_of(by_row(given))[:, 0].median()))
 
-    def mlp_normalised(output: Any) -> None:
-        mlp_added.append(by_row(first_tensor(output)).float() * target.adapter.write_factor)
+    def mlp_normalised(given: Tensor) -> None:
+        mlp_added.append(by_row(given).float() * target.adapter.write_factor)
 
     def layer_begun(hidden: Tensor) -> None:
-        entered.append(hidden.detach())
+        entered.append(hidden.detach().clone())  # some layers add to it in place
 
     def layer_done(output: Any) -> None:
         wrapped.append(isinstance(output, tuple))
         resid = by_row(first_tensor(output))
+        raw = mlp_raw.pop() if mlp_raw else 0.0
         added = mlp_added.pop() if mlp_added else torch.zeros_like(resid, dtype=torch.float32)  # it may have no MLP
+        if calls:
+            added = by_row(calls.pop().added(first_tensor(output))).float()
+            mlp_raw.clear()
         norms = norms_of(resid)
         if not bool(norms.isfinite().all()):
             raise SinkscopeError(
@@ -355,7 +369,7 @@ def scan_layers(
             massive_dims=massive,
             residual=resid[:, 0].float().mean(0).cpu(),
             mlp_norms=added.norm(dim=-1).cpu(),
-            mlp_raw=mlp_raw.pop() if mlp_raw else 0.0,
+            mlp_raw=raw,
             written=added[:, 0].mean(0).cpu(),
             sample=later[:SAMPLE_POSITIONS].cpu().clone(),
             entering=entered.pop() if entered else None,
@@ -369,9 +383,13 @@ def scan_layers(
     hooks: list[tuple[Any, str, Any]] = []
     for number, layer in enumerate(target.layers):
         if target.has_neurons(number):
-            hooks.append((target.sub(number, adapter.mlp), "post", on_output(mlp_done)))
-            behind_mlp = target.sub(number, adapter.post_mlp_norm or adapter.mlp)
-            hooks.append((behind_mlp, "post", on_output(mlp_normalised)))
+            hooks += target.on_mlp(number, mlp_done)
+            if not adapter.adds:
+                hooks.append(keep_call(target, number, calls))
+            elif target.has_part(number, adapter.post_mlp_norm):
+                hooks.append((target.sub(number, adapter.post_mlp_norm or ""), "post", on_hidden(mlp_normalised)))
+            else:
+                hooks += target.on_mlp(number, mlp_normalised)
         if target.skips_layers:
             hooks.append((layer, "pre", on_input(layer_begun)))
         hooks.append((layer, "post", on_output(layer_done)))
