@@ -12,12 +12,14 @@ import shlex
 import subprocess
 import sys
 import time
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 import torch
+from organisms.tiny import tiny_model
 from sample_results import sample_find_sinks
 
 import sinkscope
@@ -25,26 +27,24 @@ import sinkscope.app.generate
 import sinkscope.models.load
 from sinkscope.app.cli import RESULT_OPTIONS, click_command, main
 from sinkscope.app.commands import commands
+from sinkscope.app.expected import size_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import ProgressBar
 from sinkscope.files.options import example_lines
 from sinkscope.files.output import read_text
+from sinkscope.files.provenance import documentation_address
 from sinkscope.files.result import Result
 from sinkscope.files.tables import SCREEN
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Event
 from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement
+from sinkscope.models.load import load
 from sinkscope.serving.generate import Generated
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 MOST_COMMANDS, MOST_OPTIONS = 20, 130
 EVERY = pytest.mark.parametrize("words", list(commands()))
-
-
-def _run(*words: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sinkscope", *words]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, **settings)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_help_has_a_text_for_every_option_and_examples_that_exist(
 
 def test_commands_and_options_stay_few_and_are_documented() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
-    shared = {*SETUP_PARAMETERS, *EDIT_PARAMETERS, *RESULT_OPTIONS, "force", "explain", "backend"}
+    shared = {*SETUP_PARAMETERS, *EDIT_PARAMETERS, *RESULT_OPTIONS, "force", "explain", "backend", "dry_run"}
     own = 0
     for words, command in commands().items():
         assert f"sinkscope {words}" in pages, f"no page of docs/ shows sinkscope {words}"
@@ -152,6 +152,53 @@ def test_arguments_arrive(calls: list[dict[str, Any]]) -> None:
         "text": "t.txt",
         "tokens": ["cat", "dog"],
     }
+
+
+def test_pointers_lead_to_the_published_pages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """What `project.urls` says is where help and errors point to; without it they name the files of the repository."""
+    assert main(["find-sinks", "--help"]) == 0
+    assert "Documentation: docs/cli.md#sinkscope-find-sinks" in capsys.readouterr().out
+    package = Message()
+    package["Project-URL"] = "Source, https://source.example"
+    package["Project-URL"] = "Documentation, https://pages.example/latest/"
+    monkeypatch.setattr("importlib.metadata.metadata", lambda _: package)
+    documentation_address.cache_clear()
+    try:
+        assert main(["find-sinks", "--help"]) == 0
+        assert "https://pages.example/latest/cli.html#sinkscope-find-sinks" in capsys.readouterr().out
+        assert main(["find-sinks", "--dtype", "int3"]) == 2
+        assert "(https://pages.example/latest/errors/unknown-dtype.html)" in capsys.readouterr().err
+    finally:
+        documentation_address.cache_clear()
+
+
+@pytest.mark.parametrize("words", ["find-sinks", "circuit --dtype float16", "patch eval --patch p.json"])
+def test_a_dry_run_says_what_it_takes_and_measures_nothing(
+    words: str, calls: list[dict[str, Any]], capsys: pytest.CaptureFixture
+) -> None:
+    assert main([*words.split(), "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    whole = sum(tensor.numel() for tensor in load(None, backend="hf").parameters())
+    itemsize = 2 if "float16" in words else 4
+    assert f"{whole * itemsize / 1e6:.0f} MB as a whole" in printed
+    assert ("layer by layer, so it takes" in printed) == (not words.startswith("patch"))
+    assert "tokens through 6 layers take about" in printed
+    assert calls == []
+
+
+def test_the_tokens_of_every_measuring_command_were_counted() -> None:
+    counted = json.loads((ROOT / "sinkscope/app/passes.json").read_text())["result"]["tokens"]
+    assert set(counted) == {words for words, one in commands().items() if isinstance(one.load(), Measurement)}
+
+
+def test_sizes_are_those_of_the_model() -> None:
+    """Parameters counted on a configuration are those of the weights; a tied embedding is multiplied, too."""
+    for model_type, is_tied in (("llama", False), ("gpt2", True), ("mixtral", False)):
+        model, _ = tiny_model(model_type)
+        size = size_of(model_type, model.config, torch.float32)
+        assert size.parameters == sum(tensor.numel() for tensor in model.parameters())
+        looked_up = 0 if is_tied else model.get_input_embeddings().weight.numel()
+        assert size.computing == size.parameters - looked_up
 
 
 def test_backend_loads_that_kind_of_object(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,12 +301,9 @@ def test_interrupted_generation_keeps_its_text(
     [
         ("find-sink", "No such command 'find-sink'"),
         ("find-sinks --top-k 0", "--top-k 0: expected a whole number from 1"),
-        ("find-sinks --top-k x", "'--top-k'"),
         ("find-sinks --seed -1", "--seed -1: expected a whole number from 0"),
         ("find-sinks --backend jax", "'jax' is not one of 'bridge', 'hf', 'nnsight'"),
-        ("find-sinks --wat", "No such option '--wat'"),
         ("find-sinks --json", "'--json' requires an argument"),
-        ("find-sinks extra", "unexpected extra argument"),
         ("find-sinks --json folder", "folder is a folder"),
         ("find-sinks --html folder/", "folder/ is a folder"),
         ("find-sinks --csv file/x.csv", "a part of the path is a file"),
@@ -269,7 +313,6 @@ def test_interrupted_generation_keeps_its_text(
         ("generate hi --prompt-file file", "one of the two"),
         ("generate hi --rewind", "add --guard"),
         ("generate --prompt-file none.txt", "cannot read none.txt: no such file"),
-        ("generate --prompt-file folder", "cannot read folder: is a directory"),
         ("generate --prompt-file empty", "the prompt is empty"),
         ("generate --prompt-file -", "standard input is not UTF-8 text"),
         ("generate --prompt-file file --patch none.json", "cannot read none.json"),
@@ -408,8 +451,6 @@ def test_a_reader_that_stops_early_is_no_error_and_the_files_are_written(tmp_pat
     ("words", "code", "message"),
     [
         ("models >&-", 2, "error: standard output is closed"),
-        ("models >/dev/null 2>&-", 0, ""),
-        ("models --nonsense 2>&-", 2, ""),
         ("loops - <&-", 2, "error: "),
         ("models --json $'\\xff.json'", 2, "error: the word '\\udcff.json' is not UTF-8"),
     ],
@@ -420,16 +461,6 @@ def test_closed_streams_and_odd_words(tmp_path: Path, words: str, code: int, mes
     assert done.returncode == code and done.stderr.startswith(message), done.stderr
     assert done.stderr.count("\n") == bool(message) and "Traceback" not in done.stderr
     assert os.listdir(tmp_path) == []
-
-
-def test_control_characters_of_names_do_not_reach_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = str(tmp_path / "a\x1b[31m\x07b")
-    Path(name).write_text("word " * 30)
-    assert main(["loops", name]) == 0
-    assert main(["loops", name, "--settings", name]) == 2
-    assert not {"\x1b", "\x07"} & set("".join(capsys.readouterr()))
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -462,12 +493,3 @@ def test_tokens_that_the_terminal_cannot_show() -> None:
     environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout == "\\u0120the \\ud800\n"
-
-
-@pytest.mark.slow
-def test_bundled_model_end_to_end(tmp_path: Path) -> None:
-    done = _run("find-sinks", "--json", "x.json", "--html", "x.html", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    result: Any = Result.load(tmp_path / "x.json")
-    assert result.sink_layer is not None and result.causal
-    assert done.stdout == result.terminal() + "\n"
