@@ -31,9 +31,9 @@ _SIZES: dict[int, str] = {
     32: "index_topk image_size",
     24: "q_lora_rank qk_head_dim",
     16: """swa_head_dim head_dim dim_head kv_channels kv_lora_rank qk_nope_head_dim v_head_dim index_head_dim
-        index_n_heads linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_state mamba_d_head mamba_head_dim
+        linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_state mamba_d_head mamba_head_dim
         ssm_state_size state_size mamba_chunk_size chunk_size attention_head_dim hidden_size_per_layer_input block_size
-        expert_hidden
+        expert_hidden index_n_heads
         router_hidden_size o_lora_rank head_size ple_embed_dim hc_lowrank mamba_headdim block_multiple_of
         shape_embed_dim pronunciation_embed_dim index_block_size num_mel_bins prompt_mid_dim classifier_proj_size""",
     8: """qk_rope_head_dim mamba_n_heads mamba_num_heads mamba_dt_rank time_step_rank laurel_rank rotary_dim d_rel
