@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -447,8 +447,7 @@ class Target:
         down = self.mlp_part(layer, "down")
         weight = plain_weight(down)
         if weight is None:
-            features: Any = getattr(down, "in_features", self.d_mlp)
-            return int(features)
+            return int(cast(Any, down).in_features)  # quantised, or inside an adapter
         return int(weight.shape[0 if self.adapter.transposed_down else 1])
 
     def factor(self, layer: int, expert: int | None = None) -> float:
