@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -462,7 +462,8 @@ class Target:
         down = self.mlp_part(layer, "down")
         weight = plain_weight(down)
         if weight is None:
-            return int(cast(Any, down).in_features)  # quantised, or inside an adapter
+            linear: Any = getattr(down, "base_layer", down)  # quantised, or inside an adapter
+            return int(linear.in_features)
         return int(weight.shape[0 if self.adapter.transposed_down else 1])
 
     def factor(self, layer: int, expert: int | None = None) -> float:
