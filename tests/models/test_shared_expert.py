@@ -108,7 +108,7 @@ def test_the_probe_holds_the_shared_expert_to_its_gate() -> None:
     model, _ = tiny_model("qwen2_moe")
     target = Target.of(model)
     assert probe(target).problem is None
-    for wrong in ({"shared_gate": None}, {"shared": "mlp.experts"}):
+    for wrong in ({"shared_gate": None}, {"down": "mlp.shared_expert.up_proj"}):
         assert probe(replace(target, adapter=replace(target.adapter, **wrong))).problem is not None
 
 
