@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import spoiled
 from hub_server import TOKEN, hub
+from kv_kit import each_other
 from organisms import tiny_model
 
 from sinkscope import find_sinks, load
@@ -182,8 +183,10 @@ def test_transfer_that_stays_broken(saved: dict[str, Path], tmp_path: Path, no_w
         opened()
 
 
-@pytest.mark.parametrize("way", ["cut", "slow"])
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json", "shard"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    each_other(["config.json", "model.safetensors.index.json", "tokenizer.json", "shard"], ["cut", "slow"]),
+)
 def test_an_answer_that_is_cut_or_slow(
     saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_waiting: None, name: str, way: str
 ) -> None:

@@ -36,7 +36,10 @@ def attack_once(family: str, seed: int, bos: bool = True) -> ClusterAttack:
         return attack(organism(family, seed, bos=bos), Path(folder))
 
 
-@pytest.mark.parametrize(("family", "seed", "bos"), [("llama", 1, False), ("qwen3_moe", 1, True), ("neox", 2, True)])
+@pytest.mark.parametrize(
+    ("family", "seed", "bos"),
+    [("llama", 1, False), ("qwen3_moe", 1, True), pytest.param("neox", 2, True, marks=pytest.mark.slow)],
+)
 def test_two_tokens_of_a_group_suffice_without_bos(family: str, seed: int, bos: bool) -> None:
     found = attack_once(family, seed, bos)
     place = found.contexts.index("no BOS"), 0
