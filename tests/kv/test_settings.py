@@ -87,12 +87,10 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (ss.LoopGuard, {"monitor": {"theta_ttr": 1.5}}, "theta_ttr"),
     (ss.LoopGuard, {"monitor": {"window": 9}}, "window=..."),
     (ss.LoopGuard, {"copies": 1}, "copies=1"),
-    (ss.LoopGuard, {"poll": 0}, "LoopGuard: poll=0"),
     (Retention, {"budget": 8, "anchors": 9}, "at least 10"),
     (Retention, {"recent": 0}, "recent=0"),
     (Retention, {"recent_budget": 993}, "1 to 992"),
-    (LoopReporter, {"poll": 0}, "poll is 0"),
-    (LoopStopper, {"poll": 1, "reporter": LoopReporter()}, "leave them out"),
+    (LoopStopper, {"eos_token_id": 1, "reporter": LoopReporter()}, "leave them out"),
 ]
 
 

@@ -111,7 +111,6 @@ def test_settings_are_written_and_read_back(tmp_path: Path, capsys: pytest.Captu
         json.dumps({"repetition_detection": found.servers["vllm"]}) in printed and json.dumps(found.monitor) in printed
     )
     assert vars(monitor_settings(str(out), "repeats")) == vars(MonitorSettings(**found.monitor))
-    assert monitor_settings(str(out), "full", window=100).window == 100
     looping = tmp_path / "loop.txt"
     looping.write_text(f"{prose(200)} {'so it goes ' * 40}")
     assert main(["loops", "--follow", str(looping), "--settings", str(out)]) == 3
