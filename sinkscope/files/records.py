@@ -391,5 +391,3 @@ def _loads(text: str) -> Any:
     if "\\ud" in text or "\\uD" in text:
         value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     return value
-
-

@@ -61,7 +61,6 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (SnapKV, {"pooling": "sum"}, "'avg' or 'max'"),
     (AdaKV, {"floor": 1.5}, "floor=1.5"),
     (Progressive, {"every": "prefill"}, "Progressive: every='prefill': expected a whole number from 1"),
-    (Progressive, {"mode": "evict", "per_head": True}, 'per_head=True hides tokens: give mode="select"'),
     (make_policy, {"name": "streaming", "sinks": 4}, "has no 'sinks'"),
     (make_policy, {"name": "snapkv", "UNIFORM": True}, "policy 'snapkv' has no 'UNIFORM'; it has: budget, first"),
     (make_policy, {"name": "scissorhands"}, "expected one of adakv, full, h2o, progressive, snapkv"),

@@ -350,5 +350,3 @@ def test_an_alarm_comes_while_the_pipe_is_open_and_ctrl_c_leaves_cleanly(process
     assert f"at token {detected}: period {len(split(LOOP))}".encode() in seen and process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130 and process.stderr.read().strip() == b"interrupted"
-
-
