@@ -70,7 +70,8 @@ class SinkPatch(NeuronEdit):
     value is at least half as far from the calibrated one as the first token's is; or the prompt was read before
     the run was entered. Without calibrated values, the second value is used anyway, bit for bit as in the listing.
     This spreads the sink if the second token belongs to the first one's cluster, so a warning is given once, and an
-    event of kind "sink-like" wherever the value is at least half the first token's. Rows given as embeddings count as beginning with BOS.
+    event of kind "sink-like" wherever the value is at least half the first token's. Rows given as embeddings count as
+    beginning with BOS.
     In beam search after a one-token prompt without calibrated values, beams that change places keep the second value
     of the row, not of the beam.
 

@@ -92,7 +92,9 @@ def test_tasks_as_they_are_written() -> None:
     assert read_task("needle:lengths=640,1024:depths=0.5:kinds=needle") == Needle(
         lengths=(640, 1024), depths=(0.5,), kinds=("needle",)
     )
-    assert read_task("recall:turns=9:cache=grow:positions=end") == Recall(turns=9, cache="grow", positions=("end",))
+    assert read_task("recall:turns=9:history=model:positions=end") == Recall(
+        turns=9, history="model", positions=("end",)
+    )
 
 
 @pytest.mark.parametrize(
