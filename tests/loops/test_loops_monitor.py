@@ -29,7 +29,7 @@ SMALL = {
     "cooldown": 5,
     "stride": 3,
     "tail_longest": 8,
-    "tail_shortest": 4,
+    "tail_shortest": 8,
     "tail_repeats": 2.5,
     "tail_hold": 2,
     "streak": 3,
