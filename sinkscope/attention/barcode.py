@@ -33,7 +33,6 @@ SUFFIX = 256  # positions, or three periods if longer: the window that LoopGuard
 LOCK_GAIN = 0.2  # gain from which a head counts as locked
 SHOWN_HEADS = 4  # heads drawn if none are named, each from a different layer
 PICTURE_STEPS, PICTURE_COLUMNS = 64, 160  # largest size of the picture of all steps
-LATE_STEPS, LATE_POSITIONS = 64, 128  # last steps and positions that are drawn one by one
 CURVE_POINTS = 512  # most points of a curve along the text
 NGRAM = 4  # tokens of the n-grams by which a text stops being new
 _QUERIES = 32  # rows that are taken at a time
@@ -76,16 +75,6 @@ class PictureSize:
         """Columns of the picture."""
         return -(-self.length // self.positions_of_column)
 
-    @property
-    def late_steps(self) -> int:
-        """Last steps that are drawn one by one."""
-        return min(LATE_STEPS, self.steps)
-
-    @property
-    def late_positions(self) -> int:
-        """Last positions that are drawn one by one."""
-        return min(LATE_POSITIONS, self.length)
-
 
 class HeadTracks:
     """Accepts the attention rows of one layer over a sequence, in order; they may arrive in any number of calls.
@@ -99,7 +88,6 @@ class HeadTracks:
         self.before = torch.zeros(heads, shift, suffix)  # the last rows by offset; missing ones share nothing
         self.parts: list[Float[Tensor, "3 head query"]] = []
         self.picture = torch.zeros(heads, size.rows, size.columns)
-        self.late = torch.zeros(heads, size.late_steps, size.late_positions)
 
     def add(self, rows: AttentionRows) -> None:
         """Take some rows."""
@@ -141,13 +129,6 @@ class HeadTracks:
         by_head = rearrange(columns, "(head query) column -> head query column", head=heads).cpu()
         for number, row in enumerate((step // size.steps_of_row).tolist()):
             self.picture[:, row] += by_head[:, number]
-        late = step >= size.steps - size.late_steps
-        first = size.length - size.late_positions
-        near = probs.new_zeros(heads, queries, size.late_positions)
-        inside = repeat(pos >= first, "head slot -> head query slot", query=queries)
-        place = repeat((pos - first).clamp(min=0), "head slot -> head query slot", query=queries)
-        near.scatter_add_(2, place, probs * inside)
-        self.late[:, step[late] - (size.steps - size.late_steps)] = near.cpu()[:, late]
 
     def tracks(self) -> Float[Tensor, "3 head pos"]:
         """Score, mass and width at every position that was seen."""
@@ -186,8 +167,6 @@ class Barcode(Result):
         shown: Names of the heads that are drawn.
         attention: Share of their attention on each bin of positions, mean over each bin of steps.
         control_attention: The same in ordinary text.
-        late: Their attention in the last steps on the last positions, one by one.
-        control_late: The same in ordinary text.
         events: Steps at which interventions acted, by kind.
     """
 
@@ -216,8 +195,6 @@ class Barcode(Result):
     shown: tuple[str, ...]
     attention: Float[np.ndarray, "shown row bin"]
     control_attention: Float[np.ndarray, "shown row bin"] | None = None
-    late: Float[np.ndarray, "shown step pos"]
-    control_late: Float[np.ndarray, "shown step pos"] | None = None
     events: dict[str, tuple[int, ...]]
 
     @property
@@ -298,22 +275,14 @@ def draw(result: Barcode) -> go.Figure:
     Each row below is a head: all steps, ordinary text, and the last steps position by position of both. Steps run
     downwards, and darker is more.
     """
-    parts = {
-        "attention": "generated",
-        "control_attention": "ordinary text",
-        "late": "generated, last steps",
-        "control_late": "ordinary text, last steps",
-    }
-    pictures = {name: title for name, title in parts.items() if getattr(result, name) is not None}
-    columns = len(pictures)
+    pictures = {"generated": result.attention}
+    if result.control_attention is not None:
+        pictures["ordinary text"] = result.control_attention
     rows = 1 + len(result.shown)
-    specs: list[list[Any]] = [[{"colspan": columns // 2}, *[None] * (columns // 2 - 1)] * 2]
-    specs += [[{}] * columns for _ in result.shown]
     titles = ["what the loop adds (score above ordinary text)", "score along the text"]
-    titles += [f"{html.escape(head)}: {title}" for head in result.shown for title in pictures.values()]
-    fig: Any = make_subplots(
-        rows, columns, specs=specs, subplot_titles=titles, horizontal_spacing=0.05, vertical_spacing=0.24 / rows
-    )
+    for head in result.shown:
+        titles += [f"{html.escape(head)}: {title}" for title in pictures] + [""] * (2 - len(pictures))
+    fig: Any = make_subplots(rows, 2, subplot_titles=titles, horizontal_spacing=0.05, vertical_spacing=0.24 / rows)
     fig.add_heatmap(
         z=result.gain, y=result.layers, zmin=-1, zmax=1, zmid=0, colorscale="RdBu", showscale=False, row=1, col=1
     )
@@ -323,10 +292,9 @@ def draw(result: Barcode) -> go.Figure:
         ("other heads", result.other_curve, GREEN),
         ("locked heads, ordinary text", result.control_curve, GREY),
     )
-    right = 1 + columns // 2
     for name, values, color in curves:
         if values is not None:
-            fig.add_scatter(x=result.positions, y=values, name=name, line_color=color, row=1, col=right)
+            fig.add_scatter(x=result.positions, y=values, name=name, line_color=color, row=1, col=2)
     marks = (
         ("loop begins", result.onset, "dash"),
         ("last new 4-gram", result.last_new, "dot"),
@@ -336,19 +304,16 @@ def draw(result: Barcode) -> go.Figure:
         if position is not None:
             line = {"color": ORANGE, "dash": dash, "width": 1.5}
             x = [position, position]
-            fig.add_scatter(x=x, y=[0, 1], name=f"{name}: {position}", mode="lines", line=line, row=1, col=right)
+            fig.add_scatter(x=x, y=[0, 1], name=f"{name}: {position}", mode="lines", line=line, row=1, col=2)
     size = PictureSize(result.prompt_tokens + result.steps, result.prompt_tokens)
-    top = max(0.05, float(np.quantile(result.late, 0.99)), float(np.quantile(result.attention, 0.99)))
+    top = max(0.05, float(np.quantile(result.attention, 0.99)))
     for number in range(len(result.shown)):
-        for col, name in enumerate(pictures, 1):
-            values = getattr(result, name)[number]
-            place: dict[str, Any] = {"x0": size.length - size.late_positions, "y0": size.steps - size.late_steps}
-            if "attention" in name:
-                place = {"dx": size.positions_of_column, "dy": size.steps_of_row}
+        for col, values in enumerate(pictures.values(), 1):
             fig.add_heatmap(
-                z=np.sqrt(values),
-                customdata=values,
-                **place,
+                z=np.sqrt(values[number]),
+                customdata=values[number],
+                dx=size.positions_of_column,
+                dy=size.steps_of_row,
                 zmin=0,
                 zmax=top**0.5,
                 colorscale="Greys",
@@ -365,7 +330,7 @@ def draw(result: Barcode) -> go.Figure:
             for step in steps:
                 fig.add_hline(step, line={"color": ORANGE, "width": 1}, row=number + 2, col=1)
     fig.update_xaxes(title_text="position", row=rows)
-    return finished(fig, result, width=350 * columns + 100, height=260 * rows + 120, legend=-0.04, bottom=70)
+    return finished(fig, result, width=1100, height=260 * rows + 120, legend=-0.04, bottom=70)
 
 
 @measurement(group="Loops", figure=draw, loading="whole", edits=True, quick={"max_new_tokens": 24, "layers": [0]})
@@ -445,7 +410,6 @@ def barcode(
             "control_score": control_score.numpy(),
             "control_curve": _sampled(control_curve, positions),
             "control_attention": _shown(plain.picture, places),
-            "control_late": _shown(plain.late, places),
         }
     return Barcode(
         prompt_tokens=loop.prompt,
@@ -464,7 +428,6 @@ def barcode(
         other_curve=_sampled(own.curve(~locked, shift), positions),
         shown=tuple(f"L{layer}.H{head}" for layer, head in named),
         attention=_shown(own.picture, places),
-        late=_shown(own.late, places),
         events=_steps_by_kind(events),
         **controls,
     )
@@ -523,7 +486,6 @@ class _Recording:
 
     tracks: Float[Tensor, "layer 3 head pos"]
     picture: Float[Tensor, "layer head row column"]
-    late: Float[Tensor, "layer head late_step late_pos"]
 
     def means(self, late: int) -> Float[Tensor, "3 layer head"]:
         """Mean score, mass and width from a position on."""
@@ -552,7 +514,6 @@ def _recorded(
     return _Recording(
         tracks=torch.stack([track.tracks() for track in tracks.values()]),
         picture=torch.stack([track.mean_picture() for track in tracks.values()]),
-        late=torch.stack([track.late for track in tracks.values()]),
     )
 
 

@@ -30,7 +30,6 @@ CHOICES = {  # one of a few words, or packed numbers
     "groups.position",
     "heads.healthy_late.shares",
     "heads.healthy_whole.shares",
-    "heads.late.shares",
     "heads.whole.shares",
     "causal_sets.kind",
     "later_sinks.set.kind",

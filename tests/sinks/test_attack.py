@@ -118,32 +118,6 @@ def test_round_trip_sees_tokens_that_join() -> None:
     assert round_trip(organism("llama", 0).tokenizer, torch.tensor([[7, 9], [12, 8]])) == 1
 
 
-def test_resumed_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    o, folder = organism("llama", 1, bos=False), tmp_path / "kept"
-    monkeypatch.setattr("sinkscope.sinks.attack.attack.SEQUENCES_AT_ONCE", 8)
-
-    class Killed(Exception):  # noqa: N818
-        pass
-
-    def kill(what: str, done: int, _total: int) -> None:
-        if what == "attacks" and done == 4:
-            raise Killed
-
-    with pytest.raises(Killed):
-        attack(o, tmp_path, resume=folder, progress=kill)
-    assert 0 < (folder / "attacks" / "runs.jsonl").read_bytes().count(b"\n") < 9
-    resumed = attack(o, tmp_path, resume=folder)
-    assert resumed.to_dict()["result"] == attack_once("llama", 1, False).to_dict()["result"]
-    with pytest.raises(SinkscopeError, match="other settings"):
-        attack(o, tmp_path, resume=folder, seed=1)
-
-
-@pytest.mark.slow
-def test_two_workers_give_the_same_table(tmp_path: Path) -> None:
-    two = attack(organism("llama", 1, bos=False), tmp_path, workers=2)
-    assert two.to_dict()["result"] == attack_once("llama", 1, False).to_dict()["result"]
-
-
 def test_no_sink_and_no_cluster_are_answers(tmp_path: Path) -> None:
     none = attack(organism("llama", 3, kind="none"), tmp_path, clusters=None)
     assert none.sink_layer is None and none.rows() == [] and "no sink neurons to attack" in none.summary()
