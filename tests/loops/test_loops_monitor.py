@@ -162,7 +162,7 @@ def test_work_and_memory_per_token_do_not_grow(
             monitor.update(token, 0.95)
             sys.settrace(before)
             counted[start] = counted.get(start, 0) + lines
-            parts = (monitor._diversity, monitor._novelty, monitor._near_tail or monitor._exact_tail)
+            parts = (monitor._diversity, monitor._novelty, monitor._tail)
             sizes[start] = sum(len(v) for part in parts for v in vars(part).values() if hasattr(v, "__len__"))
         else:
             monitor.update(token, 0.95)
