@@ -111,7 +111,9 @@ def report(
         try:
             sections.append(result_section(_result(path, name), name))
         except SinkscopeError as error:
-            message = one_line(str(error)).removeprefix(path.name).lstrip(": ")
+            message = one_line(str(error))
+            for own in (str(path), path.name):  # the name stands before the reason
+                message = message.removeprefix(one_line(own)).lstrip(": ")
             skipped.append(Skipped(name, visible(message)))
         except Exception as error:  # a damaged result can have the right types and fail anywhere
             skipped.append(Skipped(name, visible(f"cannot be shown ({type(error).__name__}: {one_line(str(error))})")))

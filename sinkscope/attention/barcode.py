@@ -16,7 +16,6 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinkscope.attention.live import live_picture
 from sinkscope.attention.texts import Loop, ordinary_ids, prompt_ids
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event
@@ -344,7 +343,6 @@ def barcode(
     heads: Annotated[Sequence[tuple[int, int]] | None, Option(metavar="L0.H4", reads="head")] = None,
     period: Positive | None = None,
     control: bool | Sequence[int] = True,
-    live: bool = False,
 ) -> Barcode:
     """Draw attention step by step while a model falls into a loop, and find the heads that lock onto it.
 
@@ -362,16 +360,12 @@ def barcode(
         heads: Draw this head, and measure only its layer. By default up to four heads that the loop changes most.
         period: Period of the loop, if it is known. By default it is detected at the end of the text.
         control: Compare with ordinary text of the same length; from Python also the ids of such a text.
-        live: Show the mean over the heads on the terminal while it grows.
 
     Example:
-        sinkscope barcode --live --html barcode.html
+        sinkscope barcode --html barcode.html
     """
     wanted, named = _chosen(setup, layers, heads)
-    live_layers: list[int] = []
-    if live:
-        live_layers = wanted
-    loop, events = _sequence(setup, prompt, ids, max_new_tokens, period, live_layers)
+    loop, events = _sequence(setup, prompt, ids, max_new_tokens, period)
     size = PictureSize(len(loop.ids), loop.prompt)
     shift = period or loop.period or 1
     suffix = max(SUFFIX, 3 * shift)
@@ -451,7 +445,6 @@ def _sequence(
     ids: Sequence[int] | None,
     new: int,
     period: int | None,
-    live_layers: list[int],
 ) -> tuple[Loop, list[Event]]:
     """The text with its loop, and what interventions did while it was generated."""
     if ids is not None and prompt is not None:
@@ -463,11 +456,7 @@ def _sequence(
     start = prompt_ids(setup, prompt)
     setup.target.check_length("the prompt", len(start), new)
     _check_period(period, len(start) + new)  # before the work
-    edit = setup.edit
-    with live_picture(f"{setup.target.name}, mean over heads", len(start) + new, live_layers) as observer:
-        if observer is not None:
-            edit = watched(edit, observer)
-        answer, events = decode(setup.target, start, new, edit)
+    answer, events = decode(setup.target, start, new, setup.edit)
     _check_period(period, len(start) + len(answer))
     return Loop.of([*start, *answer], len(start)), events
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.app.cli import main
-from sinkscope.attention import live
 from sinkscope.attention.barcode import LOCK_GAIN, Barcode, HeadTracks, PictureSize, barcode
 from sinkscope.attention.texts import Loop
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -208,20 +207,6 @@ def test_a_guard_leaves_its_marks() -> None:
     assert {shape.y0 for shape in drawn.layout.shapes} >= set(steps)
 
 
-def test_live_draws_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    model, tokenizer = tiny_model("llama")
-    model.generation_config.eos_token_id = None
-    options: dict[str, Any] = {"heads": [(1, 0)], "max_new_tokens": 5, "tokenizer": tokenizer, "control": False}
-    barcode(model, PROMPT, live=True, **options)
-    assert capsys.readouterr() == ("", "")
-    console = live.Console
-    monkeypatch.setattr(live, "Console", lambda **how: console(**how, force_terminal=True, width=40, height=20))
-    barcode(model, PROMPT, live=True, **options)
-    out, err = capsys.readouterr()
-    assert out == "" and "mean over heads" in err and any(shade in err for shade in "░▒▓█")
-    assert live.shaded(torch.tensor([0.0, 0.01, 0.06, 1.0])) == " ·░█"
-
-
 def test_round_trip_and_figure(tmp_path: Path) -> None:
     organism, result = of_a_loop()
     loaded = Barcode.load(result.save(tmp_path / "x.json"))
@@ -229,13 +214,13 @@ def test_round_trip_and_figure(tmp_path: Path) -> None:
     drawn: Any = loaded.figure()
     np.testing.assert_allclose(drawn.data[0].z, result.gain)
     pictures = [trace for trace in drawn.data if trace.type == "heatmap"][1:]
-    assert len(pictures) == 4 * len(result.shown)
+    assert len(pictures) == 2 * len(result.shown)
     np.testing.assert_allclose(pictures[0].customdata, result.attention[0])
     alone = measured(organism, organism.looping_prompt(5).ids, 40, control=False)
     np.testing.assert_allclose(alone.gain, alone.score)
     assert "no control" in alone.conclusion() and "control_score" not in alone.rows()[0]
     figure: Any = alone.figure()
-    assert len([trace for trace in figure.data if trace.type == "heatmap"]) == 1 + 2 * len(alone.shown)
+    assert len([trace for trace in figure.data if trace.type == "heatmap"]) == 1 + len(alone.shown)
 
 
 def test_a_given_period_is_the_one_that_is_measured() -> None:
