@@ -24,6 +24,7 @@ from sinkscope import __version__
 from sinkscope.app.commands import Command, commands
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory, one_line
 from sinkscope.files.console import ProgressBar, drop, emit, note, print_result
+from sinkscope.files.provenance import documentation_address, documented_at
 
 if TYPE_CHECKING:
     from sinkscope.files.options import Parameter
@@ -40,7 +41,7 @@ ABOUT = """Find the attention sink of a language model, verify it by ablation, a
 Examples:
   sinkscope demo
   sinkscope scan MODEL
-Documentation: docs/cli.md"""
+Documentation: {page}"""
 RESULT_OPTIONS = {  # name: (metavar, help) of the files that are written from a result
     "json": ("FILE|-", "Write the result as JSON; - is standard output."),
     "html": ("FILE", "Write conclusion, tables and figures into one HTML file."),
@@ -51,6 +52,7 @@ WIDEST_HELP = 120
 """Characters of a line of help where the terminal has room for them."""
 FORCE_HELP = "Replace files that are no earlier outputs of this command."
 EXPLAIN_HELP = "Print all rows and details, and the meaning of the columns."
+DRY_HELP = "Print what this would take on the model, by its configuration, and stop."
 BACKEND_HELP = "Load the model as this kind of object. By default a model is read as the command needs it."
 NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
 DEBUG = "SINKSCOPE_DEBUG"
@@ -134,7 +136,7 @@ def command_line() -> click.Group:
         help="Print the version.",
     )
     return CommandGroup(
-        help=ABOUT,
+        help=ABOUT.format(page=documented_at("cli")),
         params=[version],
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST_HELP},
@@ -151,7 +153,7 @@ def click_command(command: Command) -> click.Command:
     """The click command of a line of the table; this imports its function."""
     page = ""
     if command.module.startswith("sinkscope."):  # our pages do not describe the commands of other packages
-        page = f"docs/cli.md#sinkscope-{command.words.replace(' ', '-')}"
+        page = documented_at("cli", f"sinkscope-{command.words.replace(' ', '-')}")
     return function_command(command.load(), command.words.split()[-1], page)
 
 
@@ -218,6 +220,7 @@ class CommandRun:
         if self.measures:
             kinds = click.Choice(["bridge", "hf", "nnsight"])
             params.append(click.Option(["--backend"], type=kinds, help=BACKEND_HELP))
+            params.append(click.Option(["--dry-run"], is_flag=True, help=DRY_HELP))
         for name, output in self.outputs.items():
             flag = f"--{name.replace('_', '-')}"
             params.append(click.Option([name, flag], metavar="FILE", required=output.required, help=output.help))
@@ -232,6 +235,7 @@ class CommandRun:
         """Run the command with the values of its options."""
         force, explain = bool(values.pop("force", False)), bool(values.pop("explain", False))
         backend = values.pop("backend", None) if self.measures else None
+        dry_run = bool(values.pop("dry_run", False))
         files = {name: values.pop(name, None) for name in (*RESULT_OPTIONS, *self.outputs) if self._is_file(name)}
         files = {name: path for name, path in files.items() if path is not None}
         arguments = {name: value for name, value in values.items() if value not in (None, ())}
@@ -240,6 +244,9 @@ class CommandRun:
         self._check_files(files, arguments, force)
         for name, words in arguments.items():
             arguments[name] = read_words(self.parameters[name], words)
+        if dry_run:
+            self._print_cost(arguments, backend)
+            return
         if "to_files" in self.parameters:
             arguments["to_files"] = bool(files)
         result = self._result(arguments, backend)
@@ -306,6 +313,16 @@ class CommandRun:
             if "progress" in self.parameters:
                 arguments["progress"] = progress
             return self.function(**arguments)
+
+    def _print_cost(self, arguments: Mapping[str, Any], backend: str | None) -> None:
+        """Print what the command would take."""
+        from sinkscope.app.expected import expected_cost
+
+        words = click.get_current_context().command_path.partition(" ")[2]
+        names = ("revision", "dtype", "device")
+        options = {name: arguments[name] for name in names if name in arguments}
+        whole = backend is not None or self.function.loading == "whole"
+        print(expected_cost(words, arguments.get("model"), whole=whole, **options).text())
 
     def _deliver(self, result: Result, files: Mapping[str, str], force: bool, explain: bool) -> None:
         """Print and write a result; standard output comes first: it is seen even if a file cannot be written."""
@@ -463,7 +480,10 @@ def main(argv: Sequence[str] | None = None, program: click.Command | None = None
         sys.stdout.flush()
         return code
     except SinkscopeError as error:
-        return _print_error(str(error), error.exit_code)
+        message = str(error)
+        if error.page is not None and documentation_address() is not None:
+            message += f" ({documented_at(f'errors/{error.page}')})"
+        return _print_error(message, error.exit_code)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else program.name

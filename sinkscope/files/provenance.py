@@ -7,12 +7,15 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 from sinkscope import __version__
 from sinkscope.files.plain import pathless
 
+DOCUMENTATION = "Documentation"
+"""Key in `project.urls` of pyproject.toml: where the documentation is published."""
 LIBRARIES = ("torch", "transformers", "transformer_lens", "nnsight")
 
 
@@ -138,3 +141,33 @@ def peak_memory(device: str = "cpu") -> int | None:
     if sys.platform == "darwin":
         unit = 1
     return int(peak) * unit
+
+
+@cache
+def documentation_address() -> str | None:
+    """Where the installed package says that its documentation is published; None if it does not."""
+    try:
+        urls = metadata.metadata("sinkscope").get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:
+        return None
+    for line in urls:
+        key, _, address = line.partition(", ")
+        if key == DOCUMENTATION:
+            return address.rstrip("/")
+    return None
+
+
+def documented_at(page: str, section: str = "") -> str:
+    """Where a page of the documentation is read: its address, or its file in the repository.
+
+    Args:
+        page: Path below docs/, without .md.
+        section: Heading on the page, as its link spells it.
+    """
+    address = documentation_address()
+    place = f"docs/{page}.md"
+    if address is not None:
+        place = f"{address}/{page}.html"
+    if section:
+        place += f"#{section}"
+    return place

@@ -21,6 +21,7 @@ from sinkscope.files.provenance import (
     UNKNOWN_PROVENANCE,
     ModelInfo,
     Provenance,
+    documented_at,
 )
 from sinkscope.files.records import build
 from sinkscope.files.tables import SCREEN, WIDTH, Grid, glossary, height, shortened, strings
@@ -328,7 +329,7 @@ class Result:
     @classmethod
     def link(cls) -> str:
         """The page of the documentation about results of this kind."""
-        return f"docs/{cls.page or f'measure/{cls.kind}'}.md"
+        return documented_at(cls.page or f"measure/{cls.kind}")
 
     def __str__(self) -> str:
         return self.text()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from einops import rearrange
@@ -19,6 +20,9 @@ from sinkscope.models.adapters import Adapter, row_of
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target, first_tensor, norms_of, on_input, on_output
 from sinkscope.trace.attention import attention_rows
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -112,24 +116,42 @@ def site_names(n_layers: int) -> list[str]:
     return [*names, *_LAST]
 
 
-def resolve(target: Target, patterns: Sequence[str]) -> list[Site]:
-    """Sites matched by names or `fnmatch` patterns ("blocks.*.hook_resid_post"), in the order of the forward pass.
+Pattern = str | Callable[[str], bool]
+"""Which sites are meant: a name, an `fnmatch` pattern of names, or a function that is true for their names."""
+
+
+def resolve(target: Target, patterns: Pattern | Sequence[Pattern]) -> list[Site]:
+    """Sites that are meant by one or several patterns, in the order of the forward pass.
 
     Raises:
         SinkscopeError: A pattern matches nothing; the message shows names that exist.
         UnsupportedError: This architecture has no such site.
     """
     names = site_names(target.n_layers)
+    if isinstance(patterns, str) or callable(patterns):
+        patterns = [patterns]
     chosen: set[str] = set()
     for pattern in patterns:
-        matches = fnmatch.filter(names, pattern)
+        if isinstance(pattern, str):
+            matches = fnmatch.filter(names, pattern)
+        else:
+            matches = list(filter(pattern, names))
         if not matches:
-            kinds = ", ".join(["hook_embed", *(f"blocks.L.{place}" for place in _PLACES), *_LAST])
-            raise SinkscopeError(
-                f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; there are {kinds}"
-            )
+            raise _no_such_site(pattern, target, names)
         chosen.update(matches)
     return [_site(target, name) for name in names if name in chosen]
+
+
+def _no_such_site(pattern: Pattern, target: Target, names: Sequence[str]) -> SinkscopeError:
+    hint = ""
+    if isinstance(pattern, str):
+        similar = difflib.get_close_matches(pattern, names, 1)
+        if similar:
+            hint = f"did you mean {similar[0]!r}? "
+    kinds = ", ".join(["hook_embed", *(f"blocks.L.{place}" for place in _PLACES), *_LAST])
+    return SinkscopeError(
+        f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; {hint}there are {kinds}"
+    )
 
 
 def _site(target: Target, name: str) -> Site:
@@ -233,10 +255,35 @@ REDUCERS = {"raw": _raw, "norm": _norm, "mean": _mean, "last": _last, "first": _
 """By name: called with the tensor, and with which of its positions hold tokens (None: all)."""
 
 
+class Trace(dict[str, Tensor]):
+    """What `trace` returns: the tensor of each site, by its name, in the order of the forward pass."""
+
+    def __repr__(self) -> str:
+        lines: list[str] = []
+        for name, tensor in self.items():
+            lines.append(f"  {name}: {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}")
+        return "\n".join([f"Trace of {len(self)} site" + "s" * (len(self) != 1), *lines])
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per number: its site, the row of the batch, its index along each further axis, and its value."""
+        import numpy as np
+        import pandas as pd
+
+        frames: list[pd.DataFrame] = []
+        for name, tensor in self.items():
+            columns: dict[str, Any] = {"site": name}
+            for axis, index in enumerate(np.indices(tensor.shape)):
+                columns["batch" if axis == 0 else f"axis_{axis}"] = index.ravel()
+            frames.append(pd.DataFrame({**columns, "value": tensor.float().numpy().ravel()}))
+        if not frames:
+            return pd.DataFrame(columns=["site", "batch", "value"])
+        return pd.concat(frames, ignore_index=True)
+
+
 def trace(
     model: object,
     tokens: Any = None,
-    sites: Sequence[str] = (),
+    sites: Pattern | Sequence[Pattern] = (),
     reduce: str | Reducer = "raw",
     *,
     observers: Sequence[Observer] = (),
@@ -245,16 +292,19 @@ def trace(
     tokenizer: Any = None,
     bos: bool | None = None,
     **inputs: Any,
-) -> dict[str, Tensor]:
+) -> Trace:
     """Run the model once and return each site's reduced tensor, on the CPU.
 
     Args:
         model: Plain Hugging Face, TransformerBridge, nnsight, or a Target.
         tokens: Ids `[batch pos]`, also as a list or lists; one or several texts; or a tokenizer's output. Rows of
             different lengths are padded on the right.
-        sites: TransformerLens names, or patterns such as `"blocks.*.hook_resid_post"`;
-            `attn.hook_pattern` is recomputed in query chunks while fast attention runs. `ln_final` is the
-            input of the unembedding, `logits` its output.
+        sites: TransformerLens names, patterns such as `"blocks.*.hook_resid_post"`, or a function of a name,
+            `lambda name: name.endswith("hook_z")`. `site_names(n_layers)` lists all: `hook_embed`; in each layer
+            `blocks.L.` with `hook_resid_pre`, `hook_attn_out`, `hook_resid_mid`, `hook_mlp_out`, `hook_resid_post`,
+            `mlp.hook_pre`, `mlp.hook_pre_linear`, `mlp.hook_post`, `attn.hook_q`, `attn.hook_k`, `attn.hook_v`,
+            `attn.hook_z` and `attn.hook_pattern`; `ln_final`, the input of the unembedding, and `logits`, its output.
+            `attn.hook_pattern` is recomputed in query chunks while fast attention runs.
         reduce: "raw", "norm" (L2 over the last dimension), "mean" over positions, "first" or "last" position, or a
             function of one tensor. It runs inside the hook, so only its result is kept. Chunks of attention rows are
             reduced one by one and joined along the query dimension. At other sites "mean", "first" and "last"
@@ -267,7 +317,7 @@ def trace(
         inputs: `input_ids` instead of tokens, as in `trace(model, sites=[...], **tokenizer(texts))`.
 
     Returns:
-        A mapping from site name to tensor; the first dimension is the batch.
+        The tensor of each site by its name; the first dimension is the batch.
 
     The pass ends after the deepest site. The model is left unchanged.
 
@@ -276,8 +326,6 @@ def trace(
         UnsupportedError: This architecture has no such site.
     """
     target = Target.of(model, tokenizer)
-    if isinstance(sites, str):
-        sites = [sites]
     if not sites and not observers:
         raise SinkscopeError('no site is given: expected names such as sites=["blocks.*.hook_resid_post"]')
     if isinstance(reduce, str) and reduce not in REDUCERS:
@@ -305,7 +353,10 @@ def trace(
                     "fuse several projections; trace the plain Hugging Face model (backend='hf')"
                 )
             batches[site.name].append(_joined(reduced.chunks[site.name]))
-    return {name: torch.cat(tensors) for name, tensors in batches.items()}
+    traced = Trace()
+    for name, tensors in batches.items():
+        traced[name] = torch.cat(tensors)
+    return traced
 
 
 def _joined(chunks: list[Tensor]) -> Tensor:

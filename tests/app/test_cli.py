@@ -12,12 +12,14 @@ import shlex
 import subprocess
 import sys
 import time
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 import torch
+from organisms.tiny import tiny_model
 from sample_results import sample_find_sinks
 
 import sinkscope
@@ -25,15 +27,18 @@ import sinkscope.app.generate
 import sinkscope.models.load
 from sinkscope.app.cli import RESULT_OPTIONS, click_command, main
 from sinkscope.app.commands import commands
+from sinkscope.app.expected import size_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import ProgressBar
 from sinkscope.files.options import example_lines
 from sinkscope.files.output import read_text
+from sinkscope.files.provenance import documentation_address
 from sinkscope.files.result import Result
 from sinkscope.files.tables import SCREEN
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Event
 from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement
+from sinkscope.models.load import load
 from sinkscope.serving.generate import Generated
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +118,7 @@ def test_help_has_a_text_for_every_option_and_examples_that_exist(
 
 def test_commands_and_options_stay_few_and_are_documented() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
-    shared = {*SETUP_PARAMETERS, *EDIT_PARAMETERS, *RESULT_OPTIONS, "force", "explain", "backend"}
+    shared = {*SETUP_PARAMETERS, *EDIT_PARAMETERS, *RESULT_OPTIONS, "force", "explain", "backend", "dry_run"}
     own = 0
     for words, command in commands().items():
         assert f"sinkscope {words}" in pages, f"no page of docs/ shows sinkscope {words}"
@@ -152,6 +157,53 @@ def test_arguments_arrive(calls: list[dict[str, Any]]) -> None:
         "text": "t.txt",
         "tokens": ["cat", "dog"],
     }
+
+
+def test_pointers_lead_to_the_published_pages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """What `project.urls` says is where help and errors point to; without it they name the files of the repository."""
+    assert main(["find-sinks", "--help"]) == 0
+    assert "Documentation: docs/cli.md#sinkscope-find-sinks" in capsys.readouterr().out
+    package = Message()
+    package["Project-URL"] = "Source, https://source.example"
+    package["Project-URL"] = "Documentation, https://pages.example/latest/"
+    monkeypatch.setattr("importlib.metadata.metadata", lambda _: package)
+    documentation_address.cache_clear()
+    try:
+        assert main(["find-sinks", "--help"]) == 0
+        assert "https://pages.example/latest/cli.html#sinkscope-find-sinks" in capsys.readouterr().out
+        assert main(["find-sinks", "--dtype", "int3"]) == 2
+        assert "(https://pages.example/latest/errors/unknown-dtype.html)" in capsys.readouterr().err
+    finally:
+        documentation_address.cache_clear()
+
+
+@pytest.mark.parametrize("words", ["find-sinks", "circuit --dtype float16", "patch eval --patch p.json"])
+def test_a_dry_run_says_what_it_takes_and_measures_nothing(
+    words: str, calls: list[dict[str, Any]], capsys: pytest.CaptureFixture
+) -> None:
+    assert main([*words.split(), "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    whole = sum(tensor.numel() for tensor in load(None, backend="hf").parameters())
+    itemsize = 2 if "float16" in words else 4
+    assert f"{whole * itemsize / 1e6:.0f} MB as a whole" in printed
+    assert ("layer by layer, so it takes" in printed) == (not words.startswith("patch"))
+    assert "tokens through 6 layers take about" in printed
+    assert calls == []
+
+
+def test_the_tokens_of_every_measuring_command_were_counted() -> None:
+    counted = json.loads((ROOT / "sinkscope/app/passes.json").read_text())["result"]["tokens"]
+    assert set(counted) == {words for words, one in commands().items() if isinstance(one.load(), Measurement)}
+
+
+def test_sizes_are_those_of_the_model() -> None:
+    """Parameters counted on a configuration are those of the weights; a tied embedding is multiplied, too."""
+    for model_type, is_tied in (("llama", False), ("gpt2", True), ("mixtral", False)):
+        model, _ = tiny_model(model_type)
+        size = size_of(model_type, model.config, torch.float32)
+        assert size.parameters == sum(tensor.numel() for tensor in model.parameters())
+        looked_up = 0 if is_tied else model.get_input_embeddings().weight.numel()
+        assert size.computing == size.parameters - looked_up
 
 
 def test_backend_loads_that_kind_of_object(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

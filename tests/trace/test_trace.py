@@ -119,10 +119,23 @@ def test_nothing_runs_behind_the_deepest_site_and_nothing_stays() -> None:
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
 
+def test_names_are_chosen_by_a_function_and_shown_as_a_table() -> None:
+    model, _ = tiny_model("llama")
+    traced = trace(model, IDS, lambda name: name.endswith("hook_z"), "last")
+    assert list(traced) == [f"blocks.{layer}.attn.hook_z" for layer in range(3)]
+    frame = traced.to_frame().set_index(["site", "batch", "axis_1", "axis_2"])["value"]
+    whole = trace(model, IDS, ["blocks.2.attn.hook_z"])["blocks.2.attn.hook_z"]
+    assert frame["blocks.2.attn.hook_z", 1, 3, 5] == pytest.approx(whole[1, -1, 3, 5].item())
+    assert len(frame) == sum(tensor.numel() for tensor in traced.values())
+    assert f"blocks.1.attn.hook_z: {list(whole[:, -1].shape)} float32" in repr(traced)
+
+
 def test_bad_names_say_what_there_is() -> None:
     model, _ = tiny_model("llama")
     with pytest.raises(SinkscopeError, match=r"'blocks\.9\.hook_resid_post' matches nothing in a model of 3 layers"):
         trace(model, IDS, ["blocks.9.hook_resid_post"])
+    with pytest.raises(SinkscopeError, match=r"did you mean 'blocks\.1\.hook_resid_post'"):
+        trace(model, IDS, "blocks.1.hook_resid_pots")
     with pytest.raises(SinkscopeError, match="reduce 'median' is unknown"):
         trace(model, IDS, ["hook_embed"], "median")
     neox, _ = tiny_model("gpt_neox")
