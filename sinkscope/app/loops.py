@@ -168,20 +168,3 @@ def _height(record: CheckedOutput, place: int) -> float:
     """Height of a record's curve where it is nearest to a place."""
     nearest = min(range(len(record.steps)), key=lambda number: abs(record.steps[number] - place))
     return record.curve[nearest]
-
-
-def draw_calibration(result: LoopCalibration) -> go.Figure:
-    """False alarms per million held-out tokens of each rule, with the 95 % upper limit, and what was promised."""
-    import plotly.graph_objects as go
-
-    from sinkscope.measure.style import GREY, finished
-
-    names = [html.escape(rate.rule) for rate in result.rates]
-    alarms = [rate.per_million for rate in result.rates]
-    above = [rate.at_most - rate.per_million for rate in result.rates]
-    limits = {"type": "data", "array": above, "arrayminus": [0]}
-    figure = go.Figure(go.Scatter(x=names, y=alarms, mode="markers", error_y=limits, name="measured"))
-    promise = f"promised: {result.promised:.3g}"
-    figure.add_hline(result.promised, line={"color": GREY, "dash": "dot"}, annotation_text=promise)
-    figure.update_yaxes(title_text="false alarms per million tokens", rangemode="tozero")
-    return finished(figure, result, width=1000, height=520)
