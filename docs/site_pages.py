@@ -5,16 +5,22 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from mkdocs.structure.files import File
+from plotly.offline import get_plotlyjs
 
 from sinkscope.app.cli import EXPLAIN_HELP, FORCE_HELP, RESULT_OPTIONS
 from sinkscope.app.commands import Command, commands
 from sinkscope.files.options import Parameter, introduction, parameters_of
 from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, Output
+
+PLOTLY = "plotly.min.js"
+INTERACTIVE: set[str] = set()
+"""Pictures that have an interactive page, by the names of their files."""
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -22,9 +28,22 @@ def on_files(files: Any, config: Any) -> Any:
     root = Path(config.config_file_path).parent
     for picture in sorted((root / "figures").glob("*.png")):
         files.append(File.generated(config, f"figures/{picture.name}", abs_src_path=str(picture)))
+    for name, page in interactive_figures(root):
+        files.append(File.generated(config, f"figures/{name}", content=page))
     for path in sorted((root / "docs/notebooks").glob("*.ipynb")):
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=notebook(path)))
     return files
+
+
+def interactive_figures(root: Path) -> Iterator[tuple[str, str]]:
+    """Name and content of a page for each picture that has data beside it, and plotly's script, which they share."""
+    sys.path.insert(0, str(root))  # the scripts that draw some of them are in no package that is installed
+    from experiments.gallery import figure_of, pictures
+
+    for picture in pictures(root / "figures"):
+        yield f"{picture.stem}.html", figure_of(picture).to_html(include_plotlyjs=PLOTLY)
+        INTERACTIVE.add(picture.stem)
+    yield PLOTLY, get_plotlyjs()
 
 
 def notebook(path: Path) -> str:
@@ -53,10 +72,17 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in the lists, and mend links: `../figures/x.png` is one folder nearer on the site, notebooks are pages."""
     markdown = re.sub(r"\]\(([^)]*notebooks/\w+)\.ipynb\)", r"](\1.md)", markdown)
     markdown = re.sub(r"\]\(\.\./((?:\.\./)*figures/)", r"](\1", markdown)
-    markdown = re.sub(r"(!\[[^\]]*\]\(([^)]*figures/[^)]*)\))", r"[\1](\2)", markdown)  # a click shows it in full size
+    markdown = re.sub(r"!\[[^\]]*\]\(([^)]*figures/)(\w[\w-]*)\.png\)", _linked, markdown)
     for mark, text in (("<!-- measurements -->", measurements), ("<!-- commands -->", command_lists)):
         markdown = markdown.replace(mark, text()) if mark in markdown else markdown
     return markdown
+
+
+def _linked(picture: re.Match[str]) -> str:
+    """A picture that opens as an interactive figure, or in full size if it has no data."""
+    folder, stem = picture.groups()
+    kind = "html" if stem in INTERACTIVE else "png"
+    return f"[{picture[0]}]({folder}{stem}.{kind})"
 
 
 def measurements() -> str:

@@ -20,23 +20,37 @@ from sinkscope.files.result import Result, known_kinds
 
 FIGURES = Path(__file__).parents[1] / "figures"
 DOCS = FIGURES.with_name("docs")
-_HEAD = """# Gallery
+_HEAD = """---
+hide: [toc]
+---
+
+# Gallery
 
 Each picture has the command that made it and a link to the page that explains how to read it. The model is the one in
 the package, unless the command names another. Files and folders in a command are outputs of earlier commands, which
-that page lists. In a clone, `sinkscope report figures` makes one page of the results of commands with interactive
-figures, tables and provenance ([report](report.md)), `python -m experiments.gallery --html all.html` makes such a page
-that also has the results of `experiments/`, and `python -m experiments.gallery` makes this page.
+that page lists. On the site, a click on a picture opens it as an interactive figure. In a clone,
+`sinkscope report figures` makes one page of the results of commands with interactive figures, tables and provenance
+([report](report.md)), `python -m experiments.gallery --html all.html` makes such a page that also has the results of
+`experiments/`, and `python -m experiments.gallery` makes this page.
 """
 _OUTPUTS = ("--json", "--html", "--png", "--out", "--resume")
 
 
 def entry(picture: Path) -> str:
-    """Return the heading, a caption, the command and the picture. The data are in the JSON file beside the picture."""
+    """Return a cell of the grid: heading, picture, caption and command, from the JSON beside the picture."""
     data = read_json(picture.with_suffix(".json"))
     title = picture.stem.replace("_", "-")
     said = " ".join([_caption(picture, data), *_explained(picture, data)])
-    return f"## {title}\n\n{said}\n\n`{_command(data)}`\n\n![{title}](../figures/{picture.name})"
+    shown = f"![{title}](../figures/{picture.name})"
+    return f"<div markdown>\n\n## {title}\n\n{shown}\n\n{said}\n\n`{_command(data)}`\n\n</div>"
+
+
+def figure_of(picture: Path) -> Any:
+    """The plotly figure of a picture, from the JSON beside it."""
+    data = read_json(picture.with_suffix(".json"))
+    if data["kind"] in known_kinds():
+        return Result.load(picture.with_suffix(".json")).figure()
+    return import_module(data["provenance"]["argv"][2]).figure(data)
 
 
 def draw(picture: Path) -> None:
@@ -45,7 +59,7 @@ def draw(picture: Path) -> None:
     if data["kind"] in known_kinds():
         save_png(Result.load(picture.with_suffix(".json")), picture)
     else:
-        write_png(import_module(data["provenance"]["argv"][2]).figure(data), picture)
+        write_png(figure_of(picture), picture)
 
 
 def page(out: str | Path, folder: Path = FIGURES) -> Path:
@@ -104,7 +118,7 @@ def gallery(folder: Path = FIGURES) -> str:
     kinds = {path: read_json(path.with_suffix(".json"))["kind"] for path in pictures(folder)}
     first = "find-sinks"
     shown = sorted(kinds, key=lambda path: (kinds[path] != first, order.get(kinds[path], len(order)), path.name))
-    return "\n\n".join([_HEAD.rstrip(), *map(entry, shown)]) + "\n"
+    return "\n\n".join([_HEAD.rstrip(), '<div class="gallery" markdown>', *map(entry, shown), "</div>"]) + "\n"
 
 
 def _command(data: dict[str, Any]) -> str:

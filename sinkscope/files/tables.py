@@ -20,13 +20,15 @@ SCREEN = 23
 """Lines of a terminal of 24 lines beside the next prompt."""
 NARROWEST = 40
 """A narrower terminal wraps the lines."""
+ROUNDING = 1e-6
+"""Below it a number in a table is what float32 leaves of zero."""
 BETWEEN_COLUMNS = "  "
 PLAIN = frozenset(
     "layer layers head neuron expert position token tokens text model name method seed step prompt kind id task set "
     "revision group component source dialogues questions prompts runs texts temperature norm file".split()
 )
 """Names of columns that need no explanation."""
-_NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?%?|-|yes|no|")
+_NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?%?|-|yes|no|about 0|")
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def _words(name: str) -> str:
 
 
 def cell(value: Any, *, percent: bool = False) -> str:
-    """A value as text: four significant digits or per cent, yes or no, and a dash for None."""
+    """A value as text: four significant digits or per cent, "about 0" below 1e-6, yes or no, and a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -208,6 +210,8 @@ def cell(value: Any, *, percent: bool = False) -> str:
         return f"{value:.1%}".replace("-0.0%", "0.0%")
     if isinstance(value, float) and 1e4 <= abs(value) < 1e7:
         return f"{value:.0f}"
+    if isinstance(value, float) and 0 < abs(value) < ROUNDING:
+        return "about 0"
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list | tuple):

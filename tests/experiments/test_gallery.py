@@ -35,7 +35,7 @@ def test_gallery_is_made_of_what_lies_beside_the_pictures(tmp_path: Path) -> Non
     (tmp_path / "sinks_a.png").write_bytes(PIXEL)
     (tmp_path / "alone.png").write_bytes(PIXEL)
     text = gallery.gallery(tmp_path)
-    assert re.search(r"## sinks-a\n\n[A-Z][^\n]{20,}\.\n\n`sinkscope find-sinks --top-k 3`\n\n!", text)
+    assert re.search(r"## sinks-a\n\n!\[.*\n\n[A-Z][^\n]{20,}\.\n\n`sinkscope find-sinks --top-k 3`\n", text)
     assert re.findall(r"!\[.*", text) == ["![sinks-a](../figures/sinks_a.png)"]
 
 
