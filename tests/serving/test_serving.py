@@ -158,7 +158,7 @@ def test_a_loop_is_stopped_and_its_neighbours_are_left_alone() -> None:
 def test_tokens_that_the_server_takes_back_are_not_counted() -> None:
     """After a failed transfer vLLM drops the last tokens of a list and generates them anew."""
     with mock.patch.object(loop_row, "Monitor", Fussy):
-        row = LoopRow(ServingSettings(), kit.END, 0.0)
+        row = LoopRow(ServingSettings(), kit.END)
         right = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
         triggers = [i + 1 for i in range(len(right)) if _trigger(right[: i + 1])]
         assert triggers and triggers[0] > 4  # the script has what the test needs
@@ -236,7 +236,7 @@ def test_bad_settings_are_refused_at_the_door(sent: Any, said: str) -> None:
 def test_probabilities_are_missed_only_where_they_would_vote() -> None:
     """Rule "repeats" asks no voters, and the paper's rule has two more: both are taken, and both stop a loop."""
     for monitor in ({"voters": ["p1"], "votes": 1}, vars(MonitorSettings.paper())):
-        row = LoopRow(ServingSettings.of_request({"monitor": monitor}) or ServingSettings(), kit.END, 0.0)
+        row = LoopRow(ServingSettings.of_request({"monitor": monitor}) or ServingSettings(), kit.END)
         row.feed(looping())
         assert row.busy(600)
 
