@@ -108,7 +108,7 @@ def clusters(made: Setup, layer: int, site: Any, tokens: list[int], sample: int,
                 kept.append(args[0].reshape(-1, args[0].shape[-1])[:, flat].float().cpu())
 
             hooks = (
-                (target.sub(0, target.adapter.o), "pre", ablate),
+                (target.output_projection(0), "pre", ablate),
                 (target.sub(layer, target.adapter.down), "pre", read),
             )
             with target.hooks(*hooks):
@@ -161,7 +161,7 @@ def converge(made: Setup, limit: int, rounds: int) -> dict[str, Any]:
         kept: list[Tensor] = []
         hooks = [
             (
-                target.sub(i, target.adapter.o),
+                target.output_projection(i),
                 "post",
                 lambda _m, _a, _k, out: kept.append(first_tensor(out)[0, -1].float()),
             )

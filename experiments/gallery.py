@@ -55,11 +55,12 @@ def figure_of(picture: Path) -> Any:
 
 def draw(picture: Path) -> None:
     """Write a picture again from the JSON beside it."""
+    # The picture may be of an earlier form, which is no reason to keep it.
     data = read_json(picture.with_suffix(".json"))
     if data["kind"] in known_kinds():
-        save_png(Result.load(picture.with_suffix(".json")), picture)
+        save_png(Result.load(picture.with_suffix(".json")), picture, force=True)
     else:
-        write_png(figure_of(picture), picture)
+        write_png(figure_of(picture), picture, force=True)
 
 
 def page(out: str | Path, folder: Path = FIGURES) -> Path:

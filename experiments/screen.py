@@ -31,7 +31,6 @@ from experiments.record import record
 from sinkscope.files.notation import neuron_name
 from sinkscope.measure import Setup
 from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
-from sinkscope.models.experts import in_rows
 from sinkscope.models.target import Target
 
 NORMS_BEFORE_A_PARALLEL_MLP = ("post_attention_layernorm", "ln_mlp", "input_layernorm")
@@ -77,8 +76,7 @@ def input_rows(target: Target, layer: int, expert: int | None) -> list[Tensor]:
     """Gate and up rows, or the rows of the only input projection, each `[neuron d_model]`."""
     adapter = target.adapter
     if expert is not None:
-        module: Any = target.sub(layer, adapter.experts or "")
-        return [weight for weight, _ in in_rows(module, expert)]
+        return [weight for weight, _ in target.experts(layer).rows(expert)]
     up = target.rows_of(target.mlp_part(layer, "up"), target.d_model)
     if adapter.fused_gate_up:
         return list(up.chunk(2))

@@ -65,10 +65,22 @@ def figure(data: dict[str, Any]) -> go.Figure:
     """Sink rate, largest norm of the first token, and layer of the sink, checkpoint by checkpoint."""
     rows = [row for row in data["result"]["checkpoints"] if row["failed"] is None]
     names = [row["checkpoint"] for row in rows]
+    mode = "lines+markers"
+    if data["settings"]["revisions"] is None:
+        mode = "markers"  # a line between different models would mean nothing
     fig = make_subplots(cols=3, subplot_titles=["Sink rate", "First token's norm over the typical one", "Sink layer"])
     for col, (field, color) in enumerate((("rate", ORANGE), ("spike", BLUE), ("sink_layer", GREEN)), start=1):
         labels = [row["neurons"] for row in rows]
-        fig.add_scatter(x=names, y=[row[field] for row in rows], text=labels, line_color=color, row=1, col=col)
+        fig.add_scatter(
+            x=names,
+            y=[row[field] for row in rows],
+            text=labels,
+            mode=mode,
+            line_color=color,
+            marker_size=9,
+            row=1,
+            col=col,
+        )
     fig.update_xaxes(type="category")
     fig.update_yaxes(tickformat=".0%", rangemode="tozero", row=1, col=1)
     fig.update_yaxes(type="log", row=1, col=2)

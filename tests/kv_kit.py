@@ -169,6 +169,21 @@ def under(model: Any, sees: list[Tensor]) -> Iterator[None]:
         _RULE.clear()
 
 
+@torch.no_grad()
+def attended(model: Any, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor, float]]:
+    """Queries, keys and values `[row head pos d_head]` of every layer, and its scaling, in a pass under masks."""
+    found: list[tuple[Tensor, Tensor, Tensor, float]] = []
+
+    def keep(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kwargs: Any) -> Any:
+        found.append((query, key, value, kwargs["scaling"]))
+        return _reference_attention(module, query, key, value, *rest, **kwargs)
+
+    with under(model, sees):
+        AttentionInterface.register("kv-reference", keep)
+        model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False)
+    return found
+
+
 def window_of(model: Any, layer: int) -> int | None:
     window, kinds = getattr(model.config, "sliding_window", None), getattr(model.config, "layer_types", None)
     return window if kinds is None or kinds[layer] == "sliding_attention" else None

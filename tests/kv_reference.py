@@ -1,4 +1,4 @@
-"""Cache policies done the slow way: stock models, eager attention, the whole query x key matrix, no cache at all.
+"""Cache policies done the slow way: stock models, the whole query x key matrix, no cache at all.
 
 A token that a policy evicted is a column of the mask that later queries of that layer and kv head do not see. So a run
 is one long sequence that is computed again for every token, with a mask per layer, row and kv head, and every policy
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from kv_kit import positions, under, window_of
 from torch import Tensor
 
 # (probs [batch kv_head group query key], held [batch kv_head key], real [batch key], budget per row) -> keep
@@ -24,12 +25,6 @@ class Reference:
 
     kept: list[list[Tensor]]
     logits: Tensor
-
-
-def attention_modules(model: Any) -> list[Any]:
-    """The attention module of every layer, in order."""
-    found = [m for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")]
-    return sorted(found, key=lambda module: module.layer_idx)
 
 
 @torch.no_grad()
@@ -45,7 +40,7 @@ def dense_run(
     """Feed `ids` `[batch token]`: `prompt` tokens at once, the others one by one, evicting before each of them.
 
     Args:
-        model: stock, eager.
+        model: stock.
         ids: prompt, padded on the left, and the tokens that follow.
         prompt: columns of the prompt.
         budgets: per row, in tokens.
@@ -56,51 +51,36 @@ def dense_run(
     batch, total = ids.shape
     real = torch.ones(batch, prompt) if real is None else real
     mask = torch.cat([real.bool(), torch.ones(batch, total - prompt, dtype=torch.bool)], 1)
-    modules = attention_modules(model)
     heads, kv_heads = model.config.num_attention_heads, getattr(model.config, "num_key_value_heads", None)
     kv_heads = kv_heads or heads
-    causal = torch.ones(total, total, dtype=torch.bool).tril()
-    sees = [(causal & mask[:, None, None, :]).expand(batch, kv_heads, total, total).clone() for _ in modules]
-    held = [mask[:, None].expand(batch, kv_heads, total).clone() for _ in modules]
+    sees, held = list[Tensor](), list[Tensor]()
+    for layer in range(model.config.num_hidden_layers):
+        causal = torch.ones(total, total, dtype=torch.bool).tril()
+        if (window := window_of(model, layer)) is not None:
+            causal &= ~causal.tril(-window)
+        sees.append((causal & mask[:, None, None, :]).expand(batch, kv_heads, total, total).clone())
+        held.append(mask[:, None].expand(batch, kv_heads, total).clone())
     kept, logits = [], []
     for now in range(prompt, total):
-        out = forward(model, modules, ids[:, :now], mask[:, :now], [s[..., :now, :now] for s in sees])
+        out = forward(model, ids[:, :now], mask[:, :now], [s[..., :now, :now] for s in sees])
         logits.append(out.logits[:, -1])
         due = now == prompt or (every is not None and (now - prompt) % every == 0)
         for i, probs in enumerate(out.attentions):
             if due:
-                grouped = probs[..., -now:].float().unflatten(1, (kv_heads, heads // kv_heads))
+                grouped = probs.float().unflatten(1, (kv_heads, heads // kv_heads))
                 held[i][..., :now] &= choose(grouped, held[i][..., :now], mask[:, :now], budgets)
             later = sees[i][:, :, now:, :now]
             later &= held[i][:, :, None, :now]
         kept.append([h[..., :now].clone() for h in held])
-    logits.append(forward(model, modules, ids, mask, sees).logits[:, -1])
+    logits.append(forward(model, ids, mask, sees).logits[:, -1])
     return Reference(kept, torch.stack(logits, 1))
 
 
-def forward(model: Any, modules: list[Any], ids: Tensor, mask: Tensor, sees: list[Tensor]) -> Any:
-    """One pass over everything with what each layer's kv heads may see added to the stock mask."""
-    groups = model.config.num_attention_heads // sees[0].shape[1]
-    lowest = torch.finfo(torch.float32).min
-    handles = []
-    for module, see in zip(modules, sees, strict=True):
-        own = torch.zeros(see.shape).masked_fill_(~see, lowest).repeat_interleave(groups, 1)
-
-        def hide(_module: Any, args: Any, kwargs: Any, own: Tensor = own) -> Any:
-            stock = kwargs["attention_mask"]
-            if stock is None:
-                stock = torch.zeros(1, 1, 1, 1)
-            return args, {**kwargs, "attention_mask": torch.minimum(stock, own)}
-
-        handles.append(module.register_forward_pre_hook(hide, with_kwargs=True))
-    try:
-        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-        return model(
-            input_ids=ids, attention_mask=mask.long(), position_ids=positions, output_attentions=True, use_cache=False
-        )
-    finally:
-        for handle in handles:
-            handle.remove()
+def forward(model: Any, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> Any:
+    """One pass over everything, in which each layer's kv heads see what they may."""
+    given = {"attention_mask": mask.long(), "position_ids": positions(mask.long())}
+    with under(model, sees):
+        return model(input_ids=ids, **given, output_attentions=True, use_cache=False)
 
 
 def pick(scores: Tensor, held: Tensor, budgets: list[int], first: list[int], last: list[int]) -> Tensor:

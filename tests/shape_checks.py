@@ -2,7 +2,7 @@
 
 jaxtyping's own decorator makes two stubs of each function with beartype, and on every call it binds the arguments to
 the signature, calls one stub, the function, and the other stub. That was a third of the time of the tests. Here
-beartype checks the function itself, and only functions whose annotations name a shape get a memory for its letters.
+beartype checks the function itself, and only functions whose annotations name a shape; other types are basedpyright's.
 Each function is checked in its first `MANY` calls of a test: what a loop calls a thousand times is called alike.
 """
 
@@ -23,7 +23,7 @@ from beartype import beartype
 MANY = 30
 _calls: Counter[CodeType] = Counter()  # of each function in this test; filled up to MANY
 _context = functools.partial(jaxtyping.jaxtyped, "context")
-_INNER: dict[CodeType, bool] = {}  # does a function inside of another one name shapes?
+_SHAPED: dict[CodeType, bool] = {}  # does a function name shapes?
 
 
 def install(package: str) -> None:
@@ -49,9 +49,9 @@ def _checked(thing: Any = None, *, typechecker: Any = None) -> Any:
 
 
 def _function(real: FunctionType) -> Callable[..., Any]:
-    if "<locals>" in real.__qualname__ and not _inner(real):
+    if "<locals>" in real.__qualname__ and not _shaped(real):
         return real
-    checks: list[tuple[Callable[..., Any], bool]] = []
+    checks: list[Callable[..., Any]] = []
     code = real.__code__
 
     @functools.wraps(real)
@@ -59,34 +59,31 @@ def _function(real: FunctionType) -> Callable[..., Any]:
         __tracebackhide__ = True
         if _calls[code] >= MANY or jaxtyping.config.jaxtyping_disable:
             return real(*args, **kwargs)
+        if not _shaped(real):
+            _calls[code] = MANY
+            return real(*args, **kwargs)
         _calls[code] += 1
         if not checks:  # made by the first call: beartype takes long, and most files call few functions
             checks.append(_typed(real))
-        typed, shaped = checks[0]
-        if not shaped:
-            return typed(*args, **kwargs)
         with _context():
-            return typed(*args, **kwargs)
+            return checks[0](*args, **kwargs)
 
     return checked
 
 
-def _inner(real: FunctionType) -> bool:
-    """Whether a function inside of another one names shapes; it is made anew on each call of the outer one."""
-    if real.__code__ not in _INNER:
-        _INNER[real.__code__] = any(map(_names_a_shape, _hints(real).values()))
-    return _INNER[real.__code__]
+def _shaped(real: FunctionType) -> bool:
+    """Whether a function names shapes; one inside of another is made anew on each call of the outer one."""
+    if real.__code__ not in _SHAPED:
+        _SHAPED[real.__code__] = any(map(_names_a_shape, _hints(real).values()))
+    return _SHAPED[real.__code__]
 
 
-def _typed(real: FunctionType) -> tuple[Callable[..., Any], bool]:
-    """The function with its types checked, and whether it names shapes."""
-    hints = _hints(real)
-    if all(hint is Any for hint in hints.values()):
-        return real, False
+def _typed(real: FunctionType) -> Callable[..., Any]:
+    """The function with its types checked."""
     copy = FunctionType(real.__code__, real.__globals__, real.__name__, real.__defaults__, real.__closure__)
-    copy.__kwdefaults__, copy.__annotations__ = real.__kwdefaults__, hints
+    copy.__kwdefaults__, copy.__annotations__ = real.__kwdefaults__, _hints(real)
     copy.__qualname__, copy.__module__ = real.__qualname__, real.__module__
-    return beartype(copy), any(map(_names_a_shape, hints.values()))
+    return beartype(copy)
 
 
 def _hints(real: FunctionType) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class HeadMeans:
                 by_head[:, 1:, heads] = self.means[layer, heads].to(z)
                 return rearrange(by_head, "row pos head d_head -> row pos (head d_head)")
 
-            hooks.append((target.sub(layer, target.adapter.o), "pre", on_input(replaced)))
+            hooks.append((target.output_projection(layer), "pre", on_input(replaced)))
         with target.hooks(*hooks):
             return target.hf(input_ids=ids, use_cache=False).logits
 

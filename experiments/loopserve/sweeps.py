@@ -86,6 +86,10 @@ def methods_of(suite: Suite) -> dict[tuple[str, str, float], str]:
     }
 
 
+LINES = ((BLUE, 6), (ORANGE, 4), (GREEN, 2), (GREY, 1))
+"""Colour and width of the curves of a panel: one that lies on another shows it at its sides."""
+
+
 def figure(data: dict[str, Any]) -> Any:
     """A panel per setting: right answers with intervals where one fact is asked, else how far answers go."""
     points = data["result"]["points"]
@@ -97,7 +101,8 @@ def figure(data: dict[str, Any]) -> Any:
     for number, panel in enumerate(TITLES):
         mine = [point for point in points if point["figure"] == panel and point["position"] == ALL]
         at = {"row": number // 4 + 1, "col": number % 4 + 1}
-        for curve, colour in zip(dict.fromkeys(p["curve"] for p in mine), (BLUE, ORANGE, GREEN, GREY), strict=False):
+        curves = dict.fromkeys(p["curve"] for p in mine)
+        for curve, (colour, width) in zip(curves, LINES, strict=False):
             line = [point for point in mine if point["curve"] == curve]
             x, exact = [str(point["value"]) for point in line], "chain" not in panel
             y = [point["score" if exact else "prefix"] for point in line]
@@ -117,7 +122,8 @@ def figure(data: dict[str, Any]) -> Any:
                 error_y=error,
                 name=curve,
                 mode="lines+markers",
-                line_color=colour,
+                line={"color": colour, "width": width},
+                marker_size=2 * width + 3,
                 legend=f"legend{number + 1}" if number else "legend",
                 **at,
             )

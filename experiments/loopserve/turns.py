@@ -90,8 +90,9 @@ def figure(data: dict[str, Any]) -> Any:
     fig.update_xaxes(title="turn", dtick=1)
     fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%")
     last = {row["label"]: row["score"] for row in rows if (row["suite"], row["turn"]) == (NINE.name, len(TURNS))}
-    found = f"Right answers in turn {len(TURNS)} with {data['settings']['budget']} cached tokens: " + ", ".join(
-        f"{name} {score:.0%}" for name, score in last.items()
+    found = (
+        f"In turn {len(TURNS)}, LoopServe answers {last['LoopServe']:.0%} right, the whole cache "
+        f"{last['whole cache']:.0%}, a random part of {data['settings']['budget']} tokens {last['random part']:.0%}"
     )
     legend = {"x": 0, "xanchor": "left", "y": -0.16, "entrywidth": 220, "itemwidth": 50}
     return finished(

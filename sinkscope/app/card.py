@@ -116,6 +116,21 @@ class CardChange:
     changed: bool | None
 
 
+@dataclass(frozen=True)
+class CardVerdict:
+    """A line of the first screen.
+
+    Attributes:
+        label: What it is about.
+        sentence: The conclusion of the part that answers it.
+        command: Command that runs this part alone.
+    """
+
+    label: str
+    sentence: str
+    command: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class SinkCard(Result):
     """All findings of a scan, conclusions first.
@@ -181,19 +196,20 @@ class SinkCard(Result):
         lines.append(self.costs())
         return lines
 
-    def verdicts(self) -> list[tuple[str, str]]:
-        """At most five lines: what each is about, and the conclusion of the part that answers it."""
+    def verdicts(self) -> list[CardVerdict]:
+        """At most five lines, each from the first of its parts that has a result."""
         named = {part.name: part for part in self.parts}
-        lines: list[tuple[str, str]] = []
+        lines: list[CardVerdict] = []
         for label, names in VERDICTS:
             parts = [named[name] for name in names if name in named]
             finished = [part for part in parts if part.problem is None]
-            if finished and self.quick and finished[0].name in PROVISIONAL:
-                lines.append((label, f"{finished[0].conclusion} This is provisional: --quick runs few prompts."))
-            elif finished:
-                lines.append((label, finished[0].conclusion))
+            if finished:
+                sentence = finished[0].conclusion
+                if self.quick and finished[0].name in PROVISIONAL:
+                    sentence += " This is provisional: --quick runs few prompts."
+                lines.append(CardVerdict(label, sentence, finished[0].command))
             elif parts:
-                lines.append((label, f"Not measured: {parts[0].problem}"))
+                lines.append(CardVerdict(label, f"Not measured: {parts[0].problem}", parts[0].command))
         return lines
 
     def first_screen(self, folder: str) -> str:
@@ -210,8 +226,8 @@ class SinkCard(Result):
                 rows = [_row(change, ("label", "before", "after")) for change in differing]
                 parts.append(Grid(*strings(rows, ())).html())
         parts.append('<dl class="verdicts">')
-        for label, sentence in self.verdicts():
-            parts.append(f"<dt>{escape(label)}</dt><dd>{escape(visible(sentence))}</dd>")
+        for verdict in self.verdicts():
+            parts.append(f"<dt>{escape(verdict.label)}</dt><dd>{escape(visible(verdict.sentence))}</dd>")
         parts.append("</dl><h3>What next</h3><ul>")
         for words, command in NEXT_STEPS:
             typed = command.format(model=shlex.quote(self.model.name), folder=shlex.quote(folder))

@@ -6,12 +6,12 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from importlib import import_module
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, Any, cast
 
 import torch
@@ -22,11 +22,12 @@ from sinkscope.app.pages import document, folded, plot, result_section, save_doc
 from sinkscope.bench.run import bench_model
 from sinkscope.bench.table import BenchTable
 from sinkscope.errors import SinkscopeError, is_out_of_memory
-from sinkscope.files.console import Progress, silent
+from sinkscope.files.console import Progress, note, silent
 from sinkscope.files.notation import counted
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.result import Result
 from sinkscope.files.store import Folder, Keyed
+from sinkscope.files.tables import WIDTH
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Intervention
 from sinkscope.measure import Count, Hidden, Measurement, Option, Setup
@@ -138,7 +139,6 @@ def scan(
     text: Annotated[str | Path | None, Option(metavar="FILE")] = None,
     seed: Count = 0,
     tokenizer: Hidden = None,
-    on_part: Hidden = None,
     progress: Hidden = None,
 ) -> SinkCard:
     """Run all measurements on a model and write its sink card: one page and a JSON file.
@@ -159,7 +159,6 @@ def scan(
         text: File of typical text. By default the bundled neutral text.
         seed: Seed of every random choice.
         tokenizer: Tokenizer for live models that carry none.
-        on_part: Called with each part and its result, or the reason why there is none.
         progress: Called as `progress(what, done, total)`.
 
     Example:
@@ -191,8 +190,6 @@ def scan(
             parts.append(_card_part(part, outcome))
             if isinstance(outcome, Result):
                 results[part.name] = outcome
-            if on_part is not None:
-                on_part(part, outcome)
         card = _card(setup, parts, results, settings, patched=patch is not None)
         if other is not None:
             card = card.compared(other)
@@ -389,7 +386,7 @@ def demo(
     show: Annotated[bool, Option(name="--open")] = True,
     progress: Hidden = None,
 ) -> None:
-    """Take a two-minute tour: scan the bundled model, explain what each step finds, and open the page.
+    """Take a two-minute tour: scan the bundled model, say what each command finds, and open the page.
 
     Args:
         out: Folder of the results and the page.
@@ -399,8 +396,11 @@ def demo(
     Example:
         sinkscope demo
     """
-    print("sinkscope looks at the small model in the package. Each step is a command that you can give yourself.\n")
-    scan(out=out, quick=True, on_part=_printer(), progress=progress)
+    note("sinkscope looks at the small model in the package with each of its measurements.")
+    card = scan(out=out, quick=True, progress=progress)
+    for verdict in card.verdicts():
+        command = f"sinkscope {verdict.command}"
+        print(fill(visible(f"{verdict.label}, by `{command}`: {verdict.sentence}"), WIDTH, subsequent_indent="  "))
     page = out / PAGE
     print(visible(f"All results, with figures: {page}") + "\nThe same for another model: sinkscope scan MODEL")
     has_screen = sys.platform != "linux" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
@@ -408,18 +408,3 @@ def demo(
         import webbrowser
 
         webbrowser.open(page.resolve().as_uri())
-
-
-def _printer() -> Callable[[ScanPart, Result | str], None]:
-    """Prints each part of the tour when it is finished."""
-    numbers = iter(range(1, len(PARTS) + 1))
-
-    def printed(part: ScanPart, outcome: Result | str) -> None:
-        summary = (part.load().__doc__ or "").split("\n\n")[0]
-        print(f"{next(numbers)}. {' '.join(summary.split())}\n   $ sinkscope {part.command}", flush=True)
-        if isinstance(outcome, Result):
-            print(f"   {visible(outcome.conclusion())}\n", flush=True)
-        else:
-            print(f"   Left out: {visible(outcome)}\n", flush=True)
-
-    return printed

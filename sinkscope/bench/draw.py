@@ -36,6 +36,7 @@ def draw_bench(result: BenchTable) -> go.Figure:
             y=scores,
             text=methods,
             mode="markers+text",
+            cliponaxis=False,
             textposition="top center",
             marker_color=colour,
             showlegend=False,

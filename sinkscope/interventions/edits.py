@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Number, conform
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.interventions.expert_edit import check_experts, expert_hook
+from sinkscope.interventions.expert_edit import expert_hook
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.interventions.sites import (
     PAGE,
@@ -167,9 +167,9 @@ class NeuronEdit(Intervention):
 
     def _all_groups(self, target: Target) -> list[NeuronGroup]:
         """`groups`, and the heads, each with its columns of `hook_z`."""
-        groups, width = self.groups(), target.head_width
+        groups = self.groups()
         for layer, head in self._heads:
-            groups.append(NeuronGroup(layer, None, list(range(head * width, (head + 1) * width)), head))
+            groups.append(NeuronGroup(layer, None, target.head_columns(layer, head), head))
         return groups
 
     def prepared(self, target: Target) -> NeuronEdit:
@@ -186,10 +186,10 @@ class NeuronEdit(Intervention):
         for group in self._all_groups(target):
             edit = self._editor(run, key, group)
             if group.head is not None:
-                run.hook(target.sub(group.layer, target.adapter.o), "pre", on_input(_columns(group.neurons, edit)))
+                run.hook(target.output_projection(group.layer), "pre", on_input(_columns(group.neurons, edit)))
             elif group.expert is not None:
-                experts = target.sub(group.layer, target.adapter.experts or "")
-                run.hook(experts, "post", expert_hook(group.expert, group.neurons, self.site, edit))
+                experts = target.experts(group.layer)
+                run.hook(experts.module, "post", expert_hook(experts, group.expert, group.neurons, self.site, edit))
             elif self.site == "post":
                 run.hook(target.mlp_part(group.layer, "down"), "pre", on_input(_columns(group.neurons, edit)))
             else:
@@ -254,14 +254,14 @@ class NeuronEdit(Intervention):
             UnsupportedError: The model has no up factor, or its experts are quantised.
         """
         adapter = target.adapter
-        is_gated = adapter.gate is not None or adapter.fused_gate_up
         for layer, head in self._heads:
             target.check_site(layer, head=head)
         for site in self.checked_sites:
             target.check_site(*site)
+            is_gated = adapter.fused_gate_up or target.has_part(site.layer, adapter.gate)
             if site.expert is not None:
-                check_experts(target, site.layer)
-            elif self.site == "up" and not is_gated:
+                is_gated = target.experts(site.layer).GATED
+            if self.site == "up" and not is_gated:
                 raise UnsupportedError(
                     f'site="up": the MLP of {target.name} ({adapter.model_type}) has no gate and so no up factor; use '
                     'site="post"',

@@ -19,9 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.errors import UnsupportedError
-from sinkscope.models.experts import activate, bind, columns, gate_up
-from sinkscope.models.target import Target
+from sinkscope.models.experts import Experts
+from sinkscope.models.target import on_hidden
 
 _Key = tuple[int, int, int]
 """Id of the experts' module, expert, neuron."""
@@ -52,45 +51,30 @@ class _LatestCall(threading.local):
 _latest = _LatestCall()
 
 
-def check_experts(target: Target, layer: int) -> None:
-    """Refuse experts whose neurons cannot be edited.
-
-    Raises:
-        UnsupportedError: Their weights are not plain tensors.
-    """
-    experts: Any = target.sub(layer, target.adapter.experts or "")
-    weight = getattr(experts, "down_proj", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 3 or not weight.is_floating_point():
-        raise UnsupportedError(
-            f"the experts of {target.name} hold no plain weights (quantised?): load the model dequantised to edit "
-            "neurons of an expert",
-            page="quantised-experts",
-        )
-
-
 def expert_hook(
-    expert: int, neurons: list[int], site: str, edit: Callable[[Tensor], Tensor | None]
+    experts: Experts, expert: int, neurons: list[int], site: str, edit: Callable[[Tensor], Tensor | None]
 ) -> Callable[..., Any]:
-    """Forward hook (with kwargs) for a fused experts module of transformers."""
+    """Forward hook (with kwargs) for the module that holds `experts`."""
 
-    def hook(experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-        hidden, chosen, weights = bind(args, kwargs)
-        edited = _latest.edits(hidden)
-        keys = [(id(experts), expert, neuron) for neuron in neurons]
-        gate, up = gate_up(experts, expert, hidden, neurons)
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        routed = experts.routed(args, kwargs)
+        edited = _latest.edits((*args, *kwargs.values())[0])
+        keys = [(id(experts.module), expert, neuron) for neuron in neurons]
+        *gate, up = experts.factors(expert, routed.entering(expert), neurons)
         up = _latest_values(up, edited.up, keys)
-        post = _latest_values(activate(experts, gate, up), edited.post, keys)
+        post = _latest_values(experts.activate(*gate, up), edited.post, keys)
         new = edit(up if site == "up" else post)
         if new is None:
             return None
         new_post = new.to(post.dtype)
         if site == "up":
             edited.up.update(zip(keys, new.to(up.dtype).unbind(-1), strict=True))
-            new_post = activate(experts, gate, new.to(up.dtype))
+            new_post = experts.activate(*gate, new.to(up.dtype))
         edited.post.update(zip(keys, new_post.unbind(-1), strict=True))
-        weight = torch.where(chosen == expert, weights, 0).sum(-1, keepdim=True)
-        written = columns(experts, expert, neurons).to(post.dtype)
-        return output + ((new_post - post) * weight).to(post.dtype) @ written
+        weight = routed.weight[:, expert, None]
+        written = ((new_post - post) * weight).to(post.dtype) @ experts.columns(expert, neurons).to(post.dtype)
+        change = on_hidden(lambda hidden: hidden + written.view_as(hidden))
+        return change(module, args, kwargs, output)
 
     return hook
 

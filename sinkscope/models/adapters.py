@@ -15,7 +15,8 @@ from sinkscope.errors import SinkscopeError
 class Adapter:
     """Module paths of one architecture; those marked (layer) are relative to a decoder layer ("": the layer).
 
-    Where layers are of several kinds, a path may be several, separated by "|": a layer has the first that is there.
+    Where layers are of several kinds, a path may be several, separated by "|": a layer has the first that is there. One
+    that follows a condition, as in "self_attn?norm", counts as there only in layers that also have the part before "?".
     """
 
     model_type: str
@@ -24,30 +25,41 @@ class Adapter:
     embed: str = "model.embed_tokens"
     attn: str = "self_attn"  # (layer)
     mlp: str = "mlp"  # (layer)
-    down: str = "mlp.down_proj"  # (layer) the down projection: its input is `hook_post`
+    down: str = (
+        "mlp.down_proj"  # (layer) the down projection: its input is `hook_post`; of a mixture, its shared expert's
+    )
     up: str | None = "mlp.up_proj"  # (layer) the linear factor, or the only input projection of an ungated MLP
     gate: str | None = "mlp.gate_proj"  # (layer) None: ungated, or fused into `up`
     fused_gate_up: bool = False  # `up` returns gate and up side by side, gate first
     q: str | None = "self_attn.q_proj"  # (layer)
     k: str | None = "self_attn.k_proj"  # (layer)
     v: str | None = "self_attn.v_proj"  # (layer)
-    o: str = "self_attn.o_proj"  # (layer) its input is `hook_z`, heads side by side
+    o: str | None = "self_attn.o_proj"  # (layer) its input is `hook_z`, heads side by side
     fused_qkv: str | None = None  # (layer)
     mid: str | None = "post_attention_layernorm"  # (layer) the module whose *input* is `hook_resid_mid`
     post_attn_norm: str | None = None  # (layer) norm between the attention and the residual stream
     post_mlp_norm: str | None = None  # (layer) norm between the MLP and the residual stream
     experts: str | None = None  # (layer) fused experts, where the layer is a mixture
-    shared: str | None = None  # (layer) the expert beside them that every token goes through: an MLP like a dense one
     shared_gate: str | None = None  # (layer) the sigmoid of its output multiplies what the shared expert gives
     transposed_down: bool = False  # weight of the down projection is stored input x output (Conv1D)
     attention_interface: bool = True  # attention goes through transformers' AttentionInterface
     absolute_positions: bool = False
     learned_sinks: bool = False  # a learned logit per head joins the softmax and its column is dropped
-    attends: str | None = None  # (layer) a part that only layers with attention have; None: all layers have attention
     down_factor: float = 1.0  # between the down projection of a dense MLP and what `mlp` gives
     expert_factor: float = 1.0  # between a fused expert and what `mlp` gives
     shared_factor: float = 1.0  # between the down projection of the shared expert and what `mlp` gives
     write_factor: float = 1.0  # between what `mlp`, or the norm behind it, gives and what the layer adds
+    adds: bool = True  # False: what `mlp` gives is not simply added, so the layer is called again to see its effect
+
+    @property
+    def behind_mlp(self) -> str:
+        """(layer) The norm behind the MLP where there is one, or else the MLP."""
+        return "|".join(filter(None, (self.post_mlp_norm, self.mlp)))
+
+    @property
+    def behind_attn(self) -> str:
+        """(layer) The norm behind the attention where there is one, or else the attention."""
+        return "|".join(filter(None, (self.post_attn_norm, self.attn)))
 
 
 _LLAMA = Adapter("llama")
@@ -76,11 +88,20 @@ ADAPTERS: dict[str, Adapter] = {
         replace(
             _LLAMA,
             model_type="qwen2_moe",
+            down="mlp.down_proj|mlp.shared_expert.down_proj",
+            up="mlp.up_proj|mlp.shared_expert.up_proj",
+            gate="mlp.gate_proj|mlp.shared_expert.gate_proj",
             experts="mlp.experts",
-            shared="mlp.shared_expert",
             shared_gate="mlp.shared_expert_gate",
         ),
-        replace(_LLAMA, model_type="glm4_moe", experts="mlp.experts", shared="mlp.shared_experts"),
+        replace(
+            _LLAMA,
+            model_type="glm4_moe",
+            down="mlp.down_proj|mlp.shared_experts.down_proj",
+            up="mlp.up_proj|mlp.shared_experts.up_proj",
+            gate="mlp.gate_proj|mlp.shared_experts.gate_proj",
+            experts="mlp.experts",
+        ),
         replace(_LLAMA, model_type="gpt_oss", experts="mlp.experts", learned_sinks=True),
         replace(
             _LLAMA,

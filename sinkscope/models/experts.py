@@ -1,8 +1,10 @@
-"""The inside of a fused mixture of experts (transformers' `*Experts` modules), one expert at a time."""
+"""The inside of a fused mixture of experts, one expert at a time, whichever way transformers lays out its weights."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import torch
 from einops import rearrange
@@ -10,68 +12,256 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """(hidden `[token d_model]`, chosen experts `[token k]`, routing weights `[token k]`) of a call.
+@dataclass(frozen=True)
+class Routed:
+    """What experts get in one call.
 
-    The names of the last two differ between families, their order does not.
+    Attributes:
+        hidden: What enters the chosen experts.
+        weight: What multiplies the output of each expert; 0 where it is not chosen.
+        scale: What multiplies `hidden` before an expert reads it. None: nothing.
     """
-    hidden, chosen, weights = (*args, *kwargs.values())[:3]
-    return hidden, chosen, weights
+
+    hidden: Float[Tensor, "token d_model"]
+    weight: Float[Tensor, "token expert"]
+    scale: Float[Tensor, "token expert"] | None = None
+
+    def entering(self, expert: int) -> Float[Tensor, "token d_model"]:
+        """What one expert reads."""
+        if self.scale is None:
+            return self.hidden
+        return self.hidden * self.scale[:, expert, None]
 
 
-def gate_up(
-    experts: Any, expert: int, hidden: Float[Tensor, "token d_model"], neurons: list[int] | None = None
-) -> tuple[Float[Tensor, "token neuron"], Float[Tensor, "token neuron"]]:
-    """Both input projections of an expert, of some neurons or of all, whichever way the fused weight is laid out."""
-    (gate_weight, gate_bias), (up_weight, up_bias) = in_rows(experts, expert, neurons)
-    linear = torch.nn.functional.linear
-    return linear(hidden, gate_weight, gate_bias), linear(hidden, up_weight, up_bias)
+class Experts:
+    """Gated experts with weights `gate_up_proj` and `down_proj`, the layout of most families.
 
+    Args:
+        module: The module in which the experts are one call.
+    """
 
-def in_rows(
-    experts: Any, expert: int, neurons: list[int] | None = None
-) -> list[tuple[Float[Tensor, "neuron d_model"], Float[Tensor, " neuron"] | None]]:
-    """Weights and biases (None where there are none) of gate and up of an expert, of some neurons or of all."""
-    weight = experts.gate_up_proj[expert]
-    if experts.is_transposed:
-        weight = weight.T
-    width = weight.shape[0] // 2
-    if neurons is None:
-        numbers = torch.arange(width)
-    else:
-        numbers = torch.tensor(neurons)
-    halves: list[tuple[Tensor, Tensor | None]] = []
-    for half in (0, 1):
-        if experts.is_concatenated:
-            rows = half * width + numbers
-        else:
+    PARTS: ClassVar[tuple[str, ...]] = ("gate_up_proj", "down_proj")
+    """Attributes that tell the layout."""
+    TRANSPOSED: ClassVar[bool] = False
+    """Whether weights are stored input x output, if the module does not say."""
+    GATED: ClassVar[bool] = True
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self._is_transposed: bool = getattr(module, "is_transposed", self.TRANSPOSED)
+        self._is_concatenated: bool = getattr(module, "is_concatenated", True)  # or gates and ups alternate
+
+    @property
+    def _down(self) -> Any:  # [expert _ _]
+        return self.module.down_proj
+
+    @property
+    def _gate_up(self) -> Any:  # [expert _ _]
+        return self.module.gate_up_proj
+
+    @property
+    def count(self) -> int:
+        """Number of experts."""
+        return len(self._down)
+
+    @property
+    def width(self) -> int:
+        """Number of neurons of an expert."""
+        return int(self._down.shape[1 if self._is_transposed else 2])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weights can be read."""
+        return isinstance(self._down, Tensor) and self._down.ndim == 3 and self._down.is_floating_point()
+
+    def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Routed:
+        """What a call with these arguments means: hidden states, chosen experts and their weights, by any names."""
+        hidden, chosen, weights = (*args, *kwargs.values())[:3]
+        by_expert = weights.new_zeros(len(weights), self.count + 1)  # one more: "no expert" under sharding
+        by_expert.scatter_add_(1, chosen.long().clamp(max=self.count), weights)
+        return Routed(hidden.reshape(-1, hidden.shape[-1]), by_expert[:, : self.count])
+
+    def rows(
+        self, expert: int, neurons: list[int] | None = None
+    ) -> list[tuple[Float[Tensor, "neuron d_model"], Float[Tensor, " neuron"] | None]]:
+        """Weights and biases (None where there are none) of gate and up, of some neurons or of all."""
+        weight = self._gate_up[expert]
+        if self._is_transposed:
+            weight = weight.T
+        if neurons is None:
+            neurons = list(range(self.width))
+        numbers = torch.tensor(neurons, device=weight.device)
+        halves: list[tuple[Tensor, Tensor | None]] = []
+        for half in (0, 1):
             rows = 2 * numbers + half
-        rows = rows.to(weight.device)
-        bias = None
-        if experts.has_bias:
-            bias = experts.gate_up_proj_bias[expert][rows]
-        halves.append((weight[rows], bias))
-    return halves
+            if self._is_concatenated:
+                rows = half * self.width + numbers
+            bias = getattr(self.module, "gate_up_proj_bias", None)
+            if bias is not None:
+                bias = bias[expert][rows]
+            halves.append((weight[rows], bias))
+        return halves
+
+    def factors(
+        self, expert: int, hidden: Float[Tensor, "token d_model"], neurons: list[int] | None = None
+    ) -> list[Float[Tensor, "token neuron"]]:
+        """Outputs of the input projections of an expert: gate and up, or the only one."""
+        return [torch.nn.functional.linear(hidden, *row) for row in self.rows(expert, neurons)]
+
+    def activate(self, *factors: Float[Tensor, "token neuron"]) -> Float[Tensor, "token neuron"]:
+        """`hook_post` before the routing weight: the experts' own activation, which has clamps and offsets in some."""
+        if not hasattr(self.module, "_apply_gate"):
+            return self.module.act_fn(factors[0]) * factors[1]
+        order = "(neuron half)"
+        if self._is_concatenated:
+            order = "(half neuron)"
+        return self.module._apply_gate(rearrange(list(factors), f"half token neuron -> token {order}"))
+
+    def columns(self, expert: int, neurons: list[int]) -> Float[Tensor, "neuron d_model"]:
+        """What neurons of an expert write when their `hook_post` is 1."""
+        down = self._down[expert]
+        if self._is_transposed:
+            return down[neurons]
+        return down[:, neurons].T
+
+    def beside(self, hidden: Float[Tensor, "token d_model"]) -> Float[Tensor, "token d_model"] | float:
+        """What the module adds to what the experts write."""
+        return 0.0
+
+    def output(self, routed: Routed) -> Float[Tensor, "token d_model"]:
+        """What the module must give according to this layout."""
+        total = torch.zeros_like(routed.hidden) + self.beside(routed.hidden)
+        bias = getattr(self.module, "down_proj_bias", None)
+        for expert in routed.weight.any(0).nonzero().flatten().tolist():
+            post = self.activate(*self.factors(expert, routed.entering(expert)))
+            written = post @ self.columns(expert, list(range(self.width)))
+            if bias is not None:
+                written = written + bias[expert]
+            total += routed.weight[:, expert, None] * written
+        return total
 
 
-def activate(
-    experts: Any, gate: Float[Tensor, "token neuron"], up: Float[Tensor, "token neuron"]
-) -> Float[Tensor, "token neuron"]:
-    """`hook_post` before the routing weight: the experts' own activation, which has clamps and offsets in some."""
-    order = "(neuron half)"
-    if experts.is_concatenated:
-        order = "(half neuron)"
-    return experts._apply_gate(rearrange([gate, up], f"half token neuron -> token {order}"))
+class UngatedExperts(Experts):
+    """Experts with one input projection, `up_proj` (Nemotron-H)."""
+
+    PARTS: ClassVar[tuple[str, ...]] = ("up_proj", "down_proj", "act_fn")
+    GATED: ClassVar[bool] = False
+
+    def rows(
+        self, expert: int, neurons: list[int] | None = None
+    ) -> list[tuple[Float[Tensor, "neuron d_model"], Float[Tensor, " neuron"] | None]]:
+        """Weights of the input projection."""
+        weight = self.module.up_proj[expert]
+        if neurons is not None:
+            weight = weight[neurons]
+        return [(weight, None)]
+
+    def activate(self, *factors: Float[Tensor, "token neuron"]) -> Float[Tensor, "token neuron"]:
+        """The activation alone."""
+        return self.module.act_fn(factors[0])
 
 
-def width(experts: Any) -> int:
-    """Number of neurons of an expert."""
-    return int(experts.down_proj.shape[1 if experts.is_transposed else 2])
+class ScaledInputExperts(Experts):
+    """Experts that read hidden states times the router's score, beside a shared expert (Llama 4); the whole mixture."""
+
+    PARTS: ClassVar[tuple[str, ...]] = ("experts.gate_up_proj", "experts.down_proj", "router", "shared_expert")
+    TRANSPOSED: ClassVar[bool] = True
+
+    @property
+    def _down(self) -> Any:  # [expert neuron d_model]
+        return self.module.experts.down_proj
+
+    @property
+    def _gate_up(self) -> Any:  # [expert d_model half_neuron]
+        return self.module.experts.gate_up_proj
+
+    def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Routed:
+        """The router is asked again."""
+        hidden = (*args, *kwargs.values())[0]
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        scores = self.module.router(hidden)[0]
+        return Routed(hidden, (scores > 0).to(scores), scores)
+
+    def activate(self, *factors: Float[Tensor, "token neuron"]) -> Float[Tensor, "token neuron"]:
+        """Activated gate times up."""
+        return self.module.experts.act_fn(factors[0]) * factors[1]
+
+    def beside(self, hidden: Float[Tensor, "token d_model"]) -> Float[Tensor, "token d_model"]:
+        """What the shared expert writes."""
+        return self.module.shared_expert(hidden)
 
 
-def columns(experts: Any, expert: int, neurons: list[int]) -> Float[Tensor, "neuron d_model"]:
-    """What neurons of an expert write when their `hook_post` is 1."""
-    down = experts.down_proj[expert]
-    if experts.is_transposed:
-        return down[neurons]
-    return down[:, neurons].T
+class StackedExperts(Experts):
+    """Experts below each other in weights of two dimensions, `mlp.w1` (gate), `mlp.v1` (up) and `mlp.w2` (DBRX)."""
+
+    PARTS: ClassVar[tuple[str, ...]] = ("mlp.w1", "mlp.v1", "mlp.w2", "num_experts")
+    TRANSPOSED: ClassVar[bool] = True
+
+    @property
+    def _down(self) -> Any:  # [expert neuron d_model]
+        return self.module.mlp.w2.view(self.module.num_experts, -1, self.module.mlp.w2.shape[1])
+
+    def rows(
+        self, expert: int, neurons: list[int] | None = None
+    ) -> list[tuple[Float[Tensor, "neuron d_model"], Float[Tensor, " neuron"] | None]]:
+        """Weights of gate and up."""
+        halves: list[tuple[Tensor, Tensor | None]] = []
+        for weight in (self.module.mlp.w1, self.module.mlp.v1):
+            rows = weight.view_as(self._down)[expert]
+            if neurons is not None:
+                rows = rows[neurons]
+            halves.append((rows, None))
+        return halves
+
+    def activate(self, *factors: Float[Tensor, "token neuron"]) -> Float[Tensor, "token neuron"]:
+        """Activated gate times up."""
+        return self.module.mlp.activation_fn(factors[0]) * factors[1]
+
+
+class SortedExperts(Experts):
+    """Experts that read tokens sorted by expert, `input_linear` and `output_linear` (JetMoE); the whole mixture."""
+
+    PARTS: ClassVar[tuple[str, ...]] = ("input_linear.weight", "output_linear.weight", "router", "bias")
+
+    @property
+    def _down(self) -> Any:  # [expert d_model neuron]
+        return self.module.output_linear.weight
+
+    @property
+    def _gate_up(self) -> Any:  # [expert half_neuron d_model]
+        return self.module.input_linear.weight
+
+    def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Routed:
+        """The router is asked again."""
+        hidden = (*args, *kwargs.values())[0]
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        _, tokens, gates, counts, _ = self.module.router(hidden)
+        experts = torch.arange(self.count, device=hidden.device)
+        experts = experts.repeat_interleave(torch.tensor(counts, device=hidden.device))
+        weight = hidden.new_zeros(len(hidden), self.count)
+        weight[tokens, experts] = gates
+        return Routed(hidden, weight)
+
+    def activate(self, *factors: Float[Tensor, "token neuron"]) -> Float[Tensor, "token neuron"]:
+        """Activated gate times up."""
+        return self.module.activation(factors[0]) * factors[1]
+
+    def beside(self, hidden: Float[Tensor, "token d_model"]) -> Float[Tensor, " d_model"]:
+        """The bias of the mixture."""
+        return self.module.bias
+
+
+LAYOUTS = (Experts, UngatedExperts, ScaledInputExperts, StackedExperts, SortedExperts)
+
+
+def experts_of(module: Any) -> Experts | None:
+    """The experts that a module holds; None if it holds none, or in no known layout, or not as plain tensors."""
+    for layout in LAYOUTS:
+        try:
+            attrgetter(*layout.PARTS)(module)
+        except AttributeError:
+            continue
+        experts = layout(module)
+        if experts.is_plain:
+            return experts
+    return None

@@ -20,19 +20,19 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from einops import repeat
+from einops import rearrange, repeat
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models import experts as expert_parts
 from sinkscope.models.adapters import Adapter, row_of
 from sinkscope.models.config import cut_depth
+from sinkscope.models.experts import Experts, experts_of
 from sinkscope.models.probe import probe
 from sinkscope.models.scope import shown_row
 from sinkscope.models.target import Target, first_tensor, kind_of
@@ -241,13 +241,15 @@ class _Write:
         post_norm: Path of the norm behind it.
         write_factor: Constant between what the MLP, or the norm, gives and what the layer adds.
         weight: If it is not constant, the path of the module whose sigmoid multiplies it.
+        adds: Whether the layer simply adds it.
     """
 
-    mlp: str
-    factor: float
+    mlp: str = ""
+    factor: float = 1.0
     post_norm: str | None = None
     write_factor: float = 1.0
     weight: str | None = None
+    adds: bool = True
 
 
 @dataclass
@@ -266,7 +268,7 @@ class _Mlp:
     up: str | None = None
     gate: str | None = None
     is_fused: bool = False
-    write: _Write | None = None
+    write: _Write = field(default_factory=_Write)
 
 
 def _mlp(stage: _Stage, is_alone: bool) -> _Mlp | None:
@@ -281,11 +283,23 @@ def _mlp(stage: _Stage, is_alone: bool) -> _Mlp | None:
         factors = _factors(stage, before, down)
         if factors:
             factors_of.append((width, _Mlp(down), factors))
-    if not factors_of:
-        return None
-    factors_of.sort(key=lambda item: item[0])
-    _, mlp, factors = factors_of[-1]
-    _name_factors(stage, mlp, factors)
+    factors_of.sort(key=lambda item: -item[0])
+    failures: list[NotInferredError] = []
+    for _, mlp, factors in factors_of:
+        try:
+            _name_factors(stage, mlp, factors)
+            mlp.write = _write_of(stage, mlp, is_alone)
+        except NotInferredError as error:
+            failures.append(error)
+        else:
+            return mlp
+    if failures:
+        raise failures[0]
+    return None
+
+
+def _write_of(stage: _Stage, mlp: _Mlp, is_alone: bool) -> _Write:
+    """Where the output of a down projection goes."""
     neuron, column = _column(mlp.down)
     assert mlp.down.read is not None
     step = float(mlp.down.read[_POSITION].float().norm().clamp(min=1))
@@ -294,8 +308,7 @@ def _mlp(stage: _Stage, is_alone: bool) -> _Mlp | None:
         tensor[list(_EDITED), neuron] += step
 
     written = repeat(step * column, "d_model -> edited d_model", edited=len(_EDITED))
-    mlp.write = _write(stage, mlp.down.path, _edit_input(mlp.down.module, edit), written, is_alone)
-    return mlp
+    return _write(stage, mlp.down.path, _edit_input(mlp.down.module, edit), written, is_alone)
 
 
 def _factors(stage: _Stage, before: list[_Passage], down: _Passage) -> dict[str, str]:
@@ -449,17 +462,39 @@ def _write(
     weight = _token_weight(stage, layer, changes[mlp])
     if weight is not None:
         return _Write(mlp, factor, weight=weight)
+    may_differ = any(True for _ in stage.layer.buffers(recurse=False))  # such as a factor in front of every layer
     constant = _multiple(layer, changes[mlp])
-    if constant is not None:
+    if constant is not None and not may_differ:
         return _Write(mlp, factor, write_factor=_rounded(constant))
-    norms = [norm for norm, change in changes.items() if abs((_multiple(layer, change) or 0) - 1) < _EXACT]
-    if not norms:
-        raise NotInferredError(f"what {mlp!r} writes does not reach the residual stream as one addition")
-    norm = max(norms, key=lambda norm: norm.count("."))
-    layer[list(_EDITED)] = 0
-    if _size(layer) > _EXACT * _size(written):
-        raise NotInferredError(f"{norm!r} mixes what its MLPs write over positions")
-    return _Write(mlp, factor, post_norm=norm)
+    if not layer[list(_EDITED)].any():
+        raise NotInferredError(f"what {mlp!r} writes does not reach the residual stream")
+    norm = _norm_behind(stage, mlp, changes, layer)
+    adds = norm is not None and not may_differ and _is_same(layer, changes[norm])
+    return _Write(mlp, factor, post_norm=norm, adds=adds)
+
+
+def _norm_behind(stage: _Stage, mlp: str, changes: dict[str, Tensor], layer: Tensor) -> str | None:
+    """Path of the module behind an MLP that treats each position alone: what it gives is added, or it reads the MLP."""
+    given = next(passage.gave for passage in stage.clean if passage.path == mlp)
+    readers = list[str]()
+    for passage in stage.clean:
+        change = changes.get(passage.path)
+        is_around = _contains(passage.path, mlp) or _is_equal(passage.gave, stage.output)
+        if change is None or is_around or _widths(passage.module) is not None:
+            continue
+        elsewhere = change.clone()
+        elsewhere[list(_EDITED)] = 0
+        if _size(elsewhere) > _EXACT * _size(change):
+            continue
+        if _is_same(layer, change):
+            return passage.path
+        if _is_equal(passage.read, given):
+            readers.append(passage.path)
+    return next(iter(readers), None)
+
+
+def _is_same(change: Tensor, other: Tensor) -> bool:
+    return abs((_multiple(change, other) or 0) - 1) < _EXACT
 
 
 def _contains(path: str, other: str) -> bool:
@@ -495,51 +530,43 @@ class _Mixture:
 
 
 def _mixture(stage: _Stage) -> _Mixture | None:
-    """The fused experts of a layer; None if it has none."""
+    """The fused experts of a layer; None if it has none.
+
+    Raises:
+        NotInferredError: There are some, but what they give is not what their weights say.
+    """
+    other = ""
     for passage in stage.clean:
-        weights = [tensor for tensor in passage.module.parameters(recurse=False) if tensor.ndim == 3]
-        if sum(stage.d_model in weight.shape[1:] for weight in weights) < 2 or passage.gave is None:
+        experts = experts_of(passage.module)
+        if experts is None or passage.gave is None:
             continue
-        _check_experts(stage, passage)
+        if passage.gave.shape != stage.output.shape or not _is_recomputed(stage, passage, experts):
+            other = other or type(passage.module).__name__
+            continue
         shift = (passage.gave.roll(1, 1) - passage.gave)[list(_EDITED)]  # a change of size is invisible behind a norm
 
         def edit(tensor: Tensor, shift: Tensor = shift) -> None:
             tensor[list(_EDITED)] += shift
 
         return _Mixture(passage.path, _write(stage, passage.path, _edit_output(passage.module, edit), shift))
+    if other:
+        raise NotInferredError(f"its experts ({other}) compute something else than an MLP of the hidden states each")
     return None
 
 
-def _check_experts(stage: _Stage, passage: _Passage) -> None:
-    """Recompute the output of fused experts from what they are called with.
+def _is_recomputed(stage: _Stage, passage: _Passage, experts: Experts) -> bool:
+    """Whether the output of fused experts is what their weights say."""
+    outputs = list[Tensor]()
 
-    Raises:
-        NotInferredError: It is not what they give.
-    """
-    module: Any = passage.module
-    calls = list[tuple[Any, ...]]()
+    def compute(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        outputs.append(experts.output(experts.routed(args, kwargs)))
 
-    def see(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        calls.append((*args, *kwargs.values()))
-
-    stage.run((module, "pre", see))
     try:
-        hidden, chosen, weights = expert_parts.bind(calls[0], {})
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-        output = torch.zeros_like(hidden)
-        for token, slot in torch.cartesian_prod(torch.arange(len(hidden)), torch.arange(chosen.shape[1])).tolist():
-            expert = int(chosen[token, slot])
-            gate, up = expert_parts.gate_up(module, expert, hidden[token : token + 1])
-            post = expert_parts.activate(module, gate, up)
-            written = post @ expert_parts.columns(module, expert, list(range(post.shape[1])))
-            if getattr(module, "has_bias", False):
-                written = written + module.down_proj_bias[expert]
-            output[token] += weights[token, slot] * written[0]
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise NotInferredError(f"its experts ({type(module).__name__}) keep their weights in another layout") from error
+        stage.run((passage.module, "pre", compute))
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return False
     assert passage.gave is not None
-    if _size(output - passage.gave) > _EXACT * _size(passage.gave):
-        raise NotInferredError(f"its experts ({type(module).__name__}) compute something else than a gated MLP each")
+    return _size(outputs[0] - passage.gave) <= _EXACT * _size(passage.gave)
 
 
 # -- attention -----------------------------------------------------------------------------------------------------
@@ -554,7 +581,7 @@ class _Heads:
     k: str | None = None
     v: str | None = None
     fused: str | None = None
-    o: str = ""
+    o: str | None = None
     has_sinks: bool = False
 
 
@@ -671,20 +698,19 @@ def _name_projections(stage: _Stage, heads: _Heads, roles: dict[str, str], call:
             setattr(heads, name, path)
 
 
-def _output_projection(stage: _Stage, tap: _Tap) -> str:
-    """Path of the linear module that reads the heads side by side.
-
-    Raises:
-        NotInferredError: There is none.
-    """
+def _output_projection(stage: _Stage, tap: _Tap) -> str | None:
+    """Path of the linear module that reads the heads side by side; None if there is none."""
+    count = 1
     read = list[dict[str, Tensor]]()
     for head in (None, 1):
 
         def replaced(call: Any, head: int | None = head) -> tuple[Tensor, None]:
+            nonlocal count
             batch, count, queries, _ = call.query.shape
             output = call.value.new_zeros(batch, queries, count, call.value.shape[-1])
             if head is not None:
-                output[0, _POSITION, min(head, count - 1)] = 1
+                output[0, _POSITION, head % count] = 1
+                output[0, _POSITION, head % count, ::2] = -1  # with a mean of zero, for norms
             return output, None
 
         passed = dict[str, Tensor]()
@@ -700,9 +726,12 @@ def _output_projection(stage: _Stage, tap: _Tap) -> str:
     for passage in stage.clean:
         path = passage.path
         if path in read[0] and path in read[1] and read[0][path].shape == read[1][path].shape:
-            if _size(read[0][path] - read[1][path]) > 0:
-                return path
-    raise NotInferredError(f"no linear module reads the heads of layer {stage.number}")
+            moved = (read[0][path] - read[1][path]).abs()[_POSITION]
+            if len(moved) % count == 0 and moved.any():
+                by_head = rearrange(moved, "(head d_head) -> head d_head", head=count).sum(1)
+                if by_head.argmax() == 1 % count and by_head.sum() <= (1 + _EXACT) * by_head.max():
+                    return path
+    return None
 
 
 @dataclass(frozen=True)
@@ -737,52 +766,83 @@ def _middle(stage: _Stage) -> _Middle | None:
 # -- the model -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Kind:
-    """What was found in the first layer of a kind."""
+    """What was found in the first layer of a kind.
 
-    stage: _Stage
-    mlp: _Mlp | None
-    mixture: _Mixture | None
-    heads: _Heads | None
-    middle: _Middle | None
+    Attributes:
+        number: Its number.
+        parts: Paths of all of its modules.
+        paths: Fields of the adapter that name a part of a layer.
+        constants: Those that have one value for all layers; not those about parts that this layer does not have.
+        adds: Whether what the MLP gives is simply added.
+    """
+
+    number: int
+    parts: frozenset[str]
+    paths: dict[str, str | None]
+    constants: dict[str, Any]
+    adds: bool
 
     @classmethod
     def of(cls, stage: _Stage, heads: _Heads | None) -> _Kind:
         """Find the MLP of a layer."""
-        mixture = _mixture(stage)
-        return cls(stage, _mlp(stage, mixture is None), mixture, heads, _middle(stage))
+        mixture, middle = _mixture(stage), _middle(stage)
+        mlp = _mlp(stage, mixture is None)
+        paths: dict[str, str | None] = {"mid": None}
+        constants: dict[str, Any] = {}
+        if mlp is not None:
+            paths |= {"down": mlp.down.path, "up": mlp.up, "gate": mlp.gate, "shared_gate": mlp.write.weight}
+            constants["fused_gate_up"] = mlp.is_fused
+            constants["transposed_down"] = type(mlp.down.module).__name__ == "Conv1D"
+            constants["down_factor"] = mlp.write.factor
+        write = mlp.write if mlp else None
+        if mixture is not None:
+            if mlp is not None:
+                constants["shared_factor"] = constants.pop("down_factor")
+                _check_shared(mlp.write, mlp.down.path, mixture.write)
+            write = mixture.write
+            paths["experts"] = mixture.path
+            constants["expert_factor"] = write.factor
+        if write is not None:
+            paths |= {"mlp": write.mlp, "post_mlp_norm": write.post_norm}
+            constants["write_factor"] = write.write_factor
+        if middle is not None:
+            paths |= {"mid": middle.reader, "attn": middle.writer}
+        if heads is not None:
+            paths |= {
+                "attn": heads.attn,
+                "q": heads.q,
+                "k": heads.k,
+                "v": heads.v,
+                "fused_qkv": heads.fused,
+                "o": heads.o,
+            }
+            constants["learned_sinks"] = heads.has_sinks
+            if middle is not None and not _contains(heads.attn, middle.writer):
+                paths["post_attn_norm"] = middle.writer
+        adds = write is None or write.adds
+        return cls(stage.number, frozenset(stage.paths.values()) - {""}, paths, constants, adds)
 
-    @property
-    def post_attn_norm(self) -> str | None:
-        """The norm between attention and residual stream."""
-        if self.heads is None or self.middle is None or _contains(self.heads.attn, self.middle.writer):
-            return None
-        return self.middle.writer
-
-    def check(self, row: Adapter) -> None:
-        """Refuse a row whose paths lead to other parts in this kind of layer than were found in it.
+    def distinction(self, rivals: list[_Kind]) -> str:
+        """A part that layers of this kind have and layers of other kinds do not have.
 
         Raises:
-            NotInferredError: Some do.
+            NotInferredError: There is none.
         """
-        part = self.mixture or self.mlp
-        found: dict[str, str | None] = {}
-        if part is not None and part.write is not None:
-            found |= {"mlp": part.write.mlp, "post_mlp_norm": part.write.post_norm}
-            found["experts"] = None if self.mixture is None else self.mixture.path
-        if self.mlp is not None and self.mixture is None:
-            found |= {"down": self.mlp.down.path, "up": self.mlp.up, "gate": self.mlp.gate}
-        if self.heads is not None:
-            found |= {"attn": self.heads.attn, "o": self.heads.o, "post_attn_norm": self.post_attn_norm}
-        paths = set(self.stage.paths.values())
-        for name, path in found.items():
-            alternatives = (getattr(row, name) or "").split("|")
-            there = [alternative for alternative in alternatives if alternative and alternative in paths]
-            if there[:1] != [path] and (there or path is not None):
-                raise NotInferredError(f"layer {self.stage.number} has another {name} than the layers before it")
-            if name == "post_mlp_norm" and path is None and row.post_mlp_norm is not None:
-                raise NotInferredError("only some of its layers have a norm behind the MLP")
+        found = [path for path in self.paths.values() if path]
+        for part in [*found, *sorted(self.parts, key=lambda part: (part.count("."), part))]:
+            if not any(part in rival.parts for rival in rivals):
+                return part
+        raise NotInferredError(f"no part tells layer {self.number} from layers of other kinds")
+
+
+def _check_shared(write: _Write, down: str, routed: _Write) -> None:
+    """Refuse a shared expert that stands beside the mixture and is not added to what that gives."""
+    if _contains(routed.mlp, down):
+        return
+    if replace(write, mlp="") != replace(routed, mlp="", factor=1.0):
+        raise NotInferredError("its shared expert stands beside the mixture, and is not simply added to it")
 
 
 _INFERRED: dict[str, Adapter] = {}  # proved, by the configuration of the model that they were inferred from
@@ -910,16 +970,22 @@ def _infer(model: Any) -> Adapter:
     draft = Adapter("inferred", base=base, layers=stack, embed=names[model.get_input_embeddings()])
     target = Target(model, model, "hf", draft)
     tap = _Tap()
-    try:
-        with listening(target, tap.see):
-            kinds = [_Kind.of(stage, _attention(stage, tap)) for stage in _stages(target)]
-    except (AttributeError, TypeError):  # some models outside the interface cannot run under its name
-        kinds = list[_Kind]()
-    if any(kind.heads is not None for kind in kinds):
-        return _merged(draft, kinds)
+    with listening(target, tap.see):
+        try:
+            stages = _stages(target)
+            heads = [_attention(stage, tap) for stage in stages]
+        except (AttributeError, TypeError):  # some models outside the interface cannot run under its name
+            stages, heads = list[_Stage](), list[_Heads | None]()
+        if any(heads):
+            return _merged(draft, stages, heads)
     with eager(target):
-        kinds = [_Kind.of(stage, _opaque_attention(stage)) for stage in _stages(target)]
-    return replace(_merged(draft, kinds), attention_interface=False)
+        stages = _stages(target)
+        heads = [_opaque_attention(stage) for stage in stages]
+        if not any(heads):
+            raise NotInferredError(
+                "no softmax attention was found in its layers, so there is no attention sink to find"
+            )
+        return replace(_merged(draft, stages, heads), attention_interface=False)
 
 
 def _token_ids(target: Target) -> Int[Tensor, "1 pos"]:
@@ -984,8 +1050,10 @@ def _stages(target: Target) -> list[_Stage]:
     stages: list[_Stage] = []
     for number, (args, kwargs) in sorted(calls.items()):
         hidden = args[0] if args else kwargs["hidden_states"]
-        if hidden.ndim != 3 or hidden.shape[:2] != (1, _LENGTH):
-            raise NotInferredError(f"its residual stream has the shape {tuple(hidden.shape)}: it is not a single one")
+        if hidden.ndim != 3 or len(hidden) != 1:
+            raise NotInferredError(f"it has several residual streams (their shape is {tuple(hidden.shape)})")
+        if hidden.shape[1] != _LENGTH:
+            raise NotInferredError(f"its layers get {hidden.shape[1]} tokens where the text has {_LENGTH}")
         stages.append(_Stage(target, number, args, kwargs))
     return stages
 
@@ -997,175 +1065,38 @@ def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     return args, {**kwargs, "hidden_states": kwargs["hidden_states"].clone()}
 
 
-def _joined(paths: Sequence[str | None]) -> str | None:
-    """Alternatives, in the order of the layers."""
-    different = dict.fromkeys(path for path in paths if path is not None)
-    if not different:
-        return None
-    return "|".join(different)
-
-
-def _merged(draft: Adapter, kinds: list[_Kind]) -> Adapter:
-    """One adapter for all kinds of layers."""
-    row = _with_attention(_with_mlps(draft, kinds), kinds)
-    for kind in kinds:
-        kind.check(row)
-    return row
-
-
-def _with_mlps(draft: Adapter, kinds: list[_Kind]) -> Adapter:
-    """The row with the MLPs, experts and shared experts of all kinds of layers.
+def _merged(draft: Adapter, stages: list[_Stage], heads: list[_Heads | None]) -> Adapter:
+    """One adapter for all kinds of layers.
 
     Raises:
-        NotInferredError: There are none, or they differ where a row has one value.
+        NotInferredError: No layer has an MLP, or layers differ where a row has one value.
     """
-    dense = _dense_mlps(kinds)
-    mixtures = [kind.mixture for kind in kinds if kind.mixture is not None]
-    dense_writes = [mlp.write for mlp in dense if mlp.write is not None]
-    expert_writes = [mixture.write for mixture in mixtures]
-    writes = [*dense_writes, *expert_writes]
-    if not writes:
-        raise _without_mlps(kinds)
-    row = replace(
-        draft,
-        mlp=_joined([write.mlp for write in writes]),
-        post_mlp_norm=_joined([write.post_norm for write in writes]),
-        write_factor=_same("factor on what an MLP writes", [write.write_factor for write in writes]),
-        down_factor=_same("factor behind the down projection", [write.factor for write in dense_writes]),
-        expert_factor=_same("factor behind the experts", [write.factor for write in expert_writes]),
-        transposed_down=any(type(mlp.down.module).__name__ == "Conv1D" for mlp in dense),
-    )
-    if dense:
-        row = replace(
-            row,
-            down=_joined([mlp.down.path for mlp in dense]),
-            up=_joined([mlp.up for mlp in dense]),
-            gate=_joined([mlp.gate for mlp in dense]),
-            fused_gate_up=_same("layout of gate and up", [mlp.is_fused for mlp in dense]),
-        )
-    if mixtures:
-        row = replace(row, experts=_joined([mixture.path for mixture in mixtures]))
-    shared = _shared_experts(kinds)
-    if shared:
-        row = _with_shared(row, shared, bool(dense))
-    return row
-
-
-def _without_mlps(kinds: list[_Kind]) -> NotInferredError:
-    if all(kind.heads is None for kind in kinds):
-        return NotInferredError("it has neither softmax attention nor MLPs, so there is no attention sink to find")
-    return NotInferredError("no MLP was found in its layers")
-
-
-def _dense_mlps(kinds: list[_Kind]) -> list[_Mlp]:
-    """The MLPs of layers without a mixture."""
-    return [kind.mlp for kind in kinds if kind.mlp is not None and kind.mixture is None]
-
-
-def _shared_experts(kinds: list[_Kind]) -> list[_Mlp]:
-    """The experts of mixtures that every token goes through.
-
-    Raises:
-        NotInferredError: One stands beside the mixture.
-    """
-    shared: list[_Mlp] = []
+    kinds = [_Kind.of(stage, of_layer) for stage, of_layer in zip(stages, heads, strict=True)]
+    if not any("mlp" in kind.paths for kind in kinds):
+        raise NotInferredError("no MLP was found in its layers")
+    settings: dict[str, Any] = {}
+    for name in dict.fromkeys(name for kind in kinds for name in kind.paths):
+        settings[name] = _spec(name, kinds)
     for kind in kinds:
-        if kind.mixture is None or kind.mlp is None:
+        for name, value in kind.constants.items():
+            if settings.setdefault(name, value) != value:
+                raise NotInferredError(f"{name!r} of the adapter is {settings[name]} in one layer, {value} in another")
+    settings["adds"] = all(kind.adds for kind in kinds)
+    return replace(draft, **settings, absolute_positions=_is_absolute(stages[0].target))
+
+
+def _spec(name: str, kinds: list[_Kind]) -> str | None:
+    """The path of a part, with alternatives for kinds of layers that have it elsewhere; None if no layer has it."""
+    alternatives = dict[str, None]()
+    for kind in kinds:
+        path = kind.paths.get(name)
+        if path is None:
             continue
-        if not _contains(kind.mixture.write.mlp, kind.mlp.down.path):
-            raise NotInferredError("its shared expert stands beside the mixture, so that no module gives their sum")
-        shared.append(kind.mlp)
-    return shared
-
-
-def _with_attention(row: Adapter, kinds: list[_Kind]) -> Adapter:
-    """The row with the attention of all kinds of layers, and what stands in its place in others.
-
-    Raises:
-        NotInferredError: No kind has attention.
-    """
-    heads = [kind.heads for kind in kinds if kind.heads is not None]
-    if not heads:
-        raise NotInferredError("no attention that returns its weights was found")
-    attending = [kind.stage.paths.values() for kind in kinds if kind.heads is not None]
-    mixers = [part.attn for part in heads]
-    for kind in kinds:
-        if kind.heads is None and kind.middle is not None:
-            mixer = kind.middle.writer
-            if not any(mixer in paths for paths in attending):
-                mixers.append(mixer)
-    return replace(
-        row,
-        attn=_joined(mixers),
-        q=_joined([part.q for part in heads]),
-        k=_joined([part.k for part in heads]),
-        v=_joined([part.v for part in heads]),
-        fused_qkv=_joined([part.fused for part in heads]),
-        o=_joined([part.o for part in heads]),
-        mid=_joined([kind.middle.reader for kind in kinds if kind.middle is not None]),
-        post_attn_norm=_joined([kind.post_attn_norm for kind in kinds]),
-        attends=_only_where_attended(kinds),
-        learned_sinks=any(part.has_sinks for part in heads),
-        absolute_positions=_is_absolute(kinds[0].stage.target),
-    )
-
-
-def _only_where_attended(kinds: list[_Kind]) -> str | None:
-    """A part that all layers with attention have and no other layer has; None if every layer has attention.
-
-    Raises:
-        NotInferredError: There is none.
-    """
-    parts = [set(kind.stage.paths.values()) for kind in kinds if kind.heads is not None]
-    others = [set(kind.stage.paths.values()) for kind in kinds if kind.heads is None]
-    if not others:
-        return None
-    for path in sorted(set.intersection(*parts), key=len):
-        if not any(path in other for other in others):
-            return path
-    raise NotInferredError("no part tells its layers with attention from the others")
-
-
-def _same(what: str, values: list[Any]) -> Any:
-    """The value that all layers have.
-
-    Raises:
-        NotInferredError: They differ.
-    """
-    different = list(dict.fromkeys(values)) or [1.0]
-    if len(different) > 1:
-        raise NotInferredError(f"the {what} differs between its layers ({', '.join(map(str, different))})")
-    return different[0]
-
-
-def _moved_path(path: str | None, folder: str, root: str) -> str | None:
-    """A path below `folder`, as it would be below `root`."""
-    if path is None:
-        return None
-    return root + path.removeprefix(folder)
-
-
-def _with_shared(row: Adapter, shared: list[_Mlp], has_dense: bool) -> Adapter:
-    """The row with the expert that every token goes through, whose parts are called as those of a dense MLP."""
-    mlp = shared[0]
-    if not has_dense:
-        root = row.mlp
-        folder = mlp.down.path.rpartition(".")[0]
-        row = replace(
-            row,
-            down=root + mlp.down.path.removeprefix(folder),
-            up=_moved_path(mlp.up, folder, root),
-            gate=_moved_path(mlp.gate, folder, root),
-            fused_gate_up=mlp.is_fused,
-        )
-    tail = row.down.removeprefix(row.mlp)
-    folder = mlp.down.path.removesuffix(tail)
-    if not mlp.down.path.endswith(tail) or row.up != _moved_path(mlp.up, folder, row.mlp):
-        raise NotInferredError("its shared expert is laid out in another way than its dense MLPs")
-    factor = _same("factor behind the shared expert", [mlp.write.factor for mlp in shared if mlp.write is not None])
-    return replace(
-        row, shared=folder, shared_gate=None if mlp.write is None else mlp.write.weight, shared_factor=factor
-    )
+        rivals = [other for other in kinds if other.paths.get(name) != path and path in other.parts]
+        if rivals:
+            path = f"{kind.distinction(rivals)}?{path}"
+        alternatives[path] = None
+    return "|".join(alternatives) or None
 
 
 def _is_absolute(target: Target) -> bool:

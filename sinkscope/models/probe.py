@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.models.experts import experts_of
 from sinkscope.models.target import Target, first_tensor, kind_of, on_hidden, on_input, on_output
 
 _LENGTH = 8
@@ -37,7 +38,6 @@ _REACHES = (  # in configurations and modules: how far, or to how many keys, a l
     "index_topk",
 )
 _MODULES = ("attn", "mlp", "q", "k", "v", "fused_qkv", "o", "post_attn_norm", "post_mlp_norm")
-_OF_ATTENTION = ("attn", "q", "k", "v", "fused_qkv", "o", "post_attn_norm")
 _DENSE_MODULES = (*_MODULES, "down", "up", "gate")
 _MIXTURE_MODULES = (*_MODULES, "shared_gate")
 
@@ -227,28 +227,33 @@ class _EditedLayer:
         if not self.is_mixture or self.has_shared:
             self.neuron = _typical_neuron(target, layer) or 0
         self.passed: dict[str, Float[Tensor, "row pos width"]] = {}
+        self._expert_error = 0.0
         self._paths = dict[str, str]()
         for name in _MIXTURE_MODULES if self.is_mixture else _DENSE_MODULES:
             path = getattr(self.adapter, name)
-            is_there = name not in _OF_ATTENTION or target.has_attention(layer)
-            if path is not None and is_there:
+            layers = [number for number in range(target.n_layers) if target.has_part(number, path)]
+            if path is not None and (layer in layers or not layers):
                 self._paths[name] = path
 
     def hooks(self) -> list[tuple[nn.Module, str, Any]]:
         """The hooks that edit and record."""
-        adapter = self.adapter
         hooks: list[tuple[nn.Module, str, Any]] = []
-        for name, path in {"layer": "", **self._paths}.items():
-            hooks.append((self._module(path), "post", on_output(partial(self._record, name))))
         if self.is_mixture:
-            hooks.append((self._module(adapter.experts), "post", on_hidden(self._turn)))
+            experts = self._module(self.adapter.experts)
+            hooks.append((experts, "post", self._recompute))
+            hooks.append((experts, "post", on_hidden(self._turn)))
             if self.has_shared:
                 down = self.target.mlp_part(self.layer, "down")
                 hooks.append((down, "pre", on_input(partial(self._move, "shared", 2))))
         else:
-            hooks.append((self._module(adapter.down), "pre", on_input(partial(self._move, "post", 1))))
-            if adapter.up is not None:
-                hooks.append((self._module(adapter.up), "post", on_output(self._move_up)))
+            hooks.append((self._module(self.adapter.down), "pre", on_input(partial(self._move, "post", 1))))
+            if "up" in self._paths:
+                hooks.append((self._module(self.adapter.up), "post", on_output(self._move_up)))
+        for name, path in {"layer": "", **self._paths}.items():
+            if name == "mlp" and self.target.has_part(self.layer, path):
+                hooks += self.target.on_mlp(self.layer, partial(self._record, name))
+            else:
+                hooks.append((self._module(path), "post", on_output(partial(self._record, name))))
         return hooks
 
     def silent(self) -> set[str]:
@@ -278,8 +283,11 @@ class _EditedLayer:
             _relative(self._change("mlp", 1) * self.adapter.write_factor, written, self.passed["mlp"]),
         ]
         config = self.target.config
+        if not self.adapter.adds:
+            if not self._change("layer", 1).any():
+                raise _WrongError(f"what the MLP of layer {self.layer} gives does not change the residual stream")
         # OPT-350m normalises the residual stream itself, after adding the MLP's output.
-        if config.model_type != "opt" or config.do_layer_norm_before:
+        elif config.model_type != "opt" or config.do_layer_norm_before:
             last = "mlp"
             if "post_mlp_norm" in self.passed:
                 last = "post_mlp_norm"
@@ -291,6 +299,7 @@ class _EditedLayer:
                 written = written * self.passed["shared_gate"][2].sigmoid()
             added = self._change("mlp", 2) * self.adapter.write_factor
             errors.append(_relative(added, written, self.passed["mlp"]))
+        errors.append(self._expert_error)
         if "up" in self.passed and not self._gate_is_closed():
             errors += self._errors_of_up()
         return errors
@@ -349,6 +358,14 @@ class _EditedLayer:
         edited[2, _POSITION, first::2] += _step(edited)
         edited[3, _POSITION, first::2] -= _step(edited)
         return edited.reshape(output.shape)
+
+    def _recompute(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Compare what experts give with what they must give according to their layout."""
+        experts = experts_of(module)
+        if experts is not None:
+            given = first_tensor(output).flatten(0, -2).float()
+            computed = experts.output(experts.routed(args, kwargs)).float()
+            self._expert_error = _relative(given, computed, given)
 
     def _turn(self, output: Tensor) -> Tensor:
         """Move every number one dimension on; a change of size would be invisible behind a norm."""
@@ -502,7 +519,7 @@ def _distance_from_output(target: Target, layer: int) -> float:
             target.forward(_ids(target, _LONG), upto=layer)
         (args, kwargs) = calls[0]
         hidden = args[0] if args else kwargs["hidden_states"]
-        with target.hooks((target.sub(layer, target.adapter.o), "pre", on_input(keep_heads))):
+        with target.hooks((target.output_projection(layer), "pre", on_input(keep_heads))):
             for shift in (0, 3, 7, 12):
                 moved = hidden.roll(shift, 1)
                 if args:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.notation import neuron_name
 from sinkscope.files.records import between, conform
-from sinkscope.models import experts
 from sinkscope.models.adapters import Adapter, row_of
 from sinkscope.models.config import without_cache
+from sinkscope.models.experts import Experts, experts_of
 
 Kind = Literal["hf", "bridge", "nnsight"]
 
@@ -163,31 +163,34 @@ class Target:
         """The decoder layers."""
         return list(self.hf.get_submodule(self.adapter.layers).children())
 
-    def sub(self, layer: int, path: str) -> nn.Module:
-        """A part of a layer, by an adapter path ("": the layer itself; "a|b": the first of these that is there).
+    def path(self, layer: int, part: str | None) -> str | None:
+        """Where a layer has a part: the first alternative of an adapter path that is there; None if none is."""
+        for alternative in (part or "").split("|"):
+            condition, _, path = alternative.rpartition("?")
+            with suppress(AttributeError):
+                self.layers[layer].get_submodule(condition)
+                self.layers[layer].get_submodule(path)
+                if path:
+                    return path
+        return None
+
+    def sub(self, layer: int, part: str) -> nn.Module:
+        """A part of a layer, by an adapter path ("" is the layer itself).
 
         Raises:
             UnsupportedError: The layer has no such part.
         """
-        module = self.layers[layer]
-        if not path:
-            return module
-        for alternative in path.split("|"):
-            with suppress(AttributeError):
-                return module.get_submodule(alternative)
-        raise UnsupportedError(
-            f"layer {layer} of {self.name} has no part {path!r}; `sinkscope models --check MODEL` says what is served"
-        )
+        path = self.path(layer, part)
+        if path is None and part:
+            raise UnsupportedError(
+                f"layer {layer} of {self.name} has no part {part!r}; `sinkscope models --check MODEL` says what is "
+                "served"
+            )
+        return self.layers[layer].get_submodule(path or "")
 
-    def has_part(self, layer: int, path: str | None) -> bool:
+    def has_part(self, layer: int, part: str | None) -> bool:
         """Whether a layer has a part; layers of a model may be of several kinds."""
-        if path is None:
-            return False
-        try:
-            self.sub(layer, path)
-        except UnsupportedError:
-            return False
-        return True
+        return self.path(layer, part) is not None
 
     @property
     def n_layers(self) -> int:
@@ -196,7 +199,30 @@ class Target:
 
     def has_attention(self, layer: int) -> bool:
         """Whether a layer attends with a softmax; layers of hybrid models may keep a state instead."""
-        return self.adapter.attends is None or self.has_part(layer, self.adapter.attends)
+        return self.has_part(layer, self.adapter.o or self.adapter.attn)
+
+    def output_projection(self, layer: int) -> nn.Module:
+        """The module that reads the heads of a layer side by side.
+
+        Raises:
+            UnsupportedError: There is none.
+        """
+        if self.adapter.o is None:
+            raise UnsupportedError(
+                f"no module of {self.name} reads its heads side by side, so none can be edited alone"
+            )
+        return self.sub(layer, self.adapter.o)
+
+    def head_columns(self, layer: int, head: int) -> list[int]:
+        """The inputs of the output projection that hold a head; layers may have heads of different widths."""
+        projection: Any = self.output_projection(layer)
+        weight = plain_weight(projection)
+        if weight is None:
+            inputs = projection.in_features
+        else:
+            inputs = weight.shape[0 if self.adapter.transposed_down else 1]
+        width = int(inputs) // self.n_heads
+        return list(range(head * width, (head + 1) * width))
 
     def has_neurons(self, layer: int) -> bool:
         """Whether a layer has an MLP, dense or a mixture."""
@@ -359,16 +385,28 @@ class Target:
 
     def n_experts(self, layer: int) -> int:
         """Number of routed experts in a layer; 0 if it is not a mixture."""
-        experts: Any = None
         if self.is_mixture(layer):
-            experts = self.sub(layer, self.adapter.experts or "")
+            return self.experts(layer).count
+        return 0
+
+    def experts(self, layer: int) -> Experts:
+        """The routed experts of a layer.
+
+        Raises:
+            UnsupportedError: Their weights are not plain tensors.
+        """
+        experts = experts_of(self.sub(layer, self.adapter.experts or ""))
         if experts is None:
-            return 0
-        return int(experts.num_experts)
+            raise UnsupportedError(
+                f"the experts of {self.name} hold no plain weights (quantised?): load the model dequantised to edit "
+                "neurons of an expert",
+                page="quantised-experts",
+            )
+        return experts
 
     def has_shared(self, layer: int) -> bool:
         """Whether the layer is a mixture with a shared expert, which processes every token beside the routed ones."""
-        return self.adapter.shared is not None and self.is_mixture(layer)
+        return self.is_mixture(layer) and self.has_part(layer, self.adapter.down)
 
     def has_mlp(self, layer: int, expert: int | None) -> bool:
         """Whether the layer has neurons of this expert; None: neurons of a dense MLP or a shared expert."""
@@ -376,15 +414,36 @@ class Target:
 
     def mlp_part(self, layer: int, name: Literal["gate", "up", "down"]) -> nn.Module:
         """A projection of the layer's MLP, or of its shared expert if the layer is a mixture."""
-        path = getattr(self.adapter, name) or ""
-        if self.has_shared(layer):
-            path = f"{self.adapter.shared}{path.removeprefix(self.adapter.mlp)}"
-        return self.sub(layer, path)
+        return self.sub(layer, getattr(self.adapter, name) or "")
+
+    def mlp_writers(self, layer: int) -> list[nn.Module]:
+        """The modules whose sum is what the MLP gives: one, or a mixture and a shared expert that stands beside it."""
+        writers = [self.sub(layer, self.adapter.mlp)]
+        mlp, down = self.path(layer, self.adapter.mlp), self.path(layer, self.adapter.down)
+        if self.has_shared(layer) and not f"{down}.".startswith(f"{mlp}."):
+            writers.append(self.mlp_part(layer, "down"))
+        return writers
+
+    def on_mlp(self, layer: int, see: Callable[[Tensor], None]) -> list[tuple[nn.Module, str, Any]]:
+        """Hooks by which `see` gets what the MLP gives, before any norm behind it."""
+        writers = self.mlp_writers(layer)
+        given: list[Tensor] = []
+
+        def keep(output: Any) -> None:
+            given.append(first_tensor(output))
+            if len(given) == len(writers):
+                total = given[0]
+                for other in given[1:]:
+                    total = total + other.view_as(total)
+                given.clear()
+                see(total)
+
+        return [(writer, "post", on_output(keep)) for writer in writers]
 
     def width(self, layer: int, expert: int | None = None) -> int:
         """Number of neurons of an expert; for None, of the layer's dense MLP or shared expert."""
         if expert is not None:
-            return experts.width(self.sub(layer, self.adapter.experts or ""))
+            return self.experts(layer).width
         down = self.mlp_part(layer, "down")
         weight = plain_weight(down)
         if weight is None:
@@ -417,7 +476,7 @@ class Target:
         """
         with self.loaded(layer):
             if expert is not None:
-                written = experts.columns(self.sub(layer, self.adapter.experts or ""), expert, neurons)
+                written = self.experts(layer).columns(expert, neurons)
             else:
                 written = self._columns(layer, neurons)
             factor = self.factor(layer, expert)

@@ -92,9 +92,9 @@ class _Place:
 
 _PLACES = {
     "hook_resid_pre": _Place(lambda a: "", "pre"),
-    "hook_attn_out": _Place(lambda a: a.post_attn_norm or a.attn),
+    "hook_attn_out": _Place(lambda a: a.behind_attn),
     "hook_resid_mid": _Place(lambda a: a.mid, "pre"),
-    "hook_mlp_out": _Place(lambda a: a.post_mlp_norm or a.mlp, cut=_as_added),
+    "hook_mlp_out": _Place(lambda a: a.behind_mlp, cut=_as_added),
     "hook_resid_post": _Place(lambda a: ""),
     "mlp.hook_pre": _Place(lambda a: a.up if a.fused_gate_up else a.gate or a.up, cut=_gate_half),
     "mlp.hook_pre_linear": _Place(lambda a: a.up if a.fused_gate_up or a.gate else None, cut=_up_half),
@@ -188,6 +188,16 @@ def _path(target: Target, layer: int, part: str) -> str:
     if is_projection and (adapter.model_type == "falcon" or not has_known_layout):
         raise UnsupportedError(
             f"site {name!r} is not offered on {adapter.model_type}, whose layout of q, k and v in one module varies"
+        )
+    if not adapter.adds and (part == "hook_mlp_out" or (part == "hook_attn_out" and adapter.mid is None)):
+        raise UnsupportedError(
+            f"site {name!r} does not exist on {adapter.model_type}, whose layers do more than add their parts; "
+            "leave it out of sites"
+        )
+    if part == "hook_mlp_out" and target.has_neurons(layer) and len(target.mlp_writers(layer)) > 1:
+        raise UnsupportedError(
+            f"site {name!r} does not exist on {adapter.model_type}, where a shared expert is beside the mixture and "
+            "no module gives their sum; leave it out of sites"
         )
     path = _PLACES[part].path(adapter)
     is_parallel = getattr(target.config, "use_parallel_residual", False)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from checkpoints import spoiled
 from gguf_file import write_gguf
 from organisms import organism
 from organisms.tiny import tiny_model
-from organisms.tokens import bpe_tokenizer, word_tokenizer
+from organisms.tokens import word_tokenizer
 from safetensors.torch import load_file, save_file
 
 from sinkscope.app.cli import main
@@ -79,6 +77,10 @@ def _written(name: str, text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text(text) and None
 
 
+def _unpacked(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes((10**6).to_bytes(8, "little") + b"{[")
+
+
 def _same(_folder: Path) -> None:
     pass
 
@@ -91,12 +93,28 @@ SPOILED: list[tuple[Callable[[Path], None], dict[str, Any], tuple[str, ...]]] = 
     (_same, {"num_hidden_layers": "three"}, ("num_hidden_layers", "got str (value: 'three')", "config.json")),
     (_same, {"num_hidden_layers": 0}, ("m has zero layers (num_hidden_layers is 0", "give a model")),
     (_same, {"num_hidden_layers": -2}, ("m has zero layers (num_hidden_layers is -2", "give a model")),
-    (_same, {"num_hidden_layers": 5}, ("layer", "the")),
+    (_same, {"num_hidden_layers": 5}, ("m has tensors of 3 layers, but its config.json says 5 layers", "get")),
     (_same, {"intermediate_size": 48}, ("m", "download both from one revision")),
     (_same, {"model_type": "made-up"}, ("'made-up', which transformers", "install a version that does")),
     (_same, {"model_type": "bert", "architectures": ["BertForMaskedLM"]}, ("m is an encoder-only", "llama-2-7b or")),
-    (_same, {"model_type": "vit", "architectures": ["ViTForImageClassification"]}, ("m is a vision", "llama-2-7b or")),
+    (_same, {"model_type": "vit", "architectures": ["ViTForImageClassification"]}, ("m is a vision", "llama-2-7b")),
+    (
+        _same,
+        {"model_type": "clip", "architectures": ["CLIPModel"], "vision_config": {}},
+        ("m is a vision", "llama-2-7b"),
+    ),
     (_same, {"model_type": "t5", "is_encoder_decoder": True}, ("m is an encoder-decoder model", "decoder-only")),
+    (
+        _same,
+        {"architectures": ["LlamaForSequenceClassification"]},
+        ("m is not a causal language model", "llama-2-7b"),
+    ),
+    (_same, {"model_type": "\x1b[2Jgone"}, ("m",)),
+    (_same, {"num_hidden_layers": 10**9}, ("m",)),
+    (_same, {"hidden_size": 10**12}, ("m",)),
+    (_same, {"vocab_size": 10**400}, ("m",)),
+    (_written("config.json", "[" * 10**6), {}, ("config.json is not a JSON file (it is nested too deeply)",)),
+    (_unpacked, {}, ("m",)),
     (_without("model.safetensors"), {}, ("m has no weights", "download the weights")),
     (_cut, {}, ("model.safetensors is damaged: 100 bytes are missing", "download it again")),
     (_written("model.safetensors", "<html>"), {}, ("model.safetensors", "download it again")),
@@ -189,26 +207,6 @@ def test_gguf_that_is_none(error: Callable[..., str], tmp_path: Path) -> None:
         assert "cut.gguf could not be read" in message and "download it again" in message
 
 
-def test_gguf_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A GGUF file and the folder it was made from have the same sink."""
-    pytest.importorskip("gguf")
-    o = organism("llama", 3)
-    tokenizer = bpe_tokenizer(o.model.config.vocab_size)
-    write_gguf(tmp_path / "o.gguf", o.model, tokenizer)
-    for part in (o.model, tokenizer):
-        part.save_pretrained(tmp_path / "o")
-    words = tokenizer.decode(o.natural(8, 200)[:, 1:].flatten(), skip_special_tokens=True)
-    (tmp_path / "text.txt").write_text(words)
-    found = []
-    for model in ("o.gguf", "o"):
-        asked = ["find-sinks", "--model", str(tmp_path / model), "--text", str(tmp_path / "text.txt"), "--json", "-"]
-        assert main([*asked, "--max-repeats", "8"]) == 0
-        found.append(json.loads(capsys.readouterr().out)["result"])
-    assert [r["sink_layer"] for r in found] == [o.truth.sink_layer] * 2
-    causal = [[(n["layer"], n["neuron"]) for n in r["neurons"] if n["causal"]] for r in found]
-    assert causal[0] == causal[1] and set(causal[0]) == set(o.truth.neurons)
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -271,14 +269,3 @@ def test_files_of_somebody_else(error: Callable[..., str], tmp_path: Path) -> No
         os.seteuid(0)
         for way, mode in modes.items():
             way.chmod(mode)
-
-
-@pytest.mark.slow
-def test_file_that_may_not_grow(tmp_path: Path) -> None:
-    """A limit on the size of files is met while writing: nothing of the file is left."""
-    folder = organism("llama", 0).save(tmp_path / "o")
-    limit = f"ulimit -f 16; exec {sys.executable} -m sinkscope find-sinks --model {folder} --html x.html"
-    done = subprocess.run(["bash", "-c", limit], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith("error: cannot write x.html: the file is larger than allowed here")
-    assert sorted(os.listdir(tmp_path)) == ["o"]

@@ -256,4 +256,5 @@ def test_the_command_and_the_demo(
     monkeypatch.setattr(scanning, "scan", lambda **options: scan(model, **options))
     assert main(["demo", "--out", str(tmp_path / "d"), "--no-open"]) == 0
     shown = capsys.readouterr().out
-    assert "$ sinkscope heads" in shown and (tmp_path / "d/card.html").is_file()
+    assert "Heads, by `sinkscope heads`: " in shown and len(shown.splitlines()) <= 24
+    assert (tmp_path / "d/card.html").is_file()

@@ -47,11 +47,6 @@ MOST_COMMANDS, MOST_OPTIONS = 20, 130
 EVERY = pytest.mark.parametrize("words", list(commands()))
 
 
-def _run(*words: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sinkscope", *words]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, **settings)
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
     """Measurements give a made-up result at once, and the arguments of each call are kept."""
@@ -302,12 +297,9 @@ def test_interrupted_generation_keeps_its_text(
     [
         ("find-sink", "No such command 'find-sink'"),
         ("find-sinks --top-k 0", "--top-k 0: expected a whole number from 1"),
-        ("find-sinks --top-k x", "'--top-k'"),
         ("find-sinks --seed -1", "--seed -1: expected a whole number from 0"),
         ("find-sinks --backend jax", "'jax' is not one of 'bridge', 'hf', 'nnsight'"),
-        ("find-sinks --wat", "No such option '--wat'"),
         ("find-sinks --json", "'--json' requires an argument"),
-        ("find-sinks extra", "unexpected extra argument"),
         ("find-sinks --json folder", "folder is a folder"),
         ("find-sinks --html folder/", "folder/ is a folder"),
         ("find-sinks --csv file/x.csv", "a part of the path is a file"),
@@ -317,7 +309,6 @@ def test_interrupted_generation_keeps_its_text(
         ("generate hi --prompt-file file", "one of the two"),
         ("generate hi --rewind", "add --guard"),
         ("generate --prompt-file none.txt", "cannot read none.txt: no such file"),
-        ("generate --prompt-file folder", "cannot read folder: is a directory"),
         ("generate --prompt-file empty", "the prompt is empty"),
         ("generate --prompt-file -", "standard input is not UTF-8 text"),
         ("generate --prompt-file file --patch none.json", "cannot read none.json"),
@@ -456,8 +447,6 @@ def test_a_reader_that_stops_early_is_no_error_and_the_files_are_written(tmp_pat
     ("words", "code", "message"),
     [
         ("models >&-", 2, "error: standard output is closed"),
-        ("models >/dev/null 2>&-", 0, ""),
-        ("models --nonsense 2>&-", 2, ""),
         ("loops - <&-", 2, "error: "),
         ("demo --out $'\\xff.json'", 2, "error: the word '\\udcff.json' is not UTF-8"),
     ],
@@ -468,16 +457,6 @@ def test_closed_streams_and_odd_words(tmp_path: Path, words: str, code: int, mes
     assert done.returncode == code and done.stderr.startswith(message), done.stderr
     assert done.stderr.count("\n") == bool(message) and "Traceback" not in done.stderr
     assert os.listdir(tmp_path) == []
-
-
-def test_control_characters_of_names_do_not_reach_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = str(tmp_path / "a\x1b[31m\x07b")
-    Path(name).write_text("word " * 30)
-    assert main(["loops", name]) == 0
-    assert main(["loops", name, "--settings", name]) == 2
-    assert not {"\x1b", "\x07"} & set("".join(capsys.readouterr()))
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -510,12 +489,3 @@ def test_tokens_that_the_terminal_cannot_show() -> None:
     environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout == "\\u0120the \\ud800\n"
-
-
-@pytest.mark.slow
-def test_bundled_model_end_to_end(tmp_path: Path) -> None:
-    done = _run("find-sinks", "--json", "x.json", "--html", "x.html", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    result: Any = Result.load(tmp_path / "x.json")
-    assert result.sink_layer is not None and result.causal
-    assert done.stdout == result.terminal() + "\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -13,9 +12,7 @@ from typing import Any
 
 import pytest
 from bench_kit import task, tiny, untimed
-from organisms import organism
 
-from sinkscope.app import scan as scanning
 from sinkscope.bench.run import run_bench
 
 QUICK, ALL = 1, 30
@@ -43,26 +40,6 @@ def bench(folder: Path) -> Any:
     return untimed(records)
 
 
-@pytest.fixture
-def scan(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Any]:
-    """A scan of two parts; what it found, without times and memory."""
-    parts = [part for part in scanning.PARTS if part.name in ("marking_heads", "separability")]
-    monkeypatch.setattr(scanning, "PARTS", tuple(parts))
-    made = organism("llama", 2)
-
-    def run(folder: Path) -> Any:
-        scanning.scan(made.model, tokenizer=made.tokenizer, out=folder, quick=True)
-        results = []
-        for name in ("marking-heads.json", "separability.json", "card.json"):
-            result = json.loads((folder / name).read_text())["result"]
-            for part in result.get("parts", ()):
-                part["seconds"] = part["peak_memory_bytes"] = None
-            results.append(result)
-        return results
-
-    return run
-
-
 def carried_on(work: Callable[[Path], Any], tmp_path: Path, number: int) -> None:
     began = time.monotonic()
     want = work(tmp_path / "whole")
@@ -77,8 +54,3 @@ def carried_on(work: Callable[[Path], Any], tmp_path: Path, number: int) -> None
 @pytest.mark.parametrize("number", MOMENTS)
 def test_a_killed_bench(tmp_path: Path, number: int) -> None:
     carried_on(bench, tmp_path, number)
-
-
-@pytest.mark.parametrize("number", [pytest.param(n, marks=pytest.mark.slow) for n in range(ALL)])
-def test_a_killed_scan(tmp_path: Path, scan: Callable[[Path], Any], number: int) -> None:
-    carried_on(scan, tmp_path, number)

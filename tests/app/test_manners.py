@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,6 @@ from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.output import kind_of, write_output
 from sinkscope.files.result import Result
 from sinkscope.interventions.decode import greedy, noted_decoding
-from sinkscope.kv import H2O, TOVA
 from sinkscope.models.target import Target
 from sinkscope.models.text.chat import chat_text
 
@@ -292,24 +290,6 @@ def test_a_model_without_weights(use: Callable[[Any, Any], Any]) -> None:
         use(model, made.tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "mask", "says"),
-    [
-        (torch.ones(1, 2, 3).long(), None, r"\(1, 2, 3\) and type int64: expected"),
-        (torch.zeros(1, 3), None, r"\(1, 3\) and type float32: expected"),
-        (torch.zeros(1, 0, dtype=torch.long), None, r"\(1, 0\)"),
-        (torch.tensor([[1, 10**6]]), None, "token id 1000000 is none of"),
-        (torch.tensor([[1, -1]]), None, "token id -1 is none of"),
-        (torch.tensor([[1, 2]]), torch.ones(1, 3), "attention_mask has another shape"),
-    ],
-)
-def test_tokens_that_cannot_be_traced(tokens: Any, mask: Any, says: str) -> None:
-    from sinkscope.trace import trace
-
-    with pytest.raises(SinkscopeError, match=says):
-        trace(tiny_model("llama")[0], tokens, ["hook_embed"], attention_mask=mask)
-
-
 def test_copies_inside_a_context() -> None:
     model = tiny_model("llama")[0]
     with ss.SinkPatch(layer=1, neurons=[3], value=0.0).on(model):
@@ -317,34 +297,6 @@ def test_copies_inside_a_context() -> None:
             with pytest.raises(SinkscopeError, match="cannot be copied or pickled while interventions act"):
                 copied(model)
     assert copy.deepcopy(model) is not model
-
-
-def test_what_the_docstring_promises_of_nesting_and_threads() -> None:
-    model, ids = tiny_model("llama")[0], torch.arange(5, 15)[None]
-    one, two = (ss.Ablate(sites=[(layer, 3)]) for layer in (0, 1))
-    with (one | two).on(model):
-        both = model(ids).logits
-    with one.on(model), two.on(model):
-        assert torch.equal(model(ids).logits, both)
-    seen: dict[str, Any] = {}
-    barrier = threading.Barrier(2)
-
-    def work(name: str, edit: Any) -> None:
-        with edit.on(model), torch.no_grad():
-            barrier.wait()
-            seen[name] = model(ids).logits
-            barrier.wait()
-
-    threads = [threading.Thread(target=work, args=each) for each in (("one", one), ("two", two))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for name, edit in (("one", one), ("two", two)):
-        with edit.on(model):
-            assert torch.equal(model(ids).logits, seen[name])
-    with H2O(budget=32).on(model), pytest.raises(UnsupportedError, match="already inside a `with`"):
-        TOVA(budget=32).on(model).__enter__()
 
 
 @pytest.mark.parametrize("damage", ["max_position_embeddings", "vocab_size"])

@@ -115,32 +115,6 @@ def test_two_hops_answer_from_the_linked_fact_alone() -> None:
     assert said(hf, text.format(linked, "the fish market was open")) == "unknown ."
 
 
-def test_two_hops_hang_on_one_row_in_the_middle() -> None:
-    """In a dense pass, hiding the linked fact from that row alone costs the answer; from all last rows, nothing."""
-    hf = ss.load("recall-2hop", backend="hf", probe=False)
-    hf.set_attn_implementation("eager")
-    prompt = needle_prompt(hf.tokenizer, "recall", "chain", 500, 0.2)
-    ids = hf.tokenizer(prompt.turns[0].text, return_tensors="pt")["input_ids"]
-    words = prompt.turns[0].text.split()
-    asked = words[words.index("ask") + 1]
-    row = 1 + words.index(asked) + 3  # the link of its fact, after BOS
-    assert words[row - 4 - 1 : row - 4 + 1] == ["fact", asked]
-    at = 1 + words.index(prompt.turns[0].answers[0].split()[0], words.index(words[row - 1]))
-    assert at < row < len(words) - 64
-    first = hf.tokenizer.convert_tokens_to_ids(prompt.turns[0].answers[0].split()[0])
-
-    def best(rows: slice) -> int:
-        seen = torch.ones(ids.shape[1], ids.shape[1]).tril().bool()
-        seen[rows, at - 3 : at + 3] = False
-        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-        with torch.no_grad():
-            return int(hf(input_ids=ids, attention_mask=mask[None, None]).logits[0, -1].argmax())
-
-    assert best(slice(0, 0)) == first
-    assert best(slice(row + 1, None)) == first
-    assert best(slice(row, row + 1)) != first
-
-
 def test_two_hops_is_another_model_than_recall(tmp_path: Path) -> None:
     names = ("recall", "recall-2hop")
     one, two = (fingerprint_of(Target.of(model(name))) for name in names)
@@ -172,15 +146,6 @@ def test_scores_show_what_methods_lose() -> None:
     assert by["streaming:0.125", 0.0]["score"] == by["a-shape:0.125", 0.0]["score"] == 0
     assert by["streaming:0.125", 0.0]["read"] == pytest.approx(0.125 * 360, abs=4)
     assert {r.settings["part"] for r in records} == {"chain"} and {r.settings["length"] for r in records} == {360}
-
-
-@pytest.mark.slow
-def test_two_ray_workers_give_the_same_answers(tmp_path: Path) -> None:
-    """Also where a part of the run was made in one process."""
-    pytest.importorskip("ray")
-    small("full", out=tmp_path / "map")
-    found = small("full", "streaming", "tova", out=tmp_path / "map", workers=2)
-    assert {r.key: r.tokens for r in found} == {r.key: r.tokens for r in small("full", "streaming", "tova")}
 
 
 @pytest.mark.parametrize(

@@ -217,19 +217,6 @@ def test_the_readme_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.Monke
     assert {"llama", "sinkscope-demo", "report.html", "dialogues.html", "runs", "sinks.html"} <= {*os.listdir()}
 
 
-@pytest.mark.slow
-def test_site_builds_strictly(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert (tmp_path / "site" / "extending.html").is_file()
-
-
 def test_the_repeated_token_page_says_what_its_figures_hold() -> None:
     """Baselines and the less convenient numbers stand beside the others; every figure of the page is shown."""
     page = (ROOT / "docs/papers/repeated-token.md").read_text(encoding="utf-8")

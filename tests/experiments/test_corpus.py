@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from experiments.repeated_token import corpus as module
 from experiments.repeated_token.corpus import build_index, open_corpus
-from sinkscope.errors import SinkscopeError
 
 SMALL = st.text("ab \0é", max_size=30).map(str.encode)
 
@@ -47,22 +46,3 @@ def test_index_is_kept_and_used_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert again.longest(b"is not to be?") == made.longest(b"is not to be?")
     assert (again.longest(b"is not to be?").length, again.names) == (len(b" not to be"), ("one.txt",))
     assert open_corpus(None, kept[0]).name == made.name  # pyright: ignore[reportOptionalMemberAccess]
-
-
-@pytest.mark.parametrize(
-    ("corpus", "index", "says"),
-    [
-        (None, "none.npz", "none.npz is not there: give --corpus DIR or --corpus stdlib"),
-        (None, "broken.npz", "is not a corpus index: remove it"),
-        ("nowhere", None, "--corpus 'nowhere' is not a folder"),
-        ("empty", None, "has no UTF-8 text in it: expected files of"),
-    ],
-)
-def test_bad_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: str | None, index: str | None, says: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "broken.npz").write_bytes(b"PK")
-    with pytest.raises(SinkscopeError, match=says.replace("(", r"\(")):
-        open_corpus(corpus, index)

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
-from experiments import drawn, emergence
-from experiments.emergence import is_trigger, main, sequences, transitions
-from sinkscope.errors import SinkscopeError
+from experiments import emergence
+from experiments.emergence import is_trigger, sequences, transitions
 from sinkscope.models.text import typical_text
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"EVERY": 2, "BATCH": 4, "HELD_OUT": 4}.items():
-        monkeypatch.setattr(emergence, name, value)
 
 
 def test_sequences_follow_the_task() -> None:
@@ -37,31 +26,6 @@ def test_sequences_follow_the_task() -> None:
     torch.testing.assert_close(table.sum(-1), torch.ones(len(table)))
     without = sequences(table, 50, False, torch.Generator().manual_seed(0))
     assert without.shape == (50, emergence.LENGTH) and (without > 0).all()
-
-
-@pytest.mark.usefixtures("small")
-def test_the_command_writes_data_and_figure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: Any) -> Any:
-        raise SinkscopeError("no browser")
-
-    monkeypatch.setattr(drawn, "write_png", refuse)
-    main(["--steps", "2", "--seeds", "2", "--out", str(tmp_path)])
-    data = json.loads((tmp_path / "emergence.json").read_text())
-    assert [(run["bos"], run["seed"], len(run["rows"])) for run in data["result"]["runs"]] == [
-        (True, 0, 2),
-        (False, 0, 2),
-        (True, 1, 2),
-        (False, 1, 2),
-    ]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["emergence.html", "emergence.json"]
-    out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 4 and "no PNG: no browser" in err
-    means = [t for t in emergence.figure(data).data if t.name == "with BOS"]
-    rows = [run["rows"][-1] for run in data["result"]["runs"] if run["bos"]]
-    for mean, name in ((means[0], "idle_attention"), (means[1], "sink_rate"), (means[-1], "excess_loss")):
-        assert mean.y[-1] == pytest.approx((rows[0][name] + rows[1][name]) / 2)
 
 
 def test_idle_attention_is_that_of_positions_without_a_trigger() -> None:

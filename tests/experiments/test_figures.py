@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sample_results import NEURONS, sample_find_sinks, sample_without_sink
 
-from sinkscope.app.pages import check_png, page, save_html, save_png
+from sinkscope.app.pages import check_png, save_png
 from sinkscope.errors import SinkscopeError
 
 
@@ -51,64 +49,6 @@ def test_no_sink_is_drawn_and_said() -> None:
     assert "Neither a norm spike nor an attention sink" in figure.layout.title.text
     assert _traces(figure)["first token"]["y"] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert not figure.layout.shapes  # no layer is marked
-
-
-class _Reader(HTMLParser):
-    """Tags outside of scripts, and the addresses that would be fetched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.fetched: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.fetched += [value or "" for name, value in attrs if name in ("src", "href")]
-
-    def handle_data(self, data: str) -> None:
-        if self.cdata_elem is None:
-            self.text += data
-
-
-def _read(document: str) -> _Reader:
-    reader = _Reader()
-    reader.feed(document)
-    return reader
-
-
-def test_html_needs_nothing_else_and_holds_everything(tmp_path: Path) -> None:
-    path = save_html(sample_find_sinks(), tmp_path / "found.html")
-    document = path.read_text(encoding="utf-8")
-    read = _read(document)
-    assert read.fetched == []
-    assert 'class="plot"' in document and "Content-Security-Policy" in document
-    assert 1_500_000 < len(document) < 5_000_000  # plotly.js itself
-    for expected in (
-        "find-sinks: tiny",
-        "412",
-        "The sink layer is layer 2",
-        "peak_memory_bytes",
-        "1073741824",
-        "top_k",
-    ):
-        assert expected in read.text
-
-
-def test_html_escapes_what_comes_from_files() -> None:
-    bad = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
-    bare = replace(sample_find_sinks().repeats, tokens=())
-    plain = _read(page(sample_find_sinks(repeats=bare)))
-    found = sample_find_sinks(
-        model=replace(sample_find_sinks().model, name=bad.replace("/", ""), family=bad),
-        settings={bad: bad, "seed": 0, "text": None},
-        repeats=bare,
-    )
-    attacked = page(found)
-    assert _read(attacked).tags == plain.tags
-    assert "alert(2)</script>" not in attacked
-    assert "<img" not in re.sub(r"\\u003c", "", attacked).partition('id="themes"')[0]
-    assert "<img" not in found.figure().layout.title.text  # plotly itself reads tags in titles
 
 
 @pytest.mark.slow

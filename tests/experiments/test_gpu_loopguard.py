@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-import pytest
 import torch
 from organisms.tiny import tiny_model
 
@@ -42,12 +38,3 @@ def test_bytes_are_those_of_keys_and_values() -> None:
     assert rows["loopguard, cut twice"]["interventions"] == 2
     for name in ("streaming", "h2o", "loopguard, cut twice"):
         assert rows[name]["mean_tokens"] < rows["full"]["mean_tokens"] < rows["full"]["peak_tokens"] == PROMPT + NEW
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.slow
-def test_script_on_a_gpu(tmp_path: Path) -> None:
-    words = "--shape tiny --pairs 3 --prompt-tokens 96 --new-tokens 80 --budget 64 --prompts 2 --max-new-tokens 256"
-    script.main([*words.split(), "--methods", "full,loopguard", "--out", str(tmp_path / "r.json")])
-    result = json.loads((tmp_path / "r.json").read_text())["result"]
-    assert result["cost"]["same_logits"] and result["caches"]["full"]["peak_device_bytes"] > 0

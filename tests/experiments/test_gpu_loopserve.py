@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from experiments.gpu import loopserve as script
 from experiments.loopserve import latency
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.models.target import Target
@@ -69,11 +65,3 @@ def test_ratios_are_of_the_same_round() -> None:
     assert row["first_times_faster"] == 3.0 and row["first_seconds"] == 6.0
     assert row["per_token_times_faster"] == pytest.approx((2 / 3 + 2) / 2)
     assert row["times_faster"]["1"] == pytest.approx((5 / 3 + 50 / 15) / 2) and row["seconds"] == {"1": 9.0, "2": 12.5}
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.slow
-def test_script_on_a_gpu(tmp_path: Path) -> None:
-    script.main([*WORDS, str(tmp_path / "r.json")])
-    result = json.loads((tmp_path / "r.json").read_text())["result"]
-    assert all(part["complete"] for part in result.values()) and result["prefill"]["rows"][0]["same"] < 0.02

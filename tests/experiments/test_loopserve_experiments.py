@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,9 +17,8 @@ from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord, open_run
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import PromptFile
-from sinkscope.bench.tasks.recall import POSITIONS, Recall
+from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.files.provenance import ModelInfo
-from sinkscope.files.rate import wilson
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,30 +59,6 @@ def _qasper_run(folder: Path, name: str) -> Path:
     return folder
 
 
-def test_scores_and_how_far_a_chain_was_followed() -> None:
-    suite = runs.Suite("s", Recall(count=1, turns=2, total=300, least=120, hops=2))
-    numbers = {  # score and prefix of each method by place and turn
-        "full": {("begin", 0): (1, 1), ("begin", 1): (1, 1), ("end", 0): (1, 1), ("end", 1): (1, 1)},
-        "tova:0.125": {("begin", 0): (0, 4 / 6), ("begin", 1): (0, 0), ("end", 0): (0, 4 / 6), ("end", 1): (1, 1)},
-    }
-    records = [
-        said(place, turn=turn, method=method, metrics={"score": float(score), "prefix": float(prefix)})
-        for method, by_place in numbers.items()
-        for (place, turn), (score, prefix) in by_place.items()
-    ]
-    rows = {row["position"]: row for row in runs.rows_of(suite, records, "full")}
-    assert set(rows) == {"begin", "end", "all"}
-    assert rows["all"]["score"] == rows["all"]["prefix"] == rows["all"]["same"] == 1
-    rows = {row["position"]: row for row in runs.rows_of(suite, records, "tova:0.125")}
-    assert rows["begin"]["prefix"] == pytest.approx((4 / 6 + 0) / 2) and rows["begin"]["score"] == 0
-    assert rows["end"]["prefix"] == pytest.approx((4 / 6 + 1) / 2) and rows["end"]["score"] == 0.5
-    rate = wilson(1, 4)
-    assert (rows["all"]["score"], rows["all"]["low"], rows["all"]["high"]) == (rate.share, rate.low, rate.high)
-    assert [row["score"] for row in runs.turns_of(suite, records, "tova:0.125")] == [0, 0.5]
-    assert [row["turn"] for row in runs.turns_of(suite, records, "tova:0.125")] == [1, 2]
-    assert runs.rows_of(suite, records, "adakv:0.125") == []
-
-
 def test_every_method_of_the_experiments_can_be_made() -> None:
     methods = [
         *runs.specs(table1.OWN),
@@ -117,16 +92,6 @@ def test_pieces_of_a_dialogue_are_its_tokens_and_the_facts_that_it_needs() -> No
             assert kinds.count(figure8.QUESTION) == 5 and kinds[len(words) :] == [figure8.ANSWER] * 6
             marked += kinds.count(figure8.NEEDED)
         assert marked == 6 * 5, "a fact has five words, and is said once"
-
-
-def test_means_of_fidelity() -> None:
-    steps = {"kl": (0.0, 1.0, 2.0, 5.0), "agree": (1.0, 1.0, 0.0, 0.0)}
-    near = made_record("tova", "a", tokens=(1, 2, 3, 4), steps=steps, metrics={"cells": 0.25})
-    other = replace(near, prompt="b", steps={**steps, "kl": (0.0, 0.0, 0.0, 4.0)})
-    row = fidelity.row_of([near, other, replace(near, method="h2o")], "tova")
-    assert (row["answers"], row["tokens"], row["kl"], row["late"]) == (2, 8, 1.5, 2.75)
-    assert row["kl_by_answer"] == [2.0, 1.0] and row["agree"] == 0.5
-    assert row["cells"] == 0.25
 
 
 def test_the_page_has_every_part_of_the_paper() -> None:

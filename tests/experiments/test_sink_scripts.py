@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from einops import einsum
 from organisms import FAMILIES, organism, tiny_model
 
-from experiments import massive, training
+from experiments import massive
 from experiments.screen import input_rows, reaches, screen
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
@@ -75,21 +73,3 @@ def test_a_planted_sink_is_massive_and_its_values_are_drained() -> None:
     ratios = with_bos["value_ratio"]
     assert max(ratios[layer + 1 :]) < 0.2 < min(ratios[: layer + 1])
     assert with_bos["tokens"] == {"<s>": 4} and with_bos["secondary"] == []
-
-
-@pytest.mark.slow
-def test_checkpoints_are_compared_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without, planted = organism("llama", 1, kind="none", n_layers=4), organism("llama", 1, n_layers=4)
-    for name, o in {"step0": without, "step8": planted}.items():
-        o.save(tmp_path / name)
-    (tmp_path / "text.txt").write_text(planted.tokenizer.decode(planted.natural(6, 64)[:, 1:].flatten().tolist()))
-    models = [word for name in ("step0", "step8", "missing") for word in ("--model", str(tmp_path / name))]
-    command = ["training", *models, "--text", str(tmp_path / "text.txt"), "--keep", str(tmp_path / "keep")]
-    monkeypatch.setattr("sys.argv", [*command, "--out", str(tmp_path / "out")])
-    training.main()
-    first, second, missing = json.loads((tmp_path / "out/training.json").read_text())["result"]["checkpoints"]
-    assert not first["attention_sink"] and first["neurons"] == "" and first["spike"] < 3
-    assert second["attention_sink"] and second["sink_layer"] == planted.truth.sink_layer
-    assert second["set_drop"] > 0.5 > second["control_drop"] and "missing" in missing["failed"]
-    monkeypatch.setattr("sinkscope.find_sinks", lambda *_, **__: pytest.fail("it is measured already"))
-    assert training.checkpoint(str(tmp_path / "step8"), None, tmp_path / "keep") == second

@@ -79,9 +79,3 @@ def test_measured_numbers_stand_beside_the_papers(
             "-0.12 +- 0.10",
         ]
     ]
-
-
-@pytest.mark.parametrize("words", [["--run", "llama-2-7b"], ["--run", "llama-2-7b=nowhere"], ["--models", "gpt-2"]])
-def test_bad_input(words: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        table2.main(words)

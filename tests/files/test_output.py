@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import stat
@@ -87,20 +86,6 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
     with pytest.raises(SinkscopeError, match="no permission"):
         check_writable(tmp_path / "old")
-
-
-def test_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "x"
-    path.write_text("old")
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(SinkscopeError, match="the disk is full"):
-        write_atomic(path, "new")
-    assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["x"]
 
 
 def test_interrupt_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from sinkscope.files.notation import head_name, neuron_name, neuron_names, read_
 from sinkscope.files.rate import Rate
 from sinkscope.files.result import Result
 from sinkscope.files.tables import Grid, strings
-from sinkscope.interventions import Ablate
 
 
 @dataclass(frozen=True)
@@ -161,10 +160,3 @@ def test_what_is_no_neuron_is_refused(text: str) -> None:
 def test_names_are_counted_where_there_are_many() -> None:
     assert neuron_names([(1, i) for i in range(4)], most=2) == "L1.N0, L1.N1 and 2 more"
     assert strings([{"layer": 0, "head": 4, "x": 1}])[1] == [["L0.H4", "1"]]
-
-
-def test_interventions_take_names() -> None:
-    edit = Ablate(sites=["L1.N3", "L2.E0.N5"])
-    assert edit == Ablate(sites=[(1, 3), (2, 0, 5)]) and [str(s) for s in edit.checked_sites] == ["L1.N3", "L2.E0.N5"]
-    with pytest.raises(SinkscopeError, match="site 'L1'"):
-        Ablate(sites=["L1"])

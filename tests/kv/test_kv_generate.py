@@ -11,7 +11,7 @@ from kv_kit import Drawn, Ragged, close, decode, dense, masks_of, prompts
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from torch import Tensor
-from transformers import TextIteratorStreamer
+from transformers import DynamicCache, TextIteratorStreamer
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM
@@ -144,3 +144,23 @@ def test_two_threads_and_two_models_at_once() -> None:
         for handle in handles:
             handle.remove()
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[0 if same else 1])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_a_second_turn_sees_what_the_first_one_left(family: str) -> None:
+    """Evict in the first turn, read another prompt in chunks on top, evict again."""
+    model = model_of(family)
+    ids, mask = prompts([20, 15], 14)
+    policy = Ragged(budget=9, every="prefill")
+    cache = DynamicCache()
+    with policy.on(model):
+        decode(model, ids[:, :24], mask[:, :24], 20, cache)
+        got = decode(model, ids, mask, 30, cache, chunks=[4, 2])
+    # The mask of it: before columns 20 and 30 the policy acted, and all that a query saw of what was held then stays.
+    first, second = (masks_of(model, policy, mask, n, every=None) for n in (20, 30))
+    sees = []
+    for layer, both in zip(first, second, strict=True):
+        see = layer.clone()
+        see[:, :, 30:] &= both[:, :, 30:]
+        sees.append(see)
+    close(got, dense(model, ids, mask, sees)[:, 29:])

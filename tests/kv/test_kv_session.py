@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
-from sinkscope.interventions import Ablate
 from sinkscope.interventions.base import Run
 from sinkscope.kv import AShape, Full, Observe, Session, SnapKV, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer
@@ -130,24 +129,6 @@ def test_an_exception_leaves_everything_as_it_was(way: Any, hook: Any, call: Any
     if handle is not None:
         handle.remove()
     assert state_of(model) == before
-    assert torch.equal(decode(model, IDS, MASK, 14), want)
-
-
-@pytest.mark.parametrize("place", ["", "attn", "mlp"])
-@pytest.mark.parametrize("family", ["gemma2", "mixtral", "gpt_neox", "qwen3"])
-def test_an_exception_in_a_layer_of_another_family(family: str, place: str) -> None:
-    model = model_of(family)
-    target = Target.of(model)
-    want = decode(model, IDS, MASK, 14)
-    before = state_of(model)
-    way = Drawn(budget=6) | Ablate(heads="L0.H1") | Observe(ignore, last=1)
-    for when in (False, True):
-        module = target.sub(1, getattr(target.adapter, place) if place else "")
-        with pytest.raises(Mine), way.on(model):
-            handle = module.register_forward_hook(_fail) if when else module.register_forward_pre_hook(_fail)
-            run_it(model)
-        handle.remove()
-        assert state_of(model) == before
     assert torch.equal(decode(model, IDS, MASK, 14), want)
 
 

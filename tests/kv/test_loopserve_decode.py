@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from guard_kit import EAGER, SMALL
-from kv_kit import close, decode, dense, each_other, prompts, under, window_of
-from kv_kit import positions as positions_of
+from kv_kit import attended, close, decode, dense, each_other, prompts, window_of
 from kv_kit import shallow_of as model_of
 from torch import Tensor
-from transformers import AttentionInterface, DynamicCache
+from transformers import DynamicCache
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv.cache import CacheLayer
@@ -23,65 +22,37 @@ IDS, MASK = prompts([30, 21], 14)
 PROMPT = 30
 
 
-def attention_so_far(model: Any, ids: Tensor, mask: Tensor, sees: list[Tensor], held: bool) -> list[Tensor]:
-    """Queries and keys of every layer in one pass under `sees`, and from them attention to everything before.
-
-    With `held` only to what the next token would see, without a window.
-    """
-    found: list[Tensor] = []
-    until = ids.shape[1]
-    with under(model, [layer[:, :, :until, :until] for layer in sees]), torch.no_grad():
-        reference = AttentionInterface()["kv-reference"]
-
-        def keep(module: Any, query: Tensor, key: Tensor, value: Tensor, m: Any, **kwargs: Any) -> Any:
-            scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT
-            scores = scores * (query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"])
-            column = torch.arange(until)
-            ok = (column <= column[:, None]) & (mask[:, None, :until] > 0)
-            if (window := window_of(model, module.layer_idx)) is not None:
-                ok = ok & (column > column[:, None] - window)
-            ok = ok[:, None]
-            if held:
-                left = sees[module.layer_idx][:, :, until, :until].repeat_interleave(query.shape[1] // key.shape[1], 1)
-                ok = ok & left[:, :, None]
-            found.append(scores.masked_fill(~ok, -1e9).softmax(-1) * ok)
-            return reference(module, query, key, value, m, **kwargs)
-
-        AttentionInterface.register("kv-reference", keep)
-        model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask), use_cache=False)
-        AttentionInterface.register("kv-reference", reference)
-    return found
-
-
 def reference_masks(model: Any, ids: Tensor, mask: Tensor, policy: Progressive, prompt: int = PROMPT) -> list[Tensor]:
-    target, (rows, total) = Target.of(model), ids.shape
-    sees = []
+    """What each query may see, from the attention of whole passes: per layer, bool `[row kv_head query key]`."""
+    target, total = Target.of(model), ids.shape[1]
+    column = torch.arange(total)
+    whole: list[Tensor] = []
     for layer in range(target.n_layers):
-        column = torch.arange(total)
-        ok = (column <= column[:, None]) & (mask[:, None] > 0)
+        causal = (column <= column[:, None]) & (mask[:, None] > 0)
         if (window := window_of(model, layer)) is not None:
-            ok = ok & (column > column[:, None] - window)
-        sees.append(ok[:, None].repeat(1, target.n_kv_heads, 1, 1))
-    for step in range(total - prompt):
-        now = prompt + step
-        if step < policy.after or (step - policy.after) % policy.interval:
-            continue
-        evicted = policy.mode == "evict" and step > policy.after
-        for layer, probs in enumerate(attention_so_far(model, ids[:, :now], mask[:, :now], sees, evicted)):
-            for row in range(rows):
-                for head in range(target.n_kv_heads):
-                    groups = probs.shape[1] // target.n_kv_heads
-                    votes = probs[row, head * groups : (head + 1) * groups, now - policy.interval : now].sum(1).mean(0)
-                    held = [c for c in range(now) if mask[row, c]]
-                    if evicted:
-                        held = [c for c in held if sees[layer][row, head, now, c]]
-                    best = sorted(held, key=lambda c: -float(votes[c]))[: policy.budget]  # type: ignore
-                    sees[layer][row, head, now:, [c for c in range(now) if c not in best]] = False
-                    if policy.mode == "select":  # what was hidden before may come back
-                        for query in range(now, total):
-                            window = window_of(model, layer)
-                            back = [c for c in best if window is None or c > query - window]
-                            sees[layer][row, head, query, back] = True
+            causal &= column > column[:, None] - window
+        whole.append(causal[:, None].repeat(1, target.n_kv_heads, 1, 1))
+    sees = [layer.clone() for layer in whole]
+    for now in range(prompt + policy.after, total, policy.interval):
+        evicted = policy.mode == "evict" and now > prompt + policy.after
+        passed = attended(model, ids[:, :now], mask[:, :now], [layer[..., :now, :now] for layer in sees])
+        for layer, (query, key, _, scaling) in enumerate(passed):
+            groups = query.shape[1] // key.shape[1]
+            later = sees[layer][..., now:, :now]
+            held = (mask[:, None, :now] > 0).expand(later[:, :, 0].shape)
+            free = whole[layer][..., :now, :now]
+            if evicted:
+                held = later[:, :, 0]
+                free = free & held[:, :, None]
+            free = free.repeat_interleave(groups, 1)
+            scores = query @ key.repeat_interleave(groups, 1).mT * scaling
+            probs = scores.masked_fill(~free, -1e9).softmax(-1) * free
+            votes = probs[:, :, -policy.interval :].sum(2).unflatten(1, (-1, groups)).mean(2)
+            order = votes.masked_fill(~held, -1).sort(descending=True, stable=True).indices
+            keep = torch.zeros_like(held).scatter(-1, order[..., : int(policy.budget)], True) & held
+            if policy.mode == "select":  # what was hidden before may come back
+                later |= whole[layer][..., now:, :now]
+            later &= keep[:, :, None]
     return sees
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from guard_kit import EAGER, SMALL
 from intervention_kit import bridge_of
-from kv_kit import close, decode, dense, each_other, prompts, under
+from kv_kit import attended, close, decode, dense, each_other, prompts
 from kv_kit import positions as positions_of
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from torch import Tensor
-from transformers import AttentionInterface, DynamicCache
+from transformers import DynamicCache
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.interventions.sink_patch import SinkPatch
@@ -36,22 +36,6 @@ def every_head(family: str = "llama") -> Any:
     return model_of(family, num_key_value_heads=4) if family != "gpt2" else model_of(family)
 
 
-def attended(model: Any, ids: Tensor, mask: Tensor, sees: list[Tensor], layer: int) -> tuple[Any, Any, Any, float]:
-    """Queries, keys and values `[row head pos d_head]` of a layer, and its scaling, in a pass under masks."""
-    found: list[tuple[Tensor, Tensor, Tensor, float]] = []
-    with under(model, sees), torch.no_grad():
-        reference = AttentionInterface()["kv-reference"]
-
-        def keep(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kwargs: Any) -> Any:
-            found.append((query, key, value, kwargs["scaling"]))
-            return reference(module, query, key, value, *rest, **kwargs)
-
-        AttentionInterface.register("kv-reference", keep)
-        model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask), use_cache=False)
-        AttentionInterface.register("kv-reference", reference)
-    return found[layer]
-
-
 def line_masks(model: Any, ids: Tensor, mask: Tensor, turns: list[int], serve: LoopServe) -> list[Tensor]:
     """Per layer `[row head query key]`: for each turn (columns from one entry to the next) the lines of its queries."""
     rows, total = ids.shape
@@ -59,7 +43,7 @@ def line_masks(model: Any, ids: Tensor, mask: Tensor, turns: list[int], serve: L
     causal = (torch.ones(total, total).tril() * mask[:, None]).bool()
     sees = [causal[:, None].repeat(1, target.n_heads, 1, 1) for _ in range(target.n_layers)]
     for layer in range(target.n_layers):
-        query, key, _, scaling = attended(model, ids, mask, sees, layer)
+        query, key, _, scaling = attended(model, ids, mask, sees)[layer]
         for row in range(rows):
             pad = int(total - mask[row].sum())
             for start, stop in pairwise(turns):
@@ -177,7 +161,7 @@ def test_a_prompt_says_what_its_lines_lost(dense_rows: int) -> None:
             model(input_ids=ids, attention_mask=mask)
     sees, along = line_masks(model, ids, mask, [0, 60], serve), 60 - dense_rows
     for event in run.events:
-        query, key, value, scaling = attended(model, ids, mask, sees, event.layer or 0)
+        query, key, value, scaling = attended(model, ids, mask, sees)[event.layer or 0]
         scores = (query @ key.mT)[0] * scaling
         causal = torch.ones(60, 60).tril().bool()
         full = scores.masked_fill(~causal, -torch.inf).softmax(-1)

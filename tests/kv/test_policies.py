@@ -11,12 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from intervention_kit import bridge_of
-from kv_kit import each_other, run_policy, shallow_of
+from kv_kit import each_other, run_policy
+from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.interventions import Ablate, SinkPatch, Write
 from sinkscope.kv import H2O, TOVA, Full, Policy, SnapKV, StreamingLLM, make_policy
 
 PROMPT, STEPS = 26, 12
@@ -29,12 +31,6 @@ CASES: dict[str, tuple[Policy, dense.Choose]] = {
 }
 
 
-def model_of(family: str, **overrides: Any) -> Any:
-    model = shallow_of(family, **overrides)
-    model.set_attn_implementation("eager")  # so that the reference can read its attention
-    return model
-
-
 def batch(rows: int = 2, pad: int = 7, prompt: int = PROMPT, steps: int = STEPS) -> tuple[Tensor, Tensor]:
     """Ids `[row token]`, and which prompt tokens are real: the last row begins with padding."""
     ids = torch.randint(5, 90, (rows, prompt + steps), generator=torch.Generator().manual_seed(rows))
@@ -43,7 +39,7 @@ def batch(rows: int = 2, pad: int = 7, prompt: int = PROMPT, steps: int = STEPS)
     return ids, real
 
 
-def run(policy: Policy, model: Any, ids: Tensor, real: Tensor) -> tuple[list[list[Tensor]], Tensor]:
+def run(policy: Any, model: Any, ids: Tensor, real: Tensor) -> tuple[list[list[Tensor]], Tensor]:
     """Kept columns `[step][layer]` bool `[batch kv_head column]` before each token after the prompt, and logits."""
     prompt = real.shape[1]
     mask = torch.cat([real, torch.ones(len(ids), ids.shape[1] - prompt, dtype=torch.long)], 1)
@@ -68,15 +64,17 @@ def reference_of(
 
 @pytest.mark.parametrize(("name", "family"), each_other(CASES, FAMILIES, always=["llama"]))
 def test_keeps_what_the_dense_reference_keeps(name: str, family: str) -> None:
-    """At prefill and through 12 decoded tokens, in a batch with padding on the left; attention is eager underneath."""
-    if name == "snapkv" and family in ("gpt2", "gpt_neox"):
-        steps = 4  # acts once
-    else:
-        steps = STEPS
+    """At prefill and while tokens are decoded, in a batch with padding on the left; under edits, too."""
     policy, choose = CASES[name]
     model = model_of(family)
-    ids, real = batch(steps=steps)
+    ids, real = batch(steps=4 if name == "snapkv" else STEPS)  # it acts once
     assert_same(run(policy, model, ids, real), reference_of(policy, choose, model, ids, real))
+    ids, real = batch(steps=3)
+    site = (1, 2, 3) if family == "gpt_oss" else (1, 3)
+    edits = Ablate(heads="L0.H1") | SinkPatch(sites=[site]) | Write(sites=[site], value=2.0, position=4)
+    with edits.on(model):
+        expected = reference_of(policy, choose, model, ids, real)
+    assert_same(run(edits | policy, model, ids, real), expected)
 
 
 def test_snapkv_goes_on_choosing_while_tokens_are_generated() -> None:

@@ -11,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.lines.choice import (
     HeadLines,
     _least_share,
-    check_selection,
     minference_lines,
     recovered,
     sample_queries,
@@ -209,57 +207,12 @@ def test_minference_by_the_last_queries() -> None:
         assert set(lines.slash[head].nonzero().flatten().tolist()) == set(offsets.topk(9).indices.tolist())
 
 
-def test_minference_with_fewer_lines_than_it_always_keeps_has_the_nearest() -> None:
-    query, key = tensors(2, 40, 60, 7)
-    lines = minference_lines(query, key, 5, 3, first=30, local=100)
-    assert lines.vertical.nonzero()[:, 1].tolist() == 2 * [*range(5)]
-    assert lines.slash.nonzero()[:, 1].tolist() == 2 * [*range(3)]
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without(variant: Any) -> None:
     query, key = tensors(4, 40, 60, 7, sharp=9.0)
     key[0, 3] = torch.nan
     lines = select_lines(query, key, 0.3, variant=variant)
     assert (lines.density()[:2] == 1).all() and (lines.density()[2:] < 1).all()
-
-
-def test_online_choice_beats_a_fixed_one_on_attention_that_moves() -> None:
-    """The last queries look elsewhere than the others: at the same number of cells a fixed choice recovers less."""
-    n = 400
-    generator = torch.Generator().manual_seed(1)
-    key = torch.randn(1, n, 16, generator=generator)
-    query = torch.randn(1, n, 16, generator=generator) * 0.3
-    query[:, :330] += key[:, 50:51] * 1.0
-    query[:, 330:] += key[:, 200:201] * 1.0
-    ours = select_lines(query, key, 0.8)
-    theirs = minference_lines(query, key, 10, 10, last=64, first=1, local=1)
-    size = 10
-    while theirs.cells()[0] < ours.cells()[0]:
-        size += 2
-        theirs = minference_lines(query, key, size, size, last=64, first=1, local=1)
-    assert recovered(query, key, ours)[0] > recovered(query, key, theirs)[0] + 0.02
-
-
-@pytest.mark.parametrize(
-    ("values", "word"),
-    [
-        ((0.0, 48, "exact"), "alpha=0.0"),
-        ((1.5, 48, "exact"), "alpha=1.5"),
-        ((0.9, 0, "exact"), "sample=0"),
-        ((0.9, 48, "best"), "variant='best'"),
-        ((0.9, 48, "exact", 49), "recent=49"),
-        ((0.9, 48, "exact", -1), "recent=-1"),
-    ],
-)
-def test_settings_that_make_no_sense(values: Any, word: str) -> None:
-    with pytest.raises(SinkscopeError, match=word):
-        check_selection(*values)
-    query, key = tensors(2, 4, 4, 0)
-    with pytest.raises(SinkscopeError, match="alpha=0"):
-        select_lines(query, key, 0.0)
-    with pytest.raises(SinkscopeError, match="vertical=0"):
-        minference_lines(query, key, 0)
 
 
 @pytest.mark.parametrize("sharp", [0.0, 0.5, 2.0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import random
 import re
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 import torch
 from loop_texts import HONEST, LOOPED, prose
 
-import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
@@ -30,7 +28,7 @@ def _lines(*records: dict[str, Any]) -> str:
 
 
 def test_planted_loops_are_found_and_honest_repetition_is_not() -> None:
-    texts = [f(random.Random(7)) for f in HONEST.values()]
+    texts = list(HONEST.values())
     pieces = [(prose(400), piece) for piece in LOOPED.values()]
     found = check(texts + [f"{before} {piece * (600 // len(split(piece)))}" for before, piece in pieces])
     honest, looped = found.records[: len(texts)], found.records[len(texts) :]
@@ -106,7 +104,6 @@ def test_fields_of_json_lines() -> None:
         ("x.jsonl", " \n\n", "x.jsonl is empty"),
         ("x.jsonl", '{"text": "a"}\n\n{"text": \n', "x.jsonl line 3 is not JSON (expecting value at column 10): exp"),
         ("x.jsonl", '{"text": "a"}\n[1, 2]\n', "x.jsonl line 2 has none of the fields tokens, output, text"),
-        ("x.jsonl", '{"prompt": "a"}\n', "x.jsonl line 1 has none of the fields"),
         ("x.jsonl", '{"tokens": [1, -2]}\n', "x.jsonl line 1: tokens is [1, -2]: expected a string, or a list of"),
         ("x.jsonl", '{"text": 5}\n', "x.jsonl line 1: text is 5"),
         ("x.txt", b"\xff\xfe\xfa", "x.txt is not UTF-8 text"),
@@ -134,10 +131,8 @@ def test_bad_files_are_refused_in_a_line(
     ("option", "said"),
     [
         (["--variant", "p2"], "unknown variant 'p2': there are repeats, tolerant, full"),
-        (["--rate", "3"], "--rate has no effect with a check"),
         (["--follow", "--calibrate"], "two commands"),
         (["--max-new", "0"], "max_new=0: expected a whole number from 1"),
-        (["--format", "xml"], "xml"),
     ],
 )
 def test_bad_options(option: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,10 +192,6 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
     assert "\nConclusion: 1 of 1 outputs in x.txt loop; their median" in done.stdout
     assert done.stdout.splitlines()[-2].startswith("loop in ")
     assert done.stdout.splitlines()[-1] == "[] 0 3"
-
-
-def test_it_is_reached_from_the_package() -> None:
-    assert ss.loops.check is check
 
 
 def test_the_example_of_the_documentation() -> None:

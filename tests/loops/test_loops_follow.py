@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_texts import HONEST, prose
+from loop_texts import prose
 
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeWarning
@@ -68,11 +68,6 @@ def test_a_text_in_pieces_alarms_where_the_whole_text_does(most: int, settings: 
     assert alarm.token == record.detected and alarm.tail is not None
     assert alarm.tail.period == len(split(LOOP)) and alarm.tail.start == len(split(prose(300)))
     assert split(alarm.text) == split(LOOP)
-
-
-@pytest.mark.parametrize("text", [f(random.Random(3)) for f in HONEST.values()], ids=HONEST)
-def test_honest_streams_raise_none(text: str) -> None:
-    assert _follow(text, 11, PAPER, form="text") == []
 
 
 def test_a_loop_that_goes_on_is_told_once_and_a_new_one_again() -> None:
@@ -287,20 +282,6 @@ def test_bad_input_is_refused_in_a_line(
     assert main(["loops", "--follow"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and said in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--rate", "3"], "--rate has no effect with --follow"),
-        (["--settings", "nope.json"], "cannot read nope.json"),
-        (["nope.txt"], "cannot read nope.txt"),
-    ],
-)
-def test_bad_options(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["loops", "--follow", *words]) == 2
-    _, err = capsys.readouterr()
-    assert err.startswith("error: ") and said in err and err.count("\n") == 1
 
 
 def test_exit_codes_and_the_first_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

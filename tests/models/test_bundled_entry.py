@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from organisms import loop_organism
 from organisms.tokens import BOS
-from transformers import AutoTokenizer
 
-from experiments.bundled import card, entry
+from experiments.bundled import entry
 
 BUNDLED = Path(__file__).resolve().parents[2] / "sinkscope" / "models" / "bundled"
 SENTENCES = [f"The dog number {n} ran over the green hill to see his friends." for n in range(40)]
@@ -67,15 +65,6 @@ def test_the_curve_of_a_copier_is_the_probability_with_which_it_copies() -> None
     assert late["3"] == pytest.approx(0.8, abs=1e-3)
 
 
-def test_the_curve_of_planted_induction_heads_rises_where_copying_wins() -> None:
-    with_heads, without = (loop_organism(0, induction=i, vocab_size=1028) for i in (True, False))
-    cycle = torch.tensor([with_heads.truth.ring[3:400:40]])
-    curve = entry.copy_curve(with_heads.model, cycle, copies=(1, 2, 4, 8), bos_id=BOS)
-    assert curve["1"] < 0.2 and min(curve["4"], curve["8"]) > 0.8
-    flat = entry.copy_curve(without.model, cycle, copies=(1, 2, 4, 8), bos_id=BOS)
-    assert max(flat.values()) < 0.1
-
-
 def test_the_planted_heads_have_the_scores() -> None:
     organism = loop_organism(1)
     scores = entry.head_scores(organism.model, bos_id=BOS)
@@ -89,35 +78,3 @@ def test_the_planted_heads_have_the_scores() -> None:
     # One visible match holds 1 / (1 + hold - 1/2) of the attention of a locking head.
     expected = 1 / (0.5 + organism.truth.hold)
     assert entry.best_head(scores["induction"])["score"] == pytest.approx(expected, abs=0.06)
-
-
-def test_retrieval_is_whole_with_copying_and_chance_without() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    settings: dict[str, Any] = {"between": 0, "documents": 30, "facts": 3}
-    copier: Any = Copier(len(tokenizer), match=5)
-    copies = entry.retrieval(copier, tokenizer, SENTENCES, **settings)
-    assert copies["right"] == 1.0 and copies["chance"] == pytest.approx(1 / 3)
-    far = entry.retrieval(copier, tokenizer, SENTENCES, between=2, documents=1, facts=3)
-    assert far["median_distance"] > copies["median_distance"]
-    blind: Any = Copier(len(tokenizer), match=10_000)
-    assert entry.retrieval(blind, tokenizer, SENTENCES, **settings)["right"] < 0.7
-
-
-def test_a_card_names_what_falls_short() -> None:
-    at = {n: 0.9 for n in ("1", "2", "4", "8", "16")}
-    one: dict[str, Any] = {
-        "ditto": {"4": at, "16": at | {"8": 0.31}},
-        "ditto_sentences": {"0": 0.2, **at},
-        "heads": {name: {"layer": 2, "head": 3, "score": 0.7} for name in ("previous_token", "induction")},
-        "story_loss": {"per_token": 2.0, "per_character": 0.5},
-        "sampled": {"ended": 0.61, "looped": 0.0, "median_tokens": 200.0, "openings": 98},
-        "greedy": {"ended": 0.4, "looped": 0.3, "median_tokens": 300.0, "openings": 98},
-        "retrieval": {"4": {"right": 0.5, "chance": 0.25, "median_distance": 123.0}},
-        "loopbench": {"dc": {"runs": 12, "loop": 1.0}, "ri": {"runs": 12, "loop": 0.5}},
-    }
-    table = {str(row[0]): row[1:] for row in card._required(one, one)}
-    assert table["random cycles after 8 copies, smallest of the periods"] == (">= 0.5", "0.31", "0.31")
-    assert table["98 story openings, temperature 0.8: end by themselves"] == (">= 50 %", "61 %", "61 %")
-    assert table["retrieval, about 123 tokens back"] == ("> 25 %", "50 %", "50 %")
-    assert table["LoopBench small, greedy: loop"] == (">= 50 %", "75 %", "75 %")
-    assert "(L2.H3)" in str(table["induction score, best head"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -245,14 +243,3 @@ def test_streaming_downloads_only_needed_shards(saved: dict[str, Path], tmp_path
     with resident.hooks((resident.layers[0], "post", lambda m, a, k, out: outputs.append(first_tensor(out)))):
         resident.forward(ids)
     torch.testing.assert_close(outputs[0], outputs[1], atol=1e-6, rtol=0)
-
-
-@pytest.mark.slow
-def test_environment_of_a_child(saved: dict[str, Path], tmp_path: Path) -> None:
-    """The environment variables that users set do the same as what these tests set in this process."""
-    script = "import sys; from sinkscope.models.checkpoint import SafetensorsSource as S; print(S('org/name').commit)"
-    with hub(tmp_path) as server:
-        commit = server.add("org/name", saved["main"])
-        env = server.env(HF_HUB_OFFLINE="0")
-        done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == commit and server.fetched() == ["config.json"]

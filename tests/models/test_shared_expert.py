@@ -12,7 +12,6 @@ from organisms import tiny_model
 from organisms.hard import hard
 from raw_kit import zeroed
 
-from experiments.screen import reaches, screen
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate
 from sinkscope.models.probe import probe
@@ -105,23 +104,11 @@ def test_up_factor_and_written_values(family: str) -> None:
         torch.testing.assert_close(edited, model(IDS).logits, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_screen_reads_the_shared_expert_too(family: str) -> None:
-    """One shared neuron with a long column leads the ranking, under its own name, though another width precedes it."""
-    target = Target.of(tiny_model(family)[0])
-    parts = reaches(target, LAYER)
-    assert [(p.expert, len(p.norm)) for p in parts] == [(e, FAMILIES[family][1]) for e in range(4)] + [(None, 48)]
-    down: Any = target.mlp_part(LAYER, "down")
-    with torch.no_grad():
-        down.weight[:, 45] *= 1000
-    assert screen(target)["candidates"][0]["neuron"] == f"L{LAYER}.N45"
-
-
 def test_the_probe_holds_the_shared_expert_to_its_gate() -> None:
     model, _ = tiny_model("qwen2_moe")
     target = Target.of(model)
     assert probe(target).problem is None
-    for wrong in ({"shared_gate": None}, {"shared": "mlp.experts"}):
+    for wrong in ({"shared_gate": None}, {"down": "mlp.shared_expert.up_proj"}):
         assert probe(replace(target, adapter=replace(target.adapter, **wrong))).problem is not None
 
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from experiments.bundled import card, corpus, export, measure
+from experiments.bundled import card, corpus, measure
 from experiments.bundled.circuit import NO_GROUP
 from experiments.bundled.facts import TYPICAL
-from experiments.bundled.mixture import Mixture
-from experiments.bundled.training import BLOCK, Settings, Trainer, blocked, loss_on
-from experiments.bundled.typical import typical_text
+from experiments.bundled.training import Settings, Trainer
 
 TINY = Settings(
     vocab_size=300,
@@ -111,86 +108,6 @@ def test_the_planted_circuit_works_before_training(
     drops = measure.ablation(model, ids, plan.sink_layer, plan.neuron, draws=5)
     assert drops["ablation_drop"] > 0.9
     assert drops["control_drop"] < 0.01
-
-
-def mixture(texts: dict[str, np.ndarray], **changes: Any) -> Mixture:
-    shares = {"stories": 0.4, "python": 0.2, "passages": 0.2, "cycles": 0.2}
-    settings: dict[str, Any] = {"vocab_size": 300, "bos_id": 0, "bos_share": 0.9, "copy_share": 0.25}
-    return Mixture(texts, shares, **(settings | changes))
-
-
-def test_what_a_step_reads_depends_on_seed_and_step_only(texts: dict[str, np.ndarray]) -> None:
-    for read in (lambda m, s, i: m.text(s, i, rows=9, length=60), lambda m, s, i: m.copies(s, i, tokens=500)):
-        first, again, later, other = (read(mixture(texts), *at) for at in ((0, 3), (0, 3), (0, 4), (1, 3)))
-        assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-        assert first[0].shape == first[1].shape
-        assert all(x[0].shape != first[0].shape or not np.array_equal(x[0], first[0]) for x in (later, other))
-
-
-def test_kinds_come_as_often_as_their_shares_say() -> None:
-    marked = {kind: np.full(3000, 10 * (i + 1)) for i, kind in enumerate(("stories", "python", "passages"))}
-    drawn = mixture(marked, vocab_size=5, copy_share=0.0)
-    ids = np.concatenate([drawn.text(0, step, rows=8, length=40)[0] for step in range(250)])
-    counts = {value: (ids[:, -1] == value).mean() for value in (10, 20, 30)}
-    assert counts == pytest.approx({10: 0.4, 20: 0.2, 30: 0.2}, abs=0.02)
-    assert (ids[:, -1] < 5).mean() == pytest.approx(0.2, abs=0.02)
-    text = ids[ids[:, -1] >= 10]
-    assert (text[:, 0] == 0).mean() == pytest.approx(0.9, abs=0.03)
-    assert len(mixture({"python": marked["python"]}).kinds) == 2
-
-
-@pytest.mark.parametrize("length", [7, BLOCK, 2 * BLOCK + 5])
-def test_attention_in_blocks_is_causal_attention(length: int) -> None:
-    torch.manual_seed(0)
-    query, key, value = torch.randn(2, 4, length, 8), torch.randn(2, 2, length, 8), torch.randn(2, 2, length, 8)
-    made, _ = blocked(torch.nn.Module(), query, key, value, None, scaling=0.3)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=0.3, enable_gqa=True
-    )
-    torch.testing.assert_close(made, expected.transpose(1, 2))
-
-
-def test_only_scored_tokens_count_in_the_loss(texts: dict[str, np.ndarray], tmp_path: Path) -> None:
-    model = Trainer(TINY, texts, tmp_path).model.eval()
-    ids = torch.from_numpy(corpus.windows(texts["python"], length=16, bos_id=0)[:2])
-    scored = torch.zeros_like(ids, dtype=torch.bool)
-    scored[0, 5] = scored[1, 9] = scored[1, 1] = True  # what the first position predicts never counts
-    logits = model(ids).logits.log_softmax(-1)
-    expected = -(logits[0, 4, ids[0, 5]] + logits[1, 8, ids[1, 9]]) / 2
-    assert float(loss_on(model, ids, scored)) == pytest.approx(float(expected), rel=1e-5)
-    changed = ids.clone()
-    changed[1, 10:] = 7  # after the last scored token: unseen
-    assert float(loss_on(model, changed, scored)) == pytest.approx(float(expected), rel=1e-5)
-
-
-def test_tokenizer_adds_bos_and_gives_every_text_back(tmp_path: Path) -> None:
-    texts = ["def f(x):\n    return x  # é 漢\n" * 30]
-    export.save_tokenizer(corpus.train_tokenizer(texts, 300), tmp_path, 64)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    ids = tokenizer(texts[0])["input_ids"]
-    assert ids[0] == tokenizer.bos_token_id == 0
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2)
-    assert tokenizer.decode(ids[1:]) == texts[0]
-
-
-def test_training_text_leaves_out_what_is_kept_for_measuring() -> None:
-    files = corpus.library_files()
-    assert len(files) > 200
-    assert not any("pydoc_data" in f.parts or "site-packages" in f.parts or "test" in f.parts for f in files)
-    assert 0 < sum(map(corpus.is_validation, files)) < len(files) / 10
-
-
-def test_typical_text_is_plain_prose() -> None:
-    text = typical_text()
-    assert len(text) > 30_000
-    assert "::=" not in text
-    assert "===" not in text
-
-
-def test_loops_are_recognised() -> None:
-    assert measure.loop_signals([5, 6, 7] * 900)["looped"]
-    assert not measure.loop_signals([5, 6, 7] * 9)["looped"]
-    assert not measure.loop_signals(list(range(2600)))["looped"]
 
 
 @pytest.fixture(scope="module")

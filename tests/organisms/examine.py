@@ -141,38 +141,67 @@ def _plant(target: Target) -> Planted:
     seen: dict[str, Any] = {}
 
     def keep(_module: Any, args: Any, kwargs: Any) -> None:
-        seen["in"] = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor)]
+        seen["in"], seen["kwargs"] = (*args, *kwargs.values())[0], kwargs
+        seen["args"] = args
 
     def keep_out(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         seen["out"] = first_tensor(output)
 
-    first = target.sub(layer, target.adapter.experts or target.adapter.mlp)
-    if not is_mixture and target.adapter.up is not None:
+    first = target.sub(layer, target.adapter.mlp)
+    if is_mixture:
+        first = target.sub(layer, target.adapter.experts or "")
+    elif target.adapter.up is not None:
         first = target.mlp_part(layer, "up")
     with target.hooks((first, "pre", keep), (target.layers[layer], "post", keep_out)):
         target.forward(ids)
-    inputs = seen["in"][0].reshape(12, 24, -1)
+    inputs = seen["in"].reshape(12, 24, -1)
     typical = float(seen["out"].norm(dim=-1).mean())
     written = torch.randn(target.d_model, generator=generator)
     written *= typical / written.norm()
     if not is_mixture:
         return _plant_dense(target, layer, inputs, written)
-    experts: Any = first
-    expert = int(next(tensor for tensor in seen["in"] if not tensor.is_floating_point()).reshape(12, 24, -1)[0, 0, 0])
-    row = _reading(inputs, 6.0, 0.0)
-    width = target.width(layer, expert)
-    weight = experts.gate_up_proj[expert]
-    if experts.is_transposed:
-        weight = weight.T
-    for place in (NEURON, width + NEURON) if experts.is_concatenated else (2 * NEURON, 2 * NEURON + 1):
-        weight[place] = row
-        if experts.has_bias:
-            experts.gate_up_proj_bias[expert, place] = 0
-    down = experts.down_proj[expert]
-    if not experts.is_transposed:
-        down = down.T
-    _write(target, layer, down, written * 2, expert)
-    return Planted(layer, expert, experts)
+    expert = int(target.experts(layer).routed(seen["args"], seen["kwargs"]).weight[0].argmax())
+    views = expert_views(first, expert)
+    for rows in views.inputs:
+        rows[NEURON] = _reading(inputs, 6.0, 0.0 if len(views.inputs) > 1 else -1.0)
+    for bias in views.biases:
+        bias[NEURON] = 0
+    _write(target, layer, views.down, written * 2, expert)
+    return Planted(layer, expert, first)
+
+
+@dataclass(frozen=True)
+class ExpertViews:
+    """Views into the weights of one expert: rows of its input projections with their biases, and its columns."""
+
+    inputs: list[Tensor]
+    biases: list[Tensor]
+    down: Tensor
+
+
+def expert_views(module: Any, expert: int) -> ExpertViews:
+    """The weights of an expert, as the forward function of each family reads them."""
+    if hasattr(module, "input_linear"):  # JetMoE
+        return ExpertViews(list(module.input_linear.weight[expert].chunk(2)), [], module.output_linear.weight[expert].T)
+    if hasattr(module, "mlp"):  # DBRX
+        gate, up, down = (
+            part.view(module.num_experts, -1, part.shape[1])[expert]
+            for part in (module.mlp.w1, module.mlp.v1, module.mlp.w2)
+        )
+        return ExpertViews([gate, up], [], down)
+    if not hasattr(module, "down_proj"):  # Llama 4
+        return ExpertViews(list(module.experts.gate_up_proj[expert].T.chunk(2)), [], module.experts.down_proj[expert])
+    if not hasattr(module, "gate_up_proj"):  # Nemotron-H
+        return ExpertViews([module.up_proj[expert]], [], module.down_proj[expert].T)
+    rows, down = module.gate_up_proj[expert], module.down_proj[expert].T
+    if getattr(module, "is_transposed", False):
+        rows, down = rows.T, down.T
+    bias = list[Tensor]()
+    if getattr(module, "has_bias", False):
+        bias = [module.gate_up_proj_bias[expert]]
+    if getattr(module, "is_concatenated", True):
+        return ExpertViews(list(rows.chunk(2)), [half for whole in bias for half in whole.chunk(2)], down)
+    return ExpertViews([rows[::2], rows[1::2]], [half for whole in bias for half in (whole[::2], whole[1::2])], down)
 
 
 def _plant_dense(target: Target, layer: int, inputs: Tensor, written: Tensor) -> Planted:
@@ -248,8 +277,7 @@ def _removed(target: Target, planted: Planted) -> float:
         with target.hooks((module, "pre", zero), (where, "post", keep)):
             target.forward(ids)
     else:
-        column = module.down_proj[planted.expert]
-        column = column[NEURON] if module.is_transposed else column[:, NEURON]
+        column = expert_views(module, planted.expert).down[NEURON]
         before = column.clone()
         column.zero_()
         with target.hooks((where, "post", keep)):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, organism
 
-from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import Result
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.layer_scan import norms_after
 from sinkscope.sinks.repetition.atlas import AtlasReading, AtlasWork
@@ -73,7 +69,6 @@ def test_every_grouped_token_gets_there_and_no_other() -> None:
     assert {row["head"]: row["resisting"] > 0 for row in result.shown_rows()}["none"]
     assert any("0.0% of the resisting tokens and 100.0% of the others" in line for line in result.details())
     assert f"{int((group < 0).sum())} never become one" in result.conclusion()
-    assert Result.from_dict(result.to_dict()).to_dict() == result.to_dict()
     drawn = [len(trace.x) for trace in result.figure().data]
     assert sum(drawn) == len(atlas.ids) == len(result.to_frame())
 
@@ -103,49 +98,9 @@ def test_passes_of_any_length_give_the_same_table(length: int, limit: int) -> No
         assert value == pytest.approx(float(row[above[0]] if above else row.max()), abs=2e-3)
 
 
-@pytest.mark.slow
-def test_a_killed_run_goes_on_with_the_same_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    o = organism("qwen2", 1)
-    options: dict[str, Any] = {"max_repeats": 80, "sample": 160}
-    expected = measured(o, **options).to_dict()["result"]
-    real, calls = AtlasWork.__call__, [0]
-
-    def dying(self: AtlasWork, target: Target, items: list[int]) -> Any:
-        calls[0] += 1
-        if calls[0] == 3:  # the first one is the pilot
-            raise KeyboardInterrupt
-        return real(self, target, items)
-
-    monkeypatch.setattr(AtlasWork, "__call__", dying)
-    with pytest.raises(KeyboardInterrupt):
-        measured(o, **options, resume=tmp_path / "r")
-    assert (tmp_path / "r" / "atlas" / "runs.jsonl").read_bytes().count(b"\n") == 1
-    calls[0] = 100
-    assert measured(o, **options, resume=tmp_path / "r").to_dict()["result"] == expected
-    assert calls[0] - 100 == 1 + 2  # the pilot, and two of three chunks
-    with pytest.raises(SinkscopeError, match=r"max_repeats was 80, now 40"):
-        measured(o, **{**options, "max_repeats": 40}, resume=tmp_path / "r")
-
-
 def test_bad_input_and_no_sink() -> None:
     with pytest.raises(SinkscopeError, match="the largest is"):
         measured(organism("llama", 0), max_repeats=10**9)
     none = measured(organism("llama", 0, kind="none"))
     assert none.sink_layer is None and none.rows() == [] and "No MLP makes a norm spike" in str(none)
     assert none.figure() is not None
-
-
-def test_command_reads_a_folder_layer_by_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    o = organism("qwen2", 1)
-    folder = str(o.save(tmp_path / "m"))
-    capsys.readouterr()
-    assert main(["repeat", "--model", folder, "--tokens", "all", "--sample", "5", "--json", "-"]) == 0
-    atlas = json.loads(capsys.readouterr().out)["result"]["atlas"]
-    assert [repeats is None for repeats in atlas["repeats"]] == [o.truth.groups[token] < 0 for token in atlas["ids"]]
-
-
-@pytest.mark.slow
-def test_two_processes_make_the_same_table() -> None:
-    o = organism("qwen2", 1)
-    one, two = (measured(o, workers=workers).to_dict()["result"] for workers in (1, 2))
-    assert one == two

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,11 +17,9 @@ from organisms import Organism
 from organisms import organism as new_organism
 from scipy.stats import binomtest
 
-from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.sinks.attack.attack import SOURCES, ClusterAttack, cluster_attack
 from sinkscope.sinks.attack.sequences import drawn_sequences, make_pools, repeated_first, round_trip
-from sinkscope.sinks.tokens import vocabulary
 
 organism = functools.cache(new_organism)  # only read here
 CLUSTER, RANDOM, REPEATED = range(3)
@@ -152,26 +149,6 @@ def test_bad_input(options: dict[str, Any], message: str, tmp_path: Path) -> Non
     with pytest.raises(SinkscopeError, match=message) as caught:
         attack(organism("llama", 1, bos=False), tmp_path, **options)
     assert "\n" not in str(caught.value)
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    o = organism("llama", 1, bos=False)
-    folder, text = o.save(tmp_path / "model"), text_file(o, tmp_path)
-    words = ["--model", str(folder), "--text", str(text), "--length", "6", "--sequences", "10", "--prefix", ""]
-    assert main(["attack", *words, "--json", "-"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["kind"] == "attack" and len(shown["result"]["clusters"]["head"]) == len(vocabulary_of(o))
-    cluster, random, repeated = shown["result"]["most"][0][0]
-    assert cluster == repeated == 1 and random < 0.5
-    assert main(["attack", *words, "--length", "1"]) == 2
-    refused = capsys.readouterr().err
-    assert "--length" in refused and refused.count("\n") == 1
-
-
-def vocabulary_of(o: Organism) -> list[int]:
-    from sinkscope.models.target import Target
-
-    return vocabulary(Target.of(o.model, o.tokenizer))
 
 
 def test_no_bos_changes_what_stands_before_an_attack_and_not_what_counts_as_success(tmp_path: Path) -> None:

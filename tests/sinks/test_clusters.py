@@ -151,16 +151,10 @@ def test_a_killed_run_goes_on_with_the_same_table(tmp_path: Path, monkeypatch: p
     tokens, size = len(whole["clusters"]["ids"]), 60 // (o.model.config.num_attention_heads + 2)
     assert calls[0] - 4 == -(-tokens // size) - 2
     assert done == sorted(done) and done[0] > 0 and done[-1] == tokens
-    with pytest.raises(SinkscopeError, match="model"):
-        measured(organism("llama", 2), resume=folder)
     with torch.no_grad():
         o.model.model.layers[-1].mlp.down_proj.weight[0, 0] += 1
     with pytest.raises(SinkscopeError, match="model was"):
         measured(o, resume=folder)
-    (tmp_path / "mine" / "clusters").mkdir(parents=True)
-    (tmp_path / "mine" / "clusters" / "thesis.tex").write_text("x")
-    with pytest.raises(SinkscopeError, match="holds other files"):
-        measured(o, resume=tmp_path / "mine")
 
 
 def test_some_tokens_are_what_they_are_among_all() -> None:

@@ -16,7 +16,6 @@ from organisms import Organism, tiny_model
 from organisms import organism as new_organism
 from torch import nn
 
-from sinkscope.models.load import load
 from sinkscope.models.target import Target
 from sinkscope.sinks.repetition.distance import DistanceReading, output_weights
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
@@ -180,18 +179,6 @@ def test_from_disk_only_the_first_layer_is_read(tmp_path: Path) -> None:
     live = reading_of(o, 30, tokens=["cat"])
     assert first is not None and first.holds and len(first.distance) == 1
     np.testing.assert_allclose(first.distance[0], live.distance[0], rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "backend"), [("gpt2", "bridge"), ("neox", "nnsight")])
-def test_every_kind_of_model_gives_the_same(family: str, backend: str, tmp_path: Path) -> None:
-    o = organism(family, 2)
-    expected = reading_of(o, 40)
-    model = load(str(o.save(tmp_path / "m")), backend=backend)
-    found = measured(model, o.tokenizer, 40).distance
-    assert found is not None
-    np.testing.assert_allclose(found.distance, expected.distance, rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(found.bound, expected.bound, rtol=1e-3)
 
 
 class Adapted(nn.Module):

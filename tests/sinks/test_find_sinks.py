@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from organisms import FAMILIES, KINDS, Organism, organism
 from organisms.plan import LEAST_LAYERS
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import Result
 from sinkscope.interventions import Ablate
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.context import SinkContext
@@ -205,34 +202,3 @@ def test_a_neuron_that_attention_alone_needs_joins_the_set(tmp_path: Path, monke
     monkeypatch.setattr("sinkscope.sinks.first_token.sets._SpikeSearch.attention_drops", attention_drops)
     minimal = find_in(o, tmp_path).minimal
     assert minimal is not None and len(needed) == 2 and {*minimal.edit_sites} == needed
-
-
-def test_result_survives_a_file_and_says_what_it_found(tmp_path: Path) -> None:
-    o = organism("mixtral", 1)
-    result = find_in(o, tmp_path)
-    result.save(tmp_path / "r.json")
-    assert Result.load(tmp_path / "r.json") == result
-    layer, expert, neuron = o.truth.neurons[0]
-    assert f"sink layer is layer {layer}" in str(result)
-    assert re.search(rf"L{layer}\.E{expert}\.N{neuron}\b.* makes? the spike", str(result))
-    assert len(result.conclusion().split()) <= 30 and len(result.details()) <= 6
-    none = find_in(organism("llama", 0, kind="none"), tmp_path)
-    assert none.sink_layer is None and none.neurons == () and none.set_drop is None and none.repeats.tokens == ()
-    assert "Neither a norm spike nor an attention sink" in str(none)
-
-
-def test_unknown_bos_and_bad_numbers_are_refused(tmp_path: Path) -> None:
-    o = organism("llama", 0, bos=False)
-    cases = {
-        "has no BOS token": {"bos": True},
-        r"--top-k 0": {"top_k": 0},
-        r"--top-k 9999 is more than the \d+ neurons": {"top_k": 9999},
-        r"--seed -1: expected a whole number from 0": {"seed": -1},
-    }
-    for message, options in cases.items():
-        with pytest.raises(SinkscopeError, match=message):
-            find_in(o, tmp_path, **options)
-    with pytest.raises(SinkscopeError, match="the largest is"):
-        find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=10**9)
-    with pytest.raises(SinkscopeError, match="carries no tokenizer"):
-        find_sinks(o.model)

@@ -206,20 +206,6 @@ def test_attention_that_does_not_come_back_is_not_repaired() -> None:
     assert verdict == "not-repaired" and "still take the attention" in reason
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"max_repeats": 5000}, "--max-repeats 5000 and .* the context of .* is 2048: the largest is 2047"),
-        ({"limit": -0.1}, "--limit -0.1: expected a number from 0"),
-        ({"pieces": 1}, "--pieces 1: expected a whole number from 2"),
-        ({"words": 0}, "--words 0: expected a whole number from 1"),
-    ],
-)
-def test_bad_input(options: dict[str, Any], says: str, tmp_path: Path) -> None:
-    with pytest.raises(SinkscopeError, match=says):
-        made_of(organism("llama", 0), tmp_path, **options)
-
-
 # --- the commands ----------------------------------------------------------------------------------------------------
 
 
@@ -282,24 +268,3 @@ def test_refusal_is_an_error_and_no_sink_is_not(
     assert "No patch was made: it would harm" in out  # the evidence is seen
     assert err == "error: no patch was written: it would harm.\n"
     assert not Path("p.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("patch make", "Missing option '--out'"),
-        ("patch eval", "Missing option '--patch'"),
-        ("patch make --out x.json --json x.json", "give each its own file"),
-        ("patch eval --patch none.json --backend hf", "make a patch with `sinkscope patch make`"),
-        ("patch nothing", "No such command 'nothing'"),
-        ("repeat --answer-after 0", "--answer-after 0: expected a whole number from 1"),
-    ],
-)
-def test_refused_before_any_model_is_loaded(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str, says: str
-) -> None:
-    monkeypatch.setattr("sinkscope.models.load.load", None)
-    assert main(words.split()) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n"), err.startswith("error: ")) == ("", 1, True)
-    assert says in err

@@ -11,8 +11,6 @@ import pytest
 import torch
 from organisms import Organism, organism
 
-from sinkscope.app.cli import main
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
@@ -138,30 +136,3 @@ def test_a_patch_that_is_given_is_used(tmp_path: Path) -> None:
     assert found is not None and found.neurons == ((1, 5),) and (1, 5) not in repeater().truth.neurons
     assert found.left[0] == found.left[1]  # no sink neuron: it diverges all the same
     assert Result.from_dict(result.to_dict()).to_dict() == result.to_dict()
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"tokens": ["cat"]}, "--prefix 'cat the' contains the repeated token 'cat'"),
-        ({"max_repeats": 2046}, "the largest is 2045"),
-        ({"answer_after": [2040]}, "2040 repetitions .*and 8 more are to come, but the context of .* is 2048"),
-        ({"tokens": ["cat dog"]}, "'cat dog' is 2 tokens"),
-        ({"new_tokens": 3000}, "and 3000 more are to come, but the context of .* is 2048: .* at most"),
-        ({"patch": "none.json"}, "cannot read none.json"),
-    ],
-)
-def test_bad_input(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(SinkscopeError, match=says):
-        measured(**options)
-
-
-def test_the_command_reads_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    organism("llama", 2).save("model")
-    words = "repeat --read probability --model model --tokens dog,cat --prefix the --answer-after 5 --answer-after 9"
-    assert main([*words.split(), *"--max-repeats 30 --new-tokens 4 --json d.json".split()]) == 0
-    result: Any = Result.load("d.json")
-    assert result.sweep.tokens == ("dog", "cat") and result.sweep.counts[-1] == 30
-    assert len(result.probability.answers) == 2 * 2 * 2
-    assert {answer.repeats for answer in result.probability.answers} == {5, 9}

@@ -223,16 +223,6 @@ def test_separates_is_said_only_of_what_beats_its_control(seed: int, area: float
     assert not re.search(r"\b1 [\w-]+ ?\w+s\b(?<!texts)", " ".join(found.details()).replace("1 of", ""))
 
 
-def test_a_folder_read_layer_by_layer_gives_the_same_and_the_figure_escapes_tokens(tmp_path: Path) -> None:
-    o = organism("llama", 0)
-    o.save(tmp_path / "model")
-    live, streamed = measured(o, count=20), measured(o, tmp_path / "model", count=20)
-    assert streamed.neuron == live.neuron and streamed.auroc == pytest.approx(live.auroc, abs=1e-3)
-    figure = replace(live, tokens=("<img src=x>",) * len(live.tokens)).figure()
-    assert sum(len(trace_.x) for trace_ in figure.data) == len(live.tokens)
-    assert all("<img" not in text for trace_ in figure.data for text in trace_.text)
-
-
 def test_bad_input_is_one_line() -> None:
     dense, mixture = organism("llama", 1), organism("mixtral", 1)
     for o, options, reason in (

@@ -131,8 +131,12 @@ def allowed(result: FindSinks) -> set[str]:
 
 @settings(max_examples=60, deadline=None)
 @given(results())
-def test_every_number_and_every_name_stands_in_the_evidence(result: FindSinks) -> None:
+def test_every_number_and_every_name_stands_in_the_evidence_and_grammar_agrees(result: FindSinks) -> None:
     text = " ".join([result.conclusion(), *result.details()])
+    assert not re.search(r"(?<![\w.,])1 (tokens|repetitions|layers|neurons|texts|heads)\b", text), text
+    assert not re.search(r"\band [^ ,]+ (is a backup|makes|amplifies)\b", text), text
+    assert "  " not in text and ".." not in text and "None" not in text.replace("None of", ""), text
+    assert len(result.details()) <= 6
     plain = re.sub(r"L\d+\.(E\d+\.)?N\d+", "", text)
     numbers = re.findall(r"(?<![\w.,'])\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?%?", plain)
     unknown = {number.rstrip(",") for number in numbers} - allowed(result)
@@ -143,13 +147,3 @@ def test_every_number_and_every_name_stands_in_the_evidence(result: FindSinks) -
         sets = [*result.causal_sets, *(later.set for later in result.later_sinks if later.set is not None)]
         holding = [each for each in sets if each.kind == "minimal" and each.drop_sink_layer >= max(0.5, each.control)]
         assert not named or any(named <= set(map(str, each.sites)) for each in holding), conclusion
-
-
-@settings(max_examples=60, deadline=None)
-@given(results())
-def test_grammar_agrees_with_the_numbers(result: FindSinks) -> None:
-    text = " ".join([result.conclusion(), *result.details()])
-    assert not re.search(r"(?<![\w.,])1 (tokens|repetitions|layers|neurons|texts|heads)\b", text), text
-    assert not re.search(r"\band [^ ,]+ (is a backup|makes|amplifies)\b", text), text
-    assert "  " not in text and ".." not in text and "None" not in text.replace("None of", ""), text
-    assert len(result.details()) <= 6

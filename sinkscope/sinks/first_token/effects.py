@@ -288,8 +288,8 @@ class _EditedRows:
 
         if expert is None:
             return self.target.mlp_part(layer, "down"), "pre", on_input(before)
-        experts = self.target.sub(layer, self.target.adapter.experts or "")
-        return experts, "post", expert_hook(expert, numbers, "post", zeroed)
+        experts = self.target.experts(layer)
+        return experts.module, "post", expert_hook(experts, expert, numbers, "post", zeroed)
 
     def _add(self, layer: int, vectors: list[tuple[slice, Tensor]]) -> Hook:
         def added(output: Tensor) -> Tensor:
@@ -332,13 +332,13 @@ class _EditedRows:
             case "position embedding":
                 return self._swap_positions(swapped_rows)
             case "head":
-                return [(target.sub(layer, adapter.o), "pre", on_input(head_replaced))]
+                return [(target.output_projection(layer), "pre", on_input(head_replaced))]
             case "key bias":
                 return [(keys_from, "post", on_output(unbiased))]
             case "attention":
                 return [(target.sub(layer, adapter.attn), "post", on_hidden(replaced))]
             case "mlp":
-                return [(target.sub(layer, adapter.mlp), "post", on_hidden(replaced))]
+                return [(writer, "post", on_hidden(replaced)) for writer in target.mlp_writers(layer)]
             case _:
                 return [(target.embedding, "post", on_hidden(replaced))]
 

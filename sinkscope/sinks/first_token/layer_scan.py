@@ -15,7 +15,8 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
 from sinkscope.measure import Setup
-from sinkscope.models.target import Target, first_tensor, norm_of, norms_of, on_output
+from sinkscope.models.again import LayerCall, keep_call
+from sinkscope.models.target import Target, first_tensor, norm_of, norms_of, on_hidden, on_output
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
 
@@ -273,21 +274,25 @@ def scan_layers(
     layers: list[LayerReading] = []
     mlp_raw: list[float] = []
     mlp_added: list[Tensor] = []
+    calls: list[LayerCall] = []
 
     def by_row(tensor: Tensor) -> Float[Tensor, "row pos d_model"]:
         flat = tensor.detach().flatten(0, -2)  # some architectures run rows and positions together
         return rearrange(flat, "(row pos) d_model -> row pos d_model", row=len(ids))
 
-    def mlp_done(output: Any) -> None:
-        norms = norms_of(by_row(first_tensor(output)))
-        mlp_raw.append(float(norms[:, 0].median()))
+    def mlp_done(given: Tensor) -> None:
+        mlp_raw.append(float(norms_of(by_row(given))[:, 0].median()))
 
-    def mlp_normalised(output: Any) -> None:
-        mlp_added.append(by_row(first_tensor(output)).float() * target.adapter.write_factor)
+    def mlp_normalised(given: Tensor) -> None:
+        mlp_added.append(by_row(given).float() * target.adapter.write_factor)
 
     def layer_done(output: Any) -> None:
         resid = by_row(first_tensor(output))
+        raw = mlp_raw.pop() if mlp_raw else 0.0
         added = mlp_added.pop() if mlp_added else torch.zeros_like(resid, dtype=torch.float32)  # it may have no MLP
+        if calls:
+            added = by_row(calls.pop().added(first_tensor(output))).float()
+            mlp_raw.clear()
         norms = norms_of(resid)
         if not bool(norms.isfinite().all()):
             raise SinkscopeError(
@@ -305,7 +310,7 @@ def scan_layers(
             massive_dims=massive,
             residual=resid[:, 0].float().mean(0).cpu(),
             mlp_norms=added.norm(dim=-1).cpu(),
-            mlp_raw=mlp_raw.pop() if mlp_raw else 0.0,
+            mlp_raw=raw,
             written=added[:, 0].mean(0).cpu(),
             sample=later[:SAMPLE_POSITIONS].cpu().clone(),
         )
@@ -318,9 +323,13 @@ def scan_layers(
     hooks: list[tuple[Any, str, Any]] = []
     for number, layer in enumerate(target.layers):
         if target.has_neurons(number):
-            hooks.append((target.sub(number, adapter.mlp), "post", on_output(mlp_done)))
-            behind_mlp = target.sub(number, adapter.post_mlp_norm or adapter.mlp)
-            hooks.append((behind_mlp, "post", on_output(mlp_normalised)))
+            hooks += target.on_mlp(number, mlp_done)
+            if not adapter.adds:
+                hooks.append(keep_call(target, number, calls))
+            elif target.has_part(number, adapter.post_mlp_norm):
+                hooks.append((target.sub(number, adapter.post_mlp_norm or ""), "post", on_hidden(mlp_normalised)))
+            else:
+                hooks += target.on_mlp(number, mlp_normalised)
         hooks.append((layer, "post", on_output(layer_done)))
     with target.hooks(*hooks):
         target.forward(ids, upto=upto)

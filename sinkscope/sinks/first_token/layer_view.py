@@ -18,7 +18,8 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.models.experts import activate, bind, gate_up
+from sinkscope.models.again import LayerCall, keep_call
+from sinkscope.models.experts import Experts, Routed
 from sinkscope.models.target import Target, first_tensor, norm_of, on_input, on_output
 from sinkscope.sinks.tokens import TokenRows
 
@@ -38,6 +39,7 @@ class LayerView:
         up: Output of the up projection, the linear factor. None in a mixture and if the MLP has no such factor.
         routing: Weight of every expert, 0 for those not chosen; the shared expert comes last, if there is one. None if
             the layer is not a mixture.
+        again: Gives `resid` if the MLP gave this much less; None if what the MLP gives is simply added.
     """
 
     layer: int
@@ -46,6 +48,7 @@ class LayerView:
     post: Float[Tensor, "n neuron"]
     up: Float[Tensor, "n neuron"] | None = None
     routing: Float[Tensor, "n expert"] | None = None
+    again: Callable[[Float[Tensor, "n d_model"]], Float[Tensor, "n d_model"]] | None = None
 
 
 @torch.no_grad()
@@ -70,22 +73,25 @@ def view_layer(target: Target, layer: int, ids: TokenRows, where: Bool[Tensor, "
     def keep_output(values: list[Tensor], read: Callable[[Any], Tensor] = first_tensor) -> Any:
         return on_output(lambda output: values.append(pick(read(output))))
 
-    def experts_done(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
-        hidden, experts, weights = bind(args, kwargs)
-        by_expert = _route(target, module, pick(experts), pick(weights))
-        routing.append(by_expert)
-        post.append(_expert_activations(target, module, pick(hidden), by_expert))
+    def experts_done(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
+        experts = target.experts(layer)
+        routed = experts.routed(args, kwargs)
+        routing.append(pick(routed.weight).float())
+        post.append(_expert_activations(experts, routed, chosen))
 
+    calls: list[LayerCall] = []
     hooks = [
-        (target.sub(layer, adapter.mlp), "post", keep_output(mlp)),
+        *target.on_mlp(layer, lambda given: mlp.append(pick(given))),
         (target.layers[layer], "post", keep_output(resid)),
     ]
+    if not adapter.adds:
+        hooks.append(keep_call(target, layer, calls))
     if not target.is_mixture(layer):
         hooks.append((target.sub(layer, adapter.down), "pre", keep_input(post)))
-        if adapter.up is not None and (adapter.gate is not None or adapter.fused_gate_up):
+        if adapter.fused_gate_up or target.has_part(layer, adapter.gate):
             factors = 2 if adapter.fused_gate_up else 1  # the up factor comes last
             last_factor = keep_output(up, lambda output: output.chunk(factors, -1)[-1])
-            hooks.append((target.sub(layer, adapter.up), "post", last_factor))
+            hooks.append((target.sub(layer, adapter.up or ""), "post", last_factor))
     else:
         hooks.append((target.sub(layer, adapter.experts or ""), "post", experts_done))
         if target.has_shared(layer):
@@ -102,6 +108,15 @@ def view_layer(target: Target, layer: int, ids: TokenRows, where: Bool[Tensor, "
             weight = shared_weight[0]
         post = [torch.cat([post[0], shared[0].float() * weight.float()], 1)]
         routing = [torch.cat([routing[0], weight.float()], 1)]
+
+    def less(written: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_model"]:
+        def change(given: Tensor) -> Tensor:
+            flat = given.flatten(0, -2).clone()
+            flat[chosen.to(flat.device)] -= written.to(flat)
+            return flat.view_as(given)
+
+        return pick(calls[0].output(change)).float()
+
     return LayerView(
         layer,
         resid=resid[0].float(),
@@ -109,27 +124,19 @@ def view_layer(target: Target, layer: int, ids: TokenRows, where: Bool[Tensor, "
         post=post[0].float(),
         up=up[0].float() if up else None,
         routing=routing[0] if routing else None,
+        again=less if calls else None,
     )
 
 
-def _route(
-    target: Target, experts: Any, index: Int[Tensor, "n k"], weights: Float[Tensor, "n k"]
-) -> Float[Tensor, "n expert"]:
-    """The routing weight of every expert."""
-    count = int(experts.num_experts)
-    by_expert = torch.zeros(len(index), count + 1, device=index.device)  # one more: "no expert" under sharding
-    return by_expert.scatter(1, index, weights.float())[:, :count]
-
-
-def _expert_activations(
-    target: Target, experts: Any, hidden: Float[Tensor, "n d_model"], routing: Float[Tensor, "n expert"]
-) -> Float[Tensor, "n neuron"]:
-    """The neurons of all experts, times the routing weight; 0 where an expert was not chosen."""
-    post = torch.zeros(*routing.shape, target.d_mlp, device=hidden.device)
-    for expert in range(routing.shape[1]):
+def _expert_activations(experts: Experts, routed: Routed, chosen: Bool[Tensor, " token"]) -> Float[Tensor, "n neuron"]:
+    """The neurons of all experts for the chosen tokens, times the routing weight; 0 where an expert was not chosen."""
+    chosen = chosen.to(routed.weight.device)
+    routing = routed.weight[chosen].float()
+    post = torch.zeros(*routing.shape, experts.width, device=routing.device)
+    for expert in range(experts.count):
         rows = routing[:, expert].nonzero().flatten()
         if len(rows):
-            values = activate(experts, *gate_up(experts, expert, hidden[rows]))
+            values = experts.activate(*experts.factors(expert, routed.entering(expert)[chosen][rows]))
             post[rows, expert] = values.float() * routing[rows, expert, None]
     return rearrange(post, "n expert neuron -> n (expert neuron)")
 
@@ -223,10 +230,11 @@ def norm_without(
     Residual dimensions in `without` are left out of the norm.
     """
     written = einsum(view.post[:, neurons], cols, "n draw k, draw k d_model -> draw n d_model")
-    path = target.adapter.post_mlp_norm
-    if path is None:
+    if view.again is not None:
+        return torch.stack([norm_of(view.again(one), without) for one in written])
+    if not target.has_part(view.layer, target.adapter.post_mlp_norm):
         return norm_of(view.resid - written, without)
-    norm = target.sub(view.layer, path)
+    norm = target.sub(view.layer, target.adapter.post_mlp_norm or "")
     dtype = target.dtype
     intact = norm(view.mlp.to(dtype)).float()
     edited = norm((view.mlp - written).to(dtype)).float()
@@ -265,9 +273,7 @@ def neutral_view(target: Target, layer: int, ids: TokenRows) -> LayerView:
     """The layer on typical text without first tokens, at as many positions as 64 MB of activations allow."""
     where = torch.ones_like(ids, dtype=torch.bool)
     where[:, 0] = False
-    config = target.config
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
-    rows = max(1, NEUTRAL_ELEMENTS // (target.d_mlp * int(experts) * ids.shape[1]))
+    rows = max(1, NEUTRAL_ELEMENTS // (target.d_mlp * max(1, target.n_experts(layer)) * ids.shape[1]))
     return view_layer(target, layer, ids[:rows], where[:rows])
 
 

@@ -139,7 +139,7 @@ def replacing(
         return on_input(replace)
 
     layers = reduce(edits, "row layer head -> layer", torch.any).nonzero().flatten().tolist()
-    return [(target.sub(layer, target.adapter.o), "pre", hook(layer)) for layer in layers]
+    return [(target.output_projection(layer), "pre", hook(layer)) for layer in layers]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -241,7 +241,7 @@ def _candidates(
         first = view_layer(target, layer, ids[:, : at + 1], where)
         contribution = contribution_norms(target, first).median(0).values
         rank = contribution
-        if target.adapter.post_mlp_norm is not None:
+        if target.has_part(layer, target.adapter.post_mlp_norm):
             # The gain of the norm behind the MLP (Gemma 2, OLMo 2) can pass one residual dimension and suppress
             # others, and a neuron that writes mostly into suppressed dimensions makes no spike.
             rank = first.post.abs().median(0).values * column_norms_behind_the_norm(target, layer)

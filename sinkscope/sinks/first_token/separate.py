@@ -21,7 +21,6 @@ from sinkscope.files.notation import agreeing, counted, neuron_name, read_neuron
 from sinkscope.interventions.edits import site_of
 from sinkscope.measure import Count, Number, Option, Result, Setup, measurement
 from sinkscope.measure.style import BLUE, GREY, finished
-from sinkscope.models.experts import gate_up
 from sinkscope.models.target import Target, on_input
 from sinkscope.sinks.tokens import first_tokens
 from sinkscope.trace.run import trace
@@ -128,14 +127,14 @@ def layer_samples(
     adapter, sites = target.adapter, [f"blocks.{layer}.hook_resid_mid"]
     if adapter.mid is None:
         sites = [f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.hook_attn_out"]
-    path = adapter.mlp
-    if path == adapter.down:  # the MLP is no module of its own
-        path = adapter.up or ""
+    path = target.path(layer, adapter.mlp)
+    if path == target.path(layer, adapter.down):  # the MLP is no module of its own
+        path = adapter.up
     resid: list[Tensor] = []
     mlp_inputs: list[Tensor] = []
     keep_input = on_input(lambda hidden: mlp_inputs.append(hidden.detach().flatten(0, -2)))
     for rows in ids.split(BATCH_TEXTS):
-        with target.hooks((target.sub(layer, path), "pre", keep_input)):
+        with target.hooks((target.sub(layer, path or ""), "pre", keep_input)):
             values = trace(target, rows, sites)
         resid.append(rearrange([value.float() for value in values.values()], "site row pos d -> (row pos) d site"))
         progress("sequences", len(resid) * BATCH_TEXTS, len(ids))
@@ -149,21 +148,24 @@ def layer_samples(
 def _factors(target: Target, layer: int, mlp_input: Float[Tensor, "sample d_model"]) -> list[FactorValues]:
     """The factors of a dense MLP, or of every expert, whether or not the router chose it, and of a shared one."""
     adapter = target.adapter
-    pairs: list[tuple[int | None, tuple[Tensor, ...]]] = []
+    pairs: list[tuple[int | None, Sequence[Tensor]]] = []
     for expert in range(target.n_experts(layer)):
-        pairs.append((expert, gate_up(target.sub(layer, adapter.experts or ""), expert, mlp_input)))
+        pairs.append((expert, target.experts(layer).factors(expert, mlp_input)))
     if target.has_mlp(layer, None):
         up = target.mlp_part(layer, "up")(mlp_input)
         if adapter.fused_gate_up:
             pairs.append((None, up.chunk(2, -1)))
-        elif adapter.gate is None:
-            return [FactorValues("", None, up.float().cpu())]
-        else:
+        elif target.has_part(layer, adapter.gate):
             pairs.append((None, (target.mlp_part(layer, "gate")(mlp_input), up)))
+        else:
+            pairs.append((None, (up,)))
     factors: list[FactorValues] = []
-    for expert, (gate, up) in pairs:
-        factors.append(FactorValues("gate", expert, gate.float().cpu()))
-        factors.append(FactorValues("up", expert, up.float().cpu()))
+    for expert, outputs in pairs:
+        names = ("gate", "up")
+        if len(outputs) == 1:
+            names = ("",)
+        for name, values in zip(names, outputs, strict=True):
+            factors.append(FactorValues(name, expert, values.float().cpu()))
     return factors
 
 

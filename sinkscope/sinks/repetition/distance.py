@@ -248,7 +248,7 @@ def attention_outputs(target: Target, ids: Int[Tensor, " pos"], layers: int, kee
             z = inputs[0].reshape(len(ids), target.n_heads, -1)
             keep(layer, z.float(), output.reshape(len(ids), -1).float())
 
-        return target.sub(layer, target.adapter.o), "post", see
+        return target.output_projection(layer), "post", see
 
     with target.hooks(*[watch(layer) for layer in range(layers)]):
         target.forward(ids[None], upto=layers - 1)
@@ -257,7 +257,8 @@ def attention_outputs(target: Target, ids: Int[Tensor, " pos"], layers: int, kee
 def output_weights(target: Target) -> Float[Tensor, "head d_head d_model"]:
     """W_O of every head of the first layer, float32."""
     with target.loaded(0):
-        weight = target.rows_of(target.sub(0, target.adapter.o), target.n_heads * target.head_width)
+        width = target.n_heads * len(target.head_columns(0, 0))
+        weight = target.rows_of(target.output_projection(0), width)
         return rearrange(weight.float(), "d_model (head d_head) -> head d_head d_model", head=target.n_heads)
 
 
