@@ -33,8 +33,7 @@ class ServingSettings:
 
     Attributes:
         actions: Actions for the first, second, ... trigger of the monitor; further triggers repeat the last one. "stop"
-            ends the request with its end token. "force" makes the model say `tokens`. "heat" raises the temperature for
-            the next `span` tokens.
+            ends the request with its end token. "force" makes the model say `tokens`.
         tokens: Ids of the sequence that "force" writes, such as the end of the reasoning.
         end: Id of the token that "stop" writes; None uses the server's end token.
         monitor: Settings of the monitor. It gets no probabilities, because reading them would make every step wait.
