@@ -150,7 +150,7 @@ class Barcode(Result):
         prompt_tokens: Length of the prompt.
         steps: Number of generated tokens.
         period: Period of the loop in tokens. None if the text does not loop; scores then compare neighbouring rows.
-        onset: Position of the loop's first token. None if the text is in no loop of this period.
+        onset: Position of the loop's first token. None if the text does not loop.
         suffix: Length of the suffix in positions.
         layers: The layers that were measured.
         score: Share of attention on the same offsets of the suffix as one period earlier.
@@ -229,8 +229,6 @@ class Barcode(Result):
         """How many heads lock onto the loop, and the strongest beside ordinary text."""
         if self.period is None:
             return f"The {self.steps} generated tokens end in no loop, so no head can lock onto one."
-        if self.onset is None:
-            return f"The text is in no loop of period {self.period}, so no head can lock onto one."
         best = self.rows()[0]
         control = "no control was run"
         if "control_score" in best:
@@ -341,7 +339,6 @@ def barcode(
     max_new_tokens: Positive = 512,
     layers: Annotated[Sequence[int] | None, Option(min=0)] = None,
     heads: Annotated[Sequence[tuple[int, int]] | None, Option(metavar="L0.H4", reads="head")] = None,
-    period: Positive | None = None,
     control: bool | Sequence[int] = True,
 ) -> Barcode:
     """Draw attention step by step while a model falls into a loop, and find the heads that lock onto it.
@@ -358,18 +355,16 @@ def barcode(
         max_new_tokens: Tokens to generate.
         layers: Measure this layer. By default all layers.
         heads: Draw this head, and measure only its layer. By default up to four heads that the loop changes most.
-        period: Period of the loop, if it is known. By default it is detected at the end of the text.
         control: Compare with ordinary text of the same length; from Python also the ids of such a text.
 
     Example:
         sinkscope barcode --html barcode.html
     """
     wanted, named = _chosen(setup, layers, heads)
-    loop, events = _sequence(setup, prompt, ids, max_new_tokens, period)
+    loop, events = _sequence(setup, prompt, ids, max_new_tokens)
     size = PictureSize(len(loop.ids), loop.prompt)
-    shift = period or loop.period or 1
+    shift = loop.period or 1
     suffix = max(SUFFIX, 3 * shift)
-    in_loop = loop.period is not None and shift % loop.period == 0
     begin = loop.prompt
     if loop.onset is not None:
         begin = loop.onset
@@ -388,7 +383,7 @@ def barcode(
         gain = score - control_score
     setup.progress("texts", 2, 2)
     locked = gain >= LOCK_GAIN
-    if loop.period is None and period is None:
+    if loop.period is None:
         locked = torch.zeros_like(locked)
     named = named or _most_changed(gain, wanted)
     places = [(wanted.index(layer), head) for layer, head in named]
@@ -408,8 +403,8 @@ def barcode(
     return Barcode(
         prompt_tokens=loop.prompt,
         steps=size.steps,
-        period=period or loop.period,
-        onset=loop.onset if in_loop else None,
+        period=loop.period,
+        onset=loop.onset,
         suffix=suffix,
         layers=tuple(wanted),
         score=score.numpy(),
@@ -444,29 +439,17 @@ def _sequence(
     prompt: str | Sequence[int] | None,
     ids: Sequence[int] | None,
     new: int,
-    period: int | None,
 ) -> tuple[Loop, list[Event]]:
     """The text with its loop, and what interventions did while it was generated."""
     if ids is not None and prompt is not None:
         raise SinkscopeError("a prompt and ids are given: expected one of them")
     if ids is not None:
         given = read_row(setup.target, ids)
-        _check_period(period, len(given))
         return Loop.of(given, 1), []
     start = prompt_ids(setup, prompt)
     setup.target.check_length("the prompt", len(start), new)
-    _check_period(period, len(start) + new)  # before the work
     answer, events = decode(setup.target, start, new, setup.edit)
-    _check_period(period, len(start) + len(answer))
     return Loop.of([*start, *answer], len(start)), events
-
-
-def _check_period(period: int | None, tokens: int) -> None:
-    if period is not None and 2 * period > tokens:
-        raise SinkscopeError(
-            f"period {period}: expected at most {tokens // 2}, half of the {tokens} tokens; give a smaller one, or "
-            "more tokens"
-        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -167,7 +167,7 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen() -> None:
         np.testing.assert_allclose(getattr(full, name), getattr(plain, name), atol=1e-3)
     assert (full.locking_onset, full.locked) == (plain.locking_onset, plain.locked)
     policy = StreamingLLM(budget=10, first=2)
-    short = measured(organism, prompt, 16, interventions=policy, period=4, control=False, layers=[1])
+    short = measured(organism, prompt, 16, interventions=policy, control=False, layers=[1])
     assert short.width.max() <= 11 < plain.width.max() and "StreamingLLM" in short.settings["interventions"]
     length = prompt.shape[1] + 16
     assert short.attention.shape[1:] == (16, length)  # a row for each step, and a column for each position
@@ -223,24 +223,15 @@ def test_round_trip_and_figure(tmp_path: Path) -> None:
     assert len([trace for trace in figure.data if trace.type == "heatmap"]) == 1 + len(alone.shown)
 
 
-def test_a_given_period_is_the_one_that_is_measured() -> None:
-    """Also where the text ends in a loop of another; and without a loop nothing is said of one."""
-    organism, plain = of_a_loop()
-    results = {p: measured(organism, organism.looping_prompt(5).ids, 40, period=p, control=False) for p in (10, 7)}
-    assert (plain.period, results[10].period, results[7].period) == (5, 10, 7)
-    assert "loop of period 5;" in str(plain) and "The loop begins at" in str(results[10])
-    assert results[7].onset is None and "in no loop of period 7" in str(results[7]) and results[7].locked == []
-
-
 def test_the_command_gives_what_the_function_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("def f(x):")
     options = ["--prompt-file", str(prompt), "--max-new-tokens", "9", "--head", "2.2", "--head", "5.0"]
-    assert main(["barcode", *options, "--period", "3", "--policy", "streaming:48", "--json", "-"]) == 0
+    assert main(["barcode", *options, "--policy", "streaming:48", "--json", "-"]) == 0
     printed = Result.from_dict(json.loads(capsys.readouterr().out))
     policy = StreamingLLM(budget=48)
     heads = [(2, 2), (5, 0)]
-    result = barcode(None, "def f(x):", max_new_tokens=9, heads=heads, period=3, interventions=policy)
+    result = barcode(None, "def f(x):", max_new_tokens=9, heads=heads, interventions=policy)
     assert printed.to_dict()["result"] == result.to_dict()["result"] and printed.settings == result.settings
 
 
@@ -261,9 +252,6 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         ({"max_new_tokens": 5000}, "ask for at most"),
         ({"prompt": [5, 200]}, "token id 200 is none of"),
         ({"ids": [5], "prompt": "word"}, "a prompt and ids are given"),
-        ({"ids": [5] * 30, "period": 0}, "period 0: expected a whole number from 1"),
-        ({"ids": [5] * 30, "period": 16}, "period 16: expected at most 15, half of the 30 tokens"),
-        ({"prompt": [5], "max_new_tokens": 20, "period": 11}, "period 11: expected at most 10"),
         ({"ids": [5] * 30, "control": [6] * 20}, "a control of 20 ids: expected 30"),
     ]
     for options, message in cases:
