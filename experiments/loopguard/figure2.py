@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.drawn import save
+from experiments.drawn import powers, save
 from experiments.record import record
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.run import run_bench
@@ -31,7 +31,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import ProgressBar, note
 from sinkscope.loops import collapse_point, diversity
 from sinkscope.loops.signals import THETA_TTR, WINDOW
-from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished, powers
+from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.models.load import load
 from sinkscope.models.text import typical_text
 
