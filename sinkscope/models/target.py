@@ -462,8 +462,8 @@ class Target:
         down = self.mlp_part(layer, "down")
         weight = plain_weight(down)
         if weight is None:
-            features: Any = getattr(down, "in_features", self.d_mlp)
-            return int(features)
+            linear: Any = getattr(down, "base_layer", down)  # quantised, or inside an adapter
+            return int(linear.in_features)
         return int(weight.shape[0 if self.adapter.transposed_down else 1])
 
     def factor(self, layer: int, expert: int | None = None) -> float:
