@@ -59,13 +59,13 @@ class LineWeights(Result):
         segments_relative: The same within each half: the second half's sums leave out keys of the first, and its
             vertical lines are counted from its beginning.
         segments_random: `segments` for the same number of random lines of each kind.
-        text_mass: `mass` of each text, mean over heads.
-        text_inputs: `inputs` of each text with the others, mean over heads. None for a single text.
         map_head: Name of the head whose attention map is kept.
         map_words: The first tokens of the first text, as texts.
         map_attention: Attention of that head over these tokens; later tokens do not change it.
         map_vertical: Key positions of the heaviest vertical lines of the map.
         map_slash: Offsets of the heaviest slash lines of the map.
+        text_mass: `mass` of each text, mean over heads.
+        text_inputs: `inputs` of each text with the others, mean over heads. None for a single text.
     """
 
     page: ClassVar[str] = "measure/lines"
@@ -86,13 +86,13 @@ class LineWeights(Result):
     segments: Float[np.ndarray, "eta layer head"]
     segments_relative: Float[np.ndarray, "eta layer head"]
     segments_random: Float[np.ndarray, "eta layer head"]
-    text_mass: Float[np.ndarray, "eta text"]
-    text_inputs: Float[np.ndarray, "eta text"] | None
     map_head: str
     map_words: tuple[str, ...]
     map_attention: Float[np.ndarray, "query key"]
     map_vertical: tuple[int, ...]
     map_slash: tuple[int, ...]
+    text_mass: Float[np.ndarray, "eta text"] | None = None
+    text_inputs: Float[np.ndarray, "eta text"] | None = None
 
     @property
     def shown_eta(self) -> int:
@@ -148,13 +148,17 @@ class LineWeights(Result):
         i = self.shown_eta
         share = f"{self.etas[self.shown_eta]:.0%}"
         mass = float(self.mean("mass")[i]), float(self.mean("random_mass")[i])
-        numbers = [Number(f"attention on the heaviest {share} of lines", *mass, margin_of(self.text_mass[i]))]
-        if self.inputs is not None and self.text_inputs is not None:
+        margins: list[float | None] = [None, None]
+        if self.text_mass is not None:
+            margins[0] = margin_of(self.text_mass[i])
+        if self.text_inputs is not None:
+            of_texts = margin_of(self.text_inputs[i])
+            if of_texts is not None:
+                margins[1] = 2 * of_texts  # a text is in all pairs with others, so it counts twice in their mean
+        numbers = [Number(f"attention on the heaviest {share} of lines", *mass, margins[0])]
+        if self.inputs is not None:
             shared = float(self.mean("inputs")[i]), float(self.mean("inputs_random")[i])
-            margin = margin_of(self.text_inputs[i])
-            if margin is not None:
-                margin *= 2  # each text is in the pairs of all others, so its deviation counts twice in their mean
-            numbers.append(Number("heaviest lines shared by two texts", *shared, margin))
+            numbers.append(Number("heaviest lines shared by two texts", *shared, margins[1]))
         return numbers
 
 

@@ -223,33 +223,6 @@ def test_separates_is_said_only_of_what_beats_its_control(seed: int, area: float
     assert not re.search(r"\b1 [\w-]+ ?\w+s\b(?<!texts)", " ".join(found.details()).replace("1 of", ""))
 
 
-def test_the_margin_of_the_plane_is_that_of_repeated_samples() -> None:
-    """Of 60 and 90 held-out tokens, drawn again and again; tokens that were fitted do not count."""
-    areas: list[float] = []
-    margins: list[float] = []
-    for seed in range(200):
-        rng = np.random.default_rng(seed)
-        first = np.arange(200) % 5 < 2
-        held = np.arange(200) < 150
-        score = rng.normal(size=200) + 0.8 * first + 50 * (first & ~held)
-        found = Separability(
-            layer=0,
-            method=("plane",),
-            neuron=("",),
-            auroc=np.array([float(auroc(torch.tensor(score)[held, None], torch.tensor(first)[held]))]),
-            shuffled_auroc=np.array([0.5]),
-            tokens=("a",) * 200,
-            first=first,
-            held_out=held,
-            score=score,
-            pre_activation=np.zeros((200, 0)),
-        )
-        (number,) = found.numbers()
-        areas.append(number.value or 0.0)
-        margins.append(number.margin or 0.0)
-    assert np.mean(margins) == pytest.approx(2 * np.std(areas, ddof=1), rel=0.15)
-
-
 def test_bad_input_is_one_line() -> None:
     dense, mixture = organism("llama", 1), organism("mixtral", 1)
     for o, options, reason in (

@@ -6,7 +6,6 @@ import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import hypot
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -21,7 +20,6 @@ from sinkscope.files.console import Progress, silent
 from sinkscope.files.notation import agreeing, counted, neuron_name, read_neuron
 from sinkscope.interventions.edits import site_of
 from sinkscope.measure import Count, Number, Option, Result, Setup, measurement
-from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import BLUE, GREY, finished
 from sinkscope.models.target import Target, on_input
 from sinkscope.sinks.tokens import first_tokens
@@ -368,19 +366,7 @@ class Separability(Result):
 
     def numbers(self) -> list[Number]:
         """AUROC of the plane."""
-        label = "AUROC of a plane, first against later"
-        return [Number(label, float(self.auroc[0]), float(self.shuffled_auroc[0]), self.margin_of_plane())]
-
-    def margin_of_plane(self) -> float | None:
-        """Two standard errors of the plane's AUROC over held-out tokens of both classes (DeLong et al. 1988)."""
-        firsts = self.score[self.first & self.held_out]
-        later = self.score[~self.first & self.held_out]
-        above = (firsts[:, None] > later) + 0.5 * (firsts[:, None] == later)
-        of_firsts = margin_of(above.mean(1))
-        of_later = margin_of(above.mean(0))
-        if of_firsts is None or of_later is None:
-            return None
-        return hypot(of_firsts, of_later)
+        return [Number("AUROC of a plane, first against later", float(self.auroc[0]), float(self.shuffled_auroc[0]))]
 
     def details(self) -> list[str]:
         """The samples, and the tokens on the wrong side."""
