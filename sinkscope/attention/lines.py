@@ -25,6 +25,7 @@ from sinkscope.files.records import Part, conform
 from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
 from sinkscope.measure import Hidden, Number, Positive, Result, Setup, measurement
+from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
@@ -53,6 +54,8 @@ class LineWeights(Result):
         segments_relative: The same within each half: the second half's sums leave out keys of the first, and its
             vertical lines are counted from its beginning.
         segments_random: `segments` for the same number of random lines of each kind.
+        text_mass: `mass` of each text, mean over heads.
+        text_inputs: `inputs` of each text with the others, mean over heads. None for a single text.
     """
 
     page: ClassVar[str] = "measure/lines"
@@ -73,6 +76,8 @@ class LineWeights(Result):
     segments: Float[np.ndarray, "eta layer head"]
     segments_relative: Float[np.ndarray, "eta layer head"]
     segments_random: Float[np.ndarray, "eta layer head"]
+    text_mass: Float[np.ndarray, "eta text"] | None = None
+    text_inputs: Float[np.ndarray, "eta text"] | None = None
 
     @property
     def shown_eta(self) -> int:
@@ -128,10 +133,17 @@ class LineWeights(Result):
         i = self.shown_eta
         share = f"{self.etas[self.shown_eta]:.0%}"
         mass = float(self.mean("mass")[i]), float(self.mean("random_mass")[i])
-        numbers = [Number(f"attention on the heaviest {share} of lines", *mass)]
+        margins: list[float | None] = [None, None]
+        if self.text_mass is not None:
+            margins[0] = margin_of(self.text_mass[i])
+        if self.text_inputs is not None:
+            of_texts = margin_of(self.text_inputs[i])
+            if of_texts is not None:
+                margins[1] = 2 * of_texts  # a text is in all pairs with others, so it counts twice in their mean
+        numbers = [Number(f"attention on the heaviest {share} of lines", *mass, margins[0])]
         if self.inputs is not None:
             shared = float(self.mean("inputs")[i]), float(self.mean("inputs_random")[i])
-            numbers.append(Number("heaviest lines shared by two texts", *shared))
+            numbers.append(Number("heaviest lines shared by two texts", *shared, margins[1]))
         return numbers
 
 
@@ -224,11 +236,14 @@ def line_weights(
             target.forward(ids[None])
     numbers = {name: torch.stack([own.mean(name) for own in by_layer.values()], 1) for name in _WEIGHTS + _SEGMENTS}
     arrays: dict[str, Any] = {name: values.numpy() for name, values in numbers.items()}
-    arrays |= {"inputs": None, "inputs_random": None}
+    by_text = [own.by_text() for own in by_layer.values()]
+    arrays["text_mass"] = torch.stack([mass for mass, _ in by_text]).mean(0).numpy()
+    arrays |= {"inputs": None, "inputs_random": None, "text_inputs": None}
     if len(rows) > 1:
         for name, random in (("inputs", False), ("inputs_random", True)):
             agreements = [own.agreement(random) for own in by_layer.values()]
             arrays[name] = torch.stack(agreements, 1).numpy()
+        arrays["text_inputs"] = torch.stack([inputs for _, inputs in by_text]).mean(0).numpy()
     return LineWeights(
         etas=shares,
         tokens=tuple(len(ids) for ids in rows),
@@ -282,6 +297,16 @@ class LayerLines:
     def mean(self, name: str) -> Float[Tensor, "eta head"]:
         """The mean of a number over the texts."""
         return torch.stack([weights[name] for weights in self.weights]).mean(0)
+
+    def by_text(self) -> tuple[Float[Tensor, "eta text"], Float[Tensor, "eta text"]]:
+        """The mass of each text, and its mean overlap with the other texts; means over heads."""
+        mass = torch.stack([reduce(weights["mass"], "eta head -> eta", "mean") for weights in self.weights], 1)
+        overlap = torch.zeros_like(mass)
+        for (place, first), (other, second) in combinations(enumerate(self.own), 2):
+            shared = reduce(jaccard(second, first).double(), "eta head -> eta", "mean") / max(1, len(self.own) - 1)
+            overlap[:, place] += shared
+            overlap[:, other] += shared
+        return mass, overlap
 
     def agreement(self, random: bool) -> Float[Tensor, "eta head"]:
         """Mean overlap of the lines of two different texts, or of as many random ones."""

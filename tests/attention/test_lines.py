@@ -20,6 +20,7 @@ from sinkscope.attention.lines import LineWeights, jaccard, line_weights, shared
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import H2O
 from sinkscope.lines.choice import HeadLines, top_lines
+from sinkscope.measure.margin import margin_of
 
 COLUMNS = (20, 33, 90)
 Sets = tuple[set[int], set[int]]
@@ -123,6 +124,12 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type: str) -> None:
     mass, agreement = result.numbers()
     assert mass.value == pytest.approx(result.mass[0].mean()) and mass.control == result.random_mass[0].mean()
     assert result.inputs is not None and agreement.value == pytest.approx(result.inputs[0].mean())
+    assert result.text_mass is not None and result.text_inputs is not None
+    assert result.text_mass.shape == result.text_inputs.shape == (3, 3)
+    np.testing.assert_allclose(result.text_mass.mean(1), result.mean("mass"))
+    np.testing.assert_allclose(result.text_inputs.mean(1), result.mean("inputs"))
+    margins = [margin_of(by_text[0]) or 0.0 for by_text in (result.text_mass, result.text_inputs)]
+    assert [mass.margin, agreement.margin] == [margins[0], 2 * margins[1]]
 
 
 def test_random_lines_are_drawn_evenly_and_share_what_chance_says() -> None:

@@ -22,6 +22,7 @@ from sinkscope.files.notation import head_name, neuron_name
 from sinkscope.files.rate import wilson
 from sinkscope.files.result import Number
 from sinkscope.measure import Count, Hidden, Option, Result, Setup, measurement
+from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import finished
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.attack.sequences import (
@@ -183,9 +184,10 @@ class ClusterAttack(Result):
         """Success of the attack, and the tokens that one head serves."""
         numbers: list[Number] = []
         if self.clusters is not None:
-            served = float(np.isfinite(self.clusters.head).mean())
+            served = np.isfinite(self.clusters.head)
             without = self.clusters.without_heads / len(self.clusters.ids)
-            numbers.append(Number("tokens that one head of layer 0 marks", served, without))
+            margin = margin_of(served)
+            numbers.append(Number("tokens that one head of layer 0 marks", float(served.mean()), without, margin))
         if self.best is not None:
             cluster, random, _ = self.positions[self.best]
             margin = None
