@@ -114,7 +114,7 @@ def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path: Path) -> 
 def test_marking_heads_are_those_of_the_circuit_and_switches_of_ones_own_have_a_control(tmp_path: Path) -> None:
     o = organism("llama", 1)
     one = explorer(o, tmp_path)
-    one.circuit = circuit.on(one.setup, max_repeats=8, texts=2)
+    one.circuit = circuit.on(one.setup, max_repeats=8)
     ids = o.natural(1, 24)[0].tolist()
     marks = [f"L{layer}.H{head}" for layer, head in one.marks]
     own = one.own_switch(marks)
@@ -156,7 +156,7 @@ def bundled() -> Explorer:
 @pytest.fixture(scope="module")
 def view(bundled: Explorer) -> ModelView:
     """The model in the package on a short text, with its circuit and a generation."""
-    bundled.circuit = circuit.on(bundled.setup, max_repeats=16, texts=1)
+    bundled.circuit = circuit.on(bundled.setup, max_repeats=16)
     text = "A class is a block. A block is a piece of text."
     return replace(bundled.view(text), generation=bundled.generation(12))
 
