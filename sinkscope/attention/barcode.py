@@ -235,7 +235,7 @@ class Barcode(Result):
         if "control_score" in best:
             control = f"in ordinary text {best['control_score']:.0%}"
         return (
-            f"{len(self.locked)} of {self.score.size} heads lock onto the loop of period {self.period}; "
+            f"{len(self.locked)} of {self.score.size} heads {agreeing(len(self.locked), 'locks', 'lock')} onto the loop of period {self.period}; "
             f"L{best['layer']}.H{best['head']} puts {best['score']:.0%} of its attention where it was one period "
             f"before ({control})."
         )
