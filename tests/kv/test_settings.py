@@ -26,7 +26,6 @@ from sinkscope.kv import (
 )
 from sinkscope.kv.loopguard import LoopReporter, LoopStopper, Retention
 
-
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     # budgets
     (StreamingLLM, {"budget": 0}, "budget=0: expected a number of tokens from 1, or a fraction"),

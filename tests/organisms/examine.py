@@ -230,10 +230,10 @@ def _plant_dense(target: Target, layer: int, inputs: Tensor, written: Tensor) ->
 
 def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: int | None) -> None:
     """Set what the neuron writes; behind a norm, one dimension that the norm lets through."""
-    if target.adapter.post_mlp_norm is None:
+    if not target.has_part(layer, target.adapter.post_mlp_norm):
         down[NEURON] = written * 4 / target.factor(layer, expert)
         return
-    norm: Any = target.sub(layer, target.adapter.post_mlp_norm)
+    norm: Any = target.sub(layer, target.adapter.post_mlp_norm or "")
     down[:, 5] = 0
     down[NEURON] = 0
     down[NEURON, 5] = 1
@@ -254,11 +254,11 @@ def _check_neurons(report: TypeReport, target: Target, planted: Planted, found: 
 def _removed(target: Target, planted: Planted) -> float:
     """Norm of what leaves the residual stream at the first token when the neuron is zeroed, by hooks of our own.
 
-    Behind a norm, which is not linear, it is what leaves the output of the down projection.
+    Behind a norm, or where the layer does more than add, it is what leaves the output of the down projection.
     """
     module = planted.module
     where = target.layers[planted.layer]
-    if target.adapter.post_mlp_norm is not None:
+    if target.has_part(planted.layer, target.adapter.post_mlp_norm) or not target.adapter.adds:
         where = module
     outputs: list[Tensor] = []
 
