@@ -488,7 +488,11 @@ def main(argv: Sequence[str] | None = None, program: click.Command | None = None
         context = getattr(error, "ctx", None)
         path = context.command_path if context else program.name
         return _print_error(f"{error.format_message().rstrip('.')} (see {path} --help)")
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, click.Abort) as error:
+        if isinstance(
+            error.__cause__, EOFError
+        ):  # click takes every one for Ctrl-D at a prompt, and there is no prompt
+            return _print_error(_unforeseen(error.__cause__), code or 2)
         note("interrupted")
         return 130
     except (BrokenPipeError, SystemExit):  # the reader, `head` say, has seen enough; click turns it into an exit

@@ -140,7 +140,9 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
     if not _is_file_name(name):
         raise SinkscopeError(f"{name!r} is not a file name: give the name of a file to write")
     try:
-        target = Path(os.path.realpath(name))  # a link stays a link: its target is replaced
+        target = Path(name)
+        if not name.startswith(OF_THE_SHELL):  # those lead to names that no file system knows
+            target = Path(os.path.realpath(name))  # a link stays a link: its target is replaced
         if not folder and (target.is_dir() or name.endswith(("/", os.sep))):
             raise SinkscopeError(f"{name} is a folder: give the name of a file to write")
         with suppress(FileNotFoundError):
@@ -150,6 +152,8 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
             home = home.parent
         if target.exists() and not os.access(target, os.W_OK):
             raise SinkscopeError(f"cannot write {name}: no permission; choose another file")
+        if target.is_fifo() and not name.startswith(OF_THE_SHELL):  # nobody may ever read it
+            raise SinkscopeError(f"cannot write {name}: it is a named pipe; choose a file, or redirect standard output")
         if target.is_dir() or not _is_device(target):
             tempfile.TemporaryFile(dir=home).close()  # the only sure way to know
     except OSError as error:

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import os
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,35 +65,57 @@ class StreamTarget(Target):
         with self.store.pinned(layer):
             yield
 
+    @contextlib.contextmanager
+    def skipping(self, count: int, wrapped: bool) -> Iterator[None]:
+        """The layers that are passed by are not read either."""
+        with super().skipping(count, wrapped):
+            self.store.skipped = count
+            try:
+                yield
+            finally:
+                self.store.skipped = 0
+
 
 class _Store:
-    """Reads the weights of a layer when the layer is called, and frees them when other layers need the room."""
+    """Reads the weights of a layer when the layer is called, and frees them when other layers need the room.
+
+    Attributes:
+        source: The checkpoint.
+        skipped: The number of first layers that are called without being computed.
+        reads: How often each layer was read.
+    """
 
     def __init__(self, source: SafetensorsSource, loader: _Loader, layers: list[nn.Module], resident: int) -> None:
         self.source = source
         self._loader = loader
         self._layers = layers
         self._resident = resident
+        self.skipped = 0
+        self.reads: Counter[int] = Counter()
         self._empty = [layer.state_dict() for layer in layers]  # on meta: costs nothing
-        self._in_memory: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._in_memory: set[int] = set()
         self._pins: Counter[int] = Counter()
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self._before, index))
 
     def _before(self, index: int, _module: nn.Module, _args: Any) -> None:
-        self.load(index)
+        if index >= self.skipped:
+            self.load(index)
 
     def load(self, index: int) -> None:
-        """Read the weights of layer `index`. They stay in memory until `resident` other layers have been called."""
+        """Read the weights of layer `index`, unless they are in memory; other layers may have to leave it.
+
+        A walk goes upward and the next one begins below, so the layer just below is needed last: it leaves first.
+        """
         if index in self._in_memory:
-            self._in_memory.move_to_end(index)
             return
-        for other in list(self._in_memory):
+        for other in sorted(self._in_memory, key=lambda held: (held >= index, -held)):
             if len(self._in_memory) >= self._resident and not self._pins[other]:
                 self._layers[other].load_state_dict(self._empty[other], assign=True)
-                del self._in_memory[other]
+                self._in_memory.remove(other)
         self._layers[index].load_state_dict(self._loader.layer(index), assign=True)
-        self._in_memory[index] = None
+        self._in_memory.add(index)
+        self.reads[index] += 1
 
     def hold(self, resident: int) -> None:
         """Hold up to `resident` layers in memory from now on."""

@@ -65,6 +65,21 @@ def unwrap(model: object) -> tuple[nn.Module, Kind]:
 
 
 @dataclass(frozen=True, eq=False)
+class LayerInput:
+    """The residual stream of some texts where it enters a layer, at which a later pass over them may begin.
+
+    Attributes:
+        layer: The layer.
+        hidden: What enters it.
+        wrapped: Whether the layers of the model return a tuple.
+    """
+
+    layer: int
+    hidden: Float[Tensor, "batch pos d_model"]
+    wrapped: bool
+
+
+@dataclass(frozen=True, eq=False)
 class Target:
     """A model as every measurement and intervention of sinkscope sees it. The model is not changed.
 
@@ -447,8 +462,8 @@ class Target:
         down = self.mlp_part(layer, "down")
         weight = plain_weight(down)
         if weight is None:
-            features: Any = getattr(down, "in_features", self.d_mlp)
-            return int(features)
+            linear: Any = getattr(down, "base_layer", down)  # quantised, or inside an adapter
+            return int(linear.in_features)
         return int(weight.shape[0 if self.adapter.transposed_down else 1])
 
     def factor(self, layer: int, expert: int | None = None) -> float:
@@ -544,25 +559,61 @@ class Target:
         *,
         unembed: bool = False,
         upto: int | None = None,
+        start: LayerInput | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run one pass without a cache, and without the unembedding unless requested.
 
-        The pass ends after layer `upto`, if one is given, or where a hook calls `stop`; it then returns None.
+        The pass ends after layer `upto`, if one is given, or where a hook calls `stop`; it then returns None. If there
+        is a `start`, the layers before it are skipped, and its layer gets what `start` holds.
         """
         self.check_loaded()
         kwargs.setdefault("use_cache", False)
         model = self.base
         if unembed:
             model = self.hf
-        ends: list[Any] = []
+        bounds: list[Any] = []
+        skipping: AbstractContextManager[None] = nullcontext()
+        if start is not None:
+            hidden = start.hidden
+            bounds.append((self.layers[start.layer], "pre", on_input(lambda _: hidden)))
+            skipping = self.skipping(start.layer, start.wrapped)
         if upto is not None:
-            ends = [(self.layers[upto], "post", lambda *_: self.stop())]
+            bounds.append((self.layers[upto], "post", lambda *_: self.stop()))
         try:
-            with self.hooks(*ends):
+            with skipping, self.hooks(*bounds):
                 return model(input_ids=ids.to(self.device), attention_mask=attention_mask, **kwargs)
         except _Stop:
             return None
+
+    @property
+    def skips_layers(self) -> bool:
+        """Whether a pass may begin at a layer: in types of the table, no layer reads what an earlier one kept."""
+        return row_of(self.config.model_type) is not None and self.adapter.adds
+
+    @contextmanager
+    def skipping(self, count: int, wrapped: bool) -> Iterator[None]:
+        """Context manager in which the first layers pass on what they get.
+
+        Args:
+            count: Number of these layers.
+            wrapped: Whether the layers of the model return a tuple.
+        """
+
+        def passed_on(hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+            if wrapped:
+                return (hidden_states,)
+            return hidden_states
+
+        with ExitStack() as stack:
+            for layer in self.layers[:count]:
+                own = layer.__dict__.get("forward")  # some libraries replace it as well
+                layer.forward = passed_on
+                if own is None:
+                    stack.callback(layer.__delattr__, "forward")
+                else:
+                    stack.callback(layer.__setattr__, "forward", own)
+            yield
 
     @staticmethod
     def stop() -> None:

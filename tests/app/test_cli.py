@@ -201,6 +201,17 @@ def test_sizes_are_those_of_the_model() -> None:
         assert size.computing == size.parameters - looked_up
 
 
+def test_a_file_that_ends_early_is_no_interruption(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read(*_: Any, **__: Any) -> None:
+        raise EOFError("marshal data too short")
+
+    monkeypatch.setattr(Measurement, "__call__", read)
+    assert main(["find-sinks"]) == 2
+    assert "error: EOFError: marshal data too short" in capsys.readouterr().err
+
+
 def test_backend_loads_that_kind_of_object(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[Any] = []
     monkeypatch.setattr(sinkscope.models.load, "load", lambda *args, **given: loads.append((args, given)) or "object")

@@ -92,6 +92,13 @@ def test_pictures_are_the_attention_of_an_eager_run(family: str, monkeypatch: py
                 np.testing.assert_allclose(whole[number].sum(1), 1, atol=6e-3)
 
 
+def test_the_default_number_of_tokens_fits_the_context() -> None:
+    """A model whose context is shorter than the default is measured to its end, and does not refuse its own default."""
+    model, tokenizer = tiny_model("llama", max_position_embeddings=96)
+    result = barcode(model, PROMPT, tokenizer=tokenizer, control=False, layers=[0])
+    assert result.prompt_tokens + result.steps == 96
+
+
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
 @torch.no_grad()
 def test_the_score_equals_its_definition_whatever_the_calls(family: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.output import read_bytes, read_json, read_text
+from sinkscope.files.output import read_bytes, read_json, read_text, write_output
 from sinkscope.files.store import Folder, Keyed
 
 MINE = b"my notes, and the last line has no end"
@@ -79,6 +79,18 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(SinkscopeError, match=r"cannot read .*; take another") as caught:
         read(name, "take another")
     assert "\n" not in str(caught.value)
+
+
+def test_pipes_are_written_only_if_a_shell_made_them(tmp_path: Path) -> None:
+    """A named pipe that nobody reads would never let go; that of `>(command)` has its reader."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SinkscopeError, match="named pipe"):
+        write_output(tmp_path / "pipe", b"text")
+    reading, writing = os.pipe()
+    write_output(f"/dev/fd/{writing}", b"text")
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        assert pipe.read() == b"text"
 
 
 def test_an_output_is_never_an_input(

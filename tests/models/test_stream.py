@@ -180,7 +180,7 @@ def test_loaded_holds_a_layer_while_others_are_called(llama: tuple[Any, Path]) -
             assert torch.equal(weight, model.model.layers[3].get_parameter(name))
         assert len(held(streamed)) == 2
     streamed.forward(*ids_and_mask())
-    assert held(streamed) == [4, 5], "a pin has to end with its `with`"
+    assert 3 not in held(streamed), "a pin has to end with its `with`"
     assert torch.equal(streamed.w_out(1, [4, 2]), Target.of(model).w_out(1, [4, 2]))
     with Target.of(model).loaded(3):
         pass

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from organisms import organism
 
 from sinkscope.interventions import Ablate
+from sinkscope.models.open import open_stream
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias
+from sinkscope.sinks.first_token.layer_scan import scan_layers
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
@@ -108,6 +111,32 @@ def test_batches_of_edits_give_what_one_batch_gives(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(whole.norms, parts.norms)
     torch.testing.assert_close(whole.attention, parts.attention)
     assert (effects(target, ids, []).intact_norms > whole.intact_norms).all(), "dimensions were left out"
+
+
+@pytest.mark.parametrize(
+    ("family", "streamed"),
+    [("gemma2", False), ("gpt2", False), ("neox", False), ("gpt_oss", False), ("llama", True), ("mixtral", True)],
+)
+def test_rows_that_part_at_a_layer_give_what_whole_passes_give(family: str, streamed: bool, tmp_path: Path) -> None:
+    o = organism(family, 5)
+    target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 12)
+    last = target.n_layers - 1
+    component = Component("attention", last)
+    edits = [Edit(zero=o.truth.neurons), Edit(), Edit(swap=(component,)), Edit(zero=o.truth.neurons, swap=(component,))]
+    whole = effects(target, ids, edits, attention=True)
+    if streamed:
+        target = open_stream(o.save(tmp_path / "model"), resident=1, tokenizer=o.tokenizer)
+    entering = scan_layers(target, ids, whole=True).entering
+    layer = o.truth.neurons[0][0]
+    for chosen, behind in ((edits, layer + 1), (edits[2:3], last), (edits[1:2], last)):
+        parts = effects(target, ids, chosen, attention=True, behind=behind, entering=entering)
+        numbers = [edits.index(edit) for edit in chosen]
+        torch.testing.assert_close(parts.norms, whole.norms[numbers], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(parts.intact_norms, whole.intact_norms, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            parts.attention[..., behind:, :], whole.attention[numbers][..., behind:, :], rtol=1e-5, atol=1e-6
+        )
+    assert all("forward" not in layer.__dict__ for layer in target.layers), "skipping left something behind"
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mixtral"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from organisms.plan import LEAST_LAYERS
 from torch import Tensor
 
 from sinkscope.interventions import Ablate
+from sinkscope.models.open import open_stream
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.context import SinkContext
+from sinkscope.sinks.first_token.effects import Effects, Trial, side_by_side
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerReading, LayerScan, scan_layers
 from sinkscope.sinks.first_token.layer_view import columns, contribution_norms, norm_without, view_layer
@@ -194,11 +197,35 @@ def test_a_neuron_that_attention_alone_needs_joins_the_set(tmp_path: Path, monke
     o = organism("llama", 1)
     needed = set[tuple[int, ...]]()
 
-    def attention_drops(_search: object, sets: list[tuple[tuple[int, ...], ...]]) -> Tensor:
-        if not needed:
-            needed.update({sets[0][0], sets[-1][-1]})  # of the set that removes the spike, and the last candidate
-        return torch.tensor([[float(needed <= {*sites})] for sites in sets])
+    def attention_needs_two(target: Target, trials: list[Trial]) -> list[Effects]:
+        answers = side_by_side(target, trials)
+        for number, (trial, answer) in enumerate(zip(trials, answers, strict=True)):
+            if trial.attention and trial.edits:
+                if not needed:  # of the set that removes the spike, and the last candidate
+                    needed.update({trial.edits[0].zero[0], trial.edits[-1].zero[-1]})
+                left = torch.tensor([float(not needed <= {*edit.zero}) for edit in trial.edits])
+                attention = torch.ones_like(answer.attention) * left[:, None, None, None]
+                intact = torch.ones_like(answer.intact_attention)
+                answers[number] = replace(answer, attention=attention, intact_attention=intact)
+        return answers
 
-    monkeypatch.setattr("sinkscope.sinks.first_token.sets._SpikeSearch.attention_drops", attention_drops)
+    monkeypatch.setattr("sinkscope.sinks.first_token.sets.side_by_side", attention_needs_two)
     minimal = find_in(o, tmp_path).minimal
     assert minimal is not None and len(needed) == 2 and {*minimal.edit_sites} == needed
+
+
+def test_a_deep_sink_is_found_in_three_walks_through_a_streamed_model(tmp_path: Path) -> None:
+    """One walk scans, two repeat, two search from the sink layer on; only the sink layer is looked at more often."""
+    o = organism("llama", 2, kind="gate", n_layers=12)
+    live = find_in(o, tmp_path)
+    o.save(tmp_path / "model")
+    target = open_stream(tmp_path / "model", resident=1, tokenizer=o.tokenizer)
+    streamed = find_sinks(target, text=tmp_path / "text.txt", max_repeats=256)
+    reads, (layer, _) = target.store.reads, o.truth.neurons[0]
+    assert layer >= 5 and streamed.repeats.median is not None and streamed.repeats.median > 128
+    assert max(count for number, count in reads.items() if number != layer) <= 3 and reads[layer] <= 5
+    assert [neuron.site for neuron in streamed.neurons] == [neuron.site for neuron in live.neurons]
+    for one, other in zip(streamed.causal_sets, live.causal_sets, strict=True):
+        assert one.edit_sites == other.edit_sites and one.kind == other.kind
+        assert one.drop_sink_layer == pytest.approx(other.drop_sink_layer, abs=1e-6)
+        assert one.heads_lost == other.heads_lost == 1

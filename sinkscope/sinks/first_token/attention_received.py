@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -215,37 +216,61 @@ def attention_received(
         progress: Called after each batch.
         batch: Number of texts that run together.
     """
-    depth, length = target.n_layers, ids.shape[1]
+    depth = target.n_layers
     if layers is not None:
         depth = layers
-    places = max(1, length - LATER_QUERIES)
-    above = torch.zeros(depth, target.n_heads, len(ids), places, dtype=torch.bool)
-    learned = torch.zeros(depth, target.n_heads, len(ids), dtype=torch.bool)
-    windows: list[int | None] = [None] * depth
+    reading = AttentionReading(target, ids, eps)
     for start in range(0, len(ids), batch):
         texts = slice(start, min(start + batch, len(ids)))
-
-        def read(layer: int, _first: int, probs: Float[Tensor, "text head query key"], texts: slice = texts) -> None:
-            window = windows[layer] = seen_positions(probs)
-            counted = probs
-            queries = torch.arange(length, 0, -1, device=probs.device)
-            if window is not None:
-                distance = torch.arange(length, device=probs.device)[:, None] - torch.arange(length).to(probs.device)
-                farther = (distance >= window // 2) & (distance < window)
-                counted = probs * farther
-                queries = farther.sum(0).clamp(min=1)
-            if window is None or window >= NARROWEST:
-                received = reduce(counted, "text head query key -> head text key", "sum") / queries
-                above[layer, :, texts] = (received[..., :places] > eps).cpu()
-            if target.adapter.learned_sinks:
-                to_tokens = reduce(probs.sum(-1), "text head query -> head text", "mean")
-                learned[layer, :, texts] = (1 - to_tokens > eps).cpu()
-
-        with attention_rows(target, read, layers=list(range(depth)), rows_per_chunk=length):
+        with reading.listening(texts, depth):
             target.forward(ids[texts], upto=depth - 1)
         progress("sink rate", texts.stop, len(ids))
-    attending = torch.tensor([target.has_attention(layer) for layer in range(depth)])
-    return AttentionReceived(ids, above, learned, tuple(windows), attending)
+    return reading.received(depth)
+
+
+class AttentionReading:
+    """Takes down which heads attend to which position while texts run through a model."""
+
+    def __init__(self, target: Target, ids: Int[Tensor, "text pos"], eps: float) -> None:
+        self.target = target
+        self.ids = ids
+        self.eps = eps
+        places = max(1, ids.shape[1] - LATER_QUERIES)
+        self._above = torch.zeros(target.n_layers, target.n_heads, len(ids), places, dtype=torch.bool)
+        self._learned = torch.zeros(target.n_layers, target.n_heads, len(ids), dtype=torch.bool)
+        self._windows: list[int | None] = [None] * target.n_layers
+
+    def listening(self, texts: slice, depth: int) -> AbstractContextManager[None]:
+        """A context in which a pass over some of the texts is taken down, in the first layers."""
+        length = self.ids.shape[1]
+
+        def read(layer: int, _first: int, probs: Float[Tensor, "text head query key"]) -> None:
+            self._read(layer, texts, probs)
+
+        return attention_rows(self.target, read, layers=list(range(depth)), rows_per_chunk=length)
+
+    def _read(self, layer: int, texts: slice, probs: Float[Tensor, "text head query key"]) -> None:
+        length = probs.shape[-1]
+        window = self._windows[layer] = seen_positions(probs)
+        counted = probs
+        queries = torch.arange(length, 0, -1, device=probs.device)
+        if window is not None:
+            distance = torch.arange(length, device=probs.device)[:, None] - torch.arange(length).to(probs.device)
+            farther = (distance >= window // 2) & (distance < window)
+            counted = probs * farther
+            queries = farther.sum(0).clamp(min=1)
+        if window is None or window >= NARROWEST:
+            received = reduce(counted, "text head query key -> head text key", "sum") / queries
+            self._above[layer, :, texts] = (received[..., : self._above.shape[-1]] > self.eps).cpu()
+        if self.target.adapter.learned_sinks:
+            to_tokens = reduce(probs.sum(-1), "text head query -> head text", "mean")
+            self._learned[layer, :, texts] = (1 - to_tokens > self.eps).cpu()
+
+    def received(self, depth: int) -> AttentionReceived:
+        """What was read in the first layers."""
+        attending = torch.tensor([self.target.has_attention(layer) for layer in range(depth)])
+        windows = tuple(self._windows[:depth])
+        return AttentionReceived(self.ids, self._above[:depth], self._learned[:depth], windows, attending)
 
 
 def seen_positions(probs: Float[Tensor, "text head query key"]) -> int | None:
@@ -256,11 +281,6 @@ def seen_positions(probs: Float[Tensor, "text head query key"]) -> int | None:
     return int(seen.sum())
 
 
-def attention_of_the_read(setup: Setup, depth: int) -> AttentionReceived:
-    """Attention over the typical text in the first `depth` layers."""
-    return attention_received(setup.target, setup.ids, RATE_EPS, layers=depth)
-
-
 def attention_of_all(setup: Setup) -> tuple[AttentionReceived, SinkRate | None]:
     """Attention in all layers over many short texts, as the sink rate is defined.
 
@@ -268,7 +288,7 @@ def attention_of_all(setup: Setup) -> tuple[AttentionReceived, SinkRate | None]:
     """
     target = setup.target
     if target.max_positions is not None and target.max_positions < RATE_LENGTH:
-        return attention_of_the_read(setup, target.n_layers), None
+        return attention_received(target, setup.ids, RATE_EPS), None
     texts, batch = RATE_TEXTS, max(1, BATCH_ELEMENTS // (RATE_LENGTH * target.d_mlp))
     if not target.resident:  # every batch reads all layers from disk again: there is one smaller batch
         texts, batch = RATE_TEXTS // 4, RATE_TEXTS

@@ -210,7 +210,7 @@ class SinkCircuit:
         if mark is not None:
             return f"For the spike of {self.place}, {mark.in_words()}"
         if keys is not None and self.readers is not None:
-            return f"Heads attend to {self.place} without a spike: {keys.in_words()}"
+            return f"Heads attend to {self.place} without a spike; {keys.in_words()}"
         return f"No MLP makes a spike of {self.place}, and no head attends to it"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_far_enough
+from sinkscope.sinks.first_token.layer_scan import NOT_READ, Entering, LayerScan, scan_far_enough
 
 SOME_TEXTS = 0.2  # least share of the texts in which heads attend to a sink of some texts
 SPIKE_TEXTS = 0.1  # least share of the texts, and at least two, that have a spike of some texts; fewer texts are read
@@ -27,6 +28,7 @@ class SinkContext:
         sink_layer: The layer that builds most of the spike. None if no MLP makes one.
         generator: Source of all random draws.
         share: Share of all texts that `ids` are.
+        entering: What entered each layer when `ids` were read.
     """
 
     target: Target
@@ -35,20 +37,29 @@ class SinkContext:
     sink_layer: int | None
     generator: torch.Generator
     share: float = 1.0
+    entering: Entering = NOT_READ
 
     @classmethod
-    def read(cls, setup: Setup, *, whole: bool | None = None) -> SinkContext:
+    def read(
+        cls,
+        setup: Setup,
+        *,
+        whole: bool | None = None,
+        listening: AbstractContextManager[None] | None = None,
+    ) -> SinkContext:
         """Scan the typical text; if the first token's norm stands out in some texts only, these alone.
 
         Args:
             setup: The model and its text.
             whole: Read every layer. None: if the model is in memory.
+            listening: A context in which all the texts are read for the first time.
         """
         if whole is None:
             whole = setup.target.resident
         ids = setup.ids
         share = 1.0
-        scan = scan_far_enough(setup, ids, whole=whole)
+        with listening or nullcontext():
+            scan = scan_far_enough(setup, ids, whole=whole)
         spiking = scan.spiking
         count = int(spiking.sum())
         if count < len(ids) and count >= max(2, SPIKE_TEXTS * len(ids)):
@@ -56,7 +67,7 @@ class SinkContext:
             ids = ids[spiking]
             scan = scan_far_enough(setup, ids, whole=whole)
         generator = torch.Generator().manual_seed(setup.seed)
-        return cls(setup.target, ids, scan, scan.sink_layer, generator, share)
+        return cls(setup.target, ids, scan, scan.sink_layer, generator, share, scan.entering)
 
     @property
     def layer(self) -> int:

@@ -19,7 +19,8 @@ from torch import Tensor
 from sinkscope.files.notation import head_name
 from sinkscope.interventions.edits import expert_hook
 from sinkscope.measure.evidence import NEEDED
-from sinkscope.models.target import Target, first_tensor, norm_of, on_hidden, on_input, on_output
+from sinkscope.models.target import LayerInput, Target, first_tensor, norm_of, on_hidden, on_input, on_output
+from sinkscope.sinks.first_token.layer_scan import NOT_READ, Entering
 from sinkscope.sinks.first_token.result import Sites
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import resolve
@@ -67,6 +68,14 @@ class Edit(NamedTuple):
     swap: tuple[Component, ...] = ()
     add: tuple[tuple[int, Tensor], ...] = ()
 
+    @property
+    def first_layer(self) -> int | None:
+        """The first layer in which something differs; None if nothing does."""
+        layers = [site[0] for site in self.zero]
+        layers += [component.layer or 0 for component in self.swap]
+        layers += [layer for layer, _ in self.add]
+        return min(layers, default=None)
+
 
 @dataclass(frozen=True)
 class Effects:
@@ -100,56 +109,126 @@ def heads_lost(attention_drops: Float[Tensor, "edit pair"]) -> list[float]:
     return reduce((attention_drops >= NEEDED).float(), "edit pair -> edit", "mean").tolist()
 
 
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Texts, edits of them, and what is read.
+
+    Attributes:
+        ids: The texts.
+        edits: The edits; each takes as many rows of a batch as there are texts.
+        at: The position that swaps edit, and where effects are read.
+        source: The position whose values replace those of swapped components.
+        upto: The last layer to run. None: all.
+        attention: Whether to read attention.
+        behind: The first layer whose attention is read; that of earlier layers is 0.
+        without: Residual dimensions that norms leave out.
+        entering: What entered each layer when the texts were read intact.
+    """
+
+    ids: Int[Tensor, "text pos"]
+    edits: Sequence[Edit]
+    at: int = 0
+    source: int = -1
+    upto: int | None = None
+    attention: bool = False
+    behind: int = 0
+    without: Sequence[int] = ()
+    entering: Entering = NOT_READ
+
+    @property
+    def begin(self) -> int:
+        """The first layer to run: before the first layer that any edit changes, all rows are the same."""
+        changed = [edit.first_layer for edit in self.edits]
+        begin = min([layer for layer in changed if layer is not None], default=max(self.entering.streams, default=0))
+        if self.attention:
+            begin = min(begin, self.behind)
+        if self.upto is not None:
+            begin = min(begin, self.upto)
+        return self.entering.latest(begin)
+
+    def batches(self, target: Target) -> list[_EditedRows]:
+        """The rows, in as few batches as memory allows."""
+        texts, length = self.ids.shape
+        size = max(1, BATCH_ELEMENTS // (texts * length * max(target.d_mlp, target.d_model)) - 1)
+        starts = range(0, max(len(self.edits), 1), size)
+        return [_EditedRows(target, self, self.edits[start : start + size]) for start in starts]
+
+    def effects(self, batches: Sequence[_EditedRows]) -> Effects:
+        """What was read in the batches. In layers before the first, nothing differed (NaN where it is not known)."""
+        norms = [batch.norms_by_edit() for batch in batches]
+        received = [batch.attention_by_edit() for batch in batches]
+        before = torch.full((len(self.ids), self.begin), torch.nan)
+        for layer, stream in self.entering.streams.items():
+            if 0 < layer <= self.begin:
+                before[:, layer - 1] = norm_of(stream[:, self.at], self.without)
+        by_edit = torch.cat([of_batch[1:] for of_batch in norms])
+        return Effects(
+            norms=torch.cat([repeat(before, "text layer -> edit text layer", edit=len(by_edit)), by_edit], 2),
+            attention=torch.cat([of_batch[1:] for of_batch in received]),
+            intact_norms=torch.cat([before, norms[0][0]], 1),
+            intact_attention=received[0][0],
+        )
+
+
 @torch.no_grad()
-def effects(
-    target: Target,
-    ids: Int[Tensor, "text pos"],
-    edits: Sequence[Edit],
-    *,
-    at: int = 0,
-    source: int = -1,
-    upto: int | None = None,
-    attention: bool = False,
-    without: Sequence[int] = (),
-) -> Effects:
+def side_by_side(target: Target, trials: Sequence[Trial]) -> list[Effects]:
+    """Run trials. A streamed model is walked once: in each layer, the rows of all trials pass before the next is read.
+
+    Args:
+        target: The model.
+        trials: What is run.
+
+    Returns:
+        The effects of each trial. Entries of layers that were not run are missing at the end.
+    """
+    batches = [trial.batches(target) for trial in trials]
+    depth = len(target.layers)
+    lasts = range(depth - 1, depth)
+    if not target.resident and target.skips_layers:
+        lasts = range(min(trial.begin for trial in trials), depth)
+    for last in lasts:
+        for of_trial in batches:
+            for batch in of_trial:
+                batch.run(last)
+    return [trial.effects(of_trial) for trial, of_trial in zip(trials, batches, strict=True)]
+
+
+def effects(target: Target, ids: Int[Tensor, "text pos"], edits: Sequence[Edit], **reading: Any) -> Effects:
     """Run every edit on every text in as few passes as memory allows.
 
     Args:
         target: The model.
         ids: The texts.
-        edits: The edits; each takes one row of a batch.
-        at: The position that swaps edit, and where effects are read.
-        source: The position whose values replace those of swapped components.
-        upto: The last layer to run. None: all.
-        attention: Whether to read attention.
-        without: Residual dimensions that norms leave out.
-
-    Returns:
-        Norms and attention under each edit. Entries of layers that were not run are missing at the end.
+        edits: The edits.
+        reading: What is read, as the other fields of a `Trial` say.
     """
-    texts, length = ids.shape
-    batch = max(1, BATCH_ELEMENTS // (texts * length * max(target.d_mlp, target.d_model)) - 1)
-    norms = list[Tensor]()
-    received = list[Tensor]()
-    for start in range(0, max(len(edits), 1), batch):
-        rows = _EditedRows(target, ids, edits[start : start + batch], at, source % length)
-        batch_norms, batch_received = rows.run(upto, attention, without)
-        norms.append(batch_norms)
-        received.append(batch_received)
-    return Effects(
-        norms=torch.cat([of_batch[1:] for of_batch in norms]),
-        attention=torch.cat([of_batch[1:] for of_batch in received]),
-        intact_norms=norms[0][0],
-        intact_attention=received[0][0],
-    )
+    return side_by_side(target, [Trial(ids, edits, **reading)])[0]
 
 
 def attending_heads(
-    target: Target, row: Int[Tensor, " pos"], at: int, layers: int, eps: float
+    target: Target,
+    row: Int[Tensor, " pos"],
+    at: int,
+    layers: range,
+    eps: float,
+    entering: Entering = NOT_READ,
 ) -> list[tuple[int, int]]:
-    """The (layer, head) pairs whose mean attention to one position of one text exceeds `eps`."""
-    received = effects(target, row[None], [], at=at, upto=layers - 1, attention=True).intact_attention[0]
-    return [(layer, head) for layer, head in (received > eps).nonzero().tolist()]
+    """The (layer, head) pairs of some layers whose mean attention to one position of one text exceeds `eps`.
+
+    Args:
+        target: The model.
+        row: The text.
+        at: The position.
+        layers: The layers.
+        eps: The threshold.
+        entering: What entered each layer when the text was read.
+    """
+    if not layers:
+        return []
+    behind = layers.start
+    trial = Trial(row[None], [], at=at, upto=layers[-1], attention=True, behind=behind, entering=entering)
+    (read,) = side_by_side(target, [trial])
+    return [(layer, head) for layer, head in (read.intact_attention[0] > eps).nonzero().tolist()]
 
 
 def writers(target: Target, count: int) -> list[Component]:
@@ -187,23 +266,20 @@ def _bias(module: Any) -> Tensor | None:
     return getattr(getattr(module, "original_component", module), "bias", None)
 
 
-@dataclass(frozen=True)
 class _EditedRows:
-    """One batch of rows: all texts intact, then all texts under the first edit, and so on.
+    """One batch of rows on its way upward: all texts intact, then all texts under the first edit, and so on."""
 
-    Attributes:
-        target: The model.
-        texts: The texts.
-        edits: The edits.
-        at: The position that swaps edit, and where effects are read.
-        source: The position whose values replace those of swapped components.
-    """
-
-    target: Target
-    texts: Int[Tensor, "text pos"]
-    edits: Sequence[Edit]
-    at: int
-    source: int
+    def __init__(self, target: Target, trial: Trial, edits: Sequence[Edit]) -> None:
+        self.target = target
+        self.trial = trial
+        self.edits = edits
+        self.texts = trial.ids
+        self.at = trial.at
+        self.source = trial.source % trial.ids.shape[1]
+        self._next = trial.entering.at(trial.begin, len(edits) + 1) if trial.begin else None
+        self._norms: list[Tensor] = []
+        self._received = torch.zeros(self.count, target.n_layers, target.n_heads)
+        self._seeing = torch.zeros(target.n_layers)  # later queries whose window reaches the position
 
     @property
     def count(self) -> int:
@@ -218,37 +294,46 @@ class _EditedRows:
         """An activation with separate rows; experts and OPT run row and position together."""
         return rearrange(tensor.flatten(0, -2), "(row pos) d -> row pos d", row=self.count)
 
-    def run(
-        self, upto: int | None, attention: bool, without: Sequence[int]
-    ) -> tuple[Float[Tensor, "edit text layer"], Float[Tensor, "edit text depth head"]]:
-        """Norms and attention, the intact texts first."""
+    def norms_by_edit(self) -> Float[Tensor, "edit text layer"]:
+        """The norms after each layer that was run, the intact texts first."""
+        return rearrange(self._norms, "layer (edit text) -> edit text layer", text=len(self.texts)).cpu()
+
+    def attention_by_edit(self) -> Float[Tensor, "edit text depth head"]:
+        """The attention in each layer up to the last that was run, the intact texts first."""
+        depth = 0
+        if self.trial.attention:
+            depth = self.trial.begin + len(self._norms)
+        mean = self._received[:, :depth] / self._seeing[:depth].clamp(min=1)[:, None]
+        return rearrange(mean, "(edit text) layer head -> edit text layer head", text=len(self.texts))
+
+    def run(self, upto: int) -> None:
+        """Go on to the end of a layer, or to the last layer that is wanted; nothing to do if it has been passed."""
         target = self.target
-        norms: list[Tensor] = []
-        received = torch.zeros(self.count, target.n_layers, target.n_heads)
-        seeing = torch.zeros(target.n_layers)  # later queries whose window reaches the position
+        trial = self.trial
+        begin = trial.begin + len(self._norms)
+        if trial.upto is not None:
+            upto = min(upto, trial.upto)
+        if upto < begin:
+            return
+        ids = repeat(self.texts, "text pos -> (edit text) pos", edit=len(self.edits) + 1)
 
         def layer_done(output: Any) -> None:
-            norms.append(norm_of(first_tensor(output)[:, self.at], without))
+            hidden = first_tensor(output)
+            self._norms.append(norm_of(hidden[:, self.at], trial.without))
+            self._next = LayerInput(trial.begin + len(self._norms), hidden, isinstance(output, tuple))
 
         def attention_read(layer: int, first: int, probs: Float[Tensor, "row head query key"]) -> None:
             to_position = probs[:, :, max(0, self.at + 1 - first) :, self.at]
-            received[:, layer] += reduce(to_position, "row head query -> row head", "sum").cpu()
-            seeing[layer] += int((to_position > 0).any(1).any(0).sum())
+            self._received[:, layer] += reduce(to_position, "row head query -> row head", "sum").cpu()
+            self._seeing[layer] += int((to_position > 0).any(1).any(0).sum())
 
         hooks = self.hooks()
-        hooks += [(layer, "post", on_output(layer_done)) for layer in target.layers]
+        hooks += [(layer, "post", on_output(layer_done)) for layer in target.layers[begin : upto + 1]]
         listening = nullcontext()
-        if attention:
-            listening = attention_rows(target, attention_read)
+        if trial.attention and upto >= trial.behind:
+            listening = attention_rows(target, attention_read, layers=list(range(trial.behind, upto + 1)))
         with listening, target.hooks(*hooks):
-            target.forward(repeat(self.texts, "text pos -> (edit text) pos", edit=len(self.edits) + 1), upto=upto)
-        received /= seeing.clamp(min=1)[:, None]
-        depth = len(norms) if attention else 0
-        texts = len(self.texts)
-        return (
-            rearrange(norms, "layer (edit text) -> edit text layer", text=texts).cpu(),
-            rearrange(received[:, :depth], "(edit text) layer head -> edit text layer head", text=texts),
-        )
+            target.forward(ids, upto=upto, start=self._next)
 
     def hooks(self) -> list[Hook]:
         """The hooks that carry out all edits, each on its own rows."""

@@ -17,10 +17,11 @@ from sinkscope.measure.evidence import NEEDED
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.names import published_for
 from sinkscope.sinks.first_token.attention_received import (
+    AttentionReading,
     AttentionReceived,
     attention_of_all,
     attention_of_long_texts,
-    attention_of_the_read,
+    attention_received,
 )
 from sinkscope.sinks.first_token.carriers import carried_by, carriers, spike_maker
 from sinkscope.sinks.first_token.context import SinkContext
@@ -90,14 +91,21 @@ def find_sinks(
     verified = VerifiedNeurons()
     while True:
         # In which layers is the spike built, and which heads attend to the first token?
-        context = SinkContext.read(setup, whole=whole)
+        target = setup.target
+        reading = None
+        if not whole and len(target.layers) == target.n_layers:  # else more layers may be loaded while they are read
+            reading = AttentionReading(target, setup.ids, RATE_EPS)
+        listening = None if reading is None else reading.listening(slice(None), target.n_layers)
+        context = SinkContext.read(setup, whole=whole, listening=listening)
         scan = context.scan
         depth = len(scan.layers)
+        sink_rate = None
         if whole:
             received, sink_rate = attention_of_all(setup)
+        elif reading is not None:
+            received = reading.received(depth)
         else:
-            received = attention_of_the_read(setup, depth)
-            sink_rate = None
+            received = attention_received(setup.target, setup.ids, RATE_EPS, layers=depth)
 
         # Which neurons of these layers build it, alone and in sets?
         sets = CausalSets()
@@ -124,7 +132,7 @@ def find_sinks(
     sink = attention_sink(context, received, spike, sets.minimal, later)
     repetition = None
     if repeated is not None and sets.minimal is not None:
-        repetition = repetition_spike(context, words, first_tokens, repeated.repeats, sets.minimal, limit)
+        repetition = repetition_spike(context, words, first_tokens, repeated, sets.minimal, limit)
 
     unread = [None] * (scan.n_layers - depth)
     low, typical, high = zip(*(layer.typical_norms for layer in scan.layers), strict=True)
@@ -286,7 +294,7 @@ def _carriers_of_later(context: SinkContext, received: AttentionReceived) -> tup
         row = int((received.ids[:, place.position] == place.token).nonzero()[0])
     text = received.ids[row]
     depth = len(received.above)
-    heads = attending_heads(context.target, text, place.position, depth, RATE_EPS)
+    heads = attending_heads(context.target, text, place.position, range(depth), RATE_EPS)
     if not heads:
         return ()
     return carriers(context.target, text[None], heads, place.position)

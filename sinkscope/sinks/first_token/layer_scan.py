@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,16 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
 from sinkscope.measure import Setup
 from sinkscope.models.again import LayerCall, keep_call
-from sinkscope.models.target import Target, first_tensor, norm_of, norms_of, on_hidden, on_output
+from sinkscope.models.target import (
+    LayerInput,
+    Target,
+    first_tensor,
+    norm_of,
+    norms_of,
+    on_hidden,
+    on_input,
+    on_output,
+)
 from sinkscope.sinks.tokens import TokenRows
 from sinkscope.trace.run import trace
 
@@ -32,6 +41,37 @@ SAMPLE_POSITIONS = 64  # positions of typical text whose activations are kept
 MASSIVE_RATIO = 30.0  # a dimension is massive on all tokens if it is this many times the median dimension
 
 
+@dataclass(frozen=True, eq=False)
+class Entering:
+    """What entered the layers when some texts were read. Later passes over these texts begin where they differ.
+
+    Attributes:
+        streams: The residual stream `[row pos d_model]` where it entered a layer, by layer.
+        wrapped: Whether the layers of the model return a tuple.
+    """
+
+    streams: dict[int, Tensor] = field(default_factory=dict)
+    wrapped: bool = False
+
+    def part(self, rows: Any, length: int) -> Entering:
+        """The same of some rows (as an index or a slice) up to a length; later tokens do not change earlier ones."""
+        streams = {layer: stream[rows, :length] for layer, stream in self.streams.items()}
+        return Entering(streams, self.wrapped)
+
+    def latest(self, layer: int) -> int:
+        """The last layer up to this one at which a pass can begin; 0 is the embedding."""
+        return max((known for known in self.streams if known <= layer), default=0)
+
+    def at(self, layer: int, copies: int = 1) -> LayerInput | None:
+        """What enters a layer, the texts several times one after another; None if that is not known."""
+        if layer not in self.streams:
+            return None
+        return LayerInput(layer, self.streams[layer].repeat(copies, 1, 1), self.wrapped)
+
+
+NOT_READ = Entering()
+
+
 @dataclass(frozen=True)
 class LayerReading:
     """What typical text shows at one layer. Norms are L2; the first token is position 0.
@@ -45,6 +85,7 @@ class LayerReading:
         mlp_raw: Norm of the MLP's own output at the first token, before any norm behind it; median over rows.
         written: What the MLP adds at the first token, mean over rows.
         sample: What the MLP adds at some later positions.
+        entering: What entered the layer.
     """
 
     norms: Float[Tensor, "row pos"]
@@ -55,6 +96,7 @@ class LayerReading:
     mlp_raw: float
     written: Float[Tensor, " d_model"]
     sample: Float[Tensor, "place d_model"]
+    entering: Float[Tensor, "row pos d_model"] | None = None
 
     @cached_property
     def first_norm(self) -> float:
@@ -90,10 +132,12 @@ class LayerScan:
     Attributes:
         n_layers: Number of layers of the model.
         layers: The layers that were read.
+        wrapped: Whether the layers of the model return a tuple.
     """
 
     n_layers: int
     layers: list[LayerReading]
+    wrapped: bool = False
 
     @cached_property
     def shared_dims(self) -> list[int]:
@@ -187,6 +231,15 @@ class LayerScan:
         return max(self.stages, key=lambda stage: self.layers[stage].mlp_first, default=None)
 
     @property
+    def entering(self) -> Entering:
+        """What entered each layer; nothing if passes over this model cannot begin at a layer."""
+        streams: dict[int, Tensor] = {}
+        for number, layer in enumerate(self.layers):
+            if layer.entering is not None:
+                streams[number] = layer.entering
+        return Entering(streams, self.wrapped)
+
+    @property
     def norm_before(self) -> float:
         """The first token's norm before its first stage, if it stands out there already; else 0."""
         if not self.stages or self.stages[0] - 1 not in self.spike_layers:
@@ -274,6 +327,8 @@ def scan_layers(
     layers: list[LayerReading] = []
     mlp_raw: list[float] = []
     mlp_added: list[Tensor] = []
+    entered: list[Tensor] = []
+    wrapped: list[bool] = []
     calls: list[LayerCall] = []
 
     def by_row(tensor: Tensor) -> Float[Tensor, "row pos d_model"]:
@@ -286,7 +341,11 @@ def scan_layers(
     def mlp_normalised(given: Tensor) -> None:
         mlp_added.append(by_row(given).float() * target.adapter.write_factor)
 
+    def layer_begun(hidden: Tensor) -> None:
+        entered.append(hidden.detach().clone())  # some layers add to it in place
+
     def layer_done(output: Any) -> None:
+        wrapped.append(isinstance(output, tuple))
         resid = by_row(first_tensor(output))
         raw = mlp_raw.pop() if mlp_raw else 0.0
         added = mlp_added.pop() if mlp_added else torch.zeros_like(resid, dtype=torch.float32)  # it may have no MLP
@@ -313,6 +372,7 @@ def scan_layers(
             mlp_raw=raw,
             written=added[:, 0].mean(0).cpu(),
             sample=later[:SAMPLE_POSITIONS].cpu().clone(),
+            entering=entered.pop() if entered else None,
         )
         layers.append(reading)
         progress("layers", len(layers), target.n_layers)
@@ -330,10 +390,12 @@ def scan_layers(
                 hooks.append((target.sub(number, adapter.post_mlp_norm or ""), "post", on_hidden(mlp_normalised)))
             else:
                 hooks += target.on_mlp(number, mlp_normalised)
+        if target.skips_layers:
+            hooks.append((layer, "pre", on_input(layer_begun)))
         hooks.append((layer, "post", on_output(layer_done)))
     with target.hooks(*hooks):
         target.forward(ids, upto=upto)
-    return LayerScan(target.n_layers, layers)
+    return LayerScan(target.n_layers, layers, any(wrapped))
 
 
 def scan_far_enough(setup: Setup, ids: TokenRows, *, whole: bool) -> LayerScan:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from sinkscope.models.again import LayerCall, keep_call
 from sinkscope.models.experts import Experts, Routed
-from sinkscope.models.target import Target, first_tensor, norm_of, on_input, on_output
+from sinkscope.models.target import LayerInput, Target, first_tensor, norm_of, on_input, on_output
+from sinkscope.sinks.first_token.layer_scan import NOT_READ, Entering
 from sinkscope.sinks.tokens import TokenRows
 
 NEUTRAL_ELEMENTS = 1 << 24  # most activations of typical text that are kept: 64 MB
@@ -52,8 +53,22 @@ class LayerView:
 
 
 @torch.no_grad()
-def view_layer(target: Target, layer: int, ids: TokenRows, where: Bool[Tensor, "row pos"]) -> LayerView:
-    """The layer at the positions marked in `where`, from a pass that ends at this layer."""
+def view_layer(
+    target: Target,
+    layer: int,
+    ids: TokenRows,
+    where: Bool[Tensor, "row pos"],
+    start: LayerInput | None = None,
+) -> LayerView:
+    """The layer at the positions marked in `where`, from a pass that ends at this layer.
+
+    Args:
+        target: The model.
+        layer: The layer.
+        ids: The texts.
+        where: The positions.
+        start: What enters a layer up to this one, at which the pass begins. None: it begins at the embedding.
+    """
     adapter = target.adapter
     chosen = where.flatten()
     resid = list[Tensor]()
@@ -101,7 +116,7 @@ def view_layer(target: Target, layer: int, ids: TokenRows, where: Bool[Tensor, "
                     (target.sub(layer, adapter.shared_gate), "post", keep_output(shared_weight, torch.sigmoid))
                 )
     with target.hooks(*hooks):
-        target.forward(ids, upto=layer)
+        target.forward(ids, upto=layer, start=start)
     if shared:
         weight = torch.ones_like(shared[0][:, :1])
         if shared_weight:
@@ -269,12 +284,20 @@ def massive_activations(
     return tuple(sorted(dims, key=lambda dim: -float(size[dim])))
 
 
-def neutral_view(target: Target, layer: int, ids: TokenRows) -> LayerView:
-    """The layer on typical text without first tokens, at as many positions as 64 MB of activations allow."""
+def neutral_view(target: Target, layer: int, ids: TokenRows, entering: Entering = NOT_READ) -> LayerView:
+    """The layer on typical text without first tokens, at as many positions as 64 MB of activations allow.
+
+    Args:
+        target: The model.
+        layer: The layer.
+        ids: The text.
+        entering: What entered each layer when the text was read.
+    """
     where = torch.ones_like(ids, dtype=torch.bool)
     where[:, 0] = False
     rows = max(1, NEUTRAL_ELEMENTS // (target.d_mlp * max(1, target.n_experts(layer)) * ids.shape[1]))
-    return view_layer(target, layer, ids[:rows], where[:rows])
+    start = entering.part(slice(rows), ids.shape[1]).at(layer)
+    return view_layer(target, layer, ids[:rows], where[:rows], start)
 
 
 def neutral_post(target: Target, text: LayerView, number: int) -> float:

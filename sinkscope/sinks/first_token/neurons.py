@@ -9,10 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.files.console import Progress, silent
-from sinkscope.models.target import first_tensor, norm_of, on_output
+from sinkscope.models.target import first_tensor, norm_of, on_input, on_output
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.effects import Edit, effects
-from sinkscope.sinks.first_token.layer_scan import repeats_until_half
+from sinkscope.sinks.first_token.effects import BATCH_ELEMENTS, Edit, effects
+from sinkscope.sinks.first_token.layer_scan import Entering, repeats_until_half
 from sinkscope.sinks.first_token.layer_view import (
     LayerView,
     column_norms_behind_the_norm,
@@ -27,7 +27,6 @@ from sinkscope.sinks.first_token.layer_view import (
     view_layer,
 )
 from sinkscope.sinks.first_token.result import CONTROL_DRAWS, Neuron
-from sinkscope.sinks.tokens import TokenRows
 
 CAUSAL_DROP = 0.1  # zeroing a causal neuron removes at least this share of the norm
 STAGE_CANDIDATES = 2  # candidates of each stage other than the sink layer
@@ -41,10 +40,12 @@ class RepeatedSinks:
     Attributes:
         repeats: For each token, the first n whose norm reaches half of the first token's. None if never.
         view: The layer at the last repetition of each token that got there. None if no token did.
+        entering: For each token that got there, what entered the first stage in the pass that showed it.
     """
 
     repeats: list[int | None]
     view: LayerView | None
+    entering: dict[int, Entering]
 
 
 @torch.no_grad()
@@ -53,48 +54,99 @@ def repeat_until_half(
 ) -> RepeatedSinks:
     """Run a prefix and n repetitions of each token in one causal pass; n doubles until all tokens become sinks.
 
+    Reading layers from disk costs more than long rows, so a streamed model gets all repetitions in the second pass.
+
     Args:
         context: The model and its sink layer, whose residual stream is read.
         tokens: The ids to repeat, one row each.
         prefixes: The first token of each row (BOS, or a token that stands in for it).
         max_repeats: Largest n.
-        progress: Called after each doubling.
+        progress: Called after each pass.
     """
-    length = min(FIRST_LENGTH, max_repeats)
+    target = context.target
     repeats: list[int | None] = [None] * len(tokens)
     views: dict[int, LayerView] = {}
-    while True:
-        for row, token in enumerate(tokens):  # one row at a time: a batch of long rows would only need more memory
-            if repeats[row] is None:
-                ids = torch.tensor([[prefixes[row], *[token] * length]])
-                repeats[row], views[row] = _repeat_once(context, ids)
+    entering: dict[int, Entering] = {}
+    lengths = [min(FIRST_LENGTH, max_repeats)]
+    while lengths[-1] < max_repeats:
+        lengths.append(min(2 * lengths[-1], max_repeats))
+    passes = lengths
+    if not target.resident:
+        passes = list(dict.fromkeys((lengths[0], lengths[-1])))
+    for length in passes:
+        waiting = [place for place, count in enumerate(repeats) if count is None]
+        size = max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp))
+        ends = [end for end in lengths if end <= length]
+        for start in range(0, len(waiting), size):
+            places = waiting[start : start + size]
+            rows = _RepeatedRows.read(context, [[prefixes[p], *[tokens[p]] * length] for p in places], ends)
+            for row, place in enumerate(places):
+                repeats[place] = rows.repeats[row]
+                if rows.repeats[row] is not None:
+                    views[place] = rows.view_of(row)
+                    entering[place] = rows.entering.part(slice(row, row + 1), length + 1)
         progress("repetitions", length, max_repeats)
-        if length >= max_repeats or None not in repeats:
+        if None not in repeats:
             break
-        length = min(2 * length, max_repeats)
-    reached = [views[row] for row, count in enumerate(repeats) if count is not None]
+    reached = [views[place] for place in sorted(views)]
     if not reached:
-        return RepeatedSinks(repeats, None)
+        return RepeatedSinks(repeats, None, {})
     together = LayerView(
         context.layer,
         resid=torch.cat([view.resid for view in reached]),
         mlp=torch.cat([view.mlp for view in reached]),
         post=torch.cat([view.post for view in reached]),
     )
-    return RepeatedSinks(repeats, together)
+    return RepeatedSinks(repeats, together, entering)
 
 
-def _repeat_once(context: SinkContext, ids: Int[Tensor, "1 pos"]) -> tuple[int | None, LayerView]:
-    """Repetitions until the norm reaches half of the first token's, and the layer at the last position."""
-    target = context.target
-    layer = context.layer
-    resid = list[Tensor]()
-    last = torch.zeros_like(ids, dtype=torch.bool)
-    last[0, -1] = True
-    with target.hooks((target.layers[layer], "post", on_output(resid.append))):
-        view = view_layer(target, layer, ids, last)
-    norms = norm_of(first_tensor(resid[0])[0], context.scan.shared_dims)
-    return repeats_until_half(norms[1:], norms[0]), view
+@dataclass(frozen=True)
+class _RepeatedRows:
+    """Rows of repetitions that ran together.
+
+    Attributes:
+        repeats: Repetitions until the norm reaches half of the first token's, for each row.
+        ends: The numbers of repetitions at which the layer was viewed.
+        view: The sink layer at these ends of each row.
+        entering: What entered the first stage.
+    """
+
+    repeats: list[int | None]
+    ends: list[int]
+    view: LayerView
+    entering: Entering
+
+    @classmethod
+    def read(cls, context: SinkContext, rows: list[list[int]], ends: list[int]) -> _RepeatedRows:
+        """Run the rows up to the sink layer."""
+        target = context.target
+        layer = context.layer
+        first_stage = min([layer, *context.scan.stages])
+        ids = torch.tensor(rows)
+        where = torch.zeros_like(ids, dtype=torch.bool)
+        where[:, ends] = True
+        resid = list[Tensor]()
+        streams: dict[int, Tensor] = {}
+
+        def begun(hidden: Tensor) -> None:
+            streams[first_stage] = hidden.detach().clone()
+
+        hooks = [(target.layers[layer], "post", on_output(resid.append))]
+        if target.skips_layers:
+            hooks.append((target.layers[first_stage], "pre", on_input(begun)))
+        with target.hooks(*hooks):
+            view = view_layer(target, layer, ids, where)
+        wrapped = isinstance(resid[0], tuple)
+        norms = norm_of(first_tensor(resid[0]), context.scan.shared_dims)
+        repeats = [repeats_until_half(of_row[1:], of_row[0]) for of_row in norms]
+        return cls(repeats, ends, view, Entering(streams, wrapped))
+
+    def view_of(self, row: int) -> LayerView:
+        """The view of a row at the first of the ends that suffices."""
+        count = self.repeats[row] or 0
+        place = row * len(self.ends) + next(number for number, end in enumerate(self.ends) if end >= count)
+        here = slice(place, place + 1)
+        return LayerView(self.view.layer, self.view.resid[here], self.view.mlp[here], self.view.post[here])
 
 
 @dataclass(frozen=True)
@@ -139,7 +191,10 @@ def verify_neurons(context: SinkContext, top_k: int, repeated: LayerView | None 
     verified = replace(verified, neurons=(*verified.neurons, *others))
     if any(neuron.causal and neuron.layer < layer for neuron in others):
         together = Edit(zero=tuple(neuron.site for neuron in verified.causal))
-        edited = effects(target, context.ids[:, :1], [together], upto=layer, without=scan.shared_dims)
+        entering = context.entering.part(slice(None), 1)
+        edited = effects(
+            target, context.ids[:, :1], [together], upto=layer, without=scan.shared_dims, entering=entering
+        )
         verified = replace(verified, set_drop=float(edited.drops(layer)))
     return verified
 
@@ -152,7 +207,7 @@ def stage_neurons(
     *,
     at: int = 0,
     upto: int | None = None,
-    text: TokenRows | None = None,
+    typical: SinkContext | None = None,
 ) -> tuple[Neuron, ...]:
     """The neurons of a layer that write most at a position, and the effect of zeroing each.
 
@@ -164,17 +219,18 @@ def stage_neurons(
         top_k: How many neurons to return.
         at: The position.
         upto: The layer after which the norm is read, if it is later than `stage`.
-        text: Typical text for the neutral values. None: that of the context.
+        typical: The context whose text gives the neutral values. None: this one.
     """
     target = context.target
     generator = context.generator
-    candidates = _candidates(context, stage, min(top_k, target.d_mlp // 2), at, text)
+    candidates = _candidates(context, stage, min(top_k, target.d_mlp // 2), at, typical or context)
     spare = candidates.others(writing=True)
     drawn = spare[torch.randperm(len(spare), generator=generator)[:CONTROL_DRAWS]]
     numbers = [*candidates.top.tolist(), *drawn.tolist()]
     edits = [Edit(zero=(neuron_site(target, stage, number),)) for number in numbers]
     read_after = stage if upto is None else max(stage, upto)
-    edited = effects(target, context.ids[:1, : at + 1], edits, at=at, upto=read_after)
+    entering = context.entering.part(slice(1), at + 1)
+    edited = effects(target, context.ids[:1, : at + 1], edits, at=at, upto=read_after, entering=entering)
     drops = edited.drops(read_after).tolist()
     count = len(candidates.top)
     return candidates.verified(context, drops[:count], None, control=max(drops[count:], default=0.0))
@@ -230,15 +286,14 @@ class _Candidates:
         return tuple(neurons)
 
 
-def _candidates(
-    context: SinkContext, layer: int, top_k: int, at: int = 0, text: TokenRows | None = None
-) -> _Candidates:
+def _candidates(context: SinkContext, layer: int, top_k: int, at: int, typical: SinkContext) -> _Candidates:
     target = context.target
     ids = context.ids
     where = torch.zeros(len(ids), at + 1, dtype=torch.bool)
     where[:, at] = True
+    entering = context.entering
     with target.loaded(layer):
-        first = view_layer(target, layer, ids[:, : at + 1], where)
+        first = view_layer(target, layer, ids[:, : at + 1], where, entering.part(slice(None), at + 1).at(layer))
         contribution = contribution_norms(target, first).median(0).values
         rank = contribution
         if target.has_part(layer, target.adapter.post_mlp_norm):
@@ -247,8 +302,8 @@ def _candidates(
             rank = first.post.abs().median(0).values * column_norms_behind_the_norm(target, layer)
         writing = int((contribution > 0).sum())
         top = rank.topk(min(top_k, max(writing, 1))).indices
-        typical = ids if text is None else text
-        return _Candidates(first, neutral_view(target, layer, typical), contribution, top)
+        neutral = neutral_view(target, layer, typical.ids, typical.entering)
+        return _Candidates(first, neutral, contribution, top)
 
 
 def verify_sink_layer(context: SinkContext, top_k: int, repeated: LayerView | None = None) -> VerifiedNeurons:
@@ -256,7 +311,7 @@ def verify_sink_layer(context: SinkContext, top_k: int, repeated: LayerView | No
     target = context.target
     layer = context.layer
     shared_dims = context.scan.shared_dims
-    candidates = _candidates(context, layer, top_k)
+    candidates = _candidates(context, layer, top_k, 0, context)
     first = candidates.first
     top = candidates.top
     everywhere = torch.cat([first.resid, candidates.text.resid])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import comb
 from typing import Literal, TypeVar
@@ -27,15 +27,17 @@ from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.attention_received import attention_received
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.effects import Edit, attending_heads, effects, heads_lost
+from sinkscope.sinks.first_token.effects import Edit, Effects, Trial, attending_heads, effects, heads_lost, side_by_side
 from sinkscope.sinks.first_token.layer_scan import (
+    NOT_READ,
     SMALLEST_NORM,
     SPIKE_RATIO,
     STAGE_OUTLIER,
+    Entering,
     LayerScan,
     scan_layers,
 )
-from sinkscope.sinks.first_token.neurons import stage_neurons, verify_neurons
+from sinkscope.sinks.first_token.neurons import RepeatedSinks, stage_neurons, verify_neurons
 from sinkscope.sinks.first_token.result import (
     CONTROL_DRAWS,
     RATE_EPS,
@@ -76,20 +78,26 @@ def smallest_set(
 ) -> tuple[Candidate, ...] | None:
     """Search for the smallest set of candidates whose removal ends an effect; None if no set that was tried does.
 
-    Sets are tried in order of their size, all of one size at once, while there are at most 128 of a size. Otherwise
-    growing prefixes of the candidates are tried, and unneeded members are left out of the first that ends the effect.
+    Sets are tried in order of their size while there are at most 128 of a size. Otherwise growing prefixes of the
+    candidates are tried, and unneeded members are left out of the first that ends the effect. Up to 128 sets are asked
+    about at once, because each question is a walk through the model.
 
     Args:
         candidates: Components that may be removed, the most promising first.
         remove: Removes each of several sets and says what that does.
     """
+    together: list[list[tuple[Candidate, ...]]] = []  # the sets of some sizes
     for size in range(1, len(candidates) + 1):
         if comb(len(candidates), size) > SETS_OF_ONE_SIZE:
-            return _smallest_prefix(candidates, remove)
-        best = _most_effective(list(combinations(candidates, size)), remove)
-        if best is not None:
-            return best
-    return None
+            return _most_effective_of(together, remove) or _smallest_prefix(candidates, remove)
+        sets = list(combinations(candidates, size))
+        if sum(map(len, together)) + len(sets) > SETS_OF_ONE_SIZE:
+            best = _most_effective_of(together, remove)
+            if best is not None:
+                return best
+            together = []
+        together.append(sets)
+    return _most_effective_of(together, remove)
 
 
 def _smallest_prefix(
@@ -101,24 +109,30 @@ def _smallest_prefix(
         return None
     members = ending[0]
     while len(members) > 1:
-        fewer = _most_effective([members[:i] + members[i + 1 :] for i in range(len(members))], remove)
+        fewer = _most_effective_of([[members[:i] + members[i + 1 :] for i in range(len(members))]], remove)
         if fewer is None:
             break
         members = fewer
     return members
 
 
-def _most_effective(
-    sets: list[tuple[Candidate, ...]], remove: Callable[[list[tuple[Candidate, ...]]], list[Removal]]
+def _most_effective_of(
+    by_size: list[list[tuple[Candidate, ...]]], remove: Callable[[list[tuple[Candidate, ...]]], list[Removal]]
 ) -> tuple[Candidate, ...] | None:
-    """Of the sets that end the effect, the one that takes most of it; None if none does."""
-    best = None
-    best_drop = -float("inf")
-    for members, removal in zip(sets, remove(sets), strict=True):
-        if removal.gone and removal.drop > best_drop:
-            best = members
-            best_drop = removal.drop
-    return best
+    """Of the sets of the first size of which one ends the effect, the set that takes most of it; None if none does."""
+    if not by_size:
+        return None
+    removals = iter(remove([members for sets in by_size for members in sets]))
+    for sets in by_size:
+        best = None
+        best_drop = -float("inf")
+        for members, removal in zip(sets, removals, strict=False):
+            if removal.gone and removal.drop > best_drop:
+                best = members
+                best_drop = removal.drop
+        if best is not None:
+            return best
+    return None
 
 
 def random_sites(target: Target, sites: Sites, excluded: Sites, generator: torch.Generator) -> Sites:
@@ -182,6 +196,9 @@ class _SpikeSearch:
         last: The last layer after which the norm stands out.
         heads: The (layer, head) pairs behind `layer` that attend to the token.
         before: The token's norm before the neurons amplify it, if it stands out already; else 0.
+        entering: What entered each layer when `texts` were read.
+        entering_longer: The same of the longer texts.
+        asked: The norms `[text layer]` with each set silenced that was asked about before.
     """
 
     context: SinkContext
@@ -192,19 +209,55 @@ class _SpikeSearch:
     last: int
     heads: Sequence[tuple[int, int]]
     before: float = 0.0
+    entering: Entering = NOT_READ
+    entering_longer: Entering = NOT_READ
+    asked: dict[Sites, Tensor] = field(default_factory=dict)
 
     @property
     def at(self) -> int:
         """Position of the token."""
         return self.texts.shape[1] - 1
 
+    def norm_trial(self, sets: Sequence[Sites]) -> Trial:
+        """Silences each set that was not asked about before; the spike is read."""
+        return Trial(
+            self.texts,
+            [Edit(zero=sites) for sites in dict.fromkeys(sets) if sites not in self.asked],
+            at=self.at,
+            upto=self.last,
+            without=self.context.scan.shared_dims,
+            entering=self.entering,
+        )
+
+    def attention_trial(self, sets: Sequence[Sites], texts: int) -> Trial:
+        """Silences each set; the attention to the token is read, in some of the longer texts."""
+        layers = [layer for layer, _ in self.heads]
+        return Trial(
+            self.longer[:texts],
+            [Edit(zero=sites) for sites in sets],
+            at=self.at,
+            upto=max(layers),
+            attention=True,
+            behind=min(layers),
+            entering=self.entering_longer.part(slice(texts), self.longer.shape[1]),
+        )
+
+    def answer(self, *trials: Trial) -> list[Effects]:
+        """Run trials in one walk, and remember the norms of the first."""
+        answers = side_by_side(self.context.target, trials)
+        self.asked[()] = answers[0].intact_norms
+        for edit, norms in zip(trials[0].edits, answers[0].norms, strict=True):
+            self.asked[edit.zero] = norms
+        return answers
+
     def remove(self, sets: Sequence[Sites]) -> _RemovedNorms:
         """Silence each set."""
-        edits = [Edit(zero=sites) for sites in sets]
-        shared_dims = self.context.scan.shared_dims
-        edited = effects(self.context.target, self.texts, edits, at=self.at, upto=self.last, without=shared_dims)
-        by_text = 1 - edited.norms / edited.intact_norms
-        return _RemovedNorms(edited.norms.quantile(0.5, dim=1), edited.intact_norms.quantile(0.5, dim=0), by_text)
+        trial = self.norm_trial([(), *sets])
+        if trial.edits:
+            self.answer(trial)
+        intact = self.asked[()]
+        norms = torch.stack([self.asked[sites] for sites in sets])
+        return _RemovedNorms(norms.quantile(0.5, dim=1), intact.quantile(0.5, dim=0), 1 - norms / intact)
 
     def smallest(self, sites: Sites, *layers: int) -> Sites | None:
         """The smallest set that takes the spike away at these layers; None if no set that was tried does."""
@@ -225,20 +278,9 @@ class _SpikeSearch:
 
         return smallest_set(sites, remove)
 
-    def attention_drops(self, sets: Sequence[Sites]) -> Float[Tensor, "set head"] | None:
-        """Share of the attention to the token that each head loses with each set silenced; None without heads."""
-        if not self.heads:
-            return None
-        edits = [Edit(zero=sites) for sites in sets]
-        upto = max(layer for layer, _ in self.heads)
-        edited = effects(self.context.target, self.longer[:1], edits, at=self.at, upto=upto, attention=True)
-        return edited.attention_drops(self.heads)
-
-    def attention_lost(self, chosen: Sites) -> Float[np.ndarray, " text"]:
-        """Share of the attention to the token that the heads lose without a set, in each of the longer texts."""
+    def attention_lost(self, edited: Effects) -> Float[np.ndarray, " text"]:
+        """Share of the attention to the token that the heads lose, in each of the longer texts."""
         layer, head = torch.tensor(self.heads).T
-        upto = int(layer.max())
-        edited = effects(self.context.target, self.longer, [Edit(zero=chosen)], at=self.at, upto=upto, attention=True)
         left = edited.attention[0][:, layer, head] / edited.intact_attention[:, layer, head]
         return reduce(1 - left, "text pair -> text", "mean").numpy()
 
@@ -246,9 +288,8 @@ class _SpikeSearch:
         """The set and those of the other candidates that attention needs as well."""
         while others:
             fewer = [others[:i] + others[i + 1 :] for i in range(len(others))]
-            drops = self.attention_drops([chosen + some for some in fewer])
-            assert drops is not None
-            lost = heads_lost(drops)
+            (edited,) = side_by_side(self.context.target, [self.attention_trial([chosen + some for some in fewer], 1)])
+            lost = heads_lost(edited.attention_drops(self.heads))
             if max(lost) < NEEDED:
                 break
             others = fewer[lost.index(max(lost))]
@@ -267,31 +308,30 @@ class _SpikeSearch:
         parts = [tuple(chosen[place] for place in order[:size]) for size in range(1, len(chosen) + 1)]
         drops = self.remove(parts).drops(self.layer)
         chosen = next(part for part, drop in zip(parts, drops, strict=True) if drop >= PART * max(drops))
-        controls = self.controls(chosen, candidates)
-        return self._compared(chosen, controls, self.attention_drops([chosen, *controls]), "partial")
+        return self._compared(chosen, candidates, (), "partial")
 
     def minimal(self, chosen: Sites, candidates: Sites, backups: Sites = ()) -> CausalSet | None:
         """A set that removes the spike, with those of the candidates that attention needs as well."""
-        excluded = candidates + backups
         others = tuple(site for site in candidates if site not in chosen)
-        controls = self.controls(chosen, excluded)
-        drops = self.attention_drops([chosen, *controls, chosen + others])
-        if drops is not None:
-            lost = heads_lost(drops)
-            if lost[0] < NEEDED <= lost[-1]:
-                chosen = self.grown(chosen, others)
-                controls = self.controls(chosen, excluded)
-                drops = self.attention_drops([chosen, *controls])
-        return self._compared(chosen, controls, drops, "minimal")
+        return self._compared(chosen, candidates + backups, others, "minimal")
 
     def _compared(
-        self,
-        chosen: Sites,
-        controls: list[Sites],
-        drops: Float[Tensor, "set head"] | None,
-        kind: Literal["minimal", "partial"],
+        self, chosen: Sites, excluded: Sites, others: Sites, kind: Literal["minimal", "partial"]
     ) -> CausalSet | None:
-        """The set with its effects and controls; None if a random set has as large an effect."""
+        """A set with its effects and controls; None if a random set has as large an effect.
+
+        Args:
+            chosen: The set.
+            excluded: Neurons that are not drawn.
+            others: Candidates that join the set if attention needs them as well.
+            kind: The kind of the set.
+        """
+        controls = self.controls(chosen, excluded)
+        trials = [self.norm_trial([(), chosen, *controls])]
+        if self.heads:
+            trials.append(self.attention_trial([chosen, *controls, chosen + others], 1))
+            trials.append(self.attention_trial([chosen], len(self.longer)))
+        read = self.answer(*trials)
         removed = self.remove([chosen, *controls])
         at_sink_layer = removed.drops(self.layer)
         at_last_layer = removed.drops(self.last)
@@ -299,10 +339,13 @@ class _SpikeSearch:
         drop_attention = None
         margin_attention = None
         lost = None
-        if drops is not None:
+        if self.heads:
+            drops = read[1].attention_drops(self.heads)
+            lost, *_, lost_with_others = heads_lost(drops)
+            if lost < NEEDED <= lost_with_others:
+                return self._compared(self.grown(chosen, others), excluded, (), kind)
             control = max(control, *drops[1 : 1 + CONTROL_DRAWS].mean(1).tolist())
-            lost = heads_lost(drops)[0]
-            in_texts = self.attention_lost(chosen)
+            in_texts = self.attention_lost(read[2])
             drop_attention = float(in_texts.mean())
             margin_attention = margin_of(in_texts)
         if min(at_sink_layer[0], at_last_layer[0]) <= control:
@@ -350,9 +393,10 @@ class _SpikeSearch:
         neurons: list[Neuron] = []
         with Ablate(sites=silent).on(self.context.target):
             scan = scan_layers(self.context.target, self.context.ids, whole=True, upto=self.last)
+            without = replace(self.context, entering=scan.entering)
             for stage in scan.stages:
                 if stage > self.layer:
-                    neurons += stage_neurons(self.context, stage, BACKUP_CANDIDATES)
+                    neurons += stage_neurons(without, stage, BACKUP_CANDIDATES)
         return [neuron for neuron in neurons if neuron.site not in silent]
 
 
@@ -378,15 +422,18 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Sequence
     layer = context.layer
     ids = context.ids
     firsts, rows = ids[:, 0].unique(return_inverse=True)
+    spiking = [int((rows == first).nonzero()[0]) for first in range(min(len(firsts), SPIKE_TEXTS))]
     search = _SpikeSearch(
         context,
-        texts=firsts[:SPIKE_TEXTS, None],
+        texts=ids[spiking, :1],
         rows=rows[rows < SPIKE_TEXTS],
         longer=ids[:SPIKE_TEXTS, :ATTENTION_LENGTH],
         layer=layer,
         last=max(layer, context.scan.spike_layers[-1]),
         heads=[(behind, head) for behind, head in heads if behind > layer],
         before=context.scan.norm_before,
+        entering=context.entering.part(spiking, 1),
+        entering_longer=context.entering.part(slice(SPIKE_TEXTS), ATTENTION_LENGTH),
     )
     candidates = list(neurons)
     sites = tuple(neuron.site for neuron in neurons if neuron.layer <= search.last)
@@ -535,12 +582,21 @@ def set_at_position(
             last = number
     if layer is None:
         return None
-    heads = attending_heads(context.target, ids[0], at, len(scan.layers), RATE_EPS)
-    behind = [(number, head) for number, head in heads if number > layer]
-    until = replace(context, ids=ids[:, : at + 1])
-    alone = torch.zeros(1, dtype=torch.long)
-    search = _SpikeSearch(until, until.ids, alone, longer=ids, layer=layer, last=max(layer, last), heads=behind)
-    neurons = stage_neurons(until, layer, CANDIDATES, at=at, text=context.ids)
+    longer = scan.entering.part(slice(row, row + 1), ids.shape[1])
+    heads = attending_heads(context.target, ids[0], at, range(layer + 1, len(scan.layers)), RATE_EPS, longer)
+    until = replace(context, ids=ids[:, : at + 1], entering=longer.part(slice(None), at + 1))
+    search = _SpikeSearch(
+        until,
+        until.ids,
+        rows=torch.zeros(1, dtype=torch.long),
+        longer=ids,
+        layer=layer,
+        last=max(layer, last),
+        heads=heads,
+        entering=until.entering,
+        entering_longer=longer,
+    )
+    neurons = stage_neurons(until, layer, CANDIDATES, at=at, typical=context)
     sites = tuple(neuron.site for neuron in neurons)
     chosen = search.smallest(sites, layer, search.last)
     if chosen is None:
@@ -557,7 +613,7 @@ def repetition_spike(
     context: SinkContext,
     words: list[int],
     firsts: list[int],
-    repeats: Sequence[int | None],
+    repeated: RepeatedSinks,
     minimal: CausalSet,
     limit: int,
 ) -> RepetitionSpike | None:
@@ -567,7 +623,7 @@ def repetition_spike(
         context: The model and its spike.
         words: The repeated tokens.
         firsts: The token before each.
-        repeats: Repetitions after which the norm of each reaches half of the first token's at the sink layer.
+        repeated: When the norm of each reaches half of the first token's at the sink layer.
         minimal: The neurons that make the first token's spike.
         limit: Repetitions of a token that never gets there.
 
@@ -575,36 +631,36 @@ def repetition_spike(
         None if no repeated token's norm stands out.
     """
     target = context.target
-    repeated = [place for place, count in enumerate(repeats) if count != 1]  # others need no repetition
-    reached = [place for place in repeated if repeats[place] is not None]
-    rows = [[firsts[place], *[words[place]] * (repeats[place] or limit)] for place in reached[:1] or repeated]
+    repeats = repeated.repeats
+    places = [place for place, count in enumerate(repeats) if count != 1]  # others need no repetition
+    reached = [place for place in places if repeats[place] is not None][:1]
+    rows = [[firsts[place], *[words[place]] * (repeats[place] or limit)] for place in reached or places]
     if not rows:
         return None
     ids = torch.tensor(rows)
-    row = 0
-    if not reached:  # not at the sink layer, but perhaps behind it
-        scan = scan_layers(target, ids, whole=True, upto=context.scan.spike_layers[-1])
-        heights = torch.stack(
-            [scan.norms[layer][:, -1] / scan.norms[layer][:, 0] for layer in context.scan.spike_layers]
-        )
-        row = int(heights.max(0).values.argmax())
-        if float(heights.max()) < NEEDED:
-            return None
-        ids = ids[row : row + 1]
     last = ids.shape[1] - 1
-    token = target.tokenizer.decode([int(ids[0, -1])])
     silent = Edit(zero=minimal.edit_sites)
+    token = target.tokenizer.decode([int(ids[0, -1])])
     if reached:
         made_in = max(context.layer, *(member.layer for member in minimal.sites))
-        drop = float(effects(target, ids, [silent], at=last, upto=made_in).drops(made_in))
+        entering = repeated.entering[reached[0]].part(slice(None), last + 1)
+        edited = effects(target, ids, [silent], at=last, upto=made_in, entering=entering)
+        drop = float(edited.drops(made_in))
         if drop >= NEEDED:
             return RepetitionSpike(token, last, drop, None, ())
+    # Perhaps the repeated token's norm stands out behind the sink layer.
     scan = scan_layers(target, ids, whole=True, upto=context.scan.spike_layers[-1])
-    layer = max(context.scan.spike_layers, key=lambda layer: float(scan.norms[layer][0, -1] / scan.norms[layer][0, 0]))
-    drop = float(effects(target, ids, [silent], at=last, upto=layer).drops(layer))
+    heights = torch.stack([scan.norms[layer][:, -1] / scan.norms[layer][:, 0] for layer in context.scan.spike_layers])
+    row = int(heights.max(0).values.argmax())
+    if not reached and float(heights.max()) < NEEDED:
+        return None
+    token = target.tokenizer.decode([int(ids[row, -1])])
+    layer = context.scan.spike_layers[int(heights[:, row].argmax())]
+    entering = scan.entering.part(slice(row, row + 1), last + 1)
+    drop = float(effects(target, ids[row : row + 1], [silent], at=last, upto=layer, entering=entering).drops(layer))
     made = None
     if drop < NEEDED:
-        made = set_at_position(context, scan, ids, 0, last)
+        made = set_at_position(context, scan, ids[row : row + 1], row, last)
     if made is None or made.set.kind != "minimal":
         return RepetitionSpike(token, last, drop, None, ())
     return RepetitionSpike(token, last, drop, made.set, made.neurons)
