@@ -7,18 +7,24 @@ position, and attention masks are computed from these positions.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from einops import rearrange, reduce, repeat
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.growing_tensor import GrowingTensor
@@ -177,6 +183,11 @@ class CacheLayer(DynamicLayer):
             return tail
         self._pos = self._growing_pos.append(self._pos, tail)
         return self._pos
+
+    @property
+    def own_values(self) -> Float[Tensor, "batch kv_head slot d_head"]:
+        """The values alone, where other numbers are held beside them."""
+        return self.values
 
     @property
     def allocated(self) -> int:
@@ -515,6 +526,67 @@ class CacheLayer(DynamicLayer):
         self._forget_growth()
 
 
+class IndexedCacheLayer(CacheLayer):
+    """Latent keys and values, and the keys of an indexer beside them, which go where these go.
+
+    The values of a slot are followed by the indexer's key of its token.
+    """
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._width = 0  # of the values
+        self._index_width = 0  # of the indexer's keys; 0 where the indexer of another layer chooses
+
+    @property
+    def own_values(self) -> Float[Tensor, "batch 1 slot d_value"]:
+        """The values alone."""
+        return self.values[..., : self._width]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values, with room for the indexer's keys."""
+        self._width = value_states.shape[-1]
+        values = torch.nn.functional.pad(value_states, (0, self._index_width))
+        super().update(key_states, values, *args, **kwargs)
+        return self.keys, self.own_values
+
+    def update_indexer(self, states: Float[Tensor, "batch new d_index"]) -> Float[Tensor, "batch slot d_index"]:
+        """Set the indexer's keys of the tokens just appended; those of all slots."""
+        if not self._index_width:
+            self._index_width = states.shape[-1]
+            self.values = torch.nn.functional.pad(self.values, (0, self._index_width))
+            self._growing_values = GrowingTensor(-2, self.values)
+        self.values[:, 0, self.slots - states.shape[1] :, self._width :] = states
+        return self.values[:, 0, :, self._width :]
+
+    def _take_over(self, other: CacheLayer) -> None:
+        super()._take_over(other)
+        assert isinstance(other, IndexedCacheLayer)
+        self._width, self._index_width = other._width, other._index_width
+
+
+class StateCacheLayer(LinearAttentionAndFullAttentionLayer, CacheLayer):
+    """Keys and values of a layer that also keeps a state, which is left as it is."""
+
+    def __init__(self, number: int, states: int) -> None:
+        CacheLayer.__init__(self, number)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+
+    def reset(self) -> None:
+        """Make the layer empty, like a new one."""
+        LinearAttentionLayer.reset(self)
+        CacheLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the rows as beam search requests."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx.long())  # type: ignore[arg-type]
+        CacheLayer.reorder_cache(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Forget the last tokens; the state refuses, unless it records its past."""
+        LinearAttentionLayer.crop(self, int(tokens_to_remove))
+        CacheLayer.crop(self, tokens_to_remove)
+
+
 def _slots_at(values: Tensor, index: Int[Tensor, " kept"], count: int) -> Tensor:
     """Copy whole slots, `count` of each row and head, which is ten times as fast as `gather`."""
     # "batch kv_head slot ... -> (batch kv_head slot) ..."; einops would cost a tenth of a step here.
@@ -575,11 +647,23 @@ def adopt(cache: Any, target: Target, columns: Int[Tensor, "batch seen"]) -> Non
             new.fill(old.keys, old.values, columns)
     cache.layers = ours
     cache.layer_class_to_replicate = None
+    if hasattr(cache, "linear_cache"):  # MiniMax keeps states beside the layers, and takes this list for as long
+        states: Any = cache
+        states.linear_cache = [[] if isinstance(layer, CacheLayer) else None for layer in ours]
+
+
+def new_cache(target: Target) -> Any:
+    """An empty cache, of the class that the model asks for."""
+    asked = inspect.signature(target.base.forward).parameters.get("past_key_values")
+    for kind in get_args(getattr(asked, "annotation", None)):
+        if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind is not DynamicCache:
+            return kind()
+    return DynamicCache(config=target.config)
 
 
 def own_layers(cache: Any) -> list[CacheLayer]:
     """The layers of a cache that are ours; others, such as the state of linear attention, are left as they are."""
-    return [layer for layer in getattr(cache, "layers", None) or [] if type(layer) is CacheLayer]
+    return [layer for layer in getattr(cache, "layers", None) or [] if isinstance(layer, CacheLayer)]
 
 
 def refuse_states(cache: Any, what: str) -> None:
@@ -606,7 +690,13 @@ def _empty_layers(target: Target) -> list[Any]:
     layers: list[Any] = list(DynamicCache(config=target.config).layers)
     ours = cache_layers(target)
     for number in ours:
-        layers[number] = CacheLayer(number)
+        stock = layers[number]
+        if isinstance(stock, LinearAttentionAndFullAttentionLayer):
+            layers[number] = StateCacheLayer(number, stock.number_of_states)
+        elif isinstance(stock, DynamicIndexedLayer):
+            layers[number] = IndexedCacheLayer(number)
+        else:
+            layers[number] = CacheLayer(number)
     if not ours:
         raise UnsupportedError(
             f"the cache of {target.name} has no layer that holds keys and values alone (the first is a "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -18,12 +18,11 @@ import torch
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.interventions.positions import Call
-from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt, own_layers
+from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt, new_cache, own_layers
 from sinkscope.kv.usage import DecodingReads, Meter, Usage
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.scope import cache_layers
@@ -153,11 +152,13 @@ class CurrentCall(threading.local):
         prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
         samples: Whether the latest `generate` draws its tokens.
         handler: Our listener at the tap.
+        chosen: Positions that the latest indexer chose for each query.
     """
 
     call: Call | None = None
     cache: Any = None
     handler: Handler | None = None
+    chosen: Tensor | None = None
     own_masks: bool = False
     tapped_layers: set[int]
     bridge_queries: dict[int, Tensor]
@@ -185,10 +186,22 @@ class Session:
 
     def __init__(self, run: Run) -> None:
         target = run.target
-        if not target.adapter.attention_interface:
+        if not target.adapter.attention_interface and target.kind == "bridge":
             raise UnsupportedError(
-                f"the attention of {target.adapter.model_type} cannot be replaced (it does not use transformers' "
-                "attention interface): use another model for cache policies and attention observers",
+                f"the attention of {target.adapter.model_type} cannot be replaced on a TransformerBridge: load the "
+                "model with backend='hf'",
+                page="kv-session",
+            )
+        if target.config.model_type == "minimax" and target.config.sliding_window is not None:
+            raise UnsupportedError(
+                f"transformers forgets the window of {target.name} when it decodes with a cache, so that there is no "
+                "full cache to compare with: set sliding_window=None in its configuration, or use another model",
+                page="kv-session",
+            )
+        if target.config.model_type == "falcon" and target.config.alibi:
+            raise UnsupportedError(
+                f"{target.name} adds its position bias to the mask of all layers, in which no layer can hold tokens of "
+                "its own: use another model for cache policies and attention observers",
                 page="kv-session",
             )
         if not cache_layers(target):
@@ -212,7 +225,7 @@ class Session:
         self._acted = False
         self._queries_kept = 0
         self._keeps_decoding_queries = False
-        self._scaling: dict[int, float] = {}
+        self._row_functions: dict[int, Callable[[Tensor, Tensor, View], Tensor]] = {}
         self._watchers: list[Watcher] = []
         self._before_decode: list[Callable[[Moment], None]] = []
         self._before_prompt: list[Callable[[Moment], None]] = []
@@ -229,6 +242,12 @@ class Session:
         run.hook(target.base, "post", self._end, always=True)
         if target.kind == "bridge":
             run.stack.enter_context(target.hooks(*self._bridge_hooks()))
+        for layer in range(target.n_layers):
+            if not target.has_attention(layer):
+                continue
+            attention = target.sub(layer, target.adapter.attn)
+            if hasattr(attention, "indexer"):
+                run.hook(attention, "pre", partial(self._mask_indexer, layer))
 
     @classmethod
     def of(cls, run: Run) -> Session:
@@ -323,18 +342,19 @@ class Session:
             raise UnsupportedError(self._why_no_queries(), page="kv-session")
         latest = moment.state.queries[layer].last(last)
         kv = moment.cache.layers[layer]
-        if kv.keys.shape[-1] != latest.query.shape[-1]:
-            raise UnsupportedError(
-                f"the cache of {self.target.name} holds latent vectors, from which keys are made inside its attention: "
-                "use a policy that scores by attention received (H2O), or by position",
-                page="kv-session",
-            )
         module: Any = self.target.sub(layer, self.target.adapter.attn)
+        keys = kv.keys
+        if hasattr(module, "expand_kv"):  # the cache holds latent vectors, from which the module makes keys
+            keys = module.expand_kv(kv.keys, kv.own_values)[0]
         below_bridge = getattr(module, "original_component", None)
         if isinstance(below_bridge, nn.Module):
             module = below_bridge
-        view = View(kv.pos, latest.pos, self._windows[layer], kv.hidden)
-        return rows_by_view(module, latest.query, kv.keys, view, self._scaling.get(layer))
+        columns = moment.call.columns[:, : moment.call.past].to(keys.device)
+        view = View(kv.pos, latest.pos, self._windows[layer], kv.hidden, columns=columns)
+        rows = self._row_functions.get(layer)
+        if rows is None:
+            return rows_by_view(module, latest.query, keys, view, None)
+        return rows(latest.query, keys, view)
 
     def _why_no_queries(self) -> str:
         if self.target.kind == "bridge":
@@ -367,22 +387,36 @@ class Session:
         if attention.key.dtype != attention.query.dtype:  # rebased keys are float32
             attention.key = attention.key.to(attention.query.dtype)
         if self._queries_kept:
-            self._scaling[layer] = attention.scaling
+            attention.view = self._view_of(attention)
+            self._row_functions[layer] = attention.row_function()
             self._keep_queries(layer, attention.query)
         if queries > 1 and self.owns_cache and not self.now.own_masks:
-            self._check_view(attention, self._view(layer, attention.key))
+            self._check_view(attention, self._view_of(attention))
         watchers = self._watchers_of(layer)
         replaces = self.now.own_masks or (self._prefill is not None and queries > 1)
         if not watchers and not replaces:
             return
         if attention.view is None:
-            attention.view = self._view(layer, attention.key)
+            attention.view = self._view_of(attention)
         if replaces:
             attention.evicted = self.now.own_masks
             attention.compute = self._compute
         for watcher in watchers:
             show = partial(self._show_rows, watcher, layer, attention.view, attention.query)
             attention.show(show, first=watcher.first_query(queries))
+
+    def _mask_indexer(self, layer: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Give an indexer a mask of what its layer holds, from which it then chooses."""
+        kv, call = self.layer(layer), self.now.call
+        if not self.now.own_masks or kv is None or call is None:
+            return None
+        query_pos = call.on(kv.keys.device)
+        new = rearrange(query_pos, "batch query -> batch 1 query")
+        hidden = kv.hidden
+        if hidden is not None:
+            hidden = torch.nn.functional.pad(hidden, (0, new.shape[-1]))
+        view = View(torch.cat([kv.pos, new], -1), query_pos, self._windows[layer], hidden)
+        return args, {**kwargs, "attention_mask": view.sees()}
 
     def _check_view(self, attention: Attention, view: View) -> None:
         """Refuse a layer whose last query sees other keys than our masks will show it.
@@ -391,15 +425,12 @@ class Session:
             UnsupportedError: It does.
         """
         last = slice(attention.queries - 1, attention.queries)
-        keys = attention.key.shape[2]
         sees = view.part(last, slice(None)).sees().all(1, keepdim=True)
-        shown = torch.ones_like(sees)
-        if attention.mask is not None:
-            shown = attention.mask[:, :1, last, :keys]
-            if shown.is_floating_point():
-                shown = shown > torch.finfo(shown.dtype).min / 2
-        if attention.mask is None and bool((view.pos < 0).any()):
-            return  # the model is not told of padding
+        shown = attention.shown_to_last()
+        if shown is None:
+            if bool((view.pos < 0).any()):
+                return  # the model is not told of padding
+            shown = torch.ones_like(sees)
         if bool((sees != shown).any()):
             raise UnsupportedError(
                 f"layer {attention.layer} of {self.target.name} hides keys in another way than by the window of its "
@@ -445,7 +476,22 @@ class Session:
         if not layers or layer >= len(layers):
             return None
         kv = layers[layer]
-        return kv if type(kv) is CacheLayer else None
+        return kv if isinstance(kv, CacheLayer) else None
+
+    def _view_of(self, attention: Attention) -> View:
+        """What the queries of this call see, of what an indexer chose if there is one."""
+        view = self._view(attention.layer, attention.key)
+        indices = attention.indices
+        if indices is None:
+            return view
+        assert view.columns is not None
+        if getattr(attention.module, "indexer", None) is not None:  # others attend to what an earlier layer chose
+            seen = view.columns.shape[1]
+            slots = view.pos[:, :1].expand(-1, indices.shape[1], -1)
+            chosen = torch.zeros(*indices.shape[:2], seen + 1, dtype=torch.bool, device=indices.device)
+            pos = slots.gather(-1, indices.long())
+            self.now.chosen = chosen.scatter_(-1, torch.where(pos < 0, seen, pos), True)
+        return replace(view, complete=False, chosen=self.now.chosen)
 
     def _view(self, layer: int, key: Tensor) -> View:
         """What the queries of this call see of `key` `[batch kv_head slot ...]`."""
@@ -456,11 +502,11 @@ class Session:
         window = self._windows[layer]
         if kv is not None:
             complete = kv.complete and window is None and query_pos.shape[1] == 1
-            return View(kv.pos, query_pos, window, kv.hidden, complete)
+            return View(kv.pos, query_pos, window, kv.hidden, complete, call.columns.to(key.device))
         batch, kv_heads, slots = key.shape[:3]
         columns = call.columns[:, -slots:].to(key.device)
         # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
-        return View(columns[:, None].expand(batch, kv_heads, slots), query_pos, window)
+        return View(columns[:, None].expand(batch, kv_heads, slots), query_pos, window, columns=columns)
 
     def _keep_queries(self, layer: int, query: Float[Tensor, "batch head query d_head"]) -> None:
         """Keep the latest queries of a layer, after rotary, if requested."""
@@ -546,7 +592,7 @@ class Session:
         if use_cache is None:
             use_cache = self.target.config.use_cache
         if cache is None and use_cache:
-            cache = DynamicCache(config=self.target.config)
+            cache = new_cache(self.target)
         self.now.cache = cache
         own_masks = False
         if cache is not None:
@@ -572,7 +618,7 @@ class Session:
                 page="gradient-checkpointing",
             )
         name = attention_name(self._config)
-        if name != NAME:
+        if name != NAME and self.target.adapter.attention_interface:
             raise UnsupportedError(
                 f"the attention of {self.target.name} was set to {name!r} inside the `with`, which would go past what "
                 "acts here: set it before the `with`",
@@ -587,6 +633,8 @@ class Session:
         if not layers:
             adopt(cache, self.target, call.columns[:, : call.past])
             layers = own_layers(cache)
+        if not self.target.adapter.attention_interface and kwargs.get("attention_mask") is None:
+            kwargs["attention_mask"] = (call.columns >= 0).long()  # position biases are as long as this
         state = self._state()
         self._act_before(layers, call, state)
         dropped = rebased_by(layers[0], call)
@@ -720,11 +768,14 @@ def rebased_by(kv: CacheLayer, call: Call) -> Int[Tensor, " batch"] | None:
 
 def layer_window(target: Target, layer: int) -> int | None:
     """Sliding window of a layer, in tokens; None if the layer sees everything."""
-    window = getattr(target.config, "sliding_window", None)
-    layer_types = getattr(target.config, "layer_types", None)
+    config = target.config
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if config.model_type == "gpt_neo":
+        window, kinds = config.window_size, config.attention_layers
     if not window:
         return None
-    if layer_types is not None and layer_types[layer] != "sliding_attention":
+    if kinds is not None and kinds[layer] not in ("sliding_attention", "local"):
         return None
     return int(window)
 

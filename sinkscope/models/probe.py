@@ -417,10 +417,8 @@ class _AttentionErrors:
         else:
             with _narrowed(target):
                 own = _own_rows(target, layers)
-                recomputed = own
-                if target.adapter.attention_interface:
-                    recomputed = _recomputed_rows(target, layers)
-                else:
+                recomputed = _recomputed_rows(target, layers)
+                if not target.adapter.attention_interface:
                     self.distance = max(_distance_from_output(target, layer) for layer in layers)
         for layer in layers:
             if layer not in recomputed:

@@ -5,10 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
 
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.target import Target
+
+_WITH_KEYS = (
+    DynamicLayer,
+    DynamicIndexedLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
 
 
 @dataclass(frozen=True)
@@ -48,30 +60,21 @@ class Scope:
 
 
 def cache_layers(target: Target) -> list[int]:
-    """Layers whose part of the cache holds keys and values alone; others keep a state.
-
-    There are none in a model with an indexer, which chooses the keys that later layers attend to as well.
-    """
+    """Layers whose part of the cache holds keys and values; others keep a state alone."""
     layers = DynamicCache(config=target.config).layers
-    if any(hasattr(layer, "update_indexer") for layer in layers):
-        return []
-    return [number for number, layer in enumerate(layers) if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)]
+    return [number for number, layer in enumerate(layers) if type(layer) in _WITH_KEYS]
 
 
 def scope_of(target: Target) -> Scope:
     """What is served of a model."""
     layers = range(target.n_layers)
-    policies: list[int] = []
-    reason = "its attention does not go through transformers' attention interface"
-    if target.adapter.attention_interface:
-        policies = cache_layers(target)
-        reason = "no layer of its cache holds keys and values alone"
+    policies = cache_layers(target)
     return Scope(
         target.n_layers,
         tuple(layer for layer in layers if target.has_neurons(layer)),
         tuple(layer for layer in layers if target.has_attention(layer)),
         tuple(layer for layer in policies if target.has_attention(layer)),
-        reason,
+        "no layer of its cache holds keys and values",
     )
 
 

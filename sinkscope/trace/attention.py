@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target, on_output
 from sinkscope.trace.internals import attention_name, eager_attention, sdpa_attention, set_attention
+from sinkscope.trace.own import Parts, bias_at, reading
 
 NAME = "sinkscope"
 CHUNK = 256
@@ -48,6 +49,8 @@ class View:
         window: Keys this far back and further are not seen. None means all are seen.
         hidden: Cached keys that are not attended to, by kv head or by query head. None means none.
         complete: Whether every query certainly sees every key, so that no mask is needed.
+        columns: Positions of all tokens so far, evicted or not; -1 at padding.
+        chosen: Positions that an indexer chose for each query, and one more place; None if it is not asked.
     """
 
     pos: Int[Tensor, "batch kv_head key"]
@@ -55,13 +58,25 @@ class View:
     window: int | None = None
     hidden: Bool[Tensor, "batch _ key"] | None = None
     complete: bool = False
+    columns: Int[Tensor, "batch column"] | None = None
+    chosen: Bool[Tensor, "batch query position"] | None = None
 
     def part(self, queries: slice, keys: slice) -> View:
         """Some of the queries and keys."""
         hidden = None
         if self.hidden is not None:
             hidden = self.hidden[..., keys]
-        return View(self.pos[..., keys], self.query_pos[:, queries], self.window, hidden)
+        chosen = None
+        if self.chosen is not None:
+            chosen = self.chosen[:, queries]
+        return replace(
+            self,
+            pos=self.pos[..., keys],
+            query_pos=self.query_pos[:, queries],
+            hidden=hidden,
+            complete=False,
+            chosen=chosen,
+        )
 
     def sees(self) -> Bool[Tensor, "batch _ query key"]:
         """Keys that hold a token, are not later than the query, and are inside the window.
@@ -79,6 +94,9 @@ class View:
         if self.window is not None:
             visible = visible & ((key > query - self.window) | padding)
         visible = visible & (key >= 0)
+        if self.chosen is not None:
+            place = pos[:, :1].clamp(min=0).expand(-1, self.chosen.shape[1], -1)
+            visible = visible & self.chosen.gather(-1, place)[:, None]
         if self.hidden is None:
             return visible
         hidden = rearrange(self.hidden, "batch head key -> batch head 1 key")
@@ -133,6 +151,7 @@ class Attention:
         view: What is seen, by true positions, if a handler knows it.
         evicted: Whether `view` differs from the mask because tokens are missing in the cache.
         compute: Replaces the model's own attention unless it returns None.
+        indices: Slots that an indexer chose for each query, in its own layer; None if there is no indexer.
     """
 
     module: Any
@@ -145,6 +164,7 @@ class Attention:
     view: View | None = None
     evicted: bool = False
     compute: Callable[[Attention], tuple[Tensor, Tensor | None] | None] | None = None
+    indices: Int[Tensor, "batch query chosen"] | None = None
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
 
     @property
@@ -181,6 +201,30 @@ class Attention:
         """Whether the model's own attention does what SDPA does not."""
         return self.softcap is not None or self.sinks is not None
 
+    @property
+    def is_eager(self) -> bool:
+        """Whether the model's own attention builds the whole matrix of rows."""
+        return stock_name(self.module.config) == "eager"
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether the scores are more than products of queries and keys."""
+        return False
+
+    def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"] | None:
+        """The keys that the model's mask shows to the last query; None if there is no mask."""
+        if self.mask is None:
+            return None
+        shown = self.mask[:, :1, self.queries - 1 : self.queries, : self.key.shape[2]]
+        if shown.is_floating_point():
+            return shown > torch.finfo(shown.dtype).min / 2
+        return shown
+
+    def row_function(self) -> Callable[[Tensor, Tensor, View], Tensor]:
+        """A function that gives rows of any queries and keys of this layer by a view, and does not hold these."""
+        module, scaling = self.module, self.scaling
+        return lambda query, key, view: rows_by_view(module, query, key, view, scaling)
+
     def show(self, fn: RowsFunction, *, by_mask: bool = False, first: int = 0, chunk: int = CHUNK) -> None:
         """Show rows to `fn`, one chunk of queries at a time.
 
@@ -201,7 +245,7 @@ class Attention:
         """The model's own attention over what `view` shows."""
         assert self.view is not None
         # Eager is the one that knows soft caps and learned sink logits; where SDPA was chosen, the model goes without.
-        is_eager = stock_name(self.module.config) == "eager" or self._needs_eager
+        is_eager = self.is_eager or self._needs_eager
         if is_eager:
             own = eager_attention(self.module)
         else:
@@ -299,6 +343,119 @@ class Attention:
         return rows
 
 
+@dataclass(eq=False)
+class OwnAttention(Attention):
+    """Attention that a module outside transformers' attention interface computes itself.
+
+    Attributes:
+        parts: What it attended with.
+    """
+
+    parts: Parts | None = None
+
+    @property
+    def layer(self) -> int:
+        """Number of the decoder layer."""
+        return self._own.layer
+
+    @property
+    def _own(self) -> Parts:
+        assert self.parts is not None
+        return self.parts
+
+    @property
+    def scaling(self) -> float:
+        """Factor on the scores, as the scores of the last query say."""
+        return self._fit()[0]
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether the scores are more than products of queries and keys."""
+        return self._own.bias is not None or not self._is_fitted
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the model's own attention builds the whole matrix of rows."""
+        return self._own.rows is not None
+
+    @property
+    def softcap(self) -> None:
+        """None is known: the scores are those after it."""
+
+    @property
+    def sinks(self) -> None:
+        """There are none."""
+
+    def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"]:
+        """The keys that the module shows to the last query."""
+        last = self._own.scores(slice(self.queries - 1, self.queries))
+        return last[:, :1] > self._hidden_below
+
+    @property
+    def _hidden_below(self) -> float:
+        """Scores below this are those of hidden keys; some modules divide their mask by the root of the width, too."""
+        return torch.finfo(self.value.dtype).min / (2 * self.query.shape[-1] ** 0.5)
+
+    def _bias(self) -> Float[Tensor, "batch head 1 key"] | None:
+        """The bias of each key."""
+        if self._own.bias is None:
+            return None
+        assert self.view is not None and self.view.columns is not None
+        return bias_at(self._own.bias, self.view.pos, self.view.columns)
+
+    def _fit(self) -> tuple[float, float]:
+        """The factor between products and scores of the last query, and how far these are from it, relatively."""
+        scores = self._own.scores(slice(self.queries - 1, self.queries)).float()
+        seen = scores > self._hidden_below
+        bias = self._bias()
+        if bias is not None and not self._own.lacks_bias:
+            scores = scores - bias
+        group = self.query.shape[1] // self.key.shape[1]
+        key = self.key.float().repeat_interleave(group, 1)
+        products = (self.query[:, :, -1:].float() @ key.mT)[seen]
+        scores = scores[seen]
+        factor = float((scores * products).sum() / (products * products).sum())
+        return factor, float((scores - factor * products).abs().max() / scores.abs().max())
+
+    @property
+    def _is_fitted(self) -> bool:
+        return self._fit()[1] <= 1e-4 + 16 * torch.finfo(self.value.dtype).eps
+
+    def stock(self, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The module's own attention."""
+        if self._own.lacks_bias:
+            rows = self._rows(slice(None), False)
+            return self._weighted(rows), rows
+        return self._own.output, self._own.rows
+
+    def under_view(self) -> Float[Tensor, "batch query head d_value"]:
+        """The module's own attention over what `view` shows."""
+        return self._weighted(self._rows(slice(None), False))
+
+    def row_function(self) -> Callable[[Tensor, Tensor, View], Tensor]:
+        """A function that gives rows of any queries and keys of this layer by a view, and does not hold these."""
+        if not self._is_fitted:
+            raise UnsupportedError(
+                f"the scores of layer {self.layer} are more than products of queries and keys, so those of earlier "
+                "queries are not known: use a policy that scores by attention received (H2O), or by position",
+                page="kv-session",
+            )
+        module, scaling, bias = self.module, self.scaling, self._own.bias
+        return lambda query, key, view: rows_by_view(module, query, key, view, scaling, bias)
+
+    def _rows(self, part: slice, by_mask: bool) -> Float[Tensor, "batch head query key"]:
+        scores = self._own.scores(part).float()
+        if self._own.lacks_bias:
+            bias = self._bias()
+            assert bias is not None
+            scores = scores + bias
+        if not by_mask:
+            assert self.view is not None
+            sees = widened(self.view.part(part, slice(None)).sees(), scores.shape[1])
+            scores = scores.masked_fill(~sees, torch.finfo(torch.float32).min)
+        return torch.softmax(scores, -1)
+
+
 def _tell(listeners: Iterable[RowsFunction], first: int, rows: Tensor) -> None:
     for fn in listeners:
         fn(first, rows)
@@ -316,6 +473,7 @@ def rows_by_view(
     key: Float[Tensor, "batch kv_head key d_head"],
     view: View,
     scaling: float | None,
+    bias: Float[Tensor, "_ head _"] | None = None,
 ) -> Float[Tensor, "batch head query key"]:
     """Attention rows of a module over what `view` shows, in float32.
 
@@ -325,10 +483,12 @@ def rows_by_view(
         key: Keys after rotary.
         view: View of these queries and keys.
         scaling: Factor on the scores that the model passed to its attention, if known. None uses the module's.
+        bias: Number for each head and column that is added to the scores.
     """
     softcap = sinks = None
-    if stock_name(module.config) != "sdpa":
-        softcap = getattr(module.config, "attn_logit_softcapping", None)
+    config = getattr(module, "config", None)
+    if config is not None and stock_name(config) != "sdpa":
+        softcap = getattr(config, "attn_logit_softcapping", None)
         sinks = getattr(module, "sinks", None)
     mask = None
     if not view.complete:
@@ -341,6 +501,7 @@ def rows_by_view(
         first_query=key.shape[2] - 1,
         softcap=softcap,
         sinks=sinks,
+        bias=None if bias is None or view.columns is None else bias_at(bias, view.pos, view.columns),
     )
 
 
@@ -371,6 +532,7 @@ def attention_probs(
     first_query: int,
     softcap: float | None = None,
     sinks: Float[Tensor, " head"] | None = None,
+    bias: Float[Tensor, "batch head 1 key"] | None = None,
 ) -> Float[Tensor, "batch head query key"]:
     """Softmax of scaled scores for some rows, in float32.
 
@@ -382,6 +544,7 @@ def attention_probs(
         first_query: Number of keys that the first query may see, minus one (only used if `mask` is None).
         softcap: `cap * tanh(score / cap)` (Gemma 2).
         sinks: A learned logit per head that takes part in the softmax and is then dropped (gpt-oss).
+        bias: Added to the scores (ALiBi).
     """
     batch, heads, queries, width = query.shape
     kv_heads, keys = key.shape[1:3]
@@ -392,6 +555,8 @@ def attention_probs(
     scores = scores.view(batch, heads, queries, keys) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
     if mask is None and first_query < keys - 1:
         last_seen = torch.arange(first_query, first_query + queries, device=query.device)
         mask = torch.arange(keys, device=query.device) <= rearrange(last_seen, "query -> query 1")
@@ -462,7 +627,12 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
     """Context manager: every configuration of the model selects the tap's attention; yields their ids.
 
     The names are registered with transformers once; this changes no other model. A model may be tapped several times.
+    Attention outside transformers' interface is seen by hooks instead.
     """
+    if not target.adapter.attention_interface:
+        with _tapped_outside(target) as ids:
+            yield ids
+        return
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if NAME not in AttentionInterface():
@@ -485,6 +655,49 @@ def tapped(target: Target) -> Iterator[frozenset[int]]:
                 if stock.times == 0:
                     set_attention(config, stock.name)
                     del _STOCK[id(config)]
+
+
+_OUTSIDE: dict[int, list[ExitStack]] = {}  # hooks on models outside the interface, one entry for each time tapped
+
+
+@contextmanager
+def _tapped_outside(target: Target) -> Iterator[frozenset[int]]:
+    """Context manager: every attention module of the model is read; yields the ids of its configurations."""
+    configs = frozenset(map(id, configs_of(target)))
+    model = id(target.hf)
+
+    def listeners() -> list[Handler]:
+        return [handler for handler in _HANDLERS.get() if not configs.isdisjoint(handler.configs)]
+
+    def wanted() -> tuple[bool, bool]:
+        masks = any(handler.masks for handler in listeners())
+        return masks or not all(handler.idle for handler in listeners()), masks
+
+    def attend(parts: Parts) -> Tensor:
+        call = OwnAttention(parts.module, parts.query, parts.key, parts.value, None, {}, parts=parts)
+        for handler in listeners():
+            handler.see(call)
+        return call.finish()[0]
+
+    modules: dict[int, Any] = {}
+    for layer in range(target.n_layers):
+        if target.has_attention(layer):
+            modules[layer] = target.sub(layer, target.adapter.attn)
+    with _LOCK:
+        stack = ExitStack()
+        if model not in _OUTSIDE:
+            stack.enter_context(reading(modules, target.name, attend, wanted))
+        _OUTSIDE.setdefault(model, []).append(stack)
+    try:
+        yield configs
+    finally:
+        with _LOCK:
+            stacks = _OUTSIDE[model]
+            if len(stacks) > 1:  # the first holds the hooks
+                stacks.pop()
+            else:
+                del _OUTSIDE[model]
+                stacks[0].close()
 
 
 def stock_name(config: Any) -> str:
@@ -516,9 +729,6 @@ def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that transformers calls in every layer."""
-    indices = kwargs.pop("indices", None)  # the keys that an indexer chose (DeepSeek 3.2)
-    if indices is not None:
-        attention_mask = _among_chosen(attention_mask, indices, query.shape[2], key.shape[2])
     config = id(module.config)
     by_mask = False
     idle = True
@@ -531,7 +741,7 @@ def _attend(
         attention_mask = _among_chosen(attention_mask, indices, query.shape[2], key.shape[2])
     if idle:
         return _stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
-    call = Attention(module, query, key, value, attention_mask, kwargs, by_mask)
+    call = Attention(module, query, key, value, attention_mask, kwargs, by_mask, indices=indices)
     for handler in _HANDLERS.get():
         if config in handler.configs:
             handler.see(call)
@@ -586,33 +796,27 @@ def attention_rows(
         layers: Layers to show. None shows all.
         rows_per_chunk: Number of queries shown at a time; memory is `batch x head x rows_per_chunk x key`.
 
-    On a TransformerBridge, and for architectures outside transformers' attention interface (Falcon), the model
-    itself builds whole query x key matrices, which are passed on in one piece.
+    A TransformerBridge itself builds whole query x key matrices, which are passed on in one piece.
     """
     wanted = layers
     if wanted is None:
         wanted = list(range(target.n_layers))
     wanted = [layer for layer in wanted if target.has_attention(layer)]
-    is_bridge = target.kind == "bridge"
 
     def see(call: Attention) -> None:
         layer = call.layer
         if layer in wanted:
             call.show(lambda first, rows: observer(layer, first, rows), by_mask=True, chunk=rows_per_chunk)
 
-    if target.adapter.attention_interface and not is_bridge:
+    if target.kind != "bridge":
         with listening(target, see):
             yield
         return
     hooks: list[tuple[Any, str, Any]] = []
     for layer in wanted:
-        if is_bridge:
-            module = target.model.hook_dict[f"blocks.{layer}.attn.hook_pattern"]
-            hooks.append((module, "post", on_output(lambda rows, layer=layer: observer(layer, 0, rows.float()))))
-        else:
-            module = target.sub(layer, target.adapter.attn)
-            hooks.append((module, "post", on_output(lambda out, layer=layer: observer(layer, 0, out[1].float()))))
-    with nullcontext() if is_bridge else eager(target), target.hooks(*hooks):
+        module = target.model.hook_dict[f"blocks.{layer}.attn.hook_pattern"]
+        hooks.append((module, "post", on_output(lambda rows, layer=layer: observer(layer, 0, rows.float()))))
+    with target.hooks(*hooks):
         yield
 
 
@@ -632,7 +836,7 @@ def queries_and_keys(target: Target, observer: QKObserver, layers: list[int]) ->
 
     Raises:
         UnsupportedError: The model is a TransformerBridge, which has its own attention, or outside transformers'
-            attention interface (Falcon); or a forward pass has a cache, into which the extra call would write.
+            attention interface (Falcon, GPT-J); or a forward pass has a cache, into which the extra call would write.
     """
     refuse_opaque(target)
     rotary = set[int]()  # layers whose queries and keys were rotated

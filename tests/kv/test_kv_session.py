@@ -188,7 +188,7 @@ def test_many_runs_leak_nothing() -> None:
 def test_what_cannot_be_entered() -> None:
     model = model_of("llama")
     before = state_of(model)
-    falcon = model_of("falcon")
+    falcon = tiny_model("falcon", new_decoder_architecture=False, alibi=True)[0]
     compiled = torch.compile(model_of("llama"))
     inner = model_of("llama")
     inner.model.layers[0].compile()
@@ -200,7 +200,7 @@ def test_what_cannot_be_entered() -> None:
     cases: list[tuple[str, Callable[[], Any]]] = [
         ("StreamingLLM and Drawn would both", lambda: (StreamingLLM(budget=9) | Drawn(budget=9)).on(model).__enter__()),
         ("already inside a `with`", lambda: nested(Full(), Drawn(budget=5))),
-        ("falcon cannot be replaced", lambda: Full().on(falcon).__enter__()),
+        ("adds its position bias to the mask of all layers", lambda: Full().on(falcon).__enter__()),
         ("compiled", lambda: Drawn(budget=5).on(compiled).__enter__()),
         ("compiled", lambda: Drawn(budget=5).on(inner).__enter__()),
         ("layer 2 is not in .*: give one from 0 to 1", lambda: Observe(ignore, layers=[2]).on(model).__enter__()),

@@ -25,5 +25,4 @@ def test_nothing_is_wrong_and_what_is_served_stays_served(model_type: str) -> No
 
 def test_the_page_shows_what_was_found() -> None:
     assert page(RECORDED) == PAGE.read_text()
-    wrong = [name for name, found in RECORDED["types"].items() if found["wrong"]]
-    assert wrong == ["falcon_h1", "minimax"]  # the page names them, with what is wrong
+    assert not any(found["wrong"] for found in RECORDED["types"].values())

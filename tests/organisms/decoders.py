@@ -33,7 +33,7 @@ _SIZES: dict[int, str] = {
     16: """swa_head_dim head_dim dim_head kv_channels kv_lora_rank qk_nope_head_dim v_head_dim index_head_dim
         linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_state mamba_d_head mamba_head_dim
         ssm_state_size state_size mamba_chunk_size chunk_size attention_head_dim hidden_size_per_layer_input block_size
-        expert_hidden
+        expert_hidden index_n_heads
         router_hidden_size o_lora_rank head_size ple_embed_dim hc_lowrank mamba_headdim block_multiple_of
         shape_embed_dim pronunciation_embed_dim index_block_size num_mel_bins prompt_mid_dim classifier_proj_size""",
     8: """qk_rope_head_dim mamba_n_heads mamba_num_heads mamba_dt_rank time_step_rank laurel_rank rotary_dim d_rel
@@ -45,7 +45,7 @@ _SIZES: dict[int, str] = {
         prompt_length layer_group_size""",
     3: "moe_layer_end_index conv_L_cache task_type_vocab_size",
     2: """num_key_value_heads num_kv_heads swa_num_key_value_heads num_query_groups num_experts_per_tok
-        num_experts_per_token moe_topk moe_k index_n_heads linear_num_key_heads type_vocab_size o_groups pad_token_id
+        num_experts_per_token moe_topk moe_k linear_num_key_heads type_vocab_size o_groups pad_token_id
         index_topk_blocks depth num_layers_per_stack n_layers_per_attn_res_block""",
     1: """n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group num_expert_group
         first_k_dense_replace num_dense_layers num_mem_blocks eos_token_id eod_token_id sep_token_id n_langs
@@ -110,7 +110,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": _LATENT | {"zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
-    "minimax": _LINEAR,
+    "minimax": _LINEAR | {"sliding_window": None},
     "mllama": {"cross_attention_layers": [1]},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},

@@ -22,6 +22,7 @@ from .decoders import byte_tokenizer, decoder
 
 NEURON = 7
 LENGTH = 81  # more than every window and top-k of the tiny configurations
+PLANTED = (12, 72)  # texts and tokens by which a neuron is planted: as long as those in which it is then looked for
 POLICIES: dict[str, Callable[[], Any]] = {
     "h2o": lambda: ss.H2O(32),
     "streaming": lambda: ss.StreamingLLM(32),
@@ -134,7 +135,7 @@ def _reading(inputs: Tensor, high: float, low: float) -> Tensor:
 def _plant(target: Target) -> Planted:
     """Plant a neuron in the first layer behind the bottom one that has neurons."""
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(10, 250, (12, 24), generator=generator)
+    ids = torch.randint(10, 250, PLANTED, generator=generator)
     ids[:, 0] = 0
     layer = next(number for number in [*range(1, target.n_layers), 0] if target.has_neurons(number))
     is_mixture = target.is_mixture(layer)
@@ -154,7 +155,7 @@ def _plant(target: Target) -> Planted:
         first = target.mlp_part(layer, "up")
     with target.hooks((first, "pre", keep), (target.layers[layer], "post", keep_out)):
         target.forward(ids)
-    inputs = seen["in"].reshape(12, 24, -1)
+    inputs = seen["in"].reshape(*PLANTED, -1)
     typical = float(seen["out"].norm(dim=-1).mean())
     written = torch.randn(target.d_model, generator=generator)
     written *= typical / written.norm()
@@ -328,7 +329,7 @@ def _check_attention(report: TypeReport, target: Target) -> None:
 def _check_generation(report: TypeReport, target: Target) -> None:
     """`Full` gives the tokens of plain `generate`; the other policies and guards run, or are refused."""
     model, ids = target.hf, _ids()
-    options = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "pad_token_id": 2}
+    options = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "pad_token_id": 2, "use_cache": True}
     plain = model.generate(ids, **options)
 
     def under(policy: Any) -> Tensor:

@@ -19,7 +19,7 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines, attention_of, recovered
 from sinkscope.lines.sparse import Sparsity, dense_in_all, dense_limit, missing, sparse_attention
-from sinkscope.trace.attention import Attention, View, stock_name
+from sinkscope.trace.attention import Attention, View
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,6 +288,10 @@ class SparsePrompts:
             return "sliding window"
         if prompt.softcap is not None:
             return "soft cap"
+        if view.chosen is not None:
+            return "an indexer chooses keys"
+        if prompt.is_biased:
+            return "position bias"
         if prompt.sinks is not None:
             return "learned sinks"
         if kv is not None and kv.edited:
@@ -320,8 +324,7 @@ def _log_prompt(
 def _stock_is_fast(prompt: Attention, view: View, session: Session) -> bool:
     """Whether the model's own attention is as fast as any for a prompt: its mask is there, and it builds no matrix."""
     padded = bool((view.query_pos < 0).any())
-    eager = stock_name(prompt.module.config) == "eager"
-    return not padded and not session.now.own_masks and not eager
+    return not padded and not session.now.own_masks and not prompt.is_eager
 
 
 def prompts_summary(name: str, run: Run) -> str:

@@ -1,0 +1,245 @@
+"""Attention that a module computes itself, seen as it is computed.
+
+Outside transformers' attention interface (Bloom, Falcon, GPT-J, MPT and others), a module multiplies queries by keys,
+adds what it adds, takes a softmax, and multiplies the rows by values. While such a module runs, a function mode of
+torch sees these calls. The scores are the module's own, so all that it does to them is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from sinkscope.errors import UnsupportedError
+
+_PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm")
+_BIASES = ("alibi", "position_bias")  # arguments with a number for each head and key, which is added to the scores
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What one module attended with.
+
+    Attributes:
+        module: The module.
+        layer: Number of its decoder layer.
+        query: Queries as they meet the keys.
+        key: Keys of everything in the layer's cache.
+        value: Values of everything in the layer's cache.
+        rows: The rows that it computed; None if one fused call computed them.
+        output: What it computed from them.
+        scores: Function that gives the scores of some queries, before the softmax.
+        bias: Number for each head and each column so far that is added to the scores; None if there is none.
+        lacks_bias: Whether the scores lack it, because the module was called with zeros in its place.
+    """
+
+    module: nn.Module
+    layer: int
+    query: Float[Tensor, "batch head query d_head"]
+    key: Float[Tensor, "batch kv_head key d_head"]
+    value: Float[Tensor, "batch kv_head key d_value"]
+    rows: Float[Tensor, "batch head query key"] | None
+    output: Float[Tensor, "batch query head d_value"]
+    scores: Callable[[slice], Float[Tensor, "batch head query key"]]
+    bias: Float[Tensor, "_ head _"] | None = None
+    lacks_bias: bool = False
+
+
+def bias_at(
+    bias: Float[Tensor, "_ head _"], pos: Int[Tensor, "batch kv_head key"], columns: Int[Tensor, "batch column"]
+) -> Float[Tensor, "batch head 1 key"]:
+    """A bias for keys at true positions.
+
+    Args:
+        bias: Number for each head and column; the last ones are those of all tokens so far.
+        pos: True position of each key; what is given where there is none means nothing.
+        columns: True positions of all tokens so far; -1 at padding.
+    """
+    batch, seen = columns.shape
+    heads = bias.shape[1]
+    column_of = columns.new_zeros(batch, seen + 1)  # the last is for padding
+    place = torch.where(columns < 0, seen, columns)
+    column_of.scatter_(1, place, torch.arange(seen, device=columns.device).expand(batch, seen))
+    at = column_of.gather(1, pos.clamp(min=0).flatten(1)).view(pos.shape)
+    at = at.repeat_interleave(heads // pos.shape[1], 1)
+    found = bias[..., -seen:].expand(batch, heads, seen).gather(-1, at)
+    return rearrange(found, "batch head key -> batch head 1 key").float()
+
+
+Attend = Callable[[Parts], Tensor]
+"""Gives the output `[batch query head d_value]`: that of the parts, or another in its place."""
+
+
+class _Reader(TorchFunctionMode):
+    """Sees one call of an attention module, and replaces the product of its rows and the values."""
+
+    def __init__(self, module: nn.Module, layer: int, attend: Attend, args: Any, kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.module, self.layer, self.attend = module, layer, attend
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self.batch, self.queries = hidden.shape[:2]
+        self.attended = 0
+        self._factors: tuple[Tensor, Tensor] | None = None
+        self._scores: Tensor | None = None
+        self._rows: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._lacks_bias = False
+        for name in _BIASES:
+            if isinstance(kwargs.get(name), Tensor):
+                self._bias = kwargs[name]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        tensors = [part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)]
+        if name in _PRODUCTS:
+            return self._product(result, *tensors[-2:])
+        if name == "softmax" and self._factors is not None and result.shape[-2] == self.queries:
+            self._scores = tensors[0]
+            self._rows = result
+        if name == "scaled_dot_product_attention":
+            return self._fused(result, *args, **kwargs)
+        return result
+
+    def _product(self, result: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        rows, scores = self._rows, self._scores
+        if rows is None or scores is None or self._factors is None:
+            if result.ndim > 2 and result.shape[-2] == self.queries:
+                self._factors = (left, right)
+            return result
+        if left.numel() != rows.numel() or left.shape[-1] != rows.shape[-1]:
+            return result
+        query, key = self._factors
+        scores = self._by_head(scores)
+        self._factors = self._rows = self._scores = None
+        return self._replaced(result, query, key.mT, right, lambda part: scores[:, :, part], self._by_head(rows))
+
+    def _fused(
+        self, result: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        scale = options.get("scale") or query.shape[-1] ** -0.5
+
+        def scores(part: slice) -> Tensor:
+            made = query[:, :, part].float() @ key.mT.float() * scale
+            mask = attn_mask
+            if options.get("is_causal"):
+                mask = torch.ones(self.queries, key.shape[2], dtype=torch.bool, device=key.device).tril()[None, None]
+            if mask is None:
+                return made
+            if mask.dtype == torch.bool:
+                return made.masked_fill(~mask[:, :, part], torch.finfo(torch.float32).min)
+            return made + mask[:, :, part]
+
+        return self._replaced(result, query, key, value, scores, None)
+
+    def _replaced(
+        self, result: Tensor, query: Tensor, key: Tensor, value: Tensor, scores: Any, rows: Tensor | None
+    ) -> Tensor:
+        self.attended += 1
+        query = self._by_head(query)
+        output = self._by_head(result).transpose(1, 2)
+        bias = self._bias
+        if bias is not None:
+            bias = bias.reshape(-1, query.shape[1], bias.shape[-1])
+        key, value = self._by_head(key), self._by_head(value)
+        other = self.attend(
+            Parts(self.module, self.layer, query, key, value, rows, output, scores, bias, self._lacks_bias)
+        )
+        if other is output:
+            return result
+        return other.transpose(1, 2).reshape(result.shape).to(result.dtype)
+
+    def _by_head(self, tensor: Tensor) -> Tensor:
+        """`[batch head token width]`, also of a tensor that has batch and heads in one dimension."""
+        return tensor.reshape(self.batch, -1, *tensor.shape[-2:])
+
+    def unmasked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with masks that hide nothing and biases of zero, for what the cache will hold."""
+        keys = self.queries
+        for value in (*args, *kwargs.values()):
+            if hasattr(value, "get_mask_sizes"):
+                keys = value.get_mask_sizes(self.queries, self.layer)[0]
+        changed = dict(kwargs)
+        for name, value in kwargs.items():
+            if name in _BIASES and isinstance(value, Tensor):
+                self._lacks_bias = True
+                changed[name] = value.new_zeros(*value.shape[:-1], keys)
+            else:
+                changed[name] = self._seen_by_all(value, keys)
+        return tuple([self._seen_by_all(value, keys) for value in args]), changed
+
+    def _seen_by_all(self, value: Any, keys: int) -> Any:
+        if not isinstance(value, Tensor) or value.ndim != 4 or value.shape[-2] != self.queries:
+            return value
+        own = value[:, :, -1:, -1:]  # the last query sees its own key
+        return own.expand(*value.shape[:2], self.queries, keys)
+
+
+_READER: ContextVar[_Reader | None] = ContextVar("sinkscope_reader", default=None)
+
+
+@contextmanager
+def reading(
+    modules: dict[int, nn.Module], name: str, attend: Attend, wanted: Callable[[], tuple[bool, bool]]
+) -> Iterator[None]:
+    """Context manager: `attend` sees the attention of every one of these modules, and may replace its output.
+
+    Args:
+        modules: Attention modules by the number of their layer.
+        name: Name of the model, for errors.
+        attend: Called with the parts of each attention.
+        wanted: Function that says of the call that begins whether `attend` wants to see it, and whether the module is
+            to hide no key.
+
+    Raises:
+        UnsupportedError: A module attends in another way, or not once.
+    """
+
+    def enter(layer: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        sees, unmasks = wanted()
+        if not sees:
+            return None
+        reader = _Reader(module, layer, attend, args, kwargs)
+        if unmasks:
+            args, kwargs = reader.unmasked(args, kwargs)
+        _READER.set(reader)
+        reader.__enter__()
+        return args, kwargs
+
+    def leave(layer: int, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        reader = _leave()
+        if reader is not None and output is not None and reader.attended != 1:
+            raise UnsupportedError(
+                f"layer {layer} of {name} attends in a way that is not seen from outside: use another model for cache "
+                "policies and attention observers",
+                page="kv-session",
+            )
+
+    with ExitStack() as stack:
+        stack.callback(_leave)  # after Ctrl-C no hook has run
+        for layer, module in modules.items():
+            before = module.register_forward_pre_hook(partial(enter, layer), with_kwargs=True)
+            after = module.register_forward_hook(partial(leave, layer), with_kwargs=True, always_call=True)
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        yield
+
+
+def _leave() -> _Reader | None:
+    """Stop reading; the reader, if there was one."""
+    reader = _READER.get()
+    if reader is not None:
+        _READER.set(None)
+        reader.__exit__(None, None, None)
+    return reader

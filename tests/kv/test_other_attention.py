@@ -1,0 +1,178 @@
+"""Policies on attention that is computed elsewhere: by the module itself, from latent vectors, among chosen keys.
+
+Truth is one pass over everything without a cache, whose attention modules get a mask made of the positions that were
+kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from kv_kit import Drawn, Ragged, close, positions, prompts, window_of
+from organisms.decoders import decoder
+from torch import Tensor
+
+from sinkscope.kv import H2O, AShape, StreamingLLM
+from sinkscope.kv.cache import own_layers
+from sinkscope.kv.loopserve.progressive import Progressive
+from sinkscope.kv.policy import At
+from sinkscope.models.target import Target
+
+PROMPT, LENGTHS, STEPS = 70, [70, 57], 5  # more than every window and top-k
+TOTAL = PROMPT + STEPS
+
+
+def options(target: Target, mask: Tensor, part: slice) -> dict[str, Any]:
+    """What a model is called with beside its ids; some take no positions."""
+    given: dict[str, Any] = {"attention_mask": mask[:, : part.stop]}
+    if "position_ids" in inspect.signature(target.base.forward).parameters:
+        given["position_ids"] = positions(mask)[:, part]
+    return given
+
+
+@torch.no_grad()
+def decoded(target: Target, policy: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, list[dict[int, Tensor]]]:
+    """Logits of a prompt and of single tokens after it, and the positions `[call][layer]` held in each call."""
+    cache, logits, held = None, [], []
+    with policy.on(target):
+        for part in [slice(0, PROMPT), *(slice(at, at + 1) for at in range(PROMPT, TOTAL))]:
+            given = options(target, mask, part)
+            output = target.hf(input_ids=ids[:, part], past_key_values=cache, use_cache=True, **given)
+            cache = output.past_key_values
+            logits.append(output.logits[:, -1])
+            held.append({layer.number: layer.pos.clone() for layer in own_layers(cache)})
+    return torch.stack(logits, 1), held
+
+
+def sees(held: list[dict[int, Tensor]], mask: Tensor, layer: int, window: int | None) -> Tensor:
+    """Bool `[batch kv_head query column]`: what each query may see, by the positions that were held in its call."""
+    heads = held[0][layer].shape[1]
+    shown = torch.ones(TOTAL, TOTAL, dtype=torch.bool).tril().expand(len(mask), heads, TOTAL, TOTAL).clone()
+    for row in range(len(mask)):
+        pad = int((mask[row] == 0).sum())
+        shown[row, :, pad:, :pad] = False
+        for step in range(STEPS):
+            for head in range(heads):
+                pos = held[step + 1][layer][row, head]
+                shown[row, head, PROMPT + step] = False
+                shown[row, head, PROMPT + step, pos[pos >= 0] + pad] = True
+    if window is not None:
+        shown &= ~torch.ones(TOTAL, TOTAL, dtype=torch.bool).tril(-window)
+    return shown
+
+
+def masked(model_type: str, shown: Tensor, heads: int) -> Any:
+    """A hook that gives an attention module a mask of the kind that it takes."""
+    if shown.shape[1] > 1:
+        shown = shown.repeat_interleave(heads // shown.shape[1], 1)
+    if (shown == shown[:, :1]).all():
+        shown = shown[:, :1]
+    given = torch.zeros(shown.shape).masked_fill_(~shown, torch.finfo(torch.float32).min)
+    if model_type == "mpt":
+        given = ~shown
+    return lambda _module, args, kwargs: (args, {**kwargs, "attention_mask": given})
+
+
+CASES = [
+    ("bloom", Drawn(budget=20)),
+    ("bloom", Ragged(budget=20)),
+    ("mpt", Progressive(budget=20, every=2, after=0)),
+    ("gptj", Drawn(budget=20)),
+    ("gpt_neo", Drawn(budget=40)),
+    ("falcon", Ragged(budget=20)),
+    ("deepseek_v32", Ragged(budget=50)),
+    ("glm_moe_dsa", Drawn(budget=50)),
+    ("minimax", Drawn(budget=20)),
+    ("falcon_h1", H2O(budget=20)),
+]
+SLOW = [
+    ("bloom", Progressive(budget=20, every=2, after=0)),
+    ("mpt", Drawn(budget=20)),
+    ("codegen", Drawn(budget=20)),
+    ("xglm", StreamingLLM(budget=20)),
+    ("gpt_neox_japanese", H2O(budget=20)),
+    ("axk2", Drawn(budget=50)),
+    ("dots3_note_text", Drawn(budget=50)),
+    ("glm_moe_dsa", Progressive(budget=40, every=2, after=0)),
+    ("deepseek_v32", Progressive(budget=40, every=2, after=0)),
+    ("falcon_h1", Ragged(budget=20)),
+]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "policy"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+)
+def test_what_is_kept_is_what_is_seen(model_type: str, policy: Any) -> None:
+    target = Target.of(decoder(model_type))
+    ids, mask = prompts(LENGTHS, STEPS)
+    logits, held = decoded(target, policy, ids, mask)
+    assert all(int((pos >= 0).sum(-1).max()) < PROMPT for pos in held[-1].values())
+    hooks = []
+    for layer in held[0]:
+        shown = sees(held, mask, layer, window_of(target.hf, layer))
+        hooks.append((target.sub(layer, target.adapter.attn), "pre", masked(model_type, shown, target.n_heads)))
+    with target.hooks(*hooks), torch.no_grad():
+        given = options(target, mask, slice(0, TOTAL))
+        whole = target.hf(input_ids=ids, use_cache=False, **given).logits
+    close(logits, whole[:, PROMPT - 1 :], 1e-4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Voting(Drawn):
+    """Compares the attention of the last queries with weights that are known."""
+
+    def watch(self, session: Any, key: int) -> None:
+        session.window_queries(4)
+
+    def scores(self, at: At) -> Any:
+        OFF[at.layer] = float((at.session.window_rows(at.moment, at.layer, 4) - OWN[at.layer][:, :, -4:]).abs().max())
+        return super().scores(at)
+
+
+OWN: dict[int, Tensor] = {}
+OFF: dict[int, float] = {}
+
+
+@pytest.mark.parametrize("model_type", "bloom mpt gptj gpt_neo xglm falcon deepseek_v2 deepseek_v32".split())
+@torch.no_grad()
+def test_the_last_queries_vote_by_the_attention_of_the_model(model_type: str) -> None:
+    model = decoder(model_type)
+    target, ids = Target.of(model), prompts([30])[0]  # at most top-k: the votes are over everything
+    OWN.clear(), OFF.clear()
+    hooks = []
+    for layer in range(target.n_layers):
+        attn = target.sub(layer, target.adapter.attn)
+        hooks.append((attn, "post", lambda _m, _a, _k, output, layer=layer: OWN.__setitem__(layer, output[1])))
+    before = model.config._attn_implementation
+    model.config._attn_implementation = "eager"
+    with target.hooks(*hooks):
+        model(input_ids=ids, use_cache=False)
+    model.config._attn_implementation = before
+    with Voting(budget=10).on(model):
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+        model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
+    assert OFF.keys() == OWN.keys() and max(OFF.values()) < 1e-5
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "xglm", "falcon", "bloom"])
+@torch.no_grad()
+def test_prompts_are_read_along_lines(model_type: str) -> None:
+    """As in one pass with a mask of the lines; under a position bias they are read by the model's own attention."""
+    target, ids = Target.of(decoder(model_type)), prompts([60])[0]
+    index = torch.arange(60)
+    shown = (index <= index[:, None]) & ((index < 3) | (index > index[:, None] - 9))
+    if model_type == "bloom":
+        shown = torch.ones_like(shown).tril()
+    hooks = []
+    for layer in range(target.n_layers):
+        hooks.append((target.sub(layer, target.adapter.attn), "pre", masked(model_type, shown[None, None], 1)))
+    with target.hooks(*hooks):
+        want = target.hf(input_ids=ids, use_cache=False).logits
+    with AShape(first=3, local=9).on(target) as run:
+        close(target.hf(input_ids=ids, use_cache=True).logits, want, 1e-4)
+    reasons = {event.data.get("dense") for event in run.events if event.kind == "prefill"}
+    assert reasons == ({"position bias"} if model_type == "bloom" else {None})
