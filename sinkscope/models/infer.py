@@ -472,6 +472,8 @@ def _write(
     if not layer[list(_EDITED)].any():
         raise NotInferredError(f"what {mlp!r} writes does not reach the residual stream")
     norm = _norm_behind(stage, mlp, changes, layer)
+    if norm is None and abs((_multiple(stage.changes(edit, edit)[""], layer) or 0) - 2) > _EXACT:
+        raise NotInferredError(f"what {mlp!r} gives is not added to the residual stream, but read by another part")
     adds = norm is not None and not may_differ and _is_same(layer, changes[norm])
     return _Write(mlp, factor, post_norm=norm, adds=adds)
 
@@ -1099,6 +1101,8 @@ def _spec(name: str, kinds: list[_Kind]) -> str | None:
         if path is None:
             continue
         rivals = [other for other in kinds if other.paths.get(name) != path and path in other.parts]
+        if name == "mid":  # where it was not found, it may be there all the same
+            rivals = [other for other in rivals if other.paths[name] is not None]
         if rivals:
             path = f"{kind.distinction(rivals)}?{path}"
         alternatives[path] = None
