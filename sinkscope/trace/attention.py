@@ -39,6 +39,10 @@ RowsFunction = Callable[[int, Tensor], None]
 """Called with the number of the first query and rows `[batch head query key]`."""
 
 
+class ChunkWindow(int):
+    """A window that ends where the query's chunk of this many tokens begins (Llama 4)."""
+
+
 @dataclass(frozen=True, eq=False)
 class View:
     """Which keys the queries of a call see, by true positions.
@@ -47,7 +51,7 @@ class View:
         pos: Position of each key; -1 where there is none.
         query_pos: Position of each query; -1 at padding.
         window: Keys this far back and further are not seen. None means all are seen.
-        hidden: Cached keys that are not attended to, by kv head or by query head. None means none.
+        hidden: Cached keys that are not attended to. None means none.
         complete: Whether every query certainly sees every key, so that no mask is needed.
         columns: Positions of all tokens so far, evicted or not; -1 at padding.
         chosen: Positions that an indexer chose for each query, and one more place; None if it is not asked.
@@ -56,7 +60,7 @@ class View:
     pos: Int[Tensor, "batch kv_head key"]
     query_pos: Int[Tensor, "batch query"]
     window: int | None = None
-    hidden: Bool[Tensor, "batch _ key"] | None = None
+    hidden: Bool[Tensor, "batch kv_head key"] | None = None
     complete: bool = False
     columns: Int[Tensor, "batch column"] | None = None
     chosen: Bool[Tensor, "batch query position"] | None = None
@@ -93,14 +97,15 @@ class View:
         visible = (key <= query) | padding
         if self.window is not None:
             visible = visible & ((key > query - self.window) | padding)
+        if isinstance(self.window, ChunkWindow):
+            visible = visible & ((key // self.window == query // self.window) | padding)
         visible = visible & (key >= 0)
         if self.chosen is not None:
             place = pos[:, :1].clamp(min=0).expand(-1, self.chosen.shape[1], -1)
             visible = visible & self.chosen.gather(-1, place)[:, None]
         if self.hidden is None:
             return visible
-        hidden = rearrange(self.hidden, "batch head key -> batch head 1 key")
-        return widened(visible, hidden.shape[1]) & ~hidden
+        return visible & ~rearrange(self.hidden, "batch kv_head key -> batch kv_head 1 key")
 
 
 @dataclass(frozen=True, eq=False)

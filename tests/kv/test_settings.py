@@ -62,7 +62,6 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (ss.LoopGuard, {"monitor": {"theta_ttr": 1.5}}, "theta_ttr"),
     (ss.LoopGuard, {"monitor": {"window": 9}}, "window=..."),
     (Retention, {"budget": 8, "anchors": 9}, "at least 10"),
-    (Retention, {"recent_budget": 993}, "1 to 992"),
     (LoopStopper, {"eos_token_id": 1, "reporter": LoopReporter()}, "leave them out"),
 ]
 

@@ -72,8 +72,7 @@ class LoopGuard(Intervention):
             and "p1", "ttr", "cr", "stall" and "tail" each use that signal alone (`MonitorSettings.variant`).
         monitor: Further monitor settings, by name (`MonitorSettings`).
         recent: Length of the recent window (R). "window" uses the monitor's, as in the paper; None means no recent
-            window. `Retention` explains this field and the next one.
-        recent_budget: Number of recent tokens kept at level 0.
+            window. `Retention` explains it.
         max_level: Cap on the aggressiveness level; higher levels keep fewer recent tokens. 3 in the paper.
         copies: Number of copies at the end of the recent window that make a bad block, whatever their period. 2 also
             finds long-period loops that stall the output, which the monitor's short-period test does not cover.
@@ -113,7 +112,6 @@ class LoopGuard(Intervention):
     variant: str = "repeats"
     monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     recent: Natural | Literal["window"] | None = None
-    recent_budget: Natural | None = None
     max_level: Whole = 0
     copies: Annotated[int | float, Field(ge=2)] = 2
     escalate: Escalation = "draw"
@@ -187,7 +185,6 @@ class LoopGuard(Intervention):
                 budget=budget,
                 anchors=max(anchors, min(first, budget - 1)),
                 recent=self.recent_window,
-                recent_budget=self.recent_budget,
                 max_level=self.max_level,
             )
         except SinkscopeError as error:  # the user wrote LoopGuard
