@@ -112,3 +112,13 @@ def _in_a_cell(value: Any) -> str:
         fitting = text[:_WIDTH].count(", ") if all(", " not in part for part in parts) else 1
         return f"{', '.join(parts[:fitting])}, … ({len(parts)} values)"  # never a part of a number
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else cell(value)
+
+
+def at_place(position: str) -> str:
+    """The position of a question in words."""
+    return {"begin": "at the beginning", "middle": "in the middle", "end": "at the end"}.get(position, position)
+
+
+def powers(title: str | None = None, every: int = 1) -> dict[str, Any]:
+    """Options of a logarithmic axis with a label at `every` so many powers of ten."""
+    return {"title_text": title, "type": "log", "dtick": every, "exponentformat": "power"}

@@ -20,7 +20,6 @@ _HOME = {  # public name -> where it lives; measurements come from the table of 
     "Event": "sinkscope.interventions.base",
     "Ablate": "sinkscope.interventions.edits",
     "Add": "sinkscope.interventions.steer",
-    "Write": "sinkscope.interventions.edits",
     "SinkPatch": "sinkscope.interventions.sink_patch",
     "LoopGuard": "sinkscope.kv.loopguard.guard",
     "LoopServe": "sinkscope.kv.loopserve.serve",

@@ -11,7 +11,6 @@ from sinkscope.files.result import Result as Result
 from sinkscope.interventions.base import Event as Event
 from sinkscope.interventions.base import Intervention as Intervention
 from sinkscope.interventions.edits import Ablate as Ablate
-from sinkscope.interventions.edits import Write as Write
 from sinkscope.interventions.sink_patch import SinkPatch as SinkPatch
 from sinkscope.interventions.steer import Add as Add
 from sinkscope.kv import H2O as H2O

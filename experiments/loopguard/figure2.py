@@ -23,15 +23,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.drawn import save
+from experiments.drawn import powers, save
 from experiments.record import record
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.run import run_bench
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import ProgressBar, note
-from sinkscope.loops import collapse_point, diversity, survival
+from sinkscope.loops import collapse_point, diversity
 from sinkscope.loops.signals import THETA_TTR, WINDOW
-from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished, powers
+from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.models.load import load
 from sinkscope.models.text import typical_text
 
@@ -80,7 +80,7 @@ def survived(runs: Sequence[BenchRecord], window: int, cap: int) -> dict[str, An
         "collapsed": len(known) / len(points),
         "median": statistics.median(known) if known else None,
         "steps": steps,
-        "survival": [round(s, 4) for s in survival(points, steps)],
+        "survival": [round(sum(p is None or p > step for p in points) / len(points), 4) for step in steps],
     }
 
 

@@ -30,29 +30,27 @@ from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.measure.style import ORANGE, finished
 from sinkscope.models.load import load
 
-PANELS = ("a loop", "the loop, last steps", "ordinary text, last steps", "with LoopGuard as printed")
+PANELS = ("a loop", "ordinary text", "with LoopGuard as printed")
 
 
 def figure(data: dict[str, Any]) -> Any:
-    """A row per head: the loop, its last steps, ordinary text, and the run with LoopGuard."""
+    """A row per head: the loop, ordinary text, and the run with LoopGuard."""
     loop, guarded = data["result"]["loop"], data["result"]["guarded"]
     rows = len(loop["shown"])
     titles = [f"{head}: {name}" for head in loop["shown"] for name in PANELS]
-    fig: Any = make_subplots(rows=rows, cols=4, subplot_titles=titles, horizontal_spacing=0.04, vertical_spacing=0.07)
+    fig: Any = make_subplots(rows=rows, cols=3, subplot_titles=titles, horizontal_spacing=0.04, vertical_spacing=0.07)
     for row in range(rows):
-        pictures = [loop["attention"][row], loop["late"][row], loop["control_late"][row], guarded["attention"][row]]
+        pictures = [loop["attention"][row], loop["control_attention"][row], guarded["attention"][row]]
         top = max(0.05, *(float(np.quantile(picture, 0.98)) for picture in pictures))
         for col, picture in enumerate(pictures, 1):
-            own = guarded if col == 4 else loop
+            own = guarded if col == 3 else loop
             steps, length = own["steps"], own["prompt_tokens"] + own["steps"]
             values = np.sqrt(np.minimum(picture, top))
             place = {"dx": -(-length // values.shape[1]), "dy": -(-steps // values.shape[0])}
-            if col in (2, 3):
-                place = {"x0": length - values.shape[1], "y0": steps - values.shape[0]}
             fig.add_heatmap(z=values, **place, zmin=0, colorscale="Greys", showscale=False, row=row + 1, col=col)
             fig.update_yaxes(autorange="reversed", row=row + 1, col=col)
         for step in guarded["interventions"][:40]:
-            fig.add_hline(step, line={"color": ORANGE, "width": 1}, row=row + 1, col=4)
+            fig.add_hline(step, line={"color": ORANGE, "width": 1}, row=row + 1, col=3)
         if loop["onset"] is not None:
             fig.add_vline(loop["onset"], line={"color": ORANGE, "width": 1, "dash": "dot"}, row=row + 1, col=1)
     fig.update_xaxes(title_text="position", row=rows)
@@ -62,12 +60,12 @@ def figure(data: dict[str, Any]) -> Any:
         f"{loop['steps']} new tokens end in {ends[0]}, with LoopGuard as printed in {ends[1]} after "
         f"{len(guarded['interventions'])} interventions (dotted: the loop begins; lines: interventions)"
     )
-    return finished(fig, None, title, width=1560, height=130 + 260 * rows, font={"size": 12}, bottom=60)
+    return finished(fig, None, title, width=1200, height=130 + 260 * rows, font={"size": 12}, bottom=60)
 
 
 def numbers(result: Barcode) -> dict[str, Any]:
     """What is kept of a barcode."""
-    names = ("period", "onset", "prompt_tokens", "steps", "shown", "attention", "late", "control_late")
+    names = ("period", "onset", "prompt_tokens", "steps", "shown", "attention", "control_attention")
     kept: dict[str, Any] = {name: getattr(result, name) for name in names}
     return kept | {"interventions": result.events.get("guard", ())}
 

@@ -14,12 +14,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.drawn import save
+from experiments.drawn import at_place, save
 from experiments.loopserve.runs import CHAIN, KEPT, answers, options, rows_of, seconds_of, settings_of, specs
 from experiments.loopserve.table1 import COLOURS, own_table
 from experiments.record import record
 from sinkscope.bench.tasks.recall import POSITIONS
-from sinkscope.measure.style import at_place, finished
+from sinkscope.measure.style import finished
 
 NAMES = {
     "whole cache": "full",

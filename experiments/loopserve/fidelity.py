@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from experiments.drawn import save
+from experiments.drawn import powers, save
 from experiments.loopserve import paper
 from experiments.loopserve.runs import LONGBENCH, options, seconds_of, specs
 from experiments.loopserve.sweeps import ALPHAS, DEFAULT, DENSE, DRAWN, FIXED, INTERVALS, PRINTED, SAMPLES, legends
@@ -28,7 +28,7 @@ from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.text import TextFidelity
 from sinkscope.files.console import ProgressBar
 from sinkscope.files.rate import mean_known
-from sinkscope.measure.style import BLUE, GREY, ORANGE, RED, finished, powers
+from sinkscope.measure.style import BLUE, GREY, ORANGE, RED, finished
 from sinkscope.models.load import load
 
 PROMPT, ANSWER = 1024, 96

@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from experiments.drawn import save
+from experiments.drawn import at_place, save
 from experiments.record import record
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.recall import POSITIONS, Recall
 from sinkscope.files.console import ProgressBar
 from sinkscope.files.rate import mean_known, wilson
-from sinkscope.measure.style import BLUE, GREEN, ORANGE, at_place, finished
+from sinkscope.measure.style import BLUE, GREEN, ORANGE, finished
 from sinkscope.models.load import load
 
 METHODS = ("full", "streaming", "snapkv", "adakv", "progressive", "progressive-0")

@@ -16,11 +16,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from experiments.drawn import save
+from experiments.drawn import at_place, save
 from experiments.record import record
 from sinkscope.bench.prompt import Turn
 from sinkscope.bench.tasks.recall import ASK, FACT, POSITIONS, TAIL, Position, recall_dialogue
-from sinkscope.measure.style import BLUE, GREEN, ORANGE, RED, at_place, finished
+from sinkscope.measure.style import BLUE, GREEN, ORANGE, RED, finished
 
 CONTEXT, NEEDED, QUESTION, ANSWER = "context", "fact that an answer needs", "question", "answer"
 COLOURS = {CONTEXT: "#d9d9d9", NEEDED: GREEN, QUESTION: ORANGE, ANSWER: BLUE}

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from experiments.drawn import save
+from experiments.drawn import at_place, save
 from experiments.loopserve import tokens
 from experiments.record import record
 from sinkscope.attention.lines import line_weights
 from sinkscope.measure import Setup
-from sinkscope.measure.style import BLUE, GREEN, ORANGE, at_place, finished
+from sinkscope.measure.style import BLUE, GREEN, ORANGE, finished
 from sinkscope.models.load import load
 
 COLOURS = (BLUE, ORANGE, GREEN)

@@ -20,14 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sinkscope.bench.answer import Answer, Batch, BenchModel, cells_of, row_events
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
+from sinkscope.bench.task import Dialogues
 from sinkscope.bench.tasks.recall import POSITIONS, Recall
 from sinkscope.files.console import ProgressBar
 from sinkscope.files.rate import mean_known, wilson
-from sinkscope.files.records import Whole
+from sinkscope.files.records import Natural, Whole
 from sinkscope.kv import Progressive, SnapKV
+from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.kv.policy import At
 from sinkscope.models.load import load
 
@@ -51,6 +54,50 @@ TABLE7 = {
 CONTROLS = {"random": "RandomKeep", "random-progressive": "RandomProgressive"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class OneCache(Dialogues):
+    """Dialogues on one cache that grows over the turns; the history answers each turn after the method has."""
+
+    def conditions(self) -> dict[str, Any]:
+        """Those of dialogues, and that the cache grows."""
+        return {**super().conditions(), "cache": "grow"}
+
+    def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
+        """Answer all turns of the prompts, prompt after prompt."""
+        records: list[BenchRecord] = []
+        for prompt in batch.prompts:
+            talk = Conversation(model.target, batch.methods[0].make(), tokenizer=model.target.tokenizer)
+            for number, turn in enumerate(prompt.turns):
+                text = turn.text if number == 0 else f"\n\n{turn.text}"
+                asked = talk.branch().ask(text, max_new_tokens=batch.new)
+                tokens, ended = model.cut(list(asked.ids))
+                answer = Answer(
+                    prompt_tokens=asked.prompt_tokens,
+                    tokens=tokens,
+                    text=model.decode(tokens),
+                    ended="eos" if ended else "cap",
+                    events=row_events(asked.events, 0, len(tokens)),
+                    read=[] if asked.read is None else [asked.read],
+                    cached=[float(asked.prompt_tokens + len(tokens) - 1)],
+                    cells=cells_of(asked.events, 0),
+                    seconds=0.0,
+                )
+                records.append(self.record(model, batch, prompt, number, [], answer))
+                if number + 1 < len(prompt.turns):
+                    talk.say(text, self.gold(prompt, number))
+        return records
+
+
+@dataclass(frozen=True, kw_only=True)
+class NineTurns(OneCache, Recall):
+    """Dialogues of nine turns for the recall model."""
+
+    turns: Natural = 9
+    total: Natural = 2700
+    least: Natural = 272
+    first: Whole = 200
+
+
 @dataclass(frozen=True)
 class Suite:
     """Dialogues under the name of the folder of their answers."""
@@ -64,8 +111,10 @@ CHAIN = Suite("chain", Recall(count=8, turns=3, total=1800, least=512, hops=8))
 LONG = Suite("long", Recall(count=2, turns=1, total=4864, least=4864, hops=8))
 SWEPT_KEPT = Suite("swept-kept", Recall(count=3, turns=3, total=1800, least=512, hops=1, first=100))
 SWEPT_CHAIN = Suite("swept-chain", Recall(count=3, turns=3, total=1800, least=512, hops=8, first=100))
-NINE = Suite("nine", Recall(count=2, turns=9, total=2700, least=272, hops=1, first=200, cache="grow"))
-NINE_CHAIN = Suite("nine-chain", Recall(count=3, turns=9, total=2700, least=272, hops=7, first=200, cache="grow"))
+
+
+NINE = Suite("nine", NineTurns(count=2, hops=1))
+NINE_CHAIN = Suite("nine-chain", NineTurns(count=3, hops=7))
 
 
 @dataclass(frozen=True, kw_only=True)

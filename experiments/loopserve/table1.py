@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.drawn import save
+from experiments.drawn import at_place, save
 from experiments.loopserve import paper
 from experiments.loopserve.build import SETS
 from experiments.loopserve.runs import (
@@ -37,7 +37,7 @@ from experiments.record import record
 from sinkscope.bench.methods import name_of
 from sinkscope.bench.table import bench_table
 from sinkscope.bench.tasks.recall import POSITIONS
-from sinkscope.measure.style import BLUE, GREEN, ORANGE, at_place, finished
+from sinkscope.measure.style import BLUE, GREEN, ORANGE, finished
 
 COLOURS = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))
 NOT_RUN = "not run"

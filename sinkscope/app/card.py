@@ -261,28 +261,6 @@ class SinkCard(Result):
             grids.append(Grid(*strings(rows, ()), title="Facts"))
         return grids
 
-    def markdown(self) -> str:
-        """The card for a model's page on the hub."""
-        lines = [f"## Sink card of {_escaped(self.model.name)}", "", f"**{_escaped(self.conclusion())}**", ""]
-        numbers = [(value.label, cell(value.value), cell(value.control), cell(value.margin)) for value in self.values]
-        lines += _markdown_table(("number", "value", "control", "margin"), numbers)
-        if self.changes:
-            head = (f"compared with {self.against}", "before", "now", "changed")
-            changes = [(change.label, change.before, change.after, cell(change.changed)) for change in self.changes]
-            lines += _markdown_table(head, changes)
-        for fact in self.properties:
-            lines.append(f"- **{_escaped(fact.label)}**: {_escaped(fact.word)}")
-        lines.append("")
-        for part in self.parts:
-            if part.problem is None:
-                lines.append(f"- `{part.command}`: {_escaped(part.conclusion)}")
-            else:
-                lines.append(f"- `{part.command}` is missing: {_escaped(part.problem)}")
-        command = "sinkscope scan MODEL --quick" if self.quick else "sinkscope scan MODEL"
-        source = f"fingerprint {self.model.fingerprint}, {self.provenance.dtype} on {self.provenance.device}"
-        lines += ["", f"{self.costs()} Made by `{command}` ({source}).", ""]
-        return "\n".join(lines)
-
     def compared(self, other: SinkCard) -> SinkCard:
         """Compare this card with another one and return it with the changes, the changed ones first.
 
@@ -327,25 +305,6 @@ def _change(before: CardNumber, after: CardNumber) -> CardChange:
         margin = hypot(before.margin, after.margin)
         changed = difference > max(margin, SMALLEST_CHANGE * abs(before.value))
     return CardChange(after.part, after.label, cell(before.value), cell(after.value), margin, changed)
-
-
-def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines: list[str] = []
-    for row in (head, ["---"] * len(head), *rows):
-        cells = " | ".join(word if set(word) == {"-"} else _escaped(word) for word in row)
-        lines.append(f"| {cells} |")
-    lines.append("")
-    return lines
-
-
-def _escaped(words: str) -> str:
-    """Words of a model in Markdown, where nothing of them is markup."""
-    characters: list[str] = []
-    for character in visible(words).replace("\n", " ").replace("&", "&amp;").replace("<", "&lt;"):
-        if character in "|`*_[]\\":
-            characters.append("\\")
-        characters.append(character)
-    return "".join(characters)
 
 
 def read_card(path: str | Path) -> SinkCard:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import note, silent
+from sinkscope.files.console import silent
 from sinkscope.files.options import Hidden, Option
 from sinkscope.files.output import read_text
 from sinkscope.files.plain import visible
@@ -18,7 +18,7 @@ from sinkscope.loops import LoopCalibration, LoopCheck, MonitorSettings, Watch, 
 from sinkscope.loops.check import CheckedOutput
 from sinkscope.loops.forms import StreamForm
 from sinkscope.loops.outputs import parse
-from sinkscope.loops.streams import monitor_settings, open_bytes, read_outputs, serve_counts
+from sinkscope.loops.streams import monitor_settings, open_bytes, read_outputs
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -37,7 +37,6 @@ def check_loops(
     variant: str = "repeats",
     max_new: int | None = None,
     first: bool = False,
-    metrics: Annotated[str | None, Option(metavar="[HOST:]PORT")] = None,
     tokenizer: Annotated[str | None, Option(metavar="NAME")] = None,
     rate: float | None = None,
     progress: Hidden = None,
@@ -55,7 +54,6 @@ def check_loops(
             copies that differ more, "full" is the paper's.
         max_new: Tokens that were allowed: adds the loop rule with length.
         first: With --follow: stop at the first loop.
-        metrics: With --follow: serve counts to Prometheus on this port.
         tokenizer: With --calibrate: the model whose vocabulary it is. By default text is split into words.
         rate: With --calibrate: false alarms per million tokens that are accepted; 10 by default.
         progress: Called as `progress(what, done, total)`.
@@ -66,15 +64,15 @@ def check_loops(
         sinkscope loops ordinary.txt --calibrate --json settings.json
     """
     monitor = monitor_settings(settings, variant)
-    options = {"--max-new": max_new, "--first": first, "--metrics": metrics, "--tokenizer": tokenizer, "--rate": rate}
+    options = {"--max-new": max_new, "--first": first, "--tokenizer": tokenizer, "--rate": rate}
     if follow and calibrate:
         raise SinkscopeError("--follow and --calibrate are two commands: give one of them at a time")
     source = "-"
     if file is not None:
         source = file
     if follow:
-        _refuse_others(options, "--follow", ("--first", "--metrics"))
-        return _follow(source, form, monitor, metrics, first)
+        _refuse_others(options, "--follow", ("--first",))
+        return _follow(source, form, monitor, first)
     if calibrate:
         _refuse_others(options, "--calibrate", ("--tokenizer", "--rate"))
         return _calibrate(source, form, monitor, tokenizer, 10.0 if rate is None else rate, progress or silent)
@@ -99,13 +97,10 @@ def _name(file: str) -> str:
     return Path(file).name
 
 
-def _follow(file: str, form: StreamForm, monitor: MonitorSettings, metrics: str | None, first: bool) -> None:
+def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool) -> None:
     """Print the loops of a stream as they occur, and exit with status 3 if there was one."""
     gc.enable()  # the command line turns it off while libraries are imported
     watch = Watch(monitor)
-    if metrics is not None:
-        server = serve_counts(metrics, watch)
-        note(f"metrics: http://{server.server_name}:{server.server_port}/metrics")
     try:
         for alarm in watch.follow(open_bytes(file), form=form, name=_name(file)):
             print(visible(str(alarm)), flush=True)
@@ -173,20 +168,3 @@ def _height(record: CheckedOutput, place: int) -> float:
     """Height of a record's curve where it is nearest to a place."""
     nearest = min(range(len(record.steps)), key=lambda number: abs(record.steps[number] - place))
     return record.curve[nearest]
-
-
-def draw_calibration(result: LoopCalibration) -> go.Figure:
-    """False alarms per million held-out tokens of each rule, with the 95 % upper limit, and what was promised."""
-    import plotly.graph_objects as go
-
-    from sinkscope.measure.style import GREY, finished
-
-    names = [html.escape(rate.rule) for rate in result.rates]
-    alarms = [rate.per_million for rate in result.rates]
-    above = [rate.at_most - rate.per_million for rate in result.rates]
-    limits = {"type": "data", "array": above, "arrayminus": [0]}
-    figure = go.Figure(go.Scatter(x=names, y=alarms, mode="markers", error_y=limits, name="measured"))
-    promise = f"promised: {result.promised:.3g}"
-    figure.add_hline(result.promised, line={"color": GREY, "dash": "dot"}, annotation_text=promise)
-    figure.update_yaxes(title_text="false alarms per million tokens", rangemode="tozero")
-    return finished(figure, result, width=1000, height=520)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from shutil import get_terminal_size
 from typing import Annotated
 
-from sinkscope.files.console import emit
 from sinkscope.files.options import Option
-from sinkscope.files.plain import plain
 from sinkscope.files.tables import SCREEN, Grid, shortened
 from sinkscope.models.names import models
 
@@ -16,16 +13,12 @@ from sinkscope.models.names import models
 def print_models(
     *,
     check: Annotated[str | None, Option("--check", metavar="MODEL")] = None,
-    json_file: Annotated[str | None, Option("--json", metavar="FILE|-", writes=True)] = None,
-    wide: bool = False,
     every: Annotated[bool, Option(name="--all")] = False,
 ) -> None:
     """List the short names of public models, and the layers in which papers found their sinks; or check one model.
 
     Args:
         check: Load this model, and print its adapter, the figures of the probe, and what of it is served.
-        json_file: Write the list as JSON; - is standard output.
-        wide: Show the published neurons, the residual dimensions and the source as well.
         every: Show all models, and not only as many as a terminal of 24 lines holds.
 
     Example:
@@ -35,20 +28,14 @@ def print_models(
         _check(check)
         return
     known = models()
-    if json_file is not None:
-        emit(json_file, json.dumps({"schema": 1, "kind": "models", "result": plain(known)}, indent=1) + "\n")
-    if json_file == "-":
-        return
     with_sink = sum(entry.published is not None for entry in known)
-    head = ("name", "hub id", "published sink", "source") if wide else ("name", "hub id", "sink layer")
+    head = ("name", "hub id", "sink layer")
     rows: list[tuple[str, ...]] = []
     for entry in sorted(known, key=lambda entry: entry.published is None):
-        if entry.published is None:
-            rows.append((entry.name, entry.hub_id, *("-" for _ in head[2:])))
-        elif wide:
-            rows.append((entry.name, entry.hub_id, *entry.published.shown()))
-        else:
-            rows.append((entry.name, entry.hub_id, ", ".join(map(str, entry.published.layers))))
+        layers = "-"
+        if entry.published is not None:
+            layers = ", ".join(map(str, entry.published.layers))
+        rows.append((entry.name, entry.hub_id, layers))
     width = get_terminal_size((80, 24)).columns
     blocks = [Grid(head, rows).text()]
     if not every:

@@ -1,32 +1,26 @@
-"""Show all results of a folder as one HTML file; other files are listed."""
+"""Show all results of a folder as one HTML file."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 from sinkscope.app.commands import kind_modules
 from sinkscope.app.pages import Section, document, result_section, save_document
-from sinkscope.bench.record import PROMPTS
 from sinkscope.bench.table import bench_table
-from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import note
+from sinkscope.errors import SinkscopeError, one_line
+from sinkscope.files.console import Progress, note, silent
+from sinkscope.files.notation import counted
 from sinkscope.files.options import Hidden, Option
-from sinkscope.files.output import check_output, check_writable, read_json
+from sinkscope.files.output import check_output, read_json
 from sinkscope.files.plain import visible
 from sinkscope.files.result import Result, known_kinds
-from sinkscope.files.store import LOCK, RECORDS, SETTINGS
+from sinkscope.files.store import RECORDS, SETTINGS
 
-BESIDE_RESULTS = {".html", ".png"}
-"""Suffixes of the files that commands write next to their JSON."""
-FILES_OF_RUNS = {SETTINGS, RECORDS, LOCK, PROMPTS}
 FIRST_MODULES = ("sinkscope.sinks.first_token", "sinkscope.sinks")
 """Their results come first, in this order."""
-SKIPPED_IN_NOTES = 20
-SKIPPED_IN_ERROR = 5
 
 
 @dataclass(frozen=True)
@@ -34,8 +28,8 @@ class Skipped:
     """A file that is not in the report.
 
     Attributes:
-        file: Path of the file, relative to the folder.
-        reason: Why the file was left out, in one line.
+        file: Its path inside the folder, without control characters.
+        reason: Why it was left out.
     """
 
     file: str
@@ -50,9 +44,9 @@ class Report:
     """What `report` wrote.
 
     Attributes:
-        path: Path of the HTML file.
-        files: Paths of the results, relative to the folder, in the order of the report.
-        skipped: Files that are not in the report.
+        path: The HTML file.
+        files: Files that hold a result, in the order of the report.
+        skipped: JSON files and folders of runs that were left out.
     """
 
     path: Path
@@ -69,110 +63,81 @@ def write_report(
     """Write all results of a folder as one HTML file that needs nothing else, with figures, tables and provenance.
 
     Args:
-        folder: Folder of results and runs; its subfolders are read too.
-        out: File to write. By default report.html in the folder.
-        progress: Called as `progress(stage, done, total)`.
+        folder: Folder with the JSON files of results, also in its subfolders.
+        out: The page; by default report.html in the folder.
+        progress: Called as `progress(what, done, total)`.
 
     Example:
         sinkscope report results --out everything.html
     """
-    target = out or folder / "report.html"
-    written = report(folder, target, progress=progress)
-    for skipped in written.skipped[:SKIPPED_IN_NOTES]:
+    written = report(folder, out, progress=progress)
+    for skipped in written.skipped:
         note(f"left out: {skipped}")
-    if len(written.skipped) > SKIPPED_IN_NOTES:
-        note(f"left out: {len(written.skipped) - SKIPPED_IN_NOTES} files more; the report names them all")
-    print(visible(f"{target}: {_counted(len(written.files))}"))
+    print(visible(f"{out or folder / 'report.html'}: {counted(len(written.files), 'result')}"))
 
 
 def report(
     folder: str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
     *,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress = silent,
 ) -> Report:
     """Write all results found in a folder and its subfolders as one self-contained HTML file.
 
-    Results are the files that `--json` and `.save()` write, and the folders that `sinkscope bench` writes, which are
-    shown as their tables. Other files are left out and listed; hidden files, and the HTML and PNG that commands write
-    beside their JSON, are left out silently.
+    Figures, tables, settings and provenance are included. JSON files that hold no result are listed at the end of the
+    page; hidden files and all others are left out silently.
 
     Args:
-        folder: Folder with the results.
-        out: File to write. By default `report.html` in the folder. An earlier page written by sinkscope is replaced.
-        progress: Called as `progress(stage, done, total)`.
+        folder: Folder of files written by `--json` or `Result.save`, and of folders of `sinkscope bench`.
+        out: The page; by default report.html in the folder.
+        progress: Called as `progress("reading", done, total)`.
 
     Returns:
-        The file that was written, the results in it, and the files left out with the reasons.
+        The page, and what is in it.
 
     Raises:
-        SinkscopeError: The folder does not exist or holds no result, or the file cannot be written or would replace a
-            result.
+        SinkscopeError: There is no such folder, it holds no result, or the page cannot be written.
     """
     root = Path(folder)
-    if not root.exists():
-        raise SinkscopeError(f"{folder} does not exist: give the folder that holds the JSON files of your results")
     if not root.is_dir():
         raise SinkscopeError(f"{folder} is no folder: give the folder that holds the JSON files of your results")
-    target = check_writable(out or root / "report.html")
-    files, skipped = _listed(root)
-    if target in {path.resolve() for path in files}:
-        raise SinkscopeError(f"{out} is one of the files to be read: give the report another name")
-    check_output(target, "report")
+    target = check_output(out or root / "report.html", "report")
+    files = _listed(root)
     sections: list[Section] = []
+    skipped: list[Skipped] = []
     for number, path in enumerate(files):
-        if progress is not None:
-            progress("reading", number, len(files))
-        name = _name(path, root)
+        progress("reading", number, len(files))
+        name = visible(path.relative_to(root).as_posix()).replace("\n", "\\n").replace("\t", "\\t")
         try:
             sections.append(result_section(_result(path, name), name))
         except SinkscopeError as error:
-            skipped.append(Skipped(name, _line(error, path)))
+            message = one_line(str(error))
+            for own in (str(path), path.name):  # the name stands before the reason
+                message = message.removeprefix(one_line(own)).lstrip(": ")
+            skipped.append(Skipped(name, visible(message)))
         except Exception as error:  # a damaged result can have the right types and fail anywhere
-            skipped.append(Skipped(name, f"cannot be shown ({type(error).__name__}: {_line(error, path)})"))
-    skipped.sort(key=lambda one: one.file)
+            skipped.append(Skipped(name, visible(f"cannot be shown ({type(error).__name__}: {one_line(str(error))})")))
     if not sections:
-        raise SinkscopeError(f"no results in {folder}{_named(skipped)}: it should hold what --json or .save() wrote")
+        reasons = "".join(f"; {one}" for one in skipped[:1])
+        raise SinkscopeError(f"no results in {folder}: it should hold what --json or .save() wrote{reasons}")
     sections.sort(key=lambda section: (_place(section.kind), section.file))
     left_out = [(one.file, one.reason) for one in skipped]
-    page = document(visible(root.resolve().name), sections, _counted(len(sections)), left_out)
+    page = document(visible(root.resolve().name), sections, counted(len(sections), "result"), left_out)
     files_shown = tuple(section.file for section in sections)
     return Report(save_document(target, page), files_shown, tuple(skipped))
 
 
-def _counted(results: int) -> str:
-    if results == 1:
-        return "1 result"
-    return f"{results} results"
-
-
-def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
-    """The JSON files and the folders of runs below `root`, sorted, and the other files."""
-    files: list[Path] = []
-    skipped: list[Skipped] = []
-
-    def unreadable(error: OSError) -> None:
-        reason = (error.strerror or "").lower()
-        skipped.append(Skipped(_name(Path(error.filename), root), f"cannot be read: {reason}"))
-
-    for folder, folders, names in os.walk(root, onerror=unreadable):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        of_runs: set[str] = set()
-        if SETTINGS in names and RECORDS in names:
-            files.append(Path(folder))
-            of_runs = FILES_OF_RUNS
-        for name in names:
-            path = Path(folder, name)
-            suffix = path.suffix.lower()
-            if name.startswith(".") or name in of_runs or suffix in BESIDE_RESULTS:
-                continue
-            if suffix != ".json":
-                skipped.append(Skipped(_name(path, root), "is no .json file"))
-            elif not path.is_file():  # reading a pipe would never end
-                skipped.append(Skipped(_name(path, root), "is no file, or a link to none"))
-            else:
-                files.append(path)
-    return sorted(files), skipped
+def _listed(root: Path) -> list[Path]:
+    """The JSON files and the folders of runs in `root`, sorted; reading a pipe might never end."""
+    listed: list[Path] = []
+    for path in (root, *sorted(root.rglob("*"))):
+        hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+        of_run = path.name == SETTINGS and (path.parent / RECORDS).is_file()
+        if hidden or of_run:
+            continue
+        if (path / RECORDS).is_file() or (path.suffix.lower() == ".json" and path.is_file()):
+            listed.append(path)
+    return listed
 
 
 def _place(kind: str) -> tuple[int, int]:
@@ -193,25 +158,3 @@ def _result(path: Path, name: str) -> Result:
     argv = ("sinkscope", "bench", "table", name)
     provenance = replace(table.provenance, argv=argv, seconds=0.0, peak_memory_bytes=None)
     return replace(table, provenance=provenance)
-
-
-def _line(error: Exception, path: Path) -> str:
-    """The message without its leading file name, which is shown separately, and without all kinds that there are."""
-    message = str(error).partition(": this version knows")[0]
-    message = " ".join(message.split())
-    for name in (str(path), path.name):
-        message = message.removeprefix(" ".join(name.split()))
-    return visible(message.lstrip(": "))
-
-
-def _name(path: Path, root: Path) -> str:
-    return visible(path.relative_to(root).as_posix()).replace("\n", "\\n").replace("\t", "\\t")
-
-
-def _named(skipped: list[Skipped]) -> str:
-    if not skipped:
-        return ""
-    names = "; ".join(str(one) for one in skipped[:SKIPPED_IN_ERROR])
-    if len(skipped) > SKIPPED_IN_ERROR:
-        names += f" and {len(skipped) - SKIPPED_IN_ERROR} more"
-    return f" ({names})"

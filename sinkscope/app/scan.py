@@ -24,7 +24,6 @@ from sinkscope.bench.table import BenchTable
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.files.console import Progress, note, silent
 from sinkscope.files.notation import counted
-from sinkscope.files.output import write_output
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.result import Result
 from sinkscope.files.store import Folder, Keyed
@@ -36,7 +35,7 @@ from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.circuit import Circuit
 from sinkscope.sinks.first_token.circuit_result import MARK, NEURONS
 
-PAGE, MARKDOWN = "card.html", "card.md"
+PAGE = "card.html"
 VERSION = 2  # of what a folder holds; a change of it is another setting
 BEFORE_REPEATS = 16  # positions of the context that stay free for what stands before repetitions
 LEAST_BUDGET = 70  # tokens of the prompt that a policy keeps at least: SnapKV always keeps 64
@@ -142,7 +141,7 @@ def scan(
     tokenizer: Hidden = None,
     progress: Hidden = None,
 ) -> SinkCard:
-    """Run all measurements on a model and write its sink card: one page, a JSON file and a Markdown file.
+    """Run all measurements on a model and write its sink card: one page and a JSON file.
 
     The model is opened once. A model whose weights do not fit is read layer by layer; parts that need it whole are then
     left out, and the card says so. Every part is saved as it finishes, and the same command resumes after the last one.
@@ -195,7 +194,6 @@ def scan(
         if other is not None:
             card = card.compared(other)
         card.save(folder / CARD)
-        write_output(folder / MARKDOWN, f"<!-- sinkscope {card.kind} -->\n{card.markdown()}")
         save_document(folder / PAGE, _page(card, results, folder))
     return card
 

@@ -6,35 +6,30 @@ same in another text, and in the other half of a text.
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
 import torch
-from einops import rearrange, reduce
+from einops import reduce
 from jaxtyping import Float, Int
 from plotly.subplots import make_subplots
 from torch import Tensor
 
 from sinkscope.attention.texts import texts_of
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Part, conform
 from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
-from sinkscope.measure import Hidden, Number, Option, Positive, Result, Setup, measurement
+from sinkscope.measure import Hidden, Number, Positive, Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 PAPER_ETA, PAPER_MASS = 0.1, 0.9  # the paper: a tenth of the lines carries about 90 % of the attention
-MAP_TOKENS = 96  # tokens of the attention map
-MAP_ETA = 0.05  # share of the lines drawn over it; more would hide the map below them
-_HEAVIEST = 4  # lines of each kind by which the head of the map is chosen
 _SHARES = ("inputs", "inputs_random", "segments", "segments_relative", "segments_random")
 
 
@@ -59,11 +54,6 @@ class LineWeights(Result):
         segments_relative: The same within each half: the second half's sums leave out keys of the first, and its
             vertical lines are counted from its beginning.
         segments_random: `segments` for the same number of random lines of each kind.
-        map_head: Name of the head whose attention map is kept.
-        map_words: The first tokens of the first text, as texts.
-        map_attention: Attention of that head over these tokens; later tokens do not change it.
-        map_vertical: Key positions of the heaviest vertical lines of the map.
-        map_slash: Offsets of the heaviest slash lines of the map.
         text_mass: `mass` of each text, mean over heads.
         text_inputs: `inputs` of each text with the others, mean over heads. None for a single text.
     """
@@ -86,11 +76,6 @@ class LineWeights(Result):
     segments: Float[np.ndarray, "eta layer head"]
     segments_relative: Float[np.ndarray, "eta layer head"]
     segments_random: Float[np.ndarray, "eta layer head"]
-    map_head: str
-    map_words: tuple[str, ...]
-    map_attention: Float[np.ndarray, "query key"]
-    map_vertical: tuple[int, ...]
-    map_slash: tuple[int, ...]
     text_mass: Float[np.ndarray, "eta text"] | None = None
     text_inputs: Float[np.ndarray, "eta text"] | None = None
 
@@ -163,15 +148,15 @@ class LineWeights(Result):
 
 
 def draw(result: LineWeights) -> go.Figure:
-    """Draw mass and agreement of the lines by eta, mass by head, and an attention map with its lines."""
+    """Draw mass and agreement of the lines by eta, and mass by head."""
     i = result.shown_eta
     titles = (
         "Attention on the lines, mean over heads",
         f"Attention on the lines, eta {result.etas[i]:g}",
         "Lines shared, mean over heads",
-        f"{html.escape(result.map_head)}, first {len(result.map_words)} tokens: heaviest {MAP_ETA:.0%} of the lines",
     )
-    fig: Any = make_subplots(2, 2, subplot_titles=titles, horizontal_spacing=0.09, vertical_spacing=0.12)
+    specs: list[list[Any]] = [[{}, {"rowspan": 2}], [{}, None]]
+    fig: Any = make_subplots(2, 2, specs=specs, subplot_titles=titles, horizontal_spacing=0.09, vertical_spacing=0.12)
     curves = (
         ("mass", "heaviest lines", BLUE, "solid", 1),
         ("random_mass", "random lines of the same length", GREY, "dash", 1),
@@ -190,18 +175,9 @@ def draw(result: LineWeights) -> go.Figure:
     fig.update_yaxes(tickformat=".0%", rangemode="tozero", col=1)
     fig.update_xaxes(title_text="share of all lines chosen (eta)", col=1)
     fig.add_heatmap(z=result.mass[i], y=result.layers, zmin=0, zmax=1, colorscale="Viridis", row=1, col=2)
-    fig.update_traces(selector={"type": "heatmap"}, colorbar={"len": 0.42, "y": 0.8, "tickformat": ".0%"})
+    fig.update_traces(selector={"type": "heatmap"}, colorbar={"tickformat": ".0%"})
     fig.update_xaxes(title_text="head", row=1, col=2)
     fig.update_yaxes(title_text="layer", autorange="reversed", row=1, col=2)
-    fig.add_heatmap(z=np.sqrt(result.map_attention), colorscale="Greys", showscale=False, row=2, col=2)
-    last = len(result.map_words) - 1
-    for key in result.map_vertical:
-        fig.add_shape(type="line", x0=key, x1=key, y0=key, y1=last, line_color=BLUE, opacity=0.5, row=2, col=2)
-    for offset in result.map_slash:
-        ends = {"x0": 0, "x1": last - offset, "y0": offset, "y1": last}
-        fig.add_shape(type="line", **ends, line_color=ORANGE, opacity=0.5, row=2, col=2)
-    fig.update_xaxes(title_text="key position (blue: vertical lines, orange: slash lines)", row=2, col=2)
-    fig.update_yaxes(title_text="query position", autorange="reversed", row=2, col=2)
     return finished(fig, result, width=1300, height=1000, legend=-0.07, bottom=90)
 
 
@@ -217,7 +193,6 @@ def line_weights(
     length: int | None = None,
     etas: Sequence[float] = ETAS,
     layers: Sequence[int] | None = None,
-    head: Annotated[tuple[int, int] | None, Option(reads="head", metavar="L0.H4")] = None,
 ) -> LineWeights:
     """Measure how much attention the heaviest lines of every head carry, and how far they agree between texts.
 
@@ -232,7 +207,6 @@ def line_weights(
             or 512 for ordinary text.
         etas: Share of all lines to choose.
         layers: Layer to measure. By default all are measured.
-        head: Show the attention map of this head. By default one with both kinds of lines is shown.
 
     Raises:
         UnsupportedError: A model whose queries and keys are not accessible (a TransformerBridge, Falcon).
@@ -247,11 +221,6 @@ def line_weights(
     setup.record(etas=shares)
     target = setup.target
     wanted = setup.target.chosen_layers(layers)
-    if head is not None and not (head[0] in wanted and 0 <= head[1] < target.n_heads):
-        raise SinkscopeError(
-            f"head {head[0]}.{head[1]} is not measured: expected one of layers {wanted[0]} to {wanted[-1]}, heads 0 to "
-            f"{target.n_heads - 1}"
-        )
     rows = texts_of(setup, texts, data, count, length)
     by_layer = {layer: LayerLines(shares, setup.seed) for layer in wanted}
     # All layers share the draws of random lines, which are made as the pass reaches them.
@@ -275,16 +244,11 @@ def line_weights(
             agreements = [own.agreement(random) for own in by_layer.values()]
             arrays[name] = torch.stack(agreements, 1).numpy()
         arrays["text_inputs"] = torch.stack([inputs for _, inputs in by_text]).mean(0).numpy()
-    if head is None:
-        best = torch.stack([own.both_kinds for own in by_layer.values()])
-        place = divmod(int(best.argmax()), target.n_heads)
-        head = wanted[place[0]], place[1]
     return LineWeights(
         etas=shares,
         tokens=tuple(len(ids) for ids in rows),
         layers=tuple(wanted),
         **arrays,
-        **_attention_map(setup, rows[0][:MAP_TOKENS], *head),
     )
 
 
@@ -301,7 +265,6 @@ class LayerLines:
     weights: list[dict[str, Float[Tensor, "eta head"]]] = field(default_factory=list)
     own: list[HeadLines] = field(default_factory=list)
     random: list[HeadLines] = field(default_factory=list)
-    both_kinds: Float[Tensor, " head"] = field(default_factory=lambda: torch.zeros(0))
 
     def add(self, scores: Scores, weight_draws: torch.Generator, line_draws: torch.Generator) -> None:
         """Take the scores of one text."""
@@ -313,9 +276,6 @@ class LayerLines:
         random = own.random(line_draws, cells=False)
         self.own.append(HeadLines(own.vertical.cpu(), own.slash.cpu(), own.queries))
         self.random.append(HeadLines(random.vertical.cpu(), random.slash.cpu(), own.queries))
-        if len(self.own) == 1:  # the first position, where sinks are, does not count here
-            heaviest = [kind.topk(min(_HEAVIEST, kind.shape[1])).values.sum(1) for kind in (vertical[:, 1:], slash)]
-            self.both_kinds = (torch.minimum(*heaviest) / vertical.sum(1)).cpu()
 
     def _segments(self, scores: Scores, draws: torch.Generator) -> dict[str, Float[Tensor, "eta head"]]:
         """How many lines the halves of a text share."""
@@ -397,25 +357,3 @@ def _common(a: HeadLines, b: HeadLines) -> Int[Tensor, "eta head"]:
     vertical = a.vertical[..., :keys] & b.vertical[..., :keys]
     slash = a.slash[..., :keys] & b.slash[..., :keys]
     return vertical.sum(2) + slash.sum(2)
-
-
-def _attention_map(setup: Setup, ids: Int[Tensor, " pos"], layer: int, head: int) -> dict[str, Any]:
-    """The map of a head of `layer` over some tokens, with its heaviest lines."""
-    numbers = ids.tolist()
-    words = tuple(map(str, numbers))
-    if setup.tokenizer is not None:
-        words = tuple(setup.tokenizer.decode([number]) for number in numbers)
-    fields: dict[str, Any] = {"map_head": f"L{layer}.H{head}", "map_words": words}
-
-    def see(_: int, scores: Scores) -> None:
-        lines = top_lines(*line_sums(scores), [MAP_ETA])
-        rows = torch.zeros(len(ids), len(ids))
-        for query in range(len(ids)):
-            rows[query, : query + 1] = line_sums(scores.part(query, query + 1))[0][head]
-        fields["map_attention"] = np.round(rows.double().numpy(), 3)
-        fields["map_vertical"] = tuple(lines.vertical[0, head].nonzero().flatten().tolist())
-        fields["map_slash"] = tuple(lines.slash[0, head].nonzero().flatten().tolist())
-
-    with setup.edited(), scores_of(setup.target, see, [layer]):
-        setup.target.forward(rearrange(ids, "pos -> 1 pos"))
-    return fields

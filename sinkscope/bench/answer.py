@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformers import LogitsProcessor
 
 from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, Ending, Metrics
-from sinkscope.bench.samplers import PerRow, RowProcessor, StopRows, row_processor, sampled, stopper
+from sinkscope.bench.samplers import PerRow, RowProcessor, row_processor, sampled
 from sinkscope.files.plain import plain
 from sinkscope.files.provenance import ModelInfo
 from sinkscope.interventions.base import Event, Intervention, Run
@@ -306,26 +307,26 @@ def answer_rows(
 ) -> list[Answer]:
     """Answer prompts by one method."""
     started = time.perf_counter()
-    options, stopped = _options(model, method, rows, prompts, batch)
+    processors = _processors(method, rows, prompts, batch)
     counts = CacheCounts()
     edit = method.make()
     if edit is not None:
         edit = edit | counts
     top = TopProbabilities()
-    written, events = generate_rows(model, rows, batch.new, edit, top, **options)
+    written, events = generate_rows(model, rows, batch.new, edit, top, logits_processor=processors)
     seconds = (time.perf_counter() - started) / len(rows)
     probabilities = torch.stack(top.values, 1).tolist()
     answers: list[Answer] = []
-    for row, ids in enumerate(rows):
-        tokens, ended = _ending(model, written[row], None if stopped is None else stopped.at[row])
+    for row, ids in enumerate(written):
+        tokens, ended = model.cut(ids)
         answer = Answer(
-            prompt_tokens=len(ids),
+            prompt_tokens=len(rows[row]),
             tokens=tokens,
             text=model.decode(tokens),
-            ended=ended,
+            ended="eos" if ended else "cap",
             events=row_events(events, row, len(tokens)),
-            read=read_counts(counts.readable, row, len(ids), len(tokens)),
-            cached=held_counts(counts.held, row, len(ids), len(tokens)),
+            read=read_counts(counts.readable, row, len(rows[row]), len(tokens)),
+            cached=held_counts(counts.held, row, len(rows[row]), len(tokens)),
             cells=cells_of(events, row),
             seconds=seconds,
             top1=[round(value, 4) for value in probabilities[row][: len(tokens)]],
@@ -334,38 +335,21 @@ def answer_rows(
     return answers
 
 
-def _options(
-    model: BenchModel, method: Method, rows: Sequence[list[int]], prompts: Sequence[Prompt], batch: Batch
-) -> tuple[dict[str, Any], StopRows | None]:
-    """What samples and stops the rows, as `generate` takes it, and the criterion that stops them."""
+def _processors(
+    method: Method, rows: Sequence[list[int]], prompts: Sequence[Prompt], batch: Batch
+) -> list[LogitsProcessor]:
+    """What samples the rows, as `generate` takes it."""
     lengths = [len(row) for row in rows]
-    processors: list[Any] = []
-    options: dict[str, Any] = {"logits_processor": processors}
-    stopped = None
+    processors: list[LogitsProcessor] = []
     if method.kind.block == "sampler":
         chosen: list[RowProcessor] = []
         for prompt in prompts:
             chosen.append(row_processor(method.name, batch.seed, prompt.id))
         processors.append(PerRow(chosen, lengths))
-    if method.kind.block == "stopper":
-        ends = sorted({*model.ends, model.pad})
-        observers, stopped = stopper(method.name, len(rows), max(lengths), ends)
-        processors.extend(observers)
-        options["stopping_criteria"] = [stopped]
     if batch.temperature:
         drawn = [sampled(batch.temperature, batch.seed, prompt.id) for prompt in prompts]
         processors.append(PerRow(drawn, lengths))
-    return options, stopped
-
-
-def _ending(model: BenchModel, row: list[int], stopped: int | None) -> tuple[list[int], Ending]:
-    """The new tokens of a row without the padding that came after, and what ended them."""
-    tokens, ended = model.cut(row)
-    if ended and (stopped is None or len(tokens) <= stopped):
-        return tokens, "eos"
-    if stopped is None:
-        return row, "cap"
-    return row[:stopped], "stopped"
+    return processors
 
 
 def read_counts(readable: Sequence[Tensor], row: int, prompt: int, tokens: int) -> list[float]:

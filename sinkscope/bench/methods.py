@@ -1,4 +1,4 @@
-"""The methods that a benchmark compares: cache policies, guards, samplers and stoppers, by name with settings.
+"""The methods that a benchmark compares: cache policies, guards and samplers, by name with settings.
 
 A method is written `name`, `name:0.25` (with its budget), `name:key=value:key=value`, or `package.module:Class` for a
 policy of another package. `name:paper` selects the algorithm and settings that a paper prints, if they differ from the
@@ -21,7 +21,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, read_setting
 from sinkscope.kv.policy import At, Policy, policies, policy_named
 
-Block = Literal["cache", "guard", "sampler", "stopper"]
+Block = Literal["cache", "guard", "sampler"]
 FULL = "full"
 PAPER = "paper"
 
@@ -43,12 +43,12 @@ class MethodKind:
 
     Attributes:
         about: One-line description.
-        home: `module:Class` of what is applied to the model; empty for the full cache, samplers and stoppers.
+        home: `module:Class` of what is applied to the model; empty for the full cache and samplers.
         fixed: Fields that the name determines.
         budget: Whether it reads only part of the cache, limited to `budget` tokens.
         shape: Whether it is a sparse pattern for prompts; with a budget it becomes `kv.shapes.ShapeShare`.
         paper: Whether it always uses the paper's printed settings.
-        block: "sampler" and "stopper" act on logits and stopping, the others on the cache.
+        block: "sampler" acts on logits, the others on the cache.
     """
 
     about: str
@@ -105,8 +105,6 @@ METHODS: dict[str, MethodKind] = {
     "repetition-penalty": MethodKind("repetition penalty 1.1, prompt included", budget=False, block="sampler"),
     "no-repeat-4-gram": MethodKind("no four tokens twice, prompt included", budget=False, block="sampler"),
     "sampling": MethodKind("drawn at temperature 1", budget=False, block="sampler"),
-    "stop-pattern": MethodKind("stops at 4 copies and 64 tokens of a pattern", budget=False, block="stopper"),
-    "stop-monitor": MethodKind("stops where LoopGuard would prune", budget=False, block="stopper"),
 }
 """By the name that commands use. "-0": without steps that read everything first; "-p", "-d": one half alone."""
 
@@ -174,7 +172,7 @@ class Method:
         return kind_of(self.name)
 
     def make(self) -> Any:
-        """The intervention to apply to the model; None for the full cache, samplers and stoppers.
+        """The intervention to apply to the model; None for the full cache and samplers.
 
         Raises:
             SinkscopeError: The settings are invalid together.

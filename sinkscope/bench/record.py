@@ -17,7 +17,7 @@ from sinkscope.files.store import RECORDS, SETTINGS, Folder, Keyed, lines, read_
 
 COMMAND = "bench"
 PROMPTS = "prompts.jsonl"
-Ending = Literal["eos", "stopped", "cap"]
+Ending = Literal["eos", "cap"]
 Metrics = dict[str, float | int | None]
 """Numbers by name; None where a number does not exist."""
 
@@ -37,7 +37,7 @@ class BenchRecord(Keyed):
         metrics: Scores and costs by name; None where a number does not exist for this answer.
         tokens: Ids of the answer, up to and including the end of sequence if it occurred.
         text: The decoded answer.
-        ended: Why it ended: by the end of sequence, by a stopper, or at the maximum of new tokens.
+        ended: Why it ended: by the end of sequence, or at the maximum of new tokens.
         events: Actions of the method: step, position, kind and data. Step s follows s new tokens.
         steps: Numbers for each new token by name, such as the probability of the model's top prediction.
     """

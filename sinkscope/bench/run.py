@@ -187,7 +187,7 @@ def _run(
     gpu = opened.target.device.type == "cuda"
     with (
         open_run(out, settings, prompts) as folder,
-        Pool(work, elsewhere, workers=workers, address=ray, gpu=gpu, progress=progress) as pool,
+        Pool(work, elsewhere, workers=workers, address=ray, gpu=gpu) as pool,
     ):
         finish(pool, batches, folder, tally)
         records: list[BenchRecord] = []

@@ -1,4 +1,4 @@
-"""Samplers and stoppers, applied row by row so that padding and other rows have no influence.
+"""Samplers, applied row by row so that padding and other rows have no influence.
 
 The stock processors of transformers also see the left padding of a short row, and its sampling draws one random number
 for all rows: in both cases a prompt's output depends on the batch it is in.
@@ -13,16 +13,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteria,
-)
-
-from sinkscope.kv.loopguard import LoopReporter, LoopStopper
-from sinkscope.loops.monitor import MonitorSettings
-from sinkscope.loops.signals import tail_period
+from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 RowProcessor = Callable[[Tensor, Tensor, int], Tensor]
 """(ids `[pos]` without padding, scores `[vocab]`, prompt tokens among the ids) -> scores `[vocab]`."""
@@ -48,56 +39,6 @@ class PerRow(LogitsProcessor):
             ids = input_ids[row, self._width - self._prompts[row] :]
             processed.append(processor(ids, scores[row], self._prompts[row]))
         return torch.stack(processed)
-
-
-class StopRows(StoppingCriteria):
-    """A stopping criterion that records when it stopped each row.
-
-    Attributes:
-        at: Number of new tokens at which each row was first stopped; None if it was not stopped.
-    """
-
-    def __init__(self, inner: StoppingCriteria, rows: int, width: int) -> None:
-        self.at: list[int | None] = [None] * rows
-        self._inner = inner
-        self._width = width
-
-    def __call__(self, input_ids: Int[Tensor, "batch pos"], scores: Any, **kwargs: Any) -> Any:
-        """Which rows end here."""
-        stop: Any = self._inner(input_ids, scores, **kwargs)  # pyright: ignore[reportArgumentType]
-        new = input_ids.shape[1] - self._width
-        for row, stopped in enumerate(stop.tolist()):
-            if stopped and self.at[row] is None:
-                self.at[row] = new
-        return stop
-
-
-class PatternStop(StoppingCriteria):
-    """Stops rows whose new tokens end in 4 or more copies of a pattern of at most 64 tokens, and 64 tokens of it."""
-
-    def __init__(self, width: int) -> None:
-        self._width = width
-
-    def __call__(self, input_ids: Int[Tensor, "batch pos"], scores: Any, **kwargs: Any) -> Any:
-        """Which rows end here."""
-        rows = input_ids[:, self._width :].tolist()
-        tails = [tail_period(row[-256:], repeats=4, shortest=64, longest=64) for row in rows]
-        return torch.tensor([tail is not None for tail in tails], device=input_ids.device)
-
-
-def stopper(name: str, rows: int, width: int, ends: Sequence[int]) -> tuple[list[Any], StopRows]:
-    """The observing logits processors of a stopper, and its criterion.
-
-    Args:
-        name: "stop-pattern", or "stop-monitor", which stops where `LoopGuard()` would prune.
-        rows: Rows of the batch.
-        width: Width of the padded prompts.
-        ends: Ids that end a row.
-    """
-    if name == "stop-pattern":
-        return [], StopRows(PatternStop(width), rows, width)
-    reporter = LoopReporter(MonitorSettings(), eos_token_id=tuple(ends))
-    return [reporter], StopRows(LoopStopper(reporter=reporter), rows, width)
 
 
 def row_processor(name: str, seed: int, prompt: str) -> RowProcessor:

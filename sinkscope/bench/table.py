@@ -29,7 +29,7 @@ NUMBERS = frozenset(
     "read time cached_peak temperature answers ttr cr length interventions alarm perplexity collapse kl".split()
 )
 """Columns that are no shares."""
-PERCENT = frozenset("loop tail_loop loop_paper eos stopped early fresh chance prefix score agree same cells".split())
+PERCENT = frozenset("loop tail_loop loop_paper eos early fresh chance prefix score agree same cells".split())
 
 
 @dataclass(frozen=True)

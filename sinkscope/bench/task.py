@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from sinkscope.bench.answer import Answer, Batch, BenchModel, answer_rows, cells_of, row_events
+from sinkscope.bench.answer import Answer, Batch, BenchModel, answer_rows
 from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts, with_controls
 from sinkscope.bench.record import BenchRecord, Metrics
@@ -103,15 +103,12 @@ class Dialogues(Task):
 
     Attributes:
         history: "gold": turns follow the first correct answers. "model": turns follow the method's own answers.
-        cache: "fresh": every turn reads the whole conversation anew. "grow": one cache grows over the turns; with gold
-            history, each turn is answered twice from the same cache, by the method and by the correct answer.
         chat: Whether turns are wrapped in the tokenizer's chat template.
     """
 
     columns: ClassVar[tuple[str, ...]] = ("chance",)
 
     history: Literal["gold", "model"] = "gold"
-    cache: Literal["fresh", "grow"] = "fresh"
     chat: bool = False
 
     def encode(self, model: BenchModel, texts: Sequence[str]) -> list[int]:
@@ -123,8 +120,8 @@ class Dialogues(Task):
         return answer.text
 
     def conditions(self) -> dict[str, Any]:
-        """History, cache, and whether a chat template is used."""
-        return {"history": self.history, "cache": self.cache, "chat": self.chat}
+        """History, and whether a chat template is used."""
+        return {"history": self.history, "chat": self.chat}
 
     def turn_lengths(self, model: BenchModel, prompt: Prompt, new: int) -> list[int]:
         """Length of each turn with all turns before it; the model's own answers may be as long as is allowed."""
@@ -136,12 +133,17 @@ class Dialogues(Task):
             if self.history == "model":
                 length += number * new
             else:
-                said = self._gold(prompt, number)
+                said = self.gold(prompt, number)
             lengths.append(length)
             texts += [turn.text, said]
         return lengths
 
-    def _gold(self, prompt: Prompt, number: int) -> str:
+    def gold(self, prompt: Prompt, number: int) -> str:
+        """The first correct answer of a turn, as the history holds it.
+
+        Raises:
+            SinkscopeError: A turn before the last has none.
+        """
         answers = prompt.turns[number].answers
         last = number == len(prompt.turns) - 1
         if not answers and not last:
@@ -154,8 +156,6 @@ class Dialogues(Task):
 
     def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
         """Answer all turns of the prompts, turn after turn."""
-        if self.cache == "grow":
-            return self._on_one_cache(model, batch)
         texts: dict[str, list[str]] = {prompt.id: [] for prompt in batch.prompts}
         records: list[BenchRecord] = []
         for number in range(max(len(prompt.turns) for prompt in batch.prompts)):
@@ -165,40 +165,10 @@ class Dialogues(Task):
             for prompt, ids, answer in zip(prompts, rows, written, strict=True):
                 records.append(self.record(model, batch, prompt, number, ids, answer))
                 if self.history == "gold":
-                    spoken = self._gold(prompt, number)
+                    spoken = self.gold(prompt, number)
                 else:
                     spoken = self.spoken(model, answer)
                 texts[prompt.id] += [prompt.turns[number].text, spoken]
-        return records
-
-    def _on_one_cache(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
-        from sinkscope.kv.loopserve.conversation import Conversation
-
-        records: list[BenchRecord] = []
-        for prompt in batch.prompts:
-            talk = Conversation(model.target, batch.methods[0].make(), tokenizer=model.target.tokenizer, chat=self.chat)
-            for number, turn in enumerate(prompt.turns):
-                text = turn.text if self.chat or number == 0 else f"\n\n{turn.text}"
-                branch = talk.branch()
-                asked = branch.ask(text, max_new_tokens=batch.new)
-                tokens, ended = model.cut(list(asked.ids))
-                held = asked.prompt_tokens + len(tokens) - 1
-                answer = Answer(
-                    prompt_tokens=asked.prompt_tokens,
-                    tokens=tokens,
-                    text=model.decode(tokens),
-                    ended="eos" if ended else "cap",
-                    events=row_events(asked.events, 0, len(tokens)),
-                    read=[] if asked.read is None else [asked.read],
-                    cached=[float(held)],
-                    cells=cells_of(asked.events, 0),
-                    seconds=0.0,
-                )
-                records.append(self.record(model, batch, prompt, number, [], answer))
-                if self.history == "model":
-                    talk = branch
-                elif number + 1 < len(prompt.turns):
-                    talk.say(text, self._gold(prompt, number))
         return records
 
     def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
@@ -292,9 +262,7 @@ def check_methods(task: Task, methods: Sequence[Method]) -> None:
     """Make every method once, so that impossible settings are refused before the run.
 
     Raises:
-        SinkscopeError: Settings are invalid together, or a growing cache is combined with a sampler or a stopper.
+        SinkscopeError: Settings are invalid together.
     """
     for method in methods:
         method.make()
-        if getattr(task, "cache", "") == "grow" and method.kind.block in ("sampler", "stopper"):
-            raise SinkscopeError(f"method {method.spec!r}: cache=grow takes cache policies and guards alone")

@@ -7,22 +7,18 @@ import math
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import Progress, note
-from sinkscope.files.notation import counted
+from sinkscope.files.console import Progress
 from sinkscope.files.store import Folder
 
 PATIENCE = 600.0
 """Seconds after which all Ray workers must have started."""
 CLUSTER_ANSWERS_WITHIN = 10.0
 """Seconds."""
-NOTE_EVERY = 30.0
-"""Seconds between two lines about workers that are still starting."""
 
 
 @runtime_checkable
@@ -97,7 +93,6 @@ class Pool(Generic[J_, R_]):
         workers: Number of Ray workers.
         address: Address of a Ray cluster, as for `ray.init`. None: `RAY_ADDRESS`, or a cluster on this machine.
         gpu: Each worker needs a GPU, or a share of one.
-        progress: Called as `progress("starting 4 Ray workers", ready, 4)` while they start.
         patience: Seconds within which all of them must have started.
 
     Raises:
@@ -112,12 +107,11 @@ class Pool(Generic[J_, R_]):
         workers: int = 1,
         address: str | None = None,
         gpu: bool = False,
-        progress: Progress | None = None,
         patience: float = PATIENCE,
     ) -> None:
         self._here, self._elsewhere = here, elsewhere
         self._workers, self._address, self._gpu = workers, address, gpu
-        self._progress, self._patience = progress, patience
+        self._patience = patience
         self._actors: list[Any] = []
         self._ours = False
 
@@ -163,7 +157,6 @@ class Pool(Generic[J_, R_]):
         missing = count - len(self._actors)
         if missing < 1:
             return
-        self._report_start(count - missing, count)
         if not self._actors:
             self._join(ray)
         gpus = ray.cluster_resources().get("GPU", 0)
@@ -175,31 +168,15 @@ class Pool(Generic[J_, R_]):
         actors = [worker.remote(threads) for _ in range(missing)]
         self._actors += actors
         opener = ray.put(self._elsewhere)
-        self._wait_for(ray, [actor.open.remote(opener) for actor in actors], count)
-
-    def _wait_for(self, ray: Any, waiting: list[Any], count: int) -> None:
-        """Wait until all workers have opened what they work on."""
-        began = noted = time.monotonic()
-        while waiting:
-            ready, waiting = ray.wait(waiting, timeout=1.0)
-            ray.get(ready)  # errors of the worker are raised here
-            self._report_start(count - len(waiting), count)
-            now = time.monotonic()
-            if waiting and now - began > self._patience:
-                free = ray.available_resources()
-                raise SinkscopeError(
-                    f"{len(waiting)} of {count} Ray workers did not start within {self._patience:.0f} s (free: "
-                    f"{free.get('CPU', 0):.0f} CPUs, {free.get('GPU', 0):.2g} GPUs): give fewer workers, or wait "
-                    "until the machines are less busy"
-                )
-            if waiting and now - noted > NOTE_EVERY and not sys.stderr.isatty():  # a bar shows it on a terminal
-                noted = now
-                ready_count = count - len(waiting)
-                note(f"{_starting(count)}: {ready_count} ready after {now - began:.0f} s")
-
-    def _report_start(self, ready: int, count: int) -> None:
-        if self._progress is not None:
-            self._progress(_starting(count), ready, count)
+        try:
+            ray.get([actor.open.remote(opener) for actor in actors], timeout=self._patience)
+        except ray.exceptions.GetTimeoutError:
+            free = ray.available_resources()
+            raise SinkscopeError(
+                f"{missing} of {count} Ray workers did not start within {self._patience:.0f} s (free: "
+                f"{free.get('CPU', 0):.0f} CPUs, {free.get('GPU', 0):.2g} GPUs): give fewer workers, or wait until the "
+                "machines are less busy"
+            ) from None
 
     def _join(self, ray: Any) -> None:
         """Join a cluster, or start one on this machine."""
@@ -242,10 +219,6 @@ def finish(pool: Pool[J, Sequence[Any]], jobs: Sequence[J], kept: Folder[Any], t
     for index, records in pool.map(left):
         kept.append(records)
         tally.add(left[index].size)
-
-
-def _starting(count: int) -> str:
-    return f"starting {counted(count, 'Ray worker')}"
 
 
 class _Worker:

@@ -1,4 +1,4 @@
-"""Files of records: JSON lines, one JSON array, or parquet, checked against a type, with one-line errors."""
+"""Files of records: JSON lines or one JSON array, checked against a type, with one-line errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import cache, lru_cache, wraps
 from math import nan
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
@@ -291,7 +290,7 @@ def read_records(path: str | os.PathLike[str], type_: type[T], expected: str, *,
     """The records of a file, each checked against a type.
 
     Args:
-        path: JSON lines, one JSON array, or `.parquet`.
+        path: JSON lines, or one JSON array.
         type_: A dataclass or pydantic model. Nothing is converted: "7" is not a number. Further checks belong in its
             `__post_init__`, as a ValueError whose message says what was found and what was expected.
         expected: What the caller should give; errors end with ": give {expected}".
@@ -334,16 +333,13 @@ def read_rows(path: str | os.PathLike[str], expected: str) -> Iterator[tuple[str
     """Each row of a file and its location, such as "chat.jsonl line 3".
 
     Args:
-        path: `.parquet`, one JSON array, or one JSON value per line.
+        path: One JSON array, or one JSON value per line.
         expected: What the caller should give.
 
     Raises:
-        SinkscopeError: The file does not exist, is empty or not UTF-8, a line is not JSON (its number is given), or it
-            is parquet and no library for it is installed.
+        SinkscopeError: The file does not exist, is empty or not UTF-8, or a line is not JSON (its number is given).
     """
     file = path_of(path)
-    if file.suffix == ".parquet":
-        return _parquet(file, expected)
     text = read_text(file, f"give {expected}")
     if not text.strip():
         raise SinkscopeError(f"{file.name} is empty: give {expected}")
@@ -395,20 +391,3 @@ def _loads(text: str) -> Any:
     if "\\ud" in text or "\\uD" in text:
         value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     return value
-
-
-def _parquet(file: Path, expected: str) -> Iterator[tuple[str, Any]]:
-    if not file.is_file():
-        raise SinkscopeError(f"{file.name!r}: no such file: give {expected}")
-    import pandas as pd
-
-    try:
-        rows = json.loads(pd.read_parquet(file).to_json(orient="records") or "[]")
-    except ImportError:
-        raise SinkscopeError(f"{file.name} is a parquet file, which needs pyarrow: pip install pyarrow") from None
-    except Exception as error:  # pyarrow's own kinds, which may not be there to be named
-        raise SinkscopeError(f"{file.name} cannot be read as parquet ({error!s:.60}): give {expected}") from None
-    if not rows:
-        raise SinkscopeError(f"{file.name} is empty: give {expected}")
-    for number, row in enumerate(rows, 1):
-        yield f"{file.name} row {number}", row

@@ -1,7 +1,7 @@
 """Edits of a running model: ablate neurons, write values, patch the sink. `with intervention.on(model) as run:`."""
 
 from sinkscope.interventions.base import Composed, Event, Intervention, Run
-from sinkscope.interventions.edits import Ablate, NeuronEdit, Write
+from sinkscope.interventions.edits import Ablate, NeuronEdit
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.interventions.sites import NeuronSite
 from sinkscope.interventions.steer import Add
@@ -16,5 +16,4 @@ __all__ = [
     "NeuronSite",
     "Run",
     "SinkPatch",
-    "Write",
 ]

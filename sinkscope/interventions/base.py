@@ -208,12 +208,6 @@ _ACTIVE: WeakKeyDictionary[nn.Module, list[Run]] = WeakKeyDictionary()
 _ACTIVE_LOCK = threading.Lock()
 
 
-def is_edited(target: Target) -> bool:
-    """Whether any interventions act on the model."""
-    with _ACTIVE_LOCK:
-        return bool(_ACTIVE.get(target.hf))
-
-
 def _acts(run: Run) -> bool:
     me = threading.get_ident()
     with _ACTIVE_LOCK:

@@ -116,7 +116,6 @@ class NeuronEdit(Intervention):
     site: Where = "post"
 
     KIND: ClassVar[str] = "edited"
-    EDITS: ClassVar[bool] = True  # False: `new_values` only watches, and the values at the first token are not kept
 
     def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         if isinstance(neurons, int):
@@ -231,7 +230,7 @@ class NeuronEdit(Intervention):
             index = call.on(tensor.device)
             old = tensor.reshape(*index.shape, len(group.neurons))  # OPT and experts run batch and position together
             memory = call.sequence.memory.setdefault((key, group.layer, group.expert, group.head), Memory())
-            if self.EDITS and (not call.sequence.settled or "first" not in memory):
+            if not call.sequence.settled or "first" not in memory:
                 memory.keep("first", old, index == 0)
             values = NeuronValues(old, group, call, memory, run)
             new = self.new_values(values)
@@ -330,35 +329,6 @@ class Ablate(NeuronEdit):
         else:
             value = torch.full_like(old, 0.0 if self.value == "zero" else float(self.value))
         return torch.where(chosen_positions(index, self.positions)[..., None], value, old)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Write(NeuronEdit):
-    """Write a value into neurons at chosen positions, for instance to test whether that alone creates a sink there.
-
-    Args:
-        value: The number to write.
-        position: Positions to edit, counted from each row's first real token: a number, several, "first" or a slice.
-
-    Example:
-        >>> Write(sites=[(1, 3)], value=40.0, position=[5, 9]).position
-        (5, 9)
-    """
-
-    value: float
-    position: Positions
-
-    KIND: ClassVar[str] = "written"
-
-    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
-        super().__post_init__(layer, neurons)
-        conform(Number, self.value, "value", page=PAGE)
-        object.__setattr__(self, "position", checked_positions(self.position))
-
-    def new_values(self, values: NeuronValues) -> Float[Tensor, "batch pos neuron"]:
-        """The number at the chosen positions."""
-        is_chosen = chosen_positions(values.index, self.position)
-        return values.old.masked_fill(is_chosen[..., None], float(self.value))
 
 
 def _columns(neurons: list[int], edit: Edit) -> Edit:

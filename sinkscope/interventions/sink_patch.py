@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from einops import rearrange
 from jaxtyping import Float
 from pydantic import BaseModel, Field
 from torch import Tensor
@@ -19,19 +18,17 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.files.output import read_json, write_output
 from sinkscope.files.records import Number, Whole, check, conform
-from sinkscope.interventions.base import is_edited
 from sinkscope.interventions.edits import NeuronEdit, NeuronValues
 from sinkscope.interventions.sites import NeuronSite, Where, site_of
 from sinkscope.models.open import is_checkpoint
 from sinkscope.models.target import Target
-from sinkscope.models.text import resolve_bos, text_rows, typical_text
 
 REASONS = ("", "no BOS", "one-token prompt", "sink-like second value", "prompt read before the run")
 """Why the calibrated value is used instead of the second token's."""
 _NO_BOS, _ONE_TOKEN, _SINK_LIKE, _PARTIAL = 1, 2, 3, 4
 SCHEMA, KIND = 1, "sink-patch"
 _PAGE = "patch-file"
-Value = Literal["second", "listing", "calibrated"] | Number
+Value = Literal["second", "calibrated"] | Number
 
 
 class _FileSite(BaseModel):
@@ -62,9 +59,8 @@ class SinkPatch(NeuronEdit):
         site: "post" (default) edits the neuron's whole value. "up" edits only the linear factor, as in the paper's
             listing, which does not help if the gate carries the sink.
         value: The neutral value. "second", as in the listing, is the neuron's value at the row's second real token,
-            taken from the call that reads it and kept for all later chunks, turns and generated tokens. "listing" is
-            the same without any calibrated value, which reproduces the listing bit for bit. "calibrated" is the number
-            in `calibrated`. A number is used directly.
+            taken from the call that reads it and kept for all later chunks, turns and generated tokens. "calibrated" is
+            the number in `calibrated`. A number is used directly.
         calibrated: Neutral value of each site, as `find_sinks` measures it (the median over ordinary text).
         model: The model for which the patch was made; stored in the file.
 
@@ -72,11 +68,10 @@ class SinkPatch(NeuronEdit):
     value is not informative: the row does not begin with BOS; the second token came alone in its call, that is, it
     was generated after a one-token prompt (a prompt read in chunks of one token looks the same); the second
     value is at least half as far from the calibrated one as the first token's is; or the prompt was read before
-    the run was entered. A patch without calibrated values measures them when it is entered, on 4 times 64 tokens of
-    neutral text, if the model carries a tokenizer that knows this text and nothing else edits the model. Without
-    calibrated values, the second value is used anyway, as in the listing. This spreads the sink if the second token
-    belongs to the first one's cluster, so a warning is given once, and an event of kind "sink-like" wherever the value
-    is at least half the first token's. Rows given as embeddings count as beginning with BOS.
+    the run was entered. Without calibrated values, the second value is used anyway, bit for bit as in the listing.
+    This spreads the sink if the second token belongs to the first one's cluster, so a warning is given once, and an
+    event of kind "sink-like" wherever the value is at least half the first token's. Rows given as embeddings count as
+    beginning with BOS.
     In beam search after a one-token prompt without calibrated values, beams that change places keep the second value
     of the row, not of the beam.
 
@@ -91,7 +86,7 @@ class SinkPatch(NeuronEdit):
         layer 1, neuron 10411
     """
 
-    value: Literal["second", "listing", "calibrated"] | float = "second"
+    value: Literal["second", "calibrated"] | float = "second"
     calibrated: Mapping[Any, float] = field(default_factory=dict, hash=False)
     model: Mapping[str, Any] | None = field(default=None, hash=False)
 
@@ -122,7 +117,7 @@ class SinkPatch(NeuronEdit):
 
     @classmethod
     def from_result(
-        cls, result: Any, *, site: Where = "post", value: Literal["second", "listing", "calibrated"] | float = "second"
+        cls, result: Any, *, site: Where = "post", value: Literal["second", "calibrated"] | float = "second"
     ) -> SinkPatch:
         """The patch for the smallest causal set of a `find_sinks` result, with calibrated values.
 
@@ -207,14 +202,9 @@ class SinkPatch(NeuronEdit):
         return cls(sites=sites, site=patch.site, value=patch.value, calibrated=calibrated, model=patch.model)
 
     def prepared(self, target: Target) -> SinkPatch:
-        """The patch with a calibrated value for each site, if these can be measured."""
+        """The patch itself, if it is one for this model."""
         self.check_made_for(target)
-        missing = self._uncalibrated()
-        if self.value != "second" or not missing or is_edited(target):
-            return self
-        self.check(target)
-        measured = neutral_values(target, missing, self.site)
-        return replace(self, calibrated={**measured, **self.calibrated})
+        return self
 
     def check_made_for(self, target: Target) -> None:
         """Compare the model with the one for which the patch was made, as far as the patch describes it.
@@ -252,7 +242,7 @@ class SinkPatch(NeuronEdit):
 
     def new_values(self, values: NeuronValues) -> Float[Tensor, "batch pos neuron"]:
         """The neutral value at every real position after the first."""
-        if self.value in ("second", "listing"):
+        if self.value == "second":
             neutral = self._second_value(values)[:, None]
         elif self.value == "calibrated":
             neutral = self._calibrated_values(values)
@@ -261,11 +251,8 @@ class SinkPatch(NeuronEdit):
         return torch.where((values.index > 0)[..., None], neutral, values.old)
 
     def _calibrated_values(self, values: NeuronValues) -> Float[Tensor, " neuron"]:
-        """The calibrated value of each neuron; NaN where there is none, or the listing does not use it."""
-        calibrated: Mapping[Any, float] = {}
-        if self.value != "listing":
-            calibrated = self.calibrated
-        numbers = [calibrated.get(site, torch.nan) for site in values.group.sites]
+        """The calibrated value of each neuron; NaN where there is none."""
+        numbers = [self.calibrated.get(site, torch.nan) for site in values.group.sites]
         return torch.tensor(numbers, device=values.old.device, dtype=values.old.dtype)
 
     def _second_value(self, values: NeuronValues) -> Float[Tensor, "batch neuron"]:
@@ -314,50 +301,11 @@ class SinkPatch(NeuronEdit):
             warnings.warn(
                 "the second token's value is itself like a sink's, and this SinkPatch has no calibrated value to write "
                 "instead, so it makes sinks of all later tokens: make the patch with SinkPatch.from_result, or give "
-                "calibrated={...}, or load the model with its tokenizer",
+                "calibrated={...}",
                 SinkscopeWarning,
                 stacklevel=2,
             )
         return value
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Recorder(NeuronEdit):
-    """Records the neurons' values at positions after the first; it changes nothing."""
-
-    EDITS: ClassVar[bool] = False
-
-    recorded: dict[NeuronSite, Tensor] = field(default_factory=dict, hash=False)
-
-    def new_values(self, values: NeuronValues) -> None:
-        """Nothing changes."""
-        later = rearrange(values.old.detach()[:, 1:].float(), "batch pos neuron -> neuron (batch pos)")
-        self.recorded.update(zip(values.group.sites, later, strict=True))
-
-
-@torch.no_grad()
-def neutral_values(target: Target, sites: Sequence[NeuronSite], where: Where) -> dict[NeuronSite, float]:
-    """Median value of each neuron over neutral text without first tokens, as measured by `find_sinks`.
-
-    Args:
-        target: The model, without any edits.
-        sites: The neurons.
-        where: "post" or "up".
-
-    Returns:
-        The medians; empty if the model carries no tokenizer, or one that does not know the text.
-    """
-    if target.tokenizer is None:
-        return {}
-    try:
-        bos = resolve_bos(target.tokenizer, target.config, None)
-        ids = text_rows(target.tokenizer, typical_text(), 4, min(64, target.max_positions or 64), bos)
-    except SinkscopeError:
-        return {}
-    recorder = _Recorder(sites=sites, site=where)
-    with recorder.on(target.model):
-        target.forward(ids, upto=max(site.layer for site in sites))
-    return {site: float(values.median()) for site, values in recorder.recorded.items()}
 
 
 def _site(row: Any) -> NeuronSite:

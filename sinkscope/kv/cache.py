@@ -30,7 +30,6 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.growing_tensor import GrowingTensor
 from sinkscope.models.scope import cache_layers
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import widened
 
 _SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length
@@ -145,8 +144,7 @@ class CacheLayer(DynamicLayer):
         self._pos: Int[Tensor, "batch kv_head slot"] | None = None  # of the slots that existed when it was last read
         # Of the slots that existed when they were last read, and moved with them:
         self._extras: dict[str, Shaped[Tensor, "batch kv_head slot"]] = {}
-        self._hidden: Shaped[Tensor, "batch kv_head slot"] | None = None  # bool, or a bit for each head of a group
-        self._hidden_group = 0  # query heads of a kv head, if each of them hides slots of its own; else 0
+        self._hidden: Bool[Tensor, "batch kv_head slot"] | None = None
         self._forget_growth()
 
     def _forget_growth(self) -> None:
@@ -204,16 +202,12 @@ class CacheLayer(DynamicLayer):
         return self._holes
 
     @property
-    def hidden(self) -> Bool[Tensor, "batch _ slot"] | None:
-        """Slots that are kept but not attended to (mode "select"), by kv head or by query head; None if none are."""
+    def hidden(self) -> Bool[Tensor, "batch kv_head slot"] | None:
+        """Slots that are kept but not attended to (mode "select"); None if none are."""
         if self._hidden is None:
             return None
         self._hidden = self._with_new_slots(self._hidden)
-        if not self._hidden_group:
-            return self._hidden
-        bits = torch.arange(self._hidden_group, device=self._hidden.device)
-        by_head = self._hidden[:, :, None] >> bits[:, None] & 1
-        return rearrange(by_head, "batch kv_head group slot -> batch (kv_head group) slot").bool()
+        return self._hidden
 
     @property
     def complete(self) -> bool:
@@ -221,12 +215,12 @@ class CacheLayer(DynamicLayer):
         return self._hidden is None and (self.whole or (self.edited and not self.ragged))
 
     @property
-    def readable(self) -> Bool[Tensor, "batch _ slot"]:
-        """Slots whose token is not hidden, by kv head, or by query head if each query head hides its own."""
+    def readable(self) -> Bool[Tensor, "batch kv_head slot"]:
+        """Slots whose token is not hidden."""
         occupied, hidden = self.pos >= 0, self.hidden
         if hidden is None:
             return occupied
-        return widened(occupied, hidden.shape[1]) & ~hidden
+        return occupied & ~hidden
 
     def extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
         """Numbers for each slot, such as the attention it received. They start at zero and move with the slots."""
@@ -306,29 +300,14 @@ class CacheLayer(DynamicLayer):
         self.ragged = kept.ragged
         self.whole = not kept.ragged
 
-    def select(self, show: Bool[Tensor, "batch _ slot"] | None) -> None:
-        """Attend only to the slots in `show` and to new ones, until the next call; None shows all. Frees no slot.
-
-        Args:
-            show: One choice for each kv head, or one for each query head.
-        """
+    def select(self, show: Bool[Tensor, "batch kv_head slot"] | None) -> None:
+        """Attend only to the slots in `show` and to new ones, until the next call; None shows all. Frees no slot."""
         self._hidden = None
-        self._hidden_group = 0
         if show is None:
             self.edited = self._pos is not None
             return
-        kv_heads = self.keys.shape[1]
         self.edited = True
         self._hidden = ~show
-        if show.shape[1] != kv_heads:
-            self._hidden_group = show.shape[1] // kv_heads
-            grouped = rearrange(
-                ~show, "batch (kv_head group) slot -> batch kv_head group slot", group=self._hidden_group
-            )
-            bits = torch.arange(self._hidden_group, device=show.device)
-            self._hidden = reduce(
-                grouped.long() << bits[:, None], "batch kv_head group slot -> batch kv_head slot", "sum"
-            )
 
     def work_on(self, keep: Bool[Tensor, "batch kv_head slot"]) -> None:
         """Hold only a copy of the kept slots until `settle` is called. Single tokens may be appended in the meantime.
@@ -383,7 +362,6 @@ class CacheLayer(DynamicLayer):
         self._pos = other._pos
         self._extras = other._extras
         self._hidden = other._hidden
-        self._hidden_group = other._hidden_group
         self._growing_keys = other._growing_keys
         self._growing_values = other._growing_values
         self._growing_pos = other._growing_pos

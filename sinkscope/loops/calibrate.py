@@ -27,8 +27,6 @@ BLOCK = 256  # tokens that make one event at most
 FEWEST_TOKENS = 8192  # of a text
 PIECES = 32  # of a single text: every second one is held out
 FEWEST_TAIL_TOKENS = 16  # that a repetition needs, however clean the text is
-LARGEST_PATTERN = 1024  # largest pattern that servers are told to look for
-SERVER_COPIES = {"vllm": 3, "llama_cpp": 4}  # what their users take
 UNUSUAL = 0.02  # of the blocks of ordinary text may cross a threshold; a loop crosses two
 SIGNALS = ("theta_ttr", "theta_cr", "theta_nov")
 CONFIDENCE = 0.95
@@ -64,13 +62,11 @@ class LoopCalibration(Result):
         lowest: Lowest value of each signal in the fitted text, by the name of its threshold.
         longest: Tokens of the longest repetition in the fitted text, exact or nearly so.
         monitor: The settings, as `--settings` and `MonitorSettings` accept them.
-        servers: Settings of the rules of vLLM and of llama.cpp's server, by name.
         rates: False alarms on the held-out text.
     """
 
     page: ClassVar[str] = "measure/loops"
     kind: ClassVar[str] = "loop-calibration"
-    drawing: ClassVar[Any] = "sinkscope.app.loops:draw_calibration"
 
     vocabulary: int
     fitted: int
@@ -79,7 +75,6 @@ class LoopCalibration(Result):
     lowest: dict[str, float]
     longest: int
     monitor: dict[str, Any]
-    servers: dict[str, dict[str, int]]
     rates: tuple[AlarmRate, ...]
 
     def conclusion(self) -> str:
@@ -91,19 +86,15 @@ class LoopCalibration(Result):
         )
 
     def details(self) -> list[str]:
-        """The settings in the format of each program."""
+        """What the settings promise, and the settings."""
         extremes: list[str] = []
         for name, value in self.lowest.items():
             extremes.append(f"{name.removeprefix('theta_')} {value:.3g}")
-        vllm = json.dumps({"repetition_detection": self.servers["vllm"]})
-        llama = json.dumps({"repetition_detection": self.servers["llama_cpp"]})
         return [
             f"On more such text they should raise at most {self.promised:.3g} per million tokens "
             f"({CONFIDENCE:.0%} confidence; vocabulary of {self.vocabulary}).",
             f"Most repetitive in the fitted text: {', '.join(extremes)}, and {self.longest} tokens of repetition.",
             f"Monitor: {json.dumps(self.monitor)}",
-            f"vLLM, in a request: {vllm}",
-            f"llama.cpp with --repetition-detection, in a request: {llama}",
         ]
 
 
@@ -174,8 +165,13 @@ def calibrate(
         recommended[signal] = float(thresholds[place])
     longest_allowed = 1 - int(lowest[allowed, 3])
     recommended["tail_shortest"] = max(FEWEST_TAIL_TOKENS, longest_allowed)  # holds where nothing else must be met
-    servers = _server_settings(recommended["tail_shortest"])
-    rules = _rules(base, recommended, servers)
+    paper = MonitorSettings.paper(window=base.window)
+    rules = {
+        "monitor, default": base,
+        "monitor, recommended": base.with_(**recommended),
+        "paper's monitor, default": paper,
+        "paper's monitor, recommended": paper.with_(**recommended),
+    }
     rates: list[AlarmRate] = []
     for rule, rule_settings in rules.items():
         progress("counting", len(rates), len(rules))
@@ -190,7 +186,6 @@ def calibrate(
         lowest={signal: float(lowest[0, place]) for place, signal in enumerate(SIGNALS)},
         longest=-int(lowest[0, 3]),
         monitor=recommended,
-        servers=servers,
         rates=tuple(rates),
         model=text_info(name, outputs),
         settings={**vars(base), "rate": rate},
@@ -217,37 +212,6 @@ def _rank(signals: _BlockSignals, lowest: np.ndarray, allowed: int) -> int:
     trigger_ranks = np.maximum(one_vote, one_gate)
     first_ranks = np.sort(np.minimum.reduceat(trigger_ranks, signals.starts))
     return min(int(first_ranks[allowed]) - 1, int(len(lowest) * UNUSUAL))
-
-
-def _server_settings(tail_shortest: int) -> dict[str, dict[str, int]]:
-    """The request fields of servers that look for exact copies of patterns."""
-    servers: dict[str, dict[str, int]] = {}
-    for server, copies in SERVER_COPIES.items():
-        smallest = min(LARGEST_PATTERN, math.ceil(tail_shortest / copies))
-        servers[server] = {"max_pattern_size": LARGEST_PATTERN, "min_pattern_size": smallest, "min_count": copies}
-    return servers
-
-
-def _rules(
-    base: MonitorSettings, recommended: dict[str, Any], servers: dict[str, dict[str, int]]
-) -> dict[str, MonitorSettings]:
-    """The rules whose false alarms are counted, by name; those of servers as settings of our monitor."""
-    paper = MonitorSettings.paper(window=base.window)
-    rules = {
-        "monitor, default": base,
-        "monitor, recommended": base.with_(**recommended),
-        "paper's monitor, default": paper,
-        "paper's monitor, recommended": paper.with_(**recommended),
-    }
-    for server, fields in servers.items():
-        rules[f"{server}, recommended"] = MonitorSettings(
-            tail_noise=0.0,
-            tail_repeats=fields["min_count"],
-            tail_exact=fields["min_count"],
-            tail_shortest=fields["min_pattern_size"] * fields["min_count"],
-            tail_longest=LARGEST_PATTERN,
-        )
-    return rules
 
 
 def _block_signals(

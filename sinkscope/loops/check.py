@@ -20,10 +20,8 @@ from sinkscope.loops.repetition import NearRepetition, Stretch
 from sinkscope.loops.signals import (
     Ids,
     compression_ratio,
-    distinct,
     ends_in_loop,
     is_loop,
-    seq_rep,
     type_token_ratio,
 )
 
@@ -40,8 +38,6 @@ class CheckedOutput:
         tokens: Number of tokens.
         ttr: Type-token ratio of the whole record.
         cr: Compression ratio of the whole record.
-        seq_rep_4: Share of 4-grams that repeat an earlier one.
-        distinct_2: Distinct 2-grams divided by 2-grams.
         period: Period of the longest repeated stretch, either exact with at least 3 copies and 16 tokens or found by
             the monitor. None if no stretch has a period of up to 2,048 tokens.
         onset: Position of the first token of that stretch.
@@ -58,8 +54,6 @@ class CheckedOutput:
     tokens: int
     ttr: float | None
     cr: float | None
-    seq_rep_4: float | None
-    distinct_2: float | None
     period: int | None
     onset: int | None
     repeats: float | None
@@ -209,8 +203,6 @@ def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None
         tokens=len(ids),
         ttr=_none_for_nan(type_token_ratio(ids)),
         cr=_none_for_nan(compression_ratio(ids)),
-        seq_rep_4=_none_for_nan(seq_rep(ids, 4)),
-        distinct_2=_none_for_nan(distinct(ids, 2)),
         period=None if longest is None else longest.period,
         onset=None if longest is None else longest.start,
         repeats=None if longest is None else longest_tokens / longest.period,

@@ -15,7 +15,7 @@ from pydantic import Field, Strict, StrictFloat, StrictInt
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, Share, Whole, between, checked, conform
-from sinkscope.loops.repetition import ExactRepetition, NearRepetition
+from sinkscope.loops.repetition import NearRepetition
 from sinkscope.loops.signals import (
     THETA_CR,
     THETA_TTR,
@@ -59,7 +59,8 @@ class MonitorSettings:
             tolerated; a single changed token creates four new ones, so a list that counts up never stalls.
         tail_repeats: Number of copies in a tail repetition. Two copies may be a quotation.
         tail_exact: The same if the copies are exact, for rule "repeats". With 2, villanelles and code cause alarms.
-        tail_shortest: Minimum tokens of a tail repetition, so that a short ruler is not one. `paper()` has 64.
+        tail_shortest: Minimum tokens of a tail repetition, so that a short ruler is not one; at least 6. `paper()`
+            has 64.
         tail_longest: Largest period of a tail repetition. `paper()` has 64 ("short-period"), a quarter of the window.
         tail_noise: Largest share of tokens in a tail repetition that differ from those one period before; only rule
             "repeats" tolerates any. With 1 in 14 or more, truth tables cause alarms.
@@ -91,7 +92,7 @@ class MonitorSettings:
     novelty_span: Natural = 64
     tail_repeats: Annotated[StrictInt | StrictFloat, Field(ge=2)] = 3
     tail_exact: Annotated[StrictInt | StrictFloat, Field(ge=2)] = 2.5
-    tail_shortest: Whole = 48
+    tail_shortest: Annotated[int, Strict(), Field(ge=6)] = 48
     tail_longest: Natural = 2048
     tail_noise: Share = 1 / 16
     tail_counting: bool = False
@@ -224,12 +225,11 @@ class Monitor:
         self.ended = False
         self._diversity = WindowDiversity(s.window)
         self._novelty = WindowNovelty(s.window, s.novelty_n, s.novelty_span)
-        self._exact_tail = ExactRepetition(s.tail_longest)
-        self._near_tail: NearRepetition | None = None
-        if s.rule == "repeats":
-            self._near_tail = NearRepetition(
-                s.tail_longest, s.tail_repeats, s.tail_shortest, s.tail_noise, s.tail_exact, s.tail_counting
-            )
+        self._repeats = s.rule == "repeats"
+        noise, exact = (s.tail_noise, s.tail_exact) if self._repeats else (0.0, s.tail_repeats)
+        self._tail = NearRepetition(
+            s.tail_longest, s.tail_repeats, s.tail_shortest, noise, exact, s.tail_counting and self._repeats
+        )
         self._confident_steps = 0
         self._stalled_steps = 0
         self._tail_steps = 0
@@ -261,17 +261,14 @@ class Monitor:
         position = self.last.step
         step = position + 1
         ttr = self._diversity.add(token)
-        if self._near_tail is not None:
-            cr, novelty = math.nan, math.nan
-            stretch = self._near_tail.add(token, position)
-        else:
-            s = self.settings
+        stretch = self._tail.add(token, position)
+        cr, novelty = math.nan, math.nan
+        if not self._repeats:
             cr = self._compression(step)
             novelty = self._novelty.add(token, position)
-            stretch = self._exact_tail.add(token, position, s.tail_repeats, s.tail_shortest)
         self._count_steps(novelty, p_max)
         votes, warn = 0, False
-        if self._near_tail is None:
+        if not self._repeats:
             votes = self._votes(ttr, cr)
             warn = votes >= self._needed_votes(p_max)
         tail: Tail | None = None

@@ -24,53 +24,6 @@ class Stretch(NamedTuple):
     start: int
 
 
-class ExactRepetition:
-    """For every period up to `longest`, counts how many tokens up to now equal the one a period before.
-
-    It takes any number of copies from two on, and its time per token grows with the longest period.
-    """
-
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
-        self._recent: deque[int] = deque()
-        self._positions: dict[int, deque[int]] = {}  # token -> its positions among the recent ones, oldest first
-        self._equal_since: dict[int, int] = {}  # period -> first position of the run
-
-    def add(self, token: int, position: int, repeats: int | float, shortest: int) -> Stretch | None:
-        """Add the token at `position`; return the repetition that covers most, if any.
-
-        Args:
-            token: Its id.
-            position: Its position, one more than that of the token before.
-            repeats: Required number of copies.
-            shortest: Required number of tokens.
-        """
-        earlier_positions = self._positions.setdefault(token, deque())
-        equal_since: dict[int, int] = {}
-        longest_stretch: Stretch | None = None
-        most_covered = 0
-        for earlier in reversed(earlier_positions):  # smallest period first; a period without this token has ended
-            period = position - earlier
-            first = self._equal_since.get(period, position)
-            equal_since[period] = first
-            covered = position - first + 1 + period
-            if covered > most_covered and covered >= repeats * period and covered >= shortest:
-                most_covered = covered
-                longest_stretch = Stretch(period, first - period)
-        earlier_positions.append(position)
-        self._equal_since = equal_since
-        self._recent.append(token)
-        if len(self._recent) > self._longest:
-            self._forget(self._recent.popleft())
-        return longest_stretch
-
-    def _forget(self, token: int) -> None:
-        positions = self._positions[token]
-        positions.popleft()
-        if not positions:
-            del self._positions[token]
-
-
 @dataclass(slots=True)
 class _Run:
     """Tokens up to now that equal the one a period before, but for a few.
@@ -136,8 +89,8 @@ class NearRepetition:
 
     Args:
         longest: Largest period.
-        repeats: Required number of copies, at least 3.
-        shortest: Required number of tokens, at least 12.
+        repeats: Required number of copies, at least 3, or 2 without noise.
+        shortest: Required number of tokens, at least 12, or 8 without noise.
         noise: Largest share of mismatches; 0 requires exact repetition.
         exact: Required number of copies if they are exact, at least 2; by default `repeats`. With fewer than 3, a cycle
             that resembles a shifted copy of itself may be found later, but at the third copy at the latest.

@@ -146,21 +146,6 @@ def _packed(ids: Sequence[int]) -> bytes:
     return numbers.tobytes()
 
 
-def distinct(ids: Ids, n: int) -> float:
-    """Distinct n-grams divided by n-grams (distinct-n; Li et al. 2016)."""
-    ids = id_list(ids)
-    count = len(ids) - n + 1
-    if count < 1:
-        return math.nan
-    grams = {tuple(ids[start : start + n]) for start in range(count)}
-    return len(grams) / count
-
-
-def seq_rep(ids: Ids, n: int) -> float:
-    """Share of n-grams that repeat an earlier one (seq-rep-n; Welleck et al. 2020): 1 - distinct-n."""
-    return 1.0 - distinct(ids, n)
-
-
 def novelty(ids: Ids, *, window: int = WINDOW, n: int = 4, span: int = 64) -> float:
     """Share of the last `span` tokens that completed an n-gram that was new to the window.
 
@@ -273,19 +258,3 @@ def collapse_point(ids: Ids, window: int = WINDOW, *, theta: float = THETA_TTR) 
     if first_low > len(values):
         return None
     return first_low
-
-
-def survival(points: Sequence[int | None], steps: Sequence[int]) -> list[float]:
-    """Share of runs that have not collapsed by each step (LoopGuard, Fig. 2 b).
-
-    Args:
-        points: `collapse_point` of each run; None counts as surviving, even if the run ended early.
-        steps: Steps at which to evaluate.
-    """
-    if not points:
-        return [math.nan] * len(steps)
-    shares: list[float] = []
-    for step in steps:
-        alive = sum(point is None or point > step for point in points)
-        shares.append(alive / len(points))
-    return shares

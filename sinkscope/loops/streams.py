@@ -130,7 +130,6 @@ class Watch:
         streams: Number of streams seen so far.
         skipped: Number of lines that could not be read.
         open: Streams that have not ended, by name.
-        last: The last step of any stream.
 
     Args:
         settings: Settings of the monitors.
@@ -144,7 +143,6 @@ class Watch:
         self.skipped = 0
         self._first_problem = ""
         self.open: dict[str, Stream] = {}
-        self.last = Monitor(self._settings).last
 
     def follow(self, source: Any, *, form: StreamForm = "auto", name: str = "the input") -> Iterator[Alarm]:
         """Yield the alarms of a stream as they occur.
@@ -191,8 +189,7 @@ class Watch:
         for alarm in stream.take(piece):
             self.alarms += 1
             yield alarm
-        self.last = stream.monitor.last
-        self.tokens += self.last.step - tokens_before
+        self.tokens += stream.monitor.last.step - tokens_before
         if piece.last:
             return
         self.open[piece.stream] = stream  # the one that was silent for longest is the first
@@ -307,52 +304,12 @@ def _line(line: str, form: StreamForm, place: int) -> list[Piece]:
     return []
 
 
-def serve_counts(address: str, counts: Watch) -> Any:
-    """Serve the counts of a watch to Prometheus.
-
-    Args:
-        address: A port, or host:port; without a host, only this machine is served.
-        counts: The watch.
-
-    Returns:
-        The server.
-
-    Raises:
-        SinkscopeError: prometheus_client is not installed, or the port is invalid or in use.
-    """
-    try:
-        from prometheus_client import CollectorRegistry, start_http_server
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-    except ImportError:
-        raise SinkscopeError('--metrics needs prometheus_client: pip install "sinkscope[metrics]"') from None
-
-    class Counts:
-        def collect(self) -> Iterator[Any]:
-            name = "sinkscope_loops"
-            yield CounterMetricFamily(f"{name}_tokens", "Tokens seen.", value=counts.tokens)
-            yield CounterMetricFamily(f"{name}_alarms", "Loops found.", value=counts.alarms)
-            yield CounterMetricFamily(f"{name}_streams", "Streams seen.", value=counts.streams)
-            yield GaugeMetricFamily(f"{name}_open_streams", "Streams that have not ended.", value=len(counts.open))
-            ratio = "Type-token ratio of the window of the last token."
-            yield GaugeMetricFamily(f"{name}_type_token_ratio", ratio, value=counts.last.ttr)
-
-    registry: Any = CollectorRegistry()
-    registry.register(Counts())
-    host, _, port = address.rpartition(":")
-    try:
-        return start_http_server(int(port), host or "127.0.0.1", registry)[0]
-    except (OSError, OverflowError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "expected a port from 0 to 65535, or HOST:PORT"
-        raise SinkscopeError(f"--metrics {address}: {reason}; give another port, or 0 for any free one") from None
-
-
-def monitor_settings(file: str | None, variant: str, **changed: Any) -> MonitorSettings:
-    """The settings of a variant, overridden by those of a file and by those of `changed` that are not None.
+def monitor_settings(file: str | None, variant: str) -> MonitorSettings:
+    """The settings of a variant, overridden by those of a file.
 
     Args:
         variant: As for `MonitorSettings.variant`.
         file: File that `loops --calibrate` writes with `--json`, or an object of names and values.
-        changed: Further settings.
 
     Raises:
         SinkscopeError: The file cannot be read or has another content, or a value is invalid.
@@ -364,9 +321,6 @@ def monitor_settings(file: str | None, variant: str, **changed: Any) -> MonitorS
         data = data["result"]["monitor"]
     if not isinstance(data, dict) or "schema" in data:
         raise SinkscopeError(f"{file} holds no settings: expected what loops --calibrate writes with --json")
-    for name, value in changed.items():
-        if value is not None:
-            data[name] = value
     return MonitorSettings.variant(variant).with_(**data)
 
 

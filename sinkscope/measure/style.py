@@ -75,13 +75,3 @@ def finished(
     else:
         fig.update_layout(legend={"y": legend})
     return fig.update_layout(**more)
-
-
-def at_place(position: str) -> str:
-    """The position of a question in words."""
-    return {"begin": "at the beginning", "middle": "in the middle", "end": "at the end"}.get(position, position)
-
-
-def powers(title: str | None = None, every: int = 1) -> dict[str, Any]:
-    """Options of a logarithmic axis with a label at `every` so many powers of ten."""
-    return {"title_text": title, "type": "log", "dtick": every, "exponentformat": "power"}

@@ -10,7 +10,6 @@ from importlib import resources
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import neuron_names
 
 BUNDLED = "bundled"
 """Name of the model inside the package."""
@@ -45,17 +44,6 @@ class ReportedSink:
     repeats: int | None = None
     secondary: bool = False
     note: str = ""
-
-    def shown(self) -> tuple[str, str]:
-        """Where the sink is, in words, with the source."""
-        parts = list[str]()
-        if self.neurons:
-            parts.append(neuron_names(self.neurons))
-        elif self.layers:
-            parts.append(f"layer {', '.join(map(str, self.layers))}")
-        if self.residual_dims:
-            parts.append(f"dims {', '.join(map(str, self.residual_dims))}")
-        return "; ".join(parts) or "-", self.source
 
 
 @dataclass(frozen=True)

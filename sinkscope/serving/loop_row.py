@@ -12,18 +12,16 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import parse_json
-from sinkscope.files.records import Natural, Whole, checked
+from sinkscope.files.records import Whole, checked
 from sinkscope.loops import Monitor, MonitorSettings
 
 KEY = "sinkscope"  # where a request puts its settings: in `extra_args` of vLLM, in `custom_params` of SGLang
 ENVIRONMENT = "SINKSCOPE_SERVING"  # variable with the settings of requests that send none, as JSON
-GREEDY = 1e-5  # servers decode greedily below this temperature
 LARGEST = 1_000_000  # in a request's monitor settings, so that no request takes a server's memory or ends its worker
 
 _log = logging.getLogger(__name__)
@@ -35,20 +33,15 @@ class ServingSettings:
 
     Attributes:
         actions: Actions for the first, second, ... trigger of the monitor; further triggers repeat the last one. "stop"
-            ends the request with its end token. "force" makes the model say `tokens`. "heat" raises the temperature for
-            the next `span` tokens.
+            ends the request with its end token. "force" makes the model say `tokens`.
         tokens: Ids of the sequence that "force" writes, such as the end of the reasoning.
         end: Id of the token that "stop" writes; None uses the server's end token.
-        temperature: Temperature of the tokens after "heat". A request with a higher one keeps its own.
-        span: Number of tokens that "heat" lasts.
         monitor: Settings of the monitor. It gets no probabilities, because reading them would make every step wait.
     """
 
-    actions: Annotated[tuple[Literal["stop", "force", "heat"], ...], Field(min_length=1)] = ("stop",)
+    actions: Annotated[tuple[Literal["stop", "force"], ...], Field(min_length=1)] = ("stop",)
     tokens: tuple[Whole, ...] = ()
     end: Whole | None = None
-    temperature: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
-    span: Natural = 32
     monitor: MonitorSettings = MonitorSettings()
 
     def __post_init__(self) -> None:
@@ -109,14 +102,10 @@ class LoopRow:
     Args:
         settings: Settings of the request.
         end: Id of its end token. None if there is none; "stop" then does nothing.
-        temperature: Temperature of the request.
-        seed: Seed of the random numbers that "heat" needs in a request decoded greedily.
     """
 
-    def __init__(self, settings: ServingSettings, end: int | None, temperature: float, seed: int | None = None) -> None:
+    def __init__(self, settings: ServingSettings, end: int | None) -> None:
         self.settings = settings
-        self.temperature = temperature
-        self.seed = seed or 0
         self.end = end if settings.end is None else settings.end
         self.actions_begun = 0
         self.mark = -1  # a position that the caller remembers
@@ -128,7 +117,6 @@ class LoopRow:
         self._action = ""
         self._start = 0
         self._until = -math.inf
-        self._noise: torch.Generator | None = None
         if self.end is None and "stop" in settings.actions:
             _log.warning("A request has no end token, so its loops cannot be stopped: set `end`.")
 
@@ -187,9 +175,6 @@ class LoopRow:
         self._begin_due(position)
         if not self._start <= position < self._until:
             return
-        if self._action == "heat":
-            self._heat(logits)
-            return
         token = self.end
         if self._action == "force":
             token = self.settings.tokens[position - self._start]
@@ -211,19 +196,6 @@ class LoopRow:
         self.actions_begun += 1
         if self._action == "stop":
             self._until = math.inf
-        elif self._action == "force":
-            self._until = position + len(self.settings.tokens)
         else:
-            self._until = position + self.settings.span
+            self._until = position + len(self.settings.tokens)
         _log.info("A request repeats itself after %d output tokens: %s", self._tokens_read, self._action)
-
-    def _heat(self, logits: Tensor) -> None:
-        """Raise the temperature. Where the server takes the largest logit, Gumbel noise makes that an exact sample."""
-        temperature = max(self.settings.temperature, self.temperature)
-        if self.temperature >= GREEDY:
-            logits.mul_(self.temperature / temperature)
-            return
-        if self._noise is None:  # of its own: every worker draws the same, and other requests' numbers stay theirs
-            self._noise = torch.Generator(logits.device).manual_seed(self.seed)
-        exponential = torch.empty_like(logits, dtype=torch.float32).exponential_(generator=self._noise)
-        logits.sub_(exponential.log_(), alpha=temperature)

@@ -54,10 +54,6 @@ class SglangLoops:
             return None
         if settings is None:
             return None
-        sampling = request.sampling_params
         ends = [*sorted(request.eos_token_ids or ()), getattr(request.tokenizer, "eos_token_id", None)]
-        temperature = sampling.temperature
-        if sampling.top_k == 1:  # this is how it decodes greedily
-            temperature = 0.0
-        params[ROW_KEY] = LoopRow(settings, ends[0], temperature, getattr(sampling, "sampling_seed", None))
+        params[ROW_KEY] = LoopRow(settings, ends[0])
         return params[ROW_KEY]

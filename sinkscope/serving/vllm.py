@@ -22,7 +22,7 @@ def request_row(params: Any) -> LoopRow | None:
     end = getattr(params, "eos_token_id", None)
     if end is None:
         end = min(params.all_stop_token_ids, default=None)
-    return LoopRow(settings, end, params.temperature, params.seed)
+    return LoopRow(settings, end)
 
 
 class BatchRequests:

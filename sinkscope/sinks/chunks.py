@@ -120,7 +120,6 @@ def in_chunks(
         elsewhere(setup, work) if run.workers > 1 else None,
         workers=run.workers,
         gpu=target.device.type == "cuda",
-        progress=setup.progress,
     )
     with kept, pool:
         finish(pool, chunks, kept, Tally(what, len(items), setup.progress))

@@ -47,7 +47,7 @@ class View:
         pos: Position of each key; -1 where there is none.
         query_pos: Position of each query; -1 at padding.
         window: Keys this far back and further are not seen. None means all are seen.
-        hidden: Cached keys that are not attended to, by kv head or by query head. None means none.
+        hidden: Cached keys that are not attended to. None means none.
         complete: Whether every query certainly sees every key, so that no mask is needed.
         columns: Positions of all tokens so far, evicted or not; -1 at padding.
         chosen: Positions that an indexer chose for each query, and one more place; None if it is not asked.
@@ -56,7 +56,7 @@ class View:
     pos: Int[Tensor, "batch kv_head key"]
     query_pos: Int[Tensor, "batch query"]
     window: int | None = None
-    hidden: Bool[Tensor, "batch _ key"] | None = None
+    hidden: Bool[Tensor, "batch kv_head key"] | None = None
     complete: bool = False
     columns: Int[Tensor, "batch column"] | None = None
     chosen: Bool[Tensor, "batch query position"] | None = None
@@ -99,8 +99,7 @@ class View:
             visible = visible & self.chosen.gather(-1, place)[:, None]
         if self.hidden is None:
             return visible
-        hidden = rearrange(self.hidden, "batch head key -> batch head 1 key")
-        return widened(visible, hidden.shape[1]) & ~hidden
+        return visible & ~rearrange(self.hidden, "batch kv_head key -> batch kv_head 1 key")
 
 
 @dataclass(frozen=True, eq=False)

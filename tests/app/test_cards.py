@@ -74,11 +74,10 @@ def test_every_part_and_the_card_are_in_the_folder(folder: Path) -> None:
     assert len(card.values) >= 5
     assert {fact.label: fact.word for fact in card.properties}["neurons that make the spike"] == neuron()
     assert card.to_dict() == SinkCard.load(folder / "card.json").to_dict()
-    markdown = (folder / "card.md").read_text()
     page = (folder / "card.html").read_text()
     for part in card.parts:
         assert part.conclusion in page.replace("&#x27;", "'")
-        assert part.command in markdown
+        assert part.command in page
     assert page.count('class="plot"') == len(FEW) + 1  # one is on the first screen
     assert card.provenance.seconds == pytest.approx(sum(part.seconds or 0 for part in card.parts), abs=0.01)
 
@@ -89,12 +88,12 @@ def test_a_finished_scan_measures_nothing_again(folder: Path, model: Path, monke
     monkeypatch.setattr(Measurement, "on", lambda *_, **__: pytest.fail("measured again"))
     scan(model, out=folder, quick=True)
     assert json.loads((folder / "card.json").read_text())["result"] == before
-    ours = (folder / "card.md").read_text()
-    (folder / "card.md").write_text("# Mine")
-    with pytest.raises(SinkscopeError, match=r"card\.md is there already"):
+    ours = (folder / "card.html").read_text()
+    (folder / "card.html").write_text("Mine")
+    with pytest.raises(SinkscopeError, match=r"card\.html is there already"):
         scan(model, out=folder, quick=True)
-    assert (folder / "card.md").read_text() == "# Mine"
-    (folder / "card.md").write_text(ours)
+    assert (folder / "card.html").read_text() == "Mine"
+    (folder / "card.html").write_text(ours)
 
 
 def test_an_interrupted_scan_goes_on(light: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +147,6 @@ def test_a_part_that_fails_says_why_and_the_next_begins(
     assert card.parts[1].problem is None and card.conclusion() == card.parts[1].conclusion
     page = (tmp_path / "s/card.html").read_text()
     assert "is missing: it failed (ZeroDivisionError: &lt;b&gt;by zero" in page and "<b>by zero" not in page
-    assert f"{card.parts[0].command}` is missing: it failed" in (tmp_path / "s/card.md").read_text()
     monkeypatch.setattr(Measurement, "on", real)
     again = scan(model, out=tmp_path / "s", quick=True)  # and it is tried again
     assert [part.problem for part in again.parts] == [None, None]
@@ -225,7 +223,6 @@ def test_a_fact_that_changed_is_named(folder: Path) -> None:
     first = compared.changes[0]
     assert first.changed and (first.before, first.after) == ("L9.N9", neuron())
     assert f"neurons that make the spike: L9.N9 before, {neuron()} now" in compared.conclusion()
-    assert "L9.N9" in compared.markdown()
 
 
 def test_cards_of_different_settings_are_not_compared(folder: Path) -> None:
@@ -234,12 +231,6 @@ def test_cards_of_different_settings_are_not_compared(folder: Path) -> None:
         card.compared(replace(card, quick=False))
     with pytest.raises(SinkscopeError, match="no number in common"):
         card.compared(replace(card, values=(), properties=()))
-
-
-def test_names_of_a_model_are_text_on_the_card(folder: Path) -> None:
-    card = read_card(folder)
-    bad = replace(card, model=replace(card.model, name="<img src=x>|`a`"))
-    assert "<img" not in bad.markdown() and "\\|\\`a\\`" in bad.markdown()
 
 
 def test_a_scan_under_a_patch(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

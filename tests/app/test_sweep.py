@@ -31,7 +31,7 @@ BAD: dict[object, tuple[str, ...]] = {  # by the name of an option, or by its ty
     "file": ("empty", *BAD_FILES[:-3]),
     **dict.fromkeys(("patch", "settings", "against"), BAD_JSON),
     **dict.fromkeys(("json", "html", "csv"), ("folder", "words.txt/x", "/proc/x", "a\0b", "n" * 300)),
-    **dict.fromkeys(("device", "dtype", "policy", "task", "metrics", "tokenizer", "variant"), WORDS),
+    **dict.fromkeys(("device", "dtype", "policy", "task", "tokenizer", "variant"), WORDS),
     **dict.fromkeys(("methods", "budgets", "heads"), ("nonsense", "", ",", STEERING, LONG)),
 }
 FOREIGN = ("foreign.html", "foreign.json", "foreign.png", "words.txt", "other.json", "", "\udcff")

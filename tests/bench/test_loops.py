@@ -37,7 +37,7 @@ def guard_event(step: int, escalated: str | None) -> dict[str, Any]:
 def test_a_loop_and_a_text_without_one() -> None:
     loop, fresh = scored(LOOP), scored(FRESH, ended="eos")
     assert (loop["loop"], loop["tail_loop"], loop["loop_paper"], loop["eos"]) == (1.0, 1.0, 1.0, 0.0)
-    assert (fresh["loop"], fresh["loop_paper"], fresh["eos"], fresh["stopped"]) == (0.0, 0.0, 1.0, 0.0)
+    assert (fresh["loop"], fresh["loop_paper"], fresh["eos"]) == (0.0, 0.0, 1.0)
     assert loop["ttr"] == 3 / 300
     assert loop["interventions"] is None and loop["early"] is None
     assert fresh["alarm"] is None and fresh["nll"] is None

@@ -32,10 +32,8 @@ def tokenizer_of(form: str) -> Any:
 
 
 def place_of(form: str, prompt: Any) -> float:
-    """Where the answer, or in a chain of variables its value, is first stated, as a share of the text."""
+    """Where the answer is first stated, as a share of the text."""
     text = prompt.turns[0].text
-    if form == "ruler" and prompt.part == "tracking":
-        return text.index(f"VAR {prompt.turns[0].answers[0]} = ") / len(text)
     return text.index(prompt.turns[0].answers[0]) / len(text)
 
 
@@ -56,16 +54,11 @@ def test_prompts_are_as_long_and_as_deep_as_asked(form: str, task: str) -> None:
 
 
 def test_tasks_have_as_many_statements_as_rulers() -> None:
-    for form, sign in (("recall", "fact "), ("facts", " was in the "), ("ruler", "One of the special magic ")):
+    for form, sign in (("recall", "fact "), ("facts", " was in the ")):
         counts = [
             needle_prompt(tokenizer_of(form), form, task, 1200, 0.5).turns[0].text.count(sign) for task in KINDS[:3]
         ]
         assert counts[:2] == [1, 4] and counts[2] > 10, form
-    tracked = needle_prompt(tokenizer_of("ruler"), "ruler", "tracking", 1200, 0.5)
-    assert len(tracked.turns[0].answers) == 5 and tracked.turns[0].text.count("\nVAR ") == 5
-    first = tracked.turns[0].text.index(f"VAR {tracked.turns[0].answers[0]} = ")
-    for name, earlier in zip(tracked.turns[0].answers[1:], tracked.turns[0].answers, strict=False):
-        assert (first := tracked.turns[0].text.index(f"\nVAR {name} = VAR {earlier}\n", first)) > 0
 
 
 def test_forms_belong_to_models() -> None:
@@ -73,7 +66,7 @@ def test_forms_belong_to_models() -> None:
         "recall",
         "recall",
         "facts",
-        "ruler",
+        "facts",
     ]
 
 
@@ -158,7 +151,6 @@ def test_scores_show_what_methods_lose() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kinds": ("tracking",), "wording": "facts"}, "kinds=tracking: the wording facts has needle, multi-key"),
         ({"lengths": (10,)}, "length 10: needle needs .* tokens at least; give longer prompts"),
         ({"lengths": (40000,), "kinds": ("needle",)}, "but the context of recall is"),
     ],
@@ -166,3 +158,5 @@ def test_scores_show_what_methods_lose() -> None:
 def test_what_cannot_be_asked_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(SinkscopeError, match=message):
         run_bench(model(), Needle(**settings), ["full"])
+    with pytest.raises(SinkscopeError, match="kinds=tracking: for bundled there are needle, multi-key"):
+        Needle(kinds=("tracking",)).prompts(Target.of(model("bundled")))

@@ -92,14 +92,16 @@ def test_tasks_as_they_are_written() -> None:
     assert read_task("needle:lengths=640,1024:depths=0.5:kinds=needle") == Needle(
         lengths=(640, 1024), depths=(0.5,), kinds=("needle",)
     )
-    assert read_task("recall:turns=9:cache=grow:positions=end") == Recall(turns=9, cache="grow", positions=("end",))
+    assert read_task("recall:turns=9:history=model:positions=end") == Recall(
+        turns=9, history="model", positions=("end",)
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("recal", "--task 'recal': expected loops, recall, needle, text, or a file of prompts"),
-        ("recall:turn=3", "'turn=3' is no setting: recall has history, cache, chat, count, turns"),
+        ("recall:turn=3", "'turn=3' is no setting: recall has history, chat, count, turns"),
         ("recall:turns=0", "--task recall: turns=0: expected a whole number from 1"),
         ("recall:positions=front", "'front'"),
         ("needle:depths=1.5", "depths=(1.5,): expected numbers from 0.0 to 1.0"),

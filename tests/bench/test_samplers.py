@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 import torch
 from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from sinkscope.bench.samplers import (
-    PatternStop,
     PerRow,
-    StopRows,
     sampled,
     stock,
 )
@@ -51,22 +48,3 @@ def test_sampling_follows_the_softmax_and_the_prompt_alone() -> None:
     again, other = sampled(0.7, 0, "dc-0001"), sampled(0.7, 0, "dc-0002")
     assert [int(again(torch.empty(0), logits, 0).argmax()) for _ in range(100)] == draws[:100]
     assert [int(other(torch.empty(0), logits, 0).argmax()) for _ in range(100)] != draws[:100]
-
-
-def test_the_first_stop_of_a_row_is_kept() -> None:
-    stopper = StopRows(PatternStop(2), rows=2, width=2)
-    loop, fresh = [1, 2] * 40, list(range(80))
-    ids = torch.tensor([[0, 0, *loop], [0, 0, *fresh]])
-    stop = torch.zeros(2)
-    for length in range(1, 81):
-        stop = stopper(ids[:, : 2 + length], None)
-    assert stop.tolist() == [True, False]
-    assert stopper.at == [64, None]
-
-
-@pytest.mark.parametrize("period", [1, 7, 64, 65])
-def test_a_pattern_needs_four_copies_and_sixty_four_tokens(period: int) -> None:
-    looped = [99, *(list(range(period)) * 64)[: max(4 * period, 64)]]
-    stop = PatternStop(0)
-    assert stop(torch.tensor([looped]), None).tolist() == [period <= 64]
-    assert stop(torch.tensor([looped[:-1]]), None).tolist() == [False]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
-from bench_kit import made_record
+from bench_kit import dialogues, made_record, tiny
 
 from experiments.loopserve import ablation, fidelity, figure8, longeval, runs, sweeps, table1, turns
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord, open_run
+from sinkscope.bench.run import run_bench
+from sinkscope.bench.task import PromptFile
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.files.provenance import ModelInfo
 
@@ -113,3 +115,26 @@ def test_the_page_shows_the_committed_numbers() -> None:
     assert longeval.rewritten(page, longeval.table(record["result"]["sources"])) == page
     assert longeval.rewritten("a " + " b ".join(longeval.MARKS) + " c", "new").count("new") == 1
     assert set(record["settings"]["files"]) == {"5_topics.jsonl", "200_lines.jsonl"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnOneCache(runs.OneCache, PromptFile):
+    """The user's own prompts, on one cache."""
+
+
+def test_on_one_cache_what_was_evicted_stays_away() -> None:
+    model, tokenizer = tiny()
+    fresh, grown = (
+        run_bench(model, kind(given=dialogues(), new=6), ["full", "snapkv:24:window=4"], tokenizer=tokenizer)
+        for kind in (PromptFile, OnOneCache)
+    )
+    by_key = {(r.method, r.prompt, r.turn): r for r in fresh}
+    changed = 0
+    for record in grown:
+        other = by_key[record.method, record.prompt, record.turn]
+        assert record.metrics["prompt_tokens"] == other.metrics["prompt_tokens"]
+        if record.method == "full" or record.turn == 0:
+            assert record.tokens == other.tokens
+        else:
+            changed += record.tokens != other.tokens
+    assert changed

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import pandas as pd
 import pytest
 
 from sinkscope.errors import SinkscopeError
@@ -42,9 +41,7 @@ def put(path: Path, *rows: Any) -> Path:
 def test_the_same_records_however_they_are_packed(tmp_path: Path) -> None:
     rows = [GOOD, {**GOOD, "id": "b"}]
     files = [put(tmp_path / "a.jsonl", rows[0], "", rows[1], ""), put(tmp_path / "a.json", json.dumps(rows, indent=1))]
-    pytest.importorskip("pyarrow")
-    pd.DataFrame(rows).to_parquet(tmp_path / "a.parquet")
-    for file in (*files, tmp_path / "a.parquet"):
+    for file in files:
         found = read_records(file, Sample, "samples", key="id")
         assert found == [Sample(i, 3, "large", (Inner(("x", "y")),)) for i in "ab"]
     assert [where for where, _ in read_rows(files[0], "samples")] == ["a.jsonl line 1", "a.jsonl line 3"]
@@ -84,8 +81,6 @@ def test_damage_is_named_in_one_line(tmp_path: Path, row: Any, says: str) -> Non
         ("a.jsonl", b"\n \n", "a.jsonl is empty: give samples"),
         ("a.jsonl", b"\xff\xfe", "a.jsonl is not UTF-8 text: give samples"),
         ("a.json", b'[\n {"id": "a"},\n {"id" "b"}\n]', "a.json line 3 is not JSON: give samples"),
-        ("a.parquet", b"x", "a.parquet cannot be read as parquet"),
-        ("none.parquet", None, "'none.parquet': no such file: give samples"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | None, says: str) -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sinkscope as ss
 from sinkscope.errors import UnsupportedError
-from sinkscope.interventions import Ablate, SinkPatch, Write
+from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.interventions.steer import Add
 from sinkscope.kv.session import Observe
 from sinkscope.trace.internals import attention_name
@@ -22,9 +22,9 @@ EDITS = {
     "patch": SinkPatch(layer=1, neurons=[3, 11]),
     "mean": Ablate(layer=1, neurons=[3], value="mean"),
     "head": Ablate(heads="L2.H1"),
-    "write": Write(layer=0, neurons=[5], value=3.0, position=2),
+    "write": Ablate(layer=0, neurons=[5], value=3.0, positions=2),
     "add": Add(torch.ones(32), "blocks.1.hook_attn_out"),
-    "two": Ablate(layer=1, neurons=[3]) | Write(layer=1, neurons=[3], value=2.0, position="first"),
+    "two": Ablate(layer=1, neurons=[3]) | Ablate(layer=1, neurons=[3], value=2.0, positions="first"),
 }
 
 

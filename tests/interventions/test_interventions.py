@@ -1,4 +1,4 @@
-"""Ablate, Write and what every intervention shares: where it acts, what it leaves behind, who it concerns."""
+"""Ablate and what every intervention shares: where it acts, what it leaves behind, who it concerns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from organisms import MODEL_TYPES, organism, tiny_model
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.interventions import Ablate, SinkPatch, Write
+from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.interventions.positions import Tracker
 from sinkscope.models.target import Target
 
@@ -121,7 +121,7 @@ def test_edits_of_one_expert_neuron_follow_each_other() -> None:
     with (
         Ablate(sites=site, value=2.0, positions=slice(2, None)).on(model),
         Ablate(sites=site, value=2.0, positions=0).on(model),
-        Write(sites=site, value=-1.0, position=1).on(model),
+        Ablate(sites=site, value=-1.0, positions=1).on(model),
     ):
         want = logits(model, IDS)
     with (first | second).on(model):
@@ -146,7 +146,7 @@ def test_mean_ablation() -> None:
         torch.testing.assert_close(logits(model, IDS), want)
 
 
-# --- Write: is the neuron sufficient? ------------------------------------------------------------------------------
+# --- a written value: is the neuron sufficient? ----------------------------------------------------------------
 
 
 def test_writing_makes_a_sink_where_it_is_written() -> None:
@@ -159,7 +159,7 @@ def test_writing_makes_a_sink_where_it_is_written() -> None:
             residual_norms(o.model, ids, layer)
         values[site] = run.events[0].data["old"]
     before = residual_norms(o.model, ids, layer)
-    edits = [Write(sites=[site], value=value, position=where) for site, value in values.items()]
+    edits = [Ablate(sites=[site], value=value, positions=where) for site, value in values.items()]
     whole = edits[0]
     for edit in edits[1:]:
         whole = whole | edit
@@ -168,7 +168,7 @@ def test_writing_makes_a_sink_where_it_is_written() -> None:
     assert after[0, where] > 0.5 * after[0, 0] > 5 * before[0, where]
     others = [p for p in range(24) if p != where]
     torch.testing.assert_close(after[0, others], before[0, others], atol=1e-3, rtol=1e-3)
-    assert {(e.position, e.kind) for e in run.events} == {(where, "written")}
+    assert {(e.position, e.kind) for e in run.events} == {(where, "ablated")}
 
 
 def test_positions_count_real_tokens() -> None:
@@ -176,7 +176,7 @@ def test_positions_count_real_tokens() -> None:
     ids = torch.tensor([[3, 3, 1, 5, 6, 7], [1, 8, 9, 10, 11, 12]])
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
     for wanted, rows in {"first": [(0, 0), (1, 0)], 5: [(1, 5)], (1, 4): [(0, 1), (1, 1), (1, 4)]}.items():
-        with Write(layer=0, neurons=[2], value=99.0, position=wanted).on(model) as run:
+        with Ablate(layer=0, neurons=[2], value=99.0, positions=wanted).on(model) as run:
             model(ids, attention_mask=mask)
         assert [(e.row, e.position) for e in run.events] == rows
     with Ablate(layer=0, neurons=[2], value=99.0, positions=slice(1, 5, 2)).on(model) as run:
@@ -367,8 +367,7 @@ def test_two_threads_with_runs_of_their_own_do_not_meet() -> None:
         (lambda: Ablate(sites=[(1, -2)]), ["-2", "from 0"]),
         (lambda: Ablate(layer=1, neurons=[1], value=float("nan")), ["nan", "zero"]),
         (lambda: Ablate(layer=1, neurons=[1], positions=-1), ["-1", "from 0"]),
-        (lambda: Write(layer=1, neurons=[1], value=float("nan"), position=1), ["nan", "number"]),
-        (lambda: Write(layer=1, neurons=[1], value=1.0, position=[3, -1]), ["-1", "whole numbers"]),
+        (lambda: Ablate(layer=1, neurons=[1], value=1.0, positions=[3, -1]), ["-1", "whole numbers"]),
     ],
 )
 def test_bad_arguments(make: Callable[[], Any], words: list[str]) -> None:

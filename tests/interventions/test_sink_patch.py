@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +14,13 @@ import pytest
 import torch
 from intervention_kit import bridge_of, greedy, listing_1, logits, nnsight_of, residual_norms
 from kv_kit import each_other
-from organisms import Organism, organism, tiny_model, word_tokenizer
-from organisms.tokens import N_SPECIAL
+from organisms import Organism, organism, tiny_model
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo
 from sinkscope.interventions import Ablate, NeuronSite, SinkPatch
 from sinkscope.models.target import Target
-from sinkscope.models.text import text_rows, typical_text
 from sinkscope.trace.run import trace
 
 REPEATS = 300
@@ -132,7 +129,7 @@ def test_every_generated_token_in_every_kind() -> None:
     ids, new = torch.tensor([[1, 20, 21, 22, 20, 21]]), 8
     want = greedy(model, ids, new, lambda: listing_1(model, sites))
     assert not torch.equal(want, model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None))
-    patch, settings = SinkPatch(sites=sites, value="listing"), {"max_new_tokens": new, "do_sample": False}
+    patch, settings = SinkPatch(sites=sites), {"max_new_tokens": new, "do_sample": False}
     with patch.on(model):
         for extra in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
             got = model.generate(ids, eos_token_id=None, **settings, **extra)
@@ -156,7 +153,7 @@ def test_every_generated_token_in_every_kind() -> None:
 @pytest.mark.parametrize(("kind", "side"), [("hf", "right"), ("bridge", "left"), ("hooks", "right")])
 def test_padded_batch_equals_one_by_one(side: str, kind: str) -> None:
     model, tokenizer, sites = loud_model()
-    row, patch = [1, 30, 31], SinkPatch(sites=sites, value="listing")
+    row, patch = [1, 30, 31], SinkPatch(sites=sites)
     padded, real = ([3, 3, *row], slice(2, 5)) if side == "left" else ([*row, 3, 3], slice(0, 3))
     ids = torch.tensor([[1, 20, 21, 22, 20], padded])
     mask = torch.ones_like(ids)
@@ -255,8 +252,7 @@ def _own_cluster() -> tuple[Organism, Tensor]:
     return o, torch.tensor([[o.tokenizer.bos_token_id, twin, *other[:6]]])
 
 
-def test_where_a_tokenizer_is_at_hand_a_patch_calibrates_itself() -> None:
-    """The listing makes sinks of every later token if the second one is a sink; a measured value makes none."""
+def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated() -> None:
     o, ids = _own_cluster()
     site = f"blocks.{o.truth.sink_layer}.hook_resid_post"
 
@@ -265,41 +261,14 @@ def test_where_a_tokenizer_is_at_hand_a_patch_calibrates_itself() -> None:
 
     before = norms(o.model)
     assert before[1] > 0.5 * before[0] and (before[2:] < 0.1 * before[0]).all()
-    with patch_for(o, value="listing").on(o.model), pytest.warns(UserWarning, match="like a sink's") as said:
+    with patch_for(o).on(o.model) as run, pytest.warns(UserWarning, match="like a sink's") as said:
         assert (norms(o.model)[2:] > 0.5 * before[0]).all()
         norms(o.model)
-    assert len(said) == 1  # once, however often the model is called
-    [(layer, neuron)] = o.truth.neurons
-    post = f"blocks.{layer}.mlp.hook_post"
-    text = text_rows(o.tokenizer, typical_text(), 4, 64, o.tokenizer.bos_token_id)
-    wanted = float(trace(o.model, text, [post])[post][:, 1:, neuron].median())
+    assert len(said) == 1 and run.counts["fallback"] == 0  # it warns once, however often the model is called
     for model in (o.model, bridge_of(o.model, o.tokenizer), nnsight_of(o.model, o.tokenizer)):
-        if model is o.model:
-            model.tokenizer = o.tokenizer
-        with warnings.catch_warnings(), patch_for(o).on(model) as run:
-            warnings.simplefilter("error")
+        with patch_for(o, calibrated=neutral(o)).on(model) as run:
             assert (norms(model)[1:] < 0.1 * before[0]).all()
         assert set(reasons(run).values()) == {"sink-like second value"}
-        [value] = {e.data["value"] for e in run.events if e.kind == "fallback"}
-        assert value == pytest.approx(wanted, rel=1e-3)
-    known = patch_for(o, calibrated=dict.fromkeys(o.truth.neurons, 0.125))
-    with known.on(o.model) as run:  # what is given is not measured again
-        norms(o.model)
-    assert {e.data["value"] for e in run.events if e.kind == "fallback"} == {0.125}
-
-
-def test_nothing_is_measured_on_an_edited_model_or_a_text_that_is_unknown() -> None:
-    o, ids = _own_cluster()
-    o.model.tokenizer = o.tokenizer
-    with Ablate(layer=0, neurons=[1]).on(o.model), patch_for(o).on(o.model) as run:
-        with pytest.warns(UserWarning, match="like a sink's"):
-            logits(o.model, ids)
-    assert run.counts["fallback"] == 0 and run.counts["sink-like"] == len(o.truth.neurons)
-    few = word_tokenizer(N_SPECIAL + 1)
-    o.model.tokenizer = few
-    with patch_for(o).on(o.model) as run, pytest.warns(UserWarning, match="like a sink's"):
-        logits(o.model, ids)
-    assert run.counts["fallback"] == 0
 
 
 def test_one_token_prompt() -> None:

@@ -15,7 +15,7 @@ from intervention_kit import bridge_of, count_hooks, greedy, logits, nnsight_of
 from organisms import MODEL_TYPES, tiny_model
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.interventions import Ablate, Add, SinkPatch, Write
+from sinkscope.interventions import Ablate, Add, SinkPatch
 from sinkscope.models.target import Target
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
@@ -138,7 +138,7 @@ def test_in_generation_and_nothing_stays(kind: str) -> None:
 def test_other_ways_to_name_the_same() -> None:
     model, _ = tiny_model("llama")
     for one, same in (
-        (Write(layer=-3, neurons=3, value=9.0, position=2), Write(sites=["L0.N3"], value=9.0, position=2)),
+        (Ablate(layer=-3, neurons=3, value=9.0, positions=2), Ablate(sites=["L0.N3"], value=9.0, positions=2)),
         (Ablate(layer=-1, heads=[1, 2]), Ablate(heads=["L2.H1", (2, 2)])),
         (Ablate(layer=0, neurons=3, heads=1), Ablate(sites=[(0, 3)], heads="L0.H1")),
     ):

@@ -86,27 +86,6 @@ def test_without_a_trigger_generation_is_the_stock_one_bit_for_bit(kind: str) ->
             assert torch.equal(a, b) if kind != "bridge" else torch.allclose(a, b, atol=1e-5)
 
 
-def test_tokens_decided_at_once_give_the_same_signals_a_little_later() -> None:
-    model, stock = tiny(), tiny()
-    prompt, mask = padded(10)
-    new = torch.tensor([looping(3, 48)])
-    runs, logits = [], new.new_zeros(0)
-    for poll in (1, 2, 8):
-        with LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER, poll=poll).on(model) as run:
-            logits = feed(model, prompt, mask, new)
-        runs.append(run.events)
-        at_once, later = runs[0], runs[-1]
-        if poll == 1:
-            continue
-        assert [e.data["generated"] for e in later] == [e.data["generated"] for e in at_once][: len(later)] and later
-        assert [repr(e.data["signals"]) for e in later] == [repr(e.data["signals"]) for e in at_once][: len(later)]
-        lag = later[0].data["bad"][-1][1] - 1 - later[0].position
-        assert 0 < lag <= poll
-        want = dense(stock, torch.cat([prompt[0], new[0]]), later[:1], lag)[9:]
-        until = later[1].data["generated"]
-        torch.testing.assert_close(logits[0, :until], want[:until], atol=1e-5, rtol=1e-5)
-
-
 def test_a_new_turn_begins_anew() -> None:
     model = tiny()
     prompt, mask = padded(8)

@@ -72,12 +72,11 @@ def test_a_reporter_changes_nothing_and_reports_what_the_monitor_says(sample: bo
     assert {e.kind for e in reporter.events} == {"loop"} and reporter.events[0].data["streak"] >= 3
 
 
-@pytest.mark.parametrize("poll", [1, 7])
-def test_rows_are_reported_apart_and_not_after_their_end(poll: int) -> None:
+def test_rows_are_reported_apart_and_not_after_their_end() -> None:
     model = tiny()
     ids, mask = padded(5, 9, 7)
     rows = [LOOPS, [*range(20, 40), *LOOPS], [4, 2, *LOOPS]]  # 2 ends a row
-    reporter = LoopReporter(TAIL, eos_token_id=2, poll=poll)
+    reporter = LoopReporter(TAIL, eos_token_id=2)
     for _ in range(2):  # a second generation begins anew
         run(model, ids, mask, Write(rows, 9), reporter)
         for row in (0, 1):

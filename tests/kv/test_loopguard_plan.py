@@ -21,7 +21,6 @@ def cases(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[int, int]], Reten
         anchors=anchors,
         recent=recent,
         max_level=draw(st.integers(0, 4)),
-        recent_budget=draw(st.none() | st.integers(1, budget - anchors)),
     )
     length = draw(st.integers(1, 200))
     gone = draw(st.sets(st.integers(0, length - 1)))

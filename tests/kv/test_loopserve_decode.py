@@ -81,26 +81,6 @@ def test_decoding_equals_a_pass_under_the_masks_of_the_algorithm(family: str, na
         torch.testing.assert_close(torch.tensor(read), counts[None])
 
 
-def test_query_heads_that_select_for_themselves_are_those_of_a_model_that_shares_no_keys() -> None:
-    """The same model with a kv head of its own for every query head, where the choice per kv head is one per head."""
-    grouped, apart = model_of("llama"), model_of("llama", num_key_value_heads=4)
-    weights = grouped.state_dict()
-    for name, weight in weights.items():
-        if "k_proj" in name or "v_proj" in name:
-            weights[name] = weight.unflatten(0, (2, -1)).repeat_interleave(2, 0).flatten(0, 1)
-    apart.load_state_dict(weights)
-    assert grouped.config.num_key_value_heads == 2
-    for after in (0, 3):
-        logits, read = [], []
-        for model, per_head in ((grouped, True), (apart, False), (grouped, False)):
-            with Progressive(budget=9, every=4, after=after, per_head=per_head).on(model) as run:
-                logits.append(decode(model, IDS, MASK, PROMPT))
-                read.append(tokens_read(run))
-        close(logits[0], logits[1])
-        assert float((logits[0] - logits[2]).abs().max()) > 1e-2
-        torch.testing.assert_close(torch.tensor(read[0]), torch.tensor(read[1]))
-
-
 def test_steps_hold_the_copy_and_turns_see_everything() -> None:
     """Between selections a layer is as long as the copy; a second turn and the time after see all tokens."""
     model, policy = model_of("llama"), Progressive(budget=8, every=4, after=0)

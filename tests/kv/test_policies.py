@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.interventions import Ablate, SinkPatch, Write
+from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.kv import H2O, TOVA, Full, Policy, SnapKV, StreamingLLM, make_policy
 
 PROMPT, STEPS = 26, 12
@@ -71,7 +71,7 @@ def test_keeps_what_the_dense_reference_keeps(name: str, family: str) -> None:
     assert_same(run(policy, model, ids, real), reference_of(policy, choose, model, ids, real))
     ids, real = batch(steps=3)
     site = (1, 2, 3) if family == "gpt_oss" else (1, 3)
-    edits = Ablate(heads="L0.H1") | SinkPatch(sites=[site]) | Write(sites=[site], value=2.0, position=4)
+    edits = Ablate(heads="L0.H1") | SinkPatch(sites=[site]) | Ablate(sites=[site], value=2.0, positions=4)
     with edits.on(model):
         expected = reference_of(policy, choose, model, ids, real)
     assert_same(run(edits | policy, model, ids, real), expected)

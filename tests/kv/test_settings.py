@@ -43,7 +43,6 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (SnapKV, {"kernel": 4}, "odd kernel"),
     (AdaKV, {"floor": 1.5}, "floor=1.5"),
     (Progressive, {"every": "prefill"}, "Progressive: every='prefill': expected a whole number from 1"),
-    (Progressive, {"mode": "evict", "per_head": True}, 'per_head=True hides tokens: give mode="select"'),
     (make_policy, {"name": "snapkv", "UNIFORM": True}, "policy 'snapkv' has no 'UNIFORM'; it has: budget, first"),
     (make_policy, {"name": "scissorhands"}, "expected one of adakv, full, h2o, progressive, snapkv"),
     (Observe, {"fn": print, "last": 0}, "last=0"),
@@ -63,9 +62,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (ss.LoopGuard, {"monitor": {"theta_ttr": 1.5}}, "theta_ttr"),
     (ss.LoopGuard, {"monitor": {"window": 9}}, "window=..."),
     (Retention, {"budget": 8, "anchors": 9}, "at least 10"),
-    (Retention, {"recent_budget": 993}, "1 to 992"),
-    (LoopReporter, {"poll": 0}, "poll is 0"),
-    (LoopStopper, {"poll": 1, "reporter": LoopReporter()}, "leave them out"),
+    (LoopStopper, {"eos_token_id": 1, "reporter": LoopReporter()}, "leave them out"),
 ]
 
 

@@ -17,7 +17,7 @@ from loop_texts import HONEST, LOOPED, prose
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
-from sinkscope.loops import LoopCheck, MonitorSettings, check, distinct, seq_rep, type_token_ratio
+from sinkscope.loops import LoopCheck, MonitorSettings, check, type_token_ratio
 from sinkscope.loops.outputs import TokenRecord, parse, split
 
 ROOT = Path(__file__).parents[2]
@@ -45,11 +45,7 @@ def test_planted_loops_are_found_and_honest_repetition_is_not() -> None:
 def test_numbers_are_those_of_the_signals() -> None:
     ids = [*range(300), *[5, 6, 7] * 300]
     (record,) = check(ids, max_new=1200).records
-    assert (record.ttr, record.seq_rep_4, record.distinct_2) == (
-        type_token_ratio(ids),
-        seq_rep(ids, 4),
-        distinct(ids, 2),
-    )
+    assert record.ttr == type_token_ratio(ids)
     assert record.loop_rule is False  # the first 300 tokens make it diverse as a whole
     assert check(ids[300:], max_new=900).records[0].loop_rule is True
     assert check(ids[300:], max_new=1200).records[0].loop_rule is False  # three quarters of what was allowed

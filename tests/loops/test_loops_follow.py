@@ -8,11 +8,9 @@ import math
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +20,10 @@ import pytest
 from loop_texts import prose
 
 from sinkscope.app.cli import main
-from sinkscope.errors import SinkscopeError, SinkscopeWarning
+from sinkscope.errors import SinkscopeWarning
 from sinkscope.loops import Alarm, Monitor, MonitorSettings, Watch, check
 from sinkscope.loops.forms import shown
 from sinkscope.loops.outputs import split
-from sinkscope.loops.streams import serve_counts
 
 LOOP = "one more cup of tea, "
 TEXT = f"{prose(300)} {LOOP * 60}"
@@ -334,35 +331,3 @@ def test_an_alarm_comes_while_the_pipe_is_open_and_ctrl_c_leaves_cleanly(process
     assert f"at token {detected}: period {len(split(LOOP))}".encode() in seen and process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130 and process.stderr.read().strip() == b"interrupted"
-
-
-@pytest.mark.parametrize("process", [["--metrics", "0"]], indirect=True)
-def test_counts_are_served(process: subprocess.Popen[bytes]) -> None:
-    pytest.importorskip("prometheus_client")
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    where = process.stderr.readline().decode().removeprefix("metrics: ").strip()
-    process.stdin.write(TEXT.encode() + b" ")
-    assert process.stdout.read(4) == b"loop"
-    for _ in range(200):
-        with urllib.request.urlopen(where, timeout=20) as response:
-            page = response.read().decode()
-        rows = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
-        if float(rows["sinkscope_loops_tokens_total"]) >= len(split(TEXT)):
-            break
-        time.sleep(0.05)
-    assert float(rows["sinkscope_loops_tokens_total"]) == len(split(TEXT))
-    assert float(rows["sinkscope_loops_alarms_total"]) == float(rows["sinkscope_loops_streams_total"]) == 1
-    assert float(rows["sinkscope_loops_open_streams"]) == 1
-    assert 0 < float(rows["sinkscope_loops_type_token_ratio"]) < 0.2
-    process.stdin.close()
-    assert process.wait(60) == 3
-
-
-def test_a_port_in_use_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        pytest.importorskip("prometheus_client")
-        with pytest.raises(SinkscopeError, match=r"(?i)address already in use; give another port"):
-            serve_counts(str(taken.getsockname()[1]), Watch())
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(SinkscopeError, match=r'pip install "sinkscope\[metrics\]"'):
-        serve_counts("0", Watch())

@@ -28,7 +28,7 @@ SMALL = {
     "cooldown": 5,
     "stride": 3,
     "tail_longest": 8,
-    "tail_shortest": 4,
+    "tail_shortest": 8,
     "tail_repeats": 2.5,
     "tail_hold": 2,
     "streak": 3,
@@ -134,7 +134,7 @@ def test_after_the_end_nothing_is_looked_at() -> None:
 @pytest.mark.parametrize("kind", ["one", "loop", "random"])
 @pytest.mark.parametrize(
     ("settings_", "early", "late", "held"),
-    [(PAPER, 1000, 8000, 5 * 256), (MonitorSettings(), 8000, 20_000, 24 * 2048)],
+    [(PAPER, 1000, 8000, 8 * 256), (MonitorSettings(), 8000, 20_000, 24 * 2048)],
 )
 def test_work_and_memory_per_token_do_not_grow(
     kind: str, settings_: MonitorSettings, early: int, late: int, held: int
@@ -161,7 +161,7 @@ def test_work_and_memory_per_token_do_not_grow(
             monitor.update(token, 0.95)
             sys.settrace(before)
             counted[start] = counted.get(start, 0) + lines
-            parts = (monitor._diversity, monitor._novelty, monitor._near_tail or monitor._exact_tail)
+            parts = (monitor._diversity, monitor._novelty, monitor._tail)
             sizes[start] = sum(len(v) for part in parts for v in vars(part).values() if hasattr(v, "__len__"))
         else:
             monitor.update(token, 0.95)

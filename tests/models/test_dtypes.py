@@ -12,7 +12,7 @@ from organisms import tiny_model
 
 import sinkscope as ss
 from sinkscope.app.commands import Command, commands
-from sinkscope.interventions import Ablate, Intervention, SinkPatch, Write
+from sinkscope.interventions import Ablate, Intervention, SinkPatch
 from sinkscope.interventions.steer import Add
 from sinkscope.kv import make_policy, policies
 from sinkscope.measure import Measurement
@@ -31,7 +31,7 @@ ACTING: dict[str, Intervention] = {
     "serve": ss.LoopServe(80),
     "second": SinkPatch(layer=1, neurons=[3]),
     "mean": Ablate(layer=1, neurons=[3], value="mean"),
-    "write": Write(layer=1, neurons=[3], value=2.0, position=3),
+    "write": Ablate(layer=1, neurons=[3], value=2.0, positions=3),
     "add": Add(torch.ones(32), "blocks.1.hook_resid_post"),
 }
 

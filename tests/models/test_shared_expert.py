@@ -13,7 +13,7 @@ from organisms.hard import hard
 from raw_kit import zeroed
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions import Ablate, Write
+from sinkscope.interventions import Ablate
 from sinkscope.models.probe import probe
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.effects import Edit, effects
@@ -80,7 +80,7 @@ def test_zeroed_in_rows_is_zeroed_alone(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_up_factor_and_written_values(family: str) -> None:
-    """`Write` against the column times the gate added by hand; the up factor at zero against a row of zeros."""
+    """A written value against the column times the gate added by hand; the up factor at zero against a row of zeros."""
     model, _ = tiny_model(family)
     target = Target.of(model)
     post, weight = _inside(target, family)
@@ -88,7 +88,7 @@ def test_up_factor_and_written_values(family: str) -> None:
     mlp = target.sub(LAYER, "mlp").register_forward_hook(lambda _m, _a, out: kept.append(out.detach()))
     with torch.no_grad():
         model(IDS)
-        with Write(layer=LAYER, neurons=[40], value=7.0, position=2).on(model):
+        with Ablate(layer=LAYER, neurons=[40], value=7.0, positions=2).on(model):
             model(IDS)
     mlp.remove()
     at, column = [2, 8], target.w_out(LAYER, [40])  # position 2 of both rows

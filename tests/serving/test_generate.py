@@ -46,9 +46,7 @@ def until_end(tokens: list[int], end: int = 2) -> list[int]:
 
 def test_text_is_that_of_a_reference_loop() -> None:
     model, tokenizer = model_and_tokenizer()
-    results = generate(
-        model, PROMPTS, patch=SinkPatch(sites=SITES, value="listing"), tokenizer=tokenizer, max_new_tokens=12
-    )
+    results = generate(model, PROMPTS, patch=SinkPatch(sites=SITES), tokenizer=tokenizer, max_new_tokens=12)
     plain = generate(model, PROMPTS, tokenizer=tokenizer, max_new_tokens=12)
     for prompt, got in zip(PROMPTS, results, strict=True):
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
@@ -110,7 +108,7 @@ def by_hand() -> list[tuple[list[int], list[tuple[Any, ...]]]]:
     rows, policy = [], StreamingLLM(budget=16)
     for i, prompt in enumerate(PROMPTS):  # what the pieces do when they are put together by hand
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        with (SinkPatch(sites=SITES, value="listing") | policy | GUARD).on(model) as run:
+        with (SinkPatch(sites=SITES) | policy | GUARD).on(model) as run:
             out = model.generate(input_ids=ids, max_new_tokens=14, do_sample=False)[0, ids.shape[1] :].tolist()
         rows.append((out, [(i, e.step, e.position, e.kind) for e in run.events if e.kind == "guard"]))
     return rows
@@ -133,7 +131,7 @@ def test_policy_and_guard(make: Any, sizes: tuple[int, ...]) -> None:
         got = generate(
             other,
             PROMPTS,
-            patch=SinkPatch(sites=SITES, value="listing"),
+            patch=SinkPatch(sites=SITES),
             policy="streaming:16",
             guard=GUARD,
             batch_size=size,

@@ -27,7 +27,7 @@ from sinkscope.serving.loop_row import ENVIRONMENT, LoopRow, ServingSettings
 
 ROOT = Path(__file__).parents[2]
 SEEDS = st.integers(0, 2**32)
-ACTIONS = st.lists(st.sampled_from(["stop", "force", "heat"]), min_size=1, max_size=4)
+ACTIONS = st.lists(st.sampled_from(["stop", "force"]), min_size=1, max_size=4)
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def alone(request: kit.Request, made: type, *, drafts: bool = False) -> tuple[li
         drafts: tokens after the first of a step have logits that the processor sees.
     """
     given = json.loads((request.params.extra_args or {}).get("sinkscope", "{}"))
-    actions, tokens, span = given.get("actions", ["stop"]), given.get("tokens", []), given.get("span", 32)
+    actions, tokens = given.get("actions", ["stop"]), given.get("tokens", [])
     monitor, kind, begun, taken, read = made(), "", 0, 0, 0
     said: list[int] = []
     acted: list[int] = []
@@ -70,10 +70,10 @@ def alone(request: kit.Request, made: type, *, drafts: bool = False) -> tuple[li
             kind, begun, taken = actions[min(taken, len(actions) - 1)], len(said), taken + 1
         for j in range(size):
             n, token = len(said) - begun, request.stream[len(said)]
-            lasts = {"stop": 10**9, "force": len(tokens), "heat": span, "": 0}[kind]
+            lasts = {"stop": 10**9, "force": len(tokens), "": 0}[kind]
             if n < lasts and (j == 0 or drafts):
                 acted.append(len(said))
-                token = {"stop": kit.END, "heat": token}.get(kind, tokens[n] if kind == "force" else token)
+                token = kit.END if kind == "stop" else tokens[n]
             said.append(token)
     return said, acted
 
@@ -82,7 +82,7 @@ def requests(rng: Random, actions: list[str], count: int = 7) -> list[kit.Reques
     """Some with settings, some without; words 10 to 12 are what "force" says, and the script never says them."""
     made = []
     for i in range(count):
-        sent = {"actions": actions, "tokens": [10, 11, 12], "span": rng.randint(1, 6)}
+        sent = {"actions": actions, "tokens": [10, 11, 12]}
         params = kit.SamplingParams(
             temperature=rng.choice((0.0, 0.7)), extra_args={"sinkscope": json.dumps(sent)} if i % 4 else None
         )
@@ -158,7 +158,7 @@ def test_a_loop_is_stopped_and_its_neighbours_are_left_alone() -> None:
 def test_tokens_that_the_server_takes_back_are_not_counted() -> None:
     """After a failed transfer vLLM drops the last tokens of a list and generates them anew."""
     with mock.patch.object(loop_row, "Monitor", Fussy):
-        row = LoopRow(ServingSettings(), kit.END, 0.0)
+        row = LoopRow(ServingSettings(), kit.END)
         right = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
         triggers = [i + 1 for i in range(len(right)) if _trigger(right[: i + 1])]
         assert triggers and triggers[0] > 4  # the script has what the test needs
@@ -186,39 +186,9 @@ def _trigger(tokens: list[int]) -> bool:
     return [monitor.update(token).trigger for token in tokens][-1]
 
 
-def heated(temperature: float, hot: float, seed: int | None = None) -> LoopRow:
-    row = LoopRow(ServingSettings(actions=("heat",), temperature=hot, span=10**9), None, temperature, seed)
-    row.replay([0])
-    with mock.patch.object(row, "_due", [0]):
-        row.edit(torch.zeros(3), 1)
-    return row
-
-
-def test_heat_gives_the_temperature_that_was_asked_for() -> None:
-    """Sampled requests: the server divides by its own temperature afterwards. Greedy ones: the largest logit counts."""
-    logits = torch.tensor([2.0, 1.0, 0.0, -torch.inf])
-    for own, hot in ((0.5, 1.5), (1.0, 0.2)):
-        edited = logits.clone()
-        heated(own, hot).edit(edited, 2)
-        torch.testing.assert_close((edited / own).softmax(0), (logits / max(own, hot)).softmax(0))
-    row, again, other = heated(0.0, 1.5), heated(0.0, 1.5), heated(0.0, 1.5, seed=1)
-    counts = torch.zeros(4)
-    drawn: list[list[int]] = [[], [], []]
-    for _ in range(4000):
-        for i, one in enumerate((row, again, other)):
-            edited = logits.clone()
-            one.edit(edited, 2)
-            drawn[i].append(int(edited.argmax()))
-        counts[drawn[0][-1]] += 1
-    expected = (logits / 1.5).softmax(0)
-    spread = (expected * (1 - expected) / 4000).sqrt()
-    assert ((counts / 4000 - expected).abs() <= 4 * spread).all() and counts[3] == 0
-    assert drawn[0] == drawn[1] != drawn[2]  # every worker of a server draws the same
-
-
 def test_what_the_server_forbids_stays_forbidden() -> None:
     """A grammar, or min_tokens, has taken the end token away: nothing is changed until it is back."""
-    row = LoopRow(ServingSettings(), 2, 0.0)
+    row = LoopRow(ServingSettings(), 2)
     with mock.patch.object(row, "_due", [0]):
         masked = torch.tensor([1.0, 0.5, -torch.inf])
         row.edit(masked, 5)
@@ -234,11 +204,11 @@ def test_what_the_server_forbids_stays_forbidden() -> None:
 @pytest.mark.parametrize(
     ("sent", "said"),
     [
-        ({"actions": ["pause"]}, r"actions\[0\] is 'pause', expected 'stop', 'force' or 'heat'"),
+        ({"actions": ["pause"]}, r"actions\[0\] is 'pause', expected 'stop' or 'force'"),
         ({"actions": []}, "actions is .*, expected .*at least 1 item"),
         ({"actions": ["force"]}, "needs tokens"),
         ({"action": "stop"}, "action is 'stop', expected .*"),
-        ({"temperature": 0}, "temperature is 0"),
+        ({"end": -1}, "end is -1"),
         ({"tokens": [-1]}, r"tokens\[0\] is -1"),
         ({"monitor": {"window": "long"}}, "monitor.window is 'long', expected"),
         ({"monitor": {"window": 10**18}}, "monitor.window is 10*: expected at most 1000000"),
@@ -266,7 +236,7 @@ def test_bad_settings_are_refused_at_the_door(sent: Any, said: str) -> None:
 def test_probabilities_are_missed_only_where_they_would_vote() -> None:
     """Rule "repeats" asks no voters, and the paper's rule has two more: both are taken, and both stop a loop."""
     for monitor in ({"voters": ["p1"], "votes": 1}, vars(MonitorSettings.paper())):
-        row = LoopRow(ServingSettings.of_request({"monitor": monitor}) or ServingSettings(), kit.END, 0.0)
+        row = LoopRow(ServingSettings.of_request({"monitor": monitor}) or ServingSettings(), kit.END)
         row.feed(looping())
         assert row.busy(600)
 
@@ -274,11 +244,11 @@ def test_probabilities_are_missed_only_where_they_would_vote() -> None:
 def test_settings_of_the_environment_hold_for_requests_without_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ServingSettings.of_request(None) is None and ServingSettings.of_request(False) is None
     assert ServingSettings.of_request({}) == ServingSettings.of_request("{}") == ServingSettings()
-    monkeypatch.setenv(ENVIRONMENT, '{"actions": ["heat"], "span": 9, "monitor": {"warmup": 7}}')
+    monkeypatch.setenv(ENVIRONMENT, '{"actions": ["stop"], "end": 9, "monitor": {"warmup": 7}}')
     usual = ServingSettings.of_request(None)
-    assert usual is not None and (usual.actions, usual.span, usual.monitor.warmup) == (("heat",), 9, 7)
-    own = ServingSettings.of_request('{"span": 5}')
-    assert own is not None and (own.actions, own.span, own.monitor.warmup) == (("heat",), 5, 7)
+    assert usual is not None and (usual.actions, usual.end, usual.monitor.warmup) == (("stop",), 9, 7)
+    own = ServingSettings.of_request('{"end": 5}')
+    assert own is not None and (own.actions, own.end, own.monitor.warmup) == (("stop",), 5, 7)
     assert ServingSettings.of_request("false") is None  # this request is not to be watched
     monkeypatch.setenv(ENVIRONMENT, "stop")
     with pytest.raises(SinkscopeError, match="SINKSCOPE_SERVING is 'stop': expected JSON such as"):

@@ -147,3 +147,8 @@ def test_every_number_and_every_name_stands_in_the_evidence_and_grammar_agrees(r
         sets = [*result.causal_sets, *(later.set for later in result.later_sinks if later.set is not None)]
         holding = [each for each in sets if each.kind == "minimal" and each.drop_sink_layer >= max(0.5, each.control)]
         assert not named or any(named <= set(map(str, each.sites)) for each in holding), conclusion
+    sink, spike = result.attention_sink, result.norm_spike
+    if sink is not None and spike is not None and 0 in spike.positions and sink.positions[0].position > 0:
+        place = sink.positions[0]
+        assert "that the heads attend to" not in conclusion and "sink elsewhere" in conclusion, conclusion
+        assert (repr(place.token) if place.token else f"position {place.position}") in conclusion

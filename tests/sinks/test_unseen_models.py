@@ -19,6 +19,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
 from sinkscope.sinks.attack.attack import cluster_attack
+from sinkscope.sinks.first_token.circuit import circuit
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 from sinkscope.sinks.first_token.marking_heads import marking_heads
 from sinkscope.sinks.repetition.repeat import repeat
@@ -202,6 +203,22 @@ def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family: str) -
         assert said.startswith("No MLP makes a norm spike at the first token, so ") and "has an attention sink" in said
         assert len(said.split()) <= 30
     assert "no attention sink" not in str(attention) and "No MLP makes a norm spike" in attention.conclusion()
+
+
+@pytest.mark.slow
+def test_circuit_says_of_a_spike_without_neurons_and_of_a_second_way_what_is_so() -> None:
+    u = unseen("embedded_delimiter", "qwen3")
+    with text_of(u) as options:
+        found = circuit(u.hard.model, max_repeats=4, **options)
+    (delimiter,) = u.hard.truth.later
+    later = found.sinks[1].in_words()
+    assert f"No neurons were found that make the spike of {u.hard.tokenizer.decode([delimiter])!r}" in later
+    assert "the token embedding is needed" in later
+    u = unseen("other_layer", "neox")  # another token in BOS's place trips the other neuron, and heads read that spike
+    with text_of(u) as options:
+        says = circuit(u.hard.model, max_repeats=4, **options).conclusion()
+    assert "is lost without the token embedding" in says and "but the attention stays" in says
+    assert "needed alone" not in says
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ class Loops(Task):
     low_is_good: ClassVar[bool] = True
     said: ClassVar[str] = "ends in a loop in {:.0%}"
     columns: ClassVar[tuple[str, ...]] = (
-        *("loop_paper", "tail_loop", "eos", "stopped", "ttr", "cr", "length"),
+        *("loop_paper", "tail_loop", "eos", "ttr", "cr", "length"),
         *("interventions", "early", "alarm", "perplexity", "fresh", "collapse", "chance"),
     )
     budget: ClassVar[int] = 1024
@@ -157,7 +157,6 @@ class Loops(Task):
             "tail_loop": float(ends_in_loop(tokens)),
             "loop_paper": float(is_loop(tokens, batch.new)),
             "eos": float(answer.ended == "eos"),
-            "stopped": float(answer.ended == "stopped"),
             "ttr": type_token_ratio(tokens),
             "cr": compression_ratio(tokens),
             "collapse": collapse_point(tokens),

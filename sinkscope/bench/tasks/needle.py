@@ -6,18 +6,15 @@
 - tracking: variable tracking, a value and a chain of names that refer to it (vt).
 - chain: our own kind; it asks for the value of the last name of such a chain, in a haystack of other statements.
 
-The wording "ruler" is RULER's, without its worked example, for any model that follows English. "recall" writes facts
-and a question for the recall models; its chains have two facts, and the fact that is asked about links to the one with
-the answer. "facts" writes sentences like those the bundled model was trained on. The depth of a prompt is that of the
-first statement that the answer needs, as a share of the haystack; further statements are spread evenly from there to
-the end.
+The wording "recall" writes facts and a question for the recall models; its chains have two facts, and the fact that is
+asked about links to the one with the answer. "facts" writes simple sentences, for any other model. The depth of a
+prompt is that of the first statement that the answer needs, as a share of the haystack; further statements are spread
+evenly from there to the end.
 """
 
 from __future__ import annotations
 
 import random
-import string
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, cycle, islice, product
@@ -31,7 +28,7 @@ from sinkscope.bench.task import Task
 from sinkscope.bench.tasks.recall import ANSWER, ASK, END, FACT, FILLER, KEYS, TAIL, TURNS, VALUES
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, Whole
-from sinkscope.models.names import BUNDLED, RECALL, TWO_HOPS
+from sinkscope.models.names import RECALL, TWO_HOPS
 from sinkscope.models.target import Target
 
 Kind = Literal["needle", "multi-key", "key-value", "tracking", "chain"]
@@ -41,7 +38,6 @@ LINKED = ("tracking", "chain")
 CROWDED = ("key-value", "chain")
 """Kinds whose haystack consists of other statements."""
 _OTHERS = 3  # further statements in multi-key
-_HOPS = 4  # hops in RULER's chains
 _FACT_GAP = 3  # words between facts, for heads that look a few places back
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _COLOURS = "black blue brown golden gray green orange pink purple red silver white yellow".split()
@@ -84,14 +80,10 @@ class Wording:
 
     Attributes:
         kinds: Kinds that it supports.
-        new_tokens: Maximum length of an answer.
-        glue: Text between pieces.
         build: Returns the pieces of a kind.
     """
 
     kinds: tuple[Kind, ...]
-    new_tokens: int
-    glue: str
     build: Callable[[str, random.Random], Haystack]
 
 
@@ -104,7 +96,6 @@ class Needle(Task):
         lengths: Maximum prompt lengths in tokens.
         depths: Positions of the first statement that the answer needs, from 0 to 1.
         samples: Number of prompts per kind, length and depth.
-        wording: recall, facts or ruler; by default the one that suits the model.
         seed: Seed of every random choice.
     """
 
@@ -116,7 +107,6 @@ class Needle(Task):
     lengths: tuple[Natural, ...] = (640, 1024, 1536, 2048)
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     samples: Natural = 1
-    wording: Literal["recall", "facts", "ruler"] | None = None
     seed: Whole = 0
 
     def __post_init__(self) -> None:
@@ -124,16 +114,13 @@ class Needle(Task):
         if not self.lengths or not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
             raise SinkscopeError(f"depths={self.depths}: expected numbers from 0.0 to 1.0, and at least one length")
 
-    def _wording(self, target: Target) -> str:
-        return self.wording or wording_of(target.name)
-
     def prompts(self, target: Target) -> list[Prompt]:
         """A prompt for every length, kind, depth and sample."""
-        wording = self._wording(target)
+        wording = wording_of(target.name)
         supported = WORDINGS[wording].kinds
         for kind in self.kinds:
             if kind not in supported:
-                raise SinkscopeError(f"kinds={kind}: the wording {wording} has {', '.join(supported)}")
+                raise SinkscopeError(f"kinds={kind}: for {target.name} there are {', '.join(supported)}")
         for length in self.lengths:  # before texts of this length are made
             target.check_length("a prompt of needle", length, remedy="give other lengths")
         prompts: list[Prompt] = []
@@ -145,8 +132,8 @@ class Needle(Task):
         return prompts
 
     def new_tokens(self, target: Target) -> int:
-        """RULER's 128, and 8 in the other wordings."""
-        return WORDINGS[self._wording(target)].new_tokens
+        """8, enough for one statement."""
+        return 8
 
     def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
         """Share of the expected strings in the answer, and of those of another prompt of the same kind."""
@@ -155,8 +142,8 @@ class Needle(Task):
 
 
 def wording_of(model: str) -> str:
-    """The wording that a model of this package understands; RULER's for all other models."""
-    return {RECALL: "recall", TWO_HOPS: "recall", BUNDLED: "facts"}.get(model, "ruler")
+    """The wording that a model understands: facts and links for the recall models, sentences for all others."""
+    return "recall" if model in (RECALL, TWO_HOPS) else "facts"
 
 
 def needle_prompt(
@@ -176,15 +163,14 @@ def needle_prompt(
     Raises:
         SinkscopeError: The length is too small for the required statements.
     """
-    words = WORDINGS[wording]
     name = f"{kind} {length} {depth:g} {number}"
     rng = random.Random(f"{wording} {name} {seed}")
-    parts = words.build(kind, rng)
+    parts = WORDINGS[wording].build(kind, rng)
     sizes: dict[str, int] = {}
 
     def size(text: str) -> int:
         if text not in sizes:
-            sizes[text] = len(tokenizer(words.glue + text, add_special_tokens=False)["input_ids"])
+            sizes[text] = len(tokenizer(f" {text}", add_special_tokens=False)["input_ids"])
         return sizes[text]
 
     few: list[str] = []
@@ -208,7 +194,7 @@ def needle_prompt(
     for place, needle in reversed(list(zip(places, parts.needles, strict=True))):
         hay.insert(place, needle)
     head = [parts.head] if parts.head else []
-    text = words.glue.join([*head, *hay, parts.tail])
+    text = " ".join([*head, *hay, parts.tail])
     return single(name, text, parts.answers, "needle", kind, length=length, depth=depth)
 
 
@@ -244,67 +230,5 @@ def _facts(kind: str, rng: random.Random) -> Haystack:
     return Haystack("", facts[:1], iter(facts[1:]), cycle([_NOISE]), tail, places[:1])
 
 
-def _ruler(kind: str, rng: random.Random) -> Haystack:
-    if kind in LINKED:
-        return _variables(kind, rng)
-    unit = "uuid" if kind == "key-value" else "number"
-
-    def key() -> str:
-        return value() if unit == "uuid" else f"{rng.choice(_COLOURS)}-{rng.choice(_THINGS)}"
-
-    def value() -> str:
-        if unit == "uuid":
-            return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-        return str(rng.randrange(10**6, 10**7))
-
-    def statement(name: str) -> str:
-        return f"One of the special magic {unit}s for {name} is: {value()}."
-
-    def others() -> Iterator[str]:
-        while True:
-            name = key()
-            if name != asked:
-                yield statement(name)
-
-    asked = key()
-    needle = statement(asked)
-    right = needle.rpartition(": ")[2].removesuffix(".")
-    head = (
-        f"A special magic {unit} is hidden within the following text. Make sure to memorize it. I will quiz you about "
-        f"the {unit} afterwards."
-    )
-    what = f"he special magic {unit} for {asked} mentioned in the provided text"
-    return Haystack(head, [needle], others(), cycle([_NOISE]), f"What is t{what}? T{what} is", [right])
-
-
-def _variables(kind: str, rng: random.Random) -> Haystack:
-    def some(letters: str) -> str:
-        return "".join(rng.choices(letters, k=5))
-
-    def others() -> Iterator[str]:
-        while True:
-            yield f"VAR {some(string.ascii_uppercase)} = {some(string.digits)}"
-
-    value = some(string.digits)
-    names = [some(string.ascii_uppercase) for _ in range(_HOPS + 1)]
-    needles = [f"VAR {names[0]} = {value}"]
-    for name, source in zip(names[1:], names, strict=False):
-        needles.append(f"VAR {name} = VAR {source}")
-    head = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n"
-    if kind == "chain":
-        tail = f"Question: What is the value of VAR {names[-1]} in the text above? Answer: VAR {names[-1]} ="
-        return Haystack(head, needles, others(), cycle([_NOISE]), tail, [value])
-    tail = (
-        f"Question: Find all variables that are assigned the value {value} in the text above. Answer: According to "
-        f"the chain(s) of variable assignment in the text above, {len(names)} variables are assgined the value "
-        f"{value}, they are: "
-    )
-    return Haystack(head, needles, others(), cycle([_NOISE]), tail, names)
-
-
-WORDINGS = {
-    "recall": Wording(KINDS, 8, " ", _recall),
-    "facts": Wording(KINDS[:3], 8, " ", _facts),
-    "ruler": Wording(KINDS, 128, "\n", _ruler),
-}
+WORDINGS: dict[str, Wording] = {"recall": Wording(KINDS, _recall), "facts": Wording(KINDS[:3], _facts)}
 """By name; `wording_of` says which model has which."""

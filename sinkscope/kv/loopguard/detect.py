@@ -15,12 +15,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.records import Natural, conform
 from sinkscope.interventions.base import Event
 from sinkscope.loops.monitor import Monitor, MonitorSettings, Step
-
-POLL = 8
-"""Tokens decided at once where reading them means waiting for a device."""
 
 
 @dataclass(frozen=True)
@@ -36,55 +32,17 @@ class LoopAlarm:
     step: Step
 
 
-@dataclass(frozen=True)
-class HostCopy:
-    """Tokens on their way to the host, `[step (token, p_max) row]`.
-
-    Attributes:
-        values: Where they arrive.
-        arrived: What to wait for; None if they are there.
-    """
-
-    values: Tensor
-    arrived: torch.Event | None = None
-
-    @classmethod
-    def of(cls, values: Tensor) -> HostCopy:
-        """Start to copy, without waiting for a CUDA device."""
-        if values.device.type != "cuda":
-            return cls(values.cpu())
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        arrived = torch.Event(device=values.device)
-        arrived.record(torch.cuda.current_stream(values.device))  # not of the current device, which may be another
-        return cls(host, arrived)
-
-    def steps(self) -> list[list[list[float]]]:
-        """The numbers, by step; waits until they have arrived."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.values.tolist()
-
-
 class RowMonitors:
     """One monitor for each row. Rows that have ended are ignored.
-
-    With `poll` > 1, tokens stay on the device until `poll` of them have been collected. A copy to the host then starts
-    and is read when the next token arrives, so that nothing waits. Monitors see the same tokens in the same order as
-    with `poll=1`, so their signals and triggers are identical; only the response to a trigger is delayed by up to
-    `poll` tokens.
 
     Attributes:
         tokens: Generated tokens of each row that its monitor has seen.
     """
 
-    def __init__(self, settings: MonitorSettings, rows: int, ends: Collection[int], poll: int) -> None:
+    def __init__(self, settings: MonitorSettings, rows: int, ends: Collection[int]) -> None:
         self._settings = settings
         self._monitors = [Monitor(settings) for _ in range(rows)]
         self._ends = frozenset(ends)
-        self._poll = poll
-        self._collected: list[Float[Tensor, "kind row"]] = []
-        self._copy: HostCopy | None = None
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
 
     def __len__(self) -> int:
@@ -94,34 +52,31 @@ class RowMonitors:
         """Add the next token of every row, and the largest probability of the token after it.
 
         Returns:
-            Triggers among the tokens checked in this call; none while tokens are only being collected.
+            The triggers, at most one for each row.
         """
-        if self._poll == 1 and tokens.device.type == "cpu":
-            return self._check_step(tokens.tolist(), None if p_max is None else p_max.tolist())
-        # One tensor needs only one copy; float32 holds ids below 2**24 exactly.
-        numbers = [tokens.detach().float()]
+        numbers: list[int] = tokens.tolist()
+        probabilities: list[float | None] = [None] * len(numbers)
         if p_max is not None:
-            numbers.append(p_max.detach().float().to(tokens.device))
-        self._collected.append(torch.stack(numbers))
-        if self._poll == 1:
-            return self.flush()
-        alarms = self._read_copy()
-        if len(self._collected) >= self._poll:
-            self._start_copy()
+            probabilities = p_max.tolist()
+        alarms: list[LoopAlarm] = []
+        for row, (token, monitor) in enumerate(zip(numbers, self._monitors, strict=True)):
+            if monitor.ended:
+                continue
+            if token in self._ends:
+                monitor.end()
+                continue
+            self.tokens[row].append(token)
+            step = monitor.update(token, probabilities[row])
+            if step.trigger:
+                alarms.append(LoopAlarm(row, step))
         return alarms
-
-    def flush(self) -> list[LoopAlarm]:
-        """Check all collected tokens; this waits for the device."""
-        alarms = self._read_copy()
-        self._start_copy()
-        return alarms + self._read_copy()
 
     def end(self, row: int) -> None:
         """Note that the row has ended."""
         self._monitors[row].end()
 
     def take_back(self, row: int, count: int) -> None:
-        """Forget all but the first `count` tokens of a row, as if the others had never arrived; after `flush`."""
+        """Forget all but the first `count` tokens of a row, as if the others had never arrived."""
         self.tokens[row] = self.tokens[row][:count]
         self._monitors[row] = Monitor(self._settings)
         for token in self.tokens[row]:
@@ -132,47 +87,11 @@ class RowMonitors:
         """Which rows have ended."""
         return [monitor.ended for monitor in self._monitors]
 
-    def _start_copy(self) -> None:
-        if self._collected:
-            self._copy = HostCopy.of(torch.stack(self._collected))
-            self._collected = []
-
-    def _read_copy(self) -> list[LoopAlarm]:
-        copy = self._copy
-        self._copy = None
-        alarms: list[LoopAlarm] = []
-        if copy is not None:
-            for tokens, *p_max in copy.steps():
-                alarms += self._check_step([int(token) for token in tokens], p_max[0] if p_max else None)
-        return alarms
-
-    def _check_step(self, tokens: list[int], p_max: list[float] | None) -> list[LoopAlarm]:
-        """Pass the tokens of one step to the monitors."""
-        alarms: list[LoopAlarm] = []
-        for row, (token, monitor) in enumerate(zip(tokens, self._monitors, strict=True)):
-            if monitor.ended:
-                continue
-            if token in self._ends:
-                monitor.end()
-                continue
-            self.tokens[row].append(token)
-            step = monitor.update(token, None if p_max is None else p_max[row])
-            if step.trigger:
-                alarms.append(LoopAlarm(row, step))
-        return alarms
-
 
 def largest_probability(logits: Float[Tensor, "row vocab"]) -> Float[Tensor, " row"]:
     """Largest probability of any token, max_v Pr(v), in float32."""
     logits = logits.detach().float()
     return (logits.amax(-1) - logits.logsumexp(-1)).exp()
-
-
-def poll_of(poll: int | None, device: torch.device) -> int:
-    """Number of tokens checked at once: 1 on a CPU, where reading them costs nothing, and 8 elsewhere."""
-    if poll is not None:
-        return poll
-    return 1 if device.type == "cpu" else POLL
 
 
 def signals(step: Step) -> dict[str, float | int | bool | None]:
@@ -191,7 +110,6 @@ class LoopReporter(LogitsProcessor):
     Args:
         settings: Settings of the monitor. By default it finds three copies of anything.
         eos_token_id: Id or ids that end a row; needed for more than one row. A different padding id may be included.
-        poll: Number of tokens checked at once. By default 1 on a CPU and 8 elsewhere.
 
     Attributes:
         rows: Monitors of the last generation; None before the first.
@@ -207,33 +125,26 @@ class LoopReporter(LogitsProcessor):
         settings: MonitorSettings | None = None,
         *,
         eos_token_id: int | Sequence[int] | None = None,
-        poll: int | None = None,
     ) -> None:
-        conform(Natural | None, poll, "poll")
         if eos_token_id is None:
             eos_token_id = ()
         elif isinstance(eos_token_id, int):
             eos_token_id = (eos_token_id,)
         self._settings = settings or MonitorSettings()
-        self._poll = poll
         self._ends = frozenset(eos_token_id)
         self.rows: RowMonitors | None = None
         self._prompt = 0
         self._length = 0
         self._last: Int[Tensor, " row"] | None = None
-        self._reordered: Bool[Tensor, ""] | None = None
         self._events: list[Event] = []
 
     @property
     def events(self) -> list[Event]:
-        """One event of kind "loop" for each trigger of the last generation; waits for the device once.
+        """One event of kind "loop" for each trigger of the last generation.
 
         `step` is the number of the generated token (1 is the first), `position` its column in the batch (a padded row
         counts its padding), `data` the signals and the period found.
         """
-        if self.rows is not None:
-            self._note(self.rows.flush())
-            self._check_order()
         return list(self._events)
 
     def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Float[Tensor, "row vocab"]) -> Any:
@@ -257,17 +168,15 @@ class LoopReporter(LogitsProcessor):
         rows = self.rows
         if rows is None or len(rows) != batch or length != self._length + 1:
             rows = self._begin(ids, prompt)
-        elif self._last is not None:
-            # In beam search rows change places, and the tokens before the newest are not those of the last call.
-            reordered = (ids[:, -2] != self._last).any()
-            self._reordered = reordered if self._reordered is None else self._reordered | reordered
+        elif self._last is not None and not torch.equal(ids[:, -2], self._last):
+            raise UnsupportedError(
+                "the tokens before the newest are not those of the step before: rows changed places, as in beam search "
+                "(use num_beams=1), or another generation began (use a new object for each)"
+            )
         self._length = length
         self._last = ids[:, -1].clone()
         if length > self._prompt:
-            alarms = rows.push(ids[:, -1], p_max)
-            if alarms:
-                self._check_order()
-                self._note(alarms)
+            self._note(rows.push(ids[:, -1], p_max))
 
     def _begin(self, ids: Int[Tensor, "row pos"], prompt: int) -> RowMonitors:
         """Start with new monitors."""
@@ -277,19 +186,10 @@ class LoopReporter(LogitsProcessor):
                 f"a batch of {batch} rows and no eos_token_id: a row that has ended goes on as padding, which looks "
                 "like a loop; give eos_token_id=model.generation_config.eos_token_id"
             )
-        self.rows = RowMonitors(self._settings, batch, self._ends, poll_of(self._poll, ids.device))
+        self.rows = RowMonitors(self._settings, batch, self._ends)
         self._prompt = prompt
-        self._reordered = None
         self._events = []
         return self.rows
-
-    def _check_order(self) -> None:
-        """Check that the rows have not been reordered."""
-        if self._reordered is not None and bool(self._reordered):
-            raise UnsupportedError(
-                "the tokens before the newest are not those of the step before: rows changed places, as in beam search "
-                "(use num_beams=1), or another generation began (use a new object for each)"
-            )
 
     def _note(self, alarms: list[LoopAlarm]) -> None:
         for alarm in alarms:
@@ -311,7 +211,6 @@ class LoopStopper(StoppingCriteria):
         settings: Settings of the monitor. By default it finds three copies of anything.
         eos_token_id: Id or ids that end a row; needed for more than one row.
         reporter: `LoopReporter` whose reports to act on, instead of a monitor of its own.
-        poll: Number of tokens checked at once. By default 1 on a CPU and 8 elsewhere.
 
     Example:
         >>> reporter = LoopReporter(eos_token_id=2)
@@ -324,12 +223,11 @@ class LoopStopper(StoppingCriteria):
         *,
         eos_token_id: int | Sequence[int] | None = None,
         reporter: LoopReporter | None = None,
-        poll: int | None = None,
     ) -> None:
-        if reporter is not None and (settings is not None or eos_token_id is not None or poll is not None):
-            raise SinkscopeError("a reporter was given: settings, eos_token_id and poll are its own, leave them out")
+        if reporter is not None and (settings is not None or eos_token_id is not None):
+            raise SinkscopeError("a reporter was given: settings and eos_token_id are its own, leave them out")
         self._follows_alone = reporter is None
-        self._reporter = reporter or LoopReporter(settings, eos_token_id=eos_token_id, poll=poll)
+        self._reporter = reporter or LoopReporter(settings, eos_token_id=eos_token_id)
         self._stop: Bool[Tensor, " row"] | None = None
         self.stopped: frozenset[int] = frozenset()
         """Rows of the last generation that were stopped for looping."""

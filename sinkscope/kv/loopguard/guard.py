@@ -21,7 +21,7 @@ from sinkscope.files.notation import agreeing, counted, every, listed
 from sinkscope.files.records import Budget, Natural, Share, Whole, check_fields
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer, refuse_states
-from sinkscope.kv.loopguard.detect import LoopAlarm, RowMonitors, largest_probability, poll_of, signals
+from sinkscope.kv.loopguard.detect import LoopAlarm, RowMonitors, largest_probability, signals
 from sinkscope.kv.loopguard.retention import (
     KeptTokens,
     Retention,
@@ -72,8 +72,7 @@ class LoopGuard(Intervention):
             and "p1", "ttr", "cr", "stall" and "tail" each use that signal alone (`MonitorSettings.variant`).
         monitor: Further monitor settings, by name (`MonitorSettings`).
         recent: Length of the recent window (R). "window" uses the monitor's, as in the paper; None means no recent
-            window. `Retention` explains this field and the next one.
-        recent_budget: Number of recent tokens kept at level 0.
+            window. `Retention` explains it.
         max_level: Cap on the aggressiveness level; higher levels keep fewer recent tokens. 3 in the paper.
         copies: Number of copies at the end of the recent window that make a bad block, whatever their period. 2 also
             finds long-period loops that stall the output, which the monitor's short-period test does not cover.
@@ -89,8 +88,6 @@ class LoopGuard(Intervention):
             under a ban. None does so wherever the caller can take tokens back; True refuses all others.
         ends: Ids that end a row. By default the end-of-sequence and padding ids of the model's generation
             configuration; set them if `generate` is given other ids.
-        poll: Number of tokens checked at once. By default 1 on a CPU and 8 elsewhere, so that not every token waits for
-            the device. Signals are the same, but an intervention may come up to `poll` tokens after its cause.
 
     An intervention is an event of kind "guard", with `step` and `position` of the token that set it off. Its `data` has
     "signals", "period" (of the repetition at the end, or None), "bad" (ranges to remove), "level", "kept" (ranges
@@ -115,7 +112,6 @@ class LoopGuard(Intervention):
     variant: str = "repeats"
     monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     recent: Natural | Literal["window"] | None = None
-    recent_budget: Natural | None = None
     max_level: Whole = 0
     copies: Annotated[int | float, Field(ge=2)] = 2
     escalate: Escalation = "draw"
@@ -124,7 +120,6 @@ class LoopGuard(Intervention):
     ban_length: Annotated[int, Field(ge=2)] = 4
     rewind: bool | None = None
     ends: Sequence[int] | None = None
-    poll: Natural | None = None
 
     KIND: ClassVar[str] = "guard"
 
@@ -190,7 +185,6 @@ class LoopGuard(Intervention):
                 budget=budget,
                 anchors=max(anchors, min(first, budget - 1)),
                 recent=self.recent_window,
-                recent_budget=self.recent_budget,
                 max_level=self.max_level,
             )
         except SinkscopeError as error:  # the user wrote LoopGuard
@@ -254,7 +248,6 @@ class GuardedRows:
         seen: Number of tokens in the cache after the last call.
         later_turn: Whether the last call had several tokens and was not the first one.
         count: Number of calls since the prompt.
-        calls: Number of the call of each generated column that is left.
         ids: The latest columns of ids, of the prompt and generated.
         bans: N-grams that each row may not write.
         drawn_until: For each row, the `count` up to which tokens are drawn.
@@ -267,7 +260,6 @@ class GuardedRows:
     seen: int
     later_turn: bool
     count: int = 0
-    calls: list[int] = field(default_factory=list)
     ids: list[Int[Tensor, "batch pos"]] = field(default_factory=list)
     bans: dict[int, Ban] = field(default_factory=dict)
     drawn_until: dict[int, int] = field(default_factory=dict)
@@ -289,7 +281,6 @@ class GuardedRows:
         """Forget the last columns, which no row has any more."""
         self.row_ids(0)
         self.ids = [self.ids[0][:, : self.ids[0].shape[1] - count]]
-        self.calls = self.calls[: len(self.calls) - count]
         self.seen -= count
 
 
@@ -370,13 +361,12 @@ class Guarding:
             rows = self._new_rows(moment, past, later_turn=False)
             self._rows[moment.state] = rows
         rows.seen = past + 1
-        rows.calls.append(moment.call.step)
         self._note_tokens(rows, ids)
         logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
         drawn = [row for row, until in rows.drawn_until.items() if rows.count <= until]
         alarms = self._alarms(rows, ids, logits)
         if alarms:
-            self._cut(moment, rows, alarms + rows.monitors.flush())
+            self._cut(moment, rows, alarms)
         if rows.bans or drawn:
             self._steer(rows, logits, drawn)
 
@@ -451,7 +441,7 @@ class Guarding:
         prompt = columns.amax(1) + 1
         if isinstance(self._guard.budget, float):
             self._guard.retention(int(prompt.min()))  # an error comes now rather than at the first loop
-        monitors = RowMonitors(self._settings, len(columns), self._ends, poll_of(self._guard.poll, columns.device))
+        monitors = RowMonitors(self._settings, len(columns), self._ends)
         return GuardedRows(monitors, prompt, moment.layers[0].reorders, seen, later_turn)
 
     def _check_order(self, moment: Moment, rows: GuardedRows) -> None:
@@ -480,8 +470,7 @@ class Guarding:
         prompts: list[int] = rows.prompt.tolist()
         kept: dict[int, KeptTokens] = {}
         events: list[Event] = []
-        latest = {alarm.row: alarm for alarm in alarms}
-        for alarm in latest.values():
+        for alarm in alarms:
             ids = rows.row_ids(alarm.row)
             positions = columns[alarm.row][-len(ids) :]
             row = LoopingRow(
@@ -523,7 +512,6 @@ class Guarding:
     def _respond(self, moment: Moment, rows: GuardedRows, row: LoopingRow) -> tuple[Event, KeptTokens]:
         """Choose what is kept of a row, and what else is done."""
         step = row.alarm.step
-        call = rows.calls[-1 - (row.length - row.prompt - step.step)]
         cached = _cached_positions(moment.layers, row.alarm.row, row.length)
         retention = self._guard.retention(row.prompt, self._session.anchors)
         taken_back = self._take_back(row)
@@ -563,7 +551,7 @@ class Guarding:
         if taken_back:  # the last token that stays is read again
             kept = replace(kept, positions=tuple(p for p in kept.positions if p < row.length - taken_back - 1))
         position = row.prompt + step.step - 1
-        return Event(row.alarm.row, call, position, None, None, LoopGuard.KIND, data), kept
+        return Event(row.alarm.row, moment.call.step, position, None, None, LoopGuard.KIND, data), kept
 
     def _escalation(self, level: int, rewinds: bool) -> str | None:
         """What is done beside the cut; a loop that is taken back would be written again without a ban."""

@@ -20,11 +20,10 @@ class Retention:
         budget: Largest number of tokens right after an intervention (B).
         anchors: Number of first positions that are kept (N_anchor), with a recent window even if they are bad.
         recent: Length of the recent window (R), as in the paper: recent tokens come from the last R tokens, so a loop
-            that fills the window leaves no clean ones. None takes the latest clean tokens, wherever they are, and the
-            clean tokens before them are the history.
-        recent_budget: Number of recent tokens kept at level 0. By default seven eighths of what the anchors leave,
-            because models copy badly from tokens whose neighbours are missing. With a recent window, half the window
-            ("a small amount of local context"), but at most half of what the anchors leave.
+            that fills the window leaves no clean ones. At level 0, half the window is kept ("a small amount of local
+            context"), but at most half of what the anchors leave. None takes the latest clean tokens, wherever they
+            are, and the clean tokens before them are the history. Level 0 then keeps seven eighths of what the anchors
+            leave, because models copy badly from tokens whose neighbours are missing.
         max_level: Cap on the aggressiveness level. Each level halves the recent budget, so the default goes down to an
             eighth.
     """
@@ -32,7 +31,6 @@ class Retention:
     budget: Natural = 1024
     anchors: Whole = 32
     recent: Natural | None = None
-    recent_budget: Natural | None = None
     max_level: Whole = 3
 
     def __post_init__(self) -> None:
@@ -48,12 +46,6 @@ class Retention:
                 f"{self.anchors + 1}; raise the budget or keep fewer anchors",
                 page="kv-budget",
             )
-        if self.recent_budget is not None and self.recent_budget > self.after_anchors:
-            raise SinkscopeError(
-                f"recent_budget={self.recent_budget!r}: expected a whole number from 1 to {self.after_anchors}, what "
-                "the anchors leave of the budget",
-                page="kv-budget",
-            )
 
     @property
     def after_anchors(self) -> int:
@@ -62,11 +54,8 @@ class Retention:
 
     def recent_tokens(self, level: int) -> int:
         """Number of recent tokens kept, B_recent(level), at least 1."""
-        if self.recent_budget is not None:
-            at_level_0 = self.recent_budget
-        elif self.recent is None:
-            at_level_0 = self.after_anchors - self.after_anchors // 8
-        else:
+        at_level_0 = self.after_anchors - self.after_anchors // 8
+        if self.recent is not None:
             at_level_0 = min(max(1, self.recent // 2), max(1, self.after_anchors // 2))
         return max(1, at_level_0 >> min(level, self.max_level))
 

@@ -10,11 +10,10 @@ from statistics import fmean
 from typing import Any, Literal
 
 import torch
-from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import UnsupportedError
 from sinkscope.files.records import Natural, Whole
 from sinkscope.interventions.base import Run
 from sinkscope.kv.cache import CacheLayer, Rotary, own_layers
@@ -68,9 +67,6 @@ class Progressive(Policy):
         after: Decoding steps before the first selection. With 16, these steps read everything, as in the paper's
             text. With 0, the last queries of the prompt select as soon as it has been read.
         mode: "select" keeps the whole cache. "evict" frees tokens that are not chosen; they cannot come back.
-        per_head: Every query head reads the tokens that it attends to most. By default, query heads that share a kv
-            head read the same tokens: those with the highest mean attention. With `per_head`, a mask hides the other
-            tokens and no copy is made, which is slower.
 
     Raises:
         SinkscopeError: The interval is below 1, `after` is negative, or a setting of the base policy is invalid.
@@ -84,12 +80,6 @@ class Progressive(Policy):
     every: Natural = 16
     after: Whole = 16
     mode: Literal["evict", "select"] = "select"
-    per_head: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.per_head and self.mode == "evict":
-            raise SinkscopeError(f'{self.shown_name}: per_head=True hides tokens: give mode="select"')
 
     @property
     def interval(self) -> int:
@@ -113,13 +103,11 @@ class Progressive(Policy):
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Attention of the latest queries; padding does not vote."""
-        return self.group(self._votes(at), at.kv.pos.shape[1])
-
-    def _votes(self, at: At) -> Float[Tensor, "batch head slot"]:
         rows = at.session.window_rows(at.moment, at.layer, self.interval)
         real = at.moment.state.queries[at.layer].last(self.interval).pos >= 0
         # As einsum, which would copy the rows: "batch query, batch head query slot -> batch head slot".
-        return (real.to(rows)[:, None, None] @ rows)[:, :, 0]
+        votes = (real.to(rows)[:, None, None] @ rows)[:, :, 0]
+        return self.group(votes, at.kv.pos.shape[1])
 
     def _act(self, moment: Moment, session: Session, key: int, rotary: Rotary | None) -> None:
         state, layers = moment.state, moment.layers
@@ -158,9 +146,6 @@ class Progressive(Policy):
             if kv.slots <= fewest:
                 continue
             at = At(kv.number, kv, moment, session, memory)
-            if self.per_head:
-                self._choose_per_head(at)
-                continue
             keep = self.select(self.checked_scores(at), at, budget)
             if self.mode == "evict":
                 kv.evict(keep)
@@ -168,13 +153,6 @@ class Progressive(Policy):
                 kv.work_on(keep)
                 copied = True
         return copied
-
-    def _choose_per_head(self, at: At) -> None:
-        """Hide from every query head the tokens that it does not choose."""
-        kv_heads = at.kv.pos.shape[1]
-        votes = rearrange(self._votes(at), "batch (kv_head group) slot -> group batch kv_head slot", kv_head=kv_heads)
-        shown = [self.select(scores, at, at.memory["budget"]) for scores in votes]
-        at.kv.select(rearrange(shown, "group batch kv_head slot -> batch (kv_head group) slot"))
 
     def _show_all_caches(self, session: Session) -> None:
         for cache in session.caches:
@@ -184,8 +162,6 @@ class Progressive(Policy):
         """Make everything in the cache readable."""
         for kv in layers:
             kv.settle()
-            if self.mode == "select" and kv.hidden is not None:
-                kv.select(None)
 
 
 def tokens_read(run: Run) -> list[list[float]]:

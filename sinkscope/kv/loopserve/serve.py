@@ -63,7 +63,6 @@ class LoopServe(Intervention):
             as in the paper, keys to which only the end of the prompt attends may lie on no line, for instance the facts
             that a question is about.
         first: Number of initial decoding steps that read everything; 0 selects as soon as the prompt has been read.
-        per_head: Whether every query head chooses its own tokens while decoding (`Progressive`).
         prefill: Read prompts sparsely. With `decode=False` this is the paper's "-P".
         decode: Select tokens progressively while decoding. With `prefill=False` this is the paper's "-D".
         variant: Variant of the choice of lines, "exact" or "faithful" (`select_lines`).
@@ -105,7 +104,6 @@ class LoopServe(Intervention):
     shortest: Whole = 2048
     dense_above: Annotated[float, Field(ge=0)] | None = None
     seed: int = 0
-    per_head: bool = False
     begin: Natural = 4
     local: Natural = 16
     sharp: Annotated[float, Field(gt=0)] | None = 0.1
@@ -137,7 +135,7 @@ class LoopServe(Intervention):
     @property
     def decoding(self) -> Progressive:
         """The policy of the decoding half."""
-        return LoopServeDecoding(budget=self.budget, every=self.interval, after=self.first, per_head=self.per_head)
+        return LoopServeDecoding(budget=self.budget, every=self.interval, after=self.first)
 
     def enter(self, run: Run, key: int) -> None:
         """Replace attention of prompts, and own the cache."""

@@ -24,7 +24,6 @@ from sinkscope.files.result import Number
 from sinkscope.measure import Count, Hidden, Option, Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import finished
-from sinkscope.models.target import Target
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.attack.sequences import (
     AttackContext,
@@ -34,12 +33,12 @@ from sinkscope.sinks.attack.sequences import (
     repeated_first,
     round_trip,
 )
-from sinkscope.sinks.chunks import ChunkRun, ChunkWork, Columns, digest_of, hold_layers, in_chunks
+from sinkscope.sinks.chunks import ChunkRun, hold_layers
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.layer_scan import norms_after
 from sinkscope.sinks.first_token.layer_view import view_layer
 from sinkscope.sinks.first_token.sets import sink_neurons
-from sinkscope.sinks.tokens import TokenRows, vocabulary
+from sinkscope.sinks.tokens import vocabulary
 
 SUCCESS = 0.5  # share of the first token's norm from which a position counts as a sink
 SOURCES = ("cluster", "random", "repeated")
@@ -214,34 +213,6 @@ def draw(result: ClusterAttack) -> go.Figure:
     return finished(fig, result, width=1200, height=480)
 
 
-@dataclass(frozen=True)
-class AttackWork(ChunkWork):
-    """Norms at the attacked positions over the first token's. An item is the index of a batch.
-
-    Attributes:
-        layer: The sink layer.
-        reference: Norm of the first token of typical text.
-        leads: What stands before the sequences of each batch.
-        batches: The sequences of each batch.
-    """
-
-    reference: float
-    leads: tuple[tuple[int, ...], ...]
-    batches: tuple[TokenRows, ...]
-
-    def __call__(self, target: Target, items: list[int]) -> Columns:
-        """A list of rows of norms for each batch."""
-        return {"norms": [self.norms(target, item).tolist() for item in items]}
-
-    def norms(self, target: Target, item: int) -> Float[Tensor, "row attacked"]:
-        """Norms of a batch; all positions are attacked except the model's position 0."""
-        lead = self.leads[item]
-        rows = self.batches[item]
-        before = repeat(torch.tensor(lead, dtype=torch.long), "pos -> row pos", row=len(rows))
-        norms = norms_after(target, self.layer, torch.cat([before, rows], dim=1))
-        return norms[:, max(len(lead), 1) :] / self.reference
-
-
 def refuse_lengths(*, lengths: Sequence[int], workers: int, **_: Any) -> None:
     """Refuse an empty list of lengths, and several workers where Ray is not installed.
 
@@ -327,7 +298,7 @@ def cluster_attack(
     first = setup.ids[:, :1]
     view = view_layer(target, layer, first, torch.ones_like(first, dtype=torch.bool))
     trials.reference = float(view.resid.norm(dim=-1).median())
-    trials.try_all(layer, sequences, run.part("attacks"))
+    trials.try_all(layer, sequences)
     return trials.result(layer, found, sequences)
 
 
@@ -364,31 +335,22 @@ class AttackTrials:
         self.arrays: dict[str, Any] = {name: np.full(shape, np.nan) for name in names}
         self.round_trip = np.full(shape[1:], np.nan)
 
-    def try_all(self, layer: int, count: int, run: ChunkRun) -> None:
+    def try_all(self, layer: int, count: int) -> None:
         """Measure `count` sequences of every source and length in every context."""
-        places: list[tuple[int, int, int]] = []
-        leads: list[tuple[int, ...]] = []
-        batches: list[Tensor] = []
+        target, tokenizer = self.setup.target, self.setup.tokenizer
         for length, tokens in enumerate(self.lengths):
             drawn = drawn_sequences(self.pools, tokens, count, self.setup.seed)
             if not len(drawn):
                 continue
             random = drawn_sequences(self.everyone, tokens, count, self.setup.seed)
             for source, rows in enumerate((drawn, random, repeated_first(drawn))):
-                self.round_trip[length, source] = round_trip(self.setup.tokenizer, rows)
+                self.round_trip[length, source] = round_trip(tokenizer, rows)
                 for context, before in enumerate(self.contexts):
-                    for part in rows.split(SEQUENCES_AT_ONCE):
-                        places.append((context, length, source))
-                        leads.append(before.lead)
-                        batches.append(part)
-        work = AttackWork(layer, self.reference, tuple(leads), tuple(batches))
-        tried = digest_of(repr([(lead, part.tolist()) for lead, part in zip(leads, batches, strict=True)]))
-        columns = in_chunks(self.setup, work, range(len(batches)), run, what="attacks", size=1, tried=tried)
-        norms: dict[tuple[int, int, int], list[Tensor]] = {}
-        for place, part in zip(places, columns["norms"], strict=True):
-            norms.setdefault(place, []).append(torch.tensor(part))
-        for place, parts in norms.items():
-            self.count(place, torch.cat(parts))
+                    lead = torch.tensor(before.lead, dtype=torch.long)
+                    ids = torch.cat([repeat(lead, "pos -> row pos", row=count), rows], dim=1)
+                    norms = norms_after(target, layer, ids, SEQUENCES_AT_ONCE, self.setup.progress, "attacks")
+                    # All positions are attacked except the model's position 0.
+                    self.count((context, length, source), norms[:, max(len(lead), 1) :] / self.reference)
 
     def count(self, place: tuple[int, int, int], norms: Float[Tensor, "row attacked"]) -> None:
         """Enter the success of the sequences of one context, length and source."""

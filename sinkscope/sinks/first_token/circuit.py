@@ -319,10 +319,11 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
     if first.layer is not None or (attended and attended[0].position == 0):
         of_first = _trace_sink(first, high, sinks.sink_layer is not None)
         traced.append(of_first)
+    spiking = [repr(sink.token) if sink.token else f"position {sink.position}" for sink in sinks.later_sinks]
     for position in _later_sinks(setup, sinks):
         later = _trace_sink(position, None, bool(position.sites))
         if later.steps:
-            traced.append(later)
+            traced.append(replace(later, stands_out=position.name in spiking))
     return _with_repetition(replace(result, sinks=tuple(traced)), first, sinks)
 
 

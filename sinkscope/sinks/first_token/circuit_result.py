@@ -17,7 +17,7 @@ from plotly.subplots import make_subplots
 from sinkscope.files.notation import agreeing, counted, listed
 from sinkscope.files.tables import percent
 from sinkscope.measure import Number, Result
-from sinkscope.measure.evidence import Evidence, beside
+from sinkscope.measure.evidence import NEEDED, Evidence, beside
 from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
 
 FIGURE_COMPONENTS = 12
@@ -89,6 +89,8 @@ class CircuitStep:
             return f"no {self.kind} is needed alone or in the sets tried{self._largest()}"
         count, names = len(self.chosen), _named(self.chosen)
         lost, control = self._beside_random(self.together or 0.0, self.together_control)
+        if self.name == MARK and count == 1 and self.alone[0] < NEEDED:  # which is a loss of attention
+            return f"{lost} is lost without {names}{control}, but the attention stays"
         if not self.needed_alone:
             together = agreeing(count, "", " together")
             return f"no {self.kind} is needed alone; {lost} is lost without {names}{together}{control}"
@@ -173,6 +175,7 @@ class SinkCircuit:
         sink_layer: The last layer whose neurons make the spike. None if no MLP does.
         steps: What the spike and the attention need.
         readers: The heads that attend to the position. None if there are none.
+        stands_out: Whether the norm of a later position stands out.
     """
 
     place: str
@@ -180,6 +183,7 @@ class SinkCircuit:
     sink_layer: int | None
     steps: tuple[CircuitStep, ...]
     readers: Readers | None
+    stands_out: bool = False
 
     def step(self, name: str) -> CircuitStep | None:
         """A step by its name; None if the circuit does not have it."""
@@ -209,6 +213,8 @@ class SinkCircuit:
             )
         if mark is not None:
             return f"For the spike of {self.place}, {mark.in_words()}"
+        if keys is not None and self.readers is not None and self.stands_out:
+            return f"No neurons were found that make the spike of {self.place}; for the attention, {keys.in_words()}"
         if keys is not None and self.readers is not None:
             return f"Heads attend to {self.place} without a spike; {keys.in_words()}"
         return f"No MLP makes a spike of {self.place}, and no head attends to it"

@@ -289,6 +289,11 @@ class AttentionSink:
         return f"{self.rate:.0%} of heads attend to {place}{self.where}"
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether heads attend to a later position, and not to the first."""
+        return self.carried_by != "learned logits" and bool(self.positions) and self.positions[0].position > 0
+
+    @property
     def where(self) -> str:
         """In which texts and how far heads attend, as part of a sentence; empty if there is nothing to say."""
         words = ""
@@ -508,6 +513,9 @@ class FindSinks(Result):
             return f"Norm spike without an attention sink{self._where_read()}: {self._who_makes_the_spike()}."
         if spike is None:
             return f"Attention sink without a norm spike: {sink.who}, and {sink.what}."
+        if 0 in spike.positions and sink.is_elsewhere:
+            read = "they read its own spike" if sink.carried_by == "spike" else sink.what
+            return f"Norm spike at the first token, attention sink elsewhere: {sink.who}, and {read}."
         if sink.carried_by != "spike":
             return f"Norm spike and attention sink, but {self._who_ignores_it()} do not need the spike: {sink.what}."
         return f"Norm spike and attention sink{sink.where}: {self._who_makes_the_spike()}."

@@ -12,6 +12,7 @@ from einops import einsum, reduce
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinkscope.files.notation import counted
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
@@ -81,9 +82,10 @@ class AttentionReading:
         for number, name in enumerate(self.sequences[:5]):
             behind = slice(self.first_behind, None)
             line = f"{name}: position 0 receives {self.mean_to_first[behind, number].mean():.1%}"
+            places = counted(int(self.high[number]), "position")
             if self.high[number]:
                 line += (
-                    f", all {self.high[number]} positions of high norm {self.mean_to_high[behind, number].mean():.1%} "
+                    f", {places} of high norm {self.mean_to_high[behind, number].mean():.1%} "
                     f"(uniform attention: {self.uniform[number]:.1%}); from the tail they receive "
                     f"{self.tail_to_high[behind, number].mean():.1%} (uniform: {self.tail_uniform[number]:.1%})"
                 )
@@ -103,7 +105,8 @@ class AttentionReading:
             for number, name in enumerate(self.sequences):
                 cells: dict[str, Any] = {"layer": layer, "sequence": name}
                 for column, values in columns.items():
-                    cells[column] = values[layer, number]
+                    share = float(values[layer, number])
+                    cells[column] = None if np.isnan(share) else share
                 table.append(cells)
         return table
 
