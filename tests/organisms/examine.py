@@ -231,10 +231,18 @@ def _plant_dense(target: Target, layer: int, inputs: Tensor, written: Tensor) ->
 
 def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: int | None) -> None:
     """Set what the neuron writes; behind a norm, one dimension that the norm lets through."""
-    if target.adapter.post_mlp_norm is None:
+    path = target.adapter.post_mlp_norm
+    if path is not None:
+        norm: Any = target.sub(layer, path)
+    elif target.adapter.adds:
         down[NEURON] = written * 4 / target.factor(layer, expert)
         return
-    norm: Any = target.sub(layer, target.adapter.post_mlp_norm)
+    else:  # the last norm of the layer is that of its output, which the others then leave to the neuron
+        norms: list[Any] = [part for part in target.layers[layer].modules() if "LayerNorm" in type(part).__name__]
+        norm = norms.pop()
+        for other in norms:
+            other.weight[5] = other.bias[5] = 0
+        target.mlp_part(layer, "down").bias[5] = 0  # type: ignore[index]
     down[:, 5] = 0
     down[NEURON] = 0
     down[NEURON, 5] = 1
@@ -259,7 +267,7 @@ def _removed(target: Target, planted: Planted) -> float:
     """
     module = planted.module
     where = target.layers[planted.layer]
-    if target.adapter.post_mlp_norm is not None:
+    if target.adapter.post_mlp_norm is not None or not target.adapter.adds:
         where = module
     outputs: list[Tensor] = []
 
