@@ -1,7 +1,7 @@
 """A model hub on this machine: the part of the file API that huggingface_hub uses, served from folders.
 
 ``with hub(cache) as server: server.add("org/name", folder)``: inside it huggingface_hub and transformers of this
-process talk to the server, and so does a child process with ``env=server.env()``.
+process talk to the server.
 """
 
 from __future__ import annotations
@@ -60,19 +60,6 @@ class Hub:
         """Names of the files whose content was asked for, in order."""
         paths = [path for method, path in self.log if method == "GET" and "/resolve/" in path]
         return [path.split("/resolve/")[1].split("/", 1)[1] for path in paths]
-
-    def env(self, **more: str) -> dict[str, str]:
-        """Environment of a child process that uses this hub."""
-        return {
-            **os.environ,
-            "HF_ENDPOINT": self.url,
-            "HF_HOME": str(self.cache),
-            "HF_HUB_CACHE": str(self.cache / "hub"),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_TOKEN": "",
-            **more,
-        }
 
     def answer(self, path: str, token: str) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body for a path, before ranges and breaks."""

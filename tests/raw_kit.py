@@ -31,10 +31,6 @@ def down(block: Any) -> nn.Module:
     return part(block, "mlp.down_proj", "mlp.dense_4h_to_h", "mlp.c_proj", *shared)
 
 
-def head_outputs(block: Any) -> nn.Module:
-    return part(block, "self_attn.o_proj", "attention.dense", "attn.c_proj")
-
-
 @contextmanager
 def inputs_edited(module: nn.Module, edit: Callable[[Tensor], Tensor]) -> Iterator[None]:
     handle = module.register_forward_pre_hook(lambda _m, args: (edit(args[0]), *args[1:]))

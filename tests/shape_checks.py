@@ -14,16 +14,16 @@ import inspect
 import typing
 from collections import Counter
 from collections.abc import Callable
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import jaxtyping
 from beartype import beartype
 
 MANY = 30
-_calls: Counter[CodeType] = Counter()  # of each function in this test; filled up to MANY
+_calls: Counter[int] = Counter()  # of each function in this test, by the id of its code, whose hash takes long
 _context = functools.partial(jaxtyping.jaxtyped, "context")
-_SHAPED: dict[CodeType, bool] = {}  # does a function name shapes?
+_SHAPED: dict[int, bool] = {}  # does a function name shapes?
 
 
 def install(package: str) -> None:
@@ -52,7 +52,7 @@ def _function(real: FunctionType) -> Callable[..., Any]:
     if "<locals>" in real.__qualname__ and not _shaped(real):
         return real
     checks: list[Callable[..., Any]] = []
-    code = real.__code__
+    code = id(real.__code__)
 
     @functools.wraps(real)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -73,9 +73,10 @@ def _function(real: FunctionType) -> Callable[..., Any]:
 
 def _shaped(real: FunctionType) -> bool:
     """Whether a function names shapes; one inside of another is made anew on each call of the outer one."""
-    if real.__code__ not in _SHAPED:
-        _SHAPED[real.__code__] = any(map(_names_a_shape, _hints(real).values()))
-    return _SHAPED[real.__code__]
+    code = id(real.__code__)
+    if code not in _SHAPED:
+        _SHAPED[code] = any(map(_names_a_shape, _hints(real).values()))
+    return _SHAPED[code]
 
 
 def _typed(real: FunctionType) -> Callable[..., Any]:

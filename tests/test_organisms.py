@@ -7,14 +7,12 @@ these (heads, patches, clusters, repetition) fail if the truth is wrong.
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
 from organisms import FAMILIES, Organism, organism
 from raw_kit import norms, zeroed
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CASES = [(family, kind) for family in FAMILIES for kind in FAMILIES[family].kinds]
 FAST = CASES[::5]  # every family, and every kind
@@ -128,32 +126,3 @@ def test_seed_decides_everything_and_leaves_the_callers_numbers() -> None:
     assert first.truth == again.truth != other.truth
     state = again.model.state_dict()
     assert all(torch.equal(weight, state[name]) for name, weight in first.model.state_dict().items())
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_oss"])
-def test_saved_folder_loads_unchanged(family: str, tmp_path: Any) -> None:
-    o = organism(family, 4)
-    o.save(tmp_path)
-    as_made = o.model.config._attn_implementation
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=as_made)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    tokens = o.natural(2, 20)
-    with torch.no_grad():
-        assert torch.allclose(model(tokens).logits, o.model(tokens).logits, atol=1e-4)
-    text = "poem poem cat dog"
-    ids = tokenizer(text)["input_ids"]
-    assert ids == o.tokenizer(text)["input_ids"] and ids[0] == tokenizer.bos_token_id
-    assert tokenizer.decode(ids[1:]) == text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_many_seeds(family: str) -> None:
-    kinds = FAMILIES[family].kinds
-    for seed in range(60):
-        kind, bos = kinds[seed % len(kinds)], seed % 3 != 0
-        o = organism(family, 100 + seed, kind=kind, bos=bos)
-        try:
-            check(o, seed)
-        except AssertionError as error:
-            raise AssertionError(f"{family} {kind} seed {100 + seed} bos {bos}: {error}") from error

@@ -27,7 +27,18 @@ from sinkscope.kv.usage import DecodingReads, Meter, Usage
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.scope import cache_layers
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import NAME, Attention, Handler, View, leave, listen, rows_by_view, tapped, widened
+from sinkscope.trace.attention import (
+    NAME,
+    Attention,
+    ChunkWindow,
+    Handler,
+    View,
+    leave,
+    listen,
+    rows_by_view,
+    tapped,
+    widened,
+)
 from sinkscope.trace.internals import attention_name, following_generate, is_checkpointing
 
 
@@ -769,12 +780,14 @@ def rebased_by(kv: CacheLayer, call: Call) -> Int[Tensor, " batch"] | None:
 def layer_window(target: Target, layer: int) -> int | None:
     """Sliding window of a layer, in tokens; None if the layer sees everything."""
     config = target.config
-    window = getattr(config, "sliding_window", None)
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     kinds = getattr(config, "layer_types", None)
     if config.model_type == "gpt_neo":
         window, kinds = config.window_size, config.attention_layers
     if not window:
         return None
+    if kinds is not None and kinds[layer] == "chunked_attention":
+        return ChunkWindow(config.attention_chunk_size)
     if kinds is not None and kinds[layer] not in ("sliding_attention", "local"):
         return None
     return int(window)

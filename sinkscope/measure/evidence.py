@@ -51,7 +51,7 @@ def beside(share: float, control: float | None) -> tuple[str, str]:
         return f"{share:.0%}".replace("-0%", "0%"), "-"
     texts = ("", "")
     for digits in range(4):
-        texts = f"{share:.{digits}%}", f"{control:.{digits}%}"
+        texts = f"{share:.{digits}%}".replace("-0%", "0%"), f"{control:.{digits}%}".replace("-0%", "0%")
         if share == control or texts[0] != texts[1]:
             break
-    return texts[0].replace("-0%", "0%"), texts[1].replace("-0%", "0%")
+    return texts

@@ -186,6 +186,8 @@ def _edit_output(module: nn.Module, edit: Callable[[Tensor], Tensor | None]) -> 
     def hook(_module: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
         tensor = first_tensor(output)
         flat = tensor.clone(memory_format=torch.contiguous_format).view(-1, tensor.shape[-1])
+        if len(flat) != _LENGTH:  # some modules run once more, on something else
+            return output
         new = edit(flat)
         flat = (flat if new is None else new).view(tensor.shape)
         if isinstance(output, tuple | list):
@@ -331,9 +333,9 @@ def _layout(stage: _Stage, passage: _Passage, down: _Passage) -> str | None:
     """How the input of `down` hangs on a module's outputs; None if not neuron by neuron and token by token."""
     assert down.read is not None and passage.gave is not None
     neurons, outputs = down.read.shape[1], passage.gave.shape[1]
-    columns = [3, neurons - 2]
+    columns = down.read[_POSITION].abs().topk(2).indices.tolist()  # a neuron at zero may not move, behind a ReLU
     if outputs == 2 * neurons:
-        columns = [3, neurons + 3]
+        columns[1] += neurons
     layouts = set[str]()
     for column in columns:
         moved = _moved_by(stage, passage, column, down)
@@ -379,7 +381,8 @@ def _replaced(clean: Tensor | None, _tensor: Tensor) -> Tensor | None:
 
 def _name_factors(stage: _Stage, mlp: _Mlp, factors: dict[str, str]) -> None:
     """Tell `up`, in which the product is linear, from the gate."""
-    if "coupled" in factors.values():
+    is_sum = len(factors) > 2 or (len(factors) == 2 and "halves" in factors.values())
+    if "coupled" in factors.values() or is_sum:  # a norm stands behind the product, or no module gives a factor
         return
     linear = [path for path in factors if _is_linear_in(stage, mlp, path, factors[path])]
     mlp.is_fused = "halves" in factors.values()
@@ -469,6 +472,8 @@ def _write(
     if not layer[list(_EDITED)].any():
         raise NotInferredError(f"what {mlp!r} writes does not reach the residual stream")
     norm = _norm_behind(stage, mlp, changes, layer)
+    if norm is None and abs((_multiple(stage.changes(edit, edit)[""], layer) or 0) - 2) > _EXACT:
+        raise NotInferredError(f"what {mlp!r} gives is not added to the residual stream, but read by another part")
     adds = norm is not None and not may_differ and _is_same(layer, changes[norm])
     return _Write(mlp, factor, post_norm=norm, adds=adds)
 
@@ -706,7 +711,7 @@ def _output_projection(stage: _Stage, tap: _Tap) -> str | None:
 
         def see(module: Any, args: Any, kwargs: dict[str, Any], passed: dict[str, Tensor] = passed) -> None:
             tensor = _flat((*args, *kwargs.values()))
-            if tensor is not None:
+            if tensor is not None and len(tensor) == _LENGTH:
                 passed[stage.paths[module]] = tensor.clone()
 
         linear = [module for module in stage.paths if _widths(module) is not None]
@@ -731,11 +736,13 @@ class _Middle:
     writer: str
 
 
-def _middle(stage: _Stage) -> _Middle | None:
-    """Where the residual stream is read between attention, or what stands in its place, and the MLP."""
+def _middle(stage: _Stage, mlp: str | None) -> _Middle | None:
+    """Where the residual stream is read between attention, or what stands in its place, and the MLP, if it has one."""
     hidden = stage.hidden.detach().reshape(-1, stage.d_model)
     reads = {passage.path: passage.read for passage in stage.clean}
     for passage in stage.clean:
+        if passage.path == mlp:
+            return None
         if passage.read is None or passage.read.shape != hidden.shape:
             continue
         added = passage.read - hidden
@@ -776,7 +783,7 @@ class _Kind:
     @classmethod
     def of(cls, stage: _Stage, heads: _Heads | None) -> _Kind:
         """Find the MLP of a layer."""
-        mixture, middle = _mixture(stage), _middle(stage)
+        mixture = _mixture(stage)
         mlp = _mlp(stage, mixture is None)
         paths: dict[str, str | None] = {"mid": None}
         constants: dict[str, Any] = {}
@@ -796,6 +803,7 @@ class _Kind:
         if write is not None:
             paths |= {"mlp": write.mlp, "post_mlp_norm": write.post_norm}
             constants["write_factor"] = write.write_factor
+        middle = _middle(stage, paths.get("experts") or paths.get("down"))
         if middle is not None:
             paths |= {"mid": middle.reader, "attn": middle.writer}
         if heads is not None:
@@ -1083,6 +1091,8 @@ def _spec(name: str, kinds: list[_Kind]) -> str | None:
         if path is None:
             continue
         rivals = [other for other in kinds if other.paths.get(name) != path and path in other.parts]
+        if name == "mid":  # where it was not found, it may be there all the same
+            rivals = [other for other in rivals if other.paths[name] is not None]
         if rivals:
             path = f"{kind.distinction(rivals)}?{path}"
         alternatives[path] = None

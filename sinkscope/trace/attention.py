@@ -39,6 +39,10 @@ RowsFunction = Callable[[int, Tensor], None]
 """Called with the number of the first query and rows `[batch head query key]`."""
 
 
+class ChunkWindow(int):
+    """A window that ends where the query's chunk of this many tokens begins (Llama 4)."""
+
+
 @dataclass(frozen=True, eq=False)
 class View:
     """Which keys the queries of a call see, by true positions.
@@ -93,6 +97,8 @@ class View:
         visible = (key <= query) | padding
         if self.window is not None:
             visible = visible & ((key > query - self.window) | padding)
+        if isinstance(self.window, ChunkWindow):
+            visible = visible & ((key // self.window == query // self.window) | padding)
         visible = visible & (key >= 0)
         if self.chosen is not None:
             place = pos[:, :1].clamp(min=0).expand(-1, self.chosen.shape[1], -1)

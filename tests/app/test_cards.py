@@ -233,16 +233,13 @@ def test_cards_of_different_settings_are_not_compared(folder: Path) -> None:
         card.compared(replace(card, values=(), properties=()))
 
 
-def test_a_scan_under_a_patch(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scan_under_a_patch(folder: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The patch holds the sink neuron at an ordinary value, so that the card loses the spike."""
     only(monkeypatch, ("find_sinks",))
     layer, index = planted().truth.neurons[0]
     SinkPatch(layer=layer, neurons=[index], value=0.0).save(tmp_path / "patch.json")
-    plain = scan(model, out=tmp_path / "plain", quick=True)
-    patched = scan(
-        model, out=tmp_path / "patched", quick=True, patch=tmp_path / "patch.json", against=tmp_path / "plain"
-    )
-    assert patched.model.name == f"{plain.model.name} patched"
+    patched = scan(model, out=tmp_path / "patched", quick=True, patch=tmp_path / "patch.json", against=folder)
+    assert patched.model.name == f"{read_card(folder).model.name} patched"
     assert any(change.label == "neurons that make the spike" or change.changed for change in patched.changes)
 
 

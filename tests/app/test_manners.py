@@ -169,7 +169,6 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(
     for use in (
         lambda: patch.on(model).__enter__(),
         lambda: ss.generate(model, "poem", patch=here, max_new_tokens=2),
-        lambda: ss.barcode(model, patch=here, max_new_tokens=2, layers=[0], control=False),
         lambda: ss.evaluate_patch(model, patch=here, pieces=2, length=16),
     ):
         with pytest.warns(SinkscopeWarning, match="has the same shape and other weights"):

@@ -15,7 +15,6 @@ from sinkscope.app.cli import main
 from sinkscope.app.report import Report, Skipped, report
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import bench_table
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import visible
 from sinkscope.files.result import Result
 from sinkscope.models.load import load
@@ -197,19 +196,6 @@ def test_progress_counts_files(plain: Path) -> None:
     told: list[tuple[str, int, int]] = []
     report(plain, progress=lambda *now: told.append(now))
     assert told == [("reading", 0, 2), ("reading", 1, 2)]
-
-
-def test_unreadable_result_is_named(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copy(plain / "plain.json", plain / "second.json")
-    real = page.read_json
-
-    def denied(path: Path) -> Any:
-        if path.name == "second.json":
-            raise SinkscopeError("cannot read second.json: permission denied")
-        return real(path)
-
-    monkeypatch.setattr(page, "read_json", denied)
-    assert ss.report(plain).skipped == (Skipped("second.json", "cannot read second.json: permission denied"),)
 
 
 def test_folders_of_runs_are_their_tables(tmp_path: Path) -> None:

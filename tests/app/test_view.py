@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from organisms import Organism, organism
-from organisms.hard import hard
 from starlette.testclient import TestClient
 
 import sinkscope as ss
@@ -30,6 +29,7 @@ from sinkscope.app.view.server import LARGEST_REQUEST, application, serve
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import neuron_name
 from sinkscope.files.result import Result
+from sinkscope.sinks.first_token.circuit import circuit
 
 CLICK = "document.querySelector('{}').click()"
 PICTURE = "document.querySelector('#rows').toDataURL()"
@@ -47,7 +47,7 @@ def read(one: Explorer, o: Organism, ids: list[int]) -> ViewedText:
     return one.view(o.tokenizer.decode(ids)).texts[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family: str, tmp_path: Path) -> None:
     o = organism(family, 1)
     ids = o.natural(1, 20)[0].tolist()
@@ -111,28 +111,10 @@ def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path: Path) -> 
     assert found.conclusion().startswith("No token has a norm spike") and found.texts[0].spikes == ()
 
 
-@pytest.mark.parametrize(("name", "family"), [("both", "gpt2"), ("delimiter_shared", "gemma2"), ("no_norm", "llama")])
-def test_models_that_are_not_the_textbook_case(name: str, family: str, tmp_path: Path) -> None:
-    """A massive dimension on all tokens hides no spike, and delimiters spike too."""
-    h = hard(name, family)
-    (tmp_path / "text.txt").write_text(h.text())
-    row = h.natural(1, 48, seed=7)[0].tolist()
-    one = Explorer.open(h.model, tokenizer=h.tokenizer, text=tmp_path / "text.txt")
-    found = one.view(h.tokenizer.decode(row[1:]))
-    text = found.texts[0]
-    planted = {row.index(token) for token, neurons in h.truth.later.items() if neurons}
-    if h.truth.spike:
-        planted.add(0)
-    assert set(text.spikes) <= planted and (0 in text.spikes) == h.truth.spike
-    if h.truth.reading:  # heads that were planted to attend to the first token, whether or not its norm spikes
-        attention = text.variants[0].received.array().mean(1)[h.truth.reading[0][0]]
-        assert attention[0] > 3 * np.median(attention)
-
-
 def test_marking_heads_are_those_of_the_circuit_and_switches_of_ones_own_have_a_control(tmp_path: Path) -> None:
     o = organism("llama", 1)
     one = explorer(o, tmp_path)
-    one.measure_circuit()
+    one.circuit = circuit.on(one.setup, max_repeats=8)
     ids = o.natural(1, 24)[0].tolist()
     marks = [f"L{layer}.H{head}" for layer, head in one.marks]
     own = one.own_switch(marks)
@@ -174,9 +156,9 @@ def bundled() -> Explorer:
 @pytest.fixture(scope="module")
 def view(bundled: Explorer) -> ModelView:
     """The model in the package on a short text, with its circuit and a generation."""
-    bundled.measure_circuit()
+    bundled.circuit = circuit.on(bundled.setup, max_repeats=16)
     text = "A class is a block. A block is a piece of text."
-    return replace(bundled.view(text), generation=bundled.generation(32))
+    return replace(bundled.view(text), generation=bundled.generation(12))
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +303,7 @@ def test_a_notebook_shows_a_widget_that_python_answers(
     bundled: Explorer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
-    shown = ss.view(text="a block is a piece of text")
+    shown = ss.view(text="a block is a piece of text", generation=False)
     sent: list[Any] = []
     monkeypatch.setattr(shown.widget, "send", sent.append)
     shown.widget._handle_custom_msg({"number": 3, "request": {"text": "a block", "off": ["L1.N338"]}}, [])

@@ -68,7 +68,7 @@ def test_the_prompts_are_what_the_generator_makes() -> None:
 
 def test_the_full_cache_loops_the_guard_ends_the_loop_and_honest_repetition_stays() -> None:
     names = ("loop-p002-o000-near", "loop-p012-o030-near-older", "honest-refrain-52")
-    some, new = tuple(by_id()[name] for name in names), 220
+    some, new = tuple(by_id()[name] for name in names), 160
     model = ss.load("organism", backend="hf")
     found = run_bench(model, Loops(given=some), ["full", "loopguard:1024"], max_new_tokens=new, batch_size=3)
     records = {(r.method, r.prompt): r for r in found}

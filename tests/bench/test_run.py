@@ -158,16 +158,5 @@ def test_the_user_s_own_file_on_the_command_line(tmp_path: Path, capsys: pytest.
     assert main(["bench", "table", str(tmp_path / "r"), "--json", str(tmp_path / "t.json")]) == 0
     groups = json.loads((tmp_path / "t.json").read_text())["result"]["groups"]
     assert [(g["method"], g["answers"]) for g in groups] == [("full", 2), ("streaming:8", 2)]
-    assert main(["bench", "--task", str(file), "--methods", "nothing", "--out", str(tmp_path / "q")]) == 2
-    assert "error: method 'nothing' is unknown" in capsys.readouterr().err
     assert main(["bench", "table", str(tmp_path)]) == 2
     assert "is no folder of `sinkscope bench`" in capsys.readouterr().err
-
-
-def test_a_damaged_folder_names_its_line(tmp_path: Path) -> None:
-    run(["full"], out=tmp_path / "r")
-    path = tmp_path / "r/runs.jsonl"
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], lines[1][:-9] + "}", *lines[2:]]) + "\n")
-    with pytest.raises(SinkscopeError, match=r"runs.jsonl line 2 is damaged"):
-        read_run(tmp_path / "r")

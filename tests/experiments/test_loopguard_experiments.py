@@ -25,16 +25,6 @@ def test_the_page_says_what_was_measured_of_the_same_cycle() -> None:
         assert f"of {total} interventions, " in said and f"{same} ({share}) {words}".strip() in said
 
 
-def test_going_on_with_the_whole_cache_is_plain_greedy_decoding() -> None:
-    model: Any = tiny_model("llama")[0]
-    ids = [(7 * i) % 50 + 4 for i in range(40)]
-    plain = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    layers = why.read(model, ids)
-    assert why.go_on(model, ids, layers, None, 12) == plain[0, 40:].tolist()
-    assert why.go_on(model, ids, layers, list(range(39)), 12) == plain[0, 40:].tolist()
-    assert layers[0][0].shape[2] == 39, "a continuation does not grow what the next one begins with"
-
-
 def test_a_cut_equals_the_same_attention_under_a_mask() -> None:
     model: Any = tiny_model("llama")[0]
     ids, keep = [(5 * i) % 60 + 4 for i in range(30)], [0, 3, 4, 5, 17, 28]

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 from bench_kit import dialogues, made_record, tiny
 
-from experiments.loopserve import ablation, fidelity, figure8, longeval, runs, sweeps, table1, turns
+from experiments.loopserve import ablation, fidelity, longeval, runs, sweeps, table1, turns
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord, open_run
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.task import PromptFile
-from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.files.provenance import ModelInfo
 
 ROOT = Path(__file__).parents[2]
@@ -77,21 +76,6 @@ def test_every_method_of_the_experiments_can_be_made() -> None:
     ), "two curves of a panel have the same name"
     assert {panel for panel, *_ in sweeps.CURVES} == set(sweeps.TITLES)
     assert {panel for panel, *_ in fidelity.CURVES} == set(fidelity.TITLES)
-
-
-def test_pieces_of_a_dialogue_are_its_tokens_and_the_facts_that_it_needs() -> None:
-    facts = [fact for number in range(3) for fact in figure8.chain(figure8.turns_at("end", 3, 160), number)]
-    assert len(set(facts)) == 6
-    for place in POSITIONS:
-        marked = 0
-        for turn in figure8.turns_at(place, 3, 160):
-            words, parts = turn.text.split(), figure8.pieces(turn, facts)
-            kinds = [kind for kind, tokens in parts for _ in range(tokens)]
-            assert len(kinds) == len(words) + len(turn.answers[0].split())
-            assert kinds[words.index("ask")] == kinds[words.index("ask") + 4] == figure8.QUESTION
-            assert kinds.count(figure8.QUESTION) == 5 and kinds[len(words) :] == [figure8.ANSWER] * 6
-            marked += kinds.count(figure8.NEEDED)
-        assert marked == 6 * 5, "a fact has five words, and is said once"
 
 
 def test_the_page_has_every_part_of_the_paper() -> None:

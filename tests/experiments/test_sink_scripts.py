@@ -14,7 +14,7 @@ from experiments.screen import input_rows, reaches, screen
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 
-DENSE = ["llama", "gemma2", "olmo2", "gpt2", "phi"]
+DENSE = ["llama", "gemma2", "gpt2"]
 
 
 def written_norm(target: Target, layer: int, neuron: int, stream: torch.Tensor) -> torch.Tensor:

@@ -157,6 +157,7 @@ def test_two_workers_make_the_same_records_of_a_benchmark(
     assert untimed(one) == untimed(two)
 
 
+@pytest.mark.slow  # Ray takes its time
 def test_a_cluster_that_does_not_answer_is_an_error() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -380,21 +379,6 @@ def test_from_result(tmp_path: Path) -> None:
     for layer, neurons in ((None, rows), (1, [replace(row, causal=False) for row in rows]), (None, [])):
         with pytest.raises(SinkscopeError, match="nothing to patch"):
             SinkPatch.from_result(SimpleNamespace(sink_layer=layer, neurons=neurons, model=info))
-
-
-def test_file_round_trip(tmp_path: Path) -> None:
-    path = tmp_path / "patch.json"
-    for patch in (
-        SinkPatch(layer=1, neurons=[7890, 10411]),
-        SinkPatch(sites=[(1, 2), (3, 4, 5)], site="post", value=0.25, model={"name": "m"}),
-        SinkPatch(sites=[(1, 2), (3, 4)], site="up", value="calibrated", calibrated={(1, 2): 0.5, (3, 4): -1.0}),
-    ):
-        patch.save(path)
-        assert SinkPatch.load(path) == patch
-    written = json.loads(path.read_text())
-    assert written["schema"] == 1 and written["kind"] == "sink-patch"
-    assert written["sites"][1] == {"layer": 3, "expert": None, "neuron": 4, "calibrated": -1.0}
-    assert os.listdir(tmp_path) == ["patch.json"]
 
 
 GOOD: dict[str, Any] = {

@@ -114,7 +114,7 @@ def test_a_loop_is_taken_back_from_the_output(talk: bool) -> None:
 def test_rows_of_a_batch_are_taken_back_as_if_each_were_alone() -> None:
     """Loops of other periods begin at other times, one row is healthy: a batch writes what each prompt does alone."""
     o = made(64)
-    prompts = [o.looping_prompt(period, delay=onset, start=start) for period, onset, start in CASES]
+    prompts = [o.looping_prompt(period, delay=onset, start=start) for period, onset, start in CASES[:2]]
     rows = [p.ids[0].tolist() for p in prompts] + [o.healthy_prompt(60, start=750)[0].tolist()]
     options: dict[str, Any] = {"tokenizer": o.tokenizer, "guard": True, "max_new_tokens": REWOUND}
     together = generate(o.model, rows, batch_size=len(rows), **options)
@@ -126,7 +126,7 @@ def test_rows_of_a_batch_are_taken_back_as_if_each_were_alone() -> None:
             return [(e.position, e.data["taken_back"], e.data["kept"]) for e in events]
 
         assert acts(output.events) == acts(alone.events)
-    assert [bool(output.events) for output in together] == [True, True, True, False]
+    assert [bool(output.events) for output in together] == [True, True, False]
     assert all(event.data["taken_back"] for output in together for event in output.events[:1])
 
 

@@ -20,7 +20,7 @@ from sinkscope.kv import Full, Policy, make_policy, policies
 from sinkscope.kv.session import layer_window
 from sinkscope.models.target import Target
 
-PROMPT, LENGTHS, STEPS = 26, (26, 19), 5  # longer than the windows of 16
+PROMPT, LENGTHS, STEPS = 26, (26, 19), 4  # longer than the windows of 16
 CHUNKS = (7, 9, 7, 3)  # the first is the padding of the second row alone
 BUDGET = 12
 SMALLER: dict[str, dict[str, Any]] = {  # where the default protects more than the budget, or acts after these steps

@@ -113,11 +113,6 @@ def test_settings_are_written_and_read_back(tmp_path: Path, capsys: pytest.Captu
     capsys.readouterr()
     assert main(["loops", str(looping), "--settings", str(odd), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["result"]["loops"] == 0
-    for content, said in (
-        ('{"nothing": 1}', "no setting 'nothing'"),
-        ("[1]", "holds no settings"),
-        ("{", "not a JSON"),
-    ):
-        odd.write_text(content)
-        assert main(["loops", str(looping), "--settings", str(odd)]) == 2
-        assert said in capsys.readouterr().err
+    odd.write_text("[1]")
+    assert main(["loops", str(looping), "--settings", str(odd)]) == 2
+    assert "holds no settings" in capsys.readouterr().err

@@ -134,7 +134,7 @@ def test_after_the_end_nothing_is_looked_at() -> None:
 @pytest.mark.parametrize("kind", ["one", "loop", "random"])
 @pytest.mark.parametrize(
     ("settings_", "early", "late", "held"),
-    [(PAPER, 1000, 8000, 8 * 256), (MonitorSettings(), 8000, 20_000, 24 * 2048)],
+    [(PAPER, 1000, 8000, 8 * 256), (MonitorSettings(), 8000, 12_000, 24 * 2048)],
 )
 def test_work_and_memory_per_token_do_not_grow(
     kind: str, settings_: MonitorSettings, early: int, late: int, held: int

@@ -29,17 +29,17 @@ def test_a_process_that_opens_models_again_and_again_does_not_grow() -> None:
         setup = Setup.open()
         setup.tokenizer(setup.text, verbose=False)
 
-    for _ in range(3):
+    for _ in range(2):
         opened()
     before = weight()
-    for _ in range(4):
+    for _ in range(3):
         opened()
-    assert (weight() - before) / 4 < 0.2e6
+    assert (weight() - before) / 3 < 0.2e6
 
 
 def test_a_measurement_leaves_no_object_of_its_model(tmp_path: Path) -> None:
     """Modules, tensors and hooks of one call are gone before the next one, also of a live model that goes away."""
-    folder = organism("llama", 2).save(tmp_path / "model")
+    folder = organism("llama", 2, n_layers=4).save(tmp_path / "model")
 
     def counted() -> Counter[str]:
         gc.collect()
@@ -49,7 +49,7 @@ def test_a_measurement_leaves_no_object_of_its_model(tmp_path: Path) -> None:
 
     def measure() -> None:
         ss.find_sinks(folder, max_repeats=8)
-        made = organism("llama", 2)
+        made = organism("llama", 2, n_layers=4)
         ss.find_sinks(made.model, tokenizer=made.tokenizer, max_repeats=8)
 
     measure()

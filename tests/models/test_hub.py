@@ -10,10 +10,10 @@ import pytest
 import torch
 from checkpoints import spoiled
 from hub_server import TOKEN, hub
+from kv_kit import each_other
 from organisms import tiny_model
 
 from sinkscope import find_sinks, load
-from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoint import SafetensorsSource
 from sinkscope.models.fingerprint import fingerprint
@@ -134,18 +134,6 @@ def test_another_kind_of_model_is_refused_before_its_weights_are_fetched(tmp_pat
         assert set(server.fetched()) == {"config.json"}
 
 
-def test_retries_are_silent(
-    saved: dict[str, Path], tmp_path: Path, no_waiting: None, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with hub(tmp_path) as server:
-        server.add("org/name", saved["main"])
-        source = SafetensorsSource("org/name")
-        server.breaks[source.weight_map[DOWN]] = [1000, 0]
-        assert main(["find-sinks", "--model", "org/name"]) == 2
-    out, err = capfd.readouterr()
-    assert (out, err.count("\n")) == ("", 1) and err.startswith("error: downloading model-")
-
-
 def test_one_file_and_then_offline(tmp_path: Path) -> None:
     model, _ = tiny_model("llama", 0)
     model.save_pretrained(tmp_path / "model")
@@ -195,8 +183,10 @@ def test_transfer_that_stays_broken(saved: dict[str, Path], tmp_path: Path, no_w
         opened()
 
 
-@pytest.mark.parametrize("way", ["cut", "slow"])
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json", "shard"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    each_other(["config.json", "model.safetensors.index.json", "tokenizer.json", "shard"], ["cut", "slow"]),
+)
 def test_an_answer_that_is_cut_or_slow(
     saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_waiting: None, name: str, way: str
 ) -> None:

@@ -21,7 +21,7 @@ import sinkscope as ss
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.load import load
 from sinkscope.models.open import open_stream
-from sinkscope.models.target import Target, first_tensor
+from sinkscope.models.target import Target
 
 IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
 
@@ -229,53 +229,6 @@ def test_nothing_on_stdout_and_nothing_on_stderr(capfd: pytest.CaptureFixture[st
 # -- first layers only ---------------------------------------------------------------------------------------------
 
 
-def test_tensors_of_other_layers_are_not_read(monkeypatch: pytest.MonkeyPatch):
-    import transformers.modeling_utils as modeling
-
-    read: set[str] = set()
-
-    class Slice:
-        def __init__(self, inner: Any, name: str) -> None:
-            self.inner, self.name = inner, name
-
-        def __getattr__(self, attribute: str) -> Any:
-            return getattr(self.inner, attribute)
-
-        def __getitem__(self, key: Any) -> Any:
-            read.add(self.name)
-            return self.inner[key]
-
-    class Opened:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.inner = real(*args, **kwargs)
-
-        def __enter__(self) -> Any:
-            self.inner.__enter__()
-            return self
-
-        def __exit__(self, *error: Any) -> Any:
-            return self.inner.__exit__(*error)
-
-        def __getattr__(self, attribute: str) -> Any:
-            return getattr(self.inner, attribute)
-
-        def get_slice(self, name: str) -> Slice:
-            return Slice(self.inner.get_slice(name), name)
-
-        def get_tensor(self, name: str) -> Any:
-            read.add(name)
-            return self.inner.get_tensor(name)
-
-    real = modeling.safe_open
-    monkeypatch.setattr(modeling, "safe_open", Opened)
-    load(checkpoint("llama"), backend="hf", layers=2)
-    numbers = {int(found[1]) for name in read if (found := re.search(r"layers\.(\d+)\.", name))}
-    assert numbers == {0, 1}
-    read.clear()
-    load(checkpoint("llama"), backend="hf")
-    assert any(".layers.2." in name for name in read)  # the recorder sees what is read
-
-
 @pytest.mark.parametrize("layers", [0, -1])
 def test_zero_layers_asked_for(layers: int):
     assert re.search(rf"layers={layers}: .*at least 1", refused(checkpoint("llama"), layers=layers))
@@ -304,17 +257,6 @@ def test_gguf_computes_what_was_written(gguf: Path):
         target = Target.of(model)
         assert target.name == "tiny.gguf"
         assert target.tokenizer.bos_token_id == 1
-
-
-def test_gguf_first_layers(gguf: Path):
-    seen: list[torch.Tensor] = []
-    whole = tiny_model("llama")[0]
-    part = load(str(gguf), backend="hf", layers=2)
-    assert Target.of(part).n_layers == 2
-    for model in (whole, part):
-        model.model.layers[1].register_forward_hook(lambda _m, _a, out: seen.append(first_tensor(out)))
-        logits(model)
-    torch.testing.assert_close(seen[0], seen[1], atol=1e-5, rtol=0)
 
 
 def test_file_that_is_no_gguf():

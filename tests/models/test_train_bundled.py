@@ -55,40 +55,6 @@ def tokens(texts: dict[str, np.ndarray]) -> np.ndarray:
     return texts["python"]
 
 
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-
-
-def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in left)
-
-
-@pytest.mark.parametrize("planted", [True, False])
-def test_resumed_training_ends_with_the_same_weights(
-    texts: dict[str, np.ndarray], tmp_path: Path, planted: bool
-) -> None:
-    settings = dataclasses.replace(TINY, planted=planted)
-    for name in ("straight", "broken"):
-        (tmp_path / name).mkdir()
-    straight = Trainer(settings, texts, tmp_path / "straight")
-    straight.run()
-    first = Trainer(settings, texts, tmp_path / "broken")
-    first.run(until=2)
-    first.train_step()  # work after the last checkpoint is lost by a kill, and done again
-    second = Trainer(settings, texts, tmp_path / "broken")
-    second.load()
-    assert second.step == 2
-    second.run()
-    assert_same(weights(straight), weights(second))
-
-
-def test_a_checkpoint_of_other_settings_is_refused(texts: dict[str, np.ndarray], tmp_path: Path) -> None:
-    Trainer(TINY, texts, tmp_path).save()
-    with pytest.raises(SystemExit, match="other settings"):
-        Trainer(dataclasses.replace(TINY, seed=1), texts, tmp_path).load()
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_planted_circuit_works_before_training(
     texts: dict[str, np.ndarray], tokens: np.ndarray, tmp_path: Path, seed: int

@@ -9,18 +9,38 @@ from organisms.examine import examine
 
 from experiments.model_types import DATA, PAGE, page, types
 
-COVERING = "afmoe deepseek_v2 exaone4 granite lfm2_moe qwen3_next".split()
+COVERING = (  # each has something that those before it do not have
+    # windows, shared experts, latent attention, norms behind, factors, convolutions, linear attention, per-layer inputs
+    "cohere2 afmoe deepseek_v2 exaone4 granite lfm2_moe qwen3_next gemma4_text "
+    # experts in other layouts or beside a shared one; chunks; layers of one part each; parts in some layers
+    "gpt_oss dbrx jetmoe llama4_text granitemoeshared axk1 nemotron_h olmo_hybrid beam "
+    # positions by ALiBi, by addition, or none; attention outside the interface; one module for q, k and v
+    "bloom biogpt ctrl gptj mpt gpt_bigcode gpt_neo gpt_neox_japanese "
+    # an indexer; state and keys in one layer; parallel parts; a norm inside the MLP; multipliers; a text model inside
+    "deepseek_v32 falcon_h1 phi bitnet minicpm3 aria_text smollm3 recurrent_gemma"
+).split()
 RECORDED = json.loads(DATA.read_text())["result"]
 
 
-@pytest.mark.parametrize("model_type", [*COVERING, *(pytest.param(t, marks=pytest.mark.slow) for t in types())])
-def test_nothing_is_wrong_and_what_is_served_stays_served(model_type: str) -> None:
+def examined(model_type: str, quick: bool) -> None:
+    """Nothing is wrong, and what is served stays served."""
     if model_type not in RECORDED["types"]:
         pytest.skip("it cannot be built small")
-    report = examine(model_type, folder=model_type not in COVERING)
+    report = examine(model_type, quick=quick)
     assert not report.wrong
     if RECORDED["types"][model_type]["status"] == "in full":
         assert report.status == "in full", report.parts
+
+
+@pytest.mark.parametrize("model_type", COVERING)
+def test_a_covering_set_of_types(model_type: str) -> None:
+    examined(model_type, quick=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", types())
+def test_every_type(model_type: str) -> None:
+    examined(model_type, quick=False)
 
 
 def test_the_page_shows_what_was_found() -> None:

@@ -186,10 +186,13 @@ def decoder(model_type: str, seed: int = 0) -> Any:
             if tensor.ndim >= 2 and not is_state and "Conv2d" not in kind:
                 fan_in = 16 if "Embedding" in kind else tensor.shape[0 if kind == "Conv1D" else -1]
                 tensor.copy_(noise(tensor) * min(0.5, fan_in**-0.5))
-            elif tensor.ndim == 1 and name in ("bias", "weight"):
+            elif tensor.ndim == 1 and name.endswith(("bias", "weight", "_states_scale", "residual_scale")):
                 tensor.add_(noise(tensor) * (0.05 if name == "bias" else 0.1))
             elif not tensor.isfinite().all() or name in ("sinks", "altup_scale"):
                 tensor.copy_(noise(tensor) * 0.1)
+        for name, tensor in module.named_buffers(recurse=False):
+            if name == "layer_scalar":
+                tensor.add_(noise(tensor) * 0.2)
     torch.set_rng_state(state)
     generation = getattr(model, "generation_config", None)
     if generation is not None:

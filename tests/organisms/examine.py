@@ -17,6 +17,12 @@ import sinkscope as ss
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.scope import scope_of
 from sinkscope.models.target import Target, first_tensor
+from sinkscope.sinks.first_token.layer_view import (
+    column_norms_behind_the_norm,
+    contribution_norms,
+    neuron_site,
+    view_layer,
+)
 
 from .decoders import byte_tokenizer, decoder
 
@@ -70,8 +76,12 @@ class TypeReport:
 
 
 @torch.no_grad()
-def examine(model_type: str, *, seed: int = 0, folder: bool = True) -> TypeReport:
-    """Build a type, plant a neuron and check everything."""
+def examine(model_type: str, *, seed: int = 0, quick: bool = False) -> TypeReport:
+    """Build a type, plant a neuron and check everything.
+
+    A quick examination looks at the neurons of the planted layer instead of all measurements of `find_sinks`, and at
+    one policy, and does not write the model to a folder.
+    """
     report = TypeReport(model_type)
     model = decoder(model_type, seed)
     tokenizer = byte_tokenizer()
@@ -81,21 +91,27 @@ def examine(model_type: str, *, seed: int = 0, folder: bool = True) -> TypeRepor
     report.scope = scope_of(target).line()
     before = _state(model)
     _check_attention(report, target)
-    _check_generation(report, target)
+    _check_generation(report, target, quick)
     report.must(_state(model) == before, "the model was not left as it was")
     planted = _plant(target)
+    if quick:
+        _check_largest(report, target, planted)
+        return report
     found = report.attempt("neurons", lambda: ss.find_sinks(model, tokenizer=tokenizer, max_repeats=4, top_k=4))
     if found is not None:
         _check_neurons(report, target, planted, found)
-    if folder:
-        with tempfile.TemporaryDirectory() as where:
-            model.save_pretrained(where)
-            tokenizer.save_pretrained(where)
-            found = report.attempt("folder", lambda: ss.find_sinks(where, max_repeats=4, top_k=4))
-            if found is not None:
-                first = found.neurons[0].site if found.neurons else None
-                report.must(first == planted.site, f"by folder, the first neuron is {first}, planted is {planted.site}")
+    _check_folder(report, model, tokenizer, planted)
     return report
+
+
+def _check_folder(report: TypeReport, model: Any, tokenizer: Any, planted: Planted) -> None:
+    with tempfile.TemporaryDirectory() as where:
+        model.save_pretrained(where)
+        tokenizer.save_pretrained(where)
+        found = report.attempt("folder", lambda: ss.find_sinks(where, max_repeats=4, top_k=4))
+    if found is not None:
+        first = found.neurons[0].site if found.neurons else None
+        report.must(first == planted.site, f"by folder, the first neuron is {first}, planted is {planted.site}")
 
 
 def _state(model: Any) -> list[Any]:
@@ -231,18 +247,18 @@ def _plant_dense(target: Target, layer: int, inputs: Tensor, written: Tensor) ->
 
 def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: int | None) -> None:
     """Set what the neuron writes; behind a norm, one dimension that the norm lets through."""
-    path = target.adapter.post_mlp_norm
-    if path is not None:
-        norm: Any = target.sub(layer, path)
-    elif target.adapter.adds:
-        down[NEURON] = written * 4 / target.factor(layer, expert)
-        return
-    else:  # the last norm of the layer is that of its output, which the others then leave to the neuron
-        norms: list[Any] = [part for part in target.layers[layer].modules() if "LayerNorm" in type(part).__name__]
+    adapter = target.adapter
+    if target.has_part(layer, adapter.post_mlp_norm):
+        norm: Any = target.sub(layer, adapter.post_mlp_norm or "")
+    elif target.config.model_type == "git":  # a norm closes its layers; the others leave a dimension to the neuron
+        norms: list[Any] = [part for part in target.layers[layer].modules() if isinstance(part, torch.nn.LayerNorm)]
         norm = norms.pop()
         for other in norms:
             other.weight[5] = other.bias[5] = 0
         target.mlp_part(layer, "down").bias[5] = 0  # type: ignore[index]
+    else:
+        down[NEURON] = written * 4 / target.factor(layer, expert)
+        return
     down[:, 5] = 0
     down[NEURON] = 0
     down[NEURON, 5] = 1
@@ -255,19 +271,37 @@ def _check_neurons(report: TypeReport, target: Target, planted: Planted, found: 
     if tuple(first or ()) != planted.site:
         return
     own = _removed(target, planted)
-    off = abs(found.neurons[0].contribution_norm / own - 1)
-    report.must(off < 1e-3, f"its contribution is off by {off:.2g} of an independent ablation")
+    _check_contribution(report, found.neurons[0].contribution_norm, own)
     report.must(found.neurons[0].causal, "it is not called causal")
+
+
+def _check_contribution(report: TypeReport, contribution: float, own: float) -> None:
+    off = abs(contribution / own - 1)
+    report.must(off < 1e-3, f"its contribution is off by {off:.2g} of an independent ablation")
+
+
+def _check_largest(report: TypeReport, target: Target, planted: Planted) -> None:
+    """Of all neurons of its layer, the planted one contributes most at the first token."""
+    ids = torch.tensor([[0, *range(20, 40)]])
+    view = view_layer(target, planted.layer, ids, torch.arange(21)[None] == 0)
+    contribution = contribution_norms(target, view)[0]
+    rank = contribution
+    if target.has_part(planted.layer, target.adapter.post_mlp_norm):
+        rank = view.post[0].abs() * column_norms_behind_the_norm(target, planted.layer)
+    largest = int(rank.argmax())
+    site = neuron_site(target, planted.layer, largest)
+    report.must(site == planted.site, f"the largest neuron is {site}, planted is {planted.site}")
+    _check_contribution(report, float(contribution[largest]), _removed(target, planted))
 
 
 def _removed(target: Target, planted: Planted) -> float:
     """Norm of what leaves the residual stream at the first token when the neuron is zeroed, by hooks of our own.
 
-    Behind a norm, which is not linear, it is what leaves the output of the down projection.
+    Behind a norm, or where the layer does more than add, it is what leaves the output of the down projection.
     """
     module = planted.module
     where = target.layers[planted.layer]
-    if target.adapter.post_mlp_norm is not None or not target.adapter.adds:
+    if target.has_part(planted.layer, target.adapter.post_mlp_norm) or not target.adapter.adds:
         where = module
     outputs: list[Tensor] = []
 
@@ -334,10 +368,11 @@ def _check_attention(report: TypeReport, target: Target) -> None:
         report.must(off < 1e-4, f"attention rows of layer {layer} are off by {off:.2g}")
 
 
-def _check_generation(report: TypeReport, target: Target) -> None:
+def _check_generation(report: TypeReport, target: Target, quick: bool) -> None:
     """`Full` gives the tokens of plain `generate`; the other policies and guards run, or are refused."""
     model, ids = target.hf, _ids()
-    options = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "pad_token_id": 2, "use_cache": True}
+    new = 4 if quick else 16
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 2, "use_cache": True}
     plain = model.generate(ids, **options)
 
     def under(policy: Any) -> Tensor:
@@ -348,7 +383,7 @@ def _check_generation(report: TypeReport, target: Target) -> None:
     if full is None:
         return
     report.must(torch.equal(full, plain), "Full gives other tokens than plain generate")
-    for name, make in POLICIES.items():
+    for name, make in list(POLICIES.items())[: 1 if quick else None]:
         output = report.attempt("policies", lambda make=make: under(make()))
         if output is not None:
             report.must(output.shape == plain.shape, f"{name} gives {output.shape[1]} tokens")

@@ -18,10 +18,8 @@ from .hard import (
     HardTruth,
     Site,
     _Build,
-    _full,
     _Kind,
     _sink,
-    _spike_way,
     _textbook,
     cancelling_pairs,
     hard,
@@ -297,6 +295,3 @@ def _logits_beside(b: _Build) -> HardTruth:
         assert layer.attn_sinks is not None
         layer.attn_sinks[others] = 8.0
     return replace(truth, note="A neuron circuit, and heads that give nearly all attention to a learned logit.")
-
-
-__all__ = ["BEYOND", "UNSEEN", "Beyond", "UnseenModel", "_full", "_spike_way", "unseen"]

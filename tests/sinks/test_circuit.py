@@ -95,7 +95,7 @@ def untrue(truth: PlantedCircuit) -> list[str]:
 
 
 CASES = [(name, family, seed) for name, families in CIRCUITS.items() for family in families for seed in (0, 1)]
-SLOW_KINDS = ("half_each", "idle_key_bias", "two_stages")
+SLOW_KINDS = ("half_each", "idle_key_bias", "two_stages", "window", "written_by_a_head")
 FAST = [(name, families[0], 0) for name, families in CIRCUITS.items() if name not in SLOW_KINDS]
 FAST.append(("two_stages", "neox", 0))  # layers without gates are faster
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in FAST]

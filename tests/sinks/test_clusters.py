@@ -36,7 +36,14 @@ def planted_heads(o: Organism, ids: np.ndarray) -> np.ndarray:
     return np.array([np.nan if group < 0 else o.truth.group_heads[group][0] for group in groups])
 
 
-@pytest.mark.parametrize(("family", "bos"), [("qwen3", False), ("gemma2", True), ("neox", False), ("mixtral", True)])
+@pytest.mark.parametrize(
+    ("family", "bos"),
+    [
+        ("qwen3", False),
+        ("gemma2", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("neox", False), ("mixtral", True))),
+    ],
+)
 def test_planted_groups_are_recovered_token_by_token(family: str, bos: bool) -> None:
     o = organism(family, 1, bos=bos)
     found = clusters_of(o)

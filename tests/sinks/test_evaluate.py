@@ -137,8 +137,6 @@ def test_random_patch_is_as_many_others_of_the_same_place(family: str, seed: int
     [
         ({"patch": None}, "no patch given: make one with `sinkscope patch make"),
         ({"patch": "none.json"}, "cannot read none.json"),
-        ({"pieces": 1}, "--pieces 1: expected a whole number from 2"),
-        ({"questions": 0}, "--questions 0: expected a whole number from 1"),
         ({"tasks": ["none.yaml"]}, "task file 'none.yaml' is not there"),
         ({"text": "short.txt"}, "give a longer --text"),
     ],

@@ -19,9 +19,15 @@ from organisms.hard import HARD, HardModel, depth, hard
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
 CASES = [(name, family) for name, families in HARD.items() for family in families]
-# Of each kind one family, so that every family has its turn; the others, and other seeds, are slow.
-DEEP = {"small_stages": "neox"}  # 28 layers and more: the family whose layers are the fastest
-FAST = [(name, DEEP.get(name, families[k % len(families)])) for k, (name, families) in enumerate(HARD.items())]
+# Of each kind one family, so that every family has its turn; the others, and other seeds, are slow. So are kinds that
+# differ little from one beside them, or that another test of the default run finds.
+LATER = {"small_stages", "double_backup", "or_marking", "delimiter_shared", "moe_shared", "moe_both", "two_rises"}
+LARGE = dict.fromkeys(("many_neurons", "gradual", "many_decoys"), "neox")  # the family whose layers are the fastest
+FAST = [
+    (name, LARGE.get(name, families[k % len(families)]))
+    for k, (name, families) in enumerate(HARD.items())
+    if name not in LATER
+]
 SEEDS = (0, 1, 2)
 ALSO = {"embedding_spike": {"token embedding"}}  # what else carries it: there the embedding is the spike
 
@@ -134,7 +140,11 @@ def test_streamed_layers_are_read_until_attention_agrees(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "family", "kind"), [("backup_next", "mixtral", nnsight_of), ("learned_logits", "gpt_oss", bridge_of)]
+    ("name", "family", "kind"),
+    [
+        ("backup_next", "mixtral", nnsight_of),
+        pytest.param("learned_logits", "gpt_oss", bridge_of, marks=pytest.mark.slow),
+    ],
 )
 def test_other_kinds_of_model(name: str, family: str, kind: Callable[[Any, Any], Any]) -> None:
     h = hard(name, family, 1)
@@ -197,8 +207,8 @@ def nothing_in(count: int, layers: tuple[int, ...]) -> None:
     assert not wrong and chance < 0.1 * count + 2, f"seed {seed}: {chance} by chance\n" + "\n".join(wrong)
 
 
-def test_six_ordinary_models_have_neither() -> None:
-    nothing_in(6, (4, 5))
+def test_four_ordinary_models_have_neither() -> None:
+    nothing_in(4, (4, 5))
 
 
 @pytest.mark.slow

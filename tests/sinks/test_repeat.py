@@ -257,14 +257,10 @@ def test_a_model_without_a_sink_is_an_answer() -> None:
         ({"tokens": ["poem"], "prefix": "a poem of"}, r"--prefix 'a poem of' contains the repeated token 'poem'"),
         ({"max_repeats": 2048}, r"--max-repeats 2048 and .* the context of .* is 2048: the largest is \d+$"),
         ({"prefix": "of " * 2048, "tokens": ["poem"]}, r"2\d\d\d tokens around them .*: give a shorter --prefix"),
-        ({"max_repeats": 0}, "--max-repeats 0: expected a whole number from 1"),
-        ({"seed": -1}, "--seed -1: expected a whole number from 0"),
-        ({"texts": 0}, "--texts 0"),
         ({"tokens": ["all"], "read": "distance"}, "--tokens all is read for its norm only"),
         ({"ablate": True, "read": "attention"}, "--ablate belongs to --read norm"),
         ({"patch": "p.json"}, "--patch belongs to --read probability"),
         ({"sample": 4}, "--sample 4 draws from the vocabulary: give --tokens all"),
-        ({"workers": 0}, "--workers 0"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(llama: Organism, options: dict[str, Any], message: str) -> None:
@@ -276,9 +272,25 @@ def test_bad_input_is_refused_in_one_line(llama: Organism, options: dict[str, An
 @pytest.mark.parametrize("option", ["--ablate", "--read=attention", "--read=distance", "--read=probability"])
 def test_the_command_gives_what_the_function_gives_also_streamed(two: Organism, option: str, tmp_path: Path) -> None:
     word, read = word_of(two, 0), option.removeprefix("--read=")
-    live = measured(two, tokens=[word], max_repeats=40, ablate=read == option, read="norm" if read == option else read)
+    more, short = dict[str, Any](), list[str]()
+    if read == "probability":
+        more, short = {"answer_after": [5], "new_tokens": 4}, ["--answer-after", "5", "--new-tokens", "4"]
+    read_or_norm = "norm" if read == option else read
+    live = measured(two, tokens=[word], max_repeats=40, ablate=read == option, read=read_or_norm, **more)
     folder, out, html = two.save(tmp_path / "model"), tmp_path / "r.json", tmp_path / "r.html"
-    words = ["repeat", option, "--model", str(folder), "--tokens", word, "--max-repeats", "40", "--json", str(out)]
+    words = [
+        "repeat",
+        option,
+        "--model",
+        str(folder),
+        "--tokens",
+        word,
+        "--max-repeats",
+        "40",
+        "--json",
+        str(out),
+        *short,
+    ]
     assert main([*words, "--html", str(html), *["--all-layers"] * (read == "distance")]) == 0
     loaded = Result.load(out)
     assert isinstance(loaded, Repeat) and loaded.to_dict() == json.loads(out.read_text())

@@ -226,8 +226,6 @@ def test_separates_is_said_only_of_what_beats_its_control(seed: int, area: float
 def test_bad_input_is_one_line() -> None:
     dense, mixture = organism("llama", 1), organism("mixtral", 1)
     for o, options, reason in (
-        (dense, {"count": 3}, r"--count 3: expected a whole number from 4"),
-        (dense, {"texts": 1}, r"--texts 1: expected a whole number from 2"),
         (dense, {"layer": 99}, r"layer 99 is not in .*: give one from 0 to \d"),
         (dense, {"neuron": "L0.N99999"}, "give one from 0 to"),
         (dense, {"neuron": "7"}, "expected a neuron such as L1.N338"),

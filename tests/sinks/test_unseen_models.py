@@ -28,12 +28,10 @@ CASES = [(name, family) for name, families in UNSEEN.items() for family in famil
 FAST = (
     ("second_position", "gpt2"),
     ("some_first_tokens", "mixtral"),
-    ("some_marks", "neox"),
     ("late_readers", "gpt2"),
     ("other_windows", "gemma2"),
     ("amplified", "llama"),
     ("embedded_delimiter", "qwen3"),
-    ("logits_beside", "gpt_oss"),
 )
 
 

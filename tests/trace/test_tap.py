@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from intervention_kit import bridge_of
 from kv_kit import Drawn, Ragged, close, decode, positions, prompts, under, window_of
 from kv_kit import shallow_of as model_of
-from organisms.tiny import tiny_model
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
@@ -147,25 +145,6 @@ def test_rows_under_a_policy_are_those_over_what_it_keeps(policy: Any, family: s
                     spread[where[where >= 0] + pad] = rows[row, head, 0, where >= 0]
                     torch.testing.assert_close(spread, own[layer][row, head, PROMPT + step], atol=2e-5, rtol=0)
                     assert not rows[row, head, 0, where < 0].any()
-
-
-@pytest.mark.parametrize("policy", [H2O(budget=6), Drawn(budget=6)], ids=lambda p: type(p).__name__)
-def test_on_a_bridge(policy: Any) -> None:
-    model = model_of("llama")
-    bridge = bridge_of(model, tiny_model("llama")[1])
-    ids, mask = prompts([12], 3)
-    found = []
-    for kind in (model, bridge):
-        shown, cache = Shown(), DynamicCache()
-        with policy.on(kind), attention_rows(Target.of(kind), shown), torch.no_grad():
-            for at in (slice(0, 12), slice(12, 13), slice(13, 14)):
-                kind(ids[:, at], attention_mask=mask[:, : at.stop], past_key_values=cache, use_cache=True)
-        found.append(shown)
-    assert [len(shown.calls) for shown in found] == [3, 3]
-    for call in range(3):
-        for layer in range(2):
-            torch.testing.assert_close(found[0].rows(call, layer), found[1].rows(call, layer), atol=3e-6, rtol=0)
-    assert found[0].rows(2, 0).shape[-1] == 7
 
 
 def test_what_a_measurement_refuses() -> None:
