@@ -20,7 +20,7 @@ from typing import Any
 import jaxtyping
 from beartype import beartype
 
-MANY = 30
+MANY = 10
 _calls: Counter[int] = Counter()  # of each function in this test, by the id of its code, whose hash takes long
 _context = functools.partial(jaxtyping.jaxtyped, "context")
 _SHAPED: dict[int, bool] = {}  # does a function name shapes?

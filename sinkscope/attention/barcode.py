@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from sinkscope.attention.texts import Loop, ordinary_ids, prompt_ids
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.notation import agreeing
 from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import decode, watched
 from sinkscope.kv.session import AttentionRows, Observe
@@ -234,8 +235,9 @@ class Barcode(Result):
         control = "no control was run"
         if "control_score" in best:
             control = f"in ordinary text {best['control_score']:.0%}"
+        lock = agreeing(len(self.locked), "locks", "lock")
         return (
-            f"{len(self.locked)} of {self.score.size} heads lock onto the loop of period {self.period}; "
+            f"{len(self.locked)} of {self.score.size} heads {lock} onto the loop of period {self.period}; "
             f"L{best['layer']}.H{best['head']} puts {best['score']:.0%} of its attention where it was one period "
             f"before ({control})."
         )

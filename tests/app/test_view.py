@@ -30,6 +30,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import neuron_name
 from sinkscope.files.result import Result
 from sinkscope.sinks.first_token.circuit import circuit
+from sinkscope.sinks.first_token.circuit_result import Circuit
 
 CLICK = "document.querySelector('{}').click()"
 PICTURE = "document.querySelector('#rows').toDataURL()"
@@ -156,7 +157,7 @@ def bundled() -> Explorer:
 @pytest.fixture(scope="module")
 def view(bundled: Explorer) -> ModelView:
     """The model in the package on a short text, with its circuit and a generation."""
-    bundled.circuit = circuit.on(bundled.setup, max_repeats=16)
+    bundled.circuit = Circuit.load(Path(__file__).parents[2] / "figures/circuit.json")
     text = "A class is a block. A block is a piece of text."
     return replace(bundled.view(text), generation=bundled.generation(12))
 

@@ -11,6 +11,7 @@ from einops import rearrange, reduce, repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.files.notation import agreeing
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.sinks.chunks import ChunkRun, ChunkWork, Columns, hold_layers, in_chunks, token_texts
@@ -136,10 +137,8 @@ class TokenClusters:
             return f"The mark is not made by the heads of layer 0: {control}."
         if not served:
             return f"No single head of layer 0 fires the sink neuron for any token; {control}."
-        return (
-            f"One of {len(self.heads)} heads of layer 0 fires the sink neuron alone for {served} of {len(self.ids)} "
-            f"tokens; {control}."
-        )
+        heads = agreeing(len(self.heads), "One head", f"One of {len(self.heads)} heads")
+        return f"{heads} of layer 0 fires the sink neuron alone for {served} of {len(self.ids)} tokens; {control}."
 
 
 def find_clusters(

@@ -15,6 +15,8 @@ from sinkscope.sinks.tokens import left_out_line
 CONTROL_DRAWS = 20  # random control sets of the same size for every ablation
 SINK_HEADS = 2  # an attention sink needs at least this many heads
 SHORT = 64  # length of the texts in which attention is read first (Gu et al. 2024)
+MOST_HEADS = 0.9  # of the attending heads lose half of their attention without a spike that "the heads" attend to
+NAMED, FIRST_NAMED = 5, 3  # neurons that a conclusion names; if there are more, the first of them
 RATE_EPS = 0.3  # mean attention above which a head attends to a position (Gu et al. 2024)
 Sites = tuple[tuple[int, ...], ...]
 """Neurons as interventions take them: (layer, neuron), or (layer, expert, neuron) in a mixture."""
@@ -548,13 +550,16 @@ class FindSinks(Result):
                 return f"norms stand out at {listed(self.later_sinks)}, not at the first token"
         elif sink is not None and not sink.where:
             what = "the spike that the heads attend to"
+            if minimal is not None and minimal.heads_lost is not None and minimal.heads_lost < MOST_HEADS:
+                what = f"the spike that {minimal.heads_lost:.0%} of the attending heads need"
         if minimal is not None and minimal.makes_the_spike:
             count = len(minimal.sites)
             makes = f"{agreeing(count, 'makes', 'make')} {what}"
             if spike.begun_by is not None:
                 makes = f"{agreeing(count, 'amplifies', 'amplify')} the spike that the {spike.begun_by} begins"
+            names = listed(minimal.sites, count if count <= NAMED else FIRST_NAMED)
             return (
-                f"{minimal.names} {makes}; zeroing {agreeing(count, 'it', 'them')} removes "
+                f"{names} {makes}; zeroing {agreeing(count, 'it', 'them')} removes "
                 f"{minimal.drop_sink_layer:.1%} of its norm, random neurons at most {minimal.control:.1%}"
             )
         size = f"{spike.ratio:.0f} times the typical one"
