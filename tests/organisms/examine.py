@@ -247,18 +247,10 @@ def _plant_dense(target: Target, layer: int, inputs: Tensor, written: Tensor) ->
 
 def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: int | None) -> None:
     """Set what the neuron writes; behind a norm, one dimension that the norm lets through."""
-    adapter = target.adapter
-    if target.has_part(layer, adapter.post_mlp_norm):
-        norm: Any = target.sub(layer, adapter.post_mlp_norm or "")
-    elif target.config.model_type == "git":  # a norm closes its layers; the others leave a dimension to the neuron
-        norms: list[Any] = [part for part in target.layers[layer].modules() if isinstance(part, torch.nn.LayerNorm)]
-        norm = norms.pop()
-        for other in norms:
-            other.weight[5] = other.bias[5] = 0
-        target.mlp_part(layer, "down").bias[5] = 0  # type: ignore[index]
-    else:
+    if not target.has_part(layer, target.adapter.post_mlp_norm):
         down[NEURON] = written * 4 / target.factor(layer, expert)
         return
+    norm: Any = target.sub(layer, target.adapter.post_mlp_norm or "")
     down[:, 5] = 0
     down[NEURON] = 0
     down[NEURON, 5] = 1
