@@ -50,6 +50,10 @@ class NotInferredError(Exception):
     """The message says what was not found, as the end of a sentence about the model."""
 
 
+class NoAttentionError(NotInferredError):
+    """There is nothing that an adapter could name."""
+
+
 # -- one layer, called again ---------------------------------------------------------------------------------------
 
 
@@ -545,6 +549,9 @@ def _mixture(stage: _Stage) -> _Mixture | None:
         experts = experts_of(passage.module)
         if experts is None or passage.gave is None:
             continue
+        if passage.gave.shape[-1] != stage.d_model:
+            given, stream = passage.gave.shape[-1], stage.d_model
+            raise NotInferredError(f"its experts give {given} numbers a token, and its residual stream has {stream}")
         if passage.gave.shape != stage.output.shape or not _is_recomputed(stage, passage, experts):
             other = other or type(passage.module).__name__
             continue
@@ -617,7 +624,7 @@ def _attention(stage: _Stage, tap: _Tap) -> _Heads | None:
     if not seen:
         return None
     if len(seen) > 1:
-        raise NotInferredError(f"layer {stage.number} attends {len(seen)} times")
+        raise NotInferredError(f"layer {stage.number} computes attention {len(seen)} times")
     clean = seen[0]
     heads = _Heads(stage.paths[clean.module], has_sinks=clean.settings.get("s_aux") is not None)
     roles = dict[str, str]()
@@ -904,6 +911,10 @@ def stack_of(hf: nn.Module) -> str:
 
 
 def _not_inferred(model: Any, error: NotInferredError) -> UnsupportedError:
+    if isinstance(error, NoAttentionError):
+        return UnsupportedError(
+            f"model type {model.config.model_type!r} is not served: {error}", page="unsupported-model"
+        )
     return UnsupportedError(
         f"model type {model.config.model_type!r} has no adapter, and none could be inferred: {error}; write one with "
         "sinkscope.models.adapters.register (see docs/extending.md)",
@@ -979,7 +990,7 @@ def _infer(model: Any) -> Adapter:
         found = dict.fromkeys(_weighing(stage) for stage in _stages(target))
     path = "|".join(path for path in found if path is not None)
     if not path:
-        raise NotInferredError("no softmax attention was found in its layers, so there is no attention sink to find")
+        raise NoAttentionError("no softmax attention was found in its layers, so there is no attention sink to find")
     outside = replace(target, adapter=replace(draft, attn=path, attention_interface=False))
     with eager(outside), listening(outside, tap.see):
         stages = _stages(outside)
