@@ -102,6 +102,17 @@ def parse_device(device: torch.device | str | None) -> torch.device:
     raise SinkscopeError(f"device {str(device)!r} is not there; this machine has {', '.join(here)}", page="no-device")
 
 
+def causal_class(config: Any) -> Any:
+    """What loads a causal language model: the class that a configuration names where transformers lists none for it."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    for name in getattr(config, "architectures", None) or []:
+        if name.endswith("ForCausalLM") and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            return getattr(transformers, name, transformers.AutoModelForCausalLM)
+    return transformers.AutoModelForCausalLM
+
+
 def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
     """Check that `raw`, the content of config.json, belongs to a causal language model.
 

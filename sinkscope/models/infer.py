@@ -497,7 +497,7 @@ def _norm_behind(stage: _Stage, mlp: str, changes: dict[str, Tensor], layer: Ten
             continue
         if _is_same(layer, change):
             return passage.path
-        if _is_equal(passage.read, given):
+        if _is_equal(passage.read, given) and not _is_equal(passage.gave, given):  # dropout gives what it reads
             readers.append(passage.path)
     return next(iter(readers), None)
 
@@ -640,8 +640,12 @@ def _attention(stage: _Stage, tap: _Tap) -> _Heads | None:
     return heads
 
 
-def _opaque_attention(stage: _Stage) -> _Heads | None:
-    """Attention outside the interface: a module whose second output are weights; o reads what they weight."""
+def _weighing(stage: _Stage) -> str | None:
+    """Path of the module that returns attention weights as its second output; None if none does.
+
+    Raises:
+        NotInferredError: Tokens attend to later ones.
+    """
     weights: dict[str, Tensor] = {}
 
     def see(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
@@ -649,29 +653,14 @@ def _opaque_attention(stage: _Stage) -> _Heads | None:
             if output[1].shape[-2:] == (_LENGTH, _LENGTH):
                 weights[stage.paths[module]] = output[1].clone()
 
-    watched: list[_Hook] = [(module, "post", see) for module in stage.paths]
-    stage.run(*watched)
+    stage.run(*[(module, "post", see) for module in stage.paths])
     inside = [path for path in weights if path]
     if not inside:
         return None
-    heads = _Heads(max(inside, key=len))
-    clean = weights[heads.attn]
-    linear = [part for part in stage.clean if _contains(heads.attn, part.path) and _widths(part.module) is not None]
-    for passage in linear:
-        stage.run(_edit_output(passage.module, _scramble), *watched)
-        moved = (weights[heads.attn] - clean).abs().amax((0, 1)) > 1e-6
-        if moved[:_POSITION].any():
-            raise NotInferredError("its attention sees later tokens")
-        if moved[_POSITION + 1 :, _POSITION].any() and moved[_POSITION, : _POSITION - 1].any():
-            heads.fused = heads.fused or passage.path
-        elif moved[_POSITION + 1 :].any():
-            heads.k = passage.path
-        elif moved.any():
-            heads.q = passage.path
-        elif passage is not linear[-1]:
-            heads.v = passage.path
-    heads.o = linear[-1].path
-    return heads
+    path = max(inside, key=len)
+    if weights[path].triu(1).any():
+        raise NotInferredError("its attention sees later tokens")
+    return path
 
 
 def _scramble(tensor: Tensor) -> None:
@@ -834,7 +823,7 @@ class _Kind:
                 "o": heads.o,
             }
             constants["learned_sinks"] = heads.has_sinks
-            if middle is not None and not _contains(heads.attn, middle.writer):
+            if middle is not None and not _contains(heads.attn, middle.writer) and middle.writer != heads.o:
                 paths["post_attn_norm"] = middle.writer
         adds = write is None or write.adds
         return cls(stage.number, frozenset(stage.paths.values()) - {""}, paths, constants, adds)
@@ -998,13 +987,14 @@ def _infer(model: Any) -> Adapter:
         if any(heads):
             return _merged(draft, stages, heads)
     with eager(target):
-        stages = _stages(target)
-        heads = [_opaque_attention(stage) for stage in stages]
-        if not any(heads):
-            raise NoAttentionError(
-                "no softmax attention was found in its layers, so there is no attention sink to find"
-            )
-        return replace(_merged(draft, stages, heads), attention_interface=False)
+        found = dict.fromkeys(_weighing(stage) for stage in _stages(target))
+    path = "|".join(path for path in found if path is not None)
+    if not path:
+        raise NoAttentionError("no softmax attention was found in its layers, so there is no attention sink to find")
+    outside = replace(target, adapter=replace(draft, attn=path, attention_interface=False))
+    with eager(outside), listening(outside, tap.see):
+        stages = _stages(outside)
+        return _merged(outside.adapter, stages, [_attention(stage, tap) for stage in stages])
 
 
 def _token_ids(target: Target) -> Int[Tensor, "1 pos"]:

@@ -20,6 +20,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError, is_out_of_memory
 from sinkscope.files.console import note
 from sinkscope.models.checkpoint import LocalFiles, local_files
 from sinkscope.models.config import (
+    causal_class,
     check_finite,
     check_vocabulary,
     float32_by_default,
@@ -197,9 +198,9 @@ def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[st
 
 
 def _weights(source: ModelSource, files: LocalFiles, config: Any, options: dict[str, Any]) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText
 
-    auto: Any = AutoModelForCausalLM
+    auto = causal_class(config)
     if reads_images(config.model_type):
         auto = AutoModelForImageTextToText
     if files.gguf is not None:

@@ -524,6 +524,8 @@ def _distance_from_output(target: Target, layer: int) -> float:
                     output = attn(moved, *args[1:], **kwargs)
                 else:
                     output = attn(**{**kwargs, "hidden_states": moved})
+                if len(heads) == len(all_weights):  # what they weight leaves the module as it is
+                    keep_heads(output[0])
                 all_weights.append(output[1][0].double().roll(-shift, -1))
     weights = torch.cat(all_weights, 1)
     output = rearrange(torch.cat(heads), "row head width -> head row width")

@@ -686,7 +686,7 @@ def _tapped_outside(target: Target) -> Iterator[frozenset[int]]:
 
     modules: dict[int, Any] = {}
     for layer in range(target.n_layers):
-        if target.has_attention(layer):
+        if target.has_part(layer, target.adapter.attn):
             modules[layer] = target.sub(layer, target.adapter.attn)
     with _LOCK:
         stack = ExitStack()
