@@ -607,12 +607,12 @@ class Target:
 
         with ExitStack() as stack:
             for layer in self.layers[:count]:
-                own = layer.__dict__.get("forward")  # some libraries replace it as well
-                layer.forward = passed_on
-                if own is None:
-                    stack.callback(layer.__delattr__, "forward")
+                attributes = vars(layer)  # a bridge hands what is set on it to the module inside
+                if "forward" in attributes:  # some libraries replace it as well
+                    stack.callback(attributes.update, forward=attributes["forward"])
                 else:
-                    stack.callback(layer.__setattr__, "forward", own)
+                    stack.callback(attributes.pop, "forward")
+                attributes["forward"] = passed_on
             yield
 
     @staticmethod
