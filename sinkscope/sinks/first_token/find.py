@@ -91,11 +91,8 @@ def find_sinks(
     verified = VerifiedNeurons()
     while True:
         # In which layers is the spike built, and which heads attend to the first token?
-        target = setup.target
-        reading = None
-        if not whole and len(target.layers) == target.n_layers:  # else more layers may be loaded while they are read
-            reading = AttentionReading(target, setup.ids, RATE_EPS)
-        listening = None if reading is None else reading.listening(slice(None), target.n_layers)
+        reading = _reading(setup, whole)
+        listening = None if reading is None else reading.listening(slice(None), setup.target.n_layers)
         context = SinkContext.read(setup, whole=whole, listening=listening)
         scan = context.scan
         depth = len(scan.layers)
@@ -161,6 +158,14 @@ def find_sinks(
         sink_rate=sink_rate,
         published=_published(setup.target.name, scan.sink_layer, verified),
     )
+
+
+def _reading(setup: Setup, whole: bool) -> AttentionReading | None:
+    """Takes the attention of the layers as they are scanned; None if more may be loaded meanwhile, or all are read."""
+    target = setup.target
+    if whole or len(target.layers) < target.n_layers:
+        return None
+    return AttentionReading(target, setup.ids, RATE_EPS)
 
 
 def _in_longer_texts(setup: Setup, received: AttentionReceived) -> tuple[AttentionReceived, tuple[int, ...]]:
