@@ -115,7 +115,7 @@ class LoopGuard(Intervention):
     max_level: Whole = 0
     copies: Annotated[int | float, Field(ge=2)] = 2
     escalate: Escalation = "draw"
-    draws: Natural = 8
+    draws: Natural = 64
     min_p: Share = 0.1
     ban_length: Annotated[int, Field(ge=2)] = 4
     rewind: bool | None = None
