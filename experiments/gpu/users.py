@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 from experiments.gpu.steps import Steps, clock, kept, loaded, options
 from sinkscope.attention.barcode import barcode
+from sinkscope.files.notation import read_neuron
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Full, StreamingLLM, policies
@@ -29,6 +30,7 @@ from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.circuit import circuit
+from sinkscope.sinks.first_token.circuit_result import NEURONS, Circuit
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.trace.run import trace
 
@@ -122,6 +124,11 @@ def generated(target: Target, edit: Intervention | None, args: argparse.Namespac
     }
 
 
+def neuron_layers(found: Circuit) -> set[int]:
+    """Layers of the neurons that make a spike."""
+    return {read_neuron(row["source"])[0] for row in found.rows() if row["step"] == NEURONS}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
 
@@ -151,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps.do("find-sinks, in memory", lambda: sinks(find_sinks(target.hf), truth))
     steps.do("equalities", lambda: equalities(target, args.prompt, 24, args.dtype))
     steps.do("patch", lambda: patched(target, truth, args.repeats))
-    steps.do("circuit", lambda: {"right": circuit(target.hf).sink_layer == layer})
+    steps.do("circuit", lambda: {"right": layer in neuron_layers(circuit(target.hf))})
     steps.do("barcode", lambda: {"right": bool(barcode(target.hf, max_new_tokens=args.steps, control=False).rows())})
     steps.do("generate", lambda: generated(target, None, args))
     for name, edit in edits.items():
