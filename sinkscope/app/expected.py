@@ -120,7 +120,7 @@ def gigabytes(number: int) -> str:
 
 def _duration(seconds: float) -> str:
     if seconds < 90:
-        return counted(round(seconds), "second")
+        return counted(max(1, round(seconds)), "second")
     if seconds < 5400:
         return f"{seconds / 60:.0f} minutes"
     return f"{seconds / 3600:.1f} hours"
