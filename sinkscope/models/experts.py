@@ -45,6 +45,8 @@ class Experts:
     TRANSPOSED: ClassVar[bool] = False
     """Whether weights are stored input x output, if the module does not say."""
     GATED: ClassVar[bool] = True
+    ACTIVATION: ClassVar[str] = "act_fn"
+    """Where the module has its activation function."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -76,10 +78,10 @@ class Experts:
 
     def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Routed:
         """What a call with these arguments means: hidden states, chosen experts and their weights, by any names."""
-        hidden, chosen, weights = (*args, *kwargs.values())[:3]
+        _, chosen, weights = (*args, *kwargs.values())[:3]
         by_expert = weights.new_zeros(len(weights), self.count + 1)  # one more: "no expert" under sharding
         by_expert.scatter_add_(1, chosen.long().clamp(max=self.count), weights)
-        return Routed(hidden.reshape(-1, hidden.shape[-1]), by_expert[:, : self.count])
+        return Routed(_tokens(args, kwargs), by_expert[:, : self.count])
 
     def rows(
         self, expert: int, neurons: list[int] | None = None
@@ -111,7 +113,7 @@ class Experts:
     def activate(self, *factors: Float[Tensor, "token neuron"]) -> Float[Tensor, "token neuron"]:
         """`hook_post` before the routing weight: the experts' own activation, which has clamps and offsets in some."""
         if not hasattr(self.module, "_apply_gate"):
-            return self.module.act_fn(factors[0]) * factors[1]
+            return attrgetter(self.ACTIVATION)(self.module)(factors[0]) * factors[1]
         order = "(neuron half)"
         if self._is_concatenated:
             order = "(half neuron)"
@@ -166,6 +168,7 @@ class ScaledInputExperts(Experts):
 
     PARTS: ClassVar[tuple[str, ...]] = ("experts.gate_up_proj", "experts.down_proj", "router", "shared_expert")
     TRANSPOSED: ClassVar[bool] = True
+    ACTIVATION: ClassVar[str] = "experts.act_fn"
 
     @property
     def _down(self) -> Any:  # [expert neuron d_model]
@@ -177,14 +180,9 @@ class ScaledInputExperts(Experts):
 
     def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Routed:
         """The router is asked again."""
-        hidden = (*args, *kwargs.values())[0]
-        hidden = hidden.reshape(-1, hidden.shape[-1])
+        hidden = _tokens(args, kwargs)
         scores = self.module.router(hidden)[0]
         return Routed(hidden, (scores > 0).to(scores), scores)
-
-    def activate(self, *factors: Float[Tensor, "token neuron"]) -> Float[Tensor, "token neuron"]:
-        """Activated gate times up."""
-        return self.module.experts.act_fn(factors[0]) * factors[1]
 
     def beside(self, hidden: Float[Tensor, "token d_model"]) -> Float[Tensor, "token d_model"]:
         """What the shared expert writes."""
@@ -196,6 +194,7 @@ class StackedExperts(Experts):
 
     PARTS: ClassVar[tuple[str, ...]] = ("mlp.w1", "mlp.v1", "mlp.w2", "num_experts")
     TRANSPOSED: ClassVar[bool] = True
+    ACTIVATION: ClassVar[str] = "mlp.activation_fn"
 
     @property
     def _down(self) -> Any:  # [expert neuron d_model]
@@ -213,15 +212,12 @@ class StackedExperts(Experts):
             halves.append((rows, None))
         return halves
 
-    def activate(self, *factors: Float[Tensor, "token neuron"]) -> Float[Tensor, "token neuron"]:
-        """Activated gate times up."""
-        return self.module.mlp.activation_fn(factors[0]) * factors[1]
-
 
 class SortedExperts(Experts):
     """Experts that read tokens sorted by expert, `input_linear` and `output_linear` (JetMoE); the whole mixture."""
 
     PARTS: ClassVar[tuple[str, ...]] = ("input_linear.weight", "output_linear.weight", "router", "bias")
+    ACTIVATION: ClassVar[str] = "activation"
 
     @property
     def _down(self) -> Any:  # [expert d_model neuron]
@@ -233,8 +229,7 @@ class SortedExperts(Experts):
 
     def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Routed:
         """The router is asked again."""
-        hidden = (*args, *kwargs.values())[0]
-        hidden = hidden.reshape(-1, hidden.shape[-1])
+        hidden = _tokens(args, kwargs)
         _, tokens, gates, counts, _ = self.module.router(hidden)
         experts = torch.arange(self.count, device=hidden.device)
         experts = experts.repeat_interleave(torch.tensor(counts, device=hidden.device))
@@ -242,13 +237,15 @@ class SortedExperts(Experts):
         weight[tokens, experts] = gates
         return Routed(hidden, weight)
 
-    def activate(self, *factors: Float[Tensor, "token neuron"]) -> Float[Tensor, "token neuron"]:
-        """Activated gate times up."""
-        return self.module.activation(factors[0]) * factors[1]
-
     def beside(self, hidden: Float[Tensor, "token d_model"]) -> Float[Tensor, " d_model"]:
         """The bias of the mixture."""
         return self.module.bias
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float[Tensor, "token d_model"]:
+    """The hidden states of a call, which come first, by whatever name."""
+    hidden = (*args, *kwargs.values())[0]
+    return hidden.reshape(-1, hidden.shape[-1])
 
 
 LAYOUTS = (Experts, UngatedExperts, ScaledInputExperts, StackedExperts, SortedExperts)

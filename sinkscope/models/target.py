@@ -230,13 +230,7 @@ class Target:
 
     def head_columns(self, layer: int, head: int) -> list[int]:
         """The inputs of the output projection that hold a head; layers may have heads of different widths."""
-        projection: Any = self.output_projection(layer)
-        weight = plain_weight(projection)
-        if weight is None:
-            inputs = projection.in_features
-        else:
-            inputs = weight.shape[0 if self.adapter.transposed_down else 1]
-        width = int(inputs) // self.n_heads
+        width = self._inputs(self.output_projection(layer)) // self.n_heads
         return list(range(head * width, (head + 1) * width))
 
     def has_neurons(self, layer: int) -> bool:
@@ -459,10 +453,13 @@ class Target:
         """Number of neurons of an expert; for None, of the layer's dense MLP or shared expert."""
         if expert is not None:
             return self.experts(layer).width
-        down = self.mlp_part(layer, "down")
-        weight = plain_weight(down)
+        return self._inputs(self.mlp_part(layer, "down"))
+
+    def _inputs(self, projection: nn.Module) -> int:
+        """Width of what a projection out of the layer reads."""
+        weight = plain_weight(projection)
         if weight is None:
-            linear: Any = getattr(down, "base_layer", down)  # quantised, or inside an adapter
+            linear: Any = getattr(projection, "base_layer", projection)  # quantised, or inside an adapter
             return int(linear.in_features)
         return int(weight.shape[0 if self.adapter.transposed_down else 1])
 

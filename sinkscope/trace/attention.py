@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -371,7 +371,7 @@ class OwnAttention(Attention):
     @property
     def scaling(self) -> float:
         """Factor on the scores, as the scores of the last query say."""
-        return self._fit()[0]
+        return self._fit[0]
 
     @property
     def is_biased(self) -> bool:
@@ -408,6 +408,7 @@ class OwnAttention(Attention):
         assert self.view is not None and self.view.columns is not None
         return bias_at(self._own.bias, self.view.pos, self.view.columns)
 
+    @cached_property
     def _fit(self) -> tuple[float, float]:
         """The factor between products and scores of the last query, and how far these are from it, relatively."""
         scores = self._own.scores(slice(self.queries - 1, self.queries)).float()
@@ -424,7 +425,7 @@ class OwnAttention(Attention):
 
     @property
     def _is_fitted(self) -> bool:
-        return self._fit()[1] <= 1e-4 + 16 * torch.finfo(self.value.dtype).eps
+        return self._fit[1] <= 1e-4 + 16 * torch.finfo(self.value.dtype).eps
 
     def stock(self, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The module's own attention."""
