@@ -244,7 +244,7 @@ class CacheLayer(DynamicLayer):
         """Add what `extra(name)` gives to a new tensor, which replaces it."""
         earlier = self._extras.get(name)
         if earlier is not None:
-            values[..., : earlier.shape[-1]] += earlier
+            values.narrow(-1, 0, earlier.shape[-1]).add_(earlier)
         self._extras[name] = values
 
     def _with_new_slots(self, values: Tensor) -> Tensor:
@@ -365,6 +365,32 @@ class CacheLayer(DynamicLayer):
         self._growing_keys = other._growing_keys
         self._growing_values = other._growing_values
         self._growing_pos = other._growing_pos
+
+    @classmethod
+    def joined(cls, layers: list[CacheLayer]) -> CacheLayer:
+        """The positions and extras of layers without holes, as those of the rows of one; its keys are the first's."""
+        joined = cls()
+        joined.keys = layers[0].keys
+        joined.whole = True
+        joined._pos = torch.cat([kv.pos for kv in layers])
+        for name in layers[0]._extras:
+            joined._extras[name] = torch.cat([kv.extra(name) for kv in layers])
+        return joined
+
+    def evict_joined(self, layers: list[CacheLayer], keep: Bool[Tensor, "row kv_head slot"], count: int) -> None:
+        """Free every slot that is not kept in the layers that were joined here; each head keeps `count`."""
+        kept = keep.view(len(layers), -1)
+        index = torch.nonzero_static(kept, size=keep.shape[0] * keep.shape[1] * count)[:, 1].view(len(layers), -1)
+        shape = (len(layers), *layers[0].keys.shape[:2], count)
+        pos = self.pos.view(len(layers), -1).gather(1, index).view(shape)
+        extras = {
+            name: values.view(len(layers), -1).gather(1, index).view(shape) for name, values in self._extras.items()
+        }
+        for number, kv in enumerate(layers):
+            kv._extras = {}
+            kv.keep_only(KeptSlots(index[number], count, False, pos[number]))
+            for name, values in extras.items():
+                kv._extras[name] = values[number]
 
     def copy(self) -> CacheLayer:
         """Copy the layer as it is now. Both share their tensors, because every change creates new ones."""
