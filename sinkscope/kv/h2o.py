@@ -44,7 +44,7 @@ class H2O(Policy):
     def _add(self, rows: AttentionRows) -> None:
         if rows.kv is None:  # a call without a cache
             return
-        kv_heads = rows.pos.shape[1]
+        kv_heads = rows.kv.keys.shape[1]
         probs = rows.probs
         if probs.shape[2] == 1 and rows.kv.whole:  # a single token, which is no padding
             received = self.group(probs.flatten(1, 2), kv_heads)
