@@ -587,9 +587,7 @@ class StateCacheLayer(LinearAttentionAndFullAttentionLayer, CacheLayer):
         CacheLayer.crop(self, tokens_to_remove)
 
 
-def _flat_slots(
-    keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool
-) -> Int[Tensor, "batch kv_head kept"]:
+def _flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool) -> Int[Tensor, "batch kv_head kept"]:
     """Indices among all slots of all rows and heads: `most` of each, the kept ones last."""
     batch, kv_heads, slots = keep.shape
     if not ragged:
