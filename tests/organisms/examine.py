@@ -246,12 +246,17 @@ def _plant_dense(target: Target, layer: int, inputs: Tensor, written: Tensor) ->
 
 
 def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: int | None) -> None:
-    """Set what the neuron writes; behind a norm, one dimension that the norm lets through."""
+    """Set what the neuron writes; behind a norm, one dimension that the norm lets through and no other neuron writes."""
     if not target.has_part(layer, target.adapter.post_mlp_norm):
         down[NEURON] = written * 4 / target.factor(layer, expert)
         return
     norm: Any = target.sub(layer, target.adapter.post_mlp_norm or "")
     down[:, 5] = 0
+    for other in range(target.n_experts(layer)):
+        expert_views(target.sub(layer, target.adapter.experts or ""), other).down[:, 5] = 0
+    if target.has_shared(layer):
+        shared: Any = target.mlp_part(layer, "down")
+        shared.weight[5] = 0
     down[NEURON] = 0
     down[NEURON, 5] = 1
     norm.weight[5] = 50
