@@ -822,7 +822,6 @@ class _Kind:
                 "fused_qkv": heads.fused,
                 "o": heads.o,
             }
-            constants["learned_sinks"] = heads.has_sinks
             if middle is not None and not _contains(heads.attn, middle.writer) and middle.writer != heads.o:
                 paths["post_attn_norm"] = middle.writer
         adds = write is None or write.adds
@@ -1091,6 +1090,7 @@ def _merged(draft: Adapter, stages: list[_Stage], heads: list[_Heads | None]) ->
             if settings.setdefault(name, value) != value:
                 raise NotInferredError(f"{name!r} of the adapter is {settings[name]} in one layer, {value} in another")
     settings["adds"] = all(kind.adds for kind in kinds)
+    settings["learned_sinks"] = any(of_layer is not None and of_layer.has_sinks for of_layer in heads)
     return replace(draft, **settings, absolute_positions=_is_absolute(stages[0].target))
 
 

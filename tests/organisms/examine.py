@@ -361,8 +361,36 @@ def _check_attention(report: TypeReport, target: Target) -> None:
     for layer, site in zip(layers, sites, strict=True):
         if layer not in own:
             continue
-        off = float((rows[site].float() - own[layer].float()).abs().max())
+        shown, weights = rows[site].float(), own[layer].float()
+        if target.adapter.learned_sinks:
+            _check_learned_share(report, target, layer, shown)
+            shown, weights = shown / shown.sum(-1, keepdim=True), weights / weights.sum(-1, keepdim=True)
+        off = float((shown - weights).abs().max())
         report.must(off < 1e-4, f"attention rows of layer {layer} are off by {off:.2g}")
+
+
+def _check_learned_share(report: TypeReport, target: Target, layer: int, rows: Tensor) -> None:
+    """Rows times values, and a constant, are what the output projection reads: a learned sink's share is out of it."""
+    kept: dict[str, Tensor] = {}
+
+    def keep_values(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        kept["values"] = output
+
+    def keep_heads(_module: Any, args: Any, _kwargs: Any) -> None:
+        kept["heads"] = args[0].view(1, LENGTH, rows.shape[1], -1)
+
+    value, output = target.sub(layer, target.adapter.v or ""), target.output_projection(layer)
+    before = target.hf.config._attn_implementation
+    target.hf.set_attn_implementation("eager")
+    with target.hooks((value, "post", keep_values), (output, "pre", keep_heads)):
+        target.forward(_ids())
+    target.hf.set_attn_implementation(before)
+    values = kept["values"].view(1, LENGTH, -1, kept["heads"].shape[-1])
+    values = values.repeat_interleave(rows.shape[1] // values.shape[2], 2)
+    weighted = torch.einsum("bhqk,bkhd->bqhd", rows, values)
+    constant = (weighted * kept["heads"]).sum() / weighted.square().sum()
+    off = float((constant * weighted - kept["heads"]).abs().max())
+    report.must(off < 1e-4, f"attention rows of layer {layer} times values are off by {off:.2g}")
 
 
 def _check_generation(report: TypeReport, target: Target, quick: bool) -> None:
