@@ -508,6 +508,8 @@ class Session:
             chosen = torch.zeros(*indices.shape[:2], seen + 1, dtype=torch.bool, device=indices.device)
             pos = slots.gather(-1, indices.long())
             self.now.chosen = chosen.scatter_(-1, torch.where(pos < 0, seen, pos), True)
+        if self.now.chosen is None:
+            return view
         return replace(view, complete=False, chosen=self.now.chosen[:, None])
 
     def _view(self, layer: int, key: Tensor) -> View:

@@ -758,9 +758,7 @@ def _attend(
         in_blocks = _shown(attention_mask)
     if idle:
         return _stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
-    call = Attention(
-        module, query, key, value, attention_mask, kwargs, by_mask, indices=indices, in_blocks=in_blocks
-    )
+    call = Attention(module, query, key, value, attention_mask, kwargs, by_mask, indices=indices, in_blocks=in_blocks)
     for handler in _HANDLERS.get():
         if config in handler.configs:
             handler.see(call)
