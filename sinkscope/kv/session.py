@@ -400,7 +400,8 @@ class Session:
         if self._queries_kept:
             attention.view = self._view_of(attention)
             self._row_functions[layer] = attention.row_function()
-            self._keep_queries(layer, attention.query)
+            if not attention.is_again:
+                self._keep_queries(layer, attention.query)
         if queries > 1 and self.owns_cache and not self.now.own_masks:
             self._check_view(attention, self._view_of(attention))
         watchers = self._watchers_of(layer)
