@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+from sinkscope.app.card import CARD
 from sinkscope.app.commands import kind_modules
 from sinkscope.app.pages import Section, document, result_section, save_document
 from sinkscope.bench.table import bench_table
@@ -133,19 +134,11 @@ def _listed(root: Path) -> list[Path]:
     for path in (root, *sorted(root.rglob("*"))):
         hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
         of_run = path.name == SETTINGS and (path.parent / RECORDS).is_file()
-        if hidden or of_run or _is_scan(path):
+        if hidden or of_run or (path / CARD).is_file():
             continue
         if (path / RECORDS).is_file() or (path.suffix.lower() == ".json" and path.is_file()):
             listed.append(path)
     return listed
-
-
-def _is_scan(path: Path) -> bool:
-    """Whether a folder is that of a scan, whose parts are files of their own."""
-    if not (path / SETTINGS).is_file():
-        return False
-    settings = read_json(path / SETTINGS)
-    return isinstance(settings, dict) and settings.get("command") == "scan"
 
 
 def _place(kind: str) -> tuple[int, int]:

@@ -113,7 +113,7 @@ class BenchTable(Result):
                 values = [row.get(name) for row in rows]
                 if values.count(None) < len(values):
                     share = name in PERCENT or (task_class(task).main in PERCENT and name not in NUMBERS)
-                    columns[name] = [_cell(value, share) for value in values]
+                    columns[name] = [cell(value, percent=share) for value in values]
             head = list(columns)
             cells = [list(row) for row in zip(*columns.values(), strict=True)]
             grids.append(Grid(head, cells, columns=("set", "method", *head[4:])))
@@ -164,13 +164,6 @@ def _place(group: BenchGroup) -> str:
     if group.set.startswith(group.task):
         return group.set
     return f"{group.task} {group.set}"
-
-
-def _cell(value: Any, share: bool) -> str:
-    """A cell; shares are in per cent."""
-    if share and isinstance(value, float):
-        return f"{value:.1%}"
-    return cell(value)
 
 
 def bench_table(
