@@ -10,7 +10,7 @@ import plotly.express as px
 import torch
 from jaxtyping import Float, Int
 
-from sinkscope.files.notation import head_name
+from sinkscope.files.notation import agreeing, head_name
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.clusters import find_clusters
@@ -105,7 +105,8 @@ class AtlasReading:
         at_once, never = int((self.repeats == 1).sum()), int(self.resists.sum())
         return (
             f"Repetition makes a sink of {len(repeated)} of {len(self.ids)} tokens{when}; "
-            f"{at_once} are sinks at the first occurrence, and {never} never become one."
+            f"{at_once} {agreeing(at_once, 'is a sink', 'are sinks')} at the first occurrence, and {never} never "
+            f"{agreeing(never, 'becomes', 'become')} one."
         )
 
     def details(self) -> list[str]:

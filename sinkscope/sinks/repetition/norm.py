@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sinkscope.files.notation import neuron_names
 from sinkscope.files.result import Number
+from sinkscope.files.tables import cell
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
 from sinkscope.measure.margin import margin_of
@@ -93,7 +94,7 @@ class NormReading:
             verdict = "are not needed for the repetitions' norm"
         return (
             f"The sink neurons {neurons} {verdict}: zeroing them takes away {losses[causal]:.1%} of it, and zeroing "
-            f"as many random neurons {losses['control']:.1%}."
+            f"as many random neurons {cell(losses['control'], percent=True)}."
         )
 
     def details(self, sweep: Sweep) -> list[str]:
@@ -114,7 +115,9 @@ class NormReading:
         for condition in range(1, len(self.conditions)):
             first = 1 - self.first_norms[condition, 0] / self.first_norms[0, 0]
             neurons = neuron_names(self.zeroed[condition])
-            lines.append(f"{self._title(condition)} ({neurons}): {first:.1%} of the first token's norm is lost.")
+            lines.append(
+                f"{self._title(condition).capitalize()} ({neurons}): {first:.1%} of the first token's norm is lost."
+            )
         return lines
 
     def _title(self, condition: int) -> str:
