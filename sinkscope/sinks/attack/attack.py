@@ -47,7 +47,7 @@ SEQUENCES_AT_ONCE = 64  # sequences per pass
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterAttack(Result):
-    """How often sequences without a repeated token make sinks.
+    """How often sequences without a repeated token make norm spikes.
 
     A position succeeds if its norm after the sink layer is at least half of the first token's. The model's position 0
     does not count, because any token there is a first token. Sources: "cluster": drawn from one cluster each, the
@@ -121,8 +121,8 @@ class ClusterAttack(Result):
         verdict = "works" if cluster > random else "does no better than random tokens"
         where = {"BOS": "after BOS", "no BOS": "without BOS", "chat": "after a chat prefix"}[self.contexts[context]]
         return (
-            f"The cluster attack {verdict} {where}: {self.lengths[length]} different tokens of one cluster make sinks "
-            f"at {cluster:.0%} of their positions, random tokens at {random:.0%}."
+            f"The cluster attack {verdict} {where}: {self.lengths[length]} different tokens of one cluster make "
+            f"spikes at {cluster:.0%} of their positions, random tokens at {random:.0%}."
         )
 
     def details(self) -> list[str]:
@@ -193,7 +193,8 @@ class ClusterAttack(Result):
             margin = None
             if self.errors is not None:
                 margin = 2 * float(self.errors[self.best][0])
-            numbers.append(Number("positions that a cluster attack makes sinks", float(cluster), float(random), margin))
+            label = "positions at which a cluster attack makes spikes"
+            numbers.append(Number(label, float(cluster), float(random), margin))
         return numbers
 
 
@@ -243,7 +244,7 @@ def cluster_attack(
     workers: Annotated[int, Option(min=1)] = 1,
     resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> ClusterAttack:
-    """Find the head of layer 0 that marks each token, and make sinks with different tokens of one head.
+    """Find the head of layer 0 that marks each token, and make norm spikes with different tokens of one head.
 
     First, every token stands alone, and all heads of layer 0 but one are held at their mean over later positions of
     natural text: a token belongs to the cluster of the head that by itself fires the sink neuron. Then sequences of

@@ -37,6 +37,7 @@ STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times its median on typi
 # spike (an early stage can be small compared with everything that an MLP writes, but not along that direction)
 STEP_SHARE = 0.05  # a step up or down changes the spike by at least this share of its largest length
 SMALLEST_NORM = 1e-9  # lower limit of a typical norm: in a hand-made model it can be 0, and it is a divisor
+KEPT_POSITIONS = 1024  # most positions of which it is kept what enters each layer
 SAMPLE_POSITIONS = 64  # positions of typical text whose activations are kept
 MASSIVE_RATIO = 30.0  # a dimension is massive on all tokens if it is this many times the median dimension
 
@@ -390,7 +391,7 @@ def scan_layers(
                 hooks.append((target.sub(number, adapter.post_mlp_norm or ""), "post", on_hidden(mlp_normalised)))
             else:
                 hooks += target.on_mlp(number, mlp_normalised)
-        if target.skips_layers:
+        if target.skips_layers and ids.numel() <= KEPT_POSITIONS:
             hooks.append((layer, "pre", on_input(layer_begun)))
         hooks.append((layer, "post", on_output(layer_done)))
     with target.hooks(*hooks):

@@ -11,10 +11,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.files.notation import neuron_names
+from sinkscope.files.notation import agreeing, neuron_names
 from sinkscope.files.result import Number
+from sinkscope.files.tables import percent
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
+from sinkscope.measure.evidence import Evidence, beside
 from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import SinkContext
@@ -24,6 +26,7 @@ from sinkscope.sinks.repetition.sweep import Sweep, SweepRows, curves_figure, ro
 from sinkscope.sinks.tokens import left_out_line
 
 SEQUENCES = 4  # sequences per pass
+NAMED = 5  # neurons that the conclusion names
 Neurons = tuple[tuple[int, ...], ...]
 
 
@@ -60,7 +63,7 @@ class NormReading:
         tried, reached = self._tried(sweep)
         typical = f"in typical text the median is {self.typical[1] / self.first_norm:.1%} of that norm"
         if not tried:
-            return "The first occurrence of every token is already a sink, so repetition has nothing to show here."
+            return "Every token reaches half of the first token's norm at once, so repetition has nothing to show."
         if not reached:
             return (
                 f"No repeated token reaches half of the first token's norm within {sweep.max_repeats} repetitions "
@@ -87,13 +90,15 @@ class NormReading:
     def _needed(self) -> str:
         losses = self._losses()
         causal = "set" if "set" in losses else "one"
-        neurons = neuron_names(self.zeroed[self.conditions.index(causal)])
-        verdict = "make the repetitions' norm"
-        if losses[causal] < 0.5 or losses[causal] <= losses["control"]:
-            verdict = "are not needed for the repetitions' norm"
+        zeroed = self.zeroed[self.conditions.index(causal)]
+        count = len(zeroed)
+        verdict = f"{agreeing(count, 'makes', 'make')} the norm of repetitions"
+        if not Evidence(losses[causal], losses["control"]).holds:
+            verdict = f"{agreeing(count, 'is', 'are')} not needed for the norm of repetitions"
+        lost, chance = beside(losses[causal], losses["control"])
         return (
-            f"The sink neurons {neurons} {verdict}: zeroing them takes away {losses[causal]:.1%} of it, and zeroing "
-            f"as many random neurons {losses['control']:.1%}."
+            f"{neuron_names(zeroed, NAMED)} {verdict}: zeroing {agreeing(count, 'it', 'them')} takes away {lost} of "
+            f"it, zeroing as many random neurons {chance}."
         )
 
     def details(self, sweep: Sweep) -> list[str]:
@@ -114,7 +119,10 @@ class NormReading:
         for condition in range(1, len(self.conditions)):
             first = 1 - self.first_norms[condition, 0] / self.first_norms[0, 0]
             neurons = neuron_names(self.zeroed[condition])
-            lines.append(f"{self._title(condition)} ({neurons}): {first:.1%} of the first token's norm is lost.")
+            lost = percent(first)
+            lines.append(
+                f"{self._title(condition).capitalize()} ({neurons}): {lost} of the first token's norm is lost."
+            )
         return lines
 
     def _title(self, condition: int) -> str:
