@@ -6,7 +6,7 @@ What is said of a step follows the rule of `sinkscope.measure.evidence`.
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +22,7 @@ from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
 from sinkscope.sinks.first_token.result import RATE_EPS, SHORT, few_heads
 
 FIGURE_COMPONENTS = 12
-NAMED, WORDS_OF_NAMES = 3, 8  # components that a sentence names at most, and the words that they may take
+NAMED, WORDS_OF_NAMES = 3, 6  # components that a sentence names at most, and the words that they may take
 MARK, NEURONS, EARLY, REPETITION, KEYS = "mark", "neurons", "early spike", "repetition", "keys"
 
 
@@ -101,13 +101,12 @@ class CircuitStep:
         if len(alone) == count:
             are, them = agreeing(count, "is", "are each"), agreeing(count, "it", "them")
             return f"{names} {are} needed: {lost} is lost without {them}{control}"
-        who = f"no {self.kind}"
         if alone:
-            who = f"only {_named(alone)}"
-        is_needed, together = agreeing(len(alone), "is", "are"), agreeing(count, "", " together")
-        if not alone:
-            is_needed = "is"
-        return f"{who} {is_needed} needed alone; {lost} is lost without {names}{together}{control}"
+            are = agreeing(len(alone), "is", "are")
+            every = "both" if count == 2 else f"all {count}"
+            return f"only {_named(alone)} {are} needed alone; {lost} is lost without {every}{control}"
+        together = agreeing(count, "", " together")
+        return f"no {self.kind} is needed alone; {lost} is lost without {names}{together}{control}"
 
     def _largest(self) -> str:
         if np.isnan(self.necessity).all():
@@ -201,6 +200,11 @@ class SinkCircuit:
     readers: Readers | None
     stands_out: bool = False
 
+    @property
+    def shorter_place(self) -> tuple[str, ...]:
+        """The position in fewer words, if there are any."""
+        return () if self.position else ("the first token",)
+
     def step(self, name: str) -> CircuitStep | None:
         """A step by its name; None if the circuit does not have it."""
         for step in self.steps:
@@ -225,7 +229,7 @@ class SinkCircuit:
             control = "" if early.together_control is None else f" (random heads: at most {chance})"
             them = agreeing(len(early.chosen), "it", "them")
             return brief(
-                f"{_named(early.chosen, most)} {write} a spike of {self.place} in a first stage, {lost} of which is "
+                f"{_named(early.chosen, most)} {write} a first spike of {self.place}, {lost} of which is "
                 f"lost without {them}{control}; {_named(neurons.chosen, most)} {amplify} it"
                 for most in (NAMED, 1)
             )
@@ -280,7 +284,8 @@ class Circuit(Result):
     def conclusion(self) -> str:
         """What marks the first sink, or what its readers need, with the control."""
         if self.sinks:
-            return f"{self.sinks[0].in_words()}."
+            first = self.sinks[0]
+            return brief(f"{replace(first, place=place).in_words()}." for place in (first.place, *first.shorter_place))
         return f"No circuit: no norm stands out, and {few_heads(self.lengths)}."
 
     def numbers(self) -> list[Number]:

@@ -542,8 +542,8 @@ class FindSinks(Result):
 
     def _made(self, verdict: str, conditions: Sequence[str]) -> str:
         """A verdict and who makes the spike, with as many conditions and names as there is room for."""
-        choices = product(conditions, NAMED)
-        return brief(f"{verdict}{where}: {self._who_makes_the_spike(names)}." for where, names in choices)
+        choices = product(conditions, (" of its norm", ""), NAMED)
+        return brief(f"{verdict}{where}: {self._who_makes_the_spike(norm, most)}." for where, norm, most in choices)
 
     def _who_ignores_it(self) -> str:
         """Some heads lose part of their attention with the spike: then it is most heads that do not need it."""
@@ -551,7 +551,7 @@ class FindSinks(Result):
             return "most heads"
         return "heads"
 
-    def _who_makes_the_spike(self, most: int) -> str:
+    def _who_makes_the_spike(self, of_norm: str, most: int) -> str:
         """What makes the spike, as the middle of a sentence that names at most so many neurons."""
         spike = self.norm_spike
         minimal = self.minimal
@@ -572,15 +572,11 @@ class FindSinks(Result):
         if minimal is not None and minimal.makes_the_spike:
             count = len(minimal.sites)
             makes = f"{agreeing(count, 'makes', 'make')} {what}"
-            norm = " of its norm"
-            if sink is not None and sink.where:
-                norm = ""
             if spike.begun_by is not None:
                 makes = f"{agreeing(count, 'amplifies', 'amplify')} the spike that the {spike.begun_by} begins"
-                norm = ""
             return (
                 f"{listed(minimal.sites, most)} {makes}; zeroing {agreeing(count, 'it', 'them')} removes "
-                f"{minimal.drop_sink_layer:.1%}{norm}, random neurons at most {minimal.control:.1%}"
+                f"{minimal.drop_sink_layer:.1%}{of_norm}, random neurons at most {minimal.control:.1%}"
             )
         size = f"{spike.ratio:.0f} times the typical one"
         if self.sink_layer is not None:

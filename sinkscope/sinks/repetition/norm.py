@@ -110,7 +110,8 @@ class NormReading:
         ]
         never = [row for row in sweep.single if np.isnan(self.repeats[row])]
         if never:
-            lines.append(f"{len(never)} of {len(sweep.single)} tokens never reach half of the first token's norm.")
+            reach = agreeing(len(never), "reaches", "reach")
+            lines.append(f"{len(never)} of {len(sweep.single)} tokens never {reach} half of the first token's norm.")
         lines += left_out_line([sweep.tokens[row] for row in sweep.single if self.repeats[row] == 1])
         for ids, count in zip(sweep.ids, self.repeats, strict=True):
             if len(ids) > 1:
