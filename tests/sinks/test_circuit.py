@@ -220,7 +220,7 @@ def any_sink(rng: np.random.Generator, place: str) -> SinkCircuit:
         carried = [("spike",), ("L0.H1",), ("key bias", "L0.H1"), ()][rng.integers(4)]
         control = None if rng.random() < 0.2 else float(rng.random())
         heads = tuple(f"L3.H{head}" for head in range(len(intact)))
-        readers = Readers(carried, heads, 12, None, intact, intact * rng.uniform(0, 1.1), control)
+        readers = Readers(carried, heads, 12, None, 64, intact, intact * rng.uniform(0, 1.1), control)
     names = [name for name in STEPS if rng.random() < 0.6]
     return SinkCircuit(place, 0, 2, tuple(any_step(rng, name) for name in names), readers)
 

@@ -22,6 +22,7 @@ from sinkscope.files.notation import head_name, neuron_name
 from sinkscope.files.rate import wilson
 from sinkscope.files.result import Number
 from sinkscope.measure import Count, Hidden, Option, Result, Setup, measurement
+from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import finished
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
@@ -118,7 +119,9 @@ class ClusterAttack(Result):
             return self.clusters.sentence()
         context, length = self.best
         cluster, random, _ = self.positions[context, length]
-        verdict = "works" if cluster > random else "does no better than random tokens"
+        verdict = "does better than random tokens" if cluster > random else "does no better than random tokens"
+        if Evidence(float(cluster), float(random)).holds:
+            verdict = "works"
         where = {"BOS": "after BOS", "no BOS": "without BOS", "chat": "after a chat prefix"}[self.contexts[context]]
         return (
             f"The cluster attack {verdict} {where}: {self.lengths[length]} different tokens of one cluster make "

@@ -203,6 +203,7 @@ def _readers(effect: PositionEffect, layer: int | None, carried_by: tuple[str, .
         heads=tuple(head_name(*places[number]) for number in ranked.tolist()),
         of=effect.heads[first:].numel(),
         behind=behind,
+        length=effect.ids.shape[1],
         attention=intact[ranked].double().numpy(),
         attention_without=left[0, ranked].double().numpy(),
         control=float(left[1:].mean(1).min()) if len(left) > 1 else None,

@@ -133,6 +133,7 @@ class Readers:
         heads: The heads.
         of: Number of heads that were looked at: those behind a layer, or all.
         behind: This layer, after which the spike stands out. None: all heads count.
+        length: Length of the texts in which attention was read; a window cuts them.
         attention: Mean attention of each head to the position.
         attention_without: The same without what carries it; equal to `attention` if nothing was found.
         control: The lowest attention of all heads together without as many random neurons or heads. None if there are
@@ -145,6 +146,7 @@ class Readers:
     heads: tuple[str, ...]
     of: int
     behind: int | None
+    length: int
     attention: Float[np.ndarray, " head"]
     attention_without: Float[np.ndarray, " head"]
     control: float | None
@@ -313,9 +315,10 @@ class Circuit(Result):
             if readers is not None:
                 give = agreeing(len(readers.heads), "gives", "give")
                 behind = "" if readers.behind is None else f" behind layer {readers.behind}"
+                some = f"{len(readers.heads)} of {counted(readers.of, 'head')}{behind}"
                 lines.append(
-                    f"{len(readers.heads)} of {counted(readers.of, 'head')}{behind} {give} {sink.place} more than "
-                    f"{RATE_EPS} of the attention; {readers.in_words()}."
+                    f"In texts of {readers.length} tokens, {some} {give} {sink.place} more than {RATE_EPS} of their "
+                    f"attention; {readers.in_words()}."
                 )
         later = [f"{sink.in_words()}." for sink in self.sinks[1:]]
         if later:

@@ -259,7 +259,7 @@ class MarkingHeads(Result):
             where = listed(self.neurons, 8)
         fires = self.activation >= PRESENT
         lines = [f"The mark is read at {where}."]
-        first = agreeing(int(fires.sum()), "fires it when it stands", "fire it when they stand")
+        first = agreeing(int(fires.sum()), "has it when it stands", "have it when they stand")
         lines.append(f"{fires.sum()} of {counted(len(fires), 'token')} {first} first.")
         if self.layer_drop is not None:
             drops = [f"layer {layer} {percent(drop)}" for layer, drop in enumerate(_layer_medians(self.layer_drop))]

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from sinkscope.files.notation import agreeing, neuron_names
 from sinkscope.files.result import Number
-from sinkscope.files.tables import percent
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
-from sinkscope.measure.evidence import Evidence, beside
+from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import SinkContext
@@ -95,7 +94,7 @@ class NormReading:
         verdict = f"{agreeing(count, 'makes', 'make')} the norm of repetitions"
         if not Evidence(losses[causal], losses["control"]).holds:
             verdict = f"{agreeing(count, 'is', 'are')} not needed for the norm of repetitions"
-        lost, chance = beside(losses[causal], losses["control"])
+        lost, chance = _tenths(losses[causal]), _tenths(losses["control"])
         return (
             f"{neuron_names(zeroed, NAMED)} {verdict}: zeroing {agreeing(count, 'it', 'them')} takes away {lost} of "
             f"it, zeroing as many random neurons {chance}."
@@ -120,7 +119,7 @@ class NormReading:
         for condition in range(1, len(self.conditions)):
             first = 1 - self.first_norms[condition, 0] / self.first_norms[0, 0]
             neurons = neuron_names(self.zeroed[condition])
-            lost = percent(first)
+            lost = _tenths(first)
             lines.append(
                 f"{self._title(condition).capitalize()} ({neurons}): {lost} of the first token's norm is lost."
             )
@@ -176,6 +175,11 @@ class NormReading:
         fig.add_hline(self.first_norm / 2, line_dash="dot", line_width=1)
         fig.add_hrect(self.typical[0], self.typical[2], fillcolor="grey", opacity=0.2)
         return fig
+
+
+def _tenths(share: float) -> str:
+    """A share in tenths of a per cent."""
+    return f"{share:.1%}".replace("-0.0%", "0.0%")
 
 
 def read_norms(setup: Setup, rows: SweepRows, ablate: bool) -> tuple[int | None, NormReading | SpikeAbsence]:
