@@ -11,7 +11,20 @@ from typing import Any
 
 import torch
 
-from .hard import _KINDS, HardModel, HardTruth, Site, _Build, _calm, _full, _Kind, _sink, _textbook, hard
+from .hard import (
+    _KINDS,
+    HardModel,
+    HardTruth,
+    Site,
+    _Build,
+    _calm,
+    _full,
+    _Kind,
+    _sink,
+    _spike_way,
+    _textbook,
+    hard,
+)
 from .plant import MARK
 from .tokens import BOS, N_SPECIAL
 
@@ -212,6 +225,20 @@ def _bos_expert(b: _Build) -> Made:
         "cluster_attack": ("^No single head of layer 0 fires the sink neuron",),
     }
     return _sink(b, way, (), sets=(frozenset({site}),)), Further(alone=(site,), says=says)
+
+
+@_further("gpt2", "llama", layers=(7, 8), behind=(4, 5))
+def _turned(b: _Build) -> Made:
+    """A late neuron writes the spike twice with the other sign: the norm stays, and the direction turns round."""
+    truth = _textbook(b)
+    fall, way = b.plan.n_layers - 2, _spike_way(b)
+    end = float(b.seen(b.views.layers[fall].block) @ way)
+    gate, _ = b.on(fall, way)
+    b.write(fall, b.spare[0], (gate, _full(b, fall, way)), -way, 2 * end, route=way)
+    reading = tuple(place for place in truth.reading if place[0] <= fall)
+    sink_layer = f"The sink layer is layer {truth.sink_layer}"
+    says = {"find_sinks": ("^Norm spike and attention sink: {set} makes? the spike", sink_layer)}
+    return replace(truth, reading=reading), Further(says=says, never=("Before them", "It falls in"))
 
 
 @_further("llama", "neox", count=1, layers=(7, 8), behind=(4, 5))

@@ -31,7 +31,7 @@ COMMANDS: dict[str, Any] = {
     "make_patch": lambda model, n, options: make_patch(model, words=1, max_repeats=n, pieces=2, length=16, **options),
     "repeat": lambda model, n, options: repeat(model, ablate=True, max_repeats=n, **options),
 }
-FAST = (("opposed", "neox"), ("turns", "llama"), ("far_spike", "gpt2"), ("one_reader", "neox"))
+FAST = (("opposed", "neox"), ("turns", "llama"), ("far_spike", "gpt2"), ("one_reader", "neox"), ("turned", "gpt2"))
 CASES = [
     pytest.param(name, family, marks=() if (name, family) in FAST else pytest.mark.slow)
     for name, families in FURTHER.items()
