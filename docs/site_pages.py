@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from mkdocs.structure.files import File
+from plotly.io import from_json
 from plotly.offline import get_plotlyjs
 
 from sinkscope.app.cli import EXPLAIN_HELP, FORCE_HELP, RESULT_OPTIONS
@@ -19,6 +20,7 @@ from sinkscope.files.options import Parameter, introduction, parameters_of
 from sinkscope.measure import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, Output
 
 PLOTLY = "plotly.min.js"
+FIGURE = "application/vnd.plotly.v1+json"
 INTERACTIVE: set[str] = set()
 """Pictures that have an interactive page, by the names of their files."""
 
@@ -49,22 +51,37 @@ def interactive_figures(root: Path) -> Iterator[tuple[str, str]]:
 def notebook(path: Path) -> str:
     """A notebook with its stored outputs as Markdown."""
     parts: list[str] = []
+    figures = 0
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
-        parts += [_output(output) for output in cell.get("outputs", ())]
+        for output in cell.get("outputs", ()):
+            if FIGURE in output.get("data", {}):
+                parts.append(_drawn(output["data"][FIGURE], figures))
+                figures += 1
+            else:
+                parts.append(_output(output))
     link = f"The notebook: `docs/notebooks/{path.name}`"
     return "\n\n".join([*parts, link]) + "\n"
 
 
+def _drawn(figure: dict[str, Any], number: int) -> str:
+    """An interactive figure; the first one of a page loads plotly's script."""
+    script = f"../figures/{PLOTLY}" if number == 0 else False
+    drawn = from_json(json.dumps(figure), skip_invalid=True)
+    return _block(drawn.to_html(full_html=False, include_plotlyjs=script, div_id=f"figure-{number}"))
+
+
+def _block(markup: str) -> str:
+    """Markup as one block of a page: an empty line would end it."""
+    return '<div class="output">' + re.sub(r"\n\s*\n", "\n", markup) + "</div>"
+
+
 def _output(output: dict[str, Any]) -> str:
-    """What a cell showed: a picture, a table, or text."""
+    """What a cell showed: a table or text."""
     data = {kind: "".join(part) for kind, part in output.get("data", {}).items()}
-    if "image/png" in data:
-        return f'<img alt="figure" src="data:image/png;base64,{data["image/png"].strip()}">'
     if "text/html" in data:
-        table = re.sub(r"\n\s*\n", "\n", data["text/html"])  # an empty line would end the block
-        return f'<div class="output">{table}</div>'
+        return _block(data["text/html"])
     return f"```text\n{''.join(output.get('text', '')) or data.get('text/plain', '')}\n```"
 
 

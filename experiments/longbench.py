@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from dataclasses import dataclass
+from lzma import LZMAError
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import read_rows, rows_of
 
 EXPECTED = "LongBench's JSON lines, or its data.zip"
+LARGEST = 2**30  # bytes of a file of the archive when it is unpacked
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,23 @@ def read_longbench(task: str, source: Path) -> list[LongBenchRecord]:
         SinkscopeError: The file cannot be read or has no records, or a record misses a field (names the line).
     """
     if source.suffix == ".zip":
-        with zipfile.ZipFile(source) as archive:
-            text = archive.read(f"data/{task}.jsonl").decode()
-        rows = list(rows_of(text, f"{task}.jsonl", EXPECTED))
+        rows = list(rows_of(_member(source, f"data/{task}.jsonl"), f"{task}.jsonl", EXPECTED))
     else:
         rows = list(read_rows(source, EXPECTED))
     return [_record(row, where) for where, row in rows]
+
+
+def _member(source: Path, name: str) -> str:
+    """The text of a file in an archive."""
+    try:
+        with zipfile.ZipFile(source) as archive:
+            if archive.getinfo(name).file_size > LARGEST:
+                raise ValueError(f"{name} is larger than {LARGEST} bytes")
+            return archive.read(name).decode()
+    # what zipfile raises of a damaged, encrypted or foreign archive, by its way of packing
+    except (OSError, KeyError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, LZMAError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise SinkscopeError(f"{source.name} cannot be read ({reason}): give {EXPECTED}; download it again") from None
 
 
 def _record(row: Any, where: str) -> LongBenchRecord:

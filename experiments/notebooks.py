@@ -2,8 +2,9 @@
 
 python -m experiments.notebooks [01 02 ...] [--out docs/notebooks]
 
-A figure is stored as a small PNG; the interactive one appears when the notebook runs. No machine names and no times are
-stored, so the same code stores the same bytes. `tests/docs/test_notebooks.py` compares them with the code.
+A figure is stored as plotly's data, which Jupyter and the site draw and which one can zoom, and as a small PNG for
+readers that run no scripts. No machine names and no times are stored, so the same code stores the same bytes.
+`tests/docs/test_notebooks.py` compares them with the code.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
+import io
 import json
 import os
 import re
 import tempfile
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +63,7 @@ def executed(path: Path) -> Any:
 
 
 def _stored(output: Any) -> Any:
-    """An output with a PNG instead of an interactive figure, and without what a page does not show."""
+    """An output with a PNG beside an interactive figure, and without what a page does not show."""
     output.pop("metadata", None)
     data = output.get("data")
     if data is not None:
@@ -68,11 +71,21 @@ def _stored(output: Any) -> Any:
         if PLOTLY in data:
             figure = plotly.io.from_json(json.dumps(data[PLOTLY]), skip_invalid=True)
             figure.update_layout(template="plotly_white")
-            output["data"] = {"image/png": base64.b64encode(png(figure, 1)).decode(), "text/plain": "<Figure>"}
+            picture = base64.b64encode(fewer_colours(png(figure, 1))).decode()
+            shown = {name: data[PLOTLY][name] for name in ("data", "layout")}
+            output["data"] = {PLOTLY: shown, "image/png": picture, "text/plain": "<Figure>"}
         elif "text/html" in data:  # the plain form of a result holds times and paths
             kind = re.match(r"\w+(?=\()", data["text/plain"])
             output["data"] = {"text/html": data["text/html"], "text/plain": kind[0] if kind else "table"}
     return output
+
+
+def fewer_colours(picture: bytes) -> bytes:
+    """A PNG in 256 colours, which has about a third of the bytes."""
+    images: Any = import_module("PIL.Image")
+    smaller = io.BytesIO()
+    images.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(smaller, "png", optimize=True)
+    return smaller.getvalue()
 
 
 def text_of(notebook: Any) -> list[str]:

@@ -95,6 +95,22 @@ class CorpusIndex:
                     found, where = length, place
         return found, where
 
+    def check(self) -> None:
+        """Refuse arrays that are no index.
+
+        Raises:
+            ValueError: A type, shape or range is wrong.
+        """
+        kinds = (self.data.dtype, self.order.dtype, self.ends.dtype)
+        if kinds != (np.uint8, np.int32, np.int64) or any(one.ndim != 1 for one in (self.data, self.order, self.ends)):
+            raise ValueError("types and shapes")
+        size = len(self.data)
+        if len(self.order) != size or len(self.ends) != len(self.names):
+            raise ValueError("lengths")
+        for places, top in ((self.order, size - 1), (self.ends, size)):
+            if len(places) and (places.min() < 0 or places.max() > top):
+                raise ValueError("ranges")
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index; the file is written completely or not at all.
 
@@ -116,14 +132,28 @@ class CorpusIndex:
         """
         name = Path(path).name
         try:
+            with zipfile.ZipFile(path) as archive:
+                if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                    raise ValueError("compressed: a small file could hold any number of zeros")
             with np.load(path, allow_pickle=False) as found:
                 names = tuple(str(n) for n in found["names"])
-                return cls(found["data"], found["order"], names, found["ends"], str(found["name"]))
+                index = cls(found["data"], found["order"], names, found["ends"], str(found["name"]))
+            index.check()
+            return index
         except FileNotFoundError:
             raise SinkscopeError(
                 f"the index {name} is not there: give --corpus DIR or --corpus stdlib to make it"
             ) from None
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            EOFError,
+            MemoryError,
+            NotImplementedError,
+            zipfile.BadZipFile,
+            zlib.error,
+        ):
             raise SinkscopeError(
                 f"{name} is not a corpus index: remove it, and give --corpus DIR or --corpus stdlib to make it again"
             ) from None

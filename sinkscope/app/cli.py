@@ -405,7 +405,7 @@ def read_words(one: Parameter, words: Any) -> Any:
     if one.option.reads == "text":
         return _prompt(words)
     if one.option.reads == "head":
-        return _each(words, _head)
+        return _heads(words)
     if one.option.reads == "commas":
         return _comma_list(one, words)
     if one.many:
@@ -413,16 +413,12 @@ def read_words(one: Parameter, words: Any) -> Any:
     return words
 
 
-def _each(words: Any, read: Callable[[str], Any]) -> Any:
-    if isinstance(words, str):
-        return read(words)
-    return [read(word) for word in words]
-
-
-def _head(word: str) -> tuple[int, int]:
+def _heads(words: Any) -> Any:
     from sinkscope.files.notation import read_head
 
-    return read_head(word)
+    if isinstance(words, str):
+        return read_head(words)
+    return [read_head(word) for word in words]
 
 
 def _prompt(name: str) -> str:

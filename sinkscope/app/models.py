@@ -57,7 +57,6 @@ def _check(name: str) -> None:
     verdict = "is not served"
     if report.problem is None:
         verdict = f"is served: {scope_of(target).line()}"
-    print(f"Conclusion: {target.name} ({target.hf.config.model_type}) {verdict}.\n")
     origin = "inferred"
     if row_of(target.hf.config.model_type) is not None:
         origin = "written"
@@ -68,3 +67,4 @@ def _check(name: str) -> None:
     )
     if report.problem is not None:
         print(f"Problem: {report.problem}")
+    print(f"\nConclusion: {target.name} ({target.hf.config.model_type}) {verdict}.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+from sinkscope.app.card import CARD
 from sinkscope.app.commands import kind_modules
 from sinkscope.app.pages import Section, document, result_section, save_document
 from sinkscope.bench.table import bench_table
@@ -133,7 +134,7 @@ def _listed(root: Path) -> list[Path]:
     for path in (root, *sorted(root.rglob("*"))):
         hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
         of_run = path.name == SETTINGS and (path.parent / RECORDS).is_file()
-        if hidden or of_run:
+        if hidden or of_run or (path / CARD).is_file():
             continue
         if (path / RECORDS).is_file() or (path.suffix.lower() == ".json" and path.is_file()):
             listed.append(path)

@@ -302,9 +302,9 @@ def fitted(arguments: dict[str, Any], context: int | None) -> dict[str, Any]:
         "prompt": context // 2,
         "max_new_tokens": context // 2,
     }
-    limited: dict[str, Any] = {}
-    for name, value in arguments.items():
-        limited[name] = min(value, most[name]) if name in most else value
+    limited = dict(arguments)
+    for name in most.keys() & arguments.keys():
+        limited[name] = min(arguments[name], most[name])
     return limited
 
 

@@ -254,10 +254,13 @@ class Barcode(Result):
             if len(self.locked) > 8:
                 more = ", ..."
             lines.append(f"Locked heads, at least {LOCK_GAIN:.0%} above ordinary text: {names}{more}.")
-            lines.append(f"They lock at position {self.locking_onset}; the last new 4-gram ends at {self.last_new}.")
+            lines.append(
+                f"Their mean score stays high from position {self.locking_onset} on; the last new 4-gram ends at "
+                f"{self.last_new}."
+            )
         for kind, steps in self.events.items():
             first = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
-            lines.append(f"{kind}: at {len(steps)} steps ({first}).")
+            lines.append(f"Steps at which the {kind} acted: {first}.")
         return lines[:6]
 
     def numbers(self) -> list[Number]:

@@ -113,7 +113,7 @@ class BenchTable(Result):
                 values = [row.get(name) for row in rows]
                 if values.count(None) < len(values):
                     share = name in PERCENT or (task_class(task).main in PERCENT and name not in NUMBERS)
-                    columns[name] = [_cell(value, share) for value in values]
+                    columns[name] = [cell(value, percent=share) for value in values]
             head = list(columns)
             cells = [list(row) for row in zip(*columns.values(), strict=True)]
             grids.append(Grid(head, cells, columns=("set", "method", *head[4:])))
@@ -124,41 +124,46 @@ class BenchTable(Result):
         if not self.groups:
             return "Nothing was answered."
         first = self.groups[0]
-        alike = [group for group in self.groups if (group.set, group.model) == (first.set, first.model)]
         task = task_class(first.task)
-        control = "the full cache was not run"
+        control = f"{task.control} was not run"
         compared: list[BenchGroup] = []
-        for group in alike:
-            if group.method == FULL:
-                control = f"{FULL}, the control, {task.said.format(group.score)}"
-            elif name_of(group.method) not in CONTROLS:
+        for group in self.groups:
+            if (group.task, group.set, group.model) != (first.task, first.set, first.model):
+                continue
+            name = name_of(group.method)
+            if name == task.control:
+                control = f"{group.method}, the control, {task.said.format(group.score)}"
+            elif name not in CONTROLS:
                 compared.append(group)
+        where = f"Task {_place(first)}, model {first.model}:"
         if not compared:
-            return f"On {first.set} by {first.model}, {control}; no other method was run."
+            return f"{where} {control}; no other method was run."
         compared.sort(key=lambda group: group.score, reverse=not task.low_is_good)
-        best = compared[0]
-        return f"On {first.set} by {first.model}, {best.method} {task.said.format(best.score)}; {control}."
+        best = compared[0].method
+        if len(compared) > 1:
+            best += f", the best of {len(compared)},"
+        return f"{where} {best} {task.said.format(compared[0].score)}; {control}."
 
     def numbers(self) -> list[Number]:
         """The score of each method beside that of the full cache."""
-        scores: dict[tuple[str, str], float] = {}
+        scores: dict[tuple[str, str, str], float] = {}
         for group in self.groups:
             if group.method == FULL:
-                scores[group.model, group.set] = group.score
+                scores[group.model, group.task, group.set] = group.score
         numbers: list[Number] = []
         for group in self.groups:
-            label = f"{group.task} {group.set}, {group.method}: {task_class(group.task).main}"
-            control = scores.get((group.model, group.set))
+            label = f"{_place(group)}, {group.method}: {task_class(group.task).main}"
+            control = scores.get((group.model, group.task, group.set))
             margin = (group.high - group.low) / 2 or None  # of a single sample there is no error
             numbers.append(Number(label, group.score, control, margin))
         return numbers
 
 
-def _cell(value: Any, share: bool) -> str:
-    """A cell; shares are in per cent."""
-    if share and isinstance(value, float):
-        return f"{value:.1%}"
-    return cell(value)
+def _place(group: BenchGroup) -> str:
+    """The task of a group, and its set of prompts if that has a name of its own."""
+    if group.set.startswith(group.task):
+        return group.set
+    return f"{group.task} {group.set}"
 
 
 def bench_table(

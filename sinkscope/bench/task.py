@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel, answer_rows
-from sinkscope.bench.methods import Method
+from sinkscope.bench.methods import FULL, Method
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts, with_controls
 from sinkscope.bench.record import BenchRecord, Metrics
 from sinkscope.bench.scores import score
@@ -36,6 +36,7 @@ class Task(ABC):
         main: Metric by which methods are compared.
         low_is_good: Whether a small value of that metric is good.
         said: What the metric says of a method, as the end of a sentence; `{}` stands for the value.
+        control: Method whose value a conclusion states beside the best one.
         columns: Further metrics that tables show.
         budget: Budget of methods that state none.
         model: Model that answers by default; None for the bundled model.
@@ -45,7 +46,8 @@ class Task(ABC):
     name: ClassVar[str]
     main: ClassVar[str] = "score"
     low_is_good: ClassVar[bool] = False
-    said: ClassVar[str] = "is right in {:.0%}"
+    said: ClassVar[str] = "scores {:.0%}"
+    control: ClassVar[str] = FULL
     columns: ClassVar[tuple[str, ...]] = ()
     budget: ClassVar[Budget] = 0.125
     model: ClassVar[str | None] = None

@@ -56,8 +56,8 @@ def decoding(target: Target, **ours: Any) -> dict[str, Any]:
         record |= {**used, "eos_token_id": target.end_ids, "not_used_of_checkpoint": ignored}
     if ignored:
         warnings.warn(
-            f"the decoding is sinkscope's own ({_listed(used)}); of the generation_config.json of {target.name} this "
-            f"is not used: {_listed(ignored)}",
+            f"sinkscope decodes with its own settings ({_listed(used)}) and ignores those of the "
+            f"generation_config.json of {target.name}: {_listed(ignored)}",
             SinkscopeWarning,
             stacklevel=2,
         )

@@ -257,7 +257,7 @@ class Session:
             if not target.has_attention(layer):
                 continue
             attention = target.sub(layer, target.adapter.attn)
-            if hasattr(attention, "indexer"):
+            if getattr(attention, "indexer", None) is not None:
                 run.hook(attention, "pre", partial(self._mask_indexer, layer))
 
     @classmethod
@@ -493,16 +493,24 @@ class Session:
         """What the queries of this call see, of what an indexer chose if there is one."""
         view = self._view(attention.layer, attention.key)
         indices = attention.indices
+        if view.columns is None:
+            return view
+        if attention.in_blocks is not None:
+            seen = view.columns.shape[1]
+            place = torch.where(view.pos < 0, seen, view.pos)[:, :1, None].expand_as(attention.in_blocks)
+            chosen = attention.in_blocks.new_zeros(*place.shape[:3], seen + 1)
+            return replace(view, complete=False, chosen=chosen.scatter_(-1, place, attention.in_blocks))
         if indices is None:
             return view
-        assert view.columns is not None
         if getattr(attention.module, "indexer", None) is not None:  # others attend to what an earlier layer chose
             seen = view.columns.shape[1]
             slots = view.pos[:, :1].expand(-1, indices.shape[1], -1)
             chosen = torch.zeros(*indices.shape[:2], seen + 1, dtype=torch.bool, device=indices.device)
             pos = slots.gather(-1, indices.long())
             self.now.chosen = chosen.scatter_(-1, torch.where(pos < 0, seen, pos), True)
-        return replace(view, complete=False, chosen=self.now.chosen)
+        if self.now.chosen is None:
+            return view
+        return replace(view, complete=False, chosen=self.now.chosen[:, None])
 
     def _view(self, layer: int, key: Tensor) -> View:
         """What the queries of this call see of `key` `[batch kv_head slot ...]`."""

@@ -28,6 +28,7 @@ import torch
 from einops import rearrange, repeat
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Adapter, row_of
@@ -476,7 +477,7 @@ def _write(
     if not layer[list(_EDITED)].any():
         raise NotInferredError(f"what {mlp!r} writes does not reach the residual stream")
     norm = _norm_behind(stage, mlp, changes, layer)
-    if norm is None and abs((_multiple(stage.changes(edit, edit)[""], layer) or 0) - 2) > _EXACT:
+    if norm is None and _spreads(layer) and abs((_multiple(stage.changes(edit, edit)[""], layer) or 0) - 2) > _EXACT:
         raise NotInferredError(f"what {mlp!r} gives is not added to the residual stream, but read by another part")
     adds = norm is not None and not may_differ and _is_same(layer, changes[norm])
     return _Write(mlp, factor, post_norm=norm, adds=adds)
@@ -491,15 +492,20 @@ def _norm_behind(stage: _Stage, mlp: str, changes: dict[str, Tensor], layer: Ten
         is_around = _contains(passage.path, mlp) or _is_equal(passage.gave, stage.output)
         if change is None or is_around or _widths(passage.module) is not None:
             continue
-        elsewhere = change.clone()
-        elsewhere[list(_EDITED)] = 0
-        if _size(elsewhere) > _EXACT * _size(change):
+        if _spreads(change):
             continue
         if _is_same(layer, change):
             return passage.path
         if _is_equal(passage.read, given) and not _is_equal(passage.gave, given):  # dropout gives what it reads
             readers.append(passage.path)
     return next(iter(readers), None)
+
+
+def _spreads(change: Tensor) -> bool:
+    """Whether a change reaches other positions; behind a norm of the residual stream itself it does not."""
+    elsewhere = change.clone()
+    elsewhere[list(_EDITED)] = 0
+    return _size(elsewhere) > _EXACT * _size(change)
 
 
 def _is_same(change: Tensor, other: Tensor) -> bool:
@@ -822,7 +828,6 @@ class _Kind:
                 "fused_qkv": heads.fused,
                 "o": heads.o,
             }
-            constants["learned_sinks"] = heads.has_sinks
             if middle is not None and not _contains(heads.attn, middle.writer) and middle.writer != heads.o:
                 paths["post_attn_norm"] = middle.writer
         adds = write is None or write.adds
@@ -986,15 +991,27 @@ def _infer(model: Any) -> Adapter:
             stages, heads = list[_Stage](), list[_Heads | None]()
         if any(heads):
             return _merged(draft, stages, heads)
-    with eager(target):
+    with eager(target), _Softmax() as softmax:
         found = dict.fromkeys(_weighing(stage) for stage in _stages(target))
     path = "|".join(path for path in found if path is not None)
+    if not path and softmax.is_there:
+        raise NotInferredError("no module of its layers gives attention weights as its second output")
     if not path:
         raise NoAttentionError("no softmax attention was found in its layers, so there is no attention sink to find")
     outside = replace(target, adapter=replace(draft, attn=path, attention_interface=False))
     with eager(outside), listening(outside, tap.see):
         stages = _stages(outside)
         return _merged(outside.adapter, stages, [_attention(stage, tap) for stage in stages])
+
+
+class _Softmax(TorchFunctionMode):
+    """Sees whether a softmax is computed."""
+
+    is_there = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.is_there = self.is_there or "softmax" in getattr(func, "__name__", "")
+        return func(*args, **(kwargs or {}))
 
 
 def _token_ids(target: Target) -> Int[Tensor, "1 pos"]:
@@ -1091,6 +1108,7 @@ def _merged(draft: Adapter, stages: list[_Stage], heads: list[_Heads | None]) ->
             if settings.setdefault(name, value) != value:
                 raise NotInferredError(f"{name!r} of the adapter is {settings[name]} in one layer, {value} in another")
     settings["adds"] = all(kind.adds for kind in kinds)
+    settings["learned_sinks"] = any(of_layer is not None and of_layer.has_sinks for of_layer in heads)
     return replace(draft, **settings, absolute_positions=_is_absolute(stages[0].target))
 
 

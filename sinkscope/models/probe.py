@@ -28,15 +28,17 @@ _POSITION = 4  # of the edits
 _ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
 _NARROW = 6  # tokens of every window, chunk and choice of keys while attention is checked
 _LONG = 20  # tokens of that check, so that it goes beyond all of them
-_REACHES = (  # in configurations and modules: how far, or to how many keys, a layer attends
-    "sliding_window",
-    "sliding_window_size",
-    "attention_window_size",
-    "attention_chunk_size",
-    "window_size",
-    "local_attention",
-    "index_topk",
-)
+_REACHES = {  # in configurations and modules: how far, or to how many keys, a layer attends, and the most meanwhile
+    "sliding_window": _NARROW,
+    "sliding_window_size": _NARROW,
+    "attention_window_size": _NARROW,
+    "attention_chunk_size": _NARROW,
+    "window_size": _NARROW,
+    "local_attention": _NARROW,
+    "index_topk": _NARROW,
+    "topk_blocks": 2,
+}
+_BLOCK = 2  # tokens of a block of keys, where an indexer chooses blocks
 _MODULES = ("attn", "mlp", "q", "k", "v", "fused_qkv", "o", "post_attn_norm", "post_mlp_norm")
 _DENSE_MODULES = (*_MODULES, "down", "up", "gate")
 _MIXTURE_MODULES = (*_MODULES, "shared_gate")
@@ -420,6 +422,8 @@ class _AttentionErrors:
                 recomputed = _recomputed_rows(target, layers)
                 if not target.adapter.attention_interface:
                     self.distance = max(_distance_from_output(target, layer) for layer in layers)
+                elif target.adapter.learned_sinks:
+                    self.distance = _distance_of_weighted(target, recomputed)
         for layer in layers:
             if layer not in recomputed:
                 raise _WrongError(f"no attention was recomputed in layer {layer}")
@@ -428,8 +432,10 @@ class _AttentionErrors:
                 raise _WrongError(
                     f"recomputed attention has shape {tuple(rows.shape)}, the model's own {tuple(weights.shape)}"
                 )
-            if not target.adapter.learned_sinks:
-                self.row_sums = max(self.row_sums, float((rows.sum(-1) - 1).abs().max()))
+            if target.adapter.learned_sinks:  # some models take the share of the sinks off the output, not the weights
+                rows = rows / rows.sum(-1, keepdim=True)
+                weights = weights / weights.sum(-1, keepdim=True)
+            self.row_sums = max(self.row_sums, float((rows.sum(-1) - 1).abs().max()))
             self.distance = max(self.distance, float((rows - weights).abs().max()))
 
     def problem(self, tolerance: float) -> str | None:
@@ -463,18 +469,21 @@ def _narrowed(target: Target) -> Iterator[None]:
     owners: list[Any] = configs_of(target)
     for layer in target.layers:
         owners += layer.modules()
-    wide: list[tuple[Any, str, int]] = []
+    wide: list[tuple[Any, str, int, int]] = []
     for owner in owners:
-        for name in _REACHES:
+        most = dict(_REACHES)
+        if hasattr(owner, "topk_blocks"):
+            most["block_size"] = _BLOCK
+        for name, narrow in most.items():
             reach = getattr(owner, name, None)
-            if isinstance(reach, int) and reach > _NARROW:
-                wide.append((owner, name, reach))
+            if isinstance(reach, int) and reach > narrow:
+                wide.append((owner, name, reach, narrow))
     try:
-        for owner, name, _ in wide:
-            setattr(owner, name, _NARROW)
+        for owner, name, _, narrow in wide:
+            setattr(owner, name, narrow)
         yield
     finally:
-        for owner, name, reach in wide:
+        for owner, name, reach, _ in wide:
             setattr(owner, name, reach)
 
 
@@ -491,6 +500,32 @@ def _own_rows(target: Target, layers: Iterable[int]) -> dict[int, Float[Tensor, 
     with eager(target), target.hooks(*hooks):
         target.forward(_ids(target, _LONG), upto=max(layers))
     return weights
+
+
+def _distance_of_weighted(target: Target, rows: dict[int, Float[Tensor, "1 head query key"]]) -> float:
+    """How far the values, weighted by recomputed rows, are from what the output projections read, relatively."""
+    from sinkscope.trace.attention import Attention, eager, listening
+
+    values: dict[int, Tensor] = {}
+    heads: dict[int, Tensor] = {}
+
+    def keep_values(call: Attention) -> None:
+        values[call.layer] = call.value.float()
+
+    def keep_heads(layer: int, entering: Tensor) -> None:
+        heads[layer] = entering.float()
+
+    hooks = [(target.output_projection(layer), "pre", on_input(partial(keep_heads, layer))) for layer in rows]
+    with eager(target), target.hooks(*hooks):
+        target.forward(_ids(target, _LONG), upto=max(rows))
+    with listening(target, keep_values):  # in a pass of its own: the tap may replace the model's attention
+        target.forward(_ids(target, _LONG), upto=max(rows))
+    distances: list[float] = []
+    for layer, of_layer in rows.items():
+        value = values[layer].repeat_interleave(of_layer.shape[1] // values[layer].shape[1], 1)
+        weighted = rearrange(of_layer @ value, "row head query d_head -> row query (head d_head)")
+        distances.append(_relative(weighted, heads[layer]))
+    return max(distances)
 
 
 def _distance_from_output(target: Target, layer: int) -> float:

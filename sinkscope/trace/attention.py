@@ -63,7 +63,7 @@ class View:
     hidden: Bool[Tensor, "batch kv_head key"] | None = None
     complete: bool = False
     columns: Int[Tensor, "batch column"] | None = None
-    chosen: Bool[Tensor, "batch query position"] | None = None
+    chosen: Bool[Tensor, "batch _ query position"] | None = None
 
     def part(self, queries: slice, keys: slice) -> View:
         """Some of the queries and keys."""
@@ -72,7 +72,7 @@ class View:
             hidden = self.hidden[..., keys]
         chosen = None
         if self.chosen is not None:
-            chosen = self.chosen[:, queries]
+            chosen = self.chosen[:, :, queries]
         return replace(
             self,
             pos=self.pos[..., keys],
@@ -101,8 +101,8 @@ class View:
             visible = visible & ((key // self.window == query // self.window) | padding)
         visible = visible & (key >= 0)
         if self.chosen is not None:
-            place = pos[:, :1].clamp(min=0).expand(-1, self.chosen.shape[1], -1)
-            visible = visible & self.chosen.gather(-1, place)[:, None]
+            place = pos[:, :1, None].clamp(min=0).expand(-1, *self.chosen.shape[1:3], -1)
+            visible = visible & self.chosen.gather(-1, place)
         if self.hidden is None:
             return visible
         return visible & ~rearrange(self.hidden, "batch kv_head key -> batch kv_head 1 key")
@@ -157,6 +157,7 @@ class Attention:
         evicted: Whether `view` differs from the mask because tokens are missing in the cache.
         compute: Replaces the model's own attention unless it returns None.
         indices: Slots that an indexer chose for each query, in its own layer; None if there is no indexer.
+        in_blocks: Keys in the blocks that an indexer chose; None if it does not choose blocks.
     """
 
     module: Any
@@ -170,6 +171,7 @@ class Attention:
     evicted: bool = False
     compute: Callable[[Attention], tuple[Tensor, Tensor | None] | None] | None = None
     indices: Int[Tensor, "batch query chosen"] | None = None
+    in_blocks: Bool[Tensor, "batch head query key"] | None = None
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
 
     @property
@@ -217,13 +219,10 @@ class Attention:
         return False
 
     def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"] | None:
-        """The keys that the model's mask shows to the last query; None if there is no mask."""
+        """The keys that the model's mask shows to the last query in every head; None if there is no mask."""
         if self.mask is None:
             return None
-        shown = self.mask[:, :1, self.queries - 1 : self.queries, : self.key.shape[2]]
-        if shown.is_floating_point():
-            return shown > torch.finfo(shown.dtype).min / 2
-        return shown
+        return _shown(self.mask[:, :, self.queries - 1 : self.queries, : self.key.shape[2]]).all(1, keepdim=True)
 
     def row_function(self) -> Callable[[Tensor, Tensor, View], Tensor]:
         """A function that gives rows of any queries and keys of this layer by a view, and does not hold these."""
@@ -465,6 +464,13 @@ class OwnAttention(Attention):
 def _tell(listeners: Iterable[RowsFunction], first: int, rows: Tensor) -> None:
     for fn in listeners:
         fn(first, rows)
+
+
+def _shown(mask: Tensor) -> Bool[Tensor, "*shape"]:
+    """Where a mask of either kind shows a key."""
+    if mask.is_floating_point():
+        return mask > torch.finfo(mask.dtype).min / 2
+    return mask
 
 
 def _additive(mask: Bool[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
@@ -745,9 +751,14 @@ def _attend(
     indices = kwargs.pop("indices", None)  # the keys that an indexer chose (DeepSeek 3.2)
     if indices is not None:
         attention_mask = _among_chosen(attention_mask, indices, query.shape[2], key.shape[2])
+    blocks = kwargs.pop("block_indices", None)  # the blocks of keys that an indexer chose (MiniMax M3)
+    in_blocks = None
+    if blocks is not None:
+        attention_mask = _within_blocks(module, attention_mask, blocks, query, key.shape[2], kwargs.get("position_ids"))
+        in_blocks = _shown(attention_mask)
     if idle:
         return _stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
-    call = Attention(module, query, key, value, attention_mask, kwargs, by_mask, indices=indices)
+    call = Attention(module, query, key, value, attention_mask, kwargs, by_mask, indices=indices, in_blocks=in_blocks)
     for handler in _HANDLERS.get():
         if config in handler.configs:
             handler.see(call)
@@ -763,6 +774,19 @@ def _among_chosen(mask: Tensor | None, indices: Tensor, queries: int, keys: int)
     if mask.dtype == torch.bool:
         return mask[..., :keys] & chosen
     return mask[..., :keys].masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+def _within_blocks(
+    module: Any, mask: Tensor | None, blocks: Tensor, query: Tensor, keys: int, positions: Tensor | None
+) -> Tensor:
+    """A mask that shows only keys in chosen blocks, of those that it shows; modules make one for stock attention."""
+    if positions is None:
+        positions = torch.arange(keys - query.shape[2], keys, device=query.device)
+    positions = positions.reshape(-1, query.shape[2]).expand(len(query), -1)
+    added = module.indexer.build_block_mask(blocks, mask, keys, query.dtype, query.device, positions)
+    if mask is not None and mask.is_floating_point():
+        return added
+    return added == 0
 
 
 def _mask(*, config: Any, **kwargs: Any) -> Any:

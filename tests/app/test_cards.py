@@ -14,6 +14,7 @@ from organisms import Organism, organism
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardNumber, SinkCard, read_card
 from sinkscope.app.cli import main
+from sinkscope.app.report import report
 from sinkscope.app.scan import PARTS, fitted, scan
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
@@ -168,6 +169,12 @@ def test_a_model_that_does_not_fit_is_streamed_and_opened_once(
     card = scan(model, out=tmp_path / "small", quick=True)
     assert opened == ["stream"]
     assert card.parts[0].problem is None and "whole model in memory" in str(card.parts[1].problem)
+
+
+def test_a_report_takes_its_parts_and_leaves_nothing_out(folder: Path, tmp_path: Path) -> None:
+    written = report(folder.parent, tmp_path / "report.html")
+    assert {f"{folder.name}/{name}" for name in ("card.json", "find-sinks.json")} <= set(written.files)
+    assert not [one for one in written.skipped if one.file.startswith(folder.name)]
 
 
 def test_a_card_against_itself_has_no_change(folder: Path) -> None:

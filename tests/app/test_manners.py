@@ -123,7 +123,7 @@ def test_what_the_checkpoint_says_of_decoding_changes_nothing() -> None:
         plain = _ways(model, tokenizer)
     for name, value in LOUD.items():
         setattr(model.generation_config, name, value)
-    with pytest.warns(SinkscopeWarning, match=r"own \(do_sample False.*not used: .*num_beams 2"):
+    with pytest.warns(SinkscopeWarning, match=r"own settings \(do_sample False.*ignores those of .*num_beams 2"):
         assert _ways(model, tokenizer) == plain
     with noted_decoding() as used, pytest.warns(SinkscopeWarning):
         greedy(Target.of(model), torch.arange(5, 15)[None], 2)
@@ -142,7 +142,9 @@ def test_a_measurement_and_its_command_state_the_decoding(tmp_path: Path, capsys
         assert main(words) == 0
         out, err = capsys.readouterr()
         results.append(json.loads(out))
-        assert ("note: the decoding is sinkscope's own" in err) == bool(settings) and err.count("\n") == bool(settings)
+        assert ("note: sinkscope decodes with its own settings" in err) == bool(settings) and err.count("\n") == bool(
+            settings
+        )
     assert results[0]["result"] == results[1]["result"]
     assert results[1]["settings"]["decoding"]["not_used_of_checkpoint"] == {"repetition_penalty": 1.7, "num_beams": 3}
     assert results[0]["settings"]["decoding"]["not_used_of_checkpoint"] == {}

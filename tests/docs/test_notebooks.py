@@ -32,8 +32,16 @@ def test_outputs_are_those_of_the_code(path: Path) -> None:
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     assert counts == [*range(1, len(counts) + 1)]
     kinds = {kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})}
-    assert "image/png" in kinds and PLOTLY not in kinds
+    assert {"image/png", PLOTLY} <= kinds
     check(path.name, path.read_text(encoding="utf-8"))
+
+
+@EVERY
+def test_the_checks_stand_in_the_last_cell(path: Path) -> None:
+    """So that a reader reads what is shown, and the tests run what is checked."""
+    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    checks = ["assert" in source for source in cells]
+    assert checks == [False] * (len(cells) - 1) + [True]
 
 
 def test_the_first_notebook_runs_and_shows_what_it_stores(capsys: pytest.CaptureFixture[str]) -> None:

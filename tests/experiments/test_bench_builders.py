@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,22 @@ from sinkscope.bench.table import tabulate_records
 from sinkscope.errors import SinkscopeError
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("packing", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
+@pytest.mark.parametrize("at", [None, 0, 70, 300, -30])
+def test_a_damaged_archive_is_one_line(tmp_path: Path, packing: int, at: int | None) -> None:
+    """Cut short, and with other bytes at the head, in the data and in the list of files."""
+    path = tmp_path / "data.zip"
+    with zipfile.ZipFile(path, "w", packing) as archive:
+        archive.writestr("data/qasper.jsonl", os.urandom(2000))
+    whole = path.read_bytes()
+    if at is None:
+        path.write_bytes(whole[:-30])
+    else:
+        path.write_bytes(whole[:at] + b"\xff" * 20 + whole[at:][20:])
+    with pytest.raises(SinkscopeError, match=r"^data\.zip cannot be read \(.*download it again$"):
+        read_longbench("qasper", path)
 
 
 def records(count: int) -> list[LongBenchRecord]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.repeated_token import corpus as module
 from experiments.repeated_token.corpus import build_index, open_corpus
+from sinkscope.errors import SinkscopeError
 
 SMALL = st.text("ab \0é", max_size=30).map(str.encode)
 
@@ -46,3 +50,37 @@ def test_index_is_kept_and_used_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert again.longest(b"is not to be?") == made.longest(b"is not to be?")
     assert (again.longest(b"is not to be?").length, again.names) == (len(b" not to be"), ("one.txt",))
     assert open_corpus(None, kept[0]).name == made.name  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _saved(change: dict[str, object]) -> Callable[[Path, dict[str, Any]], None]:
+    return lambda path, arrays: np.savez(path, **{**arrays, **change})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _saved({"data": np.zeros(4)}),
+        _saved({"data": np.array([b"a"], dtype=object)}),
+        _saved({"order": np.zeros((2, 9), np.int32)}),
+        _saved({"order": np.full(19, 10**6, np.int32)}),
+        _saved({"order": np.full(19, -1, np.int32)}),
+        _saved({"ends": np.array([10**9], np.int64)}),
+        _saved({"ends": np.array([1, 2], np.int64)}),
+        lambda path, arrays: np.savez(path, data=arrays["data"]),
+        lambda path, arrays: np.savez_compressed(path, **{**arrays, "data": np.zeros(10**8, np.uint8)}),
+        lambda path, _: path.write_bytes(path.read_bytes()[:-50]),
+        lambda path, _: path.write_bytes(path.read_bytes()[:200] + b"\xff" * 60 + path.read_bytes()[260:]),
+        lambda path, _: path.write_bytes(b"PK\3\4" + b"x" * 900),
+        lambda path, _: path.write_bytes(b""),
+    ],
+)
+def test_a_damaged_index_is_one_line(tmp_path: Path, damage: Callable[[Path, dict[str, Any]], None]) -> None:
+    """Wrong types, shapes and ranges, a cut file, and one that would unpack to any size."""
+    path = tmp_path / "x.npz"
+    index = build_index([("one.txt", b"to be or not to be")], "x")
+    index.save(path)
+    with np.load(path) as found:
+        arrays = dict(found)
+    damage(path, arrays)
+    with pytest.raises(SinkscopeError, match=r"^x\.npz is not a corpus index: remove it, and give --corpus"):
+        open_corpus(None, path)

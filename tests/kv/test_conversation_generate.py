@@ -49,7 +49,7 @@ def test_drafts_and_beams_are_refused_where_asked_for_and_set_aside_where_a_chec
         assert not chat.turns
     setattr(model.generation_config, name, 3)
     for edit in (None, SMALL):
-        with pytest.warns(SinkscopeWarning, match=f"this is not used: .*{name} 3"):
+        with pytest.warns(SinkscopeWarning, match=f"ignores those of .*: .*{name} 3"):
             chat = held_so(edit, "keep", model)
         assert chat.ids == held_so(edit, "keep").ids
     one: Any = {name: None if name.startswith("prompt") else 1}

@@ -111,6 +111,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "longcat_flash": _LATENT | {"zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2},
     "minimax": _LINEAR | {"sliding_window": None},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 2},
     "mllama": {"cross_attention_layers": [1]},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},

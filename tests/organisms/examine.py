@@ -155,6 +155,10 @@ def _plant(target: Target) -> Planted:
     ids[:, 0] = 0
     layer = next(number for number in [*range(1, target.n_layers), 0] if target.has_neurons(number))
     is_mixture = target.is_mixture(layer)
+    if _norm_at_the_end(target, layer) is not None:  # what it reads beside the MLP is the output of another norm
+        for part in target.layers[layer].modules():
+            if isinstance(part, torch.nn.LayerNorm):
+                part.weight[5] = part.bias[5] = 0
     seen: dict[str, Any] = {}
 
     def keep(_module: Any, args: Any, kwargs: Any) -> None:
@@ -246,15 +250,35 @@ def _plant_dense(target: Target, layer: int, inputs: Tensor, written: Tensor) ->
 
 
 def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: int | None) -> None:
-    """Set what the neuron writes; behind a norm, one dimension that the norm lets through."""
-    if not target.has_part(layer, target.adapter.post_mlp_norm):
+    """Set what the neuron writes; behind a norm, one dimension that it lets through and no other neuron writes."""
+    norm = _norm_at_the_end(target, layer)
+    if norm is None and not target.has_part(layer, target.adapter.post_mlp_norm):
         down[NEURON] = written * 4 / target.factor(layer, expert)
         return
-    norm: Any = target.sub(layer, target.adapter.post_mlp_norm or "")
     down[:, 5] = 0
+    if norm is None:
+        norm = target.sub(layer, target.adapter.post_mlp_norm or "")
+    for other in range(target.n_experts(layer)):
+        expert_views(target.sub(layer, target.adapter.experts or ""), other).down[:, 5] = 0
+    if target.has_shared(layer):
+        shared: Any = target.mlp_part(layer, "down")
+        shared.weight[5] = 0
     down[NEURON] = 0
-    down[NEURON, 5] = 1
+    down[NEURON, 5] = 4
     norm.weight[5] = 50
+
+
+def _norm_at_the_end(target: Target, layer: int) -> Any:
+    """The norm of the residual stream itself that gives the output of a layer (GIT); None if there is none."""
+    given: dict[Any, Tensor] = {}
+
+    def keep(module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        given[module] = first_tensor(output)
+
+    modules = [module for module in target.layers[layer].modules() if isinstance(module, torch.nn.LayerNorm)]
+    with target.hooks(*[(module, "post", keep) for module in [*modules, target.layers[layer]]]):
+        target.forward(torch.arange(20, 30)[None])
+    return next((module for module in modules if given[module] is given[target.layers[layer]]), None)
 
 
 def _check_neurons(report: TypeReport, target: Target, planted: Planted, found: Any) -> None:
@@ -356,8 +380,36 @@ def _check_attention(report: TypeReport, target: Target) -> None:
     for layer, site in zip(layers, sites, strict=True):
         if layer not in own:
             continue
-        off = float((rows[site].float() - own[layer].float()).abs().max())
+        shown, weights = rows[site].float(), own[layer].float()
+        if target.adapter.learned_sinks:
+            _check_learned_share(report, target, layer, shown)
+            shown, weights = shown / shown.sum(-1, keepdim=True), weights / weights.sum(-1, keepdim=True)
+        off = float((shown - weights).abs().max())
         report.must(off < 1e-4, f"attention rows of layer {layer} are off by {off:.2g}")
+
+
+def _check_learned_share(report: TypeReport, target: Target, layer: int, rows: Tensor) -> None:
+    """Rows times values, and a constant, are what the output projection reads: a learned sink's share is out of it."""
+    kept: dict[str, Tensor] = {}
+
+    def keep_values(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        kept["values"] = output
+
+    def keep_heads(_module: Any, args: Any, _kwargs: Any) -> None:
+        kept["heads"] = args[0].view(1, LENGTH, rows.shape[1], -1)
+
+    value, output = target.sub(layer, target.adapter.v or ""), target.output_projection(layer)
+    before = target.hf.config._attn_implementation
+    target.hf.set_attn_implementation("eager")
+    with target.hooks((value, "post", keep_values), (output, "pre", keep_heads)):
+        target.forward(_ids())
+    target.hf.set_attn_implementation(before)
+    values = kept["values"].view(1, LENGTH, -1, kept["heads"].shape[-1])
+    values = values.repeat_interleave(rows.shape[1] // values.shape[2], 2)
+    weighted = torch.einsum("bhqk,bkhd->bqhd", rows, values)
+    constant = (weighted * kept["heads"]).sum() / weighted.square().sum()
+    off = float((constant * weighted - kept["heads"]).abs().max())
+    report.must(off < 1e-4, f"attention rows of layer {layer} times values are off by {off:.2g}")
 
 
 def _check_generation(report: TypeReport, target: Target, quick: bool) -> None:

@@ -80,7 +80,7 @@ def test_perplexity_row_against_separate_passes(tmp_path: Path) -> None:
     assert row["difference"] == pytest.approx(patched - plain, rel=1e-3)
     assert row["random_difference"] == pytest.approx(drawn - plain, abs=1e-3 * plain)
     assert abs(row["difference"]) > 100 * abs(row["random_difference"])
-    assert found.neurons == o.truth.neurons and "moves 1 of 1 numbers" in found.conclusion()
+    assert found.neurons == o.truth.neurons and "changes 1 score by" in found.conclusion()
     assert Result.from_dict(found.to_dict()).to_dict() == found.to_dict()
     [shown] = [trace for trace in found.figure().data if trace.name == "patch"]
     assert shown.y[0] == pytest.approx(100 * row["difference"] / row["original"])

@@ -30,7 +30,7 @@ from sinkscope.app.view.result import (
 from sinkscope.attention.barcode import Barcode, PictureSize, barcode
 from sinkscope.attention.texts import Loop
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import listed, neuron_name, read_head, read_neuron
+from sinkscope.files.notation import agreeing, listed, neuron_name, read_head, read_neuron
 from sinkscope.files.records import conform
 from sinkscope.files.tables import percent
 from sinkscope.interventions import Ablate, SinkPatch
@@ -164,15 +164,13 @@ class Explorer:
         """The edits that this model has."""
         switches: list[Switch] = []
         if self.neurons:
-            switches.append(self.switch("sink neurons zeroed", self.neurons, []))
+            zeroed = self.switch("sink neurons zeroed", self.neurons, [])
+            patch = SinkPatch.from_result(self.sinks)
+            switches += [zeroed, Switch("patched", patch, zeroed.control, zeroed.control_name)]
+            if zeroed.control is not None:
+                switches.append(Switch("random control", zeroed.control, None, ""))
         if self.marks:
-            switches.append(self.switch("marking heads replaced", [], self.marks))
-        if self.neurons:
-            random = self.random_neurons()
-            control = _off(random, []) if random else None
-            switches.append(Switch("patched", SinkPatch.from_result(self.sinks), control, "random neurons zeroed"))
-            if control is not None:
-                switches.append(Switch("random control", control, None, ""))
+            switches.insert(1, self.switch("marking heads replaced", [], self.marks))
         return switches
 
     def switch(self, name: str, neurons: Sequence[tuple[int, ...]], heads: Sequence[tuple[int, int]]) -> Switch:
@@ -187,10 +185,8 @@ class Explorer:
             control = _off(random_neurons, random_heads)
         return Switch(name, _off(neurons, heads), control, words)
 
-    def random_neurons(self, neurons: Sequence[tuple[int, ...]] | None = None) -> list[tuple[int, ...]]:
+    def random_neurons(self, neurons: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """As many other neurons of the same layers and experts."""
-        if neurons is None:
-            neurons = self.neurons
         return self._drawn(neurons, lambda site: self.setup.target.width(site[0], *site[1:-1]))
 
     def random_heads(self, heads: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
@@ -348,11 +344,10 @@ class Explorer:
                 f"No token has a norm spike: the largest norm after layer {self.layer} is {norm.max():.4g}, and the "
                 f"typical one is {typical:.4g}."
             )
-        have = "has" if len(spikes) == 1 else "have"
         highest = spikes[int(norm[list(spikes)].argmax())]
         return (
-            f"{len(spikes)} of {len(tokens)} tokens {have} a norm spike after layer {self.layer}: "
-            f"{norm[highest]:.4g} at {tokens[highest]!r}, where typical text has {typical:.4g}."
+            f"{len(spikes)} of {len(tokens)} tokens {agreeing(len(spikes), 'has', 'have')} a norm spike after layer "
+            f"{self.layer}: {norm[highest]:.4g} at {tokens[highest]!r}, where typical text has {typical:.4g}."
         )
 
     def change(
@@ -362,6 +357,8 @@ class Explorer:
         before, after = intact.norm[self.layer], reading.norm[self.layer]
         relative = np.abs(after - before) / np.maximum(before, 1e-9)
         position = int(np.abs(after - before).argmax())
+        if relative[position] < NOTICED:
+            position = int(relative.argmax())  # a small norm can change by a larger share
         if relative[position] < NOTICED:
             beside = ""
             if control is not None:
@@ -448,7 +445,8 @@ class Explorer:
             f"with it, {copied[1]} of {len(sides[1].tokens)}."
         )
         if not copied[0]:
-            sentence = "Without the guard the model does not end in a repetition, and the guard changes nothing."
+            alarms = len(sides[1].alarms)
+            sentence = f"Without the guard the model does not end in a repetition; alarms of the guard: {alarms}."
         return Generation(setup.tokenizer.decode(prompt), sentence, tuple(sides))
 
 

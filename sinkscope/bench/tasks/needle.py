@@ -100,7 +100,7 @@ class Needle(Task):
     """
 
     name: ClassVar[str] = "needle"
-    said: ClassVar[str] = "finds {:.0%}"
+    said: ClassVar[str] = "finds {:.0%} of the needles"
     columns: ClassVar[tuple[str, ...]] = ("chance",)
 
     kinds: tuple[Kind, ...] = ()

@@ -73,6 +73,7 @@ class Recall(Dialogues):
     """
 
     name: ClassVar[str] = "recall"
+    said: ClassVar[str] = "is right in {:.0%} of the answers"
     columns: ClassVar[tuple[str, ...]] = ("prefix", "chance")
     budget: ClassVar[int] = 256
     model: ClassVar[str] = RECALL

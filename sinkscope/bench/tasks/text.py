@@ -57,7 +57,8 @@ class TextFidelity(Task):
     name: ClassVar[str] = "text"
     main: ClassVar[str] = "kl"
     low_is_good: ClassVar[bool] = True
-    said: ClassVar[str] = "diverges by {:.3g} nats a token"
+    said: ClassVar[str] = "diverges from full attention by {:.3g} nats a token"
+    control: ClassVar[str] = "random"
     columns: ClassVar[tuple[str, ...]] = ("agree", "first")
     together: ClassVar[bool] = True
 

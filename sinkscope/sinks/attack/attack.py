@@ -129,7 +129,7 @@ class ClusterAttack(Result):
         )
 
     def details(self) -> list[str]:
-        """The clusters, and the share of positions that succeed at the longest length."""
+        """The clusters, and the share of positions that succeed at the length of the conclusion."""
         lines: list[str] = []
         if self.clusters is not None:
             clusters = self.clusters
@@ -140,9 +140,10 @@ class ClusterAttack(Result):
                 f"tokens fire it only through several heads, and {clusters.silent} do not fire it."
             )
         if self.best is not None:
-            for context, shares in zip(self.contexts, self.positions[:, -1], strict=True):
+            length = self.best[1]
+            for context, shares in zip(self.contexts, self.positions[:, length], strict=True):
                 named = [f"{name} {share:.0%}" for name, share in zip(self.sources, shares, strict=True)]
-                lines.append(f"{context}, {self.lengths[-1]} tokens: positions that succeed: {', '.join(named)}.")
+                lines.append(f"{context}, {self.lengths[length]} tokens: positions that succeed: {', '.join(named)}.")
         return lines
 
     def rows(self) -> list[dict[str, Any]]:

@@ -132,7 +132,9 @@ class TokenClusters:
     def sentence(self) -> str:
         """How many tokens a single head serves, and how many fire without any head."""
         served = int(np.isfinite(self.head).sum())
-        control = f"{self.without_heads / len(self.ids):.1%} fire it when all these heads give their mean output"
+        control = (
+            f"{self.without_heads / len(self.ids):.1%} of the tokens fire it when these heads give their mean output"
+        )
         if self.without_heads > len(self.ids) / 2:
             return f"The mark is not made by the heads of layer 0: {control}."
         if not served:

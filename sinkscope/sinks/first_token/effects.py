@@ -7,7 +7,7 @@ therefore read once for any number of edits, and every value that is written com
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +16,7 @@ from einops import rearrange, reduce, repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.files.notation import head_name
 from sinkscope.interventions.edits import expert_hook
 from sinkscope.measure.evidence import NEEDED
@@ -256,8 +257,10 @@ def _key_columns(target: Target, layer: int) -> Int[Tensor, " column"] | None:
         return columns.long()
     if target.kind == "bridge" or not adapter.attention_interface:  # fused projections are split, or keys hidden
         return None
-    (site,) = resolve(target, [f"blocks.{layer}.attn.hook_k"])
-    return site.cut(columns).flatten().long()
+    with suppress(UnsupportedError):  # the layout of the projection is not known
+        (site,) = resolve(target, [f"blocks.{layer}.attn.hook_k"])
+        return site.cut(columns).flatten().long()
+    return None
 
 
 def _bias(module: Any) -> Tensor | None:

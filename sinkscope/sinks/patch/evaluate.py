@@ -31,7 +31,7 @@ from torch.nn import functional
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
-from sinkscope.files.notation import neuron_names
+from sinkscope.files.notation import counted, neuron_names
 from sinkscope.interventions import NeuronSite
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
@@ -181,8 +181,8 @@ class PatchEvaluation(Result):
         known = np.isfinite(self.errors).all(0)
         patch, random = ((np.abs(self.differences) > 2 * self.errors) & known).sum(1).tolist()
         return (
-            f"The patch of {neuron_names(self.neurons)} moves {patch} of {known.sum()} numbers by more than two "
-            f"standard errors; a patch of as many random neurons moves {random}."
+            f"The patch of {neuron_names(self.neurons, 5)} changes {counted(patch, 'score')} by more than two standard "
+            f"errors, a patch of as many random neurons {counted(random, 'score')} ({known.sum()} measured)."
         )
 
     def details(self) -> list[str]:

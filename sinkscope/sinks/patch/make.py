@@ -163,7 +163,7 @@ class PatchMade(Result):
         """One row per word: its largest norm in the layer that completes the spike."""
         if self.proof is None:
             return []
-        intact, patched, random = self.proof.norms[:, :, 0]
+        intact, patched, random = self.proof.norms[:, :, 0].tolist()
         columns = {"token": self.proof.words, "intact": intact, "patched": patched, "random": random}
         return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
 

@@ -10,7 +10,7 @@ import plotly.express as px
 import torch
 from jaxtyping import Float, Int
 
-from sinkscope.files.notation import head_name
+from sinkscope.files.notation import agreeing, head_name
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.clusters import find_clusters
@@ -101,7 +101,7 @@ class AtlasReading:
         repeated, at_once = int((self.repeats > 1).sum()), int((self.repeats == 1).sum())
         return (
             f"Repetition brings {repeated} of {len(self.ids)} tokens to half of the first token's norm; {at_once} "
-            "have it at the first occurrence."
+            f"{agreeing(at_once, 'has', 'have')} it at the first occurrence."
         )
 
     def details(self) -> list[str]:

@@ -16,6 +16,7 @@ from einops import einsum, rearrange, reduce
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.files.notation import counted
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.sinks.repetition.sweep import Sweep, SweepRows, curves_figure, rounded
@@ -65,11 +66,11 @@ class DistanceReading:
         if end < start / 2:
             verdict = "converges"
         said = (
-            f"Repetition {verdict} to the token alone: the first layer's output is {end:.2%} away after "
-            f"{sweep.max_repeats} repetitions and {start:.2%} after one"
+            f"Repetition {verdict} to the token alone: after {sweep.max_repeats} repetitions the first layer's output "
+            f"differs from the token's own by {end:.2%}, after one by {start:.2%}"
         )
         if self.outside is not None:
-            return f"{said}; theorem 4.1 gives no bound here."
+            return f"{said}; theorem 4.1 gives no bound."
         bound = "within" if self.holds else "outside"
         return f"{said}, {bound} the bound of theorem 4.1."
 
@@ -77,7 +78,7 @@ class DistanceReading:
         """What was read, and how close the bound is."""
         lines = [
             f"{len(sweep.before)} tokens stand before the repetitions; the distances are medians over "
-            f"{len(sweep.tokens)} tokens, and {len(self.distance)} layers were read."
+            f"{len(sweep.tokens)} tokens of {counted(len(self.distance), 'layer')}."
         ]
         if self.outside is not None:
             lines.append(f"Theorem 4.1 does not apply to this model: {self.outside}.")

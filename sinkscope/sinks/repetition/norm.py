@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sinkscope.files.notation import agreeing, neuron_names
 from sinkscope.files.result import Number
+from sinkscope.files.tables import cell
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
 from sinkscope.measure.evidence import Evidence
@@ -94,7 +95,7 @@ class NormReading:
         verdict = f"{agreeing(count, 'makes', 'make')} the norm of repetitions"
         if not Evidence(losses[causal], losses["control"]).holds:
             verdict = f"{agreeing(count, 'is', 'are')} not needed for the norm of repetitions"
-        lost, chance = _tenths(losses[causal]), _tenths(losses["control"])
+        lost, chance = cell(losses[causal], percent=True), cell(losses["control"], percent=True)
         return (
             f"{neuron_names(zeroed, NAMED)} {verdict}: zeroing {agreeing(count, 'it', 'them')} takes away {lost} of "
             f"it, zeroing as many random neurons {chance}."
@@ -119,7 +120,7 @@ class NormReading:
         for condition in range(1, len(self.conditions)):
             first = 1 - self.first_norms[condition, 0] / self.first_norms[0, 0]
             neurons = neuron_names(self.zeroed[condition])
-            lost = _tenths(first)
+            lost = cell(float(first), percent=True)
             lines.append(
                 f"{self._title(condition).capitalize()} ({neurons}): {lost} of the first token's norm is lost."
             )
@@ -175,11 +176,6 @@ class NormReading:
         fig.add_hline(self.first_norm / 2, line_dash="dot", line_width=1)
         fig.add_hrect(self.typical[0], self.typical[2], fillcolor="grey", opacity=0.2)
         return fig
-
-
-def _tenths(share: float) -> str:
-    """A share in tenths of a per cent."""
-    return f"{share:.1%}".replace("-0.0%", "0.0%")
 
 
 def read_norms(setup: Setup, rows: SweepRows, ablate: bool) -> tuple[int | None, NormReading | SpikeAbsence]:

@@ -82,8 +82,8 @@ class ProbabilityReading:
             lines.append(f"The patch holds {neuron_names(self.neurons)}.")
         for condition, caught, left in zip(self.conditions, self.caught, self.left, strict=True):
             stopped = left[np.isfinite(left)]
-            line = f"In the {condition} model {np.isfinite(caught).sum()} of {len(caught)} tokens began to repeat, and "
-            line += f"{len(stopped)} stopped"
+            line = f"The {condition} model began to repeat {np.isfinite(caught).sum()} of {len(caught)} tokens, and "
+            line += f"stopped with {len(stopped)}"
             if len(stopped):
                 line += f", in the median after {np.median(stopped):.0f} repetitions"
             lines.append(line + ".")
