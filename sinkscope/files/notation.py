@@ -86,11 +86,11 @@ def agreeing(count: int, singular: str, plural: str) -> str:
     return plural
 
 
-def brief(sentences: Iterable[str]) -> str:
-    """The first of several versions of a sentence that has at most 30 words; if none has, the last."""
+def brief(sentences: Iterable[str], most: int = MOST_WORDS) -> str:
+    """The first of several versions of a sentence that has at most 30 words (or `most`); if none has, the last."""
     sentence = ""
     for sentence in sentences:
-        if len(sentence.split()) <= MOST_WORDS:
+        if len(sentence.split()) <= most:
             break
     return sentence
 

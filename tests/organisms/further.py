@@ -163,7 +163,7 @@ def _opposed(b: _Build) -> Made:
             "^Norm spike and attention sink: {set} make the spike",
             "None of these neurons alone takes away",
         ),
-        "circuit": ("only {alone} is needed alone; 100% is lost without both",),
+        "circuit": (r"{alone} is needed alone, L\d\S+ is not; 100% is lost without both",),
     }
     return _sink(b, way, marking), Further(alone=(one,), says=says, never=("because the others make",))
 
@@ -191,7 +191,7 @@ def _turns(b: _Build) -> Made:
     truth = HardTruth(True, True, "spike", layer, (frozenset(sites),), reading=reading, marking=marking)
     says = {
         "find_sinks": ("^Norm spike and attention sink: {set} make the spike that the heads attend to",),
-        "circuit": (r"only L\d\S+N\d+ is needed alone",),
+        "circuit": (r"L\d\S+N\d+ is needed alone, L\d\S+N\d+ is not",),
     }
     return truth, Further(bos=False, says=says)
 

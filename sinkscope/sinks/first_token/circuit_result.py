@@ -22,6 +22,7 @@ from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
 from sinkscope.sinks.first_token.result import RATE_EPS, SHORT, few_heads
 
 FIGURE_COMPONENTS = 12
+WORDS_OF_STEP = 22  # what a conclusion has room for beside the position
 NAMED, WORDS_OF_NAMES = 3, 6  # components that a sentence names at most, and the words that they may take
 MARK, NEURONS, EARLY, REPETITION, KEYS = "mark", "neurons", "early spike", "repetition", "keys"
 
@@ -102,9 +103,12 @@ class CircuitStep:
             are, them = agreeing(count, "is", "are each"), agreeing(count, "it", "them")
             return f"{names} {are} needed: {lost} is lost without {them}{control}"
         if alone:
-            are = agreeing(len(alone), "is", "are")
+            others = tuple(name for name in self.chosen if name not in alone)
+            needed = f"{_named(alone)} {agreeing(len(alone), 'is', 'are')} needed alone"
             every = "both" if count == 2 else f"all {count}"
-            return f"only {_named(alone)} {are} needed alone; {lost} is lost without {every}{control}"
+            rest = f"; {lost} is lost without {every}{control}"
+            not_alone = f"{_named(others)} {agreeing(len(others), 'is', 'are')} not"
+            return brief((f"{needed}, {not_alone}{rest}", f"only {needed}{rest}"), WORDS_OF_STEP)
         together = agreeing(count, "", " together")
         return f"no {self.kind} is needed alone; {lost} is lost without {names}{together}{control}"
 
