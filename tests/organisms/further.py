@@ -202,9 +202,7 @@ def _half_and_half(b: _Build) -> Made:
     b.flag_delimiter(BOS)
     truth = _textbook(b)
     other = b.read(b.behind, b.flag, other=True)
-    says = {
-        "find_sinks": ("^Norm spike and attention sink: {set} makes? the spike that (half of the|most) heads need",)
-    }
+    says = {"find_sinks": (r"^Norm spike and attention sink.*(half of the|most) heads (need|do not need the spike)",)}
     return replace(truth, reading=truth.reading + other), Further(says=says, never=("spike that the heads attend to",))
 
 
@@ -291,7 +289,7 @@ def _repeats_differ(b: _Build) -> Made:
         "find_sinks": ("^Norm spike and attention sink: {set} makes the spike", "Repetition trips other neurons"),
         "repeat": ("{set} is not needed for the norm of repetitions",),
     }
-    return _sink(b, way, (), sets=(frozenset({site}),)), Further(alone=(site,), repeats=300, says=says)
+    return _sink(b, way, (), sets=(frozenset({site}),)), Further(alone=(site,), repeats=900, says=says)
 
 
 def natural(model: HardModel, about: Further, count: int, length: int) -> torch.Tensor:
