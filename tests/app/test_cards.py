@@ -183,7 +183,7 @@ def test_a_card_against_itself_has_no_change(folder: Path) -> None:
     assert not any(change.changed for change in same.changes)
     assert len(same.changes) == len(same.rows()) == len(card.values) + len(card.properties)
     judged = [change for change in same.changes if change.changed is not None]
-    assert f"0 of {len(judged)} judged numbers and facts changed" in same.conclusion()
+    assert f"0 of {len(judged)} judged values changed" in same.conclusion()
 
 
 @pytest.mark.parametrize(("by", "moved"), [(0.5, False), (1.3, False), (1.5, True)])

@@ -38,7 +38,7 @@ from sinkscope.trace.run import trace
 PRESENT = 0.5  # share of the sink neurons' activation from which the sink counts as present
 BATCH_VALUES = 1 << 26  # largest number of values of one sink-layer activation in memory
 TABLE_HEADS = 16
-NAMED = 5  # heads that the conclusion names
+NAMED = 4  # heads that the conclusion names
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class AtlasReading:
         """How many tokens get the norm of a spike by repetition, beside those that have it at once."""
         repeated, at_once = int((self.repeats > 1).sum()), int((self.repeats == 1).sum())
         return (
-            f"Repetition brings {repeated} of {len(self.ids)} tokens to half of the first token's norm; {at_once} "
+            f"Repetition brings {repeated} of the {len(self.ids)} tokens to half of the first token's norm; {at_once} "
             f"{agreeing(at_once, 'has', 'have')} it at the first occurrence."
         )
 

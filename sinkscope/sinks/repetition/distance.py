@@ -70,9 +70,9 @@ class DistanceReading:
             f"differs from the token's own by {end:.2%}, after one by {start:.2%}"
         )
         if self.outside is not None:
-            return f"{said}; theorem 4.1 gives no bound."
+            return f"{said}; no bound applies."
         bound = "within" if self.holds else "outside"
-        return f"{said}, {bound} the bound of theorem 4.1."
+        return f"{said}, {bound} theorem 4.1's bound."
 
     def details(self, sweep: Sweep) -> list[str]:
         """What was read, and how close the bound is."""
