@@ -613,7 +613,8 @@ class _Tap:
     def see(self, call: Any) -> None:
         """The function that the tap calls with the attention of every layer."""
         call.compute = self._compute
-        self._calls.append(call)
+        if not call.is_again:
+            self._calls.append(call)
 
     def calls(self, stage: _Stage, *hooks: _Hook, compute: Callable[[Any], Any] | None = None) -> list[Any]:
         """Every attention call of a layer, whose output `compute` replaces if it is given."""

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
+from weakref import ref
 
 import torch
 from einops import rearrange, repeat
@@ -158,6 +159,7 @@ class Attention:
         compute: Replaces the model's own attention unless it returns None.
         indices: Slots that an indexer chose for each query, in its own layer; None if there is no indexer.
         in_blocks: Keys in the blocks that an indexer chose; None if it does not choose blocks.
+        is_again: Whether the module attends with the same queries and keys as just before, to other values (DiffLlama).
     """
 
     module: Any
@@ -172,6 +174,7 @@ class Attention:
     compute: Callable[[Attention], tuple[Tensor, Tensor | None] | None] | None = None
     indices: Int[Tensor, "batch query chosen"] | None = None
     in_blocks: Bool[Tensor, "batch head query key"] | None = None
+    is_again: bool = False
     _listeners: dict[_RowRange, list[RowsFunction]] = field(default_factory=dict)
 
     @property
@@ -238,6 +241,8 @@ class Attention:
             first: Index of the first query to show.
             chunk: Number of queries at a time.
         """
+        if self.is_again:  # these rows were shown just before
+            return
         rows = _RowRange(first, chunk, by_mask and not self.evicted)
         self._listeners.setdefault(rows, []).append(fn)
 
@@ -583,6 +588,7 @@ def attention_probs(
 # Who listens, and to which model ----------------------------------------------------------------------------------
 
 _HANDLERS: ContextVar[tuple[Handler, ...]] = ContextVar("sinkscope_tap", default=())
+_LATEST: ContextVar[ref[Tensor] | None] = ContextVar("sinkscope_latest_queries", default=None)
 _STOCK: dict[int, _Stock] = {}  # by id of a tapped configuration
 _LOCK = threading.Lock()
 
@@ -758,7 +764,21 @@ def _attend(
         in_blocks = _shown(attention_mask)
     if idle:
         return _stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
-    call = Attention(module, query, key, value, attention_mask, kwargs, by_mask, indices=indices, in_blocks=in_blocks)
+    latest = _LATEST.get()
+    is_again = latest is not None and latest() is query
+    _LATEST.set(ref(query))
+    call = Attention(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        kwargs,
+        by_mask,
+        indices=indices,
+        in_blocks=in_blocks,
+        is_again=is_again,
+    )
     for handler in _HANDLERS.get():
         if config in handler.configs:
             handler.see(call)
@@ -874,7 +894,7 @@ def queries_and_keys(target: Target, observer: QKObserver, layers: list[int]) ->
 
     def see(call: Attention) -> None:
         layer = call.layer
-        if layer not in layers:
+        if layer not in layers or call.is_again:
             return
         if is_unrotated or layer not in rotary:
             observer(layer, False, call.query, call.key)
