@@ -70,11 +70,11 @@ class AttentionReading:
         repeated = float(np.median(means[1:]))
         where = f"Behind layer {self.first_behind - 1},"
         if not self.high.any():
-            where = "No MLP makes a norm spike; over all layers,"
+            where = "No MLP makes a norm spike;"
+        tokens = listed(list(map(repr, sweep.tokens)), 1)
         return (
-            f"{where} the mean head gives position 0 {repeated:.1%} of its attention when "
-            f"{listed(list(map(repr, sweep.tokens)), 1)} is repeated {sweep.max_repeats} times, and {means[0]:.1%} in "
-            "natural text."
+            f"{where} the mean head gives position 0 {repeated:.1%} of its attention after {sweep.max_repeats} "
+            f"repetitions of {tokens}, and {means[0]:.1%} in natural text."
         )
 
     def details(self, sweep: Sweep) -> list[str]:

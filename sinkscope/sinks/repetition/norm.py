@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.files.notation import agreeing, neuron_names
+from sinkscope.files.notation import agreeing, counted, neuron_names
 from sinkscope.files.result import Number
 from sinkscope.files.tables import cell
 from sinkscope.interventions import Ablate
@@ -67,7 +67,7 @@ class NormReading:
         if not reached:
             return (
                 f"No repeated token reaches half of the first token's norm within {sweep.max_repeats} repetitions "
-                f"({len(tried)} tokens); {typical}."
+                f"({counted(len(tried), 'token')}); {typical}."
             )
         if "control" in self.conditions:
             return self._needed()

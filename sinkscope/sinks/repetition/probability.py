@@ -73,7 +73,8 @@ class ProbabilityReading:
         said = f"After {sweep.max_repeats} repetitions the repeated token has probability {last[0]:.2g}"
         if len(last) == 1:
             return f"{said}; there is no causal sink neuron to patch."
-        return f"{said} in the intact model and {last[1]:.2g} under the patch (medians of {counted(len(sweep.tokens), 'token')})."
+        tokens = counted(len(sweep.tokens), "token")
+        return f"{said} in the intact model and {last[1]:.2g} under the patch (medians of {tokens})."
 
     def details(self, sweep: Sweep) -> list[str]:
         """The patch, and where the repetition ends with and without it."""
