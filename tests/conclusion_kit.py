@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-CONDITIONS = r" in \d+% of (?:all )?texts|\([^()]*\)(?! take)"  # where something holds, and asides
+CONDITIONS = r"heaviest [\d.]+%| in \d+% of (?:all )?texts|\([^()]*\)(?! take)"  # where something holds, and asides
 
 
 def check_size(conclusion: str) -> None:
