@@ -73,8 +73,8 @@ class AttentionReading:
             where = "No MLP makes a norm spike;"
         tokens = listed(list(map(repr, sweep.tokens)), 1)
         return (
-            f"{where} the mean head gives position 0 {repeated:.1%} of its attention after {sweep.max_repeats} "
-            f"repetitions of {tokens}, and {means[0]:.1%} in natural text."
+            f"{where} the mean head gives position 0 {repeated:.1%} of its attention after {sweep.times} of "
+            f"{tokens}, and {means[0]:.1%} in natural text."
         )
 
     def details(self, sweep: Sweep) -> list[str]:

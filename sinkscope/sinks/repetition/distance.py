@@ -66,7 +66,7 @@ class DistanceReading:
         if end < start / 2:
             verdict = "converges"
         said = (
-            f"Repetition {verdict} to the token alone: after {sweep.max_repeats} repetitions the first layer's output "
+            f"Repetition {verdict} to the token alone: after {sweep.times} the first layer's output "
             f"differs from the token's own by {end:.2%}, after one by {start:.2%}"
         )
         if self.outside is not None:

@@ -66,7 +66,7 @@ class NormReading:
             return "Every token reaches half of the first token's norm at once, so repetition has nothing to show."
         if not reached:
             return (
-                f"No repeated token reaches half of the first token's norm within {sweep.max_repeats} repetitions "
+                f"No repeated token reaches half of the first token's norm within {sweep.times} "
                 f"({counted(len(tried), 'token')}); {typical}."
             )
         if "control" in self.conditions:

@@ -70,7 +70,7 @@ class ProbabilityReading:
     def conclusion(self, sweep: Sweep) -> str:
         """The probability that the repetition continues, without and with the patch."""
         last = np.median(self.probability[:, :, -1], axis=1)
-        said = f"After {sweep.max_repeats} repetitions the repeated token has probability {last[0]:.2g}"
+        said = f"After {sweep.times} the repeated token has probability {last[0]:.2g}"
         if len(last) == 1:
             return f"{said}; there is no causal sink neuron to patch."
         tokens = counted(len(sweep.tokens), "token")
