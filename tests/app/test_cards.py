@@ -229,7 +229,7 @@ def test_a_fact_that_changed_is_named(folder: Path) -> None:
     compared = card.compared(replace(card, properties=tuple(properties)))
     first = compared.changes[0]
     assert first.changed and (first.before, first.after) == ("L9.N9", neuron())
-    assert f"neurons that make the spike: L9.N9 before, {neuron()} now" in compared.conclusion()
+    assert f"neurons that make the spike (L9.N9 before, {neuron()} now" in compared.conclusion()
 
 
 def test_cards_of_different_settings_are_not_compared(folder: Path) -> None:
