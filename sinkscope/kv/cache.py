@@ -543,7 +543,18 @@ class IndexedCacheLayer(CacheLayer):
         return self.values[..., : self._width]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values, with room for the indexer's keys."""
+        """Append keys and values, with room for the indexer's keys.
+
+        Raises:
+            UnsupportedError: Keys of several heads are cached, of which a policy may keep different ones, and the
+                indexer has one key for all.
+        """
+        if key_states.shape[1] > 1:
+            raise UnsupportedError(
+                f"this version of transformers caches the keys of all {key_states.shape[1]} heads beside one indexer: "
+                "use transformers 5.18 or newer, which caches them once",
+                page="kv-cache",
+            )
         self._width = value_states.shape[-1]
         values = torch.nn.functional.pad(value_states, (0, self._index_width))
         super().update(key_states, values, *args, **kwargs)
