@@ -169,7 +169,15 @@ def figure(data: dict[str, Any]) -> Any:
     rows = [row for row in rows if "detected" in row]
     axes: dict[str, Any] = {"x": "length", "y": "detected", "color": "rule", "facet_col": "context"}
     fig = px.line(rows, **axes, log_x=True, markers=True, range_y=(-0.03, 1.03))
-    return finished(fig, None, "Cluster attacks detected at 1 % false alarms", width=1200, height=480)
+    lowest: dict[str, float] = {}
+    for row in rows:
+        lowest[row["rule"]] = min(row["detected"], lowest.get(row["rule"], 1.0))
+    best, worst = max(lowest, key=lowest.__getitem__), min(lowest, key=lowest.__getitem__)
+    found = (
+        f"At 1 % false alarms the rule {best} detects {lowest[best]:.0%} of the cluster attacks at every length, "
+        f"{worst} as few as {lowest[worst]:.0%}"
+    )
+    return finished(fig, None, found, width=1200, height=480)
 
 
 def main() -> None:

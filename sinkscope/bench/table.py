@@ -135,7 +135,9 @@ class BenchTable(Result):
                 control = f"{group.method}, the control, {task.said.format(group.score)}"
             elif name not in CONTROLS:
                 compared.append(group)
-        where = f"Task {_place(first)}, model {first.model}:"
+        where = f"Task {_place(first)}:"
+        if any(group.model != first.model for group in self.groups):
+            where = f"Task {_place(first)}, model {first.model}:"
         if not compared:
             return f"{where} {control}; no other method was run."
         compared.sort(key=lambda group: group.score, reverse=not task.low_is_good)

@@ -86,9 +86,14 @@ class Sequence:
 
     def read(self, real: Bool[Tensor, "batch pos"]) -> None:
         """Append tokens; the cost depends on the new tokens only, however long the history is."""
-        count = self.length[:, None] + real.cumsum(1)
-        self.columns = self._growing.append(self.columns, torch.where(real, count - 1, -1))
-        self.length = count[:, -1]
+        if real.shape[1] == 1:  # as below, in less time
+            new = self.length[:, None]
+            self.length = self.length + real[:, 0]
+        else:
+            count = self.length[:, None] + real.cumsum(1)
+            new = count - 1
+            self.length = count[:, -1]
+        self.columns = self._growing.append(self.columns, torch.where(real, new, -1))
 
     def expand(self, times: int) -> None:
         """Repeat each row `times` times, as generation does for beams and several return sequences."""
@@ -225,9 +230,9 @@ def _real(mask: Any, batch: int, read: int, past: int, new: int, device: torch.d
     total = past + new
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total:
         return mask[:, read:total].bool()
-    between = torch.ones(batch, past - read, dtype=torch.bool, device=device)
     if mask is None:
-        return torch.nn.functional.pad(between, (0, new), value=True)
+        return torch.ones(batch, total - read, dtype=torch.bool, device=device)
+    between = torch.ones(batch, past - read, dtype=torch.bool, device=device)
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == new:
         return torch.cat([between, mask.bool()], 1)
     if isinstance(mask, Tensor) and mask.ndim == 4:

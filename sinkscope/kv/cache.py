@@ -95,13 +95,11 @@ class KeptSlots:
 
     Attributes:
         index: Their indices among all slots of all rows and heads; None if all are kept.
-        count: Number of slots that each row and head has afterwards.
         ragged: Whether some of these are holes.
         pos: True position of each.
     """
 
-    index: Int[Tensor, " kept"] | None
-    count: int
+    index: Int[Tensor, "batch kv_head slot"] | None
     ragged: bool
     pos: Int[Tensor, "batch kv_head slot"]
 
@@ -244,7 +242,7 @@ class CacheLayer(DynamicLayer):
         """Add what `extra(name)` gives to a new tensor, which replaces it."""
         earlier = self._extras.get(name)
         if earlier is not None:
-            values[..., : earlier.shape[-1]] += earlier
+            values.narrow(-1, 0, earlier.shape[-1]).add_(earlier)
         self._extras[name] = values
 
     def _with_new_slots(self, values: Tensor) -> Tensor:
@@ -274,12 +272,12 @@ class CacheLayer(DynamicLayer):
         index = None
         if most < pos.shape[-1]:
             index = _flat_slots(keep, most, ragged)
-            pos = _slots_at(pos, index, most)
+            pos = pos.take(index)
             if ragged:
-                keep = _slots_at(keep, index, most)
+                keep = keep.take(index)
         if ragged:
             pos = torch.where(keep, pos, -1)
-        kept = KeptSlots(index, most, ragged, pos)
+        kept = KeptSlots(index, ragged, pos)
         self.keep_only(kept)
         return kept
 
@@ -288,11 +286,12 @@ class CacheLayer(DynamicLayer):
         index = kept.index
         if index is not None:
             for name in self._extras:
-                self._extras[name] = _slots_at(self.extra(name), index, kept.count)
+                self._extras[name] = self.extra(name).take(index)
             if self._hidden is not None:
-                self._hidden = _slots_at(self._with_new_slots(self._hidden), index, kept.count)
-            self.keys = _slots_at(self.keys, index, kept.count)
-            self.values = _slots_at(self.values, index, kept.count)
+                self._hidden = self._with_new_slots(self._hidden).take(index)
+            # Whole slots, which is ten times as fast as `gather`.
+            self.keys = torch.embedding(self.keys.flatten(0, 2), index)
+            self.values = torch.embedding(self.values.flatten(0, 2), index)
             self._forget_growth()
         self._pos = kept.pos
         self._holes = None
@@ -365,6 +364,29 @@ class CacheLayer(DynamicLayer):
         self._growing_keys = other._growing_keys
         self._growing_values = other._growing_values
         self._growing_pos = other._growing_pos
+
+    @classmethod
+    def joined(cls, layers: list[CacheLayer]) -> CacheLayer:
+        """The positions and extras of layers without holes, as those of the rows of one; its keys are the first's."""
+        joined = cls()
+        joined.keys = layers[0].keys
+        joined.whole = True
+        joined._pos = torch.cat([kv.pos for kv in layers])
+        for name in layers[0]._extras:
+            joined._extras[name] = torch.cat([kv.extra(name) for kv in layers])
+        return joined
+
+    def evict_joined(self, layers: list[CacheLayer], keep: Bool[Tensor, "row kv_head slot"], count: int) -> None:
+        """Free every slot that is not kept in the layers that were joined here; each head keeps `count`."""
+        index = _flat_slots(keep, count, ragged=False)
+        pos = self.pos.take(index).chunk(len(layers))
+        extras = {name: values.take(index).chunk(len(layers)) for name, values in self._extras.items()}
+        index = index % (keep.numel() // len(layers))
+        for number, (kv, slots) in enumerate(zip(layers, index.chunk(len(layers)), strict=True)):
+            kv._extras = {}
+            kv.keep_only(KeptSlots(slots, False, pos[number]))
+            for name, values in extras.items():
+                kv._extras[name] = values[number]
 
     def copy(self) -> CacheLayer:
         """Copy the layer as it is now. Both share their tensors, because every change creates new ones."""
@@ -521,7 +543,18 @@ class IndexedCacheLayer(CacheLayer):
         return self.values[..., : self._width]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values, with room for the indexer's keys."""
+        """Append keys and values, with room for the indexer's keys.
+
+        Raises:
+            UnsupportedError: Keys of several heads are cached, of which a policy may keep different ones, and the
+                indexer has one key for all.
+        """
+        if key_states.shape[1] > 1:
+            raise UnsupportedError(
+                f"this version of transformers caches the keys of all {key_states.shape[1]} heads beside one indexer: "
+                "use transformers 5.18 or newer, which caches them once",
+                page="kv-cache",
+            )
         self._width = value_states.shape[-1]
         values = torch.nn.functional.pad(value_states, (0, self._index_width))
         super().update(key_states, values, *args, **kwargs)
@@ -565,24 +598,16 @@ class StateCacheLayer(LinearAttentionAndFullAttentionLayer, CacheLayer):
         CacheLayer.crop(self, tokens_to_remove)
 
 
-def _slots_at(values: Tensor, index: Int[Tensor, " kept"], count: int) -> Tensor:
-    """Copy whole slots, `count` of each row and head, which is ten times as fast as `gather`."""
-    # "batch kv_head slot ... -> (batch kv_head slot) ..."; einops would cost a tenth of a step here.
-    shape = values.shape
-    slots = values.reshape(-1, *shape[3:])
-    return slots.index_select(0, index).view(shape[0], shape[1], count, *shape[3:])
-
-
-def _flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool) -> Int[Tensor, " kept"]:
+def _flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: bool) -> Int[Tensor, "batch kv_head kept"]:
     """Indices among all slots of all rows and heads: `most` of each, the kept ones last."""
     batch, kv_heads, slots = keep.shape
     if not ragged:
-        return torch.nonzero_static(keep.flatten(), size=batch * kv_heads * most)[:, 0]
+        return torch.nonzero_static(keep.flatten(), size=batch * kv_heads * most).view(batch, kv_heads, most)
     # A stable sort keeps the order of kept slots and moves them to the right, behind the others.
     order = torch.argsort(keep.to(torch.int8), dim=-1, stable=True)[..., slots - most :]
     head_starts = torch.arange(batch * kv_heads, device=order.device) * slots
     starts = rearrange(head_starts, "(batch kv_head) -> batch kv_head 1", batch=batch)
-    return (order + starts).flatten()
+    return order + starts
 
 
 def _padded_to(values: Shaped[Tensor, "batch kv_head slot"], slots: int) -> Shaped[Tensor, "batch kv_head _"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from einops import reduce
@@ -34,6 +35,8 @@ class H2O(Policy):
 
     recent: Share = 0.5
 
+    JOINS_LAYERS: ClassVar[bool] = True
+
     def watch(self, session: Session, key: int) -> None:
         """Watch every query of every layer."""
         session.watch(self._add)
@@ -41,10 +44,10 @@ class H2O(Policy):
     def _add(self, rows: AttentionRows) -> None:
         if rows.kv is None:  # a call without a cache
             return
-        kv_heads = rows.pos.shape[1]
+        kv_heads = rows.kv.keys.shape[1]
         probs = rows.probs
         if probs.shape[2] == 1 and rows.kv.whole:  # a single token, which is no padding
-            received = self.group(probs[:, :, 0], kv_heads)
+            received = self.group(probs.flatten(1, 2), kv_heads)
             rows.kv.add_extra("h2o", received)
             return
         if self.reduce == "max":  # over the heads of a group, for every query

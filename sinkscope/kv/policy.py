@@ -60,6 +60,7 @@ class At:
         moment: The forward call that is about to run, and what is known about the cache.
         session: The run's session.
         memory: What this policy remembers for this cache between calls.
+        joined: Number of layers whose rows are joined in `kv`, one layer after another.
     """
 
     layer: int
@@ -67,11 +68,15 @@ class At:
     moment: Moment
     session: Session
     memory: dict[Any, Any]
+    joined: int = 1
 
     @property
     def length(self) -> Int[Tensor, " batch"]:
         """Number of real tokens of each row so far, evicted or not."""
-        return self.moment.call.before.to(self.kv.keys.device)
+        length = self.moment.call.before.to(self.kv.keys.device)
+        if self.joined > 1:
+            return length.repeat(self.joined)
+        return length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +110,8 @@ class Policy(Intervention):
 
     UNIFORM: ClassVar[bool] = False
     """Whether every layer and head keeps the same positions, as `positions="rebased"` needs."""
+    JOINS_LAYERS: ClassVar[bool] = False
+    """Whether scores follow from positions and extras alone, so that all layers are scored at once, in less time."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -171,7 +178,7 @@ class Policy(Intervention):
     def group(self, heads: Float[Tensor, "batch head slot"], kv_heads: int) -> Float[Tensor, "batch kv_head slot"]:
         """Combine the numbers of query heads that share a kv head into one number, by `reduce`."""
         # Without einops, which would take a tenth of a step here: "batch (kv_head group) slot -> batch kv_head slot".
-        grouped = heads.unflatten(1, (kv_heads, -1))
+        grouped = heads.reshape(len(heads), kv_heads, -1, heads.shape[-1])
         if self.reduce == "mean":
             return grouped.mean(2)
         if self.reduce == "sum":
@@ -252,11 +259,17 @@ class Policy(Intervention):
         fills_budget = type(self).select is Policy.select  # the choice of a subclass may be smaller than the budget
         if fills_budget and isinstance(budget, int) and self.mode == "evict":
             exact = budget
+        layers = moment.layers
+        if exact is not None:
+            layers = [kv for kv in layers if kv.slots > exact]
+            if self.JOINS_LAYERS and _alike(layers):
+                joined = CacheLayer.joined(layers)
+                at = At(layers[0].number, joined, moment, session, memory, len(layers))
+                joined.evict_joined(layers, self.select(self.checked_scores(at), at, exact), exact)
+                return
         keep: Tensor | None = None
         kept: KeptSlots | None = None
-        for kv in moment.layers:
-            if exact is not None and kv.slots <= exact:
-                continue
+        for kv in layers:
             if keep is None or not state.uniform:
                 at = At(kv.number, kv, moment, session, memory)
                 keep = self.select(self.checked_scores(at), at, budget)
@@ -318,6 +331,14 @@ def rank_from_top(scores: Float[Tensor, "*batch slot"]) -> Int[Tensor, "*batch s
     order = scores.argsort(dim=-1, stable=True).flip(-1)
     index = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, index)
+
+
+def _alike(layers: list[CacheLayer]) -> bool:
+    """Whether layers have the same shape, no holes and one device."""
+    for kv in layers:
+        if not kv.whole or kv.keys.shape != layers[0].keys.shape or kv.keys.device != layers[0].keys.device:
+            return False
+    return len(layers) > 1
 
 
 def _same_positions(layers: list[CacheLayer]) -> bool:

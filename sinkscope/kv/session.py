@@ -97,6 +97,7 @@ class CacheState:
         uniform: Whether every layer and head has held the same positions since.
         memory: What each intervention remembers, by its key.
         queries: The latest queries of each layer, if requested.
+        flat: Layers in which no head had lines of attention when they were last looked for (`LoopServe`).
         meter: Counter of tokens and bytes.
     """
 
@@ -108,6 +109,7 @@ class CacheState:
     uniform: bool = False
     memory: dict[int, dict[Any, Any]] = field(default_factory=dict)
     queries: dict[int, LatestQueries] = field(default_factory=dict)
+    flat: set[int] = field(default_factory=set)
     meter: Meter = field(default_factory=Meter)
 
 
@@ -536,7 +538,7 @@ class Session:
         if query.shape[2] == 1 and not self._keeps_decoding_queries and not self.now.prompting:
             return
         pos = call.on(query.device)
-        queries = self._state().queries
+        queries = self.state().queries
         latest = LatestQueries(query, pos)
         if layer in queries and query.shape[2] < self._queries_kept:
             latest = queries[layer].then(query, pos)
@@ -655,7 +657,7 @@ class Session:
             layers = own_layers(cache)
         if not self.target.adapter.attention_interface and kwargs.get("attention_mask") is None:
             kwargs["attention_mask"] = (call.columns >= 0).long()  # position biases are as long as this
-        state = self._state()
+        state = self.state()
         self._act_before(layers, call, state)
         dropped = rebased_by(layers[0], call)
         if dropped is not None:
@@ -701,7 +703,7 @@ class Session:
             if call is None or output is None or cache is None:
                 return
             if self.owns_cache:
-                state = self._state()
+                state = self.state()
                 layers = own_layers(cache)
                 if self._after_call:
                     moment = Moment(cache, layers, call, state, prefill_ended=False)
@@ -744,7 +746,8 @@ class Session:
             leave(self.now.handler)
             self.now.handler = None
 
-    def _state(self) -> CacheState:
+    def state(self) -> CacheState:
+        """What is known about the cache of this call."""
         cache = self.now.cache
         if cache not in self._states:
             state = CacheState()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -24,6 +25,8 @@ class TOVA(Policy):
         >>> TOVA(budget=512).last
         0
     """
+
+    JOINS_LAYERS: ClassVar[bool] = True
 
     def watch(self, session: Session, key: int) -> None:
         """Watch the newest query of every layer."""

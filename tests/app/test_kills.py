@@ -7,12 +7,15 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench_kit import task, tiny, untimed
+from organisms import organism
 
+from sinkscope.app import scan
 from sinkscope.bench.run import run_bench
 
 QUICK, ALL = 1, 30
@@ -40,6 +43,22 @@ def bench(folder: Path) -> Any:
     return untimed(records)
 
 
+def scanned(folder: Path) -> Any:
+    """A scan of a planted model by three of its parts; what its card holds of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan, "PARTS", [part for part in scan.PARTS if part.name in ("find_sinks", "circuit", "repeat")])
+        card = scan.scan(planted(), out=folder, quick=True)
+    parts = [(part.name, part.conclusion, part.problem) for part in card.parts]
+    return parts, card.values, card.properties
+
+
+@cache
+def planted() -> Any:
+    made = organism("llama", 3)
+    made.model.tokenizer = made.tokenizer
+    return made.model
+
+
 def carried_on(work: Callable[[Path], Any], tmp_path: Path, number: int) -> None:
     began = time.monotonic()
     want = work(tmp_path / "whole")
@@ -49,6 +68,13 @@ def carried_on(work: Callable[[Path], Any], tmp_path: Path, number: int) -> None
         killed(lambda: work(tmp_path / "killed"), draw.uniform(0, 1.2 * seconds))
     assert work(tmp_path / "killed") == want
     assert not [path for path in tmp_path.rglob("*.tmp") if not path.name.startswith(".sinkscope-")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", range(5))
+def test_a_killed_scan(tmp_path: Path, number: int) -> None:
+    carried_on(scanned, tmp_path, number)
 
 
 @pytest.mark.parametrize("number", MOMENTS)

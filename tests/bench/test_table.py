@@ -75,7 +75,7 @@ def test_loops_have_medians_and_a_perplexity() -> None:
 
 def test_what_a_table_says() -> None:
     result = table(*H2O, *FULL)
-    assert result.conclusion() == "Task file s, model tiny: h2o:8 scores 25%; full, the control, scores 100%."
+    assert result.conclusion() == "Task file s: h2o:8 scores 25%; full, the control, scores 100%."
     other = [made_record("h2o:2", f"p{i}", task="text", metrics={"kl": 9.0}) for i in range(2)]
     assert table(*H2O, *FULL, *other).conclusion() == result.conclusion(), "another task on a set of the same name"
     assert table(*H2O).conclusion().endswith("full was not run.")

@@ -87,7 +87,7 @@ def test_one_forward_call_under_a_mask_gives_the_same(tmp_path: Path, method: st
             for i in steps
         ]
         record = found[method, name]
-        assert list(record.steps["kl"]) == pytest.approx(kl, abs=2e-5)
+        assert list(record.steps["kl"]) == pytest.approx(kl, abs=5e-5)
         assert record.steps["agree"] == tuple(float(full[i].argmax() == other[i].argmax()) for i in steps)
         read = [float(seen[i].sum()) for i in steps][1:]
         assert record.metrics["read"] == (pytest.approx(fmean(read), abs=1e-3) if read else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from guard_kit import EAGER, KINDS, SMALL, dense, feed, padded, tiny
 from intervention_kit import count_hooks
+from organisms.decoders import decoder
 from transformers import DynamicCache, LogitsProcessor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -289,6 +291,31 @@ def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays() -> None:
         feed(model, prompt, mask, new)
     (event,) = run.events
     assert event.data["bad"] == [(6, 18)] and event.data["kept"] == [(0, 6), (18, 20)]
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+def test_of_a_hybrid_the_attention_is_cut_and_the_state_stays(family: str) -> None:
+    """After a cut the attending layers lack the loop, and the first layer's state has it to the bit, as uncut."""
+    ids = torch.tensor([[5, 6, 7, 8, *LOOP * 12]])
+    model = decoder(family)
+    states: list[dict[int, torch.Tensor]] = []
+    held: list[list[int]] = []
+    logits: list[torch.Tensor] = []
+    for guard in (None, eager_guard(escalate="ban")):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad(), pytest.warns() if guard else nullcontext(), guard.on(model) if guard else nullcontext():
+            model(ids[:, :4], past_key_values=cache)
+            for token in ids[0, 4:]:
+                logits.append(model(token.view(1, 1), past_key_values=cache).logits[0, -1])
+        states.append(dict(cache.layers[0].conv_states))  # lies below all attention
+        held.append([layer.keys.shape[-2] for layer in cache.layers if hasattr(layer, "keys")])
+    assert set(held[0]) == {ids.shape[1]} and max(held[1]) < 20
+    assert states[0].keys() == states[1].keys()
+    for key, state in states[0].items():
+        assert torch.equal(state, states[1][key])
+    plain, guarded = logits[: len(logits) // 2], logits[len(logits) // 2 :]
+    same = [torch.equal(a, b) for a, b in zip(plain, guarded, strict=True)]
+    assert same.index(False) in (11, 12), "12 tokens and three copies: the alarm"
 
 
 def test_a_second_guard_is_refused() -> None:

@@ -15,7 +15,9 @@ import torch
 from kv_kit import Drawn, Ragged, close, positions, prompts, window_of
 from organisms.decoders import decoder
 from torch import Tensor
+from transformers.cache_utils import DynamicIndexedLayer
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.kv import H2O, AShape, StreamingLLM
 from sinkscope.kv.cache import own_layers
 from sinkscope.kv.loopserve.progressive import Progressive
@@ -77,6 +79,13 @@ def masked(model_type: str, shown: Tensor, heads: int) -> Any:
     return lambda _module, args, kwargs: (args, {**kwargs, "attention_mask": given})
 
 
+@torch.no_grad()
+def indexes_all_heads(target: Target) -> bool:
+    """Whether keys of several heads are cached beside one indexer, as transformers 5.17 does."""
+    layer = target.hf(input_ids=prompts([8])[0], use_cache=True).past_key_values.layers[0]
+    return isinstance(layer, DynamicIndexedLayer) and layer.keys.shape[1] > 1
+
+
 CASES = [
     ("bloom", Drawn(budget=20)),
     ("bloom", Ragged(budget=20)),
@@ -109,6 +118,10 @@ SLOW = [
 def test_what_is_kept_is_what_is_seen(model_type: str, policy: Any) -> None:
     target = Target.of(decoder(model_type))
     ids, mask = prompts(LENGTHS, STEPS)
+    if indexes_all_heads(target):
+        with pytest.raises(UnsupportedError, match="the keys of all 4 heads beside one indexer"):
+            decoded(target, policy, ids, mask)
+        return
     logits, held = decoded(target, policy, ids, mask)
     assert all(int((pos >= 0).sum(-1).max()) < PROMPT for pos in held[-1].values())
     hooks = []
@@ -143,6 +156,8 @@ def test_the_last_queries_vote_by_the_attention_of_the_model(model_type: str) ->
     model = decoder(model_type)
     target, ids = Target.of(model), prompts([30])[0]  # at most top-k: the votes are over everything
     OWN.clear(), OFF.clear()
+    if indexes_all_heads(target):
+        pytest.skip("policies refuse this")
     hooks = []
     for layer in range(target.n_layers):
         attn = target.sub(layer, target.adapter.attn)

@@ -20,6 +20,10 @@ from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines, Variant, check_selection, choice_cost, draw_of, held_out, select_lines
 from sinkscope.lines.sparse import dense_limit
 
+FLAT_COST = 0.15
+"""Most that a search may cost (`choice_cost`) in a layer where the last one found no lines: it takes a third of that
+time if it finds none again, 5 % of dense attention."""
+
 
 class LoopServeDecoding(Progressive):
     """The decoding half of LoopServe, under the name that the user wrote."""
@@ -67,8 +71,10 @@ class LoopServe(Intervention):
         decode: Select tokens progressively while decoding. With `prefill=False` this is the paper's "-D".
         variant: Variant of the choice of lines, "exact" or "faithful" (`select_lines`).
         shortest: Prompts that attend to fewer keys are read by the model's own attention, which is faster there. So are
-            prompts with so few new tokens that choosing lines takes longer than lines can save (`choice_cost`), and
-            heads that need too many cells to make up for the choice. With 0, lines are chosen whatever that costs.
+            prompts with so few new tokens that choosing lines takes longer than lines can save (`choice_cost`), layers
+            in which an earlier turn on the same cache found no lines, unless the turn is so long that looking again
+            costs little, and heads that need too many cells to make up for the choice. With 0, lines are chosen
+            whatever that costs.
         dense_above: Share of computed cells above which a head is computed densely. None means 0.65, less for heads
             narrower than 48, and 0.5 on CUDA. Other devices then read densely, because a loop over blocks does not pay
             there.
@@ -190,8 +196,10 @@ class LoopServe(Intervention):
             return limit
         return limit - choice_cost(query.shape[1], keys, self.sample, self.checked)
 
-    def _pays(self, query: Float[Tensor, "head query d_head"], keys: int) -> bool:
-        """Whether lines can save more than the choice costs."""
+    def _pays(self, query: Float[Tensor, "head query d_head"], keys: int, flat: bool) -> bool:
+        """Whether lines can save more than the choice costs; where none were found, whether the search costs little."""
+        if flat and self.shortest and choice_cost(query.shape[1], keys, self.sample, self.checked) > FLAT_COST:
+            return False
         return not self.shortest or self._worth(query, keys) > 0
 
     def _held_out(self, queries: int, keys: int, layer: int) -> Int[Tensor, " row"]:

@@ -136,7 +136,8 @@ class SparsePrompts:
         dense_rows: Number of queries at the end that attend to everything.
         held_out: Function of the numbers of queries and keys and the layer; it returns the indices of queries on which
             to measure how much attention the lines hold. None skips the measurement.
-        pays: Function of the queries of a row and its number of keys: whether lines can save time there. None: always.
+        pays: Function of the queries of a row, its number of keys, and whether every head was dense when lines of the
+            same cache were last chosen: whether to look for lines. None: always.
         choice_rows: Number of queries whose attention to all keys is computed in order to choose lines.
     """
 
@@ -146,7 +147,7 @@ class SparsePrompts:
     shortest: int = 0
     dense_rows: int = 0
     held_out: Callable[[int, int, int], Tensor] | None = None
-    pays: Callable[[Tensor, int], bool] | None = None
+    pays: Callable[[Tensor, int, bool], bool] | None = None
     choice_rows: int = 0
 
     def enter(self, session: Session) -> None:
@@ -172,7 +173,8 @@ class SparsePrompts:
         """Attention of a prompt in one layer; None if the model's own attention reads it."""
         call, view = session.now.call, prompt.view
         assert call is not None and view is not None
-        why_dense = self.why_dense(prompt, view, kv)
+        flat: set[int] = set() if session.now.cache is None else session.state().flat
+        why_dense = self.why_dense(prompt, view, kv, prompt.layer in flat)
         rows: dict[int, PromptRow] = {}
         reads: dict[int, PromptRead] = {}
         if why_dense is None:
@@ -186,6 +188,10 @@ class SparsePrompts:
                     session.line_follower(prompt.layer, number, reads[number].lines)
         _log_prompt(session.run, call, prompt.layer, view, why_dense, reads)
         some_sparse = any(read.outputs for read in reads.values())
+        if why_dense is None:
+            flat.discard(prompt.layer)
+        if why_dense is None and not some_sparse:
+            flat.add(prompt.layer)
         if why_dense is not None or (not some_sparse and _stock_is_fast(prompt, view, session)):
             return None
         batch, heads, queries = prompt.query.shape[:3]
@@ -221,8 +227,8 @@ class SparsePrompts:
         error = torch.linalg.vector_norm(read.outputs[0][:, -1] - expected) / torch.linalg.vector_norm(expected)
         return replace(read, last_error=error)
 
-    def _may_pay(self, query: Float[Tensor, "head query d_head"], keys: int) -> bool:
-        return self.pays is None or self.pays(query[:, self.dense_rows :], keys)
+    def _may_pay(self, query: Float[Tensor, "head query d_head"], keys: int, flat: bool = False) -> bool:
+        return self.pays is None or self.pays(query[:, self.dense_rows :], keys, flat)
 
     def _choice_share(self, row: PromptRow, read: PromptRead) -> float:
         """Cells computed besides attention: each query that was sampled, checked or held out meets all keys."""
@@ -272,13 +278,16 @@ class SparsePrompts:
         shares = None if self.held_out is None else torch.ones(len(row.query))
         return PromptRead(lines, sparsity, recovered=shares)
 
-    def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None) -> str | None:
-        """Why the model's own attention must be used or is better; None if lines are used."""
+    def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None, flat: bool = False) -> str | None:
+        """Why the model's own attention must be used or is better; None if lines are used.
+
+        `flat` says whether every head of the layer was dense when lines were last chosen.
+        """
         keys, device = prompt.key.shape[2], prompt.query.device.type
         cached = (view.pos[:, 0] >= 0).sum(-1)
         if bool((cached < self.shortest).all()):
             return f"fewer than {self.shortest} keys"
-        if not self._may_pay(prompt.query[0], keys):
+        if not self._may_pay(prompt.query[0], keys, flat):
             return f"{prompt.queries} new tokens are too few to pay for a choice of lines"
         if device != "cpu" and self.dense_above is None:
             why_no_kernel = missing("auto", prompt.query[0], prompt.value[0])

@@ -332,6 +332,8 @@ def draw(result: Circuit) -> go.Figure:
         names = [html.escape(row["target"] if row["step"] == "readers" else row["source"]) for row in shown]
         for field, color in (("necessity", ORANGE), ("necessity_control", GREY), ("sufficiency", BLUE)):
             values = [row[field] for row in shown]
-            fig.add_bar(x=names, y=values, name=field, marker_color=color, showlegend=col == 1, row=1, col=col)
+            name = field.replace("_", " ")
+            fig.add_bar(x=names, y=values, name=name, marker_color=color, showlegend=col == 1, row=1, col=col)
     fig.update_yaxes(tickformat=".0%")
+    fig.update_yaxes(title_text="share of the effect", col=1)
     return finished(fig, result, width=max(700, 350 * len(panels)), height=460)

@@ -147,8 +147,11 @@ class AtlasReading:
         for head in self.head:
             names.append("no single head" if np.isnan(head) else head_name(0, int(head)))
         never = np.where(self.resists, 2.0 * self.max_repeats, self.repeats)
-        labels = {"x": f"log2 of the repetitions until a sink (last bar: never within {self.max_repeats})"}
-        return px.histogram(x=np.log2(never), color=names, nbins=48, labels=labels)
+        labels = {
+            "color": "head",
+            "x": f"log2 of the repetitions until a sink (last bar: never within {self.max_repeats})",
+        }
+        return px.histogram(x=np.log2(never), color=names, nbins=48, labels=labels).update_yaxes(title_text="tokens")
 
 
 def read_vocabulary(
