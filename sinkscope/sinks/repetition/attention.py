@@ -70,7 +70,7 @@ class AttentionReading:
         repeated = float(np.median(means[1:]))
         where = "Behind the sink layer,"
         if not self.high.any():
-            where = "No MLP makes a norm spike, so attention is averaged over all layers:"
+            where = "Averaged over all layers (no MLP makes a norm spike),"
         return (
             f"{where} position 0 receives {repeated:.1%} of the attention when {', '.join(map(repr, sweep.tokens))} is "
             f"repeated {sweep.max_repeats} times, and {means[0]:.1%} in natural text."
