@@ -244,7 +244,7 @@ def test_a_model_without_a_sink_is_an_answer() -> None:
     assert norms.sink_layer is None and norms.rows() == [] and "No MLP makes a norm spike" in str(norms)
     assert "No MLP makes a norm spike" in norms.figure().layout.title.text
     attention = measured(o, read="attention", max_repeats=8)
-    assert attention.sink_layer is None and "No MLP makes a norm spike" in str(attention)
+    assert attention.sink_layer is None and "no MLP makes a norm spike" in str(attention)
     assert attention.attention is not None
     assert not attention.attention.high.any() and np.isnan(attention.attention.mean_to_high).all()
     assert np.isfinite(attention.attention.mean_to_first).all()
