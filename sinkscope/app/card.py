@@ -167,10 +167,10 @@ class SinkCard(Result):
             return self.finished[0].conclusion
         judged = [change for change in self.changes if change.changed is not None]
         changed = [change for change in judged if change.changed]
-        finding = f"Compared with {self.against}, {len(changed)} of {len(judged)} judged numbers and facts changed"
+        finding = f"Compared with {self.against}, {len(changed)} of {len(judged)} judged values changed"
         if changed:
             first = changed[0]
-            finding = f"{finding}, first of all {first.label}: {first.before} before, {first.after} now"
+            finding = f"{finding}, first {first.label} ({first.before} before, {first.after} now)"
         count = len(self.unjudged)
         if count:
             differ = agreeing(count, "differs and was", "differ and were")

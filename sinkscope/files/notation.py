@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
 
+MOST_WORDS = 30
+"""Words of a conclusion."""
 _NUMBER = r"(\d{1,9})"
 _NEURON = re.compile(
     rf"L?{_NUMBER}(?:[.:]?E{_NUMBER}|[.:]{_NUMBER}(?=[.:]))?(?:[.:]?N|[.:]){_NUMBER}", re.IGNORECASE | re.ASCII
@@ -82,6 +84,15 @@ def agreeing(count: int, singular: str, plural: str) -> str:
     if count == 1:
         return singular
     return plural
+
+
+def brief(sentences: Iterable[str], most: int = MOST_WORDS) -> str:
+    """The first of several versions of a sentence that has at most 30 words (or `most`); if none has, the last."""
+    sentence = ""
+    for sentence in sentences:
+        if len(sentence.split()) <= most:
+            break
+    return sentence
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

@@ -231,7 +231,7 @@ def left_out_line(words: Sequence[str]) -> list[str]:
     names = ", ".join(map(repr, words[:NAMES_IN_A_LINE]))
     if len(words) > NAMES_IN_A_LINE:
         names += f" and {len(words) - NAMES_IN_A_LINE} more"
-    return [f"The median leaves out tokens whose first occurrence is already a sink, without repetition: {names}."]
+    return [f"The median leaves out tokens that reach it at their first occurrence, without repetition: {names}."]
 
 
 def replaced_line(replaced: Sequence[tuple[str, str]]) -> list[str]:

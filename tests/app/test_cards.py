@@ -183,7 +183,7 @@ def test_a_card_against_itself_has_no_change(folder: Path) -> None:
     assert not any(change.changed for change in same.changes)
     assert len(same.changes) == len(same.rows()) == len(card.values) + len(card.properties)
     judged = [change for change in same.changes if change.changed is not None]
-    assert f"0 of {len(judged)} judged numbers and facts changed" in same.conclusion()
+    assert f"0 of {len(judged)} judged values changed" in same.conclusion()
 
 
 @pytest.mark.parametrize(("by", "moved"), [(0.5, False), (1.3, False), (1.5, True)])
@@ -229,7 +229,7 @@ def test_a_fact_that_changed_is_named(folder: Path) -> None:
     compared = card.compared(replace(card, properties=tuple(properties)))
     first = compared.changes[0]
     assert first.changed and (first.before, first.after) == ("L9.N9", neuron())
-    assert f"neurons that make the spike: L9.N9 before, {neuron()} now" in compared.conclusion()
+    assert f"neurons that make the spike (L9.N9 before, {neuron()} now" in compared.conclusion()
 
 
 def test_cards_of_different_settings_are_not_compared(folder: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import stranger
 import torch
+from conclusion_kit import check_size
 from organisms import Organism, organism
 
 import sinkscope as ss
@@ -89,6 +90,7 @@ def test_it_is_shown_with_its_conclusion_first_and_everything_escaped(
     result = replace(result, model=replace(result.model, name=MARKUP))
     conclusion = result.conclusion()
     assert conclusion.endswith((".", "?")) and "\n" not in conclusion and conclusion[0].isupper()
+    check_size(conclusion)
     assert result.text().startswith(f"Conclusion: {conclusion}")
     page = result.to_html()
     assert f"Conclusion: {html.escape(conclusion)}" in page and MARKUP not in page

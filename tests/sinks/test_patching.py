@@ -149,7 +149,7 @@ def test_no_sink_and_no_repeats_are_answers(tmp_path: Path) -> None:
     none = made_of(organism("llama", 0, kind="none"), tmp_path)
     position = made_of(organism("gpt2", 1), tmp_path, max_repeats=100)  # marked by its position
     assert (none.verdict, position.verdict) == ("no-sink", "no-repeats")
-    assert "none of 3 words becomes a sink when it is repeated 100 times" in position.reason
+    assert "none of 3 words reaches half of the first token's norm when it is repeated 100 times" in position.reason
     for made in (none, position):
         assert made.proof is None and Result.from_dict(made.to_dict()).to_dict() == made.to_dict()
         made.figure()

@@ -82,7 +82,7 @@ def test_each_number_is_that_of_a_pass_of_its_own(llama: Organism) -> None:
         assert (alone[-1] >= alone[0] / 2) == (count >= marked)
     assert norm.norms[0, 1].max() < 0.1 * norm.first_norms[0, 0]
     assert [row["repeats"] for row in result.rows()] == [marked, None]
-    assert "1 of 2 tokens never reach half of the first token's norm" in result.summary()
+    assert "1 of 2 tokens never reaches half of the first token's norm" in result.summary()
 
 
 def test_typical_lines_are_quantiles_of_later_positions(llama: Organism) -> None:

@@ -210,7 +210,7 @@ def test_circuit_says_of_a_spike_without_neurons_and_of_a_second_way_what_is_so(
         found = circuit(u.hard.model, max_repeats=4, **options)
     (delimiter,) = u.hard.truth.later
     later = found.sinks[1].in_words()
-    assert f"No neurons were found that make the spike of {u.hard.tokenizer.decode([delimiter])!r}" in later
+    assert f"Heads attend to {u.hard.tokenizer.decode([delimiter])!r}, whose spike has no known neurons" in later
     assert "the token embedding is needed" in later
     u = unseen("other_layer", "neox")  # another token in BOS's place trips the other neuron, and heads read that spike
     with text_of(u) as options:

@@ -22,6 +22,7 @@ from sinkscope.files.notation import head_name, neuron_name
 from sinkscope.files.rate import wilson
 from sinkscope.files.result import Number
 from sinkscope.measure import Count, Hidden, Option, Result, Setup, measurement
+from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
 from sinkscope.measure.style import finished
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
@@ -47,7 +48,7 @@ SEQUENCES_AT_ONCE = 64  # sequences per pass
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterAttack(Result):
-    """How often sequences without a repeated token make sinks.
+    """How often sequences without a repeated token make norm spikes.
 
     A position succeeds if its norm after the sink layer is at least half of the first token's. The model's position 0
     does not count, because any token there is a first token. Sources: "cluster": drawn from one cluster each, the
@@ -118,11 +119,13 @@ class ClusterAttack(Result):
             return self.clusters.sentence()
         context, length = self.best
         cluster, random, _ = self.positions[context, length]
-        verdict = "works" if cluster > random else "does no better than random tokens"
+        verdict = "does better than random tokens" if cluster > random else "does no better than random tokens"
+        if Evidence(float(cluster), float(random)).holds:
+            verdict = "works"
         where = {"BOS": "after BOS", "no BOS": "without BOS", "chat": "after a chat prefix"}[self.contexts[context]]
         return (
-            f"The cluster attack {verdict} {where}: {self.lengths[length]} different tokens of one cluster make sinks "
-            f"at {cluster:.0%} of their positions, random tokens at {random:.0%}."
+            f"The cluster attack {verdict} {where}: {self.lengths[length]} different tokens of one cluster make "
+            f"spikes at {cluster:.0%} of their positions, random tokens at {random:.0%}."
         )
 
     def details(self) -> list[str]:
@@ -194,7 +197,8 @@ class ClusterAttack(Result):
             margin = None
             if self.errors is not None:
                 margin = 2 * float(self.errors[self.best][0])
-            numbers.append(Number("positions that a cluster attack makes sinks", float(cluster), float(random), margin))
+            label = "positions at which a cluster attack makes spikes"
+            numbers.append(Number(label, float(cluster), float(random), margin))
         return numbers
 
 
@@ -244,7 +248,7 @@ def cluster_attack(
     workers: Annotated[int, Option(min=1)] = 1,
     resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> ClusterAttack:
-    """Find the head of layer 0 that marks each token, and make sinks with different tokens of one head.
+    """Find the head of layer 0 that marks each token, and make norm spikes with different tokens of one head.
 
     First, every token stands alone, and all heads of layer 0 but one are held at their mean over later positions of
     natural text: a token belongs to the cluster of the head that by itself fires the sink neuron. Then sequences of

@@ -139,8 +139,9 @@ class TokenClusters:
             return f"The mark is not made by the heads of layer 0: {control}."
         if not served:
             return f"No single head of layer 0 fires the sink neuron for any token; {control}."
+        tokens = f"{len(self.ids)} {agreeing(len(self.ids), 'token', 'tokens')}"
         heads = agreeing(len(self.heads), "One head", f"One of {len(self.heads)} heads")
-        return f"{heads} of layer 0 fires the sink neuron alone for {served} of {len(self.ids)} tokens; {control}."
+        return f"{heads} of layer 0 fires the sink neuron alone for {served} of {tokens}; {control}."
 
 
 def find_clusters(

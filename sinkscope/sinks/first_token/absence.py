@@ -30,8 +30,7 @@ class SpikeAbsence:
             return None
         depth = len(context.scan.layers)
         received = attention_received(context.target, context.ids, RATE_EPS, layers=depth)
-        sink = bool(received.heads or received.learned_heads or received.later)
-        return cls(bool(context.scan.spike_layers), sink, context.ids.shape[1])
+        return cls(bool(context.scan.spike_layers), received.attended, context.ids.shape[1])
 
     def sentence(self, consequence: str) -> str:
         """Why something cannot be measured, and what there is.
@@ -44,4 +43,4 @@ class SpikeAbsence:
             missing = "The first token's norm stands out, but no MLP makes it"
         if self.sink:
             return f"{missing}, so {consequence}; the model has an attention sink, see `circuit`."
-        return f"{missing}, so {consequence}; in texts of {self.length} tokens there is no attention sink either."
+        return f"{missing}, so {consequence}; there is no attention sink in texts of {self.length} tokens."

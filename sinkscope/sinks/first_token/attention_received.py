@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -16,12 +16,12 @@ from sinkscope.files.console import Progress, silent
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
-from sinkscope.sinks.first_token.context import SOME_TEXTS
 from sinkscope.sinks.first_token.result import RATE_EPS, SINK_HEADS, SinkRate
 from sinkscope.trace.attention import attention_rows
 
 RATE_LENGTH, RATE_TEXTS = 64, 100  # texts over which the sink rate is defined (Gu et al. 2024)
 LONG_LENGTH, LONG_TEXTS = 512, 4  # texts in which attention is read before it is said that there is no sink
+SOME_TEXTS = 0.2  # least share of the texts in which heads attend to a sink of some texts
 LATER_QUERIES = 16  # later queries a position needs: heads that attend to themselves favour the last positions
 NARROWEST = 8  # smallest window of which heads can be judged: in a smaller one every position gets much attention
 MOST_TEXTS = 0.5  # a head attends to a position if it does so in at least this share of the texts
@@ -115,6 +115,11 @@ class AttentionReceived:
     def learned_heads(self) -> list[tuple[int, int]]:
         """The (layer, head) pairs whose learned sink logit exceeds the threshold in most texts; empty if too few."""
         return _heads_of_a_sink(_in_most_texts(self.learned), self.attending)
+
+    @property
+    def attended(self) -> bool:
+        """Whether there is an attention sink at any position, or at learned logits."""
+        return bool(self.heads or self.learned_heads or self.later)
 
     @property
     def learned_rate(self) -> float:
@@ -297,17 +302,12 @@ def attention_of_all(setup: Setup) -> tuple[AttentionReceived, SinkRate | None]:
     return received, SinkRate(RATE_EPS, RATE_LENGTH, len(ids), received.rate)
 
 
-def attention_of_long_texts(setup: Setup) -> AttentionReceived | None:
-    """Attention over a few longer texts; None if the context or the text is too short for any."""
-    target = setup.target
-    length = min(LONG_LENGTH, target.max_positions or LONG_LENGTH)
+def with_long_texts(setup: Setup) -> Setup | None:
+    """The same setup with a few longer texts; None if the context or the text is too short for any."""
+    length = min(LONG_LENGTH, setup.target.max_positions or LONG_LENGTH)
     if length <= RATE_LENGTH:
         return None
     try:
-        ids = text_rows(setup.tokenizer, setup.text, LONG_TEXTS, length, setup.bos)
+        return replace(setup, ids=text_rows(setup.tokenizer, setup.text, LONG_TEXTS, length, setup.bos))
     except SinkscopeError:  # the text is shorter than that
         return None
-    batch = LONG_TEXTS
-    if target.resident:
-        batch = 1
-    return attention_received(target, ids, RATE_EPS, progress=setup.progress, batch=batch)

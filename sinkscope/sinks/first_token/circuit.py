@@ -18,6 +18,7 @@ from torch import Tensor
 from sinkscope.files.notation import head_name, neuron_name
 from sinkscope.measure import Positive, Setup, measurement
 from sinkscope.models.target import Target, norm_of
+from sinkscope.sinks.first_token.attention_received import with_long_texts
 from sinkscope.sinks.first_token.circuit_result import (
     EARLY,
     KEYS,
@@ -33,13 +34,12 @@ from sinkscope.sinks.first_token.circuit_result import (
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.position_effect import PositionEffect, random_sets
-from sinkscope.sinks.first_token.result import CONTROL_DRAWS, FindSinks, Sites
+from sinkscope.sinks.first_token.result import CONTROL_DRAWS, RATE_EPS, FindSinks, LaterSink, SinkPosition, Sites
 from sinkscope.sinks.first_token.sets import random_sites
 from sinkscope.sinks.tokens import prefixes
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
-READING = 0.3  # mean attention from which a head reads a position (Gu et al. 2024)
 TEXTS = 2  # pieces of typical text
 LATER_SINKS = 3  # sinks behind the first token that are traced
 
@@ -111,7 +111,7 @@ class _Position:
         """
         target = self.setup.target
         received = effects(target, self.ids, [], at=self.at, attention=True).intact_attention
-        reading = reduce(received, "text layer head -> layer head", "mean") >= READING
+        reading = reduce(received, "text layer head -> layer head", "mean") > RATE_EPS
         behind = 0 if self.layer is None else self.layer + 1
         if bool(reading[behind:].any()):
             reading[:behind] = False
@@ -161,17 +161,20 @@ def _mark_step(
     return step, marks.chosen
 
 
-def _neuron_step(position: _Position) -> CircuitStep:
-    """What is lost of the spike without its neurons."""
+def _neuron_step(position: _Position, judge: PositionEffect | None) -> CircuitStep:
+    """What is lost of the spike without its neurons; `judge` is as in a mark step."""
     effect, sites = position.norm_effect(position.layer), position.sites
     names = tuple(neuron_name(*site) for site in sites)
     sets = [*((site,) for site in sites), sites, *position.random_neurons()]
     lost = effect.shares(effect.removed([Edit(zero=members) for members in sets]))
-    alone = np.array(lost[: len(sites)])
+    necessity = np.array(lost[: len(sites)])
+    alone = necessity
+    if judge is not None:
+        alone = np.array(judge.shares(judge.removed([Edit(zero=(site,)) for site in sites])))
     return CircuitStep(
         name=NEURONS,
         components=names,
-        necessity=alone,
+        necessity=necessity,
         sufficiency=np.full(len(sites), np.nan),
         control=None,
         chosen=names,
@@ -181,10 +184,15 @@ def _neuron_step(position: _Position) -> CircuitStep:
     )
 
 
-def _readers(effect: PositionEffect, carried_by: tuple[str, ...], edits: Sequence[Edit]) -> Readers:
+def _readers(effect: PositionEffect, layer: int | None, carried_by: tuple[str, ...], edits: Sequence[Edit]) -> Readers:
     """The reading heads under an edit that removes what may carry them, and under its controls."""
     assert effect.heads is not None
     places = effect.heads.nonzero().tolist()
+    behind, first = layer, 0
+    if layer is None or places[0][0] <= layer:
+        behind = None
+    else:
+        first = layer + 1
     intact = effect.intact.mean(0)
     left = intact[None]
     if edits:
@@ -193,6 +201,9 @@ def _readers(effect: PositionEffect, carried_by: tuple[str, ...], edits: Sequenc
     return Readers(
         carried_by=carried_by,
         heads=tuple(head_name(*places[number]) for number in ranked.tolist()),
+        of=effect.heads[first:].numel(),
+        behind=behind,
+        length=effect.ids.shape[1],
         attention=intact[ranked].double().numpy(),
         attention_without=left[0, ranked].double().numpy(),
         control=float(left[1:].mean(1).min()) if len(left) > 1 else None,
@@ -222,21 +233,23 @@ def _trace_sink(position: _Position, first_high: int | None, made_by_mlp: bool) 
             chosen = spike.marks(layer).chosen
             carried_by = tuple(map(str, chosen))
             removing = _with_random_heads(position, reading, layer, chosen)
-        readers = _readers(reading, carried_by, removing)
+        readers = _readers(reading, layer, carried_by, removing)
     carried = readers is not None and readers.evidence.holds
+    judge = reading if carried else None
     if layer is not None:
-        steps.append(_mark_step(position, MARK, spike, layer, reading if carried else None)[0])
+        steps.append(_mark_step(position, MARK, spike, layer, judge)[0])
     if layer is not None and sites:
-        steps.append(_neuron_step(position))
+        steps.append(_neuron_step(position, judge))
         if first_high is not None and first_high < min(site[0] for site in sites):
             steps.append(_mark_step(position, EARLY, position.norm_effect(first_high), first_high)[0])
     if reading is not None and reading.heads is not None and not carried:
         depth = int(reading.heads.nonzero()[:, 0].max())
         step, chosen = _mark_step(position, KEYS, reading, depth)
         steps.append(step)
-        readers = _readers(reading, (), [])
+        readers = _readers(reading, layer, (), [])
         if step.carried:
-            readers = _readers(reading, step.chosen, _with_random_heads(position, reading, depth - 1, chosen))
+            removing = _with_random_heads(position, reading, depth - 1, chosen)
+            readers = _readers(reading, layer, step.chosen, removing)
     return SinkCircuit(position.name, position.at, layer if made_by_mlp else None, tuple(steps), readers)
 
 
@@ -250,11 +263,22 @@ def _with_random_heads(
     return [effect.edit(members) for members in (chosen, *controls)]
 
 
+def _with_its_texts(setup: Setup, sinks: FindSinks) -> Setup:
+    """The setup with texts that have the sinks: longer ones, if shorter ones do not show them."""
+    farthest = max((later.position for later in sinks.later_sinks), default=0)
+    length = farthest + 1
+    if sinks.attention_sink is not None:
+        length = max(length, sinks.attention_sink.length)
+    if length > setup.ids.shape[1]:
+        return with_long_texts(setup) or setup
+    return setup
+
+
 def _first_sink(setup: Setup, sinks: FindSinks) -> _Position:
     """The first token as `find_sinks` found it."""
     ids = setup.ids[:TEXTS].clone()
     ids[:, 0] = ids[0, 0]
-    spike, name = sinks.norm_spike, "the first token"
+    spike, name = sinks.norm_spike, f"the first token {setup.tokenizer.decode(ids[0, :1])!r}"
     if sinks.sink_layer is None:
         layer = None
         if spike is not None and spike.plateau is not None:
@@ -270,26 +294,33 @@ def _first_sink(setup: Setup, sinks: FindSinks) -> _Position:
 
 def _later_sinks(setup: Setup, sinks: FindSinks) -> list[_Position]:
     """Sinks behind the first token, each on texts of its own: spikes, then positions that heads attend to."""
-    sets = {(later.token or later.position): later.set for later in sinks.later_sinks}
+    places: dict[str, LaterSink | SinkPosition] = {_place_name(later): later for later in sinks.later_sinks}
     if sinks.attention_sink is not None:
         for place in sinks.attention_sink.positions:
             if place.position:
-                sets.setdefault(place.token or place.position, None)
+                places.setdefault(_place_name(place), place)
     positions: list[_Position] = []
-    for place, causal_set in list(sets.items())[:LATER_SINKS]:
-        sites = () if causal_set is None else causal_set.edit_sites
+    for name, place in list(places.items())[:LATER_SINKS]:
+        sites: Sites = ()
+        if isinstance(place, LaterSink) and place.set is not None:
+            sites = place.set.edit_sites
         layer = max((site[0] for site in sites), default=None)
-        if isinstance(place, int):
-            name, ids, at = f"position {place}", setup.ids[:TEXTS], place
-        else:
-            here = [token for token in setup.ids.unique().tolist() if setup.tokenizer.decode([token]) == place]
-            where = torch.isin(setup.ids[:, 1:-4], torch.tensor(here)).nonzero().tolist()
-            if not where:
+        ids = setup.ids[:TEXTS]
+        at = place.position
+        if place.token:  # one text, if possible one in which it stands where it was examined
+            here = [token for token in setup.ids.unique().tolist() if setup.tokenizer.decode([token]) == place.token]
+            where = torch.isin(setup.ids[:, 1:-4], torch.tensor(here)).nonzero() + torch.tensor([0, 1])
+            if not len(where):
                 continue
-            row, before = min(where, key=lambda found: found[1])
-            name, ids, at = repr(place), setup.ids[row : row + 1], before + 1
+            row, at = min(where.tolist(), key=lambda found: (found[1] != place.position, found[1]))
+            ids = setup.ids[row : row + 1]
         positions.append(_Position.of(setup, name, ids, at, layer, sites, sinks.shared_dims))
     return positions
+
+
+def _place_name(place: LaterSink | SinkPosition) -> str:
+    """A later sink in a sentence."""
+    return repr(place.token) if place.token else f"position {place.position}"
 
 
 @measurement(group="Sinks", figure=draw, quick={"max_repeats": 64})
@@ -308,8 +339,13 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
         sinkscope circuit --model llama-2-7b --html circuit.html
     """
     sinks = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
+    setup = _with_its_texts(setup, sinks)
     first = _first_sink(setup, sinks)
-    result = Circuit(first_token=setup.tokenizer.decode(first.ids[0, :1].tolist()), untested=_untested(setup.target))
+    result = Circuit(
+        first_token=setup.tokenizer.decode(first.ids[0, :1].tolist()),
+        lengths=sinks.lengths,
+        untested=_untested(setup.target),
+    )
     if setup.target.adapter.learned_sinks:
         result = replace(result, **_learned_shares(first))
     traced: list[SinkCircuit] = []
@@ -319,7 +355,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
     if first.layer is not None or (attended and attended[0].position == 0):
         of_first = _trace_sink(first, high, sinks.sink_layer is not None)
         traced.append(of_first)
-    spiking = [repr(sink.token) if sink.token else f"position {sink.position}" for sink in sinks.later_sinks]
+    spiking = [_place_name(sink) for sink in sinks.later_sinks]
     for position in _later_sinks(setup, sinks):
         later = _trace_sink(position, None, bool(position.sites))
         if later.steps:

@@ -6,7 +6,7 @@ What is said of a step follows the rule of `sinkscope.measure.evidence`.
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,14 +14,16 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from plotly.subplots import make_subplots
 
-from sinkscope.files.notation import agreeing, counted, listed
+from sinkscope.files.notation import agreeing, brief, counted, listed
 from sinkscope.files.tables import percent
 from sinkscope.measure import Number, Result
 from sinkscope.measure.evidence import NEEDED, Evidence, beside
 from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
+from sinkscope.sinks.first_token.result import RATE_EPS, SHORT, few_heads
 
 FIGURE_COMPONENTS = 12
-NAMED = 3  # components that a sentence names
+WORDS_OF_STEP = 22  # what a conclusion has room for beside the position
+NAMED, WORDS_OF_NAMES = 3, 6  # components that a sentence names at most, and the words that they may take
 MARK, NEURONS, EARLY, REPETITION, KEYS = "mark", "neurons", "early spike", "repetition", "keys"
 
 
@@ -71,8 +73,13 @@ class CircuitStep:
     @property
     def needed_alone(self) -> bool:
         """Whether each of the chosen is needed alone."""
+        return self.carried and len(self._needed_alone()) == len(self.chosen)
+
+    def _needed_alone(self) -> tuple[str, ...]:
+        """Those of the chosen that are needed alone."""
         control = self.control if self.name != NEURONS else self.together_control
-        return self.carried and all(Evidence(float(lost), control).holds for lost in self.alone)
+        pairs = zip(self.chosen, self.alone.tolist(), strict=True)
+        return tuple(name for name, lost in pairs if Evidence(lost, control).holds)
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each component."""
@@ -86,23 +93,31 @@ class CircuitStep:
     def in_words(self) -> str:
         """What is lost without the chosen components, beside random ones."""
         if not self.carried:
-            return f"no {self.kind} is needed alone or in the sets tried{self._largest()}"
+            return f"nothing tried is needed{self._largest()}"
         count, names = len(self.chosen), _named(self.chosen)
         lost, control = self._beside_random(self.together or 0.0, self.together_control)
         if self.name == MARK and count == 1 and self.alone[0] < NEEDED:  # which is a loss of attention
             return f"{lost} is lost without {names}{control}, but the attention stays"
-        if not self.needed_alone:
-            together = agreeing(count, "", " together")
-            return f"no {self.kind} is needed alone; {lost} is lost without {names}{together}{control}"
-        are, them = agreeing(count, "is", "are each"), agreeing(count, "it", "them")
-        return f"{names} {are} needed: {lost} is lost without {them}{control}"
+        alone = self._needed_alone()
+        if len(alone) == count:
+            are, them = agreeing(count, "is", "are each"), agreeing(count, "it", "them")
+            return f"{names} {are} needed: {lost} is lost without {them}{control}"
+        if alone:
+            others = tuple(name for name in self.chosen if name not in alone)
+            needed = f"{_named(alone)} {agreeing(len(alone), 'is', 'are')} needed alone"
+            every = "both" if count == 2 else f"all {count}"
+            rest = f"; {lost} is lost without {every}{control}"
+            not_alone = f"{_named(others)} {agreeing(len(others), 'is', 'are')} not"
+            return brief((f"{needed}, {not_alone}{rest}", f"only {needed}{rest}"), WORDS_OF_STEP)
+        together = agreeing(count, "", " together")
+        return f"no {self.kind} is needed alone; {lost} is lost without {names}{together}{control}"
 
     def _largest(self) -> str:
         if np.isnan(self.necessity).all():
             return ""
         largest = int(np.nanargmax(self.necessity))
         lost, control = self._beside_random(float(self.necessity[largest]), self.control)
-        return f"; most is lost without {_named(self.components[largest : largest + 1])}, {lost}{control}"
+        return f"; most, {lost}, is lost without {_named(self.components[largest : largest + 1])}{control}"
 
     def _beside_random(self, lost: float, control: float | None) -> tuple[str, str]:
         """A loss, and its control in brackets."""
@@ -120,6 +135,9 @@ class Readers:
     Attributes:
         carried_by: What their keys need: "spike", or components. Empty if nothing was found.
         heads: The heads.
+        of: Number of heads that were looked at: those behind a layer, or all.
+        behind: This layer, after which the spike stands out. None: all heads count.
+        length: Length of the texts in which attention was read; a window cuts them.
         attention: Mean attention of each head to the position.
         attention_without: The same without what carries it; equal to `attention` if nothing was found.
         control: The lowest attention of all heads together without as many random neurons or heads. None if there are
@@ -130,6 +148,9 @@ class Readers:
 
     carried_by: tuple[str, ...]
     heads: tuple[str, ...]
+    of: int
+    behind: int | None
+    length: int
     attention: Float[np.ndarray, " head"]
     attention_without: Float[np.ndarray, " head"]
     control: float | None
@@ -158,11 +179,11 @@ class Readers:
     def in_words(self) -> str:
         """The attention with and without what carries it."""
         if not self.evidence.holds:
-            return "nothing that was replaced takes their attention away"
+            return "nothing that was replaced takes it away"
         carried = _named(self.carried_by)
         control = "" if self.control is None else f" ({self.control:.2f} in the random control)"
         before, after = self.attention.mean(), self.attention_without.mean()
-        return f"without {carried} their attention falls from {before:.2f} to {after:.2f}{control}"
+        return f"without {carried} its mean falls from {before:.2f} to {after:.2f}{control}"
 
 
 @dataclass(frozen=True)
@@ -170,7 +191,7 @@ class SinkCircuit:
     """The circuit of one sink.
 
     Attributes:
-        place: The position in words: "the first token", or a later token or position.
+        place: The position in words: "the first token" and this token, or a later token or position.
         position: The position.
         sink_layer: The last layer whose neurons make the spike. None if no MLP does.
         steps: What the spike and the attention need.
@@ -184,6 +205,11 @@ class SinkCircuit:
     steps: tuple[CircuitStep, ...]
     readers: Readers | None
     stands_out: bool = False
+
+    @property
+    def shorter_place(self) -> tuple[str, ...]:
+        """The position in fewer words, if there are any."""
+        return () if self.position else ("the first token",)
 
     def step(self, name: str) -> CircuitStep | None:
         """A step by its name; None if the circuit does not have it."""
@@ -207,17 +233,19 @@ class SinkCircuit:
             amplify = agreeing(len(neurons.chosen), "amplifies", "amplify")
             lost, chance = beside(early.together or 0.0, early.together_control)
             control = "" if early.together_control is None else f" (random heads: at most {chance})"
-            return (
-                f"The spike of {self.place} has two stages: {_named(early.chosen)} {write} it, "
-                f"{_named(neurons.chosen)} {amplify} it; {lost} of the first is lost without its writer{control}"
+            them = agreeing(len(early.chosen), "it", "them")
+            return brief(
+                f"{_named(early.chosen, most)} {write} a first spike of {self.place}, {lost} of which is "
+                f"lost without {them}{control}; {_named(neurons.chosen, most)} {amplify} it"
+                for most in (NAMED, 1)
             )
         if mark is not None:
             return f"For the spike of {self.place}, {mark.in_words()}"
         if keys is not None and self.readers is not None and self.stands_out:
-            return f"No neurons were found that make the spike of {self.place}; for the attention, {keys.in_words()}"
+            return f"Heads attend to {self.place}, whose spike has no known neurons; {keys.in_words()}"
         if keys is not None and self.readers is not None:
             return f"Heads attend to {self.place} without a spike; {keys.in_words()}"
-        return f"No MLP makes a spike of {self.place}, and no head attends to it"
+        return f"No neurons were found that make a spike of {self.place}, and no head attends to it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +254,7 @@ class Circuit(Result):
 
     Attributes:
         first_token: The token that stands first in the texts.
+        lengths: Lengths of the texts in which attention sinks were looked for.
         sinks: The circuit of each sink, that of the first token first. Empty if there is neither spike nor sink.
         repeated: The token that is repeated.
         repeats: How often it is repeated.
@@ -246,6 +275,7 @@ class Circuit(Result):
     }
 
     first_token: str
+    lengths: tuple[int, ...] = (SHORT,)
     sinks: tuple[SinkCircuit, ...] = ()
     repeated: str | None = None
     repeats: int | None = None
@@ -260,8 +290,9 @@ class Circuit(Result):
     def conclusion(self) -> str:
         """What marks the first sink, or what its readers need, with the control."""
         if self.sinks:
-            return f"{self.sinks[0].in_words()}."
-        return "No circuit: no MLP raises the norm of a position, and no head attends to one."
+            first = self.sinks[0]
+            return brief(f"{replace(first, place=place).in_words()}." for place in (first.place, *first.shorter_place))
+        return f"No circuit: no norm stands out, and {few_heads(self.lengths)}."
 
     def numbers(self) -> list[Number]:
         """The spike without its marks, and the attention without what carries it."""
@@ -286,8 +317,13 @@ class Circuit(Result):
                 times = counted(self.repeats or 0, "repetition")
                 lines.append(f"After {times} of {self.repeated!r}, {repetition.in_words()}.")
             if readers is not None:
-                read = agreeing(len(readers.heads), "attends", "attend")
-                lines.append(f"{counted(len(readers.heads), 'head')} {read} to {sink.place}; {readers.in_words()}.")
+                give = agreeing(len(readers.heads), "gives", "give")
+                behind = "" if readers.behind is None else f" behind layer {readers.behind}"
+                some = f"{len(readers.heads)} of {counted(readers.of, 'head')}{behind}"
+                lines.append(
+                    f"In texts of {readers.length} tokens, {some} {give} {sink.place} more than {RATE_EPS} of their "
+                    f"attention; {readers.in_words()}."
+                )
         later = [f"{sink.in_words()}." for sink in self.sinks[1:]]
         if later:
             lines.append(" ".join(later))
@@ -301,12 +337,14 @@ class Circuit(Result):
         return lines
 
 
-def _named(components: tuple[str, ...]) -> str:
+def _named(components: tuple[str, ...], most: int = NAMED) -> str:
     """Components in a sentence: heads and neurons by their names, others with an article."""
     names: list[str] = []
     for name in components:
         names.append(name if name.startswith("L") else f"the {name}")
-    return listed(names, NAMED)
+    while most > 1 and len(listed(names, most).split()) > WORDS_OF_NAMES:
+        most -= 1
+    return listed(names, most)
 
 
 def _edge(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.attention_received import AttentionReading
 from sinkscope.sinks.first_token.layer_scan import NOT_READ, Entering, LayerScan, scan_far_enough
 
-SOME_TEXTS = 0.2  # least share of the texts in which heads attend to a sink of some texts
 SPIKE_TEXTS = 0.1  # least share of the texts, and at least two, that have a spike of some texts; fewer texts are read
 
 
@@ -45,20 +45,23 @@ class SinkContext:
         setup: Setup,
         *,
         whole: bool | None = None,
-        listening: AbstractContextManager[None] | None = None,
+        reading: AttentionReading | None = None,
     ) -> SinkContext:
         """Scan the typical text; if the first token's norm stands out in some texts only, these alone.
 
         Args:
             setup: The model and its text.
             whole: Read every layer. None: if the model is in memory.
-            listening: A context in which all the texts are read for the first time.
+            reading: Takes down the attention of all the texts.
         """
         if whole is None:
             whole = setup.target.resident
         ids = setup.ids
         share = 1.0
-        with listening or nullcontext():
+        listening = nullcontext()
+        if reading is not None:
+            listening = reading.listening(slice(None), setup.target.n_layers)
+        with listening:
             scan = scan_far_enough(setup, ids, whole=whole)
         spiking = scan.spiking
         count = int(spiking.sum())

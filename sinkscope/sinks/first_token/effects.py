@@ -95,14 +95,13 @@ class Effects:
     intact_attention: Float[Tensor, "text _ head"]
 
     def drops(self, layer: int) -> Float[Tensor, " edit"]:
-        """Share of the norm after a layer that each edit takes away, median over texts."""
-        return (1 - self.norms[..., layer] / self.intact_norms[:, layer]).median(1).values
+        """Share of the norm after a layer that each edit takes away, mean over texts."""
+        return (1 - self.norms[..., layer] / self.intact_norms[:, layer]).mean(1)
 
     def attention_drops(self, heads: Sequence[tuple[int, int]]) -> Float[Tensor, "edit pair"]:
-        """Share of the attention to the position that each (layer, head) pair loses, median over texts."""
+        """Share of the attention to the position that each (layer, head) pair loses, in all texts together."""
         layer, head = torch.tensor(heads).T
-        intact = self.intact_attention[:, layer, head].median(0).values
-        return 1 - self.attention[:, :, layer, head].median(1).values / intact
+        return 1 - self.attention[:, :, layer, head].mean(1) / self.intact_attention[:, layer, head].mean(0)
 
 
 def heads_lost(attention_drops: Float[Tensor, "edit pair"]) -> list[float]:

@@ -20,8 +20,8 @@ from sinkscope.sinks.first_token.attention_received import (
     AttentionReading,
     AttentionReceived,
     attention_of_all,
-    attention_of_long_texts,
     attention_received,
+    with_long_texts,
 )
 from sinkscope.sinks.first_token.carriers import carried_by, carriers, spike_maker
 from sinkscope.sinks.first_token.context import SinkContext
@@ -91,9 +91,10 @@ def find_sinks(
     verified = VerifiedNeurons()
     while True:
         # In which layers is the spike built, and which heads attend to the first token?
-        reading = _reading(setup, whole)
-        listening = None if reading is None else reading.listening(slice(None), setup.target.n_layers)
-        context = SinkContext.read(setup, whole=whole, listening=listening)
+        reading = None
+        if not whole and len(setup.target.layers) == setup.target.n_layers:  # no more layers are loaded meanwhile
+            reading = AttentionReading(setup.target, setup.ids, RATE_EPS)
+        context = SinkContext.read(setup, whole=whole, reading=reading)
         scan = context.scan
         depth = len(scan.layers)
         sink_rate = None
@@ -119,12 +120,19 @@ def find_sinks(
             break
         whole = True
 
-    lengths = (received.ids.shape[1],)
-    if depth == scan.n_layers:
-        received, lengths = _in_longer_texts(setup, received)
-
     # What makes the spikes, what do the heads need, and does repetition go through the same neurons?
     later = later_sinks(context)
+    lengths = [received.ids.shape[1]]
+    longer = None
+    if depth == scan.n_layers and not received.attended:
+        longer = with_long_texts(setup)
+    if longer is not None:
+        lengths.append(longer.ids.shape[1])
+        reading = AttentionReading(setup.target, longer.ids, RATE_EPS)
+        in_longer = SinkContext.read(longer, whole=True, reading=reading)
+        later = later or later_sinks(in_longer)
+        if reading.received(depth).attended:
+            received = reading.received(depth)
     spike = norm_spike(context, later)
     sink = attention_sink(context, received, spike, sets.minimal, later)
     repetition = None
@@ -140,7 +148,7 @@ def find_sinks(
         causal_sets=sets.sets,
         later_sinks=later,
         repetition=repetition,
-        lengths=lengths,
+        lengths=tuple(lengths),
         shared_dims=tuple(scan.shared_dims),
         sink_layer=scan.sink_layer,
         neurons=sets.neurons,
@@ -158,28 +166,6 @@ def find_sinks(
         sink_rate=sink_rate,
         published=_published(setup.target.name, scan.sink_layer, verified),
     )
-
-
-def _reading(setup: Setup, whole: bool) -> AttentionReading | None:
-    """Takes the attention of the layers as they are scanned; None if more may be loaded meanwhile, or all are read."""
-    target = setup.target
-    if whole or len(target.layers) < target.n_layers:
-        return None
-    return AttentionReading(target, setup.ids, RATE_EPS)
-
-
-def _in_longer_texts(setup: Setup, received: AttentionReceived) -> tuple[AttentionReceived, tuple[int, ...]]:
-    """The attention received, in longer texts if a sink shows only there, and the lengths that were looked at."""
-    length = received.ids.shape[1]
-    if received.heads or received.learned_heads or received.later:
-        return received, (length,)
-    longer = attention_of_long_texts(setup)
-    if longer is None:
-        return received, (length,)
-    lengths = (length, longer.ids.shape[1])
-    if longer.heads or longer.learned_heads:
-        return longer, lengths
-    return received, lengths
 
 
 def norm_spike(context: SinkContext, later: Sequence[LaterSink]) -> NormSpike | None:

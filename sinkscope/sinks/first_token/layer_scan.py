@@ -35,8 +35,10 @@ SPIKE_RATIO = 3.0  # a spike: the first token's norm is this many times the typi
 STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
 STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times its median on typical text, either in total or along the
 # spike (an early stage can be small compared with everything that an MLP writes, but not along that direction)
-STEP_SHARE = 0.05  # a step up or down changes the spike by at least this share of its largest length
+AGAINST = 0.5  # what an MLP writes points against the spike if the cosine is below minus this
+STEP_SHARE = 0.05  # a step up or down changes the first token's norm by at least this share of the largest
 SMALLEST_NORM = 1e-9  # lower limit of a typical norm: in a hand-made model it can be 0, and it is a divisor
+KEPT_POSITIONS = 1024  # most positions of which it is kept what enters each layer
 SAMPLE_POSITIONS = 64  # positions of typical text whose activations are kept
 MASSIVE_RATIO = 30.0  # a dimension is massive on all tokens if it is this many times the median dimension
 
@@ -203,9 +205,7 @@ class LayerScan:
     @cached_property
     def direction(self) -> Float[Tensor, " d_model"]:
         """Direction of the spike: the first token's residual stream where it is largest, without shared dimensions."""
-        peak = int(torch.tensor(self.first_norm).argmax())
-        spike = self.layers[peak].residual.clone()
-        spike[self.shared_dims] = 0
+        spike = self._spike_after(int(torch.tensor(self.first_norm).argmax()))
         return spike / spike.norm()
 
     @cached_property
@@ -219,11 +219,25 @@ class LayerScan:
             along = float(layer.written @ self.direction)
             typically_along = float((layer.sample @ self.direction).abs().median())
             builds = along >= least and along > STAGE_OUTLIER * typically_along
-            # A stage may also be orthogonal to the rest of the spike; an MLP that points against it removes the spike.
+            # A stage may also be orthogonal to the rest of the spike.
             large = layer.mlp_first >= least and layer.mlp_first > STAGE_OUTLIER * layer.mlp_typical
-            if builds or (large and along > -least):
+            if (builds or large) and not self._points_against(number):
                 stages.append(number)
         return stages
+
+    def _points_against(self, layer: int) -> bool:
+        """Whether a layer's MLP points against the spike that enters it: it removes this spike, or turns it round."""
+        if layer - 1 not in self.spike_layers:
+            return False
+        before = self._spike_after(layer - 1)
+        written = self.layers[layer].written
+        return float(written @ before / before.norm()) < -AGAINST * float(written.norm())
+
+    def _spike_after(self, layer: int) -> Float[Tensor, " d_model"]:
+        """The first token's residual stream without shared dimensions."""
+        spike = self.layers[layer].residual.clone()
+        spike[self.shared_dims] = 0
+        return spike
 
     @property
     def sink_layer(self) -> int | None:
@@ -255,19 +269,18 @@ class LayerScan:
 
     @cached_property
     def growth(self) -> list[float]:
-        """How much longer each layer makes the spike, relative to its largest length; 0 at the first layer."""
-        lengths = torch.stack([layer.residual @ self.direction for layer in self.layers])
-        grown = lengths.diff(prepend=lengths[:1])
-        return (grown / lengths.max()).tolist()
+        """How much each layer raises the first token's norm, relative to its largest; 0 at the first layer."""
+        norms = torch.tensor(self.first_norm)
+        return (norms.diff(prepend=norms[:1]) / norms.max()).tolist()
 
     @property
     def steps_up(self) -> list[int]:
-        """Layers that make the spike longer by at least 5 % of its largest length."""
+        """Layers that raise the first token's norm by at least 5 % of the largest."""
         return [layer for layer, grown in enumerate(self.growth) if grown >= STEP_SHARE]
 
     @property
     def steps_down(self) -> list[int]:
-        """Layers that make the spike shorter by at least 5 % of its largest length."""
+        """Layers that lower the first token's norm by at least 5 % of the largest."""
         return [layer for layer, grown in enumerate(self.growth) if grown <= -STEP_SHARE]
 
     @property
@@ -390,7 +403,7 @@ def scan_layers(
                 hooks.append((target.sub(number, adapter.post_mlp_norm or ""), "post", on_hidden(mlp_normalised)))
             else:
                 hooks += target.on_mlp(number, mlp_normalised)
-        if target.skips_layers:
+        if target.skips_layers and ids.numel() <= KEPT_POSITIONS:
             hooks.append((layer, "pre", on_input(layer_begun)))
         hooks.append((layer, "post", on_output(layer_done)))
     with target.hooks(*hooks):

@@ -260,10 +260,10 @@ def norm_without(
 def lost_without(
     target: Target, view: LayerView, sets: Int[Tensor, "draw k"], without: Sequence[int] = ()
 ) -> Float[Tensor, " draw"]:
-    """Share of the norm that is lost with each set of neurons zeroed, median over positions."""
+    """Share of the norm that is lost with each set of neurons zeroed, mean over positions."""
     cols = rearrange(columns(target, view.layer, sets.flatten()), "(draw k) d_model -> draw k d_model", draw=len(sets))
     kept = norm_without(target, view, sets, cols, without) / norm_of(view.resid, without)
-    return (1 - kept).median(1).values
+    return (1 - kept).mean(1)
 
 
 def massive_activations(

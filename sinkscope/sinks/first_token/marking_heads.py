@@ -38,6 +38,7 @@ from sinkscope.trace.run import trace
 PRESENT = 0.5  # share of the sink neurons' activation from which the sink counts as present
 BATCH_VALUES = 1 << 26  # largest number of values of one sink-layer activation in memory
 TABLE_HEADS = 16
+NAMED = 4  # heads that the conclusion names
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class MarkingHeads(Result):
                 return f"No MLP makes a norm spike at the first token, so {consequence}."
             return self.absence.sentence(consequence)
         if self.layer_drop is None:
-            return "None of the tokens given makes a sink when it stands first; give other tokens."
+            return "None of the tokens given fires the sink neurons when it stands first; give other tokens."
         if self.serves is None:
             most, every = percent(max(_layer_medians(self.layer_drop))), percent(max(0.0, self.all_drop or 0.0))
             if Evidence(self.all_drop).holds:
@@ -231,17 +232,17 @@ class MarkingHeads(Result):
         heads = [(self.marking_layer, head) for head in np.flatnonzero(self.serves.any(0)).tolist()]
         lost, chance = beside(_median(self.set_drop) or 0.0, self.evidence.control)
         control = "" if self.evidence.control is None else f", as many other heads at most {chance}"
-        it, heads_do = agreeing(len(heads), "it", "them"), agreeing(len(heads), "head", "heads")
+        it, heads_do = agreeing(len(heads), "it", "them"), agreeing(len(heads), "Head", "Heads")
         if not self.evidence.holds:
-            every = percent(max(_layer_medians(self.layer_drop)))
             return (
-                f"No head of layer {self.marking_layer} is needed alone: replacing {head_names(heads)} takes away "
-                f"{lost} of the mark{control}, all heads of the layer {every}."
+                f"No head of layer {self.marking_layer} is needed alone: replacing {head_names(heads, NAMED)} takes "
+                f"away {lost} of the mark{control}."
             )
         mark = agreeing(len(heads), "marks", "mark")
+        tokens = counted(int(self.serves.any(1).sum()), "first token")
         return (
-            f"{heads_do.capitalize()} {head_names(heads)} {mark} the first token: replacing {it} takes away {lost} of "
-            f"the mark{control} (median over tokens)."
+            f"{heads_do} {head_names(heads, NAMED)} {mark} {tokens}: replacing {it} takes away {lost} of the mark"
+            f"{control} (median over tokens)."
         )
 
     def numbers(self) -> list[Number]:
@@ -258,7 +259,7 @@ class MarkingHeads(Result):
             where = listed(self.neurons, 8)
         fires = self.activation >= PRESENT
         lines = [f"The mark is read at {where}."]
-        first = agreeing(int(fires.sum()), "makes the sink fire when it stands", "make the sink fire when they stand")
+        first = agreeing(int(fires.sum()), "has it when it stands", "have it when they stand")
         lines.append(f"{fires.sum()} of {counted(len(fires), 'token')} {first} first.")
         if self.layer_drop is not None:
             drops = [f"layer {layer} {percent(drop)}" for layer, drop in enumerate(_layer_medians(self.layer_drop))]

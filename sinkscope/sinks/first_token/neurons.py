@@ -294,12 +294,12 @@ def _candidates(context: SinkContext, layer: int, top_k: int, at: int, typical: 
     entering = context.entering
     with target.loaded(layer):
         first = view_layer(target, layer, ids[:, : at + 1], where, entering.part(slice(None), at + 1).at(layer))
-        contribution = contribution_norms(target, first).median(0).values
+        contribution = contribution_norms(target, first).mean(0)  # a neuron may fire in some of the texts only
         rank = contribution
         if target.has_part(layer, target.adapter.post_mlp_norm):
             # The gain of the norm behind the MLP (Gemma 2, OLMo 2) can pass one residual dimension and suppress
             # others, and a neuron that writes mostly into suppressed dimensions makes no spike.
-            rank = first.post.abs().median(0).values * column_norms_behind_the_norm(target, layer)
+            rank = first.post.abs().mean(0) * column_norms_behind_the_norm(target, layer)
         writing = int((contribution > 0).sum())
         top = rank.topk(min(top_k, max(writing, 1))).indices
         neutral = neutral_view(target, layer, typical.ids, typical.entering)

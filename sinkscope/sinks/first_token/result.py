@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar, Literal
 
-from sinkscope.files.notation import agreeing, counted, listed, neuron_name
+from sinkscope.files.notation import agreeing, brief, counted, listed, neuron_name
 from sinkscope.files.result import Number
 from sinkscope.measure import Result
 from sinkscope.measure.evidence import NEEDED, Evidence
@@ -16,7 +17,8 @@ CONTROL_DRAWS = 20  # random control sets of the same size for every ablation
 SINK_HEADS = 2  # an attention sink needs at least this many heads
 SHORT = 64  # length of the texts in which attention is read first (Gu et al. 2024)
 MOST_HEADS = 0.9  # of the attending heads lose half of their attention without a spike that "the heads" attend to
-NAMED, FIRST_NAMED = 5, 3  # neurons that a conclusion names; if there are more, the first of them
+NAMED = (5, 3, 1)  # neurons that a conclusion names; as many of these numbers as fit into it
+ATTENTION_LENGTH = 32  # longest text in which attention with and without neurons is compared
 RATE_EPS = 0.3  # mean attention above which a head attends to a position (Gu et al. 2024)
 Sites = tuple[tuple[int, ...], ...]
 """Neurons as interventions take them: (layer, neuron), or (layer, expert, neuron) in a mixture."""
@@ -121,6 +123,11 @@ class CausalSet:
     def carries_attention(self) -> bool:
         """Whether at least half of the heads lose the sink without these neurons."""
         return self.heads_lost is not None and self.heads_lost >= NEEDED
+
+
+def few_heads(lengths: Sequence[int]) -> str:
+    """That no position is an attention sink, in texts of which lengths, as part of a sentence."""
+    return f"too few heads attend to any one position in texts of {listed(lengths)} tokens"
 
 
 @dataclass(frozen=True)
@@ -288,7 +295,7 @@ class AttentionSink:
         place = "their learned sink logits"
         if self.carried_by != "learned logits":
             place = str(self.positions[0])
-        return f"{self.rate:.0%} of heads attend to {place}{self.where}"
+        return f"{self.rate:.0%} of heads attend to {place}"
 
     @property
     def is_elsewhere(self) -> bool:
@@ -303,9 +310,17 @@ class AttentionSink:
             words += f" (window {self.window})"
         if self.share < 1:
             words += f" in {self.share:.0%} of texts"
+        elif self.length > SHORT:
+            words += " in texts"
         if self.length > SHORT:
-            words += f" in texts of {self.length} tokens"
+            words += f" of {self.length} tokens"
         return words
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """What a sentence says of texts and windows: all, only the share of texts, or nothing, as there is room."""
+        share = f" in {self.share:.0%} of texts" if self.share < 1 else ""
+        return self.where, share, ""
 
     @property
     def what(self) -> str:
@@ -314,7 +329,7 @@ class AttentionSink:
             return "no single component carries it"
         if self.carried_by == "mark":
             writers = [c.name for c in self.carriers if c.needed and "layer" in c.name]
-            return f"they read a mark written by the {writers[-1]}"
+            return f"they read a mark by the {writers[-1]}"
         if self.carried_by == "position":
             return "they read the position alone, through the rotary embedding"
         if self.carried_by == "key bias":
@@ -510,24 +525,25 @@ class FindSinks(Result):
         spike = self.norm_spike
         sink = self.attention_sink
         if spike is None and sink is None:
-            return f"Neither a norm spike nor an attention sink: no position stands out{self._where_read()}."
+            return f"Neither a norm spike nor an attention sink: no norm stands out, and {few_heads(self.lengths)}."
         if sink is None:
-            return f"Norm spike without an attention sink{self._where_read()}: {self._who_makes_the_spike()}."
+            return self._made("Norm spike without an attention sink", ("",))
         if spike is None:
-            return f"Attention sink without a norm spike: {sink.who}, and {sink.what}."
+            verdict = "Attention sink without a norm spike"
+            return brief(f"{verdict}: {sink.who}{where}; {sink.what}." for where in sink.conditions)
         if 0 in spike.positions and sink.is_elsewhere:
             read = "they read its own spike" if sink.carried_by == "spike" else sink.what
-            return f"Norm spike at the first token, attention sink elsewhere: {sink.who}, and {read}."
+            verdict = "Norm spike at the first token, attention sink elsewhere"
+            return brief(f"{verdict}: {sink.who}{where}; {read}." for where in sink.conditions)
         if sink.carried_by != "spike":
-            return f"Norm spike and attention sink, but {self._who_ignores_it()} do not need the spike: {sink.what}."
-        return f"Norm spike and attention sink{sink.where}: {self._who_makes_the_spike()}."
+            ignored = f"but {self._who_ignores_it()} do not need the spike: {sink.what}"
+            return brief(f"Norm spike and attention sink{where}, {ignored}." for where in sink.conditions)
+        return self._made("Norm spike and attention sink", sink.conditions)
 
-    def _where_read(self) -> str:
-        """In which texts and layers attention was read."""
-        texts = f" in texts of {listed(self.lengths)} tokens"
-        if self.layers_read == self.model.n_layers:
-            return texts
-        return f"{texts}, in the {counted(self.layers_read, 'layer')} read"
+    def _made(self, verdict: str, conditions: Sequence[str]) -> str:
+        """A verdict and who makes the spike, with as many conditions and names as there is room for."""
+        choices = product(conditions, (" of its norm", ""), NAMED)
+        return brief(f"{verdict}{where}: {self._who_makes_the_spike(norm, most)}." for where, norm, most in choices)
 
     def _who_ignores_it(self) -> str:
         """Some heads lose part of their attention with the spike: then it is most heads that do not need it."""
@@ -535,8 +551,8 @@ class FindSinks(Result):
             return "most heads"
         return "heads"
 
-    def _who_makes_the_spike(self) -> str:
-        """What makes the spike, as the middle of a sentence."""
+    def _who_makes_the_spike(self, of_norm: str, most: int) -> str:
+        """What makes the spike, as the middle of a sentence that names at most so many neurons."""
         spike = self.norm_spike
         minimal = self.minimal
         sink = self.attention_sink
@@ -547,24 +563,24 @@ class FindSinks(Result):
             what = f"the spike of {later}"
             minimal = later.set
             if minimal is None or not minimal.makes_the_spike:
-                return f"norms stand out at {listed(self.later_sinks)}, not at the first token"
+                return f"norms stand out at {listed(self.later_sinks, most)}, not at the first token"
         elif sink is not None and not sink.where:
             what = "the spike that the heads attend to"
             if minimal is not None and minimal.heads_lost is not None and minimal.heads_lost < MOST_HEADS:
-                what = f"the spike that {minimal.heads_lost:.0%} of the attending heads need"
+                most_heads = "half of the heads" if minimal.heads_lost == NEEDED else "most heads"
+                what = f"the spike that {most_heads} need"
         if minimal is not None and minimal.makes_the_spike:
             count = len(minimal.sites)
             makes = f"{agreeing(count, 'makes', 'make')} {what}"
             if spike.begun_by is not None:
                 makes = f"{agreeing(count, 'amplifies', 'amplify')} the spike that the {spike.begun_by} begins"
-            names = listed(minimal.sites, count if count <= NAMED else FIRST_NAMED)
             return (
-                f"{names} {makes}; zeroing {agreeing(count, 'it', 'them')} removes "
-                f"{minimal.drop_sink_layer:.1%} of its norm, random neurons at most {minimal.control:.1%}"
+                f"{listed(minimal.sites, most)} {makes}; zeroing {agreeing(count, 'it', 'them')} removes "
+                f"{minimal.drop_sink_layer:.1%}{of_norm}, random neurons at most {minimal.control:.1%}"
             )
         size = f"{spike.ratio:.0f} times the typical one"
         if self.sink_layer is not None:
-            return f"layer {self.sink_layer} builds a norm {size}, but no set of neurons that was tried removes it"
+            return f"layer {self.sink_layer} builds a norm {size}, which no set of neurons tried removes"
         if spike.made_by is None:
             return f"no single component makes the first token's norm, {size}"
         return f"the {spike.made_by} makes the first token's norm, {size}"
@@ -624,11 +640,14 @@ class FindSinks(Result):
             elif causal_set.kind == "backup":
                 role = agreeing(len(causal_set.sites), "is a backup: it brings", "are backups: they bring")
                 sentences.append(f"{names} {role} the spike back when the others are silent.")
-            elif causal_set.drop_attention is not None:
-                lost = causal_set.drop_attention
-                sentences.append(f"Without {names}, the first token loses {lost:.1%} of its attention in later layers.")
+            elif causal_set.drop_attention is not None and causal_set.heads_lost is not None:
+                texts = f"in texts of at most {ATTENTION_LENGTH} tokens"
+                sentences.append(
+                    f"Without {names}, later heads of the sink lose {causal_set.drop_attention:.1%} of their attention "
+                    f"to the first token {texts}, and {causal_set.heads_lost:.0%} of them lose at least half."
+                )
             if causal_set.kind == "minimal" and not self.causal:
-                sentences.append("No neuron is needed alone, because the others make the spike without it.")
+                sentences.append("None of these neurons alone takes away a tenth of the norm.")
         return sentences
 
     def _later_sentences(self) -> list[str]:
@@ -652,11 +671,20 @@ class FindSinks(Result):
         if sink is not None and sink.learned_rate:
             sentences.append(f"{sink.learned_rate:.1%} of the heads attend to their learned sink logits.")
         if sink is None:
-            return [*sentences, f"Fewer than {SINK_HEADS} heads attend to any one position{self._where_read()}."]
-        for place in sink.positions:
-            if place.position != 0:
-                sentences.append(f"{place.rate:.1%} of the heads attend to {place}.")
-        needed = [f"{c.name} ({c.heads_lost:.0%} of the heads)" for c in sink.carriers if c.needed]
+            few = few_heads(self.lengths)
+            return [*sentences, f"{few.capitalize()} (the first needs {SINK_HEADS} and 1% of all, another 5% of all)."]
+        if sink.where:
+            sentences.append(f"The sink was found{sink.where}.")
+        later = [f"{place} ({place.rate:.1%})" for place in sink.positions if place.position != 0]
+        if later:
+            sentences.append(f"Behind the first token, heads attend to {listed(later)}.")
+        needed: list[str] = []
+        for carrier in sink.carriers:
+            share = f"({carrier.heads_lost:.0%} of them)"
+            if carrier.needed and carrier.name == "position":
+                sentences.append(f"Heads keep the sink when everything written there is replaced {share}.")
+            elif carrier.needed:
+                needed.append(f"the {carrier.name} {share}")
         if needed:
             sentences.append(f"Heads lose the sink without {listed(needed)}.")
         elif sink.carriers:
@@ -677,6 +705,8 @@ class FindSinks(Result):
             return [f"No repeated token reaches half of the first token's norm at the sink layer {until}.", *sentences]
         never = ""
         if repeats.unreached:
-            never = f"; {repeats.unreached} of {repeated} never do within {repeats.max_repeats}"
+            do = agreeing(repeats.unreached, "does", "do")
+            never = f"; {repeats.unreached} of {repeated} never {do} within {repeats.max_repeats}"
         over = f"median over {counted(repeated - repeats.unreached, 'token')}{never}"
-        return [f"A repeated token becomes a sink after {repeats.median:g} repetitions ({over}).", *sentences]
+        after = f"after {repeats.median:g} repetitions ({over})"
+        return [f"A repeated token reaches half of the first token's norm {after}.", *sentences]

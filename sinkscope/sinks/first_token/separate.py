@@ -30,6 +30,7 @@ CLEAR = 8  # without BOS the first few tokens may still be marked as the first i
 CLASS_MINIMUM = 2  # smallest number of samples of a class on either side of the split
 BATCH_TEXTS = 64
 SHUFFLES = 5  # draws of the control
+REFITS = 16  # planes fitted to tokens and texts that are drawn again, for the margin
 SORTED_COLUMNS = 2048  # columns sorted at a time
 SEPARABLE = 0.99  # AUROC from which the conclusion says "separates"
 ABOVE_CHANCE = 0.1  # an AUROC must exceed that with shuffled labels by this much to say "partly"
@@ -301,6 +302,34 @@ class LabelledSamples:
         return float(auroc(score(self.first)[held], self.first[held])), float(torch.stack(chance).mean())
 
 
+def margin_of_plane(
+    coordinates: Float[Tensor, "sample k"], labels: LabelledSamples, groups: Int[Tensor, " sample"], seed: int
+) -> float:
+    """Two standard errors of a plane's held-out AUROC: tokens and texts are drawn again, and the plane is fitted again.
+
+    Args:
+        coordinates: The samples.
+        labels: Their classes, and which are held out.
+        groups: Samples that are drawn together: those of one text.
+        seed: Seed of the draws.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    areas: list[Tensor] = []
+    for _ in range(REFITS):
+        drawn: list[Tensor] = []
+        for side in (labels.train, labels.held):
+            for of_class in (labels.first, ~labels.first):
+                members = (side & of_class).nonzero().flatten()
+                kinds, which = groups[members].unique(return_inverse=True)
+                picks = torch.randint(len(kinds), (len(kinds),), generator=generator)
+                drawn.append(members.repeat_interleave(picks.bincount(minlength=len(kinds))[which]))
+        again = torch.cat(drawn)
+        first = labels.first[again]
+        train = torch.arange(len(again)) < len(drawn[0]) + len(drawn[1])
+        areas.append(auroc(plane_scores(coordinates[again], first, train)[~train], first[~train]))
+    return 2 * float(torch.cat(areas).std())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Separability(Result):
     """How well the residual stream after an attention layer separates first from later tokens.
@@ -312,6 +341,7 @@ class Separability(Result):
         method: "plane" (LDA), "gate neuron" and "up neuron", or "neuron" where the MLP has no gate.
         neuron: The neuron of each method; empty for the plane.
         auroc: AUROC on held-out tokens and texts.
+        margin: Two standard errors of the plane's AUROC over tokens and texts. None in results of earlier versions.
         shuffled_auroc: Control: held-out AUROC with labels drawn at random per token, mean of 5 draws. Anything above
             0.5 was learned from tokens that are on both sides of the split.
         tokens: The samples. BOS comes first, if there is one.
@@ -328,6 +358,7 @@ class Separability(Result):
     neuron: tuple[str, ...]
     auroc: Float[np.ndarray, " method"]
     shuffled_auroc: Float[np.ndarray, " method"]
+    margin: float | None = None
     tokens: tuple[str, ...]
     first: Bool[np.ndarray, " sample"]
     held_out: Bool[np.ndarray, " sample"]
@@ -366,7 +397,8 @@ class Separability(Result):
 
     def numbers(self) -> list[Number]:
         """AUROC of the plane."""
-        return [Number("AUROC of a plane, first against later", float(self.auroc[0]), float(self.shuffled_auroc[0]))]
+        reached, chance = float(self.auroc[0]), float(self.shuffled_auroc[0])
+        return [Number("AUROC of a plane, first against later", reached, chance, self.margin)]
 
     def details(self) -> list[str]:
         """The samples, and the tokens on the wrong side."""
@@ -445,6 +477,7 @@ def separability(
     )
     later_resid, later_factors = layer_samples(target, layer, split.ids, split.later, setup.progress)
     train = labels.train
+    later_texts = len(firsts) + split.later[:, 0]
     coordinates = training_coordinates(torch.cat([first_resid, later_resid]), train)
     plane = plane_scores(coordinates, labels.first, train)
     methods, neurons = ["plane"], [""]
@@ -470,6 +503,7 @@ def separability(
         neuron=tuple(neurons),
         auroc=np.array([area for area, _ in areas]),
         shuffled_auroc=np.array([chance for _, chance in areas]),
+        margin=margin_of_plane(coordinates, labels, torch.cat([torch.arange(len(firsts)), later_texts]), setup.seed),
         tokens=tuple(setup.tokenizer.decode([token]) for token in tokens),
         first=labels.first.numpy(),
         held_out=labels.held.numpy(),

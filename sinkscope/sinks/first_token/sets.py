@@ -25,7 +25,7 @@ from sinkscope.measure.evidence import NEEDED
 from sinkscope.measure.margin import margin_of
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.absence import SpikeAbsence
-from sinkscope.sinks.first_token.attention_received import attention_received
+from sinkscope.sinks.first_token.attention_received import ALL_TEXTS, attention_received
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import Edit, Effects, Trial, attending_heads, effects, heads_lost, side_by_side
 from sinkscope.sinks.first_token.layer_scan import (
@@ -39,6 +39,7 @@ from sinkscope.sinks.first_token.layer_scan import (
 )
 from sinkscope.sinks.first_token.neurons import RepeatedSinks, stage_neurons, verify_neurons
 from sinkscope.sinks.first_token.result import (
+    ATTENTION_LENGTH,
     CONTROL_DRAWS,
     RATE_EPS,
     CausalSet,
@@ -57,10 +58,10 @@ BACKUP_ROUNDS = 4  # rounds of searching for backups before the search ends
 BACKUP_CANDIDATES = 4  # candidates of each layer that brings the spike back
 LATER_TOKENS = 3  # tokens behind the first position whose spikes are examined
 POSITION_TOKENS = 3  # different tokens that stand out at a position that is a sink whatever stands there
-SPIKE_TEXTS = 4  # different first tokens whose spike is compared
+SPIKE_TEXTS = 16  # most different first tokens whose spike is compared
+ATTENTION_TEXTS = 4  # texts in which attention is compared
 AS_BEFORE = 1.25  # largest norm without the neurons that amplify a spike, over the norm before them
 PART = 0.9  # of what a set takes away, that a part of it takes to stand for the set
-ATTENTION_LENGTH = 32  # length of the text in which attention is compared
 
 Candidate = TypeVar("Candidate")
 
@@ -172,15 +173,19 @@ class CausalSets:
 
 @dataclass(frozen=True)
 class _RemovedNorms:
-    """Norms of the spike with each of several sets silenced, median over texts; and the share lost in each text."""
+    """Norms of the spike with each of several sets silenced."""
 
-    norms: Float[Tensor, "set layer"]
-    intact: Float[Tensor, " layer"]
-    by_text: Float[Tensor, "set text layer"]
+    norms: Float[Tensor, "set text layer"]
+    intact: Float[Tensor, "text layer"]
+
+    @property
+    def lost(self) -> Float[Tensor, "set text layer"]:
+        """Share of the intact norm that each set takes away in each text."""
+        return 1 - self.norms / self.intact
 
     def drops(self, layer: int) -> list[float]:
-        """Share of the intact norm that each set takes away at a layer."""
-        return (1 - self.norms[:, layer] / self.intact[layer]).tolist()
+        """This share at a layer, mean over texts."""
+        return self.lost[..., layer].mean(1).tolist()
 
 
 @dataclass(frozen=True)
@@ -255,9 +260,7 @@ class _SpikeSearch:
         trial = self.norm_trial([(), *sets])
         if trial.edits:
             self.answer(trial)
-        intact = self.asked[()]
-        norms = torch.stack([self.asked[sites] for sites in sets])
-        return _RemovedNorms(norms.quantile(0.5, dim=1), intact.quantile(0.5, dim=0), 1 - norms / intact)
+        return _RemovedNorms(torch.stack([self.asked[sites] for sites in sets]), self.asked[()])
 
     def smallest(self, sites: Sites, *layers: int) -> Sites | None:
         """The smallest set that takes the spike away at these layers; None if no set that was tried does."""
@@ -267,14 +270,17 @@ class _SpikeSearch:
         rest = typical.clamp(min=self.before)
 
         def remove(sets: list[Sites]) -> list[Removal]:
-            """The spike is gone if the norm is as before it or stands out no more, and most of the rise is gone."""
+            """The spike is gone if, in nearly all texts that have it, the norm is as before it or stands out no more,
+            and most of the rise is gone.
+            """
             removed = self.remove(sets)
-            norms = removed.norms[:, index]
-            intact = removed.intact[index]
+            norms = removed.norms[..., index]
+            intact = removed.intact[:, index]
             low = norms <= most_left
             most = intact - norms >= NEEDED * (intact - rest)
-            gone = (low & most).all(1).tolist()
-            return [Removal(*both) for both in zip(gone, removed.drops(layers[-1]), strict=True)]
+            gone = (low & (most | (intact <= most_left))).all(2)
+            of_most = (gone.float().mean(1) >= ALL_TEXTS).tolist()
+            return [Removal(*both) for both in zip(of_most, removed.drops(layers[-1]), strict=True)]
 
         return smallest_set(sites, remove)
 
@@ -359,7 +365,7 @@ class _SpikeSearch:
             lost,
             control,
             kind,
-            margin_norm=margin_of(removed.by_text[0, self.rows, self.layer].numpy()),
+            margin_norm=margin_of(removed.lost[0, self.rows, self.layer].numpy()),
             margin_attention=margin_attention,
         )
 
@@ -368,7 +374,7 @@ class _SpikeSearch:
         every = minimal.edit_sites
         rest = tuple(site for site in every if site not in backups)
         without_rest, without_all = self.remove([rest, every]).norms
-        drops = (1 - without_all / without_rest).tolist()
+        drops = (1 - without_all / without_rest).mean(0).tolist()
         members = tuple(Member.of(site) for site in backups)
         return CausalSet(members, drops[self.layer], drops[self.last], None, None, minimal.control, "backup")
 
@@ -427,13 +433,13 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Sequence
         context,
         texts=ids[spiking, :1],
         rows=rows[rows < SPIKE_TEXTS],
-        longer=ids[:SPIKE_TEXTS, :ATTENTION_LENGTH],
+        longer=ids[:ATTENTION_TEXTS, :ATTENTION_LENGTH],
         layer=layer,
         last=max(layer, context.scan.spike_layers[-1]),
         heads=[(behind, head) for behind, head in heads if behind > layer],
         before=context.scan.norm_before,
         entering=context.entering.part(spiking, 1),
-        entering_longer=context.entering.part(slice(SPIKE_TEXTS), ATTENTION_LENGTH),
+        entering_longer=context.entering.part(slice(ATTENTION_TEXTS), ATTENTION_LENGTH),
     )
     candidates = list(neurons)
     sites = tuple(neuron.site for neuron in neurons if neuron.layer <= search.last)

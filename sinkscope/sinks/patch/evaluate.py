@@ -181,7 +181,7 @@ class PatchEvaluation(Result):
         known = np.isfinite(self.errors).all(0)
         patch, random = ((np.abs(self.differences) > 2 * self.errors) & known).sum(1).tolist()
         return (
-            f"The patch of {neuron_names(self.neurons)} changes {counted(patch, 'score')} by more than two standard "
+            f"The patch of {neuron_names(self.neurons, 3)} changes {counted(patch, 'score')} by more than two standard "
             f"errors, a patch of as many random neurons {counted(random, 'score')} ({known.sum()} measured)."
         )
 

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import RefusedError, SinkscopeError
-from sinkscope.files.notation import neuron_names
+from sinkscope.files.notation import counted, neuron_names
 from sinkscope.files.result import Number
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
@@ -38,6 +38,7 @@ HEADROOM = 1.5  # times the 95 % quantile, which one position of ordinary text i
 SLACK = 0.03
 TAKEN = 0.05  # attention to the first token that repetition must take in a layer, for the layer to be compared
 SEQUENCES = 8  # sequences per pass
+NAMED = 5  # neurons that the conclusion names
 Verdict = Literal["made", "not-repaired", "refused", "no-sink", "no-repeats"]
 
 
@@ -136,8 +137,9 @@ class PatchMade(Result):
             return f"No patch was made: {self.reason}"
         intact, patched, random = self.proof.repaired
         return (
-            f"The patch of {neuron_names(self.sites)} repairs repetition: {patched} of {len(self.proof.words)} "
-            f"repeated words keep a typical norm, {intact} without it and {random} with random neurons."
+            f"The patch of {neuron_names(self.sites, NAMED)} repairs repetition: the norm of {patched} of "
+            f"{counted(len(self.proof.words), 'repeated word')} stays typical, of {intact} without it and of {random} "
+            "with random neurons."
         )
 
     def details(self) -> list[str]:
@@ -257,7 +259,7 @@ def make_patch(
         reached = list(range(len(drawn)))
         slowest = sinks.repetition.repeats
     if not reached:
-        reason = f"none of {len(drawn)} words becomes a sink when it is repeated {most} times."
+        reason = f"none of {len(drawn)} words reaches half of the first token's norm when it is repeated {most} times."
         return PatchMade(verdict="no-repeats", reason=reason)
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
     count = min(most, 2 * slowest)

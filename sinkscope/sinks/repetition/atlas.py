@@ -97,28 +97,26 @@ class AtlasReading:
         return np.isnan(self.repeats)
 
     def conclusion(self) -> str:
-        """How many tokens become a sink by repetition, beside those that are one at their first occurrence."""
-        repeated = self.repeats[self.repeats > 1]
-        when = ""
-        if len(repeated):
-            when = f", in the median after {np.median(repeated):.0f} repetitions"
-        at_once, never = int((self.repeats == 1).sum()), int(self.resists.sum())
+        """How many tokens get the norm of a spike by repetition, beside those that have it at once."""
+        repeated, at_once = int((self.repeats > 1).sum()), int((self.repeats == 1).sum())
         return (
-            f"Repetition makes a sink of {len(repeated)} of {len(self.ids)} tokens{when}; "
-            f"{at_once} {agreeing(at_once, 'is a sink', 'are sinks')} at the first occurrence, and {never} never "
-            f"{agreeing(never, 'becomes', 'become')} one."
+            f"Repetition brings {repeated} of the {len(self.ids)} tokens to half of the first token's norm; {at_once} "
+            f"{agreeing(at_once, 'has', 'have')} it at the first occurrence."
         )
 
     def details(self) -> list[str]:
-        """Whether the resisting tokens are those that no head serves."""
-        resists = self.resists
-        if resists.all() or not resists.any():
-            return []
-        served = np.isfinite(self.head)
-        return [
-            f"One head of layer 0 serves {served[resists].mean():.1%} of the resisting tokens and "
-            f"{served[~resists].mean():.1%} of the others."
-        ]
+        """After how many repetitions, and whether the resisting tokens are those that no head serves."""
+        resists, served = self.resists, np.isfinite(self.head)
+        repeated = self.repeats[self.repeats > 1]
+        lines: list[str] = []
+        if len(repeated):
+            lines.append(f"The median of these is {np.median(repeated):.0f} repetitions.")
+        if resists.any() and not resists.all():
+            lines.append(
+                f"One head of layer 0 serves {served[resists].mean():.1%} of the {resists.sum()} tokens that never "
+                f"reach it and {served[~resists].mean():.1%} of the others."
+            )
+        return lines
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per token."""

@@ -12,7 +12,7 @@ from einops import einsum, reduce
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.files.notation import counted
+from sinkscope.files.notation import counted, listed
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
@@ -68,12 +68,13 @@ class AttentionReading:
         """How much attention repetition takes from position 0 in layers behind the sink, beside natural text."""
         means = self.mean_to_first[self.first_behind :].mean(0)
         repeated = float(np.median(means[1:]))
-        where = "Behind the sink layer,"
+        where = f"Behind layer {self.first_behind - 1},"
         if not self.high.any():
-            where = "No MLP makes a norm spike, so attention is averaged over all layers:"
+            where = "No MLP makes a norm spike;"
+        tokens = listed(list(map(repr, sweep.tokens)), 1)
         return (
-            f"{where} position 0 receives {repeated:.1%} of the attention when {', '.join(map(repr, sweep.tokens))} is "
-            f"repeated {sweep.max_repeats} times, and {means[0]:.1%} in natural text."
+            f"{where} the mean head gives position 0 {repeated:.1%} of its attention after {sweep.times} of "
+            f"{tokens}, and {means[0]:.1%} in natural text."
         )
 
     def details(self, sweep: Sweep) -> list[str]:

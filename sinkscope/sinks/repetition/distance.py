@@ -66,13 +66,13 @@ class DistanceReading:
         if end < start / 2:
             verdict = "converges"
         said = (
-            f"Repetition {verdict} to the token alone: after {sweep.max_repeats} repetitions the first layer's output "
+            f"Repetition {verdict} to the token alone: after {sweep.times} the first layer's output "
             f"differs from the token's own by {end:.2%}, after one by {start:.2%}"
         )
         if self.outside is not None:
-            return f"{said}; theorem 4.1 gives no bound here."
+            return f"{said}; no bound applies."
         bound = "within" if self.holds else "outside"
-        return f"{said}, {bound} the bound of theorem 4.1."
+        return f"{said}, {bound} theorem 4.1's bound."
 
     def details(self, sweep: Sweep) -> list[str]:
         """What was read, and how close the bound is."""

@@ -11,11 +11,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.files.notation import neuron_names
+from sinkscope.files.notation import agreeing, counted, neuron_names
 from sinkscope.files.result import Number
 from sinkscope.files.tables import cell
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
+from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.context import SinkContext
@@ -25,6 +26,7 @@ from sinkscope.sinks.repetition.sweep import Sweep, SweepRows, curves_figure, ro
 from sinkscope.sinks.tokens import left_out_line
 
 SEQUENCES = 4  # sequences per pass
+NAMED = 5  # neurons that the conclusion names
 Neurons = tuple[tuple[int, ...], ...]
 
 
@@ -61,17 +63,18 @@ class NormReading:
         tried, reached = self._tried(sweep)
         typical = f"in typical text the median is {self.typical[1] / self.first_norm:.1%} of that norm"
         if not tried:
-            return "The first occurrence of every token is already a sink, so repetition has nothing to show here."
+            return "Every token reaches half of the first token's norm at once, so repetition has nothing to show."
         if not reached:
             return (
-                f"No repeated token reaches half of the first token's norm within {sweep.max_repeats} repetitions "
-                f"({len(tried)} tokens); {typical}."
+                f"No repeated token reaches half of the first token's norm within {sweep.times} "
+                f"({counted(len(tried), 'token')}); {typical}."
             )
         if "control" in self.conditions:
             return self._needed()
+        tokens = agreeing(len(tried), "token", "tokens")
         return (
             f"A repeated token reaches half of the first token's norm after {np.median(self.repeats[reached]):.0f} "
-            f"repetitions (median of {len(reached)} of {len(tried)} tokens); {typical}."
+            f"repetitions (median of {len(reached)} of {len(tried)} {tokens}); {typical}."
         )
 
     def _tried(self, sweep: Sweep) -> tuple[list[int], list[int]]:
@@ -88,13 +91,15 @@ class NormReading:
     def _needed(self) -> str:
         losses = self._losses()
         causal = "set" if "set" in losses else "one"
-        neurons = neuron_names(self.zeroed[self.conditions.index(causal)])
-        verdict = "make the repetitions' norm"
-        if losses[causal] < 0.5 or losses[causal] <= losses["control"]:
-            verdict = "are not needed for the repetitions' norm"
+        zeroed = self.zeroed[self.conditions.index(causal)]
+        count = len(zeroed)
+        verdict = f"{agreeing(count, 'makes', 'make')} the norm of repetitions"
+        if not Evidence(losses[causal], losses["control"]).holds:
+            verdict = f"{agreeing(count, 'is', 'are')} not needed for the norm of repetitions"
+        lost, chance = cell(losses[causal], percent=True), cell(losses["control"], percent=True)
         return (
-            f"The sink neurons {neurons} {verdict}: zeroing them takes away {losses[causal]:.1%} of it, and zeroing "
-            f"as many random neurons {cell(losses['control'], percent=True)}."
+            f"{neuron_names(zeroed, NAMED)} {verdict}: zeroing {agreeing(count, 'it', 'them')} takes away {lost} of "
+            f"it, zeroing as many random neurons {chance}."
         )
 
     def details(self, sweep: Sweep) -> list[str]:
@@ -106,7 +111,8 @@ class NormReading:
         ]
         never = [row for row in sweep.single if np.isnan(self.repeats[row])]
         if never:
-            lines.append(f"{len(never)} of {len(sweep.single)} tokens never reach half of the first token's norm.")
+            reach = agreeing(len(never), "reaches", "reach")
+            lines.append(f"{len(never)} of {len(sweep.single)} tokens never {reach} half of the first token's norm.")
         lines += left_out_line([sweep.tokens[row] for row in sweep.single if self.repeats[row] == 1])
         for ids, count in zip(sweep.ids, self.repeats, strict=True):
             if len(ids) > 1:
@@ -115,8 +121,9 @@ class NormReading:
         for condition in range(1, len(self.conditions)):
             first = 1 - self.first_norms[condition, 0] / self.first_norms[0, 0]
             neurons = neuron_names(self.zeroed[condition])
+            lost = cell(float(first), percent=True)
             lines.append(
-                f"{self._title(condition).capitalize()} ({neurons}): {first:.1%} of the first token's norm is lost."
+                f"{self._title(condition).capitalize()} ({neurons}): {lost} of the first token's norm is lost."
             )
         return lines
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.files.notation import neuron_names
+from sinkscope.files.notation import counted, neuron_names
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.measure import Setup
@@ -70,10 +70,11 @@ class ProbabilityReading:
     def conclusion(self, sweep: Sweep) -> str:
         """The probability that the repetition continues, without and with the patch."""
         last = np.median(self.probability[:, :, -1], axis=1)
-        said = f"After {sweep.max_repeats} repetitions the repeated token has probability {last[0]:.2g}"
+        said = f"After {sweep.times} the repeated token has probability {last[0]:.2g}"
         if len(last) == 1:
             return f"{said}; there is no causal sink neuron to patch."
-        return f"{said} in the intact model and {last[1]:.2g} under the patch (medians of {len(sweep.tokens)} tokens)."
+        tokens = counted(len(sweep.tokens), "token")
+        return f"{said} in the intact model and {last[1]:.2g} under the patch (medians of {tokens})."
 
     def details(self, sweep: Sweep) -> list[str]:
         """The patch, and where the repetition ends with and without it."""

@@ -98,7 +98,7 @@ class Repeat(Result):
         if self.atlas is not None:
             return self.atlas.conclusion()
         if self.absence is not None:
-            return self.absence.sentence("there is no layer for the norm of repetitions")
+            return self.absence.sentence("there is no layer to read repetitions at")
         assert self.reading is not None and self.sweep is not None
         return self.reading.conclusion(self.sweep)
 

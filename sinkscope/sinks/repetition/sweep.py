@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sinkscope.files.notation import agreeing
 from sinkscope.measure import Setup
 from sinkscope.sinks.tokens import CYCLE, encode, refuse_repeated, repetition_limit, single_words, words_to_repeat
 
@@ -38,6 +39,11 @@ class Sweep:
     max_repeats: int
     counts: Int[np.ndarray, " n"]
     replaced: tuple[tuple[str, str], ...]
+
+    @property
+    def times(self) -> str:
+        """The number of repetitions in words."""
+        return f"{self.max_repeats} {agreeing(self.max_repeats, 'repetition', 'repetitions')}"
 
     @property
     def single(self) -> list[int]:

@@ -1,0 +1,99 @@
+"""What each command says of models of which a report easily says too much."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conclusion_kit import check_size
+from organisms.further import FURTHER, Further, further, natural
+from organisms.hard import HardModel, Site
+from raw_kit import norms, zeroed
+from torch import Tensor
+
+from sinkscope.files.notation import neuron_name
+from sinkscope.sinks.attack.attack import cluster_attack
+from sinkscope.sinks.first_token.circuit import circuit
+from sinkscope.sinks.first_token.find import find_sinks
+from sinkscope.sinks.first_token.marking_heads import marking_heads
+from sinkscope.sinks.patch.make import make_patch
+from sinkscope.sinks.repetition.repeat import repeat
+
+COMMANDS: dict[str, Any] = {
+    "find_sinks": lambda model, n, options: find_sinks(model, max_repeats=n, **options),
+    "circuit": lambda model, n, options: circuit(model, max_repeats=n, **options),
+    "marking_heads": lambda model, _, options: marking_heads(model, count=4, **options),
+    "cluster_attack": lambda model, _, options: cluster_attack(model, lengths=[4], sequences=8, prefix="", **options),
+    "make_patch": lambda model, n, options: make_patch(model, words=1, max_repeats=n, pieces=2, length=16, **options),
+    "repeat": lambda model, n, options: repeat(model, ablate=True, max_repeats=n, **options),
+}
+FAST = (("opposed", "neox"), ("turns", "llama"), ("far_spike", "gpt2"), ("one_reader", "neox"), ("turned", "gpt2"))
+CASES = [
+    pytest.param(name, family, marks=() if (name, family) in FAST else pytest.mark.slow)
+    for name, families in FURTHER.items()
+    for family in families
+]
+
+
+@torch.no_grad()
+def attention(h: HardModel, rows: Tensor, at: int) -> Tensor:
+    """Mean attention of every head to a position, in each text."""
+    usual = h.model.config._attn_implementation
+    h.model.set_attn_implementation("eager")
+    out = h.model(rows, output_attentions=True, use_cache=False).attentions
+    h.model.set_attn_implementation(usual)
+    return torch.stack([layer[:, :, at + 1 :, at].mean(2) for layer in out])
+
+
+def check_planted(h: HardModel, about: Further) -> None:
+    """What is planted, with plain hooks."""
+    truth, rows = h.truth, natural(h, about, 8, about.at + 60)
+    norm = norms(h.model, rows)
+    ratio = norm[:, :, about.at] / norm[:, :, 4:].flatten(1).median(1).values[:, None]
+    assert bool((ratio.amax(0) > 10).all()) if truth.sets else ratio.max() < 3
+    received = attention(h, rows, about.at)
+    above = (received > 0.3).float().mean(1) >= 0.5  # in most texts
+    assert (int(above.sum()) >= 2) == about.heads
+
+    def left(sites: tuple[Site, ...]) -> Tensor:
+        with zeroed(h.model, sites):
+            seen = attention(h, rows, about.at)
+        return torch.stack([seen[layer, :, head] for layer, head in truth.reading]).mean()
+
+    for sites in truth.sets:
+        with zeroed(h.model, tuple(sites)):
+            lost = 1 - norms(h.model, rows)[truth.sink_layer, :, about.at] / norm[truth.sink_layer, :, about.at]
+        assert lost.min() > 0.7
+    for site in about.alone:
+        assert left((site,)) < 0.3 < left(())
+
+
+@pytest.mark.parametrize(("name", "family"), CASES)
+def test_no_command_says_more_than_is_so(name: str, family: str, tmp_path: Path) -> None:
+    h, about = further(name, family)
+    check_planted(h, about)
+    sites = {neuron_name(*site) for one in h.truth.sets for site in one}
+    words = {"set": f"(?:(?:{'|'.join(map(re.escape, sites))})(?:, | and )?){{{len(sites)}}}"}
+    words["alone"] = "|".join(re.escape(neuron_name(*site)) for site in about.alone)
+    options: dict[str, Any] = {"tokenizer": h.tokenizer, "bos": None if about.bos else False}
+    wrong: list[str] = []
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8", dir=tmp_path) as file:
+        file.write(" ".join(h.tokenizer.decode(row[1:]) for row in h.natural(60, 64)))
+        file.flush()
+        for command in about.says:
+            result = COMMANDS[command](h.model, about.repeats, {**options, "text": file.name})
+            check_size(result.conclusion())
+            text = "\n".join([result.conclusion(), *result.details()])
+            wanted = [
+                pattern.replace("{set}", words["set"]).replace("{alone}", words["alone"])
+                for pattern in about.says[command]
+            ]
+            wrong += [f"{command} lacks {pattern}" for pattern in wanted if not re.search(pattern, text)]
+            wrong += [f"{command} has {pattern}" for pattern in about.never if re.search(pattern, text, re.MULTILINE)]
+            if wrong:
+                wrong.append(text)
+    assert not wrong, "\n".join(wrong)
