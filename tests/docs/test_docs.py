@@ -214,7 +214,7 @@ def test_the_readme_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.Monke
             done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True)
             missing = {*source.splitlines()} - {*done.stdout.splitlines(), "..."}
             assert not missing, f"{name}: {command} does not print {missing}"
-    assert {"llama", "sinkscope-demo", "report.html", "dialogues.html", "runs", "sinks.html"} <= {*os.listdir()}
+    assert {"llama", "sinkscope-demo", "report.html", "answers.html", "runs", "sinks.html"} <= {*os.listdir()}
 
 
 def test_the_repeated_token_page_says_what_its_figures_hold() -> None:

@@ -45,7 +45,7 @@ from sinkscope.sinks.first_token.circuit_result import MARK, REPETITION
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan, scan_layers
 from sinkscope.sinks.first_token.layer_view import flat_number, view_layer
-from sinkscope.sinks.first_token.result import FindSinks, RepeatedToken
+from sinkscope.sinks.first_token.result import FindSinks
 from sinkscope.sinks.tokens import prefixes
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
@@ -209,13 +209,14 @@ class Explorer:
     def default_texts(self) -> dict[str, list[int]]:
         """Typical text and, if repeating a word makes a sink, the word that needs fewest repetitions."""
         texts = {"typical text": self.setup.ids[0, :TYPICAL_TOKENS].tolist()}
-        words = [word for word in self.sinks.repeats.tokens if word.repeats is not None and word.repeats > 1]
-        if words:
-            word = min(words, key=_repeats)
-            count = _repeats(word) + AFTER_SINK
-            ids = [*prefixes(self.setup, [word.id]), *[word.id] * count]
+        words = [(word.repeats or 0, word.id, word.token) for word in self.sinks.repeats.tokens]
+        sinks = [word for word in words if word[0] > 1]
+        if sinks:
+            repeats, number, token = min(sinks)
+            count = repeats + AFTER_SINK
+            ids = [*prefixes(self.setup, [number]), *[number] * count]
             if len(ids) <= min(MOST_TOKENS, self.setup.target.max_positions or MOST_TOKENS):
-                texts[f"{word.token!r} {count} times"] = ids
+                texts[f"{token!r} {count} times"] = ids
         return texts
 
     def ids_of(self, text: str) -> list[int]:
@@ -498,10 +499,6 @@ def _edge(row: Mapping[str, Any]) -> CircuitEdge:
     return CircuitEdge(
         row["step"], row["source"], row["target"], row["necessity"], row["necessity_control"], row["sufficiency"]
     )
-
-
-def _repeats(word: RepeatedToken) -> int:
-    return word.repeats or 0
 
 
 def _rounded(values: Float[np.ndarray, "*axes"]) -> Float[np.ndarray, "*axes"]:
