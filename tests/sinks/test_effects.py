@@ -12,7 +12,7 @@ from organisms import organism
 from sinkscope.interventions import Ablate
 from sinkscope.models.open import open_stream
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias
+from sinkscope.sinks.first_token.effects import Component, Edit, Effects, effects, has_key_bias
 from sinkscope.sinks.first_token.layer_scan import scan_layers
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
@@ -28,6 +28,16 @@ def _long_way(target: Target, ids: torch.Tensor, at: int = 0) -> tuple[torch.Ten
         norms.append(torch.stack([found[f"blocks.{i}.hook_resid_post"][0, at] for i in range(target.n_layers)]))
         received.append(torch.stack(rows))
     return torch.stack(norms), torch.stack(received)
+
+
+def test_a_drop_is_the_mean_over_texts() -> None:
+    norms = torch.tensor([[[5.0, 1.0], [8.0, 3.0]]])
+    no_attention = torch.zeros(2, 0, 1)
+    edited = Effects(
+        norms, no_attention[None], intact_norms=torch.tensor([[10.0, 2], [10, 30]]), intact_attention=no_attention
+    )
+    torch.testing.assert_close(edited.drops(0), torch.tensor([(0.5 + 0.2) / 2]))
+    torch.testing.assert_close(edited.drops(1), torch.tensor([(0.5 + 0.9) / 2]))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mixtral"])
