@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -53,6 +54,10 @@ class NotInferredError(Exception):
 
 class NoAttentionError(NotInferredError):
     """There is nothing that an adapter could name."""
+
+
+class _ReadError(Exception):
+    """No error: it ends a call."""
 
 
 # -- one layer, called again ---------------------------------------------------------------------------------------
@@ -147,8 +152,10 @@ class _Stage:
             tensor = _flat((*args, *kwargs.values()))
             assert tensor is not None
             read.append(tensor.clone())
+            raise _ReadError
 
-        self.run(*hooks, (module, "pre", see), shuffled=shuffled)
+        with suppress(_ReadError):  # what comes behind the module is not computed
+            self.run(*hooks, (module, "pre", see), shuffled=shuffled)
         return read[0]
 
     def changes(self, *hooks: _Hook) -> dict[str, Float[Tensor, "_ _"]]:

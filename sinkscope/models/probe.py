@@ -428,6 +428,8 @@ class _AttentionErrors:
             if layer not in recomputed:
                 raise _WrongError(f"no attention was recomputed in layer {layer}")
             rows, weights = recomputed[layer], own[layer]
+            if target.kind != "bridge" and rows.shape[1] != target.n_heads:
+                raise _WrongError(f"layer {layer} has {rows.shape[1]} heads, and the configuration {target.n_heads}")
             if rows.shape != weights.shape:
                 raise _WrongError(
                     f"recomputed attention has shape {tuple(rows.shape)}, the model's own {tuple(weights.shape)}"

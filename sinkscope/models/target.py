@@ -244,8 +244,14 @@ class Target:
 
     @property
     def n_heads(self) -> int:
-        """Query heads of a layer."""
-        return int(self.config.num_attention_heads)
+        """Query heads of a layer.
+
+        Raises:
+            UnsupportedError: Layers have different numbers of them.
+        """
+        with suppress(RuntimeError):  # of transformers, for configurations with a number for each layer
+            return int(self.config.num_attention_heads)
+        raise UnsupportedError(f"the layers of {self.name} have different numbers of heads: use another model")
 
     @property
     def n_kv_heads(self) -> int:

@@ -256,7 +256,9 @@ def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: in
         down[NEURON] = written * 4 / target.factor(layer, expert)
         return
     down[:, 5] = 0
+    amount = 4  # more than what the norm at the end reads beside it
     if norm is None:
+        amount = 1
         norm = target.sub(layer, target.adapter.post_mlp_norm or "")
     for other in range(target.n_experts(layer)):
         expert_views(target.sub(layer, target.adapter.experts or ""), other).down[:, 5] = 0
@@ -264,7 +266,7 @@ def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: in
         shared: Any = target.mlp_part(layer, "down")
         shared.weight[5] = 0
     down[NEURON] = 0
-    down[NEURON, 5] = 4
+    down[NEURON, 5] = amount
     norm.weight[5] = 50
 
 
