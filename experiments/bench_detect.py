@@ -1,6 +1,6 @@
 """How soon loops are found, what is taken for one by mistake, and what a token costs: our monitors and servers' rules.
 
-    python -m experiments.bench_detect [--draws 10] [--seed report] [--out figures/bench_detect.json]
+    python -m experiments.bench_detect [--draws 10] [--seed report] [--out figures/bench_detect.json] [--page PAGE]
 
 A stream is 600 tokens of the prose that ships, then the next P tokens of it again and again, in tokens of the bundled
 tokenizer: exactly, or nearly so, with a random token in place of one token of every copy, somewhere else each time, or
@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from experiments.drawn import put_table
 from experiments.harmless import pieces, source_code
 from experiments.loopbench.make_honest import honest_texts
 from experiments.loopguard.sensitivity import SURE, encoders
@@ -300,6 +301,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="times that the cost is measured")
     parser.add_argument("--seed", default="report", help="another one gives other loops and other honest texts")
     parser.add_argument("--out", type=Path, default=Path("figures/bench_detect.json"))
+    parser.add_argument("--page", type=Path, help="replace the table in this page")
     args = parser.parse_args()
     started = time.perf_counter()
     result = {
@@ -309,6 +311,8 @@ def main() -> None:
     }
     settings = {"draws": args.draws, "rounds": args.rounds, "seed": args.seed, "default": vars(MonitorSettings())}
     write_atomic(args.out, record("bench-detect", result, settings, started=started, dtype="int"))
+    if args.page is not None:
+        put_table(args.page, "bench_detect", table(result))
     print(table(result))
     print(json.dumps(result["alarms"]))
 

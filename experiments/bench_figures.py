@@ -12,7 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,8 +22,9 @@ import plotly.graph_objects as go
 from experiments.drawn import save
 from experiments.record import record
 from sinkscope.bench.methods import FULL, name_of, order_of
+from sinkscope.bench.record import read_run
 from sinkscope.bench.run import bench
-from sinkscope.bench.table import PERCENT
+from sinkscope.bench.table import PERCENT, tabulate_records
 from sinkscope.files.console import ProgressBar
 from sinkscope.files.notation import listed
 from sinkscope.files.rate import wilson
@@ -140,6 +141,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             progress=progress,
         )
     rows = table.rows()
+    if run.task.startswith("needle"):  # a colour for each kind of needle
+        done = read_run(args.work / args.name)
+        records = [replace(one, settings=one.settings | {"set": one.settings["part"]}) for one in done.records]
+        rows = tabulate_records([(records, done.settings)]).rows()
     for row in rows:
         if run.measure == "loop_paper":
             rate = wilson(row["loop_paper"] * row["answers"], row["answers"])

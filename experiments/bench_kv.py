@@ -1,6 +1,7 @@
 """What cache policies, observers, the loop monitor and barcodes cost, compared with the plain model.
 
     python -m experiments.bench_kv --out figures/bench_kv.json [--peer KVPRESS/bin/python] [--only NAME ...]
+        [--page PAGE]
 
 Sections, each in a process of its own, on one thread:
 - `overhead`: time of `generate` (sampled, so that nothing loops) under `Full` and under an untriggered `LoopGuard`,
@@ -336,12 +337,40 @@ def advantage(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def tables(result: dict[str, Any]) -> str:
+    """Times over those of the plain model: of a token under each arm, and of each policy here and in kvpress."""
+
+    def shown(one: dict[str, Any]) -> str:
+        low, high = one["interval"]
+        return f"{one['median']:.2f} ({low:.2f} to {high:.2f})"
+
+    overhead = result["overhead"]
+    plain = overhead["bundled_microseconds_per_token"]["plain"] / 1000
+    lines = [f"| | model in the package, {plain:.1f} ms a token | random weights, "]
+    lines[0] += f"{overhead['milliseconds_per_token']:.0f} ms a token |"
+    lines.append("|---|---|---|")
+    for name, parts in overhead["bundled_ratio"].items():
+        big = overhead["ratio"].get(name)
+        lines.append(f"| {name} | {shown(parts['token'])} | {'-' if big is None else shown(big['token'])} |")
+    made = result.get("decoding", {})
+    if "kvpress" in made:
+        lines += ["", "| | sinkscope, prompt | kvpress, prompt | sinkscope, token | kvpress, token |"]
+        lines.append("|---|---|---|---|---|")
+        for case, policies in made["sinkscope"]["cases"].items():
+            for name, ours in policies["over_plain"].items():
+                theirs = made["kvpress"]["cases"][case]["over_plain"][name]
+                cells = [shown(both[part]) for part in ("prompt", "token") for both in (ours, theirs)]
+                lines.append(f"| {name}, {case} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file to write; sections that are not run stay as they are in it")
     parser.add_argument("--peer", help="python of an environment with kvpress")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--page", type=Path, help="replace the tables in this page")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.section:
@@ -349,6 +378,7 @@ def main() -> None:
         return
     if args.out is None:
         parser.error("--out is needed")
+    from experiments.drawn import put_table
     from experiments.record import record
 
     started = time.perf_counter()
@@ -359,7 +389,10 @@ def main() -> None:
             made = {"sinkscope": made, "kvpress": peer, "kvpress_over_sinkscope": advantage(made, peer)}
         result = json.loads(args.out.read_text())["result"] if args.out.is_file() else {}
         settings = {"shape": SHAPE, "decoding": DECODING}
-        args.out.write_text(record("bench-kv", result | {section: made}, settings, started=started))
+        result |= {section: made}
+        args.out.write_text(record("bench-kv", result, settings, started=started))
+        if args.page is not None:
+            put_table(args.page, "bench_kv", tables(result))
 
 
 if __name__ == "__main__":

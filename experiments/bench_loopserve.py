@@ -1,7 +1,7 @@
 """Speed of sparse prompts over PyTorch's causal attention, by layer and in a whole model, and the time of each stage.
 
     python -m experiments.bench_loopserve [--lengths 2048 4096 8192 16384 32768] [--contexts 8192 32768] [--rounds 3]
-        [--parts layer selection model turns decoding] [--out figures/bench_loopserve.json]
+        [--parts layer selection model turns decoding] [--out figures/bench_loopserve.json] [--page PAGE]
 
 Everything is CPU time of one thread, pairs are interleaved, and what counts is the median of their ratios; above 8,192
 there is one round, and layers have two heads. Writes a PNG beside the JSON.
@@ -40,7 +40,7 @@ from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from experiments.bench_lines import ids_of, made
-from experiments.drawn import save
+from experiments.drawn import put_table, save
 from experiments.record import record
 from sinkscope.files.output import write_atomic
 from sinkscope.kv.loopserve import LoopServe, Progressive, serve, sparse_prompts
@@ -337,6 +337,17 @@ def decoding(contexts: list[int], rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def turns_table(rows: list[dict[str, Any]]) -> str:
+    """Times of new turns over those of the model alone; in brackets where lines are chosen whatever that costs."""
+    lines = [f"| attention | context | {' | '.join(f'{new:,}' for new in TURNS)} |", "|---" * (2 + len(TURNS)) + "|"]
+    for name, context in dict.fromkeys((row["model"], row["context"]) for row in rows):
+        over = [row["over_alone"] for row in rows if (row["model"], row["context"]) == (name, context)]
+        cells = [f"{one['ours']:.2f} ({one['always']:.2f})" for one in over]
+        lines.append(f"| `{name}` | {context:,} | {' | '.join(cells)} |")
+    slowest = max(row["over_alone"]["ours"] for row in rows)
+    return "\n".join([*lines, "", f"The slowest turn takes {slowest:.2f} times as long as the model alone."])
+
+
 def figure(data: dict[str, Any]) -> Any:
     """Four panels: layers by share of cells, for single columns and offsets; whole model by length; its stages."""
     result = data["result"]
@@ -418,6 +429,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--out", type=Path, default=Path("figures/bench_loopserve.json"))
+    parser.add_argument("--page", type=Path, help="replace the table of turns in this page")
     args = parser.parse_args()
     torch.set_num_threads(1)
     started = time.perf_counter()
@@ -432,7 +444,9 @@ def main() -> None:
         else:
             made_by = {"selection": selection, "model": whole_model, "turns": turns}
             result[part] = made_by[part](args.lengths, args.rounds)
-    settings = {k: v for k, v in vars(args).items() if k != "out"} | {"threads": 1}
+    settings = {k: v for k, v in vars(args).items() if k not in ("out", "page")} | {"threads": 1}
+    if args.page is not None:
+        put_table(args.page, "bench_loopserve", turns_table(result["turns"]))
     text = record("bench-loopserve", result, settings, started=started)
     if {"layer", "model"} <= set(args.parts):
         save(args.out.stem, text, figure, args.out.parent)

@@ -114,6 +114,17 @@ def _in_a_cell(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else cell(value)
 
 
+def put_table(page: Path, module: str, made: str) -> None:
+    """Replace what stands in a page between the two comments that name a module of `experiments`."""
+    text = page.read_text(encoding="utf-8")
+    begin, end = f"<!-- made by experiments.{module} -->", f"<!-- end of experiments.{module} -->"
+    before, found, rest = text.partition(begin)
+    _, ends, after = rest.partition(end)
+    if not found or not ends:
+        raise SystemExit(f"{page}: expected a part between {begin} and {end}")
+    write_atomic(page, f"{before}{begin}\n\n{made}\n\n{end}{after}")
+
+
 def at_place(position: str) -> str:
     """The position of a question in words."""
     return {"begin": "at the beginning", "middle": "in the middle", "end": "at the end"}.get(position, position)

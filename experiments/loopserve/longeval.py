@@ -5,7 +5,7 @@
 The model in the package (or `--model`) reads the first prompts of LongEval's topic and line retrieval
 (github.com/DachengLi1/LongChat, folder longeval/evaluation, Apache-2.0) and pieces of the text that ships, all cut to
 one length, by `sinkscope lines` and `experiments.loopserve.tokens`. Numbers alone are kept, and no text of the files.
-With `--page`, the table between the two comments named longeval in that page is replaced by the one just measured.
+With `--page`, the table between the two comments that name this module in that page is replaced by the new one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from experiments.drawn import at_place, save
+from experiments.drawn import at_place, put_table, save
 from experiments.loopserve import tokens
 from experiments.record import record
 from sinkscope.attention.lines import line_weights
@@ -29,7 +29,6 @@ from sinkscope.measure.style import BLUE, GREEN, ORANGE, finished
 from sinkscope.models.load import load
 
 COLOURS = (BLUE, ORANGE, GREEN)
-MARKS = ("<!-- longeval: made by experiments.loopserve.longeval -->", "<!-- longeval: end -->")
 ROWS = (  # what the table says: part of the paper, name, place in the result
     ("Obs. 1, Fig. 1", "attention on the heaviest tenth of the lines", "mass"),
     ("", "on random lines of the same length", "random_mass"),
@@ -144,12 +143,6 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(fig, None, title(sources), width=1500, height=900, legend=-0.1)
 
 
-def rewritten(page: str, made: str) -> str:
-    """The page with a new table between its two comments."""
-    before, _, rest = page.partition(MARKS[0])
-    return f"{before}{MARKS[0]}\n\n{made}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.loopserve.longeval", description=(__doc__ or "").splitlines()[0]
@@ -175,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     save("loopserve_longeval", text, figure, args.out)
     print(made := table(sources))
     if args.page is not None:
-        args.page.write_text(rewritten(args.page.read_text(encoding="utf-8"), made), encoding="utf-8")
+        put_table(args.page, "loopserve.longeval", made)
 
 
 if __name__ == "__main__":

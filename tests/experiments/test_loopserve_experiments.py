@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from bench_kit import dialogues, made_record, tiny
 
+from experiments.drawn import put_table
 from experiments.loopserve import ablation, fidelity, longeval, runs, sweeps, table1, turns
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord, open_run
@@ -93,11 +94,17 @@ def test_the_page_has_every_part_of_the_paper() -> None:
     assert "Theorem 1" in parts
 
 
-def test_the_page_shows_the_committed_numbers() -> None:
-    page = (ROOT / "docs/papers/loopserve.md").read_text(encoding="utf-8")
+def test_the_page_shows_the_committed_numbers(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text((ROOT / "docs/papers/loopserve.md").read_text(encoding="utf-8"), encoding="utf-8")
+    before = page.read_text(encoding="utf-8")
     record = json.loads((ROOT / "figures/loopserve_longeval.json").read_text(encoding="utf-8"))
-    assert longeval.rewritten(page, longeval.table(record["result"]["sources"])) == page
-    assert longeval.rewritten("a " + " b ".join(longeval.MARKS) + " c", "new").count("new") == 1
+    put_table(page, "loopserve.longeval", longeval.table(record["result"]["sources"]))
+    assert page.read_text(encoding="utf-8") == before
+    put_table(page, "loopserve.longeval", "new")
+    assert page.read_text(encoding="utf-8").count("\n\nnew\n\n") == 1
+    with pytest.raises(SystemExit, match="expected a part between"):
+        put_table(page, "loopserve.sweeps", "new")
     assert set(record["settings"]["files"]) == {"5_topics.jsonl", "200_lines.jsonl"}
 
 
