@@ -13,9 +13,10 @@ LEAST = 3  # fewer values give no margin
 
 
 def margin_of(values: Float[np.ndarray, " sample"] | None, statistic: Callable[..., Any] = np.mean) -> float | None:
-    """Two standard errors of the mean (or another statistic) over samples, by bootstrap.
+    """Two standard errors of the mean (or another statistic) over samples, by bootstrap; more for few samples.
 
-    The standard deviation over draws is widened by the square root of n / (n - 1), as that of n samples is.
+    The standard deviation over draws is widened by the square root of n / (n - 1), as that of n samples is. Of four
+    samples, 3.2 standard errors are as sure as two are of many.
 
     Args:
         values: One value per sample; NaN is left out. None: there are none.
@@ -33,4 +34,6 @@ def margin_of(values: Float[np.ndarray, " sample"] | None, statistic: Callable[.
         return None
     picks = np.random.default_rng(0).integers(count, size=(DRAWS, count))
     spread = float(np.std(statistic(finite[picks], axis=1)))
-    return 2 * spread * (count / (count - 1)) ** 0.5
+    fewer = 1 / (count - 1)
+    errors = 1.96 + 2.37 * fewer + 2.82 * fewer**2 + 2.56 * fewer**3  # Student's t, 95 %, within 3 %
+    return errors * spread * (count / (count - 1)) ** 0.5

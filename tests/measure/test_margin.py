@@ -8,10 +8,10 @@ import pytest
 from sinkscope.measure.margin import margin_of
 
 
-@pytest.mark.parametrize("count", [4, 12, 60])
-def test_the_margin_of_a_mean_is_two_standard_errors(count: int) -> None:
+@pytest.mark.parametrize(("count", "errors"), [(4, 3.18), (12, 2.2), (60, 2.0)])
+def test_the_margin_of_a_mean_is_two_standard_errors_and_more_of_few_samples(count: int, errors: float) -> None:
     values = np.random.default_rng(count).normal(3.0, 2.0, count)
-    assert margin_of(values) == pytest.approx(2 * values.std(ddof=1) / np.sqrt(count), rel=0.15)
+    assert margin_of(values) == pytest.approx(errors * values.std(ddof=1) / np.sqrt(count), rel=0.15)
     assert margin_of(np.append(values, np.nan)) == margin_of(values)
 
 
