@@ -255,10 +255,7 @@ class Policy(Intervention):
         elif self.every == "prefill" or state.decoded % self.every:
             return
         budget = memory["budget"]
-        exact = None
-        fills_budget = type(self).select is Policy.select  # the choice of a subclass may be smaller than the budget
-        if fills_budget and isinstance(budget, int) and self.mode == "evict":
-            exact = budget
+        exact = self._exact(budget)
         layers = moment.layers
         if exact is not None:
             layers = [kv for kv in layers if kv.slots > exact]
@@ -284,6 +281,13 @@ class Policy(Intervention):
                 rotary.rebase(kv, keep)
             may_keep_fewer = state.padded or kv.ragged
             kept = kv.evict(keep, None if may_keep_fewer else exact)
+
+    def _exact(self, budget: int | Tensor) -> int | None:
+        """The number of slots that every head keeps; None if heads may keep different numbers."""
+        fills_budget = type(self).select is Policy.select  # the choice of a subclass may be smaller than the budget
+        if fills_budget and isinstance(budget, int) and self.mode == "evict":
+            return budget
+        return None
 
     def _note_prompt(self, moment: Moment, rotary: Rotary | None) -> None:
         """Note whether all layers and heads hold the same positions after the prompt just read."""

@@ -121,18 +121,7 @@ def find_sinks(
         whole = True
 
     # What makes the spikes, what do the heads need, and does repetition go through the same neurons?
-    later = later_sinks(context)
-    lengths = [received.ids.shape[1]]
-    longer = None
-    if depth == scan.n_layers and not received.attended:
-        longer = with_long_texts(setup)
-    if longer is not None:
-        lengths.append(longer.ids.shape[1])
-        reading = AttentionReading(setup.target, longer.ids, RATE_EPS)
-        in_longer = SinkContext.read(longer, whole=True, reading=reading)
-        later = later or later_sinks(in_longer)
-        if reading.received(depth).attended:
-            received = reading.received(depth)
+    received, later, lengths = _in_longer_texts(setup, context, received)
     spike = norm_spike(context, later)
     sink = attention_sink(context, received, spike, sets.minimal, later)
     repetition = None
@@ -148,7 +137,7 @@ def find_sinks(
         causal_sets=sets.sets,
         later_sinks=later,
         repetition=repetition,
-        lengths=tuple(lengths),
+        lengths=lengths,
         shared_dims=tuple(scan.shared_dims),
         sink_layer=scan.sink_layer,
         neurons=sets.neurons,
@@ -166,6 +155,26 @@ def find_sinks(
         sink_rate=sink_rate,
         published=_published(setup.target.name, scan.sink_layer, verified),
     )
+
+
+def _in_longer_texts(
+    setup: Setup, context: SinkContext, received: AttentionReceived
+) -> tuple[AttentionReceived, tuple[LaterSink, ...], tuple[int, ...]]:
+    """Attention and later sinks, those of longer texts where no position of the texts is attended, and the lengths."""
+    depth = len(context.scan.layers)
+    later = later_sinks(context)
+    lengths = (received.ids.shape[1],)
+    if depth < context.scan.n_layers or received.attended:
+        return received, later, lengths
+    longer = with_long_texts(setup)
+    if longer is None:
+        return received, later, lengths
+    reading = AttentionReading(longer.target, longer.ids, RATE_EPS)
+    in_longer = SinkContext.read(longer, whole=True, reading=reading)
+    later = later or later_sinks(in_longer)
+    if reading.received(depth).attended:
+        received = reading.received(depth)
+    return received, later, (*lengths, longer.ids.shape[1])
 
 
 def norm_spike(context: SinkContext, later: Sequence[LaterSink]) -> NormSpike | None:
