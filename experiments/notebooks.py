@@ -89,14 +89,21 @@ def fewer_colours(picture: bytes) -> bytes:
 
 
 def text_of(notebook: Any) -> list[str]:
-    """Return what the cells say, figures left out and times hidden: equal for equal code."""
+    """Return what the cells say, figures left out and times hidden: equal for equal code.
+
+    What a cell prints is one text, which a kernel sends in pieces of any size.
+    """
     found: list[str] = []
     for cell in notebook.cells:
+        printed = ""
         for output in cell.get("outputs", []):
             data = output.get("data", {})
-            said = output.get("text") or data.get("text/html") or data.get("text/plain", "")
-            found.append(re.sub(r"\d[\d.,]* ?(s|ms|seconds|MB|GB)\b", "TIME", said))
-    return found
+            printed += output.get("text", "")
+            said = data.get("text/html") or data.get("text/plain", "")
+            if data:
+                found.append(said)
+        found.append(printed)
+    return [re.sub(r"\d[\d.,]* ?(s|ms|seconds|MB|GB)\b", "TIME", said) for said in found]
 
 
 def check(name: str, text: str) -> None:
