@@ -37,7 +37,7 @@ from sinkscope.models.config import cut_depth
 from sinkscope.models.experts import Experts, experts_of
 from sinkscope.models.probe import probe
 from sinkscope.models.scope import shown_row
-from sinkscope.models.target import Target, first_tensor, kind_of
+from sinkscope.models.target import Stop, Target, first_tensor, kind_of
 
 _LENGTH = 9
 _POSITION = 5  # of the edits
@@ -54,10 +54,6 @@ class NotInferredError(Exception):
 
 class NoAttentionError(NotInferredError):
     """There is nothing that an adapter could name."""
-
-
-class _ReadError(Exception):
-    """No error: it ends a call."""
 
 
 # -- one layer, called again ---------------------------------------------------------------------------------------
@@ -152,9 +148,9 @@ class _Stage:
             tensor = _flat((*args, *kwargs.values()))
             assert tensor is not None
             read.append(tensor.clone())
-            raise _ReadError
+            Target.stop()
 
-        with suppress(_ReadError):  # what comes behind the module is not computed
+        with suppress(Stop):  # what comes behind the module is not computed
             self.run(*hooks, (module, "pre", see), shuffled=shuffled)
         return read[0]
 

@@ -27,8 +27,8 @@ Kind = Literal["hf", "bridge", "nnsight"]
 LARGEST_ID = (1 << 63) - 1
 
 
-class _Stop(Exception):  # noqa: N818 - no error: it ends a pass
-    """Raised inside a hook to end a forward pass early; never leaves `Target.forward`."""
+class Stop(Exception):  # noqa: N818 - no error: it ends a pass
+    """Raised inside a hook, by `Target.stop`, to end a forward pass or the call of a layer early."""
 
 
 def unwrap(model: object) -> tuple[nn.Module, Kind]:
@@ -586,7 +586,7 @@ class Target:
         try:
             with skipping, self.hooks(*bounds):
                 return model(input_ids=ids.to(self.device), attention_mask=attention_mask, **kwargs)
-        except _Stop:
+        except Stop:
             return None
 
     @property
@@ -621,7 +621,7 @@ class Target:
     @staticmethod
     def stop() -> None:
         """End the running `forward`; to be called in a hook."""
-        raise _Stop
+        raise Stop
 
     @contextmanager
     def hooks(self, *pairs: tuple[nn.Module, str, Any]) -> Iterator[None]:

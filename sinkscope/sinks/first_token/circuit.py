@@ -188,11 +188,9 @@ def _readers(effect: PositionEffect, layer: int | None, carried_by: tuple[str, .
     """The reading heads under an edit that removes what may carry them, and under its controls."""
     assert effect.heads is not None
     places = effect.heads.nonzero().tolist()
-    behind, first = layer, 0
-    if layer is None or places[0][0] <= layer:
-        behind = None
-    else:
-        first = layer + 1
+    behind, first = None, 0
+    if layer is not None and places[0][0] > layer:
+        behind, first = layer, layer + 1
     intact = effect.intact.mean(0)
     left = intact[None]
     if edits:

@@ -172,8 +172,9 @@ def _in_longer_texts(
     reading = AttentionReading(longer.target, longer.ids, RATE_EPS)
     in_longer = SinkContext.read(longer, whole=True, reading=reading)
     later = later or later_sinks(in_longer)
-    if reading.received(depth).attended:
-        received = reading.received(depth)
+    in_longer_texts = reading.received(depth)
+    if in_longer_texts.attended:
+        received = in_longer_texts
     return received, later, (*lengths, longer.ids.shape[1])
 
 
