@@ -11,7 +11,7 @@ from einops import rearrange, reduce, repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.files.notation import agreeing, counted
+from sinkscope.files.notation import agreeing
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.sinks.chunks import ChunkRun, ChunkWork, Columns, hold_layers, in_chunks, token_texts
@@ -139,7 +139,7 @@ class TokenClusters:
             return f"The mark is not made by the heads of layer 0: {control}."
         if not served:
             return f"No single head of layer 0 fires the sink neuron for any token; {control}."
-        tokens = counted(len(self.ids), "token")
+        tokens = f"{len(self.ids)} {agreeing(len(self.ids), 'token', 'tokens')}"
         heads = agreeing(len(self.heads), "One head", f"One of {len(self.heads)} heads")
         return f"{heads} of layer 0 fires the sink neuron alone for {served} of {tokens}; {control}."
 

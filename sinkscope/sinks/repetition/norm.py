@@ -71,9 +71,10 @@ class NormReading:
             )
         if "control" in self.conditions:
             return self._needed()
+        tokens = agreeing(len(tried), "token", "tokens")
         return (
             f"A repeated token reaches half of the first token's norm after {np.median(self.repeats[reached]):.0f} "
-            f"repetitions (median of {len(reached)} of {counted(len(tried), 'token')}); {typical}."
+            f"repetitions (median of {len(reached)} of {len(tried)} {tokens}); {typical}."
         )
 
     def _tried(self, sweep: Sweep) -> tuple[list[int], list[int]]:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.files.notation import counted
+from sinkscope.files.notation import agreeing
 from sinkscope.measure import Setup
 from sinkscope.sinks.tokens import CYCLE, encode, refuse_repeated, repetition_limit, single_words, words_to_repeat
 
@@ -43,7 +43,7 @@ class Sweep:
     @property
     def times(self) -> str:
         """The number of repetitions in words."""
-        return counted(self.max_repeats, "repetition")
+        return f"{self.max_repeats} {agreeing(self.max_repeats, 'repetition', 'repetitions')}"
 
     @property
     def single(self) -> list[int]:
