@@ -99,7 +99,7 @@ FIRST = (
     "test_sweep.py",
     "test_leaks.py",
     "test_package.py",
-    "test_loops_calibrate.py",
+    "test_calibrate.py",
     "test_organism.py",
 )
 
