@@ -3,8 +3,7 @@
 Algorithm 5 leaves some points open. They are settled here as follows:
 
 - *Sample*: query rows are drawn uniformly without replacement, from a seed. If there are fewer queries than the sample
-  size, all are taken. `recent` puts the last queries into the sample: without them, keys to which only the last queries
-  attend may lie on no chosen line.
+  size, all are taken.
 - *Lengths* are those of the matrix that is to be computed, as in the paper's equation 1; weights are those of the
   sample. The sample is a fixed share of all rows, so the ratio of the two orders lines in the same way.
 - *Always kept*: the main diagonal and position 0, so that every query sees something; more with `begin` and `local`.
@@ -32,8 +31,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural, Part, Whole, check_values
+from sinkscope.files.records import Natural, Part, check_values
 from sinkscope.lines.deterministic_scatter import add_at
 
 Variant = Literal["exact", "faithful"]
@@ -132,11 +130,12 @@ def top_lines(
     """
     both = torch.cat([vertical, slash], 1)
     order = torch.argsort(both, dim=1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(both.shape[1], device=both.device).expand_as(order))
     keys = vertical.shape[1]
-    size = length or keys
-    most = torch.tensor([max(1, math.floor(eta * 2 * size + 1e-9)) for eta in etas], device=both.device)
-    chosen = (rank < most[:, None, None]) & (both > 0)
+    chosen = torch.zeros(len(etas), *both.shape, dtype=torch.bool, device=both.device)
+    for lines, eta in zip(chosen, etas, strict=True):
+        most = max(1, math.floor(eta * 2 * (length or keys) + 1e-9))
+        lines.scatter_(1, order[:, :most], True)
+    chosen &= both > 0
     return HeadLines(chosen[..., :keys].contiguous(), chosen[..., keys:].contiguous(), keys)
 
 
@@ -183,19 +182,6 @@ def recovered(
         on_lines = attention_of(query[:, part], key, at, scaling) * lines.rows(at)
         total += on_lines.sum((1, 2), dtype=torch.float64)
     return (total / len(rows)).float()
-
-
-def slash_lines(
-    probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"]
-) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head key"]]:
-    """Sum and largest cell of every slash line, by offset, in the rows at positions `at`."""
-    total = torch.zeros_like(probs[:, 0])
-    largest = torch.zeros_like(probs[:, 0])
-    for number, row in enumerate(at.tolist()):
-        back = probs[:, number, : row + 1].flip(1)
-        total[:, : row + 1] += back
-        torch.maximum(largest[:, : row + 1], back, out=largest[:, : row + 1])
-    return total, largest
 
 
 def slash_sums(probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"]) -> Float[Tensor, "head key"]:
@@ -261,26 +247,10 @@ def minference_lines(
     return HeadLines(chosen[0], chosen[1], query.shape[1])
 
 
-def check_selection(alpha: float, sample: int, variant: str, recent: int = 0) -> None:
-    """Refuse invalid settings.
-
-    Raises:
-        SinkscopeError: alpha is outside (0, 1], the sample is below 1 or `recent`, or the variant is unknown.
-    """
-    check_values(Part, alpha=alpha)
-    check_values(Natural, sample=sample)
-    check_values(Variant, variant=variant)
-    check_values(Whole, recent=recent)
-    if recent > sample:
-        raise SinkscopeError(f"recent={recent!r}: expected a number of queries from 0 to sample={sample}")
-
-
-def sample_queries(queries: int, sample: int, seed: int = 0, recent: int = 0) -> Int[Tensor, " row"]:
-    """Indices of the sampled queries, ascending; the last `recent` queries are always included."""
+def sample_queries(queries: int, sample: int, seed: int = 0) -> Int[Tensor, " row"]:
+    """Indices of the sampled queries, ascending."""
     generator = torch.Generator().manual_seed(seed)
-    before = max(0, queries - recent)
-    drawn = torch.randperm(before, generator=generator)[: sample - recent].sort().values
-    return torch.cat([drawn, torch.arange(before, queries)])
+    return torch.randperm(queries, generator=generator)[:sample].sort().values
 
 
 def choice_cost(queries: int, keys: int, sample: int, checked: int = 0) -> float:
@@ -300,9 +270,9 @@ def draw_of(seed: int, layer: int, queries: int, keys: int) -> int:
     return random.Random(f"{seed} {layer} {queries} {keys}").getrandbits(62)
 
 
-def held_out(queries: int, sample: int, seed: int = 0, recent: int = 0, count: int = 16) -> Int[Tensor, " row"]:
+def held_out(queries: int, sample: int, seed: int = 0, count: int = 16) -> Int[Tensor, " row"]:
     """Indices of some queries outside a sample; if the sample has all queries, indices from the sample."""
-    sampled = sample_queries(queries, sample, seed, recent)
+    sampled = sample_queries(queries, sample, seed)
     outside = torch.ones(queries, dtype=torch.bool).index_fill_(0, sampled, False).nonzero().flatten()
     if not len(outside):
         return sampled
@@ -316,7 +286,6 @@ def select_lines(
     alpha: float = 0.955,
     *,
     sample: int = 48,
-    recent: int = 0,
     variant: Variant = "exact",
     scaling: float | None = None,
     seed: int = 0,
@@ -333,7 +302,6 @@ def select_lines(
         key: Keys of all positions, after rotary; query heads share them in groups.
         alpha: Minimum share of the sampled attention weight that the lines hold.
         sample: Number of queries in the sample.
-        recent: How many sampled queries are the last ones; the others are drawn from those before.
         variant: "exact" or "faithful"; see the module's docstring.
         scaling: Factor on the scores. None means 1 / sqrt(d_head).
         seed: Seed of the sample.
@@ -348,9 +316,11 @@ def select_lines(
             holds half of such a query's attention is kept as a vertical line.
 
     Raises:
-        SinkscopeError: alpha is outside (0, 1], the sample is below 1 or `recent`, or the variant is unknown.
+        SinkscopeError: alpha is outside (0, 1], the sample is below 1, or the variant is unknown.
     """
-    check_selection(alpha, sample, variant, recent)
+    check_values(Part, alpha=alpha)
+    check_values(Natural, sample=sample)
+    check_values(Variant, variant=variant)
     heads = query.shape[0]
     queries = query.shape[1]
     keys = key.shape[1]
@@ -362,7 +332,7 @@ def select_lines(
         return start
     if scaling is None:
         scaling = float(query.shape[2] ** -0.5)
-    rows = sample_queries(queries, sample, seed, recent).to(query.device)
+    rows = sample_queries(queries, sample, seed).to(query.device)
     at = rows + (keys - queries)
     probs = attention_of(query[:, rows], key, at, scaling)
     if variant == "faithful":
@@ -441,7 +411,7 @@ class _Search:
         count = others.cumsum(2).flip(2)
         if past:
             before = others[:, :, :past].cumsum(2).flip(2)
-            count[:, :, : past + 1] -= pad(before, (0, 1))
+            count[:, :, :past] -= before
         return count
 
     def take(self, index: Int[Tensor, "head taken"], at: Int[Tensor, " row"]) -> None:
@@ -563,9 +533,12 @@ def _faithful(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) -> Head
     """Algorithm 5 as printed, head by head."""
     totals = (probs * lines.rows(at)).sum((1, 2), dtype=torch.float64).tolist()
     targets = (alpha * probs.sum((1, 2), dtype=torch.float64)).tolist()
-    slash_weight, slash_largest = slash_lines(probs, at)
+    slash_largest = torch.zeros_like(probs[:, 0])
+    for number, row in enumerate(at.tolist()):
+        back = probs[:, number, : row + 1].flip(1)
+        slash_largest[:, : row + 1] = slash_largest[:, : row + 1].maximum(back)
     kinds = (lines.slash, lines.vertical)
-    weights = (slash_weight, probs.sum(1))
+    weights = (slash_sums(probs, at), probs.sum(1))
     largest = (slash_largest, probs.amax(1))
     for head, (total, target) in enumerate(zip(totals, targets, strict=True)):
         pairs = zip(weights, largest, kinds, strict=True)

@@ -59,16 +59,16 @@ def _compiled(width: int, values: int) -> LoneLoops | None:
     # The order of additions is free. The rest of -ffast-math would also change what happens to infinities.
     jit: Any = numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
     index: Any = numba.uintp  # indices that cannot be negative need no check for it
-    scores_loop = _scores_loop(jit, index, width)
-    sums_loop = _sums_loop(jit, index, values)
+    return LoneLoops(1.5, _on_arrays(_scores_loop(jit, index, width)), _on_arrays(_sums_loop(jit, index, values)))
 
-    def scores(query: Tensor, key: Tensor, opened: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
-        scores_loop(query.numpy(), key.numpy(), opened.numpy(), offsets.numpy(), start, out.numpy())
 
-    def sums(probs: Tensor, value: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
-        sums_loop(probs.numpy(), value.numpy(), offsets.numpy(), start, out.numpy())
+def _on_arrays(loop: Any) -> Callable[..., None]:
+    """The loop, called with tensors."""
 
-    return LoneLoops(1.5, scores, sums)
+    def call(*arguments: Any) -> None:
+        loop(*[argument.numpy() if isinstance(argument, Tensor) else argument for argument in arguments])
+
+    return call
 
 
 def _scores_loop(jit: Any, index: Any, width: int) -> Any:

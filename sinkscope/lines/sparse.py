@@ -57,7 +57,7 @@ def missing(
     module = _triton()
     if module is None:
         return "triton is not installed"
-    return module.why_not(query, value)
+    return module.why_not(value)
 
 
 def _wants_triton(kernel: Kernel, device: torch.device) -> bool:
@@ -144,17 +144,14 @@ def sparse_attention(
     _check(query, key, value, lines)
     inputs = _Inputs(query, key, value, scaling)
     out = torch.empty(*query.shape[:2], value.shape[-1], device=query.device, dtype=value.dtype)
-    sparsity = None
-    if missing(kernel, query, value) is None:
-        limit = CUDA_LIMIT
-        if dense_above is not None:
-            limit = dense_above
-        sparsity = _by_triton(inputs, lines, limit, out)
-    if sparsity is None:
-        limit = dense_above
-        if limit is None:
-            limit = dense_limit(query.shape[-1], "blocks", query.device)
-        sparsity = _in_blocks(inputs, lines, limit, out)
+    compute = _by_triton
+    if missing(kernel, query, value) is not None:
+        compute = _in_blocks
+        kernel = "blocks"
+    limit = dense_above
+    if limit is None:
+        limit = dense_limit(query.shape[-1], kernel, query.device)
+    sparsity = compute(inputs, lines, limit, out)
     dense_heads = [head for head, dense in enumerate(sparsity.dense) if dense]
     _dense(inputs, dense_heads, out)
     return out, sparsity
@@ -171,32 +168,29 @@ def _check(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> None:
         raise UnsupportedError(
             "attention along lines has no gradients: call it, or the model, under torch.no_grad()", page="kv-session"
         )
-    heads = query.shape[0]
-    queries = query.shape[1]
+    heads, queries, width = query.shape
     keys = key.shape[1]
-    if not keys or heads % len(key) or key.shape[:2] != value.shape[:2] or query.shape[-1] != key.shape[-1]:
+    fits = keys and heads % len(key) == 0 and key.shape[:2] == value.shape[:2] and key.shape[2] == width
+    if not fits or lines.vertical.shape != (heads, keys) or lines.queries != queries:
         raise SinkscopeError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}: expected keys and values "
-            "of the same heads and positions, as wide as queries, whose heads share them in equal groups"
+            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}, lines "
+            f"{tuple(lines.vertical.shape)} of {lines.queries} queries: expected keys and values of the same heads and "
+            "positions, as wide as queries, whose heads share them in equal groups and have lines of this shape"
         )
-    if lines.vertical.shape != (heads, keys) or lines.queries != queries or not bool(lines.slash[:, 0].all()):
-        raise SinkscopeError(
-            f"lines of {tuple(lines.vertical.shape)} with {lines.queries} queries for {heads} heads, {queries} queries "
-            f"and {keys} keys: expected lines of this shape, the main diagonal among them"
-        )
+    if not bool(lines.slash[:, 0].all()):
+        raise SinkscopeError("lines of a head lack the main diagonal: expected it among them")
 
 
-def _by_triton(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> Sparsity | None:
-    """Write the heads that are not dense into `out`; None if the kernel could not be compiled."""
+def _by_triton(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> Sparsity:
+    """Write the heads that are not dense into `out`; all heads are dense if the kernel cannot be compiled."""
     module = _triton()
     index = module.index_of(lines, module.queries_at_once(inputs.value.dtype))
     costs = (index.cells() / int(lines.lengths().sum())).tolist()
-    sparse_heads = [head for head, cost in enumerate(costs) if cost <= limit]
-    if sparse_heads:
-        heads = torch.tensor(sparse_heads, dtype=torch.long, device=out.device)
+    heads = torch.tensor([head for head, cost in enumerate(costs) if cost <= limit], device=out.device).long()
+    if len(heads):
         compiled = module.triton_heads(inputs.query, inputs.key, inputs.value, lines, index, heads, inputs.scaling, out)
         if not compiled:
-            return None
+            costs = [math.inf] * len(costs)
     return _sparsity(lines, costs, limit, "triton")
 
 
@@ -263,29 +257,22 @@ def _dense(inputs: _Inputs, heads: list[int], out: Tensor) -> None:
         query = query[index]
         key = key[kv_heads]
         value = value[kv_heads]
-    q = query[None].to(value.dtype)
-    k = key[None].to(value.dtype)
-    v = value[None]
-    queries = q.shape[2]
-    keys = k.shape[2]
-    grouped = len(query) > len(key)
+    queries = query.shape[1]
+    keys = key.shape[1]
+
+    def attend(rows: slice, end: int, **mask: Any) -> Tensor:
+        parts = (query[:, rows].to(value.dtype), key[:, :end].to(value.dtype), value[:, :end])
+        q, k, v = [part[None] for part in parts]
+        return scaled_dot_product_attention(q, k, v, scale=inputs.scaling, enable_gqa=len(query) > len(key), **mask)[0]
+
     if queries == keys:
-        whole = scaled_dot_product_attention(q, k, v, is_causal=True, scale=inputs.scaling, enable_gqa=grouped)
-        out[index] = whole[0]
+        out[index] = attend(slice(None), keys, is_causal=True)
         return
     for start in range(0, queries, 1024):
         stop = min(queries, start + 1024)
         end = keys - queries + stop
-        seen = torch.ones(stop - start, end, dtype=torch.bool, device=q.device).tril(end - (stop - start))
-        part = scaled_dot_product_attention(
-            q[:, :, start:stop],
-            k[:, :, :end],
-            v[:, :, :end],
-            attn_mask=seen,
-            scale=inputs.scaling,
-            enable_gqa=grouped,
-        )
-        out[index, start:stop] = part[0]
+        visible = torch.ones(stop - start, end, dtype=torch.bool, device=query.device).tril(end - (stop - start))
+        out[index, start:stop] = attend(slice(start, stop), end, attn_mask=visible)
 
 
 @dataclass(frozen=True, eq=False)

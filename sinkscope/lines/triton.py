@@ -34,20 +34,15 @@ LONE = 64
 _LARGEST = 227 * 1024  # bytes of shared memory that a block may take on a GPU of compute capability 9.0
 _LOG2_E = 1.4426950408889634  # the kernel computes powers of two
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-_failed: dict[tuple[object, ...], str] = {}
 
 
-def why_not(query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]) -> str | None:
-    """Why the kernel cannot be used for these inputs; None if it can, as far as is known before compiling it."""
-    if query.device.type != "cuda" and not (INTERPRETED and query.device.type == "cpu"):
-        return f"it is not used on {query.device.type}"
+def why_not(value: Float[Tensor, "kv_head key d_value"]) -> str | None:
+    """Why the kernel cannot be used for these values; None if it can, as far as is known before compiling it."""
+    if value.device.type != "cuda" and not (INTERPRETED and value.device.type == "cpu"):
+        return f"it is not used on {value.device.type}"
     if value.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it does not compute in {value.dtype}"
-    return _failed.get(_kind(query, value))
-
-
-def _kind(query: Tensor, value: Tensor) -> tuple[object, ...]:
-    return value.dtype, query.shape[-1], value.shape[-1]
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +158,7 @@ def triton_heads(
     scaling: float,
     out: Float[Tensor, "head query d_value"],
 ) -> bool:
-    """Write the attention of some heads into `out`; False if compiling failed, with one warning."""
+    """Write the attention of some heads into `out`; False if compiling failed, with a warning."""
     dtype = value.dtype
     query = query.to(dtype).contiguous()
     key = key.to(dtype).contiguous()
@@ -191,18 +186,17 @@ def triton_heads(
     arguments += [index.blocks.shape[1], index.column_index.shape[1], index.lone_offset.shape[1]]
     arguments += [width, values, _power(width), _power(values), index.size, KEYS]
     launch = cast(Any, _attend)[(len(index.starts), len(heads))]
-    reason = ""
+    error: Exception | None = None
     for stages in range(_stages(width, values, index.size, value), 0, -1):
         try:
             launch(*arguments, num_warps=_warps(values, index.size), num_stages=stages)
             return True
         except torch.OutOfMemoryError:  # which may not be so for the next prompt
             raise
-        except Exception as error:  # compilers fail in many ways
-            lines_of_error = str(error).strip().splitlines() or [type(error).__name__]
-            reason = f"it could not be compiled: {lines_of_error[0]}"
-    _failed[_kind(query, value)] = reason
-    warnings.warn(f"lines are not computed by Triton: {reason}", stacklevel=2)
+        except Exception as problem:  # compilers fail in many ways
+            error = problem
+    reason = f"{type(error).__name__} {error}".splitlines()[0]
+    warnings.warn(f"lines are not computed by Triton, which could not compile them: {reason}", stacklevel=2)
     return False
 
 
@@ -271,6 +265,18 @@ def _add(scores, seen, value, top, total, sums):
     sums = _product(weights, value, sums * fade[:, None])
     added = tl.sum(weights.to(tl.float32), 1)  # of the same weights as in the sums
     return new, total * fade + added, sums
+
+
+@triton.jit
+@no_type_check
+def _keys_at(own, inside, key, value, width, values, WIDTH: tl.constexpr, VALUES: tl.constexpr):  # noqa: N803
+    """Keys `[width key]` and values `[key width]` at some positions; zero where there are none."""
+    wide = tl.arange(0, WIDTH)
+    tall = tl.arange(0, VALUES)
+    places = own.to(tl.int64)
+    k = tl.load(key + places[None, :] * width + wide[:, None], mask=inside & (wide < width)[:, None], other=0.0)
+    v = tl.load(value + places[:, None] * values + tall, mask=inside[:, None] & (tall < values), other=0.0)
+    return k, v
 
 
 @triton.jit
@@ -355,9 +361,7 @@ def _attend(
     for i in range(tl.load(block_count + at_row)):
         own = row * SIZE + keys - queries - tl.load(block_index + i) + few
         inside = (own >= 0) & (own < keys)
-        places = own.to(tl.int64)
-        k = tl.load(key + places[None, :] * width + wide[:, None], mask=inside & in_width[:, None], other=0.0)
-        v = tl.load(value + places[:, None] * values + tall, mask=inside[:, None] & in_values, other=0.0)
+        k, v = _keys_at(own, inside, key, value, width, values, WIDTH, VALUES)
         offset = at[:, None] - own[None, :]
         all_seen = tl.load(whole + i)
         limit = tl.where(all_seen == 0, keys, 0)
@@ -373,9 +377,7 @@ def _attend(
     for i in range(0, seen_columns, KEYS):
         inside = i + few < seen_columns
         own = tl.load(column_index + i + few, mask=inside, other=keys)
-        places = own.to(tl.int64)
-        k = tl.load(key + places[None, :] * width + wide[:, None], mask=inside & in_width[:, None], other=0.0)
-        v = tl.load(value + places[:, None] * values + tall, mask=inside[:, None] & in_values, other=0.0)
+        k, v = _keys_at(own, inside, key, value, width, values, WIDTH, VALUES)
         scores = _product(q, k, tl.zeros([SIZE, KEYS], tl.float32)) * scaling
         top, total, sums = _add(scores, own[None, :] <= at[:, None], v, top, total, sums)
 

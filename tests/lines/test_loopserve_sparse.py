@@ -204,7 +204,7 @@ def test_keys_and_values_that_do_not_fit_are_refused(kv_heads: int, keys: int, w
 
 @pytest.mark.parametrize(("heads", "keys", "queries"), [(2, 19, 10), (2, 20, 9), (1, 20, 10)])
 def test_lines_that_do_not_fit_are_refused(heads: int, keys: int, queries: int) -> None:
-    with pytest.raises(SinkscopeError, match="expected lines of this shape, the main diagonal among them"):
+    with pytest.raises(SinkscopeError, match="have lines of this shape"):
         sparse_attention(*inputs(2, 1, 10, 20), drawn(heads, keys, queries, 0.1, 0.1))
 
 
