@@ -19,6 +19,7 @@ from sinkscope.loops.outputs import TokenRecord, as_records
 from sinkscope.loops.repetition import NearRepetition, Stretch
 from sinkscope.loops.signals import (
     Ids,
+    Tail,
     compression_ratio,
     ends_in_loop,
     is_loop,
@@ -175,7 +176,7 @@ def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None
     monitor = Monitor(settings)
     exact = NearRepetition(LONGEST_PERIOD, COPIES, SHORTEST_STRETCH, 0.0)
     every = max(1, -(-len(ids) // CURVE_POINTS))
-    longest: Stretch | None = None
+    longest: Stretch | Tail | None = None
     longest_tokens = 0
     detected: int | None = None
     steps: list[int] = []
@@ -184,20 +185,14 @@ def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None
         step = monitor.update(token)
         if step.trigger and detected is None:
             detected = step.step
-        stretches = [exact.add(token, position)]
-        if step.tail is not None:
-            stretches.append(Stretch(step.tail.period, step.tail.start))
-        for stretch in stretches:
+        for stretch in (exact.add(token, position), step.tail):
             if stretch is not None and position + 1 - stretch.start > longest_tokens:
                 longest = stretch
                 longest_tokens = position + 1 - stretch.start
         if step.step % every == 0 or step.step == len(ids):
             steps.append(step.step)
             curve.append(round(step.ttr, 4))
-    theta_ttr, theta_cr = settings.theta_ttr, settings.theta_cr
-    loop_rule: bool | None = None
-    if max_new is not None:
-        loop_rule = is_loop(ids, max_new, theta_ttr=theta_ttr, theta_cr=theta_cr)
+    thresholds = {"theta_ttr": settings.theta_ttr, "theta_cr": settings.theta_cr}
     return CheckedOutput(
         name=record.name,
         tokens=len(ids),
@@ -208,8 +203,8 @@ def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None
         repeats=None if longest is None else longest_tokens / longest.period,
         detected=detected,
         loop=detected is not None,
-        ends_in_loop=ends_in_loop(ids, settings.window, theta_ttr=theta_ttr, theta_cr=theta_cr),
-        loop_rule=loop_rule,
+        ends_in_loop=ends_in_loop(ids, settings.window, **thresholds),
+        loop_rule=None if max_new is None else is_loop(ids, max_new, **thresholds),
         steps=tuple(steps),
         curve=tuple(curve),
     )
