@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sinkscope.files.console import silent
-from sinkscope.files.provenance import ModelInfo, Provenance, provenance
+from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.files.records import Natural, check_values
 from sinkscope.files.result import Result
 from sinkscope.loops.monitor import Monitor, MonitorSettings
@@ -150,25 +150,16 @@ def check(
     for place, record in enumerate(records):
         progress("checking", place, len(records))
         results.append(_checked(record, settings, max_new))
+    # What stands in place of a model: its fingerprint is that of the ids.
+    packed = [array("I", record.ids).tobytes() for record in records]
+    digest = hashlib.sha256(b"".join(ids + b"|" for ids in packed)).hexdigest()[:16]
     return LoopCheck(
         loops=sum(result.loop for result in results),
         records=tuple(results),
-        model=text_info(name, [record.ids for record in records]),
+        model=ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=digest),
         settings={**vars(settings), "max_new": max_new},
-        provenance=text_provenance(started),
+        provenance=provenance(started=started, device="cpu", dtype="int", attention="none", bos=None, seed=0),
     )
-
-
-def text_info(name: str, outputs: Sequence[Sequence[int]]) -> ModelInfo:
-    """What stands in place of a model in a result that was made from texts; its fingerprint is that of the ids."""
-    packed = [array("I", ids).tobytes() for ids in outputs]
-    digest = hashlib.sha256(b"".join(ids + b"|" for ids in packed)).hexdigest()[:16]
-    return ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=digest)
-
-
-def text_provenance(started: float) -> Provenance:
-    """How a result was made from texts, without a model."""
-    return provenance(started=started, device="cpu", dtype="int", attention="none", bos=None, seed=0)
 
 
 def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None) -> CheckedOutput:

@@ -319,11 +319,9 @@ def trace(
             mask = rows.mask[start : start + step].to(target.device)
             real = mask.bool()
         chunks: dict[str, list[Tensor]] = {}
-        keep = partial(_keep, chunks, reduce, real)
-        readers = [_Reader(site, keep) for site in wanted]
+        readers: list[_Reader] = [(site, partial(_keep, chunks, reduce, real, site.name)) for site in wanted]
         for observer, its_sites in watched:
-            observe = partial(_observe, observer, start)
-            readers += [_Reader(site, observe) for site in its_sites]
+            readers += [(site, partial(observer.observe, site.name, first_row=start)) for site in its_sites]
         _run(target, ids, mask, readers)
         for site in wanted:
             if site.name not in chunks:
@@ -349,51 +347,40 @@ def _keep(chunks: dict[str, list[Tensor]], reduce: str | Reducer, real: Mask, na
     chunks.setdefault(name, []).append(reduced.detach().to("cpu", copy=True))
 
 
-def _observe(observer: Observer, first_row: int, name: str, tensor: Tensor) -> None:
-    observer.observe(name, tensor, first_row)
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """A site, and the function that is called with its name and its tensor."""
-
-    site: Site
-    take: Callable[[str, Tensor], None]
+_Reader = tuple[Site, Callable[[Tensor], None]]
+"""A site, and the function that is called with its tensor."""
 
 
 def _run(target: Target, ids: Int[Tensor, "batch pos"], mask: Tensor | None, readers: list[_Reader]) -> None:
     hooks: list[tuple[nn.Module, str, Any]] = []
-    of_rows: dict[int, list[_Reader]] = {}
-    deepest, unembed = -1, False
-    for reader in readers:
-        site = reader.site
+    of_rows: dict[int, list[Callable[[Tensor], None]]] = {}
+    layers = [-1]
+    for site, take in readers:
         if site.layer is not None:
-            deepest = max(deepest, site.layer)
+            layers.append(site.layer)
         if site.module is not None:
-            hooks.append((site.module, site.when, _hook(reader, ids.shape)))
-            unembed |= site.module is target.hf
-        elif site.layer is not None:
-            of_rows.setdefault(site.layer, []).append(reader)
+            hooks.append((site.module, site.when, _hook(site, take, ids.shape)))
+        else:
+            of_rows.setdefault(layers[-1], []).append(take)
 
     def show(layer: int, _first: int, rows: Tensor) -> None:
-        for reader in of_rows[layer]:
-            reader.take(reader.site.name, rows)
+        for take in of_rows[layer]:
+            take(rows)
 
     upto = None
-    if 0 <= deepest < target.n_layers:
-        upto = deepest
+    if 0 <= max(layers) < target.n_layers:
+        upto = max(layers)
+    unembed = any(module is target.hf for module, _, _ in hooks)
     with attention_rows(target, show, layers=list(of_rows)) if of_rows else nullcontext(), target.hooks(*hooks):
         target.forward(ids, mask, unembed=unembed, upto=upto)
 
 
-def _hook(reader: _Reader, shape: torch.Size) -> Any:
-    site = reader.site
-
+def _hook(site: Site, take: Callable[[Tensor], None], shape: torch.Size) -> Any:
     def read(value: Any) -> None:
         tensor = site.cut(value)
         if tensor.shape[:2] != shape:  # OPT runs batch and position together
             tensor = rearrange(tensor, "(batch pos) ... -> batch pos ...", batch=shape[0])
-        reader.take(site.name, tensor)
+        take(tensor)
 
     if site.when == "pre":
         return on_input(read)
