@@ -34,7 +34,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("edit", ["head", "write", "add", "two"])  # what others write is a constant for gradients
 def test_gradients_are_those_of_the_edited_model(edit: str) -> None:
     """A step against the gradient changes the edited loss as the gradient says, and not that of the model alone."""
     model = tiny_model("llama")[0].double().train()
