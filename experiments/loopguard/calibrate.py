@@ -4,8 +4,8 @@
 
 The file holds ordinary text, or JSON lines with outputs without loops. `sinkscope loops --settings settings.json` uses
 what was fitted. All thresholds come from one rank: at rank j, each threshold is the value below which the j most
-repetitive blocks of the text lie for that signal. j is the largest rank at which the monitor, at 95 % confidence, raises
-at most `--rate` alarms per million tokens. This is a tolerance limit (Wilks 1941): it needs no assumption on the
+repetitive blocks of the text lie for that signal. j is the largest rank at which the monitor, at 95 % confidence,
+raises at most `--rate` alarms per million tokens. This is a tolerance limit (Wilks 1941): it needs no assumption on the
 distribution of the signals. The model is assumed to be certain of every token, which is the worst case, and both gates
 to open at once.
 """
@@ -136,7 +136,7 @@ def _rank(signals: np.ndarray, starts: list[int], lowest: np.ndarray, allowed: i
 
 
 def _signals(outputs: Sequence[Sequence[int]], base: MonitorSettings) -> tuple[np.ndarray, list[int]]:
-    """Type-token ratio, compression ratio, novelty and minus the tokens of the tail, `[step signal]`; starts of blocks."""
+    """Type-token ratio, compression ratio, novelty, minus the tokens of the tail `[step signal]`; starts of blocks."""
     values: list[tuple[float, ...]] = []
     starts: list[int] = []
     for ids in outputs:
