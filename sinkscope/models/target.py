@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -608,14 +608,7 @@ class Target:
                 return (hidden_states,)
             return hidden_states
 
-        with ExitStack() as stack:
-            for layer in self.layers[:count]:
-                attributes = vars(layer)  # a bridge hands what is set on it to the module inside
-                if "forward" in attributes:  # some libraries replace it as well
-                    stack.callback(attributes.update, forward=attributes["forward"])
-                else:
-                    stack.callback(attributes.pop, "forward")
-                attributes["forward"] = passed_on
+        with replaced_forwards(dict.fromkeys(self.layers[:count], passed_on)):
             yield
 
     @staticmethod
@@ -633,6 +626,20 @@ class Target:
                     add = module.register_forward_pre_hook
                 stack.callback(add(fn, with_kwargs=True).remove)
             yield
+
+
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Context manager in which modules have other forward functions."""
+    with ExitStack() as stack:
+        for module, forward in forwards.items():
+            attributes = vars(module)  # a bridge hands what is set on it to the module inside
+            if "forward" in attributes:  # some libraries replace it as well
+                stack.callback(attributes.update, forward=attributes["forward"])
+            else:
+                stack.callback(attributes.pop, "forward")
+            attributes["forward"] = forward
+        yield
 
 
 def on_input(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
