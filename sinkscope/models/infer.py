@@ -33,9 +33,9 @@ from torch.overrides import TorchFunctionMode
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Adapter, row_of
-from sinkscope.models.config import cut_depth
+from sinkscope.models.config import cut_depth, new_model
 from sinkscope.models.experts import Experts, experts_of
-from sinkscope.models.probe import probe
+from sinkscope.models.probe import begins_at, probe
 from sinkscope.models.scope import shown_row
 from sinkscope.models.target import Stop, Target, first_tensor, kind_of, plain_weight, replaced_forwards
 
@@ -44,6 +44,7 @@ _POSITION = 5  # of the edits
 _EDITED = (2, _POSITION)  # where an edit is followed to the residual stream: what multiplies it must be the same twice
 _EXACT = 2e-3  # largest relative distance between what an edit changed and what it must change
 _ROWS = 128  # of a weight in half precision that are converted at a time: they stay in the cache
+_SAMPLE_TOKENS = 64  # in the vocabulary of a model that is made to infer an adapter from it
 _STEPS = (0.7, -0.9, 3.0, -3.0)  # of an output that is edited, until its effect shows (an activation may be flat)
 
 _Hook = tuple[nn.Module, str, Any]
@@ -60,10 +61,15 @@ class NoAttentionError(NotInferredError):
 # -- one layer, called again ---------------------------------------------------------------------------------------
 
 
+def _is_transposed(module: nn.Module) -> bool:
+    return type(getattr(module, "base_layer", module)).__name__ == "Conv1D"
+
+
 def _widths(module: nn.Module) -> tuple[int, int] | None:
     """Outputs and inputs of a linear module; None if it is something else."""
+    module = getattr(module, "base_layer", module)  # of an adapter
     weight = getattr(module, "weight", None)
-    if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor):
+    if _is_transposed(module) and isinstance(weight, Tensor):
         return int(weight.shape[1]), int(weight.shape[0])
     if hasattr(module, "in_features") and hasattr(module, "out_features"):
         return int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
@@ -494,7 +500,7 @@ def _column(passage: _Passage) -> tuple[int, Tensor]:
         unit[0, 3] = 1
         written = passage.module(unit)
         return 3, (written[0] - written[1]).detach().float()
-    if weight.shape[0] != widths[0] or type(passage.module).__name__ == "Conv1D":
+    if weight.shape[0] != widths[0] or _is_transposed(passage.module):
         weight = weight.T
     norms = weight[:, :_ROWS].norm(dim=0)
     neuron = int(norms.argsort()[len(norms) // 2])
@@ -671,6 +677,7 @@ class _Heads:
     k: str | None = None
     v: str | None = None
     fused: str | None = None
+    layout: str | None = "beside"
     o: str | None = None
     has_sinks: bool = False
 
@@ -783,6 +790,7 @@ def _name_projections(stage: _Stage, heads: _Heads, roles: dict[str, str], call:
     last = {role: path for path, role in roles.items() if role}
     heads.fused = last.get("qkv")
     if heads.fused is not None:
+        heads.layout = _layout_of_fused(stage, heads.fused, call)
         return
     for name, tensor in (("q", call.query), ("k", call.key), ("v", call.value)):
         path = last.get(name)
@@ -791,6 +799,18 @@ def _name_projections(stage: _Stage, heads: _Heads, roles: dict[str, str], call:
         widths = _widths(stage.layer.get_submodule(path))
         if widths is not None and widths[0] == tensor.shape[1] * tensor.shape[3]:
             setattr(heads, name, path)
+
+
+def _layout_of_fused(stage: _Stage, path: str, call: Any) -> str | None:
+    """How a module gives queries, keys and values: as at the first position, where rotary embeddings leave them."""
+    (given,) = [passage.gave[0] for passage in stage.clean if passage.path == path and passage.gave is not None]
+    parts = [tensor[0, :, 0] for tensor in (call.query, call.key, call.value)]
+    if torch.cat([part.flatten() for part in parts]).shape == given.shape:
+        if _size(torch.cat([part.flatten() for part in parts]) - given) <= 1e-4 * _size(given):
+            return "beside"
+        if len(parts[0]) == len(parts[1]) and _size(torch.cat(parts, 1).flatten() - given) <= 1e-4 * _size(given):
+            return "by head"
+    return None
 
 
 def _output_projection(stage: _Stage, tap: _Tap) -> str | None:
@@ -891,7 +911,7 @@ class _Kind:
         if mlp is not None:
             paths |= {"down": mlp.down.path, "up": mlp.up, "gate": mlp.gate, "shared_gate": mlp.write.weight}
             constants["fused_gate_up"] = mlp.is_fused
-            constants["transposed_down"] = type(mlp.down.module).__name__ == "Conv1D"
+            constants["transposed_down"] = _is_transposed(mlp.down.module)
             constants["down_factor"] = mlp.write.factor
         write = mlp.write if mlp else None
         if mixture is not None:
@@ -942,49 +962,76 @@ def _check_shared(write: _Write, down: str, routed: _Write) -> None:
         raise NotInferredError("its shared expert stands beside the mixture, and is not simply added to it")
 
 
-_INFERRED: dict[str, Adapter] = {}  # proved, by the configuration of the model that they were inferred from
+DRAFT = Adapter("")
+"""What a `Target` has until its adapter is known."""
+_INFERRED: dict[str, Adapter] = {}  # by the configuration of the model that they were inferred from
 
 
-def adapter_of(hf: Any, kind: str = "hf") -> Adapter:
+def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
     """The adapter of a model: its row if there is one, or else what is inferred from the model, once per configuration.
 
-    A model whose modules are wrapped, or that holds no weights, is not called itself: a small one of its configuration
-    is, with the first layers only.
+    A model whose modules are wrapped or quantised, or that holds no weights, is not called itself: a small one of its
+    configuration is, with the first layers only.
 
     Args:
-        hf: The plain Hugging Face model.
-        kind: Of the object that it is inside of ("hf", "bridge", "nnsight").
+        target: The model; its own adapter is not read.
+        proves: Whether what is inferred is proved at once, in the first layers.
 
     Raises:
         UnsupportedError: Nothing could be inferred, or the probe refuses it.
     """
-    row = row_of(hf.config.model_type) or _INFERRED.get(_key(hf))
-    if row is not None:
-        return row
-    model = hf
-    if kind == "bridge" or any(parameter.is_meta for parameter in hf.parameters()):
-        model = _sample(hf)
-    return inferred_for(Target(model, model, "hf", Adapter("inferred"), name=hf.config.model_type))
+    hf = target.hf
+    key = _key(hf)
+    adapter = row_of(hf.config.model_type) or _INFERRED.get(key)
+    if adapter is not None:
+        return adapter
+    is_elsewhere = target.resident and any(parameter.is_meta for parameter in hf.parameters())
+    if is_elsewhere or target.kind == "bridge" or getattr(hf, "is_quantized", False):
+        sample = _sample(hf)
+        target = Target(sample, sample, "hf", DRAFT)
+    adapter = _inferred(target.hf)
+    _INFERRED[key] = adapter
+    if proves:
+        prove(replace(target, adapter=adapter), whole=False)
+    return adapter
 
 
-def inferred_for(target: Target) -> Adapter:
-    """The adapter that is inferred from a target, which needs none yet, and proved on it.
+def _inferred(hf: Any) -> Adapter:
+    """What is inferred from a model, or, where that fails, from one with other weights: zeros may show nothing."""
+    try:
+        return infer(hf)
+    except UnsupportedError:
+        with suppress(Exception):
+            return infer(_sample(hf))
+        raise
+
+
+def prove(target: Target, *, whole: bool = True) -> None:
+    """Raise if `probe` finds a problem. Models with weights on meta are skipped.
 
     Raises:
-        UnsupportedError: Nothing could be inferred, or the probe refuses it.
+        UnsupportedError: There is a problem; the message says what, and what to try.
     """
-    key = _key(target.hf)
-    if key not in _INFERRED:
-        adapter = infer(target.hf)
-        problem = probe(replace(target, adapter=adapter)).problem
-        if problem is not None:
-            raise UnsupportedError(
-                f"model type {adapter.model_type!r} has no adapter, and the inferred one is refused: {problem}; change "
-                f"what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})",
-                page="unsupported-model",
-            )
-        _INFERRED[key] = adapter
-    return _INFERRED[key]
+    if target.resident and any(parameter.is_meta for parameter in target.hf.parameters()):
+        return
+    problem = probe(target, whole=whole).problem
+    if problem is None:
+        return
+    adapter = target.adapter
+    if _INFERRED.pop(_key(target.hf), None) is not None and target.kind == "hf":
+        raise UnsupportedError(
+            f"model type {adapter.model_type!r} has no adapter, and the inferred one is refused: {problem}; change "
+            f"what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})",
+            page="unsupported-model",
+        )
+    other = 'try backend="hf", or '
+    if target.kind == "hf":
+        other = ""
+    raise UnsupportedError(
+        f"the load-time probe of this {target.config.model_type} model failed ({target.kind}): {problem}; "
+        f"{other}report it with the model's name; probe=False loads it all the same",
+        page="probe-failed",
+    )
 
 
 def stack_of(hf: nn.Module) -> str:
@@ -1025,14 +1072,14 @@ def _key(hf: Any) -> str:
 
 def _sample(hf: Any) -> Any:
     """A random model of a configuration, with its first layer of each kind and those before it."""
-    from transformers import AutoModelForCausalLM
-
     config = copy.deepcopy(hf.config)
-    draft = Target(hf, hf, "hf", Adapter("", layers=stack_of(hf)))
+    text = config.get_text_config()
+    draft = Target(hf, hf, "hf", replace(DRAFT, layers=stack_of(hf)))
     depth = max(first_of_kinds(draft)) + 1
-    cut_depth(config.get_text_config(), max(depth, 2))
+    cut_depth(text, max(depth, 2))
+    text.vocab_size, text.pad_token_id = _SAMPLE_TOKENS, 0
     with torch.random.fork_rng(devices=[]):
-        return AutoModelForCausalLM.from_config(config).float().eval().requires_grad_(False)
+        return new_model(config).float().eval().requires_grad_(False)
 
 
 def infer(hf: nn.Module) -> Adapter:
@@ -1068,7 +1115,7 @@ def _infer(model: Any) -> Adapter:
     base = stack
     while base and "input_ids" not in inspect.signature(model.get_submodule(base).forward).parameters:
         base = base.rpartition(".")[0]
-    draft = Adapter("inferred", base=base, layers=stack, embed=names[model.get_input_embeddings()])
+    draft = replace(DRAFT, base=base, layers=stack, embed=names[model.get_input_embeddings()])
     target = Target(model, model, "hf", draft)
     tap = _Tap()
     with listening(target, tap.see):
@@ -1199,8 +1246,14 @@ def _merged(draft: Adapter, stages: list[_Stage], heads: list[_Heads | None]) ->
             if settings.setdefault(name, value) != value:
                 raise NotInferredError(f"{name!r} of the adapter is {settings[name]} in one layer, {value} in another")
     settings["adds"] = all(kind.adds for kind in kinds)
+    layouts = {of_layer.layout for of_layer in heads if of_layer is not None and of_layer.fused is not None}
+    if layouts:
+        settings["qkv_layout"] = layouts.pop() if len(layouts) == 1 else None
     settings["learned_sinks"] = any(of_layer is not None and of_layer.has_sinks for of_layer in heads)
-    return replace(draft, **settings, absolute_positions=_is_absolute(stages[0].target))
+    target = stages[0].target
+    layer = max(stages[-1].number, 1)  # one of another kind than the first may read what that has kept
+    settings["from_any_layer"] = layer < len(target.layers) and begins_at(target, layer, layer)
+    return replace(draft, **settings, absolute_positions=_is_absolute(target))
 
 
 def _spec(name: str, kinds: list[_Kind]) -> str | None:

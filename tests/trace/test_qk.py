@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.trace import attention_rows, trace
 from sinkscope.trace.attention import queries_and_keys
 
@@ -32,7 +33,7 @@ def _collect(target: Target, ids: Tensor) -> dict[tuple[int, bool], tuple[Tensor
 @pytest.mark.parametrize("model_type", every_nth([m for m in MODEL_TYPES if m != "falcon"], 2))
 def test_rotary_keeps_lengths_and_what_stands_at_one_position(model_type: str) -> None:
     model, tokenizer = tiny_model(model_type)
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     ids = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(1))
     whole = target.forward(ids).last_hidden_state
     seen = _collect(target, ids)
@@ -50,7 +51,7 @@ def test_rotary_keeps_lengths_and_what_stands_at_one_position(model_type: str) -
 
 def test_before_rotary_is_the_projection_and_after_it_gives_the_attention_rows() -> None:
     model, tokenizer = tiny_model("llama")
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     ids = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(1))
     seen = _collect(target, ids)
     rows: list[Tensor] = []
@@ -66,5 +67,5 @@ def test_before_rotary_is_the_projection_and_after_it_gives_the_attention_rows()
 
 def test_refused_where_attention_is_not_transformers_own() -> None:
     model, tokenizer = tiny_model("falcon")
-    with pytest.raises(UnsupportedError, match="falcon"), queries_and_keys(Target.of(model, tokenizer), print, [0]):
+    with pytest.raises(UnsupportedError, match="falcon"), queries_and_keys(target_of(model, tokenizer), print, [0]):
         pass
