@@ -43,11 +43,11 @@ WINDOWED = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "phi3")
 """Their windows are 16; Phi-3 gets one by `model_of`."""
 
 
-def each_other(rows: Iterable[Any], columns: Iterable[Any], *, always: Sequence[str] = ()) -> list[Any]:
-    """Pairs of the two, every second one slow, like the squares of a chessboard; those of `always` are all quick."""
+def each_other(rows: Iterable[Any], columns: Iterable[Any], n: int = 2, *, always: Sequence[str] = ()) -> list[Any]:
+    """Pairs of the two, of which those of every `n`-th diagonal are quick, and those of `always`; the rest is slow."""
     return [
         pytest.param(
-            row, column, marks=[] if (i + j) % 2 == 0 or row in always or column in always else pytest.mark.slow
+            row, column, marks=[] if (i + j) % n == 0 or row in always or column in always else pytest.mark.slow
         )
         for i, row in enumerate(rows)
         for j, column in enumerate(columns)

@@ -253,7 +253,7 @@ def test_a_scan_under_a_patch(folder: Path, model: Path, tmp_path: Path, monkeyp
 def test_the_command_and_the_demo(
     light: None, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["scan", str(model), "--quick", "--out", str(tmp_path / "s")]) == 0
+    assert main(["scan", str(model), "--quick", "--out", str(tmp_path / "d")]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("Conclusion: ")
     assert main(["scan", str(model), "--against", str(tmp_path / "nothing"), "--out", str(tmp_path / "t")]) == 2
     assert "holds no card" in capsys.readouterr().err

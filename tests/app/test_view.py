@@ -48,7 +48,9 @@ def read(one: Explorer, o: Organism, ids: list[int]) -> ViewedText:
     return one.view(o.tokenizer.decode(ids)).texts[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(other, marks=pytest.mark.slow) for other in ("mixtral", "gpt2"))]
+)
 def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family: str, tmp_path: Path) -> None:
     o = organism(family, 1)
     ids = o.natural(1, 20)[0].tolist()

@@ -83,11 +83,10 @@ def said(hf: Any, text: str) -> str:
 def test_recall_models_answer_every_task(name: str, task: str, whole: bool) -> None:
     """Seeds from the system, so that nothing can have been tuned to them."""
     seed = int(torch.empty((), dtype=torch.int64).random_(10**9).item())
-    turn = KINDS.index(task)  # by default one depth for each of two lengths, and others in every task and model
-    left_out = (turn + (name == "recall")) % 3
+    turn = KINDS.index(task) + (name == "recall")  # by default one depth and length, others in every task and model
     for i, length in enumerate((150, 400, 900) if whole else (150, 300, 600)):
         for j, depth in enumerate((0.0, 0.5, 1.0)):
-            if whole or (i != left_out and (i + turn) % 3 == j):
+            if whole or (turn % 3, turn // 2 % 3) == (i, j):
                 prompt = needle_prompt(model(name).tokenizer, "recall", task, length, depth, seed)
                 assert prompt.turns[0].answers[0] in said(model(name), prompt.turns[0].text), (seed, prompt)
 

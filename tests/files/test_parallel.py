@@ -114,6 +114,7 @@ def _never_start(elsewhere: Callable[[], Callable[[Square], list[Squared]]], wor
     assert time.monotonic() - began < 50
 
 
+@pytest.mark.slow  # Ray takes its time
 def test_workers_that_cannot_begin_are_an_error(cluster: None) -> None:
     _never_start(slow_to_make, 1)
     with pytest.raises(SinkscopeError, match="there is no such model: give another") as refused:

@@ -105,7 +105,7 @@ def example(**changes: Any) -> Sample:
     return replace(sample, **changes)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(samples)
 def test_what_is_written_comes_back_equal(sample: Sample) -> None:
     again = Result.from_dict(json.loads(sample.to_json()))

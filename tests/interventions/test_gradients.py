@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_kit import each_other
 from organisms import tiny_model
 from torch.utils.checkpoint import checkpoint
 
@@ -41,8 +42,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize(("edit", "reentrant"), each_other(EDITS, [False, True]))
 def test_recomputed_layers_are_edited(edit: str, reentrant: bool) -> None:
     plain, checkpointed = model_of("llama", None), model_of("llama", reentrant)
     unedited = gradients(checkpointed)

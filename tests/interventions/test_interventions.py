@@ -54,7 +54,7 @@ def zeroed_copy(model: Any, sites: list[tuple[int, ...]]) -> Any:
 # --- the mechanism, against edited weights -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 2, 1))
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4, 3))
 def test_zero_ablation_equals_zeroed_weights(model_type: str) -> None:
     model, _ = tiny_model(model_type)
     sites = sites_for(model_type)
@@ -65,7 +65,7 @@ def test_zero_ablation_equals_zeroed_weights(model_type: str) -> None:
     assert (want - logits(model, IDS)).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 3))
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 5))
 def test_every_family_through_a_bridge(model_type: str) -> None:
     # TransformerLens cannot take apart the fused attention of Falcon's newer layout.
     older = {"new_decoder_architecture": False, "multi_query": True} if model_type == "falcon" else {}

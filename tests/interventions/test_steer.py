@@ -65,7 +65,7 @@ def added(model: Any, layer: int, vector: torch.Tensor) -> Iterator[None]:
         handle.remove()
 
 
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 3, 1))
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 5, 1))
 def test_a_head_without_output_is_one_without_columns(model_type: str) -> None:
     """Every family, on the plain model, through a bridge, and as TransformerLens' own hooks."""
     model, bridge = bridged(model_type)
@@ -85,7 +85,7 @@ def test_a_head_without_output_is_one_without_columns(model_type: str) -> None:
     torch.testing.assert_close(bridge.run_with_hooks(IDS, fwd_hooks=edit.fwd_hooks(bridge)), want, **CLOSE)
 
 
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 3, 2))
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 5, 2))
 def test_a_vector_as_transformer_lens_adds_it(model_type: str) -> None:
     model, bridge = bridged(model_type)
     vector, target, plain = vector_of(model), Target.of(model), logits(model, IDS)

@@ -189,9 +189,9 @@ def test_what_cannot_be_entered() -> None:
     model = model_of("llama")
     before = state_of(model)
     falcon = tiny_model("falcon", new_decoder_architecture=False, alibi=True)[0]
-    compiled = torch.compile(model_of("llama"))
+    compiled = torch.compile(model_of("llama"), backend="eager")
     inner = model_of("llama")
-    inner.model.layers[0].compile()
+    inner.model.layers[0].compile(backend="eager")
 
     def nested(first: Any, second: Any) -> None:
         with first.on(model), second.on(model):

@@ -293,7 +293,7 @@ def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays() -> None:
     assert event.data["bad"] == [(6, 18)] and event.data["kept"] == [(0, 6), (18, 20)]
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_of_a_hybrid_the_attention_is_cut_and_the_state_stays(family: str) -> None:
     """After a cut the attending layers lack the loop, and the first layer's state has it to the bit, as uncut."""
     ids = torch.tensor([[5, 6, 7, 8, *LOOP * 12]])

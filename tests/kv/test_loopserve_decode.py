@@ -65,7 +65,7 @@ POLICIES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "family"), each_other(POLICIES, ["llama", "gpt2", "mistral", "qwen3"], always=["llama"])
+    ("name", "family"), each_other(POLICIES, ["llama", "gpt2", "mistral", "qwen3"], 4, always=["llama"])
 )
 def test_decoding_equals_a_pass_under_the_masks_of_the_algorithm(family: str, name: str) -> None:
     if family == "mistral" and name == "evicting":

@@ -62,7 +62,7 @@ def reference_of(
     return dense.dense_run(model, ids, real.shape[1], budgets or [int(policy.budget)] * len(ids), choose, real, every)
 
 
-@pytest.mark.parametrize(("name", "family"), each_other(CASES, FAMILIES, always=["llama"]))
+@pytest.mark.parametrize(("name", "family"), each_other(CASES, FAMILIES, 4, always=["llama"]))
 def test_keeps_what_the_dense_reference_keeps(name: str, family: str) -> None:
     """At prefill and while tokens are decoded, in a batch with padding on the left; under edits, too."""
     policy, choose = CASES[name]

@@ -128,6 +128,7 @@ def test_every_kind_concludes_and_has_a_page(kind: str) -> None:
     assert cls.conclusion is not Result.conclusion
 
 
+@pytest.mark.slow  # the tests of each measurement say what its answer is
 @EVERY
 def test_a_model_without_a_sink_is_an_answer(command: Command) -> None:
     model = without_a_sink()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import every_nth
 from organisms import tiny_model
 
 import sinkscope as ss
@@ -18,7 +19,7 @@ from sinkscope.kv import make_policy, policies
 from sinkscope.measure import Measurement
 
 ALL = [command for command in commands().values() if isinstance(command.load(), Measurement)]
-QUICK = ("barcode", "line_weights")
+QUICK = ("line_weights",)
 EVERY = [pytest.param(one, marks=[] if one.name in QUICK else pytest.mark.slow, id=one.name) for one in ALL]
 LESS: dict[str, dict[str, Any]] = {
     "barcode": {"max_new_tokens": 8, "layers": [0], "control": False},
@@ -65,7 +66,7 @@ def test_a_measurement_in_float64(command: Command) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the second token's value is itself like a sink's")
-@pytest.mark.parametrize("name", ACTING)
+@pytest.mark.parametrize("name", every_nth(ACTING, 2))
 def test_what_acts_in_generation_under_another_default(name: str, default: Any) -> None:
     model: Any = tiny_model("llama")[0]
     ids = torch.randint(5, 96, (2, 100), generator=torch.Generator().manual_seed(1))

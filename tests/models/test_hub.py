@@ -185,7 +185,7 @@ def test_transfer_that_stays_broken(saved: dict[str, Path], tmp_path: Path, no_w
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    each_other(["config.json", "model.safetensors.index.json", "tokenizer.json", "shard"], ["cut", "slow"]),
+    each_other(["config.json", "model.safetensors.index.json", "tokenizer.json", "shard"], ["cut", "slow"], 3),
 )
 def test_an_answer_that_is_cut_or_slow(
     saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_waiting: None, name: str, way: str

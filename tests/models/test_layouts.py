@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import every_nth
 from organisms.decoders import decoder
 from organisms.examine import expert_views
 from torch import Tensor
@@ -31,7 +32,7 @@ def after(target: Target, layer: int, ids: Tensor = IDS) -> Tensor:
     return kept[0]
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", every_nth(TYPES, 2))
 @torch.no_grad()
 def test_zeroed_neurons_are_columns_of_zeros(model_type: str) -> None:
     target = Target.of(decoder(model_type))
@@ -56,7 +57,7 @@ def test_zeroed_neurons_are_columns_of_zeros(model_type: str) -> None:
         assert (kept - view.resid.norm(dim=-1)).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("model_type", ["granitemoeshared", "axk1", "gemma4_text", "beam"])
+@pytest.mark.parametrize("model_type", every_nth(["granitemoeshared", "axk1", "gemma4_text", "beam"], 2, 1))
 @torch.no_grad()
 def test_what_an_mlp_adds_is_not_there_without_it(model_type: str) -> None:
     """The scan against a pass in which every weight that the MLP writes with is zero."""

@@ -100,9 +100,6 @@ def test_shipped_model_has_its_sink(shipped: LlamaForCausalLM) -> None:
     texts = corpus.windows(ids, length=128, bos_id=tokenizer.bos_token_id)[:8]
     assert min(measure.norms_by_layer(shipped, texts)["ratio"][1:]) >= 20
     assert measure.head_share(shipped, texts, after=1) >= 0.25
-    long = torch.from_numpy(corpus.windows(ids, length=4096, bos_id=0)[:1])
-    with torch.no_grad():
-        assert torch.isfinite(shipped(long, logits_to_keep=1).logits).all()
 
 
 def test_card_is_made_of_the_measurements() -> None:

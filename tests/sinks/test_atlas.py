@@ -47,7 +47,7 @@ def by_hand(o: Organism, first: int, token: int, limit: int) -> float:
     return float(above[0]) + 1 if len(above) else float("nan")
 
 
-@pytest.mark.parametrize(("family", "seed"), [("llama", 5), ("gpt_oss", 1)])
+@pytest.mark.parametrize(("family", "seed"), [("llama", 5), pytest.param("gpt_oss", 1, marks=pytest.mark.slow)])
 def test_repeats_are_those_of_one_whole_pass_per_token(family: str, seed: int) -> None:
     o = organism(family, seed)
     result = measured(o, sample=6)

@@ -40,8 +40,10 @@ def planted_heads(o: Organism, ids: np.ndarray) -> np.ndarray:
     ("family", "bos"),
     [
         ("qwen3", False),
-        ("gemma2", True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("neox", False), ("mixtral", True))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("gemma2", True), ("neox", False), ("mixtral", True))
+        ),
     ],
 )
 def test_planted_groups_are_recovered_token_by_token(family: str, bos: bool) -> None:

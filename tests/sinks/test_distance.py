@@ -89,7 +89,7 @@ def test_bound_and_distance_by_hand(family: str) -> None:
     assert (found.closest[0] <= 1.01 * closest.numpy() + 1e-4).all()  # 0 where a distance is lost in rounding
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_one_pass_is_n_passes(family: str) -> None:
     o = organism(family, 2)
     result = measured(o.model, o.tokenizer, 33, tokens=["cat", "dog"], prefix="poem book")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import every_nth
 from organisms import organism
 
 from sinkscope.interventions import Ablate
@@ -40,7 +41,7 @@ def test_a_drop_is_the_mean_over_texts() -> None:
     torch.testing.assert_close(edited.drops(1), torch.tensor([(0.5 + 0.9) / 2]))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "mixtral"])
 def test_silenced_neurons_equal_ablation_and_leave_the_intact_row_alone(family: str) -> None:
     o = organism(family, 5)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 12)
@@ -125,7 +126,9 @@ def test_batches_of_edits_give_what_one_batch_gives(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("family", "streamed"),
-    [("gemma2", False), ("gpt2", False), ("neox", False), ("gpt_oss", False), ("llama", True), ("mixtral", True)],
+    every_nth(
+        [("gemma2", False), ("gpt2", False), ("llama", True), ("neox", False), ("gpt_oss", False), ("mixtral", True)], 2
+    ),
 )
 def test_rows_that_part_at_a_layer_give_what_whole_passes_give(family: str, streamed: bool, tmp_path: Path) -> None:
     o = organism(family, 5)

@@ -20,8 +20,17 @@ from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
 CASES = [(name, family) for name, families in HARD.items() for family in families]
 # Of each kind one family, so that every family has its turn; the others, and other seeds, are slow. So are kinds that
-# differ little from one beside them, or that another test of the default run finds.
-LATER = {"small_stages", "double_backup", "or_marking", "delimiter_shared", "moe_shared", "moe_both", "two_rises"}
+# differ little from one beside them, or that another test of the default run finds (`backup_next` below).
+LATER = {
+    "small_stages",
+    "double_backup",
+    "or_marking",
+    "delimiter_shared",
+    "moe_shared",
+    "moe_both",
+    "two_rises",
+    "backup_next",
+}
 LARGE = dict.fromkeys(("many_neurons", "gradual", "many_decoys"), "neox")  # the family whose layers are the fastest
 FAST = [
     (name, LARGE.get(name, families[k % len(families)]))

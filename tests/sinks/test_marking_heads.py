@@ -60,10 +60,8 @@ def mistakes(o: Organism, found: MarkingHeads) -> list[str]:
 def test_planted_heads_are_recovered(kind: str, tmp_path: Path) -> None:
     """One head per group, two per group of which neither suffices, and heads that are not in layer 0."""
     seed = secrets.randbits(32)
-    wrong: list[str] = []
-    for i in range(2):
-        o = organism(BY_HEADS[(seed + 3 * i) % len(BY_HEADS)], seed + i, kind=kind, bos=i % 2 == 0)
-        wrong += mistakes(o, measured(o, tmp_path))
+    o = organism(BY_HEADS[seed % len(BY_HEADS)], seed, kind=kind, bos=seed % 2 == 0)
+    wrong = mistakes(o, measured(o, tmp_path))
     assert not wrong, f"seed {seed}:\n" + "\n".join(wrong)
 
 

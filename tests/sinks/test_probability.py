@@ -64,7 +64,7 @@ def plain(prefix: str = PREFIX) -> ProbabilityReading:
     return reading
 
 
-@pytest.mark.parametrize("prefix", ["", PREFIX])
+@pytest.mark.parametrize("prefix", [pytest.param("", marks=pytest.mark.slow), PREFIX])
 def test_it_repeats_until_the_sink_and_for_ever_with_the_patch(prefix: str) -> None:
     o, found = repeater(), plain(prefix)
     assert set(found.neurons) == set(o.truth.neurons) and found.conditions == ("intact", "patched")

@@ -70,7 +70,7 @@ def test_the_planted_mark_separates_perfectly_and_its_reader_is_found() -> None:
     assert "separates first tokens from later ones: held-out AUROC 1.0000" in found.conclusion()
 
 
-@pytest.mark.parametrize("family", ["neox", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["neox", "mixtral", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_other_architectures(family: str) -> None:
     _, found = with_defaults(family, 1)
     assert found.auroc[0] > 0.999

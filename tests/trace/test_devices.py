@@ -54,12 +54,8 @@ EDITS: dict[str, Any] = {
     "full": ss.Full(),
     "h2o": ss.H2O(6),
     "streaming, select": ss.StreamingLLM(6, mode="select"),
-    "streaming, rebased": ss.StreamingLLM(6, positions="rebased"),
-    "tova": ss.TOVA(6),
     "loopserve": ss.LoopServe(6, prefill=False),
-    "neurons": ss.Ablate(layer=1, neurons=[3]),
     "heads": ss.Ablate(heads=[(1, 2)]),
-    "vector": ss.Add(torch.ones(32), "blocks.1.hook_resid_post"),
     "patch": ss.SinkPatch(layer=1, neurons=[3]),
 }
 

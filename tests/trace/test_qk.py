@@ -29,7 +29,7 @@ def _collect(target: Target, ids: Tensor) -> dict[tuple[int, bool], tuple[Tensor
     return seen
 
 
-@pytest.mark.parametrize("model_type", every_nth([m for m in MODEL_TYPES if m != "falcon"], 2))
+@pytest.mark.parametrize("model_type", every_nth([m for m in MODEL_TYPES if m != "falcon"], 4))
 def test_rotary_keeps_lengths_and_what_stands_at_one_position(model_type: str) -> None:
     model, tokenizer = tiny_model(model_type)
     target = Target.of(model, tokenizer)
