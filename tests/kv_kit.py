@@ -134,7 +134,7 @@ def held_after(policy: Drawn, held: list[int], layer: int, head: int, row: int, 
     return sorted(sure + rest[: max(0, policy.budget - len(sure))])
 
 
-_RULE: dict[int, Tensor] = {}
+_RULE = {}
 
 
 def _reference_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **kwargs: Any) -> Any:
@@ -172,7 +172,7 @@ def under(model: Any, sees: list[Tensor]) -> Iterator[None]:
 @torch.no_grad()
 def attended(model: Any, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor, float]]:
     """Queries, keys and values `[row head pos d_head]` of every layer, and its scaling, in a pass under masks."""
-    found: list[tuple[Tensor, Tensor, Tensor, float]] = []
+    found = []
 
     def keep(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kwargs: Any) -> Any:
         found.append((query, key, value, kwargs["scaling"]))
@@ -263,7 +263,7 @@ def run_policy(
     policy: Policy | None, model: Any, ids: Tensor, mask: Tensor, chunks: tuple[int, ...]
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """Logits from the last prompt token on, and what each step read: bool `[step][layer][batch kv_head column]`."""
-    kept, logits, end = list[list[Tensor]](), list[Tensor](), 0
+    kept, logits, end = [], [], 0
     kv = DynamicCache()
     with policy.on(model) if policy is not None else torch.no_grad():
         for step in (*chunks, *[1] * (ids.shape[1] - sum(chunks))):

@@ -13,7 +13,6 @@ import venv
 import zipfile
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ import sinkscope
 from sinkscope.app.commands import commands
 
 ROOT = Path(__file__).parents[1]
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # A package imports only what stands above it. Names not listed here are helpers of the ground floor.
 ORDER = (
     "errors",
@@ -110,7 +109,7 @@ FILES = {_module(f): f for f in sorted((ROOT / "sinkscope").rglob("*.py"))}
 @cache
 def _imported(name: str) -> set[str]:
     """Modules, and names of modules, that a file imports, also inside functions and for type checkers only."""
-    found: set[str] = set()
+    found = set()
     for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "sinkscope":
             found |= {f"{node.module}.{a.name}" for a in node.names}
@@ -142,7 +141,7 @@ LAZY = {"sinkscope", "sinkscope.app.commands"}  # they name every module, and im
 def test_imports_go_one_way() -> None:
     """No file imports, by any way, one that imports it."""
     for name in FILES:
-        seen: set[str] = set()
+        seen = set()
         ahead = sorted(_edges(name) - LAZY) if name not in LAZY else []
         while ahead:
             other = ahead.pop()

@@ -86,7 +86,7 @@ def _same(_folder: Path) -> None:
 
 
 _DOWN = "model.layers.1.mlp.down_proj.weight"
-SPOILED: list[tuple[Callable[[Path], None], dict[str, Any], tuple[str, ...]]] = [
+SPOILED = [
     (_without("config.json"), {}, ("m has no config.json", "give the folder")),
     (_written("config.json", "{"), {}, ("config.json is not a JSON file", "download it again")),
     (_written("config.json", "[1]"), {}, ("config.json of m has no model_type", "give one")),

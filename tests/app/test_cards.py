@@ -98,7 +98,7 @@ def test_a_finished_scan_measures_nothing_again(folder: Path, model: Path, monke
 
 
 def test_an_interrupted_scan_goes_on(light: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[str] = []
+    measured = []
     real = Measurement.on
 
     def on(self: Any, setup: Setup, **options: Any) -> Any:
@@ -121,7 +121,7 @@ def test_other_settings_are_kept_apart(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
 ) -> None:
     only(monkeypatch, FEW)
-    options: dict[str, Any] = {"out": folder, "quick": True, **other}
+    options = {"out": folder, "quick": True, **other}
     with pytest.raises(SinkscopeError, match="begun with other settings"):
         scan(model, **options)
 
@@ -157,7 +157,7 @@ def test_a_model_that_does_not_fit_is_streamed_and_opened_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only(monkeypatch, ("marking_heads", "circuit"))
-    opened: list[str] = []
+    opened = []
     real = Setup.open
 
     def opening(*args: Any, **options: Any) -> Setup:
@@ -211,7 +211,7 @@ def test_lengths_fit_the_context() -> None:
 def test_two_halves_of_one_text_differ_in_nothing(tmp_path: Path, model: Path) -> None:
     """Every other row of a text: no number and no fact counts as changed."""
     rows = planted().natural(240, 64)
-    cards: list[SinkCard] = []
+    cards = []
     for half in range(2):
         text = tmp_path / f"{half}.txt"
         text.write_text(" ".join(planted().tokenizer.decode(row[1:]) for row in rows[half::2]))
@@ -223,7 +223,7 @@ def test_two_halves_of_one_text_differ_in_nothing(tmp_path: Path, model: Path) -
 
 def test_a_fact_that_changed_is_named(folder: Path) -> None:
     card = read_card(folder)
-    properties: list[Any] = []
+    properties = []
     for fact in card.properties:
         properties.append(replace(fact, word="L9.N9") if "neurons" in fact.label else fact)
     compared = card.compared(replace(card, properties=tuple(properties)))

@@ -50,7 +50,7 @@ EVERY = pytest.mark.parametrize("words", list(commands()))
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
     """Measurements give a made-up result at once, and the arguments of each call are kept."""
-    arguments: list[dict[str, Any]] = []
+    arguments = []
 
     def fake(_: Any, **given: Any) -> Any:
         arguments.append(given)
@@ -213,7 +213,7 @@ def test_a_file_that_ends_early_is_no_interruption(
 
 
 def test_backend_loads_that_kind_of_object(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[Any] = []
+    loads = []
     monkeypatch.setattr(sinkscope.models.load, "load", lambda *args, **given: loads.append((args, given)) or "object")
     assert main(["find-sinks", "--model", "m", "--backend", "bridge", "--dtype", "float16"]) == 0
     assert loads == [(("m",), {"backend": "bridge", "dtype": "float16"})]
@@ -259,7 +259,7 @@ def test_models_agree_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
 def test_generate_prints_text_on_stdout_and_events_on_stderr(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments: dict[str, Any] = {}
+    arguments = {}
 
     def fake(model: Any, prompt: str, *, on_text: Any, **given: Any) -> list[Generated]:
         arguments.update(given, model=model, prompt=prompt)

@@ -43,7 +43,7 @@ def _agrees(result: FindSinks, o: Organism) -> None:
 
 def test_folder_is_read_upward_and_no_further_than_needed(deep: Organism, tmp_path: Path) -> None:
     deep.save(tmp_path / "m")
-    target: Any = opening.open_target(tmp_path / "m", None, None, None, None, False)
+    target = opening.open_target(tmp_path / "m", None, None, None, None, False)
     text = _text(deep, tmp_path)
     result = find_sinks(target, max_repeats=16, text=text)
     _agrees(result, deep)
@@ -60,7 +60,7 @@ def test_gguf_is_opened_with_as_many_layers_as_it_takes(
     deep: Organism, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_gguf(tmp_path / "m.gguf", deep.model, deep.tokenizer)
-    asked: list[int | None] = []
+    asked = []
     load = opening.load
 
     def counted(*args: Any, layers: int | None = None, **kwargs: Any) -> Any:

@@ -136,7 +136,7 @@ def test_what_the_checkpoint_says_of_decoding_changes_nothing() -> None:
 def test_a_measurement_and_its_command_state_the_decoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = organism("llama", 3).save(tmp_path / "m")
     words = ["barcode", "--model", str(folder), "--layer", "0", "--max-new-tokens", "4", "--no-control", "--json", "-"]
-    results: list[Any] = []
+    results = []
     for settings in ({}, {"repetition_penalty": 1.7, "num_beams": 3}):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **settings}))
         assert main(words) == 0

@@ -193,7 +193,7 @@ def test_old_report_stays_if_the_new_one_fails(plain: Path, monkeypatch: pytest.
 
 def test_progress_counts_files(plain: Path) -> None:
     shutil.copy(plain / "plain.json", plain / "second.json")
-    told: list[tuple[str, int, int]] = []
+    told = []
     report(plain, progress=lambda *now: told.append(now))
     assert told == [("reading", 0, 2), ("reading", 1, 2)]
 

@@ -40,7 +40,7 @@ def steered(folder: Path) -> Path:
     model = spoiled(folder)
     file = model / "tokenizer.json"
     content = json.loads(file.read_text())
-    vocabulary: dict[str, int] = content["model"]["vocab"]
+    vocabulary = content["model"]["vocab"]
     content["model"]["vocab"] = {f"{word}{STEERING}" if i > 10 else word: i for word, i in vocabulary.items()}
     file.write_text(json.dumps(content))
     return model

@@ -22,7 +22,7 @@ WORDS = ("nonsense", "", STEERING, LONG, "\udcff")
 NUMBERS = ("x", "", "1e400", "nan", "1,5", "\u00b9", "0x10", STEERING, LONG)
 BAD_FILES = ("missing", "folder", "binary", "pipe", "/proc/self/mem", "a\0b", "~nobody-here/x", *WORDS)
 BAD_JSON = (*BAD_FILES, "empty", "brackets.json", "other.json", "list.json", "words.txt")
-BAD: dict[object, tuple[str, ...]] = {  # by the name of an option, or by its type
+BAD = {  # by the name of an option, or by its type
     click.INT: ("1.5", str(2**63), "1" + "0" * 400, "-" + "9" * 30, *NUMBERS),
     click.FLOAT: ("inf", "-inf", *NUMBERS),
     "model": ("./missing", "missing.gguf", "binary", "words.txt", "llama-2-77b", "org/missing", *BAD_FILES[:-2]),
@@ -79,7 +79,7 @@ def _required(words: str, without: str = "") -> list[str]:
 def _cases(words: str) -> list[Case]:
     """Everything that a command has to refuse without a model in memory."""
     line = _required(words)
-    cases: list[Case] = [(*line, "--nonsense"), (*line, "one", "two", "three", "--more")]
+    cases = [(*line, "--nonsense"), (*line, "one", "two", "three", "--more")]
     options = {option.name: option for option in click_command(commands()[words]).params}
     for option in options.values():
         if isinstance(option, click.Option):
@@ -118,7 +118,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _state(folder: Path | str) -> dict[str, tuple[int, ...]]:
     """What is in a folder, and of each file when it was last written and how long it is."""
-    state: dict[str, tuple[int, ...]] = {}
+    state = {}
     for entry in os.scandir(folder):
         if entry.is_dir():
             state |= {entry.path: (), **_state(entry.path)}
@@ -137,7 +137,7 @@ def wrongs(
     before = _state(files)
 
     def run(cases: list[Case]) -> list[str]:
-        wrong: list[str] = []
+        wrong = []
         capfd.readouterr()
         for words in cases:
             code = main(words)

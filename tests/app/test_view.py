@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import browser
 import numpy as np
@@ -260,7 +259,7 @@ def test_the_live_page_answers_only_under_its_address(bundled: Explorer) -> None
         assert client.get(path).status_code == 404
     assert client.get("/secret/", headers={"Host": "evil.example"}).status_code == 400
     assert client.get("/secret/view").status_code == 405
-    passes: list[int] = []
+    passes = []
     inner = bundled.setup.target.base.register_forward_pre_hook(lambda *_: passes.append(1))
     client.post("/secret/view", json={"text": "a block"})
     passes.clear()
@@ -285,7 +284,7 @@ def test_the_live_page_answers_only_under_its_address(bundled: Explorer) -> None
 
 def test_the_live_page_in_a_browser(bundled: Explorer, chrome: browser.Browser) -> None:
     bundled.text = "A class is a block. A block is a piece of text."
-    addresses: list[str] = []
+    addresses = []
     threading.Thread(target=serve, args=(bundled, 0, addresses.append), daemon=True).start()
     until = time.monotonic() + 20
     while not addresses and time.monotonic() < until:
@@ -317,7 +316,7 @@ def test_a_notebook_shows_a_widget_that_python_answers(
 ) -> None:
     monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
     shown = ss.view(text="a block is a piece of text", generation=False)
-    sent: list[Any] = []
+    sent = []
     monkeypatch.setattr(shown.widget, "send", sent.append)
     shown.widget._handle_custom_msg({"number": 3, "request": {"text": "a block", "off": ["L1.N338"]}}, [])
     assert sent[0]["number"] == 3

@@ -155,7 +155,7 @@ def test_without_planted_heads_nothing_locks() -> None:
     assert walk.conclusion() == "The 60 generated tokens end in no loop, so no head can lock onto one."
     assert walk.numbers()[0].value is None
     ids = [*prompt.ids[0].tolist(), *prompt.cycle * 12]  # what the organism with them would say
-    options: dict[str, Any] = {"ids": ids, "control": organism.healthy_prompt(len(ids), 400)[0].tolist()}
+    options = {"ids": ids, "control": organism.healthy_prompt(len(ids), 400)[0].tolist()}
     without = barcode(organism.model, tokenizer=organism.tokenizer, **options)
     planted = barcode(with_heads.model, tokenizer=organism.tokenizer, **options)
     for layer, head in with_heads.truth.locking_heads:
@@ -211,13 +211,13 @@ def test_a_guard_leaves_its_marks() -> None:
     steps = result.events["guard"]
     assert steps and all(0 < step < 80 for step in steps)
     assert f"Steps at which the guard acted: {steps[0]}" in str(result)
-    drawn: Any = result.figure()
+    drawn = result.figure()
     assert {shape.y0 for shape in drawn.layout.shapes} >= set(steps)
 
 
 def test_the_figure_shows_gains_and_pictures() -> None:
     organism, result = of_a_loop()
-    drawn: Any = result.figure()
+    drawn = result.figure()
     np.testing.assert_allclose(drawn.data[0].z, result.gain)
     pictures = [trace for trace in drawn.data if trace.type == "heatmap"][1:]
     assert len(pictures) == 2 * len(result.shown)
@@ -225,20 +225,20 @@ def test_the_figure_shows_gains_and_pictures() -> None:
     alone = measured(organism, organism.looping_prompt(5).ids, 40, control=False)
     np.testing.assert_allclose(alone.gain, alone.score)
     assert "no control" in alone.conclusion() and "control_score" not in alone.rows()[0]
-    figure: Any = alone.figure()
+    figure = alone.figure()
     assert len([trace for trace in figure.data if trace.type == "heatmap"]) == 1 + len(alone.shown)
 
 
 def test_the_page_runs() -> None:
     page = (Path(__file__).parents[2] / "docs/measure/barcode.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
+    names = {}
     exec(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[0], names)
     assert names["rows"].shape == (40, 104)
 
 
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     model, tokenizer = tiny_model("llama")
-    cases: list[tuple[dict[str, Any], str]] = [
+    cases = [
         ({"heads": [(0, 4)]}, "head 4 is not in .*: give one from 0 to 3"),
         ({"heads": [(0, 0)], "layers": [0]}, "layers and heads are given"),
         ({"layers": []}, "no layer was given"),

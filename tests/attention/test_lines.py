@@ -76,7 +76,7 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type: str) -> None:
     etas = (0.05, 0.2, 1.0)
     layers = [0, 2]
     result = line_weights(model, texts, etas=etas, layers=layers, tokenizer=tokenizer)
-    expected: dict[str, Tensor] = {}
+    expected = {}
 
     def add(name: str, value: float, *place: int) -> None:
         expected.setdefault(name, torch.zeros(3, 2, 4, dtype=torch.float64))[place] += value
@@ -86,7 +86,7 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type: str) -> None:
         for head in range(4):
             matrices = [attentions[layer][head] for attentions in dense]
             for e, eta in enumerate(etas):
-                own: list[Sets] = []
+                own = []
                 for weights in matrices:
                     n = len(weights)
                     half = len(weights) // 2
@@ -237,7 +237,7 @@ def test_a_wrapped_model_half_precision_and_interventions() -> None:
 
 def test_short_texts_and_other_models_are_refused() -> None:
     model, tokenizer = tiny_model("llama")
-    cases: list[tuple[dict[str, Any], str]] = [
+    cases = [
         ({"texts": ["ab"]}, r"text 0 has \d tokens, at least 16"),
         ({"texts": ["x"], "data": "y.jsonl"}, "only one of them"),
         ({"texts": "one text"}, "expected a list of them"),

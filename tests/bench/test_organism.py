@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ def by_id() -> dict[str, Prompt]:
 
 
 def test_the_weights_are_what_the_generator_makes() -> None:
-    shipped: Any = ss.load("organism", backend="hf")
+    shipped = ss.load("organism", backend="hf")
     weights = shipped.state_dict()
     assert all(torch.equal(weight, weights[name]) for name, weight in organism().model.state_dict().items())
     text = next(iter(by_id().values())).turns[0].text

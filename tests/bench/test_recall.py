@@ -46,7 +46,7 @@ def test_answers_follow_from_the_text(shape: tuple[int, list[int], int, bool]) -
     for position in POSITIONS:
         turns = at(position, shape)
         assert turns == at(position, shape)
-        facts: dict[str, list[str]] = {}
+        facts = {}
         for index, turn in enumerate(turns):
             said = turn.text.split()
             assert len(said) == lengths[index]

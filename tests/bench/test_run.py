@@ -115,7 +115,7 @@ def test_samples_depend_on_seed_and_prompt_alone() -> None:
 
 def test_scores_are_against_the_answers_and_by_chance_against_those_of_another() -> None:
     said = run(["full"], task(dialogues(2, 1)))
-    prompts: list[Prompt] = []
+    prompts = []
     for prompt, record in zip(dialogues(2, 1), said, strict=True):
         prompts.append(Prompt(prompt.id, (Turn(prompt.turns[0].text, (record.text,), "exact"),), "file"))
     scored = run(["full"], task(tuple(prompts)))

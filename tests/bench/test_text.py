@@ -27,7 +27,7 @@ LENGTHS = {"a": (40, 9), "b": (25, 5), "c": (33, 1)}
 
 def compared(folder: Path, methods: list[str], *, answers: bool = True, **options: Any) -> dict[Any, BenchRecord]:
     """Records by method and prompt, along given answers or along those of the full cache."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     for name, (prompt, answer) in LENGTHS.items():
         rows.append({"id": name, "prompt": words(prompt), "answers": [words(answer, 3)] if answers else []})
     file = folder / "prompts.jsonl"
@@ -49,7 +49,7 @@ def ids_of(name: str) -> tuple[list[int], list[int]]:
 def dense(ids: list[int], seen: torch.Tensor | None = None) -> torch.Tensor:
     """Logits of one plain forward call in which query i sees the keys of `seen[i]`."""
     hf = tiny()[0]
-    given: dict[str, Any] = {}
+    given = {}
     if seen is not None:
         mask = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
         given = {"attention_mask": mask[None, None]}
@@ -99,7 +99,7 @@ def test_one_forward_call_under_a_mask_gives_the_same(tmp_path: Path, method: st
 
 def test_full_is_itself_and_batches_change_nothing(tmp_path: Path) -> None:
     methods = ["full", "h2o:16", "loopserve-0:16:alpha=0.7:dense_above=inf"]
-    options: dict[str, Any] = {"answers": False, "max_new_tokens": 4}
+    options = {"answers": False, "max_new_tokens": 4}
     one, many = (compared(tmp_path, methods, batch_size=size, **options) for size in (1, 3))
     assert set(one) == set(many) and len(one) == 9
     for (method, prompt), record in one.items():
@@ -116,7 +116,7 @@ def test_full_is_itself_and_batches_change_nothing(tmp_path: Path) -> None:
 
 def test_of_the_recall_model_what_is_lost_is_seen(tmp_path: Path) -> None:
     """A budget that holds the end of the prompt only: the full cache's answers, of 3 and 6 tokens, are not its own."""
-    rows: list[dict[str, str]] = []
+    rows = []
     for hops in (1, 2):
         for position in ("begin", "end"):
             turn = recall_dialogue(hops, turns=1, tokens=70, hops=hops, position=position).turns[0]  # type: ignore[arg-type]

@@ -151,7 +151,7 @@ _OUTPUT = re.compile(r"<!-- output: (.+?) -->")
 
 def marked_blocks() -> list[tuple[str, str, str]]:
     """Marks, language and source of every block of the README, with what stands in for what tests do not have."""
-    found: list[tuple[str, str, str]] = []
+    found = []
     for marks, language, source in _MARKED.findall((ROOT / "README.md").read_text(encoding="utf-8")):
         for there, written, _ in _WITH.findall(marks):
             assert written in source, f"{written!r} is not in the block below its mark"
@@ -163,7 +163,7 @@ def marked_blocks() -> list[tuple[str, str, str]]:
 def test_every_command_that_is_shown_exists(capsys: pytest.CaptureFixture[str]) -> None:
     """In the README and the pages: its words are a command, and its options are in the help."""
     known = set(commands())
-    helps: dict[str, str] = {}
+    helps = {}
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     lines = [line for page in pages for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.M | re.S)
              for line in block.replace("\\\n", " ").splitlines()]  # fmt: skip
@@ -221,18 +221,18 @@ def test_the_repeated_token_page_says_what_its_figures_hold() -> None:
     """Baselines and the less convenient numbers stand beside the others; every figure of the page is shown."""
     page = (ROOT / "docs/papers/repeated-token.md").read_text(encoding="utf-8")
     row = next(line for line in page.splitlines() if "`sinkscope attack --length" in line)
-    attack: Any = Result.load(ROOT / "figures/attack.json")
+    attack = Result.load(ROOT / "figures/attack.json")
     for one in attack.rows():
         if (one["context"], one["source"]) == ("BOS", "cluster"):
             assert f"{one['most']:.0%}".replace("%", " %") in row, one
-    attention: Any = Result.load(ROOT / "figures/repeat-attention.json")
+    attention = Result.load(ROOT / "figures/repeat-attention.json")
     means = attention.attention
     behind = means.first_behind
     for numbers in (means.mean_to_high[behind:, 1], means.tail_to_high[behind:, 1]):
         assert f"{100 * numbers.mean():.1f} %" in page
     for share in (means.uniform[1], means.tail_uniform[1]):
         assert f"{100 * share:.1f} %" in page
-    divergence: Any = Result.load(ROOT / "figures/divergence.json")
+    divergence = Result.load(ROOT / "figures/divergence.json")
     told = next(line for line in page.splitlines() if line.startswith("| Table 3 on the model in the package"))
     assert f"about {np.median(divergence.probability.left[0]):.0f} repetitions" in told
     for name in ("find_sinks", "repeat", "repeat-attention", "attack", "atlas", "divergence", "patch-make"):

@@ -17,7 +17,7 @@ EVERY = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def stored(path: Path) -> Any:
-    notebook: Any = nbformat.read(path, as_version=4)
+    notebook = nbformat.read(path, as_version=4)
     if "sinkscope" not in notebook.metadata:
         pytest.skip(f"no outputs are stored: python -m experiments.notebooks {path.name[:2]}")
     return notebook
@@ -46,7 +46,7 @@ def test_the_checks_stand_in_the_last_cell(path: Path) -> None:
 
 def test_the_first_notebook_runs_and_shows_what_it_stores(capsys: pytest.CaptureFixture[str]) -> None:
     """Its cells in this process, with their assertions. In a kernel it runs with all the others, and -m slow."""
-    names: dict[str, Any] = {"__name__": "__main__"}
+    names = {"__name__": "__main__"}
     for cell in (cell for cell in stored(NOTEBOOKS[0]).cells if cell.cell_type == "code"):
         body = ast.parse(cell.source).body
         end = ast.Expression(body.pop().value) if isinstance(body[-1], ast.Expr) else None
@@ -62,7 +62,7 @@ def test_the_first_notebook_runs_and_shows_what_it_stores(capsys: pytest.Capture
 
 
 def test_other_code_has_another_digest() -> None:
-    notebook: Any = nbformat.read(NOTEBOOKS[0], as_version=4)
+    notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
     before = digest(notebook)
     notebook.cells[0].source += "more words"
     assert digest(notebook) == before

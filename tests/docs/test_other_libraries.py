@@ -47,7 +47,7 @@ def test_both_sides_say_the_same(library: str, theirs: str, ours: str, tmp_path:
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 90, (1, 24), generator=g)
     weights = {"W_enc": torch.randn(32, 64, generator=g), "W_dec": torch.randn(64, 32, generator=g)}
-    sae: Any = SimpleNamespace(**weights, encode=lambda x: torch.relu(x @ weights["W_enc"]))
+    sae = SimpleNamespace(**weights, encode=lambda x: torch.relu(x @ weights["W_enc"]))
     given = {"torch": torch, "ss": ss, "model": model, "ids": ids, "v": torch.randn(32, generator=g), "sae": sae}
     given["site"] = "blocks.1.hook_resid_post"
     out = typed(ours, tmp_path / "ours.py", given)

@@ -40,7 +40,7 @@ def test_a_damaged_archive_is_one_line(tmp_path: Path, packing: int, at: int | N
 
 
 def records(count: int) -> list[LongBenchRecord]:
-    made: list[LongBenchRecord] = []
+    made = []
     for i in range(count):
         context = f"Paper {i}.\nIt was written in the year {1900 + i}.\nIt has {i + 3} pages.\nNobody read it twice."
         made.append(LongBenchRecord(str(i), context, f"When was paper {i} written?", (str(1900 + i),), ()))
@@ -75,7 +75,7 @@ def test_loopbench_prompts_reach_the_mean_and_repeat(bench: str, source: str) ->
 
 
 def test_algorithm_1_loses_answers_as_printed_and_none_as_repaired() -> None:
-    lost: dict[str, list[bool]] = {}
+    lost = {}
     for form in ("faithful", "repaired"):
         for dialogue in serve_build.build("qasper", records(40), form, count=60):  # type: ignore[arg-type]
             said = ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ YARN = {
     "original_max_position_embeddings": 256,
     "attention_factor": 1.3,
 }
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "llama": {},
     "gpt_oss": {"rope_parameters": {**YARN, "truncate": False}},
     "gpt_neox": {},  # partial rotary
@@ -38,7 +37,7 @@ def ids_of(length: int, seed: int = 1) -> Tensor:
 
 def attention_of(target: Target, scores: Tensor, layer: int) -> Tensor:
     """Attention as the model makes it of unscaled scores."""
-    module: Any = target.sub(layer, target.adapter.attn)
+    module = target.sub(layer, target.adapter.attn)
     scores = scores * float(module.scaling)
     cap = getattr(target.config, "attn_logit_softcapping", None)
     if cap:

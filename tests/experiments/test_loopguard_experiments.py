@@ -26,7 +26,7 @@ def test_the_page_says_what_was_measured_of_the_same_cycle() -> None:
 
 
 def test_a_cut_equals_the_same_attention_under_a_mask() -> None:
-    model: Any = tiny_model("llama")[0]
+    model = tiny_model("llama")[0]
     ids, keep = [(5 * i) % 60 + 4 for i in range(30)], [0, 3, 4, 5, 17, 28]
     mask = torch.zeros(1, 1, 30, 30).masked_fill(torch.ones(30, 30).triu(1).bool(), -torch.inf)
     mask[0, 0, -1, [p for p in range(29) if p not in keep]] = -torch.inf

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from einops import einsum
@@ -23,13 +21,13 @@ def written_norm(target: Target, layer: int, neuron: int, stream: torch.Tensor) 
     read = stream / stream.norm(dim=-1, keepdim=True) * target.d_model**0.5
     if adapter.mid != adapter.mlp:
         names = (adapter.mid, "post_attention_layernorm", "input_layernorm")
-        norm: Any = next(block.get_submodule(name) for name in names if name and hasattr(block, name))
+        norm = next(block.get_submodule(name) for name in names if name and hasattr(block, name))
         read = norm(stream) - norm(torch.zeros(1, target.d_model))
     rows = [part[neuron].float() for part in input_rows(target, layer, None)]
     values = torch.stack([einsum(read, row, "start d_model, d_model -> start").abs() for row in rows])
     column = target.w_out(layer, [neuron])[0].float()
     if adapter.post_mlp_norm is not None:
-        behind: Any = block.get_submodule(adapter.post_mlp_norm)
+        behind = block.get_submodule(adapter.post_mlp_norm)
         column = column * behind(torch.ones(1, target.d_model))[0]
     return values.prod(0) * column.norm()
 

@@ -102,7 +102,7 @@ def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path:
     all_, kept = _run(tmp_path / "r", range(9), Pool(square))  # goes on from those that are kept
     assert all_ == one
     assert {record.number for record in kept.records.values() if record.process == os.getpid()} == {6, 7, 8}
-    calls: list[Square] = []
+    calls = []
     _run(tmp_path / "r", range(9), Pool(lambda job: calls.append(job) or square(job)))
     assert calls == []
 
@@ -148,7 +148,7 @@ def test_two_workers_make_the_same_records_of_a_benchmark(
     from sinkscope.bench.run import run_bench
 
     model, tokenizer = tiny()
-    options: dict[str, Any] = {"batch_size": 2, "tokenizer": tokenizer}
+    options = {"batch_size": 2, "tokenizer": tokenizer}
     methods = ["full", "streaming:16", "repetition-penalty", "loopguard:64"]
     one = run_bench(model, task(), methods, **options)
     run_bench(model, task(), methods[:1], out=tmp_path / "two", **options)
@@ -179,7 +179,7 @@ def test_bad_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_progress_counts_what_is_there_already(tmp_path: Path) -> None:
-    seen: list[tuple[str, int, int]] = []
+    seen = []
     for numbers in (range(3), range(5)):
         kept = Folder(tmp_path / "r", {}, Squared)
         with kept, Pool(square) as pool:

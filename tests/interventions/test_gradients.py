@@ -100,7 +100,7 @@ def test_what_needs_a_cache_is_refused(what: Any) -> None:
 
 @pytest.mark.parametrize("what", [ss.H2O(3), ss.LoopGuard(64), ss.LoopServe(64), Observe(lambda rows: None)])
 def test_another_attention_inside_the_with_is_refused(what: Any) -> None:
-    model: Any = tiny_model("llama")[0]
+    model = tiny_model("llama")[0]
     was = attention_name(model.config)
     with what.on(model):
         model.set_attn_implementation("eager")

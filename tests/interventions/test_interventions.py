@@ -26,7 +26,7 @@ from sinkscope.models.target import Target
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 SHARED = {"qwen2_moe": "mlp.shared_expert", "glm4_moe": "mlp.shared_experts"}
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", *SHARED)
-KINDS: dict[str, Callable[[Any, Any], Any]] = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
+KINDS = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
 
 
 def sites_for(model_type: str) -> list[tuple[int, ...]]:
@@ -132,7 +132,7 @@ def test_edits_of_one_expert_neuron_follow_each_other() -> None:
 
 def test_mean_ablation() -> None:
     model, _ = tiny_model("llama")
-    seen: list[Tensor] = []
+    seen = []
     handle = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _m, a: seen.append(a[0]))
     logits(model, IDS)
     handle.remove()
@@ -236,7 +236,7 @@ def shape_mask(real: Tensor, start: int, stop: int, kind: str) -> Any:
     return torch.where(square, 0.0, torch.finfo(torch.float32).min) if kind == "float" else square
 
 
-_TINY: list[Any] = []
+_TINY = []
 
 
 def tiny_llama() -> Any:

@@ -33,7 +33,7 @@ def neutral(o: Organism, site: str = "post") -> dict[tuple[int, ...], float]:
     """Median over ordinary text, as find_sinks calibrates; measured here with a raw hook."""
     values = {}
     for layer, neuron in o.truth.neurons:
-        seen: list[Tensor] = []
+        seen = []
         target = Target.of(o.model)
         if site == "post":
             module = target.sub(layer, target.adapter.down)
@@ -100,7 +100,7 @@ def test_which_site_repairs_which_sink(kind: str, seed: int) -> None:
 def test_forward_equals_the_listing_in_every_kind() -> None:
     o = organism("llama", 2)
     ids = o.repeated(60)
-    wanted: dict[Any, Tensor] = {}
+    wanted = {}
     for site in ("post", "up"):
         with listing_1(o.model, list(o.truth.neurons), site):
             wanted[site] = logits(o.model, ids)
@@ -332,7 +332,7 @@ def test_expert_neurons_take_the_second_tokens_value(model_type: str) -> None:
     """Also where the second token went to other experts: the value is what the neuron would have there."""
     model, _ = tiny_model(model_type)
     site, ids = (1, 2, 5), torch.tensor([[1, 20, 21, 22, 23, 24, 25, 26]])
-    seen: list[Tensor] = []
+    seen = []
     experts = model.model.layers[1].mlp.experts
     handle = experts.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
     logits(model, ids)
@@ -381,7 +381,7 @@ def test_from_result(tmp_path: Path) -> None:
             SinkPatch.from_result(SimpleNamespace(sink_layer=layer, neurons=neurons, model=info))
 
 
-GOOD: dict[str, Any] = {
+GOOD = {
     "schema": 1,
     "kind": "sink-patch",
     "model": None,

@@ -19,12 +19,10 @@ from sinkscope.interventions import Ablate, Add, SinkPatch
 from sinkscope.models.target import Target
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
-KINDS: dict[str, Callable[[Any, Any], Any]] = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
-OLDER: dict[str, dict[str, Any]] = {
-    "falcon": {"new_decoder_architecture": False, "multi_query": True}
-}  # what a bridge can take apart
+KINDS = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
+OLDER = {"falcon": {"new_decoder_architecture": False, "multi_query": True}}  # what a bridge can take apart
 SITES = ("hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
-CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-3}
+CLOSE = {"atol": 1e-4, "rtol": 1e-3}
 
 
 @cache
@@ -39,7 +37,7 @@ def without_heads(model: Any, heads: list[tuple[int, int]]) -> Any:
     edited = copy.deepcopy(model)
     target = Target.of(edited)
     for layer, head in heads:
-        module: Any = target.sub(layer, target.adapter.o)
+        module = target.sub(layer, target.adapter.o)
         weight = module.weight.data
         weight = weight if target.adapter.transposed_down else weight.T
         width = weight.shape[0] // target.n_heads

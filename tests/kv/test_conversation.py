@@ -21,7 +21,7 @@ from sinkscope.kv import H2O, TOVA, AdaKV, Full, Policy, StreamingLLM
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.kv.loopserve.conversation import Conversation, Turn
 
-SPARSE: Any = {"alpha": 0.8, "shortest": 0, "dense_above": 9.0, "sample": 12, "budget": 1000, "dense_rows": 2}
+SPARSE = {"alpha": 0.8, "shortest": 0, "dense_above": 9.0, "sample": 12, "budget": 1000, "dense_rows": 2}
 SPARSE |= {"begin": 1, "local": 1, "sharp": None, "checked": 0}  # prompts are short here
 SMALL = LoopServe(**{**SPARSE, "budget": 12}, first=0, interval=4)  # pyright: ignore[reportArgumentType]
 WHOLE = LoopServe(alpha=1.0, budget=500, first=0, interval=4)
@@ -44,7 +44,7 @@ def logits(turn: Turn) -> Tensor:
 
 def tensors(chat: Conversation) -> list[Tensor]:
     """All that the cache holds."""
-    held: list[Tensor] = []
+    held = []
     for layer in chat._snapshot.layers:  # pyright: ignore[reportPrivateUsage]
         held += [layer.keys, layer.values, layer.pos]
         held += [layer.extra("h2o"), layer.extra("tova")]
@@ -55,11 +55,11 @@ def tensors(chat: Conversation) -> list[Tensor]:
 @torch.no_grad()
 def one_prompt(family: str, turns: int) -> list[tuple[list[int], Tensor]]:
     """The stock model without a cache: what follows each prompt, the whole text read anew for every token."""
-    model, ids = model_of(family), list[int]()
-    found: list[tuple[list[int], Tensor]] = []
+    model, ids = model_of(family), []
+    found = []
     for turn in range(turns):
         ids += said(turn)
-        rows: list[Tensor] = []
+        rows = []
         for _ in range(NEW):
             rows.append(model(input_ids=torch.tensor([ids]), use_cache=False).logits[:, -1])
             ids.append(int(rows[-1].argmax()))
@@ -128,12 +128,12 @@ def test_leaving_and_entering_changes_nothing_for_a_policy(policy: Policy, answe
     model = model_of("llama")
     chat = Conversation(model, policy, answers=answers)
     turns = [ask(chat, number) for number in range(2)]
-    cache, ids = DynamicCache(), list[int]()
+    cache, ids = DynamicCache(), []
     with policy.on(model):
         for number, turn in enumerate(turns):
             ids += said(number)
             given = torch.tensor([ids])
-            made: Any = model.generate(
+            made = model.generate(
                 given,
                 attention_mask=torch.ones_like(given),
                 past_key_values=cache,
@@ -173,7 +173,7 @@ def test_a_turn_that_is_said_leaves_what_an_answer_of_the_model_would(edit: Any,
 def test_a_patch_knows_the_second_token_in_every_turn() -> None:
     model, patch = model_of("llama"), SinkPatch(layer=1, neurons=[3, 5])
     chat = Conversation(model, patch)
-    ids: list[int] = []
+    ids = []
     for number in range(3):
         turn = ask(chat, number)
         ids += said(number)
@@ -291,7 +291,7 @@ TEMPLATE = (
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_chat_template_is_put_around_turns(ended: bool) -> None:
     """Turn by turn the model reads what the template makes of the whole history; an end that came is not said twice."""
-    pair: Any = tiny_model("llama")
+    pair = tiny_model("llama")
     model, tokenizer = pair
     names = tokenizer.convert_ids_to_tokens
     tokenizer.chat_template = TEMPLATE.replace("<s>", tokenizer.bos_token).replace("</s>", tokenizer.eos_token)
@@ -299,7 +299,7 @@ def test_a_chat_template_is_put_around_turns(ended: bool) -> None:
     words = [str(names(i)) for i in range(20, 40)]
     texts = [" ".join(words[:4]), " ".join(words[4:9]), " ".join(words[9:12])]
     replies = [" ".join(words[12:14]), " ".join(words[14:17])]
-    messages: list[dict[str, str]] = []
+    messages = []
     for number, text in enumerate(texts):
         messages.append({"role": "user", "content": text})
         if number < 2:

@@ -52,7 +52,7 @@ def test_drafts_and_beams_are_refused_where_asked_for_and_set_aside_where_a_chec
         with pytest.warns(SinkscopeWarning, match=f"ignores those of .*: .*{name} 3"):
             chat = held_so(edit, "keep", model)
         assert chat.ids == held_so(edit, "keep").ids
-    one: Any = {name: None if name.startswith("prompt") else 1}
+    one = {name: None if name.startswith("prompt") else 1}
     assert held_so(None, "keep", model, **one).ids == held_so(None, "keep").ids
 
 

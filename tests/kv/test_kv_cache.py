@@ -27,8 +27,8 @@ class Slow:
     """held[row][head]: position -> [key, note, hidden], in order; real[row]: of each column."""
 
     def __init__(self, rows: int) -> None:
-        self.held: list[list[dict[int, list[Any]]]] = [[{} for _ in range(HEADS)] for _ in range(rows)]
-        self.real: list[list[bool]] = [[] for _ in range(rows)]
+        self.held = [[{} for _ in range(HEADS)] for _ in range(rows)]
+        self.real = [[] for _ in range(rows)]
 
     def update(self, layer: CacheLayer, random: Random) -> None:
         """New tokens, with padding at the left of each row; a single one is real."""

@@ -15,7 +15,6 @@ from transformers import DynamicCache, TextIteratorStreamer
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM
-from sinkscope.kv.policy import Policy
 
 
 @torch.no_grad()
@@ -29,7 +28,7 @@ def logprob(model: Any, policy: Drawn, ids: Tensor, mask: Tensor, prompt: int) -
 def test_greedy(family: str, policy: Drawn) -> None:
     model = model_of(family)
     ids, mask = prompts([18, 11])
-    ask: dict[str, Any] = {
+    ask = {
         "attention_mask": mask,
         "max_new_tokens": 7,
         "do_sample": False,
@@ -49,7 +48,7 @@ def test_beams_carry_their_caches() -> None:
     """Rows change places at every step, so a cache that does not follow gives sequences other scores than these."""
     model = model_of("gemma2")
     ids, mask = prompts([14, 9])
-    ask: dict[str, Any] = {
+    ask = {
         "attention_mask": mask,
         "max_new_tokens": 6,
         "do_sample": False,
@@ -78,7 +77,7 @@ def test_assisted_generation() -> None:
     model = model_of("llama")
     assistant = model_of("llama", seed=1, num_hidden_layers=1)
     ids, _ = prompts([19])
-    ask: dict[str, Any] = {"assistant_model": assistant, "max_new_tokens": 12, "do_sample": False}
+    ask = {"assistant_model": assistant, "max_new_tokens": 12, "do_sample": False}
     stock = model.generate(ids, **ask)
     assert torch.equal(stock, model.generate(ids, max_new_tokens=12, do_sample=False))
     for way in (Full(), Full() | Observe(lambda _: None), Observe(lambda _: None)):
@@ -115,7 +114,7 @@ def test_a_streamer_in_a_worker_thread_sees_the_policy() -> None:
 def test_two_threads_and_two_models_at_once() -> None:
     """Calls of both models are made to overlap: each waits inside its own for the other."""
     models = [model_of("llama"), model_of("llama", seed=1)]
-    policies: list[Policy] = [Drawn(budget=6), Ragged(budget=6)]
+    policies = [Drawn(budget=6), Ragged(budget=6)]
     ids, mask = prompts([14, 9], 5)
     want = []
     for model, policy in zip(models, policies, strict=True):
@@ -127,7 +126,7 @@ def test_two_threads_and_two_models_at_once() -> None:
         meet.wait()
 
     for pair in ((models[0], models[1]), (models[0], models[0])):
-        got: dict[int, Tensor] = {}
+        got = {}
 
         def work(at: int, model: Any, got: dict[int, Tensor] = got) -> None:
             got[at] = decode(model, ids, mask, 14)

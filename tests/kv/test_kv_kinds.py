@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.kv import Full, Observe
-from sinkscope.kv.policy import Policy
 
 QUICK = ("gemma2", "gpt_neox", "opt")
 REST = ("llama", "gpt_oss", "mistral", "gpt2", "phi3", "qwen3_moe", "gemma3_text", "olmo2")
@@ -64,8 +63,8 @@ def test_a_bridge_with_the_whole_cache_and_with_parts_of_it(family: str) -> None
 def test_generate_on_a_bridge() -> None:
     bridge, model = bridge_and_model("llama")
     ids, _ = prompts([14])
-    quiet: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False, "verbose": False}
-    policy: Policy = Drawn(budget=5)
+    quiet = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False, "verbose": False}
+    policy = Drawn(budget=5)
     stock = bridge.generate(ids, **quiet)
     with policy.on(model):
         want = model.generate(ids, max_new_tokens=6, do_sample=False)

@@ -18,7 +18,7 @@ from sinkscope.kv import Full, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer, Rotary
 from sinkscope.models.target import Target
 
-_SCALED: dict[str, dict[str, Any]] = {
+_SCALED = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0},
     "llama3": {

@@ -47,7 +47,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def entries(module: str, monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
-    found: list[EntryPoint] = []
+    found = []
     monkeypatch.setattr(registry, "entry_points", lambda *, group: found if group == "sinkscope.policies" else [])
     return found
 
@@ -57,7 +57,7 @@ def test_names_modules_and_budgets(module: str) -> None:
     assert policy_named("h2o") == H2O() and policy_named("h2o:0.25") == H2O(budget=0.25)
     assert policy_named("sinkscope.kv.streaming_llm:StreamingLLM:12") == StreamingLLM(budget=12)
     assert policy_named("sinkscope.kv.loopserve:LoopServe:64") == LoopServe(budget=64)
-    made: Any = policy_named(f"{module}:KeyNorm:6")
+    made = policy_named(f"{module}:KeyNorm:6")
     assert (made.budget, made.first) == (6, 1)
     model = model_of("llama")
     ids, mask = prompts([12])
@@ -81,7 +81,7 @@ def test_the_budget_comes_first(module: str) -> None:
     import sinkscope as ss
     from sinkscope.kv.loopguard import LoopGuard
 
-    makers: list[Any] = [*policies().values(), ss.LoopGuard, ss.LoopServe, ss.LoopGuard.paper, ss.LoopServe.paper]
+    makers = [*policies().values(), ss.LoopGuard, ss.LoopServe, ss.LoopGuard.paper, ss.LoopServe.paper]
     makers.append(type(policy_named(f"{module}:KeyNorm")))
     for make in makers:
         assert make(96).budget == 96 and make(0.5) == make(budget=0.5)
@@ -113,7 +113,7 @@ def test_what_cannot_be_is_said_in_one_line(text: str, says: str, module: str) -
 def test_a_policy_of_an_installed_package(entries: list[EntryPoint], module: str) -> None:
     entries.append(EntryPoint("key-norm", f"{module}:KeyNorm", registry.ENTRY_POINTS))
     assert "key-norm" in policies()
-    made: Any = policy_named("key-norm:9")
+    made = policy_named("key-norm:9")
     assert (type(made).__name__, made.budget, make_policy("key-norm", first=2).first) == ("KeyNorm", 9, 2)
 
 

@@ -197,7 +197,7 @@ def test_what_cannot_be_entered() -> None:
         with first.on(model), second.on(model):
             pass
 
-    cases: list[tuple[str, Callable[[], Any]]] = [
+    cases = [
         ("StreamingLLM and Drawn would both", lambda: (StreamingLLM(budget=9) | Drawn(budget=9)).on(model).__enter__()),
         ("already inside a `with`", lambda: nested(Full(), Drawn(budget=5))),
         ("adds its position bias to the mask of all layers", lambda: Full().on(falcon).__enter__()),

@@ -24,7 +24,7 @@ def test_observers_change_nothing_and_rows_are_those_of_eager_attention(family: 
     model = model_of(family)
     ids, mask = prompts([21, 18], 2)
     stock = decode(model, ids, mask, 21)
-    seen: list[AttentionRows] = []
+    seen = []
     with Observe(seen.append, layers=[0, 1]).on(model):
         close(decode(model, ids, mask, 21), stock)
     model.config._attn_implementation = "eager"

@@ -41,7 +41,7 @@ def test_what_is_kept_is_the_plan_and_later_logits_are_those_of_a_masked_full_ca
     for row, length in enumerate((14, 9)):
         events = [e for e in run.events if e.row == row]
         assert [e.data["generated"] for e in events] == [9, 18, 27, 36] and {e.kind for e in events} == {"guard"}
-        held: list[int] = []
+        held = []
         seen = 0
         for event in events:
             held += range(seen, seen := event.position + 1)
@@ -185,7 +185,7 @@ def test_anchors_hold_beside_a_policy_and_its_first_tokens_beside_a_guard() -> N
         with (policy | guard).on(model) as run:
             feed(model, prompt, mask, new, cache)
         assert run.events and all(e.data["kept"][0][0] == 0 and e.data["kept"][0][1] >= first for e in run.events)
-        held: Any = cache.layers[0]
+        held = cache.layers[0]
         for head in held.pos[0]:
             kept = sorted(head[head >= 0].tolist())
             assert kept[:first] == list(range(first)) and len(kept) <= policy.budget + 1
@@ -260,7 +260,7 @@ def test_a_later_processor_never_leaves_a_row_without_a_token(allowed: list[int]
     """It may forbid what is drawn, or allow only what is banned: token 0 is written in neither case."""
     model = stubborn(8.0)
     prompt, mask = padded(10)
-    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": sample, "pad_token_id": 1}
+    options = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": sample, "pad_token_id": 1}
     with eager_guard(draws=40).on(model) as run:
         made = model.generate(prompt, logits_processor=[Allow(allowed)], **options)[0, 10:].tolist()
     assert run.events and set(made) <= set(allowed)
@@ -271,7 +271,7 @@ def test_a_later_processor_never_leaves_a_row_without_a_token(allowed: list[int]
 def test_draws_are_likely_ones_and_a_caller_who_samples_draws_alone() -> None:
     logits = torch.tensor([2.0, 1.0, -1.0, 0.0])
     random = torch.Generator().manual_seed(0)
-    drawn: list[int] = []
+    drawn = []
     for _ in range(200):
         here = logits.clone()
         draw(here, 0.15, random)
@@ -298,9 +298,9 @@ def test_of_a_hybrid_the_attention_is_cut_and_the_state_stays(family: str) -> No
     """After a cut the attending layers lack the loop, and the first layer's state has it to the bit, as uncut."""
     ids = torch.tensor([[5, 6, 7, 8, *LOOP * 12]])
     model = decoder(family)
-    states: list[dict[int, torch.Tensor]] = []
-    held: list[list[int]] = []
-    logits: list[torch.Tensor] = []
+    states = []
+    held = []
+    logits = []
     for guard in (None, eager_guard(escalate="ban")):
         cache = DynamicCache(config=model.config)
         with torch.no_grad(), pytest.warns() if guard else nullcontext(), guard.on(model) if guard else nullcontext():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -83,14 +82,14 @@ def test_a_loop_is_taken_back_from_the_output(talk: bool) -> None:
     prompt = o.looping_prompt(12, delay=30, start=250)
     ids, guard = prompt.ids[0].tolist(), LoopGuard(rewind=True)
     if talk:
-        answered: Any = Conversation(o.model, guard, tokenizer=o.tokenizer)
+        answered = Conversation(o.model, guard, tokenizer=o.tokenizer)
         turn = answered.ask(ids, max_new_tokens=REWOUND)
         tokens, events = list(turn.ids), turn.events
         assert answered.ask([ids[-1]], max_new_tokens=4).ids, "and the conversation goes on"
     else:
         text = o.tokenizer.decode(ids[1:])
         assert o.tokenizer(text)["input_ids"] == ids
-        shown: list[tuple[int, str]] = []
+        shown = []
         output = generate(
             o.model,
             text,
@@ -116,7 +115,7 @@ def test_rows_of_a_batch_are_taken_back_as_if_each_were_alone() -> None:
     o = made(64)
     prompts = [o.looping_prompt(period, delay=onset, start=start) for period, onset, start in CASES[:2]]
     rows = [p.ids[0].tolist() for p in prompts] + [o.healthy_prompt(60, start=750)[0].tolist()]
-    options: dict[str, Any] = {"tokenizer": o.tokenizer, "guard": True, "max_new_tokens": REWOUND}
+    options = {"tokenizer": o.tokenizer, "guard": True, "max_new_tokens": REWOUND}
     together = generate(o.model, rows, batch_size=len(rows), **options)
     for row, output in zip(rows, together, strict=True):
         alone = generate(o.model, [row], **options)[0]

@@ -26,7 +26,7 @@ def reference_masks(model: Any, ids: Tensor, mask: Tensor, policy: Progressive, 
     """What each query may see, from the attention of whole passes: per layer, bool `[row kv_head query key]`."""
     target, total = Target.of(model), ids.shape[1]
     column = torch.arange(total)
-    whole: list[Tensor] = []
+    whole = []
     for layer in range(target.n_layers):
         causal = (column <= column[:, None]) & (mask[:, None] > 0)
         if (window := window_of(model, layer)) is not None:
@@ -159,7 +159,7 @@ def test_a_loop_guard_cuts_the_whole_cache() -> None:
     ids = torch.cat([prompt, loop], 1)
     guard = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)
     cache = DynamicCache(config=model.config)
-    lengths: list[int] = []
+    lengths = []
     with (Progressive(budget=8, every=4, after=0) | guard).on(model) as run, torch.no_grad():
         model(input_ids=ids[:, :40], past_key_values=cache, use_cache=True)
         for at in range(40, 88):

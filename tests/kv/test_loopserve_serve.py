@@ -27,8 +27,8 @@ from sinkscope.kv.loopserve import LoopServe, sparse_prompts, tokens_read
 from sinkscope.lines.choice import choice_cost, draw_of, held_out, sample_queries, select_lines
 from sinkscope.models.target import Target
 
-SPARSE: Any = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3}
-PLAIN: Any = {"begin": 1, "local": 1, "sharp": None, "checked": 0}  # as in the paper
+SPARSE = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3}
+PLAIN = {"begin": 1, "local": 1, "sharp": None, "checked": 0}  # as in the paper
 
 
 def every_head(family: str = "llama") -> Any:
@@ -237,7 +237,7 @@ def test_beside_a_patch_a_guard_and_an_observer() -> None:
     sparse = LoopServe(**SPARSE, decode=False)
     with sparse.on(model):
         expected = decode(model, ids, mask, 40)
-    rows: list[Tensor] = []
+    rows = []
     with (sparse | Observe(lambda r: rows.append(r.probs.sum(-1)))).on(model):
         close(decode(model, ids, mask, 40), expected)
     assert sum(r.shape[2] for r in rows) == 2 * 80

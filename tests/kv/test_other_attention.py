@@ -31,7 +31,7 @@ TOTAL = PROMPT + STEPS
 
 def options(target: Target, mask: Tensor, part: slice) -> dict[str, Any]:
     """What a model is called with beside its ids; some take no positions."""
-    given: dict[str, Any] = {"attention_mask": mask[:, : part.stop]}
+    given = {"attention_mask": mask[:, : part.stop]}
     if "position_ids" in inspect.signature(target.base.forward).parameters:
         given["position_ids"] = positions(mask)[:, part]
     return given
@@ -145,8 +145,8 @@ class Voting(Drawn):
         return super().scores(at)
 
 
-OWN: dict[int, Tensor] = {}
-OFF: dict[int, float] = {}
+OWN = {}
+OFF = {}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from sinkscope.kv import H2O, TOVA, Full, Policy, SnapKV, StreamingLLM, make_pol
 
 PROMPT, STEPS = 26, 12
 FAMILIES = ("llama", "gpt2", "mistral", "gemma2", "qwen3", "gpt_oss", "gpt_neox")
-CASES: dict[str, tuple[Policy, dense.Choose]] = {
+CASES = {
     "streaming": (StreamingLLM(budget=12), dense.streaming_llm()),
     "h2o": (H2O(budget=12), dense.h2o()),
     "tova": (TOVA(budget=12), dense.tova()),
@@ -89,7 +89,7 @@ def test_what_is_hidden_is_still_held(policy: Policy) -> None:
     """The usage under `mode="select"` is that of the full cache, and eight tokens and the new one are read."""
     model = model_of("llama")
     ids, real = batch(steps=4)
-    usages: list[Any] = []
+    usages = []
     for each in (policy, Full()):
         cache = DynamicCache()
         with each.on(model) as run_:
@@ -117,7 +117,7 @@ def test_heads_of_a_kv_head_are_joined_as_asked(reduce: Any) -> None:
     """H2O: per query before the sum. SnapKV: after pooling, here by the maximum."""
     model = model_of("llama", num_attention_heads=8, num_key_value_heads=2, head_dim=4)
     ids, real = batch(steps=8)
-    policies: list[tuple[Policy, dense.Choose]] = [
+    policies = [
         (H2O(budget=12, reduce=reduce, recent=0.25), dense.h2o(reduce, 0.25)),
         (
             SnapKV(budget=14, window=6, kernel=5, pooling="max", reduce=reduce),

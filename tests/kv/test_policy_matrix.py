@@ -23,7 +23,7 @@ from sinkscope.models.target import Target
 PROMPT, LENGTHS, STEPS = 26, (26, 19), 4  # longer than the windows of 16
 CHUNKS = (7, 9, 7, 3)  # the first is the padding of the second row alone
 BUDGET = 12
-SMALLER: dict[str, dict[str, Any]] = {  # where the default protects more than the budget, or acts after these steps
+SMALLER = {  # where the default protects more than the budget, or acts after these steps
     "snapkv": {"window": 8, "kernel": 3},
     "adakv": {"window": 8, "kernel": 3},
     "progressive": {"every": 2, "after": 1},
@@ -131,7 +131,7 @@ def test_generate_reads_a_prompt_in_chunks(name: str) -> None:
     """Chunks of 5 end with a single token, which looks like a generated one."""
     model = model_for("llama")
     ids, _ = prompts([PROMPT])
-    ask: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    ask = {"max_new_tokens": 8, "do_sample": False}
     with policy_of(name).on(model):
         whole = model.generate(ids, **ask)
         for size in (5, 9, 64) if name == "drawn" else (5,):  # 64: the prompt is a single chunk

@@ -26,7 +26,7 @@ from sinkscope.kv import (
 )
 from sinkscope.kv.loopguard import LoopReporter, LoopStopper, Retention
 
-REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+REFUSED = [
     # budgets
     (StreamingLLM, {"budget": 0}, "budget=0: expected a number of tokens from 1, or a fraction"),
     (StreamingLLM, {"budget": 1.5}, "up to 1.0"),
@@ -114,7 +114,7 @@ def test_prompts_need_no_cache() -> None:
 
 
 def test_what_is_no_prompt_and_no_edit() -> None:
-    model: Any = tiny_model("llama")[0]
+    model = tiny_model("llama")[0]
     for prompt in (None, 5):
         with pytest.raises(
             SinkscopeError, match=r"turn 1, the prompt: .*: expected a text, a list of texts, token ids"

@@ -33,7 +33,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_tokens_are_written_behind_those_that_are_there_and_copied_when_there_is_no_more_room() -> None:
     layer = CacheLayer()
     layer.update(*_tokens(6, 0))
-    pointers: list[int] = []
+    pointers = []
     for number in range(9):
         layer.update(*_tokens(1, number))
         assert layer.keys is not None

@@ -14,8 +14,8 @@ def test_every_order_gives_the_same_bits() -> None:
     values = torch.rand(3, 5000, generator=generator, dtype=dtype).pow(20)
     values = values / values.sum(1, keepdim=True)
     index = torch.randint(0, 7, (3, 5000), generator=generator)
-    plain = set[bytes]()
-    found = set[bytes]()
+    plain = set()
+    found = set()
     for seed in range(5):
         order = torch.randperm(5000, generator=torch.Generator().manual_seed(seed))
         into = torch.zeros(3, 7, dtype=dtype)

@@ -20,7 +20,7 @@ from sinkscope.lines.choice import (
     select_lines,
 )
 
-VARIANTS: Any = ("exact", "faithful")
+VARIANTS = ("exact", "faithful")
 
 
 def tensors(heads: int, queries: int, keys: int, seed: int, sharp: float = 3.0) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ def optimum(probs: Tensor, past: int, alpha: float) -> int:
 
 @pytest.mark.parametrize(("queries", "past"), [(7, 0), (4, 3)])
 def test_against_the_exhaustive_optimum(queries: int, past: int) -> None:
-    over: dict[str, list[float]] = {"exact": [], "faithful": []}
+    over = {"exact": [], "faithful": []}
     for seed in range(12):
         query, key = tensors(1, queries, queries + past, seed)
         best = optimum(probs_of(query, key)[0], past, 0.9)
@@ -253,7 +253,7 @@ def test_rows_that_alpha_lets_fall_keep_the_key_that_they_search_for(part: str) 
         assert 500 not in sample_queries(n, 48).tolist()
         rows = torch.tensor([500])
         wanted = [123]
-    settings: Any = {"sharp": 0.1} if part == "sharp" else {"checked": 8}
+    settings = {"sharp": 0.1} if part == "sharp" else {"checked": 8}
     plain, ours = (select_lines(query, key, 0.3, scaling=1.0, **more) for more in ({}, settings))
     seen = [lines.rows(rows)[0, torch.arange(len(rows)), wanted] for lines in (plain, ours)]
     assert not seen[0].all() and seen[1].all()
@@ -284,7 +284,7 @@ def cells_one_by_one(probs: Tensor, alpha: float) -> int:
     open_cells[:, 0] = 0.0
     open_cells.fill_diagonal_(0.0)
     while float((probs * open_cells).sum()) > (1 - alpha) * size:
-        by_kind: list[Tensor] = []
+        by_kind = []
         for values in (probs * open_cells, open_cells):
             slash = torch.zeros(size).index_add_(0, offset.flatten(), values.flatten())
             by_kind.append(torch.cat([values.sum(0), slash]))

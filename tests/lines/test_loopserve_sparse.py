@@ -224,7 +224,7 @@ def test_keys_and_values_that_do_not_fit_are_refused(kv_heads: int, keys: int, w
     query = torch.rand(4, 6, 16)
     key = torch.rand(kv_heads, keys, width)
     value = torch.rand(kv_heads, values, 16)
-    call: Any = getattr(sparse_attention, "__wrapped__", sparse_attention)  # without the check of types
+    call = getattr(sparse_attention, "__wrapped__", sparse_attention)  # without the check of types
     with pytest.raises(SinkscopeError, match="expected keys and values"):
         call(query, key, value, lines)
 

@@ -20,7 +20,7 @@ from sinkscope.kv.loopserve.sparse_prompts import SparsePrompts
 from sinkscope.lines import sparse
 from sinkscope.trace.attention import Attention, View
 
-KERNELS: Any = ("auto", "blocks", "triton")
+KERNELS = ("auto", "blocks", "triton")
 
 CASES = {
     f"{kind}, {queries} of {queries + past}, width {width}, {kv} kv heads, {dtype}, limit {limit:g}": (
@@ -100,7 +100,7 @@ def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(
     wide = kernel._power(width)
     fixed = {"width": width, "values": width, "WIDTH": wide, "VALUES": wide, "SIZE": size, "KEYS": kernel.KEYS}
     names = kernel._attend.arg_names
-    types: dict[str, str] = {name: "i32" for name in names} | {"scaling": "fp32"} | dict.fromkeys(fixed, "constexpr")
+    types = {name: "i32" for name in names} | {"scaling": "fp32"} | dict.fromkeys(fixed, "constexpr")
     types |= dict.fromkeys(("query", "key", "value", "out"), "*bf16" if dtype == "bfloat16" else "*fp32")
     types |= dict.fromkeys(LISTS, "*i32") | dict.fromkeys(("banded", "vertical", "whole"), "*u8")
     # Addresses and steps are multiples of 16, as those of a model's tensors are.

@@ -24,7 +24,7 @@ BUNDLED = Path(loops.__file__).parents[1] / "models/bundled"
 def _ruled(seed: int, blocks: int) -> tuple[list[int], list[int]]:
     """Tokens that do not repeat each other, with a ruler of one token in every 600; lengths of the rulers."""
     rng = random.Random(seed)
-    ids: list[int] = []
+    ids = []
     lengths = [min(400, int(rng.expovariate(1 / 30))) for _ in range(blocks)]
     for length in lengths:
         ids += [rng.randrange(300) for _ in range(600 - length)] + [300 + rng.randrange(20)] * length

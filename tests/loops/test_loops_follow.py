@@ -48,7 +48,7 @@ def _follow(data: str | bytes, most: int = 7, settings: MonitorSettings | None =
 
 def _by_hand(tokens: list[Any], after: list[float | None], settings: MonitorSettings) -> list[int]:
     """First triggers of episodes of a monitor that takes the tokens."""
-    monitor, known = Monitor(settings), dict[Any, int]()
+    monitor, known = Monitor(settings), {}
     steps = [monitor.update(known.setdefault(t, len(known)), p) for t, p in zip(tokens, after, strict=True)]
     hits = [s.step for s in steps if s.trigger]
     return [h for i, h in enumerate(hits) if i == 0 or h - hits[i - 1] > settings.relapse]
@@ -80,7 +80,7 @@ def test_a_loop_that_goes_on_is_told_once_and_a_new_one_again() -> None:
 def _chat(tokens: list[str], probabilities: list[float], index: int = 0, tops: bool = True) -> list[dict[str, Any]]:
     """Chunks as a server streams them: each token with the log probabilities of the distribution it came from."""
     rest = {"id": "chatcmpl-1", "object": "chat.completion.chunk"}
-    chunks: list[dict[str, Any]] = [{**rest, "choices": [{"index": index, "delta": {"role": "assistant"}}]}]
+    chunks = [{**rest, "choices": [{"index": index, "delta": {"role": "assistant"}}]}]
     for token, p in zip(tokens, probabilities, strict=True):
         top = {"token": token, "logprob": math.log(p), "bytes": list(token.encode())}
         own = {**top, "logprob": math.log(p / 2) if tops else math.log(p), "top_logprobs": [top] if tops else []}
@@ -90,7 +90,7 @@ def _chat(tokens: list[str], probabilities: list[float], index: int = 0, tops: b
 
 
 def _completion(tokens: list[str], probabilities: list[float], tops: bool = True) -> list[dict[str, Any]]:
-    chunks: list[dict[str, Any]] = []
+    chunks = []
     for token, p in zip(tokens, probabilities, strict=True):
         own = [math.log(p / 2 if tops else p)]
         told = {"tokens": [token], "token_logprobs": own, "top_logprobs": [{"?": math.log(p)}] if tops else None}
@@ -203,7 +203,7 @@ SERVERS = {  # what each server sends for a text, one object per chunk
 @pytest.mark.parametrize("server", SERVERS)
 def test_what_a_server_sends_raises_one_alarm_for_one_loop(server: str) -> None:
     """And none for the same objects with an honest text."""
-    objects: Any = SERVERS[server]
+    objects = SERVERS[server]
     watch = Watch()
     (alarm,) = watch.follow(io.BytesIO(_events(objects(TEXT)).encode()))
     assert alarm.tail is not None and (watch.streams, watch.skipped) == (1, 0)

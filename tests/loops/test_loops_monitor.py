@@ -142,7 +142,7 @@ def test_work_and_memory_per_token_do_not_grow(
     """Lines of Python run in `update`, counted over 256 steps, and what is held, soon and many steps later."""
     rng = random.Random(0)
     monitor = Monitor(settings_)
-    counted: dict[int, int] = {}
+    counted = {}
     lines = 0
 
     def count(frame: FrameType, event: str, arg: object) -> Any:
@@ -150,7 +150,7 @@ def test_work_and_memory_per_token_do_not_grow(
         lines += event == "line"
         return count
 
-    sizes: dict[int, int] = {}
+    sizes = {}
     for i in range(late + 256):
         token = {"one": 5, "loop": i % 7, "random": rng.randrange(5000)}[kind]
         start = i // 1000 * 1000
@@ -186,7 +186,7 @@ def test_loops_are_found_in_time(name: str) -> None:
     healthy = split(prose(600))
     piece = split(LOOPED[name])
     ids = number(healthy + piece * (600 // len(piece)))
-    delays: list[int] = []
+    delays = []
     for chosen, sure in ((PAPER, False), (PAPER, True), (MonitorSettings(), False)):
         monitor = Monitor(chosen)
         for i, token in enumerate(ids):

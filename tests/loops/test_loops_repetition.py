@@ -23,7 +23,7 @@ RUNS = st.lists(st.tuples(PIECE, st.integers(1, 5)), min_size=1, max_size=3).map
 
 def every_period(ids: list[int], longest: int, shortest: int) -> tuple[int, int] | None:
     """The definition: of all periods with 3 copies at the end, the one that covers most, the smallest of several."""
-    found: list[tuple[int, int]] = []
+    found = []
     for period in range(1, min(longest, len(ids) - 1) + 1):
         equal = 0
         while equal < len(ids) - period and ids[-1 - equal] == ids[-1 - equal - period]:
@@ -75,7 +75,7 @@ def test_the_longest_period_is_a_limit() -> None:
 def near(period: int, rng: random.Random, copies: int) -> list[int]:
     """A cycle with one token of every copy replaced, at any place."""
     piece = [rng.randrange(1000) for _ in range(period)]
-    made: list[int] = []
+    made = []
     for _ in range(copies):
         copy = list(piece)
         copy[rng.randrange(period)] = rng.randrange(1000, 2000)
@@ -86,7 +86,7 @@ def near(period: int, rng: random.Random, copies: int) -> list[int]:
 @pytest.mark.parametrize("period", [24, 32, 100, 500])
 def test_a_loop_in_which_a_token_of_every_copy_is_another(period: int) -> None:
     """Found within a copy of the third, where it begins but for a copy; the exact rule never finds it."""
-    late: list[float] = []
+    late = []
     for seed in range(5):
         rng = random.Random(f"{period} {seed}")
         before = [rng.randrange(5000, 50_000) for _ in range(200)]
@@ -105,7 +105,7 @@ def test_a_loop_in_which_a_token_of_every_copy_is_another(period: int) -> None:
 @pytest.mark.parametrize("period", [12, 30, 60])
 def test_a_list_that_counts_up_is_no_loop(period: int, slots: int) -> None:
     """One or two tokens change at the same places of every copy, however long it goes on. The tolerant one is asked."""
-    ids: list[int] = []
+    ids = []
     for count in range(40):
         copy = [*range(period)]
         for slot in range(slots):

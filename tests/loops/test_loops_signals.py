@@ -75,7 +75,7 @@ def test_the_loop_of_the_paper_compresses_as_text_as_it_does_as_ids() -> None:
 
 def _brute(ids: list[int], repeats: float, shortest: int, longest: int) -> Tail | None:
     """Every period, counted backwards token by token."""
-    tails: list[tuple[int, int]] = []
+    tails = []
     for period in range(1, longest + 1):
         equal = 0
         while period + equal < len(ids) and ids[-1 - equal] == ids[-1 - equal - period]:
@@ -113,7 +113,7 @@ def test_a_planted_tail_is_found(period: int) -> None:
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(2, 30), st.integers(1, 4), st.integers(1, 20))
 def test_novelty_is_that_of_its_definition(ids: list[int], window: int, n: int, span: int) -> None:
     window = max(window, n)
-    new: list[bool] = []
+    new = []
     for i in range(len(ids)):
         seen = ids[max(0, i - window + 1) : i + 1]
         grams = [tuple(seen[j : j + n]) for j in range(len(seen) - n + 1)]

@@ -30,7 +30,7 @@ def test_sink_rate_equals_the_definition_on_dense_attention(model_type: str) -> 
             module.config._attn_implementation = "eager"
     with torch.no_grad():
         dense = torch.stack(eager(ids, output_attentions=True).attentions)  # layer batch head query key
-    received: list[torch.Tensor] = []
+    received = []
     for probs in dense[..., 0]:
         if float(probs[..., -1].max()) == 0:  # a window of 16 hides the first token: the farther half of it counts
             probs = probs[..., 8:16]

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 ALL = [command for command in commands().values() if isinstance(command.load(), Measurement)]
 EVERY = pytest.mark.parametrize("command", ALL, ids=lambda command: command.name)
 MARKUP = "<img src=x onerror=alert(1)>"
-LESS: dict[str, dict[str, Any]] = {  # forms and rounding need less than a quick run
+LESS = {  # forms and rounding need less than a quick run
     "barcode": {"max_new_tokens": 8, "layers": [0]},
     "circuit": {"max_repeats": 16, "texts": 1},
     "separability": {"count": 32, "texts": 8},
@@ -144,7 +144,7 @@ PLAIN_ONLY = {"line_weights"}
 """A bridge does not offer their queries and keys."""
 READ_ALIKE = {("find_sinks", "bridge"), ("barcode", "nnsight"), ("line_weights", "bridge")}
 """By default one that edits layers, one that generates, and one that is refused; heads have a test of their own."""
-BACKENDS: list[Any] = []
+BACKENDS = []
 for one in ALL:
     for kind in ("bridge", "nnsight"):
         marks = () if (one.name, kind) in READ_ALIKE else pytest.mark.slow
@@ -163,7 +163,7 @@ def test_every_kind_of_model_gives_the_same(command: Command, backend: str, meas
 
 def _differences(a: Any, b: Any, where: str = "") -> list[str]:
     """Paths at which two results differ by more than rounding."""
-    paths: list[str] = []
+    paths = []
     if isinstance(a, dict) and isinstance(b, dict):
         for key in {*a, *b}:
             paths += _differences(a.get(key), b.get(key), f"{where}.{key}")
@@ -255,7 +255,7 @@ def test_a_stranger_needs_one_file(
         assert cli.main(["attention-entropy", "--help"]) == 0
         help_text = capsys.readouterr().out
         assert "--last" in help_text and "docs/cli.md" not in help_text  # our pages do not describe it
-        loaded: Any = Result.load("a.json")
+        loaded = Result.load("a.json")
         assert type(loaded) is import_module(stranger.MODULE).AttentionEntropy and loaded.entropy.shape == (6, 8)
         model = load(backend="hf")
         again = getattr(ss, stranger.NAME)(model, last=32)

@@ -43,7 +43,7 @@ KV_HEADS = dict.fromkeys(("gpt2", "gpt_neox", "opt", "phi", "olmo", "olmo2"), 4)
 def plain(model_type: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits and the output of each layer, of the model as transformers makes it, never saved."""
     model, _ = tiny_model(model_type)
-    seen: list[torch.Tensor] = []
+    seen = []
     name = next(
         n for n in ("model.layers", "transformer.h", "gpt_neox.layers", "model.decoder.layers") if _has(model, n)
     )
@@ -63,7 +63,7 @@ def _has(model: torch.nn.Module, path: str) -> bool:
 
 def outputs(target: Target, run: Any) -> list[torch.Tensor]:
     """Output of each layer while `run()` runs."""
-    seen: list[torch.Tensor] = []
+    seen = []
     hook = lambda _m, _a, _k, out: seen.append(first_tensor(out).detach())  # noqa: E731
     with torch.no_grad(), target.hooks(*((layer, "post", hook) for layer in target.layers)):
         run()
@@ -72,7 +72,7 @@ def outputs(target: Target, run: Any) -> list[torch.Tensor]:
 
 def steps(model: Any, target: Target) -> tuple[torch.Tensor, list[int], list[int]]:
     """Logits of one forward; lengths of the ids that the base sees in it, and in three generated tokens."""
-    seen: list[int] = []
+    seen = []
 
     def hook(_module: Any, args: Any, kwargs: Any) -> None:
         ids = args[0] if args else kwargs.get("input_ids")  # GPT-2 passes them by position
@@ -231,7 +231,7 @@ def test_nothing_is_installed_behind_the_users_back(with_vision: Any, monkeypatc
     import subprocess
     import sys
 
-    ran: list[Any] = []
+    ran = []
     for name in ("check_call", "run", "Popen"):
         monkeypatch.setattr(subprocess, name, lambda *args, **_kwargs: ran.append(args))
     monkeypatch.setitem(sys.modules, "torchvision", None)
@@ -252,7 +252,7 @@ def test_first_layers_alone_compute_the_same(model_type: str):
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "mistral3"])
 def test_the_text_model_behind_an_image_tower_is_found(model_type: str, tmp_path: Any) -> None:
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 96}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 96}
     text = {**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
     vision = {**sizes, "num_hidden_layers": 1, "num_heads": 2, "num_attention_heads": 2, "depth": 1, "image_size": 28}
     text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
@@ -262,7 +262,7 @@ def test_the_text_model_behind_an_image_tower_is_found(model_type: str, tmp_path
         vision_config={**vision, "out_hidden_size": 32, "patch_size": 14},
         image_token_index=90,
     )
-    model: Any = AutoModelForImageTextToText.from_config(config).eval()
+    model = AutoModelForImageTextToText.from_config(config).eval()
     target = Target.of(model)
     assert target.adapter.layers == "model.language_model.layers"
     assert probe(target).problem is None

@@ -216,7 +216,7 @@ def test_streaming_downloads_only_needed_shards(saved: dict[str, Path], tmp_path
         server.add("org/name", saved["main"])
         target = open_stream("org/name")
         source = target.store.source
-        outputs: list[torch.Tensor] = []
+        outputs = []
 
         def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
             outputs.append(first_tensor(output))

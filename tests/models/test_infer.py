@@ -60,13 +60,13 @@ def differing(model_type: str, model: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model_type", every_nth([name for name in MODEL_TYPES if name != "falcon"], 4))
 def test_the_rows_of_the_table_come_out_of_the_rule(model_type: str) -> None:
-    model: Any = tiny_model(model_type)[0]
+    model = tiny_model(model_type)[0]
     assert differing(model_type, model) == {}
     assert differing(model_type, model.to(torch.bfloat16)) == {}
 
 
 def test_inferring_leaves_the_model_as_it_was() -> None:
-    model: Any = tiny_model("gemma2")[0]
+    model = tiny_model("gemma2")[0]
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     infer(model)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
@@ -123,7 +123,7 @@ def test_layers_of_several_kinds_have_parts_of_their_own_and_states_are_left_alo
     with H2O(16).on(model):
         model.generate(ids, past_key_values=cache, max_new_tokens=4, min_new_tokens=4, pad_token_id=2)
     assert [type(layer) is kind for layer, kind in zip(cache.layers, kinds, strict=True)] == [True, False, True, False]
-    held: list[Any] = [cache.layers[1], cache.layers[3]]
+    held = [cache.layers[1], cache.layers[3]]
     assert [layer.keys.shape[-2] for layer in held] == [17, 17]
 
 

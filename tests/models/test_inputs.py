@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from sinkscope.trace import trace
 
 SITE = "blocks.2.hook_resid_post"
 TEXTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
-KINDS: dict[str, Callable[[Any, Any], Any]] = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
+KINDS = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
 
 
 def rows_of(tokenizer: Any) -> list[list[int]]:
@@ -39,7 +38,7 @@ def test_every_form_gives_the_same(kind: str, step: int) -> None:
     plain = trace(model, torch.tensor([one]), [SITE])[SITE]
     continued = [r.tokens for r in generate(model, TEXTS, tokenizer=tokenizer, max_new_tokens=3)]
     other = KINDS[kind](model, tokenizer)
-    forms: list[Any] = [TEXTS[0], TEXTS[:1], (TEXTS[0],), one, tuple(one), [one], torch.tensor(one), np.array([one])]
+    forms = [TEXTS[0], TEXTS[:1], (TEXTS[0],), one, tuple(one), [one], torch.tensor(one), np.array([one])]
     forms += [tokenizer(TEXTS[0]), tokenizer(TEXTS[:1], return_tensors="pt"), dict(tokenizer(TEXTS[0]))]
     for form in forms[::step]:
         got = trace(other, form, [SITE], tokenizer=tokenizer)[SITE]
@@ -105,7 +104,7 @@ def test_one_look_up_of_the_tokenizer(tmp_path: Any) -> None:
 def test_interventions_may_be_anything(tmp_path: Any) -> None:
     model, tokenizer = tiny_model("llama")
     patch = ss.SinkPatch(layer=1, neurons=[3], value=0.5)
-    settings: dict[str, Any] = {"tokenizer": tokenizer, "max_new_tokens": 6}
+    settings = {"tokenizer": tokenizer, "max_new_tokens": 6}
     patch.save(tmp_path / "patch.json")
     guard = LoopGuard(64, anchors=2, window=16)
     want = generate(model, TEXTS, interventions=patch | H2O(8) | guard, **settings)
@@ -165,7 +164,7 @@ def test_no_site_is_an_error() -> None:
 
 
 def test_a_run_says_what_was_done() -> None:
-    model: Any = tiny_model("llama")[0]
+    model = tiny_model("llama")[0]
     vars(model.generation_config)["eos_token_id"] = None
     ids = torch.tensor([[1, *[5, 6] * 10]])
     guard = LoopGuard.paper(24, anchors=2, window=16, variant="always", monitor={"warmup": 0, "every": 9})

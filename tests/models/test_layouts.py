@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from covering import every_nth
@@ -26,7 +24,7 @@ TYPES = (  # shared expert beside the mixture; a norm in some layers; experts in
 @torch.no_grad()
 def after(target: Target, layer: int, ids: Tensor = IDS) -> Tensor:
     """The residual stream after a layer."""
-    kept: list[Tensor] = []
+    kept = []
     with target.hooks((target.layers[layer], "post", lambda _m, _a, _k, output: kept.append(first_tensor(output)))):
         target.forward(ids)
     return kept[0]
@@ -40,7 +38,7 @@ def test_zeroed_neurons_are_columns_of_zeros(model_type: str) -> None:
         if not target.has_neurons(layer):
             continue
         view = view_layer(target, layer, IDS, WHERE)
-        sites: list[tuple[int | None, int]] = [(expert, 5) for expert in range(target.n_experts(layer))]
+        sites = [(expert, 5) for expert in range(target.n_experts(layer))]
         if target.has_mlp(layer, None):
             sites += [(None, 3), (None, 8)]
         numbers = torch.tensor([flat_number(target, layer, *site) for site in sites])
@@ -48,7 +46,7 @@ def test_zeroed_neurons_are_columns_of_zeros(model_type: str) -> None:
         other = Target.of(decoder(model_type))
         for expert, neuron in sites:
             if expert is None:
-                down: Any = other.mlp_part(layer, "down")
+                down = other.mlp_part(layer, "down")
                 down.weight[:, neuron] = 0
             else:
                 expert_views(other.sub(layer, other.adapter.experts or ""), expert).down[neuron] = 0
@@ -83,7 +81,7 @@ def test_a_head_is_its_columns_of_the_output_projection(model_type: str, width: 
         with Ablate(heads=[(layer, 2)]).on(model):
             ablated = model(IDS).logits
         other = decoder(model_type)
-        weight: Any = Target.of(other).layers[layer].get_submodule("self_attn.o_proj").weight
+        weight = Target.of(other).layers[layer].get_submodule("self_attn.o_proj").weight
         size = width or weight.shape[1] // 4
         weight[:, 2 * size : 3 * size] = 0
         torch.testing.assert_close(ablated, other(IDS).logits, rtol=1e-4, atol=1e-4)

@@ -175,7 +175,7 @@ def test_dtype_of_the_checkpoint_is_kept(tmp_path: Path):
 def test_device_map_and_quantization_config_pass_through(monkeypatch: pytest.MonkeyPatch):
     from transformers import AutoModelForCausalLM
 
-    seen: dict[str, Any] = {}
+    seen = {}
 
     def fake(*_args: Any, **kwargs: Any) -> Any:
         seen.update(kwargs)

@@ -56,7 +56,7 @@ def of_context(folder: Path, context: int) -> Path:
     return folder
 
 
-MODELS: dict[str, Callable[[Path], Path]] = {
+MODELS = {
     "zero": lambda at: of_one_number(at, 0.0),
     "constant": lambda at: of_one_number(at, 0.01),
     "context 1": lambda at: of_context(at, 1),
@@ -99,7 +99,7 @@ def test_attention_that_a_checkpoint_names_is_not_followed(tmp_path: Path) -> No
     names = dict.fromkeys(
         ("attn_implementation", "_attn_implementation", "experts_implementation"), "kernels-community/x"
     )
-    model: Any = ss.load(spoiled(tmp_path / "m", **names), backend="hf")
+    model = ss.load(spoiled(tmp_path / "m", **names), backend="hf")
     assert attention_name(model.config) == "sdpa" and model.config._experts_implementation != "kernels-community/x"
 
 
@@ -120,7 +120,7 @@ def test_attention_that_a_checkpoint_names_is_not_followed(tmp_path: Path) -> No
     ],
 )
 def test_arguments_from_python(use: Callable[[Any, Any], Any], says: str) -> None:
-    model: Any = planted().model
+    model = planted().model
     model.tokenizer = planted().tokenizer
     with pytest.raises(SinkscopeError, match=says) as caught:
         use(model, planted().tokenizer)

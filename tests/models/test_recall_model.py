@@ -28,7 +28,7 @@ def model(dtype: str | None = None) -> Any:
 def answers(hf: Any, dialogue: Prompt) -> list[str]:
     """What plain greedy `generate` says in each turn, with right answers as the history."""
     tokenizer = hf.tokenizer
-    said: list[str] = []
+    said = []
     text = ""
     for turn in dialogue.turns:
         text = f"{text} {turn.text}"

@@ -31,7 +31,7 @@ LAYER = 1
 
 def _inside(target: Target, family: str) -> tuple[torch.Tensor, torch.Tensor]:
     """By plain hooks: what enters the shared down projection, and the weight of the shared expert, per token."""
-    layer, seen = target.layers[LAYER], dict[str, torch.Tensor]()
+    layer, seen = target.layers[LAYER], {}
     down = layer.get_submodule(f"{FAMILIES[family][0]}.down_proj")
     handles = [down.register_forward_pre_hook(lambda _m, args: seen.update(post=args[0].flatten(0, -2)))]
     if family == "qwen2_moe":
@@ -84,7 +84,7 @@ def test_up_factor_and_written_values(family: str) -> None:
     model, _ = tiny_model(family)
     target = Target.of(model)
     post, weight = _inside(target, family)
-    kept: list[torch.Tensor] = []
+    kept = []
     mlp = target.sub(LAYER, "mlp").register_forward_hook(lambda _m, _a, out: kept.append(out.detach()))
     with torch.no_grad():
         model(IDS)
@@ -98,7 +98,7 @@ def test_up_factor_and_written_values(family: str) -> None:
     assert change.abs().max() == 0
     with Ablate(layer=LAYER, neurons=[40], site="up").on(model), torch.no_grad():
         edited = model(IDS).logits
-    up: Any = target.mlp_part(LAYER, "up")
+    up = target.mlp_part(LAYER, "up")
     with torch.no_grad():
         up.weight[40] = 0
         torch.testing.assert_close(edited, model(IDS).logits, atol=1e-5, rtol=1e-4)

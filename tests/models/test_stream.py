@@ -31,7 +31,7 @@ def ids_and_mask() -> tuple[Tensor, Tensor]:
 
 def every_output(target: Target) -> list[Tensor]:
     """Output of each layer, and the last hidden state; counts on the way what a stream holds."""
-    outputs: list[Tensor] = []
+    outputs = []
 
     def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         outputs.append(first_tensor(output).clone())
@@ -156,7 +156,7 @@ def test_reads_only_the_layers_that_are_called(llama: tuple[Any, Path]) -> None:
 
 def test_a_layer_can_be_called_again_later(llama: tuple[Any, Path]) -> None:
     streamed = open_stream(llama[1], resident=1)
-    calls: list[tuple[Any, ...]] = []
+    calls = []
 
     def keep(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         calls.append((module, args, kwargs, first_tensor(output).clone()))
@@ -201,7 +201,7 @@ def test_no_logits(llama: tuple[Any, Path]) -> None:
 
 def spoil(folder: Path, into: Path, change: Any) -> Path:
     """A copy of a checkpoint in one file, with `change` applied to its tensors."""
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for shard in folder.glob("*.safetensors"):
         tensors |= load_file(shard)
     change(tensors)

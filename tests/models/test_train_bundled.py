@@ -38,7 +38,7 @@ BUNDLED = ROOT / "sinkscope" / "models" / "bundled"
 
 def tiny_texts() -> dict[str, np.ndarray]:
     """Tokens of each kind of text, documents of 20 tokens."""
-    made: dict[str, np.ndarray] = {}
+    made = {}
     for seed, kind in enumerate(("stories", "python", "passages")):
         made[kind] = np.random.default_rng(seed).integers(3, TINY.vocab_size, 2000).astype(np.int32)
         made[kind][19::20] = 1

@@ -76,7 +76,7 @@ def test_every_kind_of_model_and_batches_agree(make: Any, sizes: tuple[int, ...]
 def test_pieces_arrive_in_order(tmp_path: Path) -> None:
     model, tokenizer = model_and_tokenizer()
     SinkPatch(sites=SITES).save(tmp_path / "patch.json")
-    pieces: list[tuple[int, str]] = []
+    pieces = []
     results = generate(
         model,
         PROMPTS,

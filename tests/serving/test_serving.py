@@ -59,8 +59,8 @@ def alone(request: kit.Request, made: type, *, drafts: bool = False) -> tuple[li
     given = json.loads((request.params.extra_args or {}).get("sinkscope", "{}"))
     actions, tokens = given.get("actions", ["stop"]), given.get("tokens", [])
     monitor, kind, begun, taken, read = made(), "", 0, 0, 0
-    said: list[int] = []
-    acted: list[int] = []
+    said = []
+    acted = []
     for visible, size in request.log:
         due = False
         for token in said[read:visible]:
@@ -324,7 +324,7 @@ def test_without_drafts_no_step_asks_the_device() -> None:
 def test_the_page_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python of docs/serving.md, with a vLLM whose model loops."""
     monkeypatch.setattr(kit, "VOCAB", 151_700)
-    answered: list[kit.Request] = []
+    answered = []
 
     class LLM:
         def __init__(self, model: str, logits_processors: list[str]) -> None:
@@ -340,7 +340,7 @@ def test_the_page_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kit.install(monkeypatch, {"vllm": {"LLM": LLM, "SamplingParams": kit.SamplingParams}})
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
+    names = {}
     for source in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
         exec(compile(source, "docs/serving.md", "exec", dont_inherit=True), names)
     (request,) = answered

@@ -57,7 +57,7 @@ def mistakes(truth: PlantedCircuit, found: Circuit) -> list[str]:
         return ["no sink was found"]
     first = found.sinks[0]
     main = first.step(MARK) or first.step(KEYS)
-    wrong: list[str] = []
+    wrong = []
     if main is None or set(main.chosen) - set(truth.also) != set(truth.marks) or main.needed_alone == truth.together:
         wrong.append(f"marks {main and main.chosen}, planted {truth.marks}")
     neurons, early = first.step(NEURONS), first.step(EARLY)
@@ -83,7 +83,7 @@ def mistakes(truth: PlantedCircuit, found: Circuit) -> list[str]:
 
 def untrue(truth: PlantedCircuit) -> list[str]:
     """Where the plain model differs from what is said to be planted in it."""
-    wrong: list[str] = []
+    wrong = []
     if lost(truth, truth.marks) < 0.6:
         wrong.append(f"{lost(truth, truth.marks):.2f} is lost without {truth.marks}")
     for part in truth.marks:
@@ -122,7 +122,7 @@ SLOWER = [pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt_oss", 1
 @pytest.mark.parametrize(("family", "seed"), [("llama", 3), *SLOWER])
 def test_an_ordinary_circuit_is_found_from_end_to_end(family: str, seed: int, tmp_path: Path) -> None:
     o = organism(family, seed)
-    truth, options = o.truth, dict[str, Any]()
+    truth, options = o.truth, {}
     if family == "llama":
         options = {"token": o.tokenizer.decode([o.tokens_of(1)[0]]), "max_repeats": 120}
     found = traced(o, tmp_path, **options)

@@ -62,7 +62,7 @@ def one_forward(o: Organism, layer: int, neuron: int, token: int, head: int, mea
     out_proj, down = target.sub(0, target.adapter.o), target.sub(layer, target.adapter.down)
     stored = out_proj.weight.detach()  # GPT-2's is input x output
     weight = (stored.T if target.adapter.transposed_down else stored).unflatten(1, (target.n_heads, -1))
-    read: list[float] = []
+    read = []
 
     def exchange(_m: object, args: Any, out: torch.Tensor) -> torch.Tensor:
         gap = (mean - args[0][0, 0]).unflatten(0, (target.n_heads, -1))
@@ -95,7 +95,7 @@ def test_one_batch_of_heads_equals_a_forward_pass_for_each(family: str) -> None:
 def test_later_mean_is_that_of_later_positions_head_by_head() -> None:
     o = organism("qwen2", 1)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)
-    z: list[torch.Tensor] = []
+    z = []
     handle = target.sub(0, "self_attn.o_proj").register_forward_pre_hook(lambda _m, args: z.append(args[0]))
     with torch.no_grad():
         o.model(ids)
@@ -150,7 +150,7 @@ def test_a_killed_run_goes_on_with_the_same_table(tmp_path: Path, monkeypatch: p
     runs = folder / "clusters" / "runs.jsonl"
     assert runs.read_bytes().count(b"\n") == 3
     os.truncate(runs, runs.stat().st_size - 9)  # the last line was not written whole
-    done: list[int] = []
+    done = []
 
     def note(what: str, count: int, _total: int) -> None:
         if what == "tokens x heads":

@@ -23,7 +23,7 @@ def _long_way(target: Target, ids: torch.Tensor, at: int = 0) -> tuple[torch.Ten
     """Norms `[text layer]` and received attention `[text layer head]` of plain passes, one per text."""
     norms, received = [], []
     for row in ids:
-        rows: list[torch.Tensor] = []
+        rows = []
         with attention_rows(target, lambda _l, _f, p, rows=rows: rows.append(p[0, :, at + 1 :, at].mean(-1))):
             found = trace(target.model, row[None], ["blocks.*.hook_resid_post"], "norm")
         norms.append(torch.stack([found[f"blocks.{i}.hook_resid_post"][0, at] for i in range(target.n_layers)]))
@@ -87,7 +87,7 @@ def test_position_embeddings_are_those_of_other_position_ids() -> None:
     target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 9)
     edited = effects(target, ids, [Edit(swap=(Component("position embedding"),))], source=6)
     places = torch.tensor([[6, *range(1, 9)]])
-    norms: list[torch.Tensor] = []
+    norms = []
     with target.hooks(
         *((layer, "post", lambda _m, _a, _k, out: norms.append(out[0, 0].norm())) for layer in target.layers)
     ):

@@ -57,7 +57,7 @@ def check_random_organisms(folder: Path, count: int, *, shallow: bool) -> None:
     """Every kind with a sink as often; `shallow`: with the fewest layers that its kind needs, or one more."""
     seed = secrets.randbits(32)
     rng = random.Random(seed)
-    mistakes: list[str] = []
+    mistakes = []
     for number in range(count):
         kind = WITH_SINK[(seed + number) % len(WITH_SINK)]
         family = rng.choice([name for name, family in FAMILIES.items() if kind in family.kinds])
@@ -120,7 +120,7 @@ def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median() -> 
     with torch.no_grad():
         o.model.get_input_embeddings().weight[twin] = o.model.get_input_embeddings().weight[bos]
     words = [o.tokenizer.decode([token]) for token in (twin, grouped, free)]
-    options: dict[str, Any] = {"tokenizer": o.tokenizer, "max_repeats": 2 * expected}
+    options = {"tokenizer": o.tokenizer, "max_repeats": 2 * expected}
     result = find_sinks(o.model, tokens=words, **options)
     repeats, text = result.repeats, result.text()
     assert [token.repeats == 1 for token in repeats.tokens] == [True, False, False]
@@ -195,7 +195,7 @@ def test_the_smallest_set_is_found(needed: set[int]) -> None:
 
 def test_a_neuron_that_attention_alone_needs_joins_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     o = organism("llama", 1)
-    needed = set[tuple[int, ...]]()
+    needed = set()
 
     def attention_needs_two(target: Target, trials: list[Trial]) -> list[Effects]:
         answers = side_by_side(target, trials)

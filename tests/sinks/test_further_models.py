@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from sinkscope.sinks.first_token.marking_heads import marking_heads
 from sinkscope.sinks.patch.make import make_patch
 from sinkscope.sinks.repetition.repeat import repeat
 
-COMMANDS: dict[str, Any] = {
+COMMANDS = {
     "find_sinks": lambda model, n, options: find_sinks(model, max_repeats=n, **options),
     "circuit": lambda model, n, options: circuit(model, max_repeats=n, **options),
     "marking_heads": lambda model, _, options: marking_heads(model, count=4, **options),
@@ -81,7 +80,7 @@ def test_no_command_says_more_than_is_so(name: str, family: str, tmp_path: Path)
     text_file = tmp_path / "text.txt"
     text_file.write_text(" ".join(h.tokenizer.decode(row[1:]) for row in h.natural(60, 64)), encoding="utf-8")
     options = {"tokenizer": h.tokenizer, "bos": None if about.bos else False, "text": text_file}
-    wrong: list[str] = []
+    wrong = []
     for command in about.says:
         result = COMMANDS[command](h.model, about.repeats, options)
         check_size(result.conclusion())

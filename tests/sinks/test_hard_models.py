@@ -86,7 +86,7 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
 
 def unproven(h: HardModel, result: FindSinks) -> list[str]:
     """Numbers that are no proof of what is said."""
-    truth, wrong, minimal = h.truth, list[str](), result.minimal
+    truth, wrong, minimal = h.truth, [], result.minimal
     if minimal is not None:
         drops = [minimal.drop_sink_layer, minimal.drop_last_layer]
         if truth.sink and truth.carried_by == "spike":
@@ -200,7 +200,7 @@ def attended(o: Organism) -> int:
 def nothing_in(count: int, layers: tuple[int, ...]) -> None:
     """Of models with as many layers as one of these numbers."""
     seed = secrets.randbits(32)
-    rng, wrong, chance = random.Random(seed), list[str](), 0
+    rng, wrong, chance = random.Random(seed), [], 0
     for _ in range(count):
         family, kind, bos = rng.choice(list(FAMILIES)), rng.choice(["none", "massive_dim"]), rng.random() < 0.5
         number = rng.getrandbits(30)

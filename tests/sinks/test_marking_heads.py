@@ -40,7 +40,7 @@ def measured(o: Organism | HardModel, folder: Path, **options: Any) -> MarkingHe
 
 def mistakes(o: Organism, found: MarkingHeads) -> list[str]:
     """Where this differs from what was planted, each first token against the heads of its own group."""
-    truth, wrong = o.truth, list[str]()
+    truth, wrong = o.truth, []
     assert found.activation is not None and found.serves is not None
     assert found.set_drop is not None and found.control_drop is not None
     if found.marking_layer != truth.marking_layer or not found.evidence.holds:

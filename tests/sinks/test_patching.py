@@ -42,7 +42,7 @@ def text_of(o: Organism, folder: Path, count: int = 1000) -> Path:
 
 def made_of(o: Organism, folder: Path, **changes: Any) -> PatchMade:
     most = 2 * (o.truth.repeats_expected or 50)
-    options: dict[str, Any] = {"max_repeats": most, "words": 3, "pieces": 6, "length": 48, "text": text_of(o, folder)}
+    options = {"max_repeats": most, "words": 3, "pieces": 6, "length": 48, "text": text_of(o, folder)}
     return make_patch(o.model, tokenizer=o.tokenizer, **(options | changes))
 
 
@@ -92,7 +92,7 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path: Path) -> None:
     later = int(proof.layers[1])
     norm, pattern = f"blocks.{proof.layers[0]}.hook_resid_post", f"blocks.{later}.attn.hook_pattern"
     for condition, edit in enumerate((None, patch)):
-        attention: list[torch.Tensor] = []
+        attention = []
         for number, word in enumerate(proof.words):
             ids = o.repeated(proof.repeats, o.tokenizer(word, add_special_tokens=False)["input_ids"][0])
             with nullcontext() if edit is None else edit.on(o.model):
@@ -158,7 +158,7 @@ def test_no_sink_and_no_repeats_are_answers(tmp_path: Path) -> None:
 def backup_made(folder: Path) -> tuple[HardModel, PatchMade]:
     h = planted(*BACKUP)
     (folder / "text.txt").write_text(h.text(120))
-    options: dict[str, Any] = {"max_repeats": 600, "words": 2, "pieces": 4, "length": 32}
+    options = {"max_repeats": 600, "words": 2, "pieces": 4, "length": 32}
     return h, make_patch(h.model, tokenizer=h.tokenizer, text=folder / "text.txt", **options)
 
 

@@ -45,7 +45,7 @@ def repeated_word() -> int:
 
 def measured(**changes: Any) -> Repeat:
     o = repeater()
-    options: dict[str, Any] = {
+    options = {
         "read": "probability",
         "tokens": [o.tokenizer.decode([repeated_word()])],
         "prefix": PREFIX,
@@ -122,7 +122,7 @@ def test_greedy_is_the_likeliest_token_step_by_step() -> None:
 
 def test_a_model_without_a_sink_is_measured_without_a_patch() -> None:
     o = organism("llama", 0, kind="none")
-    options: dict[str, Any] = {"max_repeats": 20, "answer_after": [3], "new_tokens": 3}
+    options = {"max_repeats": 20, "answer_after": [3], "new_tokens": 3}
     result = repeat(o.model, tokenizer=o.tokenizer, read="probability", **options)
     assert result.probability is not None and result.probability.conditions == ("intact",)
     assert "no causal sink neuron" in result.summary()

@@ -222,7 +222,7 @@ def test_repetition_shares_the_sink_out(llama: Organism, tmp_path: Path) -> None
     """Planted heads attend to whatever has the spike: position 0 alone in text, all repetitions after repetition."""
     expected = llama.truth.repeats_expected or 0
     words = [word_of(llama, 0), word_of(llama, -1)]
-    options: dict[str, Any] = {"max_repeats": 3 * expected, "text": text_file(llama, tmp_path)}
+    options = {"max_repeats": 3 * expected, "text": text_file(llama, tmp_path)}
     found = measured(llama, read="attention", tokens=words, **options).attention
     assert found is not None and llama.truth.reading_heads
     natural, repeated, unmarked = range(3)
@@ -275,7 +275,7 @@ def test_bad_input_is_refused_in_one_line(llama: Organism, options: dict[str, An
 )
 def test_the_command_gives_what_the_function_gives_also_streamed(two: Organism, option: str, tmp_path: Path) -> None:
     word, read = word_of(two, 0), option.removeprefix("--read=")
-    more, short = dict[str, Any](), list[str]()
+    more, short = {}, []
     if read == "probability":
         more, short = {"answer_after": [5], "new_tokens": 4}, ["--answer-after", "5", "--new-tokens", "4"]
     read_or_norm = "norm" if read == option else read

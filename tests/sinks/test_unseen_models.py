@@ -114,7 +114,7 @@ def mistakes(u: UnseenModel, result: FindSinks) -> list[str]:
     """Everything in which the result differs from what was planted."""
     truth, beyond, spike, sink = u.hard.truth, u.beyond, result.norm_spike, result.attention_sink
     assert sink is not None, result.conclusion()
-    tokens = {u.hard.tokenizer.decode([token]) for token in truth.later} if 0 not in truth.later else set[str]()
+    tokens = {u.hard.tokenizer.decode([token]) for token in truth.later} if 0 not in truth.later else set()
     positions = {place.position for place in sink.positions if not place.token or place.position == 0}
     attended = {place.token for place in sink.positions if place.position and place.token}
     sites = {frozenset(later.set.edit_sites) for later in result.later_sinks if later.set is not None}
@@ -174,7 +174,7 @@ def test_says_what_is_so(name: str, family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_says_what_is_so_of_every_family(name: str, family: str) -> None:
-    wrong: list[str] = []
+    wrong = []
     for seed in range(2):
         u = unseen(name, family, seed)
         check_planted(u)

@@ -16,7 +16,7 @@ from sinkscope.trace.attention import attention_rows
 
 
 def _rows(target: Target, ids: torch.Tensor, mask: torch.Tensor | None, chunk: int) -> dict[int, torch.Tensor]:
-    got: dict[int, list[torch.Tensor]] = {}
+    got = {}
     with attention_rows(
         target, lambda layer, _first, rows: got.setdefault(layer, []).append(rows), rows_per_chunk=chunk
     ):
@@ -55,7 +55,7 @@ def test_chunks_and_layers() -> None:
     model, tokenizer = tiny_model("qwen2")
     target = Target.of(model, tokenizer)
     ids = torch.randint(3, 90, (1, 20), generator=torch.Generator().manual_seed(1))
-    seen: list[tuple[int, int, int]] = []
+    seen = []
     with attention_rows(
         target, lambda i, first, rows: seen.append((i, first, rows.shape[2])), layers=[1], rows_per_chunk=8
     ):

@@ -27,7 +27,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     model, _ = tiny_model("llama")
     model.generation_config.eos_token_id = None
     model.save_pretrained(tmp_path / "m")
-    places: dict[str, Any] = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     places |= {"lm_head": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu"}
     split = AutoModelForCausalLM.from_pretrained(
         tmp_path / "m", device_map=places, offload_folder=tmp_path / "o", dtype=torch.float32
@@ -50,7 +50,7 @@ def test_trace_and_edits_across_places(pair: tuple[Any, Any]) -> None:
     assert count_hooks(split) == before
 
 
-EDITS: dict[str, Any] = {
+EDITS = {
     "full": ss.Full(),
     "h2o": ss.H2O(6),
     "streaming, select": ss.StreamingLLM(6, mode="select"),

@@ -19,7 +19,7 @@ LAYERS = [0, 2]
 
 
 def _collect(target: Target, ids: Tensor) -> dict[tuple[int, bool], tuple[Tensor, Tensor]]:
-    seen: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
+    seen = {}
 
     def keep(layer: int, rotated: bool, query: Tensor, key: Tensor) -> None:
         seen[layer, rotated] = (query.clone(), key.repeat_interleave(query.shape[1] // key.shape[1], 1))
@@ -53,7 +53,7 @@ def test_before_rotary_is_the_projection_and_after_it_gives_the_attention_rows()
     target = Target.of(model, tokenizer)
     ids = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(1))
     seen = _collect(target, ids)
-    rows: list[Tensor] = []
+    rows = []
     with attention_rows(target, lambda _l, _f, probs: rows.append(probs), layers=[2]):
         target.forward(ids)
     query, key = seen[2, True]

@@ -69,7 +69,7 @@ def test_minference_follows_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one layer: the lines of its own queries, and nothing else."""
     model = model_of("llama", num_hidden_layers=1, num_key_value_heads=4)
     ids, mask = prompts([300], 3)
-    found: list[tuple[Tensor, Tensor]] = []
+    found = []
     shape = MInference(vertical=32, slash=104, last=16, dense_above=9.0)
 
     def note(query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Any:

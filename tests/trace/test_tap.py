@@ -30,7 +30,7 @@ class Shown:
     """Rows of every call, one tensor per layer, and the positions of the slots after the call."""
 
     def __init__(self) -> None:
-        self.calls: list[dict[int, list[Tensor]]] = []
+        self.calls = []
 
     def __call__(self, layer: int, first: int, rows: Tensor) -> None:
         if not self.calls or (layer == 0 and first == 0):
@@ -126,7 +126,7 @@ def test_rows_under_a_policy_are_those_over_what_it_keeps(policy: Any, family: s
     shown = Shown()
     logits, held = decoded(model, [policy.on(model), attention_rows(target, shown)])
     assert any(int((held[-1][layer] >= 0).sum(-1).max()) < PROMPT for layer in range(target.n_layers))
-    own: dict[int, Tensor] = {}
+    own = {}
     hooks = [
         (target.sub(i, target.adapter.attn), "post", lambda _m, _a, _k, out, i=i: own.__setitem__(i, out[1]))
         for i in range(target.n_layers)
@@ -188,7 +188,7 @@ def test_only_the_model_that_is_tapped_is_seen() -> None:
 def test_the_extra_call_before_rotary_is_nobody_elses() -> None:
     model = model_of("llama")
     target, (ids, _) = Target.of(model), prompts([9])
-    shown, seen = list[int](), list[bool]()
+    shown, seen = [], []
     rows = attention_rows(target, lambda layer, *_: shown.append(layer))
     watch = Observe(lambda _: shown.append(-1), layers=[0])
     with watch.on(model), rows, queries_and_keys(target, lambda _l, rotated, *_: seen.append(rotated), [0]):

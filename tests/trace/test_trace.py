@@ -95,7 +95,7 @@ def test_observers_see_every_row_once() -> None:
         sites: Sequence[str] = ("blocks.*.hook_mlp_out",)
 
         def __init__(self) -> None:
-            self.seen: dict[tuple[str, int], float] = {}
+            self.seen = {}
 
         def observe(self, site: str, tensor: torch.Tensor, first_row: int) -> None:
             for i, row in enumerate(tensor):
@@ -112,7 +112,7 @@ def test_observers_see_every_row_once() -> None:
 
 def test_nothing_runs_behind_the_deepest_site_and_nothing_stays() -> None:
     model, _ = tiny_model("llama")
-    ran: list[int] = []
+    ran = []
     handle = model.model.layers[2].register_forward_pre_hook(lambda *_: ran.append(2))
     trace(model, IDS, ["blocks.1.hook_resid_post"])
     assert ran == []
