@@ -129,7 +129,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_start() -> None:
+def _same_start():
     """Every test starts from the same random numbers and unspent checks, whichever ran before it."""
     import torch
     from shape_checks import begin_test

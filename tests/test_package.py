@@ -48,13 +48,13 @@ def _python(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_import_loads_nothing_heavy() -> None:
+def test_import_loads_nothing_heavy():
     heavy = "{'torch', 'transformers', 'numpy', 'click', 'rich', 'pydantic'}"
     code = f"import sys, sinkscope; print({heavy} & set(sys.modules))"
     assert _python(code) == "set()"
 
 
-def test_public_names_are_there() -> None:
+def test_public_names_are_there():
     for name in sinkscope.__all__:
         assert getattr(sinkscope, name) is not None
     assert set(dir(sinkscope)) == set(sinkscope.__all__)
@@ -62,7 +62,7 @@ def test_public_names_are_there() -> None:
         _ = sinkscope.nothing
 
 
-def test_type_checkers_see_the_same_names() -> None:
+def test_type_checkers_see_the_same_names():
     tree = ast.parse((ROOT / "sinkscope/__init__.pyi").read_text(encoding="utf-8"))
     stated = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module != "sinkscope"]
     seen = {a.asname: n.module for n in stated for a in n.names}
@@ -71,7 +71,7 @@ def test_type_checkers_see_the_same_names() -> None:
     assert {name: homes.get(name, sinkscope._HOME.get(name)) for name in seen} == seen
 
 
-def test_functions_named_like_their_modules_stay_callable() -> None:
+def test_functions_named_like_their_modules_stay_callable():
     """Whichever module is imported first: each order in a fork of this process, which forgets the package."""
     for first in ("sinkscope", "sinkscope.models.load", "sinkscope.trace.run"):
         child = os.fork()
@@ -138,7 +138,7 @@ UPWARD = {
 LAZY = {"sinkscope", "sinkscope.app.commands"}  # they name every module, and import those that are asked for
 
 
-def test_imports_go_one_way() -> None:
+def test_imports_go_one_way():
     """No file imports, by any way, one that imports it."""
     for name in FILES:
         seen = set()
@@ -151,7 +151,7 @@ def test_imports_go_one_way() -> None:
         assert name not in seen, f"{name} is part of a circle of imports"
 
 
-def test_packages_import_only_what_is_above_them() -> None:
+def test_packages_import_only_what_is_above_them():
     for name in FILES.keys() - LAZY:
         part = name.split(".")[1]
         assert part in {*ORDER, *GROUND}, f"{name}: say in ORDER where it stands"
@@ -161,7 +161,7 @@ def test_packages_import_only_what_is_above_them() -> None:
             assert above, f"{name} imports sinkscope.{used}"
 
 
-def test_no_private_name_crosses_packages() -> None:
+def test_no_private_name_crosses_packages():
     for name in FILES:
         package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
         for path in _imported(name):
@@ -172,7 +172,7 @@ def test_no_private_name_crosses_packages() -> None:
                 assert not private or f"{package}.".startswith(f"{home}."), f"{name} imports {path}"
 
 
-def test_the_tested_set_fits_the_ranges_and_names_no_host() -> None:
+def test_the_tested_set_fits_the_ranges_and_names_no_host():
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -188,7 +188,7 @@ def test_the_tested_set_fits_the_ranges_and_names_no_host() -> None:
         assert requirement.specifier.contains(pin.version), f"{requirement} does not allow {pin.version}"
 
 
-def test_readme_says_the_two_commands() -> None:
+def test_readme_says_the_two_commands():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "pip install -e . -c constraints.txt && sinkscope find-sinks" in readme
     test = 'pip install -e ".[test]" -c constraints.txt'
@@ -200,7 +200,7 @@ def test_readme_says_the_two_commands() -> None:
         assert f"figures/{name}" in readme
 
 
-def test_every_error_page_is_there_and_in_the_index() -> None:
+def test_every_error_page_is_there_and_in_the_index():
     folder = ROOT / "docs/errors"
     sources = (file.read_text(encoding="utf-8") for file in (ROOT / "sinkscope").rglob("*.py"))
     named = {page for source in sources for page in re.findall(r'page="([a-z0-9-]+)"', source)}
@@ -211,7 +211,7 @@ def test_every_error_page_is_there_and_in_the_index() -> None:
 
 
 @pytest.mark.slow
-def test_site_builds_strictly(tmp_path: Path) -> None:
+def test_site_builds_strictly(tmp_path):
     pytest.importorskip("mkdocs", reason="needs the extra docs")
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
     done = subprocess.run(
@@ -224,7 +224,7 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path, monkeypatch):
     subprocess.run(
         [sys.executable, "-m", "build", "--outdir", str(tmp_path), str(ROOT)], check=True, capture_output=True
     )
@@ -255,7 +255,7 @@ def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path: Path, monkeypatch: p
     assert "sink layer is layer" in done.stdout
 
 
-def test_the_tracked_tree_stays_small() -> None:
+def test_the_tracked_tree_stays_small():
     """A clone is to stay below 50 MB: figures, records and weights are kept small or are made again."""
     try:
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True)

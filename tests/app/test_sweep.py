@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,7 @@ def _cases(words: str) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory):
     here = tmp_path_factory.mktemp("sweep")
     (here / "folder").mkdir()
     (here / "folder" / "mine").write_text("mine")
@@ -129,9 +128,7 @@ def _state(folder: Path | str) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.fixture
-def wrongs(
-    files: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[[list[Case]], list[str]]:
+def wrongs(files, monkeypatch, capfd):
     """Type commands that have to be refused; what was wrong about how they were."""
     monkeypatch.chdir(files)
     before = _state(files)
@@ -152,7 +149,7 @@ def wrongs(
     return run
 
 
-def test_bad_input_is_refused_in_one_line(wrongs: Callable[[list[Case]], list[str]]) -> None:
+def test_bad_input_is_refused_in_one_line(wrongs):
     """Every fourth bad value of every option of every command, in one process; another fourth in the next command."""
     cases = [case for number, words in enumerate(commands()) for case in _cases(words)[number % 4 :: 4]]
     assert len(cases) >= 500
@@ -160,5 +157,5 @@ def test_bad_input_is_refused_in_one_line(wrongs: Callable[[list[Case]], list[st
 
 
 @pytest.mark.slow
-def test_every_bad_input_is_refused_in_one_line(wrongs: Callable[[list[Case]], list[str]]) -> None:
+def test_every_bad_input_is_refused_in_one_line(wrongs):
     assert wrongs([case for words in commands() for case in _cases(words)]) == []

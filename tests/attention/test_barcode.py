@@ -54,7 +54,7 @@ def eager_attention(model: Any, ids: list[int]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_pictures_are_the_attention_of_an_eager_run(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_are_the_attention_of_an_eager_run(family, monkeypatch):
     """All steps in bins; with sizes for which few tokens are enough."""
     sizes = {"PICTURE_STEPS": 8, "PICTURE_COLUMNS": 16}
     for name, size in sizes.items():
@@ -84,7 +84,7 @@ def test_pictures_are_the_attention_of_an_eager_run(family: str, monkeypatch: py
                 np.testing.assert_allclose(whole[number].sum(1), 1, atol=6e-3)
 
 
-def test_the_default_number_of_tokens_fits_the_context() -> None:
+def test_the_default_number_of_tokens_fits_the_context():
     """A model whose context is shorter than the default is measured to its end, and does not refuse its own default."""
     model, tokenizer = tiny_model("llama", max_position_embeddings=96)
     result = barcode(model, PROMPT, tokenizer=tokenizer, control=False, layers=[0])
@@ -93,7 +93,7 @@ def test_the_default_number_of_tokens_fits_the_context() -> None:
 
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
 @torch.no_grad()
-def test_the_score_equals_its_definition_whatever_the_calls(family: str) -> None:
+def test_the_score_equals_its_definition_whatever_the_calls(family):
     model, _ = tiny_model(family)
     ids = torch.randint(4, 90, (1, 40), generator=torch.Generator().manual_seed(1))
     shift = 4
@@ -124,7 +124,7 @@ def test_the_score_equals_its_definition_whatever_the_calls(family: str) -> None
     torch.testing.assert_close(parts.mean_picture(), whole.mean_picture(), rtol=1e-3, atol=1e-5)
 
 
-def test_planted_heads_rank_first_and_are_shown() -> None:
+def test_planted_heads_rank_first_and_are_shown():
     seed = secrets.randbits(32)
     for i, (period, delay) in enumerate(((3, 12), (9, 4), (1, 0))):
         organism = loop_organism(seed + i)
@@ -146,7 +146,7 @@ def test_planted_heads_rank_first_and_are_shown() -> None:
             assert begins - 8 <= result.locking_onset <= begins + 2 * period + 8
 
 
-def test_without_planted_heads_nothing_locks() -> None:
+def test_without_planted_heads_nothing_locks():
     organism = loop_organism(1, induction=False)
     with_heads = loop_organism(1)
     prompt = organism.looping_prompt(5)
@@ -162,7 +162,7 @@ def test_without_planted_heads_nothing_locks() -> None:
         assert without.gain[layer, head] < 0.7 < planted.gain[layer, head]
 
 
-def test_token_by_token_equals_one_pass_and_a_policy_is_seen() -> None:
+def test_token_by_token_equals_one_pass_and_a_policy_is_seen():
     """With a policy the text is read a token at a time: one that keeps everything changes nothing."""
     organism = loop_organism(2)
     prompt = organism.looping_prompt(4).ids
@@ -182,7 +182,7 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen() -> None:
         assert seen <= {0, 1, *range(at - 10, at + 1)} and abs(row.sum() - 1) < 0.01
 
 
-def test_onsets_are_those_of_the_text() -> None:
+def test_onsets_are_those_of_the_text():
     result = barcode(None, max_new_tokens=96, layers=[5])
     prompt = result.prompt_tokens
     with torch.no_grad():
@@ -203,7 +203,7 @@ def test_onsets_are_those_of_the_text() -> None:
     assert strongest.control == result.rows()[0]["control_score"]
 
 
-def test_a_guard_leaves_its_marks() -> None:
+def test_a_guard_leaves_its_marks():
     guard = LoopGuard.paper(budget=96, anchors=8, window=64, variant="tail")
     organism, _ = of_a_loop()
     looping = organism.looping_prompt(5).ids
@@ -215,7 +215,7 @@ def test_a_guard_leaves_its_marks() -> None:
     assert {shape.y0 for shape in drawn.layout.shapes} >= set(steps)
 
 
-def test_the_figure_shows_gains_and_pictures() -> None:
+def test_the_figure_shows_gains_and_pictures():
     organism, result = of_a_loop()
     drawn = result.figure()
     np.testing.assert_allclose(drawn.data[0].z, result.gain)
@@ -229,14 +229,14 @@ def test_the_figure_shows_gains_and_pictures() -> None:
     assert len([trace for trace in figure.data if trace.type == "heatmap"]) == 1 + len(alone.shown)
 
 
-def test_the_page_runs() -> None:
+def test_the_page_runs():
     page = (Path(__file__).parents[2] / "docs/measure/barcode.md").read_text(encoding="utf-8")
     names = {}
     exec(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[0], names)
     assert names["rows"].shape == (40, 104)
 
 
-def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(capsys):
     model, tokenizer = tiny_model("llama")
     cases = [
         ({"heads": [(0, 4)]}, "head 4 is not in .*: give one from 0 to 3"),

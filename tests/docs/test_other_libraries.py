@@ -35,12 +35,12 @@ def typed(source: str, file: Path, given: dict[str, Any]) -> torch.Tensor:
         return runpy.run_path(str(file), given, run_name="__main__")["out"]
 
 
-def test_the_page_has_rows_for_each_library() -> None:
+def test_the_page_has_rows_for_each_library():
     assert {library for library, _, _ in ROWS} == set(LIBRARIES) and len(ROWS) >= 16
 
 
 @pytest.mark.parametrize(("library", "theirs", "ours"), ROWS)
-def test_both_sides_say_the_same(library: str, theirs: str, ours: str, tmp_path: Path) -> None:
+def test_both_sides_say_the_same(library, theirs, ours, tmp_path):
     model: Any
     model, tokenizer = tiny_model("llama")
     model.generation_config.eos_token_id = None

@@ -33,7 +33,7 @@ def written_norm(target: Target, layer: int, neuron: int, stream: torch.Tensor) 
 
 
 @pytest.mark.parametrize("kind", DENSE)
-def test_reach_is_the_most_that_any_input_makes_the_neuron_write(kind: str) -> None:
+def test_reach_is_the_most_that_any_input_makes_the_neuron_write(kind):
     """Gradient ascent over residual streams, through the model's own norm and projections, reaches it from below."""
     torch.manual_seed(0)
     target = Target.of(tiny_model(kind)[0])
@@ -53,14 +53,14 @@ def test_reach_is_the_most_that_any_input_makes_the_neuron_write(kind: str) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_planted_neurons_are_the_first_candidates(family: str) -> None:
+def test_planted_neurons_are_the_first_candidates(family):
     o = organism(family, 0)
     candidates = screen(Target.of(o.model, o.tokenizer))["candidates"]
     planted = {"L{}.N{}".format(*site) if len(site) == 2 else "L{}.E{}.N{}".format(*site) for site in o.truth.neurons}
     assert planted <= {row["neuron"] for row in candidates[: len(planted)]}
 
 
-def test_a_planted_sink_is_massive_and_its_values_are_drained() -> None:
+def test_a_planted_sink_is_massive_and_its_values_are_drained():
     o = organism("llama", 2)
     with_bos, without = massive.massive(Setup.open(o.model, tokenizer=o.tokenizer))["conditions"]
     layer = o.truth.sink_layer

@@ -43,7 +43,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("edit", "reentrant"), each_other(EDITS, [False, True]))
-def test_recomputed_layers_are_edited(edit: str, reentrant: bool) -> None:
+def test_recomputed_layers_are_edited(edit, reentrant):
     plain, checkpointed = model_of("llama", None), model_of("llama", reentrant)
     unedited = gradients(checkpointed)
     with EDITS[edit].on(plain) as want:
@@ -58,7 +58,7 @@ def test_recomputed_layers_are_edited(edit: str, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gemma2", "gpt_neox"])
-def test_in_other_families_and_in_nested_runs(family: str) -> None:
+def test_in_other_families_and_in_nested_runs(family):
     plain, checkpointed = model_of(family, None), model_of(family, False)
     sites = [(1, 2, 3)] if family == "mixtral" else [(1, 3)]
     inner, outer = Ablate(sites=sites), Ablate(heads="L0.H1", value=0.5)
@@ -70,7 +70,7 @@ def test_in_other_families_and_in_nested_runs(family: str) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_backward_after_the_with_is_refused(reentrant: bool) -> None:
+def test_backward_after_the_with_is_refused(reentrant):
     model = model_of("llama", reentrant)
     with EDITS["patch"].on(model):
         loss = model(IDS, labels=IDS).loss
@@ -81,7 +81,7 @@ def test_backward_after_the_with_is_refused(reentrant: bool) -> None:
         before.backward()
 
 
-def test_layers_that_the_caller_checkpoints_are_refused() -> None:
+def test_layers_that_the_caller_checkpoints_are_refused():
     model = model_of("llama", None)
     mlp = model.model.layers[1].mlp
     mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
@@ -90,7 +90,7 @@ def test_layers_that_the_caller_checkpoints_are_refused() -> None:
 
 
 @pytest.mark.parametrize("what", [ss.H2O(3), ss.LoopGuard(64), ss.LoopServe(64), Observe(lambda rows: None)])
-def test_what_needs_a_cache_is_refused(what: Any) -> None:
+def test_what_needs_a_cache_is_refused(what):
     model = model_of("llama", False)
     with what.on(model), pytest.raises(UnsupportedError, match="trains with gradient checkpointing"):
         model(IDS)
@@ -99,7 +99,7 @@ def test_what_needs_a_cache_is_refused(what: Any) -> None:
 
 
 @pytest.mark.parametrize("what", [ss.H2O(3), ss.LoopGuard(64), ss.LoopServe(64), Observe(lambda rows: None)])
-def test_another_attention_inside_the_with_is_refused(what: Any) -> None:
+def test_another_attention_inside_the_with_is_refused(what):
     model = tiny_model("llama")[0]
     was = attention_name(model.config)
     with what.on(model):

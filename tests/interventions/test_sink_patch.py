@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +52,7 @@ def neutral(o: Organism, site: str = "post") -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize(
     ("family", "seed"), each_other(["llama", "qwen3", "gemma2", "neox", "mixtral", "gpt_oss"], [0, 1])
 )
-def test_repairs_repetition_and_nothing_else(family: str, seed: int) -> None:
+def test_repairs_repetition_and_nothing_else(family, seed):
     o = organism(family, seed)
     layer = o.truth.sink_layer
     repeats = 2 * o.truth.repeats_expected
@@ -80,7 +79,7 @@ def test_repairs_repetition_and_nothing_else(family: str, seed: int) -> None:
         ("up", 1),
     ],
 )
-def test_which_site_repairs_which_sink(kind: str, seed: int) -> None:
+def test_which_site_repairs_which_sink(kind, seed):
     """The paper's listing edits the up factor, which helps only where that carries the sink; "post" always helps."""
     o = organism("llama", seed, kind=kind)
     assert o.truth.factor == kind
@@ -97,7 +96,7 @@ def test_which_site_repairs_which_sink(kind: str, seed: int) -> None:
 # --- the same numbers however it is called ------------------------------------------------------------------------
 
 
-def test_forward_equals_the_listing_in_every_kind() -> None:
+def test_forward_equals_the_listing_in_every_kind():
     o = organism("llama", 2)
     ids = o.repeated(60)
     wanted = {}
@@ -123,7 +122,7 @@ def loud_model() -> tuple[Any, Any, list[tuple[int, int]]]:
     return model, tokenizer, sites
 
 
-def test_every_generated_token_in_every_kind() -> None:
+def test_every_generated_token_in_every_kind():
     model, tokenizer, sites = loud_model()
     ids, new = torch.tensor([[1, 20, 21, 22, 20, 21]]), 8
     want = greedy(model, ids, new, lambda: listing_1(model, sites))
@@ -150,7 +149,7 @@ def test_every_generated_token_in_every_kind() -> None:
 
 
 @pytest.mark.parametrize(("kind", "side"), [("hf", "right"), ("bridge", "left"), ("hooks", "right")])
-def test_padded_batch_equals_one_by_one(side: str, kind: str) -> None:
+def test_padded_batch_equals_one_by_one(side, kind):
     model, tokenizer, sites = loud_model()
     row, patch = [1, 30, 31], SinkPatch(sites=sites)
     padded, real = ([3, 3, *row], slice(2, 5)) if side == "left" else ([*row, 3, 3], slice(0, 3))
@@ -170,7 +169,7 @@ def test_padded_batch_equals_one_by_one(side: str, kind: str) -> None:
     torch.testing.assert_close(batch[1, real], alone, atol=2e-5, rtol=1e-4)
 
 
-def test_padded_generation_equals_one_by_one() -> None:
+def test_padded_generation_equals_one_by_one():
     model, _, sites = loud_model()
     patch, settings = SinkPatch(sites=sites), {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     ids = torch.tensor([[1, 20, 21, 22, 23], [3, 3, 1, 30, 31]])
@@ -183,7 +182,7 @@ def test_padded_generation_equals_one_by_one() -> None:
         assert torch.equal(both[0], one[0]) and torch.equal(both[1, 2:], two[0]), extra
 
 
-def test_chunks_and_later_turns_equal_one_prompt() -> None:
+def test_chunks_and_later_turns_equal_one_prompt():
     o = organism("llama", 4)
     ids = o.repeated(90)
     bridge = bridge_of(o.model, o.tokenizer)
@@ -199,7 +198,7 @@ def test_chunks_and_later_turns_equal_one_prompt() -> None:
         torch.testing.assert_close(torch.cat(parts, 1), want, atol=2e-4, rtol=1e-4)
 
 
-def test_embeddings_instead_of_ids() -> None:
+def test_embeddings_instead_of_ids():
     model, _, sites = loud_model()
     ids = torch.tensor([[1, 20, 21, 22, 20]])
     patch = SinkPatch(sites=sites, calibrated=dict.fromkeys(sites, 7.0))  # not used: counts as beginning with BOS
@@ -226,7 +225,7 @@ def with_number(model: Any, ids: Tensor, sites: Any, value: float, **settings: A
         return model.generate(ids, **settings) if settings else logits(model, ids)
 
 
-def test_without_bos_the_listing_defeats_itself_and_the_calibrated_value_does_not() -> None:
+def test_without_bos_the_listing_defeats_itself_and_the_calibrated_value_does_not():
     o = organism("llama", 0, bos=False)
     ids, layer = o.repeated(40), o.truth.sink_layer
     before = residual_norms(o.model, ids, layer)[0]
@@ -251,7 +250,7 @@ def _own_cluster() -> tuple[Organism, Tensor]:
     return o, torch.tensor([[o.tokenizer.bos_token_id, twin, *other[:6]]])
 
 
-def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated() -> None:
+def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated():
     o, ids = _own_cluster()
     site = f"blocks.{o.truth.sink_layer}.hook_resid_post"
 
@@ -270,7 +269,7 @@ def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated()
         assert set(reasons(run).values()) == {"sink-like second value"}
 
 
-def test_one_token_prompt() -> None:
+def test_one_token_prompt():
     model, _, sites = loud_model()
     ids, settings = torch.tensor([[1]]), {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     with SinkPatch(sites=sites).on(model):  # nothing calibrated: the first generated token is the second token
@@ -283,7 +282,7 @@ def test_one_token_prompt() -> None:
     assert all(e.step == 1 and e.position == 1 for e in run.events if e.kind == "fallback")
 
 
-def test_rows_choose_for_themselves() -> None:
+def test_rows_choose_for_themselves():
     model, _, _ = loud_model()
     sites = [(1, 3)]
     patch = SinkPatch(sites=sites, calibrated={(1, 3): 0.25})
@@ -299,7 +298,7 @@ def test_rows_choose_for_themselves() -> None:
         torch.testing.assert_close(got[2, 2:], logits(model, ids[2:, 2:])[0], atol=1e-5, rtol=1e-4)
 
 
-def test_number_and_calibrated_values() -> None:
+def test_number_and_calibrated_values():
     model, _, _ = loud_model()
     sites, ids = [(1, 3), (1, 11)], torch.tensor([[1, 20, 21, 22, 20]])
     with SinkPatch(sites=sites, value=0.5).on(model):
@@ -312,7 +311,7 @@ def test_number_and_calibrated_values() -> None:
         torch.testing.assert_close(logits(model, ids), want)
 
 
-def test_a_prompt_read_before_the_run() -> None:
+def test_a_prompt_read_before_the_run():
     model, _, sites = loud_model()
     ids = torch.tensor([[1, 20, 21, 22, 20, 21]])
     with torch.no_grad():
@@ -328,7 +327,7 @@ def test_a_prompt_read_before_the_run() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
-def test_expert_neurons_take_the_second_tokens_value(model_type: str) -> None:
+def test_expert_neurons_take_the_second_tokens_value(model_type):
     """Also where the second token went to other experts: the value is what the neuron would have there."""
     model, _ = tiny_model(model_type)
     site, ids = (1, 2, 5), torch.tensor([[1, 20, 21, 22, 23, 24, 25, 26]])
@@ -364,7 +363,7 @@ class Row:
     neutral_up: float | None = -0.5
 
 
-def test_from_result(tmp_path: Path) -> None:
+def test_from_result(tmp_path):
     rows = [Row(1, 7, True), Row(1, 8, False), Row(2, 9, True, expert=3, neutral_post=None)]
     info = ModelInfo("m", "llama", 4, 32, 64, "f")
     result = SimpleNamespace(sink_layer=1, neurons=rows, model=info)
@@ -401,7 +400,7 @@ GOOD = {
         ({"value": "calibrated", "sites": [{"layer": 1, "neuron": 3}]}, ["no calibrated value", "L1.N3"]),
     ],
 )
-def test_bad_patch_files(tmp_path: Path, change: dict[str, Any], words: list[str]) -> None:
+def test_bad_patch_files(tmp_path, change, words):
     path = tmp_path / "patch.json"
     path.write_text(json.dumps({**GOOD, **change}))
     with pytest.raises(SinkscopeError) as caught:

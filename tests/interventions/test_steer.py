@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -64,7 +64,7 @@ def added(model: Any, layer: int, vector: torch.Tensor) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 5, 1))
-def test_a_head_without_output_is_one_without_columns(model_type: str) -> None:
+def test_a_head_without_output_is_one_without_columns(model_type):
     """Every family, on the plain model, through a bridge, and as TransformerLens' own hooks."""
     model, bridge = bridged(model_type)
     edit, plain = Ablate(heads=[(1, 2), "L0.H3"]), logits(model, IDS)
@@ -84,7 +84,7 @@ def test_a_head_without_output_is_one_without_columns(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 5, 2))
-def test_a_vector_as_transformer_lens_adds_it(model_type: str) -> None:
+def test_a_vector_as_transformer_lens_adds_it(model_type):
     model, bridge = bridged(model_type)
     vector, target, plain = vector_of(model), Target.of(model), logits(model, IDS)
     # The two ends of a layer are the same in every family: each meets one of them.
@@ -110,7 +110,7 @@ def test_a_vector_as_transformer_lens_adds_it(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_generation_and_nothing_stays(kind: str) -> None:
+def test_in_generation_and_nothing_stays(kind):
     """Token by token with a cache, against the whole sequence again for every token, edited by hand."""
     model, tokenizer = tiny_model("llama")
     model.generation_config.eos_token_id = None
@@ -133,7 +133,7 @@ def test_in_generation_and_nothing_stays(kind: str) -> None:
     assert count_hooks(hf) == before and torch.equal(hf.generate(IDS[:1], max_new_tokens=8, do_sample=False), plain)
 
 
-def test_other_ways_to_name_the_same() -> None:
+def test_other_ways_to_name_the_same():
     model, _ = tiny_model("llama")
     for one, same in (
         (Ablate(layer=-3, neurons=3, value=9.0, positions=2), Ablate(sites=["L0.N3"], value=9.0, positions=2)),
@@ -162,7 +162,7 @@ def test_other_ways_to_name_the_same() -> None:
         (lambda: Add([1.0] * 32, "blocks.1.mlp.hook_post"), ["blocks.1.mlp.hook_post", "hook_resid_post"]),
     ],
 )
-def test_bad_arguments(make: Callable[[], Any], words: list[str]) -> None:
+def test_bad_arguments(make, words):
     model, _ = tiny_model("llama")
     with pytest.raises(SinkscopeError) as caught, make().on(model):
         pass

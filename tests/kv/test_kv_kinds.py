@@ -41,7 +41,7 @@ def by_bridge(bridge: Any, ids: Tensor, mask: Tensor, prompt: int, chunks: tuple
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_bridge_with_the_whole_cache_and_with_parts_of_it(family: str) -> None:
+def test_a_bridge_with_the_whole_cache_and_with_parts_of_it(family):
     bridge, model = bridge_and_model(family)
     ids, mask = prompts([20, 13], 3)
     stock = by_bridge(bridge, ids, mask, 20)
@@ -60,7 +60,7 @@ def test_a_bridge_with_the_whole_cache_and_with_parts_of_it(family: str) -> None
                 close(got, decode(model, ids, mask, 20))
 
 
-def test_generate_on_a_bridge() -> None:
+def test_generate_on_a_bridge():
     bridge, model = bridge_and_model("llama")
     ids, _ = prompts([14])
     quiet = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False, "verbose": False}
@@ -77,7 +77,7 @@ def test_generate_on_a_bridge() -> None:
     assert torch.equal(bridge.generate(ids, **quiet), stock)
 
 
-def test_nnsight() -> None:
+def test_nnsight():
     model = model_of("gemma2")
     tokenizer = tiny_model("gemma2")[1]
     lm = nnsight_of(model, tokenizer)

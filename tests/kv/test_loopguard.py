@@ -32,7 +32,7 @@ def looping(after: int, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_kept_is_the_plan_and_later_logits_are_those_of_a_masked_full_cache(kind: str) -> None:
+def test_what_is_kept_is_the_plan_and_later_logits_are_those_of_a_masked_full_cache(kind):
     stock, model = tiny(), tiny(kind)
     prompt, mask = padded(14, 9)
     new = torch.tensor([looping(5, 40), looping(21, 40)])
@@ -58,7 +58,7 @@ def test_what_is_kept_is_the_plan_and_later_logits_are_those_of_a_masked_full_ca
         assert (got[row] - plain).abs().max() > 1e-2, "the cuts made no difference, so nothing was tested"
 
 
-def test_only_the_rows_that_loop_are_cut() -> None:
+def test_only_the_rows_that_loop_are_cut():
     model = tiny()
     prompt, mask = padded(10, 13, 6)
     new = torch.tensor([looping(3, 36), looping(19, 36), looping(36, 36)])
@@ -74,7 +74,7 @@ def test_only_the_rows_that_loop_are_cut() -> None:
 
 
 @pytest.mark.parametrize("kind", ["hf", "bridge"])
-def test_without_a_trigger_generation_is_the_stock_one_bit_for_bit(kind: str) -> None:
+def test_without_a_trigger_generation_is_the_stock_one_bit_for_bit(kind):
     model = tiny(kind)
     prompt, mask = padded(12)
     settings = {"max_new_tokens": 16, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
@@ -88,7 +88,7 @@ def test_without_a_trigger_generation_is_the_stock_one_bit_for_bit(kind: str) ->
             assert torch.equal(a, b) if kind != "bridge" else torch.allclose(a, b, atol=1e-5)
 
 
-def test_a_new_turn_begins_anew() -> None:
+def test_a_new_turn_begins_anew():
     model = tiny()
     prompt, mask = padded(8)
     half = torch.tensor([LOOP * 2])  # too few copies in each turn, enough in both together
@@ -102,7 +102,7 @@ def test_a_new_turn_begins_anew() -> None:
     assert run.events == []
 
 
-def test_between_window_is_streaming_llm_until_a_loop_comes() -> None:
+def test_between_window_is_streaming_llm_until_a_loop_comes():
     model = tiny()
     prompt, mask = padded(20, 31)
     new = torch.tensor([looping(30, 30), looping(30, 30)])
@@ -116,7 +116,7 @@ def test_between_window_is_streaming_llm_until_a_loop_comes() -> None:
     assert all(mean <= 26 for usage in run.usage for mean in usage.mean_tokens)
 
 
-def test_composed_with_a_patch_and_a_policy() -> None:
+def test_composed_with_a_patch_and_a_policy():
     model = tiny()
     model.model.layers[1].mlp.down_proj.weight.data[:, 3] *= 8
     prompt, mask = padded(20)
@@ -135,7 +135,7 @@ def test_composed_with_a_patch_and_a_policy() -> None:
         feed(model, prompt, mask, new)
 
 
-def test_beams_and_assistants_are_refused_and_the_model_is_left_as_it_was() -> None:
+def test_beams_and_assistants_are_refused_and_the_model_is_left_as_it_was():
     model = hf = tiny()
     hf.generation_config.eos_token_id = None
     before, attention = count_hooks(hf), hf.config._attn_implementation
@@ -153,7 +153,7 @@ def test_beams_and_assistants_are_refused_and_the_model_is_left_as_it_was() -> N
         assert (count_hooks(hf), hf.config._attn_implementation) == (before, attention)
 
 
-def test_a_fraction_of_the_prompt() -> None:
+def test_a_fraction_of_the_prompt():
     model = tiny()
     prompt, mask = padded(40, 60)
     guard = LoopGuard.paper(budget=0.25, anchors=4, window=16, variant="tail", monitor=EAGER)
@@ -171,7 +171,7 @@ def feed_greedily(model: Any, prompt: Any, mask: Any, steps: int) -> list[int]:
     return model.generate(input_ids=prompt, attention_mask=mask, **settings)[0, prompt.shape[1] :].tolist()
 
 
-def test_anchors_hold_beside_a_policy_and_its_first_tokens_beside_a_guard() -> None:
+def test_anchors_hold_beside_a_policy_and_its_first_tokens_beside_a_guard():
     model = tiny()
     prompt, mask = padded(60)
     new = torch.tensor([looping(3, 40)])
@@ -194,7 +194,7 @@ def test_anchors_hold_beside_a_policy_and_its_first_tokens_beside_a_guard() -> N
             )
 
 
-def test_a_ban_covers_the_n_grams_of_the_loop_alone() -> None:
+def test_a_ban_covers_the_n_grams_of_the_loop_alone():
     ban = Ban(deque(maxlen=3))
     ban.add([1, 2, 3, 1, 2, 3, 1], 3, until=50)
 
@@ -224,7 +224,7 @@ def eager_guard(**fields: Any) -> LoopGuard:
 
 
 @pytest.mark.parametrize("escalate", ["none", "ban", "draw"])
-def test_what_is_done_when_an_alarm_comes(escalate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_done_when_an_alarm_comes(escalate, monkeypatch):
     monkeypatch.setattr(guard_module, "DRAW_FROM", 2)
     model = stubborn(2.5)
     prompt, mask = padded(10)
@@ -256,7 +256,7 @@ class Allow(LogitsProcessor):
 
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("allowed", [[33], [33, 34], list(range(1, 90))])
-def test_a_later_processor_never_leaves_a_row_without_a_token(allowed: list[int], sample: bool) -> None:
+def test_a_later_processor_never_leaves_a_row_without_a_token(allowed, sample):
     """It may forbid what is drawn, or allow only what is banned: token 0 is written in neither case."""
     model = stubborn(8.0)
     prompt, mask = padded(10)
@@ -268,7 +268,7 @@ def test_a_later_processor_never_leaves_a_row_without_a_token(allowed: list[int]
         assert [33] * 4 not in [made[i : i + 4] for i in range(12, 57)], "nor is a banned token drawn"
 
 
-def test_draws_are_likely_ones_and_a_caller_who_samples_draws_alone() -> None:
+def test_draws_are_likely_ones_and_a_caller_who_samples_draws_alone():
     logits = torch.tensor([2.0, 1.0, -1.0, 0.0])
     random = torch.Generator().manual_seed(0)
     drawn = []
@@ -281,7 +281,7 @@ def test_draws_are_likely_ones_and_a_caller_who_samples_draws_alone() -> None:
     assert set(drawn) == {0, 1} and abs(share - torch.tensor(1.0).sigmoid()) < 0.1, "exp(-3) and exp(-2) are below"
 
 
-def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays() -> None:
+def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays():
     retention = LoopGuard(budget=32).retention(6)
     assert retention.anchors == 8, "a quarter of a small budget"
     model = tiny()
@@ -294,7 +294,7 @@ def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays() -> None:
 
 
 @pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
-def test_of_a_hybrid_the_attention_is_cut_and_the_state_stays(family: str) -> None:
+def test_of_a_hybrid_the_attention_is_cut_and_the_state_stays(family):
     """After a cut the attending layers lack the loop, and the first layer's state has it to the bit, as uncut."""
     ids = torch.tensor([[5, 6, 7, 8, *LOOP * 12]])
     model = decoder(family)
@@ -318,7 +318,7 @@ def test_of_a_hybrid_the_attention_is_cut_and_the_state_stays(family: str) -> No
     assert same.index(False) in (11, 12), "12 tokens and three copies: the alarm"
 
 
-def test_a_second_guard_is_refused() -> None:
+def test_a_second_guard_is_refused():
     model = tiny()
     with pytest.raises(UnsupportedError, match="two guards"), (LoopGuard() | LoopGuard(anchors=4)).on(model):
         pass

@@ -67,7 +67,7 @@ POLICIES = {
 @pytest.mark.parametrize(
     ("name", "family"), each_other(POLICIES, ["llama", "gpt2", "mistral", "qwen3"], 4, always=["llama"])
 )
-def test_decoding_equals_a_pass_under_the_masks_of_the_algorithm(family: str, name: str) -> None:
+def test_decoding_equals_a_pass_under_the_masks_of_the_algorithm(family, name):
     if family == "mistral" and name == "evicting":
         pytest.skip("the masks here do not tell what is held beyond the window from what was evicted")
     model, policy = model_of(family), POLICIES[name]
@@ -81,7 +81,7 @@ def test_decoding_equals_a_pass_under_the_masks_of_the_algorithm(family: str, na
         torch.testing.assert_close(torch.tensor(read), counts[None])
 
 
-def test_steps_hold_the_copy_and_turns_see_everything() -> None:
+def test_steps_hold_the_copy_and_turns_see_everything():
     """Between selections a layer is as long as the copy; a second turn and the time after see all tokens."""
     model, policy = model_of("llama"), Progressive(budget=8, every=4, after=0)
     ids, mask = prompts([20], 16)
@@ -109,7 +109,7 @@ def test_steps_hold_the_copy_and_turns_see_everything() -> None:
 
 
 @pytest.mark.parametrize("change", ["crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices"])
-def test_what_else_is_done_to_a_layer_is_done_to_the_whole(change: str) -> None:
+def test_what_else_is_done_to_a_layer_is_done_to_the_whole(change):
     generator = torch.Generator().manual_seed(0)
     argument = {"crop": -5, "batch_repeat_interleave": 2}.get(change, torch.tensor([1, 0]))
     worked, plain = CacheLayer(), CacheLayer()
@@ -133,7 +133,7 @@ def test_what_else_is_done_to_a_layer_is_done_to_the_whole(change: str) -> None:
         assert torch.equal(worked.extra("seen")[..., 10:], plain.extra("seen")[..., 10:])
 
 
-def test_usage_counts_the_whole_and_the_copy_beside_it() -> None:
+def test_usage_counts_the_whole_and_the_copy_beside_it():
     """By hand: a batch with padding, so that the whole has holes and the copy does not have as many."""
     model = model_of("llama")
     ids, mask = prompts([20, 13], 6)
@@ -150,7 +150,7 @@ def test_usage_counts_the_whole_and_the_copy_beside_it() -> None:
     assert usage.physical_bytes == layers * size * 2 * (25 + 9)
 
 
-def test_a_loop_guard_cuts_the_whole_cache() -> None:
+def test_a_loop_guard_cuts_the_whole_cache():
     """What the guard takes out never comes back, and the selection goes on at once from what it left."""
     model = model_of("llama")
     generator = torch.Generator().manual_seed(0)
@@ -177,7 +177,7 @@ def test_a_loop_guard_cuts_the_whole_cache() -> None:
     assert lengths[step] == len(kept) and lengths[step + 1] == 9
 
 
-def test_beams_are_refused() -> None:
+def test_beams_are_refused():
     model = model_of("llama")
     with pytest.raises(UnsupportedError, match="num_beams=1"), Progressive(budget=8, every=2, after=0).on(model):
         model.generate(IDS[:1, :30], num_beams=3, max_new_tokens=8, do_sample=False)

@@ -114,7 +114,7 @@ CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)
 
 
 @pytest.mark.parametrize(("model_type", "policy"), CASES, ids=str)
-def test_what_is_kept_is_what_is_seen(model_type: str, policy: Any) -> None:
+def test_what_is_kept_is_what_is_seen(model_type, policy):
     target = Target.of(decoder(model_type))
     ids, mask = prompts(LENGTHS, STEPS)
     if indexes_all_heads(target):
@@ -153,7 +153,7 @@ OFF = {}
     "model_type", every_nth("bloom gpt_neo mpt xglm gptj deepseek_v32 deepseek_v2 falcon".split(), 2)
 )
 @torch.no_grad()
-def test_the_last_queries_vote_by_the_attention_of_the_model(model_type: str) -> None:
+def test_the_last_queries_vote_by_the_attention_of_the_model(model_type):
     model = decoder(model_type)
     target, ids = Target.of(model), prompts([30])[0]  # at most top-k: the votes are over everything
     OWN.clear(), OFF.clear()
@@ -176,7 +176,7 @@ def test_the_last_queries_vote_by_the_attention_of_the_model(model_type: str) ->
 
 @pytest.mark.parametrize("model_type", every_nth(["gptj", "xglm", "bloom", "falcon"], 2))
 @torch.no_grad()
-def test_prompts_are_read_along_lines(model_type: str) -> None:
+def test_prompts_are_read_along_lines(model_type):
     """As in one pass with a mask of the lines; under a position bias they are read by the model's own attention."""
     target, ids = Target.of(decoder(model_type)), prompts([60])[0]
     index = torch.arange(60)

@@ -63,7 +63,7 @@ def reference_of(
 
 
 @pytest.mark.parametrize(("name", "family"), each_other(CASES, FAMILIES, 4, always=["llama"]))
-def test_keeps_what_the_dense_reference_keeps(name: str, family: str) -> None:
+def test_keeps_what_the_dense_reference_keeps(name, family):
     """At prefill and while tokens are decoded, in a batch with padding on the left; under edits, too."""
     policy, choose = CASES[name]
     model = model_of(family)
@@ -77,7 +77,7 @@ def test_keeps_what_the_dense_reference_keeps(name: str, family: str) -> None:
     assert_same(run(edits | policy, model, ids, real), expected)
 
 
-def test_snapkv_goes_on_choosing_while_tokens_are_generated() -> None:
+def test_snapkv_goes_on_choosing_while_tokens_are_generated():
     model = model_of("llama")
     ids, real = batch(pad=3)
     policy = SnapKV(budget=14, window=8, kernel=3, every=4)
@@ -85,7 +85,7 @@ def test_snapkv_goes_on_choosing_while_tokens_are_generated() -> None:
 
 
 @pytest.mark.parametrize("policy", [H2O(budget=8, mode="select"), StreamingLLM(budget=8, mode="select")], ids=str)
-def test_what_is_hidden_is_still_held(policy: Policy) -> None:
+def test_what_is_hidden_is_still_held(policy):
     """The usage under `mode="select"` is that of the full cache, and eight tokens and the new one are read."""
     model = model_of("llama")
     ids, real = batch(steps=4)
@@ -101,7 +101,7 @@ def test_what_is_hidden_is_still_held(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fraction_of_each_prompt(name: str) -> None:
+def test_fraction_of_each_prompt(name):
     """Rounded down, of the real tokens of a row, and not growing while tokens are generated."""
     policy, choose = CASES[name]
     policy = replace(policy, budget=0.55)
@@ -113,7 +113,7 @@ def test_fraction_of_each_prompt(name: str) -> None:
 
 
 @pytest.mark.parametrize("reduce", ["mean", "max", "sum"])
-def test_heads_of_a_kv_head_are_joined_as_asked(reduce: Any) -> None:
+def test_heads_of_a_kv_head_are_joined_as_asked(reduce):
     """H2O: per query before the sum. SnapKV: after pooling, here by the maximum."""
     model = model_of("llama", num_attention_heads=8, num_key_value_heads=2, head_dim=4)
     ids, real = batch(steps=8)
@@ -128,7 +128,7 @@ def test_heads_of_a_kv_head_are_joined_as_asked(reduce: Any) -> None:
         assert_same(run(policy, model, ids, real), reference_of(policy, choose, model, ids, real))
 
 
-def test_snapkv_says_where_a_bridge_hides_its_queries() -> None:
+def test_snapkv_says_where_a_bridge_hides_its_queries():
     bridge = bridge_of(*tiny_model("phi3"))
     ids, real = batch(steps=0)
     with pytest.raises(UnsupportedError, match=r"phi3.*backend='hf'"), CASES["snapkv"][0].on(bridge):
@@ -150,7 +150,7 @@ def test_snapkv_says_where_a_bridge_hides_its_queries() -> None:
     last=st.integers(0, 3),
     pad=st.integers(0, 22),
 )
-def test_budget_and_protected_positions(name: str, budget: int, first: int, last: int, pad: int) -> None:
+def test_budget_and_protected_positions(name, budget, first, last, pad):
     """After every step: never more than the budget, never less than there is, and the protected ones always."""
     model, _ = tiny_model("llama", num_hidden_layers=1)
     ids, real = batch(pad=pad, steps=5)
@@ -163,7 +163,7 @@ def test_budget_and_protected_positions(name: str, budget: int, first: int, last
             assert sure[:, :first].all() and sure[:, max(0, real_tokens - last) :].all()
 
 
-def test_two_policies_and_too_small_a_fraction() -> None:
+def test_two_policies_and_too_small_a_fraction():
     model, _ = tiny_model("llama")
     with pytest.raises(UnsupportedError, match="StreamingLLM and H2O"), (StreamingLLM() | H2O()).on(model):
         pass
@@ -172,7 +172,7 @@ def test_two_policies_and_too_small_a_fraction() -> None:
         run(StreamingLLM(budget=0.2), model, ids, real)
 
 
-def test_a_window_takes_half_of_a_budget_without_room_for_it() -> None:
+def test_a_window_takes_half_of_a_budget_without_room_for_it():
     """Padded rows with windows of their own equal single prompts with these windows given."""
     model = model_of("llama")
     ids, real = batch(steps=3)

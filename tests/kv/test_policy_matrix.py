@@ -46,7 +46,7 @@ CELLS = [
 ]
 
 
-def test_every_family_meets_policies_and_every_policy_families() -> None:
+def test_every_family_meets_policies_and_every_policy_families():
     cells = [cell.values for cell in CELLS if not cell.marks]
     assert {name for name, _ in cells} == set(NAMES)
     assert all(sum(family == quick for _, family in cells) >= 2 for quick in QUICK)
@@ -68,7 +68,7 @@ def same(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
 
 
 @pytest.mark.parametrize(("name", "family"), CELLS)
-def test_a_policy_on_a_family(name: str, family: str) -> None:
+def test_a_policy_on_a_family(name, family):
     model, policy = model_for(family), policy_of(name)
     ids, mask = prompts(list(LENGTHS), STEPS, seed=1)
     logits, kept = run_policy(policy, model, ids, mask, (PROMPT,))
@@ -108,7 +108,7 @@ def stock(family: str, lengths: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "family"), CELLS)
-def test_a_budget_that_covers_everything_is_the_stock_model(name: str, family: str) -> None:
+def test_a_budget_that_covers_everything_is_the_stock_model(name, family):
     if name.startswith("ragged"):
         pytest.skip("it has no budget")
     model = model_for(family)
@@ -127,7 +127,7 @@ def test_a_budget_that_covers_everything_is_the_stock_model(name: str, family: s
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_generate_reads_a_prompt_in_chunks(name: str) -> None:
+def test_generate_reads_a_prompt_in_chunks(name):
     """Chunks of 5 end with a single token, which looks like a generated one."""
     model = model_for("llama")
     ids, _ = prompts([PROMPT])

@@ -69,7 +69,7 @@ def _cases(draw: st.DrawFn) -> tuple[Scores, int]:
 
 @given(_cases(), st.integers(0, 42))
 @settings(max_examples=40)
-def test_sums_equal_the_matrix_whatever_the_chunk(case: tuple[Scores, int], since: int) -> None:
+def test_sums_equal_the_matrix_whatever_the_chunk(case, since):
     scores, chunk = case
     vertical, slash = line_sums(scores, since=since, chunk=chunk)
     plain_vertical, plain_slash = _summed(_dense(scores), since)
@@ -84,7 +84,7 @@ def test_sums_equal_the_matrix_whatever_the_chunk(case: tuple[Scores, int], sinc
 
 @given(_cases(), st.floats(0, 1), st.integers(0, 1 << 30))
 @settings(max_examples=40)
-def test_crossings_are_counted_cell_by_cell(case: tuple[Scores, int], share: float, seed: int) -> None:
+def test_crossings_are_counted_cell_by_cell(case, share, seed):
     scores, chunk = case
     heads = scores.query.shape[0]
     keys = scores.key.shape[1]
@@ -96,7 +96,7 @@ def test_crossings_are_counted_cell_by_cell(case: tuple[Scores, int], share: flo
     torch.testing.assert_close(crossings(scores, vertical, slash, chunk=chunk).double(), expected, atol=2e-5, rtol=1e-4)
 
 
-def test_heads_taken_in_groups_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_taken_in_groups_are_the_same(monkeypatch):
     g = torch.Generator().manual_seed(0)
     scores = Scores(
         torch.randn(6, 30, 8, generator=g), torch.randn(3, 30, 8, generator=g), 0.4, sinks=torch.randn(6, generator=g)
@@ -109,7 +109,7 @@ def test_heads_taken_in_groups_are_the_same(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(a, b)
 
 
-def test_nothing_of_query_times_key_is_kept() -> None:
+def test_nothing_of_query_times_key_is_kept():
     n = 1024
     heads = 2
     chunk = 16
@@ -132,7 +132,7 @@ def test_nothing_of_query_times_key_is_kept() -> None:
 
 @pytest.mark.parametrize("model_type", [m for m in MODEL_TYPES if m != "falcon"])
 @torch.no_grad()
-def test_sums_are_those_of_the_models_own_attention(model_type: str) -> None:
+def test_sums_are_those_of_the_models_own_attention(model_type):
     """GQA, windows, soft cap, learned sinks, norms on queries and keys, other scalings: whatever the family does."""
     model, tokenizer = tiny_model(model_type)
     target = Target.of(model, tokenizer)
@@ -158,7 +158,7 @@ def test_sums_are_those_of_the_models_own_attention(model_type: str) -> None:
         torch.testing.assert_close(slash.double(), plain[1], atol=1e-4, rtol=1e-4)
 
 
-def test_refused_where_lines_cannot_be_had() -> None:
+def test_refused_where_lines_cannot_be_had():
     falcon, tokenizer = tiny_model("falcon")
     with pytest.raises(UnsupportedError, match="falcon"), scores_of(Target.of(falcon, tokenizer), print, [0]):
         pass

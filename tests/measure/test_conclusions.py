@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from conclusion_kit import check_size
@@ -231,5 +229,5 @@ CHECKED = (heads, repeated, vocabulary, attack, patch, evaluation, separate, bar
 @pytest.mark.parametrize("make", CHECKED)
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**9))
-def test_a_conclusion_is_short_and_has_one_number(make: Callable[[Rng], Result], seed: int) -> None:
+def test_a_conclusion_is_short_and_has_one_number(make, seed):
     check_size(make(np.random.default_rng(seed)).conclusion())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import Ablate
 from sinkscope.models import adapters
-from sinkscope.models.adapters import Adapter
 from sinkscope.models.load import BACKENDS, load
 from sinkscope.models.probe import probe
 from sinkscope.models.target import Target, first_tensor
@@ -100,7 +98,7 @@ def steps(model: Any, target: Target) -> tuple[torch.Tensor, list[int], list[int
 
 
 @pytest.mark.parametrize(("model_type", "backend"), PAIRS)
-def test_loads_from_a_folder(model_type: str, backend: Any):
+def test_loads_from_a_folder(model_type, backend):
     model = load(checkpoint(model_type), backend=backend)  # with the load-time probe
     target = Target.of(model)
     assert target.kind == backend
@@ -125,14 +123,14 @@ def test_loads_from_a_folder(model_type: str, backend: Any):
 
 
 @pytest.mark.parametrize(("model_type", "backend"), sorted(UNSUPPORTED))
-def test_says_which_kind_can(model_type: str, backend: Any):
+def test_says_which_kind_can(model_type, backend):
     with pytest.raises(
         UnsupportedError, match=rf"TransformerLens cannot wrap this {model_type} model .*backend=\"hf\" can"
     ):
         load(checkpoint(model_type), backend=backend)
 
 
-def test_falcon_7b_style_attention_goes_through_the_bridge(tmp_path: Any):
+def test_falcon_7b_style_attention_goes_through_the_bridge(tmp_path):
     model, tokenizer = tiny_model("falcon", new_decoder_architecture=False, multi_query=True)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -142,7 +140,7 @@ def test_falcon_7b_style_attention_goes_through_the_bridge(tmp_path: Any):
 
 
 @pytest.fixture
-def starcoder2(monkeypatch: pytest.MonkeyPatch) -> Adapter:
+def starcoder2(monkeypatch):
     """An architecture that the package does not know, added as anyone may add one."""
     monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))
     monkeypatch.setattr(tiny, "ADAPTERS", adapters.ADAPTERS)
@@ -151,7 +149,7 @@ def starcoder2(monkeypatch: pytest.MonkeyPatch) -> Adapter:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2: Adapter, backend: Any, tmp_path: Path) -> None:
+def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2, backend, tmp_path):
     model, tokenizer = tiny_model("starcoder2")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -168,9 +166,7 @@ def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2: Adapter,
         torch.testing.assert_close(edited, want.forward(IDS)[0], atol=1e-5, rtol=1e-4)
 
 
-def test_a_wrong_row_of_a_stranger_is_refused_when_a_model_is_loaded(
-    starcoder2: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_row_of_a_stranger_is_refused_when_a_model_is_loaded(starcoder2, tmp_path, monkeypatch):
     model, tokenizer = tiny_model("starcoder2")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -179,7 +175,7 @@ def test_a_wrong_row_of_a_stranger_is_refused_when_a_model_is_loaded(
         load(tmp_path, backend="hf")
 
 
-def test_a_name_is_registered_once_and_a_row_names_its_projections(starcoder2: Adapter) -> None:
+def test_a_name_is_registered_once_and_a_row_names_its_projections(starcoder2):
     for row in (starcoder2, adapters.ADAPTERS["llama"]):
         with pytest.raises(SinkscopeError, match=f"'{row.model_type}' has an adapter already"):
             adapters.register(row)
@@ -188,12 +184,12 @@ def test_a_name_is_registered_once_and_a_row_names_its_projections(starcoder2: A
     assert "other" not in adapters.ADAPTERS
 
 
-def test_every_architecture_with_an_adapter_is_in_the_tests_of_families() -> None:
+def test_every_architecture_with_an_adapter_is_in_the_tests_of_families():
     assert set(adapters.ADAPTERS) - set(MODEL_TYPES) == {"gemma3"}  # its text model is there, its images are below
 
 
 @pytest.fixture
-def with_vision(tmp_path: Any) -> Any:
+def with_vision(tmp_path):
     """A tiny Gemma 3 with its image tower."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
@@ -217,7 +213,7 @@ def with_vision(tmp_path: Any) -> Any:
 
 
 @pytest.mark.parametrize("backend", ["hf", "nnsight"])
-def test_text_part_of_a_model_with_images(with_vision: Any, backend: Any):
+def test_text_part_of_a_model_with_images(with_vision, backend):
     folder, model = with_vision
     target = Target.of(load(folder, backend=backend))
     assert (target.n_layers, target.d_mlp, target.n_heads) == (3, 64, 4)
@@ -226,7 +222,7 @@ def test_text_part_of_a_model_with_images(with_vision: Any, backend: Any):
     assert Target.of(load(folder, backend=backend, layers=2)).n_layers == 2
 
 
-def test_nothing_is_installed_behind_the_users_back(with_vision: Any, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_installed_behind_the_users_back(with_vision, monkeypatch):
     """TransformerLens runs `pip install torchvision` when it boots a model with images and there is none."""
     import subprocess
     import sys
@@ -241,7 +237,7 @@ def test_nothing_is_installed_behind_the_users_back(with_vision: Any, monkeypatc
 
 
 @pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4))
-def test_first_layers_alone_compute_the_same(model_type: str):
+def test_first_layers_alone_compute_the_same(model_type):
     target = Target.of(load(checkpoint(model_type), backend="hf", layers=2))
     assert target.n_layers == target.config.num_hidden_layers == 2
     assert len(getattr(target.config, "layer_types", None) or [0, 0]) == 2
@@ -251,7 +247,7 @@ def test_first_layers_alone_compute_the_same(model_type: str):
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "mistral3"])
-def test_the_text_model_behind_an_image_tower_is_found(model_type: str, tmp_path: Any) -> None:
+def test_the_text_model_behind_an_image_tower_is_found(model_type, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 96}
     text = {**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
     vision = {**sizes, "num_hidden_layers": 1, "num_heads": 2, "num_attention_heads": 2, "depth": 1, "image_size": 28}

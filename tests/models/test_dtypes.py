@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ ACTING = {
 
 
 @pytest.fixture
-def default() -> Iterator[Any]:
+def default():
     yield lambda: torch.set_default_dtype(torch.float64)
     torch.set_default_dtype(torch.float32)
 
@@ -50,14 +49,14 @@ def measured(command: Command, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("command", EVERY)
-def test_a_measurement_under_another_default(command: Command, default: Any) -> None:
+def test_a_measurement_under_another_default(command, default):
     want = measured(command)
     default()
     assert measured(command) == want and torch.get_default_dtype() == torch.float64
 
 
 @pytest.mark.parametrize("command", EVERY)
-def test_a_measurement_in_float64(command: Command) -> None:
+def test_a_measurement_in_float64(command):
     found, want = (measured(command, dtype=dtype) for dtype in ("float64", "float32"))
     assert found.keys() == want.keys()
     for name, value in want.items():
@@ -67,7 +66,7 @@ def test_a_measurement_in_float64(command: Command) -> None:
 
 @pytest.mark.filterwarnings("ignore:the second token's value is itself like a sink's")
 @pytest.mark.parametrize("name", every_nth(ACTING, 2))
-def test_what_acts_in_generation_under_another_default(name: str, default: Any) -> None:
+def test_what_acts_in_generation_under_another_default(name, default):
     model = tiny_model("llama")[0]
     ids = torch.randint(5, 96, (2, 100), generator=torch.Generator().manual_seed(1))
     ask = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}

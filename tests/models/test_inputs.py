@@ -32,7 +32,7 @@ def rows_of(tokenizer: Any) -> list[list[int]]:
     [(k, 1 if k == "hf" else 3) for k in KINDS]
     + [pytest.param(k, 1, marks=pytest.mark.slow) for k in KINDS if k != "hf"],
 )
-def test_every_form_gives_the_same(kind: str, step: int) -> None:
+def test_every_form_gives_the_same(kind, step):
     model, tokenizer = tiny_model("llama")
     one = rows_of(tokenizer)[0]
     plain = trace(model, torch.tensor([one]), [SITE])[SITE]
@@ -62,7 +62,7 @@ def test_every_form_gives_the_same(kind: str, step: int) -> None:
         for j, reduce in enumerate(["raw", "norm", "mean", "first", "last"])
     ],
 )
-def test_rows_of_several_lengths_are_what_they_are_alone(model_type: str, reduce: str) -> None:
+def test_rows_of_several_lengths_are_what_they_are_alone(model_type, reduce):
     model, tokenizer = tiny_model(model_type)
     rows = rows_of(tokenizer)
     sites = [SITE, "logits", "blocks.1.attn.hook_z", "blocks.1.attn.hook_pattern"]
@@ -81,7 +81,7 @@ def test_rows_of_several_lengths_are_what_they_are_alone(model_type: str, reduce
     assert trace(model, TEXTS, SITE, tokenizer=tokenizer)[SITE].shape[1] == max(map(len, rows))
 
 
-def test_one_look_up_of_the_tokenizer(tmp_path: Any) -> None:
+def test_one_look_up_of_the_tokenizer(tmp_path):
     """Given, on the model, or beside the weights that a live model says it came from: the same for all."""
     from transformers import AutoModelForCausalLM
 
@@ -101,7 +101,7 @@ def test_one_look_up_of_the_tokenizer(tmp_path: Any) -> None:
     assert Target.of(model).need_tokenizer() is tokenizer
 
 
-def test_interventions_may_be_anything(tmp_path: Any) -> None:
+def test_interventions_may_be_anything(tmp_path):
     model, tokenizer = tiny_model("llama")
     patch = ss.SinkPatch(layer=1, neurons=[3], value=0.5)
     settings = {"tokenizer": tokenizer, "max_new_tokens": 6}
@@ -146,7 +146,7 @@ def test_interventions_may_be_anything(tmp_path: Any) -> None:
         ([[1, 2]], {"attention_mask": [[2, 1]]}, ["1 at real tokens"]),
     ],
 )
-def test_what_cannot_be_read(tokens: Any, more: dict[str, Any], words: list[str]) -> None:
+def test_what_cannot_be_read(tokens, more, words):
     model, tokenizer = tiny_model("llama")
     for call in (
         lambda: trace(model, tokens, [SITE], tokenizer=tokenizer, **more),
@@ -157,13 +157,13 @@ def test_what_cannot_be_read(tokens: Any, more: dict[str, Any], words: list[str]
         assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), caught.value
 
 
-def test_no_site_is_an_error() -> None:
+def test_no_site_is_an_error():
     model, _ = tiny_model("llama")
     with pytest.raises(SinkscopeError, match="no site"):
         trace(model, [1, 2])
 
 
-def test_a_run_says_what_was_done() -> None:
+def test_a_run_says_what_was_done():
     model = tiny_model("llama")[0]
     vars(model.generation_config)["eos_token_id"] = None
     ids = torch.tensor([[1, *[5, 6] * 10]])

@@ -32,7 +32,7 @@ def after(target: Target, layer: int, ids: Tensor = IDS) -> Tensor:
 
 @pytest.mark.parametrize("model_type", every_nth(TYPES, 2))
 @torch.no_grad()
-def test_zeroed_neurons_are_columns_of_zeros(model_type: str) -> None:
+def test_zeroed_neurons_are_columns_of_zeros(model_type):
     target = Target.of(decoder(model_type))
     for layer in range(target.n_layers):
         if not target.has_neurons(layer):
@@ -57,7 +57,7 @@ def test_zeroed_neurons_are_columns_of_zeros(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", every_nth(["granitemoeshared", "axk1", "gemma4_text", "beam"], 2, 1))
 @torch.no_grad()
-def test_what_an_mlp_adds_is_not_there_without_it(model_type: str) -> None:
+def test_what_an_mlp_adds_is_not_there_without_it(model_type):
     """The scan against a pass in which every weight that the MLP writes with is zero."""
     target = Target.of(decoder(model_type))
     scan = scan_layers(target, IDS, whole=True)
@@ -74,7 +74,7 @@ def test_what_an_mlp_adds_is_not_there_without_it(model_type: str) -> None:
 
 @pytest.mark.parametrize(("model_type", "width"), [("deepseek_v2", 16), ("gemma4_text", None), ("llama4_text", 16)])
 @torch.no_grad()
-def test_a_head_is_its_columns_of_the_output_projection(model_type: str, width: int | None) -> None:
+def test_a_head_is_its_columns_of_the_output_projection(model_type, width):
     """Widths differ from `head_dim` in latent attention, and between the layers of Gemma 4."""
     model = decoder(model_type)
     for layer in (0, 3):

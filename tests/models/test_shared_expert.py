@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ def _everywhere(target: Target) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_all_neurons_write_is_what_the_mlp_gives(family: str) -> None:
+def test_what_all_neurons_write_is_what_the_mlp_gives(family):
     """Routed ones first, `expert * d_mlp + neuron`, shared ones behind them; each weight as the model applies it."""
     target, (_, width, shared) = Target.of(tiny_model(family)[0]), FAMILIES[family]
     view = _everywhere(target)
@@ -65,7 +64,7 @@ def test_what_all_neurons_write_is_what_the_mlp_gives(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_zeroed_in_rows_is_zeroed_alone(family: str) -> None:
+def test_zeroed_in_rows_is_zeroed_alone(family):
     """Many edits in one pass, of routed and shared neurons, give the norms of real passes with raw hooks."""
     model, _ = tiny_model(family)
     sets = [((LAYER, 40),), ((LAYER, 2, 3),), ((LAYER, 40), (LAYER, 2, 3), (LAYER, 0))]
@@ -79,7 +78,7 @@ def test_zeroed_in_rows_is_zeroed_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_up_factor_and_written_values(family: str) -> None:
+def test_up_factor_and_written_values(family):
     """A written value against the column times the gate added by hand; the up factor at zero against a row of zeros."""
     model, _ = tiny_model(family)
     target = Target.of(model)
@@ -104,7 +103,7 @@ def test_up_factor_and_written_values(family: str) -> None:
         torch.testing.assert_close(edited, model(IDS).logits, atol=1e-5, rtol=1e-4)
 
 
-def test_the_probe_holds_the_shared_expert_to_its_gate() -> None:
+def test_the_probe_holds_the_shared_expert_to_its_gate():
     model, _ = tiny_model("qwen2_moe")
     target = Target.of(model)
     assert probe(target).problem is None
@@ -112,7 +111,7 @@ def test_the_probe_holds_the_shared_expert_to_its_gate() -> None:
         assert probe(replace(target, adapter=replace(target.adapter, **wrong))).problem is not None
 
 
-def test_a_neuron_that_the_shared_expert_lacks_is_refused() -> None:
+def test_a_neuron_that_the_shared_expert_lacks_is_refused():
     model, _ = tiny_model("qwen2_moe")
     for site, wanted in (((1, 48), "0 to 47"), ((1, 0, 40), "0 to 31"), ((1, 4, 0), "0 to 3")):
         with pytest.raises(SinkscopeError, match=wanted), Ablate(sites=[site]).on(model):
@@ -125,7 +124,7 @@ def test_a_neuron_that_the_shared_expert_lacks_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["moe_shared", pytest.param("moe_both", marks=pytest.mark.slow)])
-def test_streamed_equals_in_memory(kind: str, tmp_path: Path) -> None:
+def test_streamed_equals_in_memory(kind, tmp_path):
     h = hard(kind, "qwen2_moe", 1)
     h.model.save_pretrained(tmp_path / "m")
     h.tokenizer.save_pretrained(tmp_path / "m")

@@ -36,16 +36,16 @@ def examined(model_type: str, quick: bool) -> None:
 
 
 @pytest.mark.parametrize("model_type", every_nth(COVERING, 2))
-def test_a_covering_set_of_types(model_type: str) -> None:
+def test_a_covering_set_of_types(model_type):
     examined(model_type, quick=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", types())
-def test_every_type(model_type: str) -> None:
+def test_every_type(model_type):
     examined(model_type, quick=False)
 
 
-def test_the_page_shows_what_was_found() -> None:
+def test_the_page_shows_what_was_found():
     assert page(RECORDED) == PAGE.read_text()
     assert not any(found["wrong"] for found in RECORDED["types"].values())

@@ -46,7 +46,7 @@ def planted_heads(o: Organism, ids: np.ndarray) -> np.ndarray:
         ),
     ],
 )
-def test_planted_groups_are_recovered_token_by_token(family: str, bos: bool) -> None:
+def test_planted_groups_are_recovered_token_by_token(family, bos):
     o = organism(family, 1, bos=bos)
     found = clusters_of(o)
     planted = planted_heads(o, found.ids)
@@ -80,7 +80,7 @@ def one_forward(o: Organism, layer: int, neuron: int, token: int, head: int, mea
 
 
 @pytest.mark.parametrize("family", ["neox", "gemma2", "gpt2"])
-def test_one_batch_of_heads_equals_a_forward_pass_for_each(family: str) -> None:
+def test_one_batch_of_heads_equals_a_forward_pass_for_each(family):
     o = organism(family, 2)
     target, layer = Target.of(o.model, o.tokenizer), o.truth.sink_layer
     assert layer is not None
@@ -92,7 +92,7 @@ def test_one_batch_of_heads_equals_a_forward_pass_for_each(family: str) -> None:
         torch.testing.assert_close(2.0 * row[1:], torch.tensor(alone), rtol=1e-4, atol=1e-4)
 
 
-def test_later_mean_is_that_of_later_positions_head_by_head() -> None:
+def test_later_mean_is_that_of_later_positions_head_by_head():
     o = organism("qwen2", 1)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)
     z = []
@@ -103,7 +103,7 @@ def test_later_mean_is_that_of_later_positions_head_by_head() -> None:
     torch.testing.assert_close(later_mean(target, ids), z[0][:, 1:].reshape(-1, z[0].shape[-1]).mean(0))
 
 
-def test_no_single_head_and_not_in_layer_0_are_answers() -> None:
+def test_no_single_head_and_not_in_layer_0_are_answers():
     spread = measured(organism("llama", 1, kind="spread"))
     assert spread.clusters is not None and not spread.clusters.heads and spread.clusters.unserved > 100
     assert "No single head" in str(spread) and spread.rows() == []
@@ -114,7 +114,7 @@ def test_no_single_head_and_not_in_layer_0_are_answers() -> None:
         assert result.clusters.without_heads == grouped and "not made by the heads of layer 0" in str(result)
 
 
-def test_tokens_of_a_head_are_sorted_and_whole() -> None:
+def test_tokens_of_a_head_are_sorted_and_whole():
     o = organism("mistral", 2)
     result = measured(o)
     found = result.clusters
@@ -131,7 +131,7 @@ class Killed(BaseException):
     pass
 
 
-def test_a_killed_run_goes_on_with_the_same_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_goes_on_with_the_same_table(tmp_path, monkeypatch):
     o = organism("llama", 1)
     monkeypatch.setattr("sinkscope.sinks.attack.clusters.ROWS", 60)
     whole = measured(o).to_dict()["result"]
@@ -166,7 +166,7 @@ def test_a_killed_run_goes_on_with_the_same_table(tmp_path: Path, monkeypatch: p
         measured(o, resume=folder)
 
 
-def test_some_tokens_are_what_they_are_among_all() -> None:
+def test_some_tokens_are_what_they_are_among_all():
     o = organism("llama", 0)
     every, token = clusters_of(o), o.tokens_of(0)[0]
     one = clusters_of(o, tokens=[o.tokenizer.decode([token])])
@@ -174,7 +174,7 @@ def test_some_tokens_are_what_they_are_among_all() -> None:
     assert (one.head[0], one.best[0]) == (every.head[token], every.best[token])
 
 
-def test_bundled_model_learned_its_clusters() -> None:
+def test_bundled_model_learned_its_clusters():
     made = Setup.open()
     tokenizer = made.target.tokenizer
     folder = Path(str(sinkscope.__file__)).parent / "models" / "bundled"

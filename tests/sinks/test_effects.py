@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ def _long_way(target: Target, ids: torch.Tensor, at: int = 0) -> tuple[torch.Ten
     return torch.stack(norms), torch.stack(received)
 
 
-def test_a_drop_is_the_mean_over_texts() -> None:
+def test_a_drop_is_the_mean_over_texts():
     norms = torch.tensor([[[5.0, 1.0], [8.0, 3.0]]])
     no_attention = torch.zeros(2, 0, 1)
     edited = Effects(
@@ -42,7 +41,7 @@ def test_a_drop_is_the_mean_over_texts() -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "mixtral"])
-def test_silenced_neurons_equal_ablation_and_leave_the_intact_row_alone(family: str) -> None:
+def test_silenced_neurons_equal_ablation_and_leave_the_intact_row_alone(family):
     o = organism(family, 5)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 12)
     edits = [Edit(zero=o.truth.neurons), Edit(), Edit(zero=o.truth.neurons[:1])]
@@ -59,7 +58,7 @@ def test_silenced_neurons_equal_ablation_and_leave_the_intact_row_alone(family: 
 
 
 @pytest.mark.parametrize("family", ["gpt2", "neox", "gpt_oss"])
-def test_a_swapped_token_embedding_is_another_token(family: str) -> None:
+def test_a_swapped_token_embedding_is_another_token(family):
     o = organism(family, 2)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)
     edited = effects(target, ids, [Edit(swap=(Component("token embedding"),))], source=4, attention=True)
@@ -71,7 +70,7 @@ def test_a_swapped_token_embedding_is_another_token(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2"])
-def test_all_heads_of_a_layer_are_its_attention(family: str) -> None:
+def test_all_heads_of_a_layer_are_its_attention(family):
     o = organism(family, 3)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 10)
     heads = Edit(swap=tuple(Component("head", 0, h) for h in range(target.n_heads)))
@@ -82,7 +81,7 @@ def test_all_heads_of_a_layer_are_its_attention(family: str) -> None:
     assert not torch.allclose(edited.norms[1], edited.intact_norms), "the swap did something"
 
 
-def test_position_embeddings_are_those_of_other_position_ids() -> None:
+def test_position_embeddings_are_those_of_other_position_ids():
     o = organism("gpt2", 1)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 9)
     edited = effects(target, ids, [Edit(swap=(Component("position embedding"),))], source=6)
@@ -95,7 +94,7 @@ def test_position_embeddings_are_those_of_other_position_ids() -> None:
     torch.testing.assert_close(edited.norms[0, 0], torch.stack(norms), rtol=1e-4, atol=1e-4)
 
 
-def test_a_key_bias_taken_away_is_a_bias_of_zero() -> None:
+def test_a_key_bias_taken_away_is_a_bias_of_zero():
     o = organism("qwen2", 4)
     with torch.no_grad():  # a bias large enough to matter behind the rotation
         o.model.model.layers[1].self_attn.k_proj.bias.uniform_(-3, 3)
@@ -110,7 +109,7 @@ def test_a_key_bias_taken_away_is_a_bias_of_zero() -> None:
     assert not torch.allclose(edited.intact_attention, received, atol=1e-3)
 
 
-def test_batches_of_edits_give_what_one_batch_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_edits_give_what_one_batch_gives(monkeypatch):
     o = organism("llama", 6)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 8)
     edits = [Edit(zero=((layer, n),)) for layer in range(2) for n in range(5)]
@@ -130,7 +129,7 @@ def test_batches_of_edits_give_what_one_batch_gives(monkeypatch: pytest.MonkeyPa
         [("gemma2", False), ("gpt2", False), ("llama", True), ("neox", False), ("gpt_oss", False), ("mixtral", True)], 2
     ),
 )
-def test_rows_that_part_at_a_layer_give_what_whole_passes_give(family: str, streamed: bool, tmp_path: Path) -> None:
+def test_rows_that_part_at_a_layer_give_what_whole_passes_give(family, streamed, tmp_path):
     o = organism(family, 5)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 12)
     last = target.n_layers - 1
@@ -153,7 +152,7 @@ def test_rows_that_part_at_a_layer_give_what_whole_passes_give(family: str, stre
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mixtral"])
-def test_added_vectors_are_added_to_what_the_mlp_gives(family: str) -> None:
+def test_added_vectors_are_added_to_what_the_mlp_gives(family):
     o = organism(family, 5)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)
     vectors = 5 * torch.randn(2, target.d_model, generator=torch.Generator().manual_seed(0))

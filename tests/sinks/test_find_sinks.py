@@ -30,7 +30,7 @@ WITH_SINK = tuple(kind for kind in KINDS if kind not in ("none", "massive_dim"))
 
 
 @pytest.fixture(autouse=True)
-def _few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def _few_texts(monkeypatch):
     monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 8)  # the rate has its own tests
 
 
@@ -68,12 +68,12 @@ def check_random_organisms(folder: Path, count: int, *, shallow: bool) -> None:
     assert not wrong, f"seed {seed}: {len(wrong)} of {count} wrong:\n" + "\n".join(wrong)
 
 
-def test_recovers_random_organisms_of_every_kind(tmp_path: Path) -> None:
+def test_recovers_random_organisms_of_every_kind(tmp_path):
     check_random_organisms(tmp_path, len(WITH_SINK), shallow=True)
 
 
 @pytest.mark.slow
-def test_recovers_hundreds_of_random_organisms(tmp_path: Path) -> None:
+def test_recovers_hundreds_of_random_organisms(tmp_path):
     check_random_organisms(tmp_path, 200, shallow=False)
 
 
@@ -82,7 +82,7 @@ def everywhere(ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", "gate"), ("gemma2", "sink"), ("mixtral", "sink")])
-def test_same_layer_ablation_equals_a_real_ablated_pass(family: str, kind: str) -> None:
+def test_same_layer_ablation_equals_a_real_ablated_pass(family, kind):
     """`norm_without` takes columns away; Ablate zeroes activations in a forward pass. Also for random neurons."""
     o = organism(family, 3, kind=kind)
     target, layer, ids = Target.of(o.model, o.tokenizer), o.truth.sink_layer, o.natural(2, 12)
@@ -100,7 +100,7 @@ def test_same_layer_ablation_equals_a_real_ablated_pass(family: str, kind: str) 
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
-def test_contribution_is_post_times_column(family: str) -> None:
+def test_contribution_is_post_times_column(family):
     o = organism(family, 1)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 6)
     view = view_layer(target, 1, ids, everywhere(ids))
@@ -112,7 +112,7 @@ def test_contribution_is_post_times_column(family: str) -> None:
     torch.testing.assert_close(whole, view.mlp, rtol=1e-4, atol=1e-4)  # the parts are the MLP's output
 
 
-def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median() -> None:
+def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median():
     """BOS's neighbour is a sink at its first occurrence: a median of 1 and 90 would say that 45 repetitions do it."""
     o = organism("llama", 2)
     expected, bos = o.truth.repeats_expected or 0, o.tokenizer.bos_token_id
@@ -133,7 +133,7 @@ def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median() -> 
     assert "No repeated token" not in alone.text() and "A repeated token reaches" not in alone.text()
 
 
-def test_repeats_are_those_of_one_long_pass() -> None:
+def test_repeats_are_those_of_one_long_pass():
     """Doubling must give what a single pass of full length shows, and tokens in no group must stay unreached."""
     o = organism("llama", 5)
     target, layer, expected = Target.of(o.model, o.tokenizer), o.truth.sink_layer, o.truth.repeats_expected
@@ -149,7 +149,7 @@ def test_repeats_are_those_of_one_long_pass() -> None:
     assert repeated.view is not None and len(repeated.view.resid) == 1
 
 
-def test_the_scan_stops_where_the_norm_stays_flat() -> None:
+def test_the_scan_stops_where_the_norm_stays_flat():
     o = organism("llama", 0, n_layers=8)
     target, ids, layer = Target.of(o.model, o.tokenizer), o.natural(), o.truth.sink_layer
     assert layer is not None
@@ -166,14 +166,14 @@ def reading(first: float, written: float = 0.0, typically_written: float = 0.0, 
     return LayerReading(norms, norms, [], first * spike, mlp_norms, mlp_raw, written * spike, sample)
 
 
-def test_a_stage_writes_far_more_along_the_spike_than_on_typical_text() -> None:
+def test_a_stage_writes_far_more_along_the_spike_than_on_typical_text():
     """Layers 2 and 3 write a tenth of the spike's size; layer 2 writes half of that on typical text, too."""
     layers = [reading(2.0), reading(50.0, 50.0), reading(50.0, 5.0, 2.5), reading(50.0, 5.0, 0.5)]
     scan = LayerScan(4, layers)
     assert scan.stages == [1, 3] and scan.sink_layer == 1
 
 
-def test_notebook_rule_needs_all_layers_and_six_of_them() -> None:
+def test_notebook_rule_needs_all_layers_and_six_of_them():
     layers = [reading(1.0, mlp_raw=100.0 if layer == 1 else 1.0) for layer in range(6)]
     assert LayerScan(5, layers[:5]).notebook_layer is None  # five values have z-scores of at most 1.79, see the rule
     assert LayerScan(6, layers).notebook_layer == 1
@@ -181,7 +181,7 @@ def test_notebook_rule_needs_all_layers_and_six_of_them() -> None:
 
 
 @pytest.mark.parametrize("needed", [{3}, {2, 5}, {0, 4, 9}, set(range(12)), {1, 40}])
-def test_the_smallest_set_is_found(needed: set[int]) -> None:
+def test_the_smallest_set_is_found(needed):
     """Of 12 candidates every pair is tried; of 50, and for larger sets, prefixes are cut down to what is needed."""
     candidates = range(50 if 40 in needed else 12)
 
@@ -193,7 +193,7 @@ def test_the_smallest_set_is_found(needed: set[int]) -> None:
     assert smallest_set(candidates[:1], remove) is None
 
 
-def test_a_neuron_that_attention_alone_needs_joins_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_neuron_that_attention_alone_needs_joins_the_set(tmp_path, monkeypatch):
     o = organism("llama", 1)
     needed = set()
 
@@ -214,7 +214,7 @@ def test_a_neuron_that_attention_alone_needs_joins_the_set(tmp_path: Path, monke
     assert minimal is not None and len(needed) == 2 and {*minimal.edit_sites} == needed
 
 
-def test_a_deep_sink_is_found_in_three_walks_through_a_streamed_model(tmp_path: Path) -> None:
+def test_a_deep_sink_is_found_in_three_walks_through_a_streamed_model(tmp_path):
     """One walk scans, two repeat, two search from the sink layer on; only the sink layer is looked at more often."""
     o = organism("llama", 2, kind="gate", n_layers=12)
     live = find_in(o, tmp_path)
@@ -231,7 +231,7 @@ def test_a_deep_sink_is_found_in_three_walks_through_a_streamed_model(tmp_path: 
         assert one.heads_lost == other.heads_lost == 1
 
 
-def test_a_model_without_a_sink_has_none(tmp_path: Path) -> None:
+def test_a_model_without_a_sink_has_none(tmp_path):
     none = find_in(organism("llama", 0, kind="none"), tmp_path)
     assert none.sink_layer is None and none.neurons == () and none.set_drop is None and none.repeats.tokens == ()
     assert "Neither a norm spike nor an attention sink" in str(none)

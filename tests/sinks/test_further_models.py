@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -71,7 +70,7 @@ def check_planted(h: HardModel, about: Further) -> None:
 
 
 @pytest.mark.parametrize(("name", "family"), CASES)
-def test_no_command_says_more_than_is_so(name: str, family: str, tmp_path: Path) -> None:
+def test_no_command_says_more_than_is_so(name, family, tmp_path):
     h, about = further(name, family)
     check_planted(h, about)
     sites = {neuron_name(*site) for one in h.truth.sets for site in one}

@@ -137,7 +137,7 @@ def allowed(result: FindSinks) -> set[str]:
 
 @settings(max_examples=60, deadline=None)
 @given(results())
-def test_every_number_and_every_name_stands_in_the_evidence_and_grammar_agrees(result: FindSinks) -> None:
+def test_every_number_and_every_name_stands_in_the_evidence_and_grammar_agrees(result):
     text = " ".join([result.conclusion(), *result.details()])
     assert not re.search(r"(?<![\w.,])1 (tokens|repetitions|layers|neurons|texts|heads)\b", text), text
     assert not re.search(r"\band [^ ,]+ (is a backup|makes|amplifies)\b", text), text

@@ -33,7 +33,7 @@ def _reference(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch
 
 
 @pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4, 2))
-def test_rows_equal_the_models_own_on_a_left_padded_batch(model_type: str) -> None:
+def test_rows_equal_the_models_own_on_a_left_padded_batch(model_type):
     model, tokenizer = tiny_model(model_type)
     ids = torch.randint(3, 90, (2, 37), generator=torch.Generator().manual_seed(1))  # longer than the windows of 16
     mask = torch.ones_like(ids)
@@ -51,7 +51,7 @@ def test_rows_equal_the_models_own_on_a_left_padded_batch(model_type: str) -> No
     torch.testing.assert_close(target.forward(ids, mask).last_hidden_state, plain, atol=0, rtol=0)
 
 
-def test_chunks_and_layers() -> None:
+def test_chunks_and_layers():
     model, tokenizer = tiny_model("qwen2")
     target = Target.of(model, tokenizer)
     ids = torch.randint(3, 90, (1, 20), generator=torch.Generator().manual_seed(1))
@@ -63,7 +63,7 @@ def test_chunks_and_layers() -> None:
     assert seen == [(1, 0, 8), (1, 8, 8), (1, 16, 4)]
 
 
-def test_an_exception_inside_restores_the_implementation() -> None:
+def test_an_exception_inside_restores_the_implementation():
     model, tokenizer = tiny_model("llama")
     target = Target.of(model, tokenizer)
     before = model.config._attn_implementation
@@ -77,7 +77,7 @@ def test_an_exception_inside_restores_the_implementation() -> None:
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
 
-def test_a_soft_cap_that_sdpa_drops_is_said() -> None:
+def test_a_soft_cap_that_sdpa_drops_is_said():
     model, _ = tiny_model("gemma2", attn_logit_softcapping=0.3)
     model.config._attn_implementation = "sdpa"
     with pytest.warns(SinkscopeWarning, match="soft cap of 0.3"):

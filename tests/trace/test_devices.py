@@ -19,7 +19,7 @@ SITES = ["blocks.*.hook_resid_post", "blocks.1.mlp.hook_post", "blocks.1.attn.ho
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+def pair(tmp_path_factory):
     """The same weights in memory, and with the middle layer on disk."""
     from transformers import AutoModelForCausalLM
 
@@ -36,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return model, split
 
 
-def test_trace_and_edits_across_places(pair: tuple[Any, Any]) -> None:
+def test_trace_and_edits_across_places(pair):
     model, split = pair
     for name, want in trace(model, IDS, SITES).items():
         torch.testing.assert_close(trace(split, IDS, [name])[name], want)
@@ -60,7 +60,7 @@ EDITS = {
 }
 
 
-def test_layers_on_two_devices() -> None:
+def test_layers_on_two_devices():
     """The devices do not exist, but an operation that mixes tensors of both fails, as it would."""
     model, _ = tiny_model("llama")
     ids = torch.arange(24).view(2, 12) + 4

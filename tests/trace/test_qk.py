@@ -30,7 +30,7 @@ def _collect(target: Target, ids: Tensor) -> dict[tuple[int, bool], tuple[Tensor
 
 
 @pytest.mark.parametrize("model_type", every_nth([m for m in MODEL_TYPES if m != "falcon"], 4))
-def test_rotary_keeps_lengths_and_what_stands_at_one_position(model_type: str) -> None:
+def test_rotary_keeps_lengths_and_what_stands_at_one_position(model_type):
     model, tokenizer = tiny_model(model_type)
     target = Target.of(model, tokenizer)
     ids = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -48,7 +48,7 @@ def test_rotary_keeps_lengths_and_what_stands_at_one_position(model_type: str) -
     torch.testing.assert_close(target.forward(ids).last_hidden_state, whole)  # nothing stays behind
 
 
-def test_before_rotary_is_the_projection_and_after_it_gives_the_attention_rows() -> None:
+def test_before_rotary_is_the_projection_and_after_it_gives_the_attention_rows():
     model, tokenizer = tiny_model("llama")
     target = Target.of(model, tokenizer)
     ids = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -64,7 +64,7 @@ def test_before_rotary_is_the_projection_and_after_it_gives_the_attention_rows()
     torch.testing.assert_close(seen[2, False][0], projected.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
-def test_refused_where_attention_is_not_transformers_own() -> None:
+def test_refused_where_attention_is_not_transformers_own():
     model, tokenizer = tiny_model("falcon")
     with pytest.raises(UnsupportedError, match="falcon"), queries_and_keys(Target.of(model, tokenizer), print, [0]):
         pass

@@ -17,7 +17,7 @@ IDS = torch.randint(3, 90, (3, 11), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4))
-def test_residual_stream_is_the_sum_of_its_parts(model_type: str) -> None:
+def test_residual_stream_is_the_sum_of_its_parts(model_type):
     """resid_post = resid_pre + attn_out + mlp_out at every layer, whatever norms and layouts lie between."""
     model, _ = tiny_model(model_type)
     sites = ["blocks.*.hook_resid_pre", "blocks.*.hook_attn_out", "blocks.*.hook_mlp_out", "blocks.*.hook_resid_post"]
@@ -30,7 +30,7 @@ def test_residual_stream_is_the_sum_of_its_parts(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "olmo2", "gpt2", "opt", "phi3"])
-def test_mlp_out_is_post_through_the_columns(model_type: str) -> None:
+def test_mlp_out_is_post_through_the_columns(model_type):
     model, _ = tiny_model(model_type)
     target = Target.of(model)
     got = trace(model, IDS, ["blocks.1.mlp.hook_post", "blocks.1.hook_mlp_out", "blocks.1.hook_resid_mid"])
@@ -45,7 +45,7 @@ def test_mlp_out_is_post_through_the_columns(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4, 1))
-def test_behind_the_last_layer(model_type: str) -> None:
+def test_behind_the_last_layer(model_type):
     """`ln_final` is transformers' last hidden state, `logits` what the model returns; the unembedding leads there."""
     model, _ = tiny_model(model_type)
     got = trace(model, IDS, ["ln_final", "logits", "blocks.2.hook_resid_post"], batch_size=2)
@@ -60,7 +60,7 @@ def test_behind_the_last_layer(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "phi3", "opt"])
-def test_values_and_pattern_give_z(model_type: str) -> None:
+def test_values_and_pattern_give_z(model_type):
     """attn.hook_v and attn.hook_pattern, from different seams, make attn.hook_z."""
     model, _ = tiny_model(model_type)
     target = Target.of(model)
@@ -70,7 +70,7 @@ def test_values_and_pattern_give_z(model_type: str) -> None:
     torch.testing.assert_close(z, got["blocks.1.attn.hook_z"], atol=1e-5, rtol=1e-5)
 
 
-def test_reducers_batches_and_functions_agree_with_raw() -> None:
+def test_reducers_batches_and_functions_agree_with_raw():
     model, _ = tiny_model("mistral")
     site = "blocks.2.hook_resid_post"
     raw = trace(model, IDS, [site])[site]
@@ -80,7 +80,7 @@ def test_reducers_batches_and_functions_agree_with_raw() -> None:
     torch.testing.assert_close(trace(model, IDS, [site], lambda t: t.amax((1, 2)))[site], raw.amax((1, 2)))
 
 
-def test_padding_changes_nothing() -> None:
+def test_padding_changes_nothing():
     model, _ = tiny_model("llama")
     site = "blocks.2.hook_resid_post"
     padded = torch.cat([torch.full((3, 4), 2), IDS], 1)
@@ -90,7 +90,7 @@ def test_padding_changes_nothing() -> None:
     torch.testing.assert_close(a, trace(model, IDS, [site])[site], atol=1e-5, rtol=1e-4)  # rotary is relative
 
 
-def test_observers_see_every_row_once() -> None:
+def test_observers_see_every_row_once():
     class Largest:
         sites: Sequence[str] = ("blocks.*.hook_mlp_out",)
 
@@ -110,7 +110,7 @@ def test_observers_see_every_row_once() -> None:
     assert observer.seen == pytest.approx(expected)
 
 
-def test_nothing_runs_behind_the_deepest_site_and_nothing_stays() -> None:
+def test_nothing_runs_behind_the_deepest_site_and_nothing_stays():
     model, _ = tiny_model("llama")
     ran = []
     handle = model.model.layers[2].register_forward_pre_hook(lambda *_: ran.append(2))
@@ -120,7 +120,7 @@ def test_nothing_runs_behind_the_deepest_site_and_nothing_stays() -> None:
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
 
-def test_names_are_chosen_by_a_function_and_shown_as_a_table() -> None:
+def test_names_are_chosen_by_a_function_and_shown_as_a_table():
     model, _ = tiny_model("llama")
     traced = trace(model, IDS, lambda name: name.endswith("hook_z"), "last")
     assert list(traced) == [f"blocks.{layer}.attn.hook_z" for layer in range(3)]
@@ -131,7 +131,7 @@ def test_names_are_chosen_by_a_function_and_shown_as_a_table() -> None:
     assert f"blocks.1.attn.hook_z: {list(whole[:, -1].shape)} float32" in repr(traced)
 
 
-def test_bad_names_say_what_there_is() -> None:
+def test_bad_names_say_what_there_is():
     model, _ = tiny_model("llama")
     with pytest.raises(SinkscopeError, match=r"'blocks\.9\.hook_resid_post' matches nothing in a model of 3 layers"):
         trace(model, IDS, ["blocks.9.hook_resid_post"])
