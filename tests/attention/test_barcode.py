@@ -15,6 +15,7 @@ from einops import reduce
 from organisms import LoopOrganism, tiny_model
 from organisms import loop_organism as new_loop_organism
 from torch import Tensor
+from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.app.cli import main
@@ -114,14 +115,14 @@ def test_the_score_equals_its_definition_whatever_the_calls(family):
         for offset in range(min(suffix, t)):  # the first position belongs to no suffix
             rows[:, t, offset] = dense[:, t, t - offset]
     score, mass, width = whole.tracks()
-    torch.testing.assert_close(mass, rows.sum(-1), rtol=1e-3, atol=1e-5)
+    assert_close(mass, rows.sum(-1), rtol=1e-3, atol=1e-5)
     shared = torch.minimum(rows[:, shift:], rows[:, :-shift]).sum(-1)
-    torch.testing.assert_close(score[:, shift:], shared, rtol=1e-3, atol=1e-5)
+    assert_close(score[:, shift:], shared, rtol=1e-3, atol=1e-5)
     assert (score[:, :shift] == 0).all()
     p = rows[:, 5:] / rows[:, 5:].sum(-1, keepdim=True)
-    torch.testing.assert_close(width[:, 5:], torch.special.entr(p).sum(-1).exp(), rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(parts.tracks(), whole.tracks(), rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(parts.mean_picture(), whole.mean_picture(), rtol=1e-3, atol=1e-5)
+    assert_close(width[:, 5:], torch.special.entr(p).sum(-1).exp(), rtol=1e-3, atol=1e-4)
+    assert_close(parts.tracks(), whole.tracks(), rtol=1e-3, atol=1e-5)
+    assert_close(parts.mean_picture(), whole.mean_picture(), rtol=1e-3, atol=1e-5)
 
 
 def test_planted_heads_rank_first_and_are_shown():

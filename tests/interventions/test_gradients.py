@@ -9,6 +9,7 @@ import pytest
 import torch
 from kv_kit import each_other
 from organisms import tiny_model
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import sinkscope as ss
@@ -50,11 +51,11 @@ def test_recomputed_layers_are_edited(edit, reentrant):
         expected = gradients(plain)
     with EDITS[edit].on(checkpointed) as run:
         found = gradients(checkpointed)
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
     assert run.events == want.events and run.events  # what is computed twice is recorded once
     assert max((found[name] - unedited[name]).abs().max() for name in found) > 1e-3
     assert gradients(checkpointed).keys() == unedited.keys()
-    torch.testing.assert_close(gradients(checkpointed), unedited)  # and nothing stays
+    assert_close(gradients(checkpointed), unedited)  # and nothing stays
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gemma2", "gpt_neox"])
@@ -66,7 +67,7 @@ def test_in_other_families_and_in_nested_runs(family):
         expected = gradients(plain)
     with outer.on(checkpointed), inner.on(checkpointed):
         found = gradients(checkpointed)
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

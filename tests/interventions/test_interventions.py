@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from intervention_kit import bridge_of, count_hooks, logits, nnsight_of, residual_norms, set_values
 from organisms import MODEL_TYPES, organism, tiny_model
 from torch import Tensor
+from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import Ablate, SinkPatch
@@ -60,7 +61,7 @@ def test_zero_ablation_equals_zeroed_weights(model_type):
     want = logits(zeroed_copy(model, sites), IDS)
     with Ablate(sites=sites).on(model):
         got = logits(model, IDS)
-    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+    assert_close(got, want, atol=2e-5, rtol=1e-4)
     assert (want - logits(model, IDS)).abs().max() > 1e-3
 
 
@@ -75,10 +76,10 @@ def test_every_family_through_a_bridge(model_type):
     edit = Ablate(sites=sites)
     with edit.on(bridge):
         got = bridge(IDS)
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
+    assert_close(got, want, atol=1e-4, rtol=1e-3)
     if model_type not in EXPERTS:
         got = bridge.run_with_hooks(IDS, fwd_hooks=edit.fwd_hooks(bridge))
-        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
+        assert_close(got, want, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("model_type", ["phi3"])
@@ -88,12 +89,12 @@ def test_up_edits_the_linear_factor(model_type):
         want = logits(model, IDS)
     edit = Ablate(layer=1, neurons=[3], value=0.5, positions=2, site="up")
     with edit.on(model):
-        torch.testing.assert_close(logits(model, IDS), want)
+        assert_close(logits(model, IDS), want)
     with Ablate(layer=1, neurons=[3], value=0.5, positions=2).on(model):
         assert (logits(model, IDS) - want).abs().max() > 1e-4
     bridge = bridge_of(model, tokenizer)
     with edit.on(bridge):
-        torch.testing.assert_close(logits(bridge, IDS), want, atol=1e-5, rtol=1e-4)
+        assert_close(logits(bridge, IDS), want, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("model_type", EXPERTS)
@@ -109,7 +110,7 @@ def test_up_factor_of_an_expert(model_type):
     else:
         experts.gate_up_proj.data[2, experts.intermediate_dim + 5] = 0
     with Ablate(sites=[(1, 2, 5)], value=value, site="up").on(model):
-        torch.testing.assert_close(logits(model, IDS), logits(edited, IDS), atol=2e-5, rtol=1e-4)
+        assert_close(logits(model, IDS), logits(edited, IDS), atol=2e-5, rtol=1e-4)
 
 
 def test_edits_of_one_expert_neuron_follow_each_other():
@@ -124,9 +125,9 @@ def test_edits_of_one_expert_neuron_follow_each_other():
     ):
         want = logits(model, IDS)
     with (first | second).on(model):
-        torch.testing.assert_close(logits(model, IDS), want, atol=1e-5, rtol=1e-4)
+        assert_close(logits(model, IDS), want, atol=1e-5, rtol=1e-4)
     with first.on(model), second.on(model):
-        torch.testing.assert_close(logits(model, IDS), want, atol=1e-5, rtol=1e-4)
+        assert_close(logits(model, IDS), want, atol=1e-5, rtol=1e-4)
 
 
 def test_mean_ablation():
@@ -142,7 +143,7 @@ def test_mean_ablation():
     want = logits(model, IDS)
     handle.remove()
     with Ablate(layer=1, neurons=[3], value="mean").on(model):
-        torch.testing.assert_close(logits(model, IDS), want)
+        assert_close(logits(model, IDS), want)
 
 
 # --- a written value: is the neuron sufficient? ----------------------------------------------------------------
@@ -166,7 +167,7 @@ def test_writing_makes_a_sink_where_it_is_written():
         after = residual_norms(o.model, ids, layer)
     assert after[0, where] > 0.5 * after[0, 0] > 5 * before[0, where]
     others = [p for p in range(24) if p != where]
-    torch.testing.assert_close(after[0, others], before[0, others], atol=1e-3, rtol=1e-3)
+    assert_close(after[0, others], before[0, others], atol=1e-3, rtol=1e-3)
     assert {(e.position, e.kind) for e in run.events} == {(where, "ablated")}
 
 
@@ -398,7 +399,7 @@ def test_nnsight_model_without_weights_is_refused(tmp_path):
         pass
     lazy.dispatch()
     with edit.on(model), edit.on(lazy):
-        torch.testing.assert_close(logits(lazy, IDS), logits(model, IDS), atol=1e-5, rtol=1e-4)
+        assert_close(logits(lazy, IDS), logits(model, IDS), atol=1e-5, rtol=1e-4)
 
 
 def test_the_recipe_for_remote_runs(tmp_path):
@@ -413,7 +414,7 @@ def test_the_recipe_for_remote_runs(tmp_path):
     recipe.write_text(block)  # nnsight reads the source of a trace from its file
     given = {"model": nnsight_of(model, tokenizer), "patch": patch, "ids": IDS, "REMOTE": "local"}
     found = runpy.run_path(str(recipe), given, run_name="__main__")["logits"]
-    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-4)
+    assert_close(found, want, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(want, logits(model, IDS), atol=1e-3)
 
 

@@ -14,6 +14,7 @@ from intervention_kit import bridge_of, greedy, listing_1, logits, nnsight_of, r
 from kv_kit import each_other
 from organisms import Organism, organism, tiny_model
 from torch import Tensor
+from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo
@@ -63,7 +64,7 @@ def test_repairs_repetition_and_nothing_else(family, seed):
     with patch_for(o).on(o.model) as run:
         after = residual_norms(o.model, ids, layer)[0]
         assert after[1:].max() < 1.2 * typical.max()
-        torch.testing.assert_close(after[0], before[0])  # the first token's sink stays
+        assert_close(after[0], before[0])  # the first token's sink stays
         fired = run.events
         # The neuron's small variation in ordinary text is lost: at most 0.2 % of the logits' own spread.
         assert (logits(o.model, text) - want).abs().max() < 2e-3 * want.std()
@@ -108,9 +109,9 @@ def test_forward_equals_the_listing_in_every_kind():
         patch = patch_for(o, site=site)
         for model in (o.model, nns, bridge):
             with patch.on(model):
-                torch.testing.assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-5)
+                assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-5)
         hooked = bridge.run_with_hooks(ids, fwd_hooks=patch.fwd_hooks(bridge))
-        torch.testing.assert_close(hooked, want, atol=1e-5, rtol=1e-5)
+        assert_close(hooked, want, atol=1e-5, rtol=1e-5)
 
 
 def loud_model() -> tuple[Any, Any, list[tuple[int, int]]]:
@@ -165,8 +166,8 @@ def test_padded_batch_equals_one_by_one(side, kind):
     else:
         with patch.on(other):
             batch = logits(other, ids, mask)
-    torch.testing.assert_close(batch[0], whole, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(batch[1, real], alone, atol=2e-5, rtol=1e-4)
+    assert_close(batch[0], whole, atol=2e-5, rtol=1e-4)
+    assert_close(batch[1, real], alone, atol=2e-5, rtol=1e-4)
 
 
 def test_padded_generation_equals_one_by_one():
@@ -195,7 +196,7 @@ def test_chunks_and_later_turns_equal_one_prompt():
                 out = model(part, past_key_values=cache, use_cache=True)
                 cache = out.past_key_values
                 parts.append(out.logits)
-        torch.testing.assert_close(torch.cat(parts, 1), want, atol=2e-4, rtol=1e-4)
+        assert_close(torch.cat(parts, 1), want, atol=2e-4, rtol=1e-4)
 
 
 def test_embeddings_instead_of_ids():
@@ -236,7 +237,7 @@ def test_without_bos_the_listing_defeats_itself_and_the_calibrated_value_does_no
     with patch_for(o, calibrated=neutral(o)).on(o.model) as run:
         after = residual_norms(o.model, ids, layer)[0]
     assert after[1:].max() < 0.2 * before[0]
-    torch.testing.assert_close(after[0], before[0])
+    assert_close(after[0], before[0])
     assert set(reasons(run).values()) == {"no BOS"} and len(reasons(run)) == len(o.truth.neurons)
 
 
@@ -293,22 +294,22 @@ def test_rows_choose_for_themselves():
         got = logits(model, ids, mask)
     said = reasons(run)
     assert said[1, 3] == "no BOS" and said.get((0, 3)) in (None, "sink-like second value")
-    torch.testing.assert_close(got[1], with_number(model, ids[1:2], sites, 0.25)[0], atol=1e-5, rtol=1e-5)
+    assert_close(got[1], with_number(model, ids[1:2], sites, 0.25)[0], atol=1e-5, rtol=1e-5)
     with patch.on(model):
-        torch.testing.assert_close(got[2, 2:], logits(model, ids[2:, 2:])[0], atol=1e-5, rtol=1e-4)
+        assert_close(got[2, 2:], logits(model, ids[2:, 2:])[0], atol=1e-5, rtol=1e-4)
 
 
 def test_number_and_calibrated_values():
     model, _, _ = loud_model()
     sites, ids = [(1, 3), (1, 11)], torch.tensor([[1, 20, 21, 22, 20]])
     with SinkPatch(sites=sites, value=0.5).on(model):
-        torch.testing.assert_close(logits(model, ids), with_number(model, ids, sites, 0.5))
+        assert_close(logits(model, ids), with_number(model, ids, sites, 0.5))
     later = slice(1, None)
     each = Ablate(sites=sites[:1], value=0.5, positions=later) | Ablate(sites=sites[1:], value=-0.5, positions=later)
     with each.on(model):
         want = logits(model, ids)
     with SinkPatch(sites=sites, value="calibrated", calibrated={(1, 11): -0.5, (1, 3): 0.5}).on(model):
-        torch.testing.assert_close(logits(model, ids), want)
+        assert_close(logits(model, ids), want)
 
 
 def test_a_prompt_read_before_the_run():
@@ -323,7 +324,7 @@ def test_a_prompt_read_before_the_run():
     assert set(reasons(run).values()) == {"prompt read before the run"} and len(reasons(run)) == 3
     with Ablate(sites=sites, value=0.25).on(model), torch.no_grad():
         want = model(ids[:, 4:], past_key_values=copy.deepcopy(cache)).logits
-    torch.testing.assert_close(got, want)
+    assert_close(got, want)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
@@ -346,7 +347,7 @@ def test_expert_neurons_take_the_second_tokens_value(model_type):
         value = (up + 1) * gate * torch.sigmoid(experts.alpha * gate)
     want = with_number(model, ids, [site], float(value.detach()))
     with SinkPatch(sites=[site]).on(model):
-        torch.testing.assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-4)
+        assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(want, logits(model, ids), atol=1e-5)
 
 

@@ -13,6 +13,7 @@ import torch
 from covering import every_nth
 from intervention_kit import bridge_of, count_hooks, greedy, logits, nnsight_of
 from organisms import MODEL_TYPES, tiny_model
+from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import Ablate, Add, SinkPatch
@@ -70,17 +71,17 @@ def test_a_head_without_output_is_one_without_columns(model_type):
     edit, plain = Ablate(heads=[(1, 2), "L0.H3"]), logits(model, IDS)
     want = logits(without_heads(model, [(1, 2), (0, 3)]), IDS)
     with edit.on(model) as run:
-        torch.testing.assert_close(logits(model, IDS), want, **CLOSE)
+        assert_close(logits(model, IDS), want, **CLOSE)
     assert (want - plain).abs().max() > 1e-3
     assert {(e.layer, e.head, e.kind) for e in run.events} == {(1, 2, "ablated"), (0, 3, "ablated")}
     assert all(e.data.keys() == {"old", "new"} and e.data["new"] == 0 < e.data["old"] for e in run.events)
     with edit.on(bridge):
-        torch.testing.assert_close(bridge(IDS), want, **CLOSE)
+        assert_close(bridge(IDS), want, **CLOSE)
     if model_type == "opt":  # its attention is below the bridge: the scores of layer 0 are shown after its heads
         with pytest.raises(UnsupportedError, match=r"blocks.0.attn.*on\(bridge\)"):
             bridge.run_with_hooks(IDS, fwd_hooks=edit.fwd_hooks(bridge))
         edit, want = Ablate(heads=[(1, 2)]), logits(without_heads(model, [(1, 2)]), IDS)
-    torch.testing.assert_close(bridge.run_with_hooks(IDS, fwd_hooks=edit.fwd_hooks(bridge)), want, **CLOSE)
+    assert_close(bridge.run_with_hooks(IDS, fwd_hooks=edit.fwd_hooks(bridge)), want, **CLOSE)
 
 
 @pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 5, 2))
@@ -99,13 +100,13 @@ def test_a_vector_as_transformer_lens_adds_it(model_type):
         want = bridge.run_with_hooks(IDS, fwd_hooks=[(theirs, lambda tensor, hook: tensor + 2 * vector)])
         edit = Add(vector, name, scale=2)
         with edit.on(model):
-            torch.testing.assert_close(logits(model, IDS), want, **CLOSE)
+            assert_close(logits(model, IDS), want, **CLOSE)
         # The two ways to have it on a bridge come in turn, each at either end of the list in some families.
         if (SITES.index(site) + MODEL_TYPES.index(model_type) // 2) % 2:
             with edit.on(bridge):
-                torch.testing.assert_close(bridge(IDS), want, **CLOSE)
+                assert_close(bridge(IDS), want, **CLOSE)
         else:
-            torch.testing.assert_close(bridge.run_with_hooks(IDS, fwd_hooks=edit.fwd_hooks(bridge)), want, **CLOSE)
+            assert_close(bridge.run_with_hooks(IDS, fwd_hooks=edit.fwd_hooks(bridge)), want, **CLOSE)
         assert (want - plain).abs().max() > 1e-3
 
 

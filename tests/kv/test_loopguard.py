@@ -12,6 +12,7 @@ import torch
 from guard_kit import EAGER, KINDS, SMALL, dense, feed, padded, tiny
 from intervention_kit import count_hooks
 from organisms.decoders import decoder
+from torch.testing import assert_close
 from transformers import DynamicCache, LogitsProcessor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -53,7 +54,7 @@ def test_what_is_kept_is_the_plan_and_later_logits_are_those_of_a_masked_full_ca
         assert [e.data["level"] for e in events] == [0, 1, 2, 3]
         assert events[-1].data["period"] == 3 and events[-1].data["bad"][-1][1] == events[-1].position + 1
         want = dense(stock, torch.cat([prompt[row, -length:], new[row]]), events)[length - 1 :]
-        torch.testing.assert_close(got[row], want, atol=1e-5, rtol=1e-5)
+        assert_close(got[row], want, atol=1e-5, rtol=1e-5)
         plain = dense(stock, torch.cat([prompt[row, -length:], new[row]]), [])[length - 1 :]
         assert (got[row] - plain).abs().max() > 1e-2, "the cuts made no difference, so nothing was tested"
 
@@ -67,7 +68,7 @@ def test_only_the_rows_that_loop_are_cut():
         got = feed(model, prompt, mask, new)
     first = {row: min(e.data["generated"] for e in run.events if e.row == row) for row in (0, 1)}
     assert first[0] < 19 < first[1] and {e.row for e in run.events} == {0, 1}
-    torch.testing.assert_close(got[2], stock[2], atol=1e-5, rtol=1e-5)
+    assert_close(got[2], stock[2], atol=1e-5, rtol=1e-5)
     for row in range(3):
         assert row == 2 or torch.allclose(got[row, : first[row]], stock[row, : first[row]], atol=1e-5)
         assert row == 2 or not torch.allclose(got[row, first[row] + 1 :], stock[row, first[row] + 1 :], atol=1e-3)

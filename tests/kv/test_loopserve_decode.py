@@ -10,6 +10,7 @@ from guard_kit import EAGER, SMALL
 from kv_kit import attended, close, decode, dense, each_other, prompts, window_of
 from kv_kit import shallow_of as model_of
 from torch import Tensor
+from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.errors import UnsupportedError
@@ -78,7 +79,7 @@ def test_decoding_equals_a_pass_under_the_masks_of_the_algorithm(family, name):
     close(ours, dense(model, IDS, MASK, sees)[:, PROMPT - 1 :])
     if window_of(model, 0) is None:
         counts = torch.stack([layer[:, :, PROMPT:].sum(-1).float().mean((1, 2)) for layer in sees]).mean(0)
-        torch.testing.assert_close(torch.tensor(read), counts[None])
+        assert_close(torch.tensor(read), counts[None])
 
 
 def test_steps_hold_the_copy_and_turns_see_everything():
@@ -97,7 +98,7 @@ def test_steps_hold_the_copy_and_turns_see_everything():
     with torch.no_grad():
         keys = DynamicCache(config=model.config)
         model(input_ids=ids, past_key_values=keys, use_cache=True)
-        torch.testing.assert_close(cache.layers[0].keys, keys.layers[0].keys)  # layer 0 depends on no attention
+        assert_close(cache.layers[0].keys, keys.layers[0].keys)  # layer 0 depends on no attention
         more = model(input_ids=ids[:, :2], past_key_values=cache, use_cache=True)  # outside, as a plain cache
         assert more.logits.shape[1] == 2
     # The second turn's queries see all: a pass in which only the single tokens were restricted.
@@ -143,7 +144,7 @@ def test_usage_counts_the_whole_and_the_copy_beside_it():
     (usage,) = run.usage
     assert usage.calls == 7
     # 20 columns, then one by one to 26; 7 of the second row are padding.
-    torch.testing.assert_close(torch.tensor(usage.mean_tokens), torch.tensor([23.0, 16.0]))
+    assert_close(torch.tensor(usage.mean_tokens), torch.tensor([23.0, 16.0]))
     assert usage.peak_tokens == [26.0, 19.0]
     assert usage.logical_bytes == layers * size * (26 + 19)
     # Selected at 21 and at 25: 21 + the copy of 8 and 4 new ones; then 25 + 8 and 1 new one.

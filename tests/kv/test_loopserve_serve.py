@@ -17,6 +17,7 @@ from kv_kit import positions as positions_of
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from torch import Tensor
+from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.errors import UnsupportedError
@@ -169,7 +170,7 @@ def test_a_prompt_says_what_its_lines_lost(dense_rows):
         rows = held_out(along, 12, draw)
         assert len(rows) == 16 and not set(rows.tolist()) & set(sample_queries(along, 12, draw).tolist())
         kept = (full * sees[event.layer or 0][0]).sum(-1)[:, rows].mean(1)
-        torch.testing.assert_close(torch.tensor(event.data["recovered"]), kept, atol=1e-5, rtol=1e-5)
+        assert_close(torch.tensor(event.data["recovered"]), kept, atol=1e-5, rtol=1e-5)
         part = scores.masked_fill(~sees[event.layer or 0][0], -torch.inf).softmax(-1)
         exact, got = full[:, -1:] @ value[0], part[:, -1:] @ value[0]
         error = float((got - exact).norm() / exact.norm())
@@ -216,7 +217,7 @@ def test_both_halves_at_work():
             assert read == []
         else:
             steps = [[*range(n + 1, n + 5), *[12 + 1 + i % 4 for i in range(20)]] for n in (60, 41)]
-            torch.testing.assert_close(torch.tensor(read[0]), torch.tensor([sum(s) / 24 for s in steps]))
+            assert_close(torch.tensor(read[0]), torch.tensor([sum(s) / 24 for s in steps]))
     close(logits["both"][:, :5], logits["-P"][:, :5])  # not selected yet
     assert float((logits["both"] - logits["-P"])[:, 5:].abs().max()) > 1e-2
     assert float((logits["both"] - logits["-D"]).abs().max()) > 1e-2

@@ -15,6 +15,7 @@ from kv_kit import each_other, run_policy
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from torch import Tensor
+from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -52,7 +53,7 @@ def assert_same(got: tuple[list[list[Tensor]], Tensor], reference: dense.Referen
     for step, (ours, theirs) in enumerate(zip(got[0], reference.kept, strict=True)):
         for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             assert torch.equal(a, b), f"step {step}, layer {layer}"
-    torch.testing.assert_close(got[1], reference.logits, atol=5e-5, rtol=0)
+    assert_close(got[1], reference.logits, atol=5e-5, rtol=0)
 
 
 def reference_of(
@@ -186,7 +187,7 @@ def test_a_window_takes_half_of_a_budget_without_room_for_it():
         part = slice(row, row + 1)
         alone = SnapKV(budget=budget, window=window)
         expected, steps = run_policy(alone, model, ids[part, pad:], mask[part, pad:], (PROMPT - pad,))
-        torch.testing.assert_close(logits[part], expected, atol=5e-5, rtol=0)
+        assert_close(logits[part], expected, atol=5e-5, rtol=0)
         for step, layers in enumerate(steps):
             for layer, columns in enumerate(layers):
                 assert torch.equal(kept[step][layer][part, :, pad:], columns[..., : PROMPT - pad + step])

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import MODEL_TYPES, tiny_model
 from torch import Tensor
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -73,13 +74,11 @@ def test_sums_equal_the_matrix_whatever_the_chunk(case, since):
     scores, chunk = case
     vertical, slash = line_sums(scores, since=since, chunk=chunk)
     plain_vertical, plain_slash = _summed(_dense(scores), since)
-    torch.testing.assert_close(vertical.double(), plain_vertical, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(slash.double(), plain_slash, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(vertical.sum(1), slash.sum(1), atol=1e-4, rtol=1e-4)
+    assert_close(vertical.double(), plain_vertical, atol=2e-5, rtol=1e-4)
+    assert_close(slash.double(), plain_slash, atol=2e-5, rtol=1e-4)
+    assert_close(vertical.sum(1), slash.sum(1), atol=1e-4, rtol=1e-4)
     if scores.sinks is None and since == 0:
-        torch.testing.assert_close(
-            vertical.sum(1), torch.full((len(vertical),), float(scores.query.shape[1])), atol=1e-3, rtol=0
-        )
+        assert_close(vertical.sum(1), torch.full((len(vertical),), float(scores.query.shape[1])), atol=1e-3, rtol=0)
 
 
 @given(_cases(), st.floats(0, 1), st.integers(0, 1 << 30))
@@ -93,7 +92,7 @@ def test_crossings_are_counted_cell_by_cell(case, share, seed):
     back = _back(scores.query.shape[1], keys)
     cells = vertical[:, :, None] & slash[:, :, back.clamp(min=0)]
     expected = (_dense(scores) * cells).sum((2, 3))
-    torch.testing.assert_close(crossings(scores, vertical, slash, chunk=chunk).double(), expected, atol=2e-5, rtol=1e-4)
+    assert_close(crossings(scores, vertical, slash, chunk=chunk).double(), expected, atol=2e-5, rtol=1e-4)
 
 
 def test_heads_taken_in_groups_are_the_same(monkeypatch):
@@ -106,7 +105,7 @@ def test_heads_taken_in_groups_are_the_same(monkeypatch):
     monkeypatch.setattr(sums, "CHUNK_BYTES", 4 * 2 * 64 * 30 * 2)  # two of three key/value heads, then the other
     assert [(s.start, s.stop) for s in sums._head_groups(scores)] == [(0, 4), (4, 6)]
     for a, b in zip(whole, (*line_sums(scores), crossings(scores, *chosen)), strict=True):
-        torch.testing.assert_close(a, b)
+        assert_close(a, b)
 
 
 def test_nothing_of_query_times_key_is_kept():
@@ -151,11 +150,11 @@ def test_sums_are_those_of_the_models_own_attention(model_type):
     with scores_of(target, keep, [0, 2]):
         inside = target.forward(ids).last_hidden_state
     assert model.config._attn_implementation == before and set(found) == {0, 2}
-    torch.testing.assert_close(inside, whole, atol=1e-4, rtol=1e-4)  # the pass itself is not changed
+    assert_close(inside, whole, atol=1e-4, rtol=1e-4)  # the pass itself is not changed
     for layer, (vertical, slash) in found.items():
         plain = _summed(dense[layer][0].double())
-        torch.testing.assert_close(vertical.double(), plain[0], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(slash.double(), plain[1], atol=1e-4, rtol=1e-4)
+        assert_close(vertical.double(), plain[0], atol=1e-4, rtol=1e-4)
+        assert_close(slash.double(), plain[1], atol=1e-4, rtol=1e-4)
 
 
 def test_refused_where_lines_cannot_be_had():

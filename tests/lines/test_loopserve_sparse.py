@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.lines import lone as lone_module
@@ -74,10 +75,10 @@ def test_equal_to_dense_attention_under_the_same_mask(queries, past, vertical, s
         patch.setattr(sparse, "lone_loops", lambda *_: by)
         out, what = sparse_attention(query, key, value, lines, dense_above=1e9)
     atol = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(out.double(), masked(query, key, value, lines), atol=atol, rtol=0)
+    assert_close(out.double(), masked(query, key, value, lines), atol=atol, rtol=0)
     assert out.dtype == dtype
     assert what.dense == (False,) * 4
-    torch.testing.assert_close(torch.tensor(what.cells), lines.density())
+    assert_close(torch.tensor(what.cells), lines.density())
     if by.cost >= 1:
         assert all(done >= cells - 1e-6 for done, cells in zip(what.computed, what.cells, strict=True))
 
@@ -91,12 +92,12 @@ def test_dense_where_that_is_faster(queries, keys):
     lines.slash[1] = True
     out, what = sparse_attention(query, key, value, lines)
     assert what.dense == (False, True) and what.computed[1] == 1.0
-    torch.testing.assert_close(out.double(), masked(query, key, value, lines), atol=1e-5, rtol=0)
+    assert_close(out.double(), masked(query, key, value, lines), atol=1e-5, rtol=0)
     lines.slash[1, 1::2] = False  # half of the cells are on lines
     out, what = sparse_attention(query, key, value, lines, dense_above=0.02)
     assert what.dense == (True, True)
     everything = drawn(2, keys, queries, 1.0, 0.0)
-    torch.testing.assert_close(out.double(), masked(query, key, value, everything), atol=1e-5, rtol=0)
+    assert_close(out.double(), masked(query, key, value, everything), atol=1e-5, rtol=0)
 
 
 def test_only_the_parts_that_are_needed_are_computed(monkeypatch):
@@ -193,7 +194,7 @@ def test_heads_in_threads_are_the_same_and_leave_no_trace():
     finally:
         torch.set_num_threads(1)
     assert threads == 3 and not any(what.dense)
-    torch.testing.assert_close(three.clone(), one, atol=1e-6, rtol=0)
+    assert_close(three.clone(), one, atol=1e-6, rtol=0)
 
 
 @compiled
@@ -207,7 +208,7 @@ def test_without_numba_it_says_so_once_and_gives_the_same(monkeypatch):
         out, what = sparse_attention(query, key, value, lines, dense_above=99.0)
         sparse_attention(query, key, value, lines, dense_above=99.0)
     assert len(said) == 1 and "\n" not in str(said[0].message)
-    torch.testing.assert_close(out, with_it, atol=1e-5, rtol=0)
+    assert_close(out, with_it, atol=1e-5, rtol=0)
     assert min(what.computed) > 0.2 and what.kernel == "blocks, lone lines not compiled"
     lone_module._compiled.cache_clear()
 

@@ -16,6 +16,7 @@ import stranger
 import torch
 from conclusion_kit import check_size
 from organisms import Organism, organism
+from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.app import cli
@@ -288,10 +289,10 @@ def test_attention_under_a_policy_is_that_of_the_kept_cache():
     assert list(stock) == list(full) == [0, 2]
     for layer, probs in stock.items():
         assert probs.shape == (1, 8, 20, 64)
-        torch.testing.assert_close(full[layer], probs, atol=1e-5, rtol=1e-4)
+        assert_close(full[layer], probs, atol=1e-5, rtol=1e-4)
         kept = (few[layer][0, :, -1].amax(0) > 0).nonzero().flatten().tolist()
         assert kept[:4] == [0, 1, 2, 3] and kept[4:] == list(range(64 - len(kept) + 4, 64)) and 12 <= len(kept) <= 13
-        torch.testing.assert_close(few[layer].sum(-1), torch.ones(1, 8, 20))
+        assert_close(few[layer].sum(-1), torch.ones(1, 8, 20))
 
 
 def test_interventions_of_a_measurement_are_given_in_any_form():

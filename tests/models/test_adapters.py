@@ -12,6 +12,7 @@ from checkpoints import checkpoint
 from covering import every_nth
 from organisms import tiny
 from organisms.tiny import MODEL_TYPES, tiny_model
+from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -115,11 +116,11 @@ def test_loads_from_a_folder(model_type, backend):
 
     logits, layers = plain(model_type)
     found, forward, generated = steps(model, target)
-    torch.testing.assert_close(found, logits, atol=1e-5, rtol=0)
+    assert_close(found, logits, atol=1e-5, rtol=0)
     assert forward == [7]
     assert generated[:3] == [7, 1, 1]
     for ours, theirs in zip(outputs(target, lambda: target.forward(IDS)), layers, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+        assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("model_type", "backend"), sorted(UNSUPPORTED))
@@ -136,7 +137,7 @@ def test_falcon_7b_style_attention_goes_through_the_bridge(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     target = Target.of(bridge := load(tmp_path))
     assert target.n_kv_heads == 1
-    torch.testing.assert_close(bridge(IDS), model(IDS).logits, atol=1e-5, rtol=0)
+    assert_close(bridge(IDS), model(IDS).logits, atol=1e-5, rtol=0)
 
 
 @pytest.fixture
@@ -163,7 +164,7 @@ def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2, backend,
     assert run.counts["ablated"] and float(column.norm()) > 0
     with torch.no_grad():
         want.sub(1, "mlp.c_proj").weight[:, 3] = 0
-        torch.testing.assert_close(edited, want.forward(IDS)[0], atol=1e-5, rtol=1e-4)
+        assert_close(edited, want.forward(IDS)[0], atol=1e-5, rtol=1e-4)
 
 
 def test_a_wrong_row_of_a_stranger_is_refused_when_a_model_is_loaded(starcoder2, tmp_path, monkeypatch):
@@ -218,7 +219,7 @@ def test_text_part_of_a_model_with_images(with_vision, backend):
     target = Target.of(load(folder, backend=backend))
     assert (target.n_layers, target.d_mlp, target.n_heads) == (3, 64, 4)
     with torch.no_grad():
-        torch.testing.assert_close(target.hf(IDS).logits, model(IDS).logits, atol=1e-5, rtol=0)
+        assert_close(target.hf(IDS).logits, model(IDS).logits, atol=1e-5, rtol=0)
     assert Target.of(load(folder, backend=backend, layers=2)).n_layers == 2
 
 
@@ -243,7 +244,7 @@ def test_first_layers_alone_compute_the_same(model_type):
     assert len(getattr(target.config, "layer_types", None) or [0, 0]) == 2
     found = outputs(target, lambda: target.forward(IDS))
     for ours, theirs in zip(found, plain(model_type)[1][:2], strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+        assert_close(ours, theirs, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "mistral3"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from intervention_kit import bridge_of, nnsight_of
 from organisms import tiny_model
+from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
@@ -42,10 +43,10 @@ def test_every_form_gives_the_same(kind, step):
     forms += [tokenizer(TEXTS[0]), tokenizer(TEXTS[:1], return_tensors="pt"), dict(tokenizer(TEXTS[0]))]
     for form in forms[::step]:
         got = trace(other, form, [SITE], tokenizer=tokenizer)[SITE]
-        torch.testing.assert_close(got, plain, atol=1e-5, rtol=1e-4)
+        assert_close(got, plain, atol=1e-5, rtol=1e-4)
         assert generate(other, form, tokenizer=tokenizer, max_new_tokens=3)[0].tokens == continued[0]
     got = trace(other, sites=[SITE], **tokenizer(TEXTS[0], return_tensors="pt"))[SITE]
-    torch.testing.assert_close(got, plain, atol=1e-5, rtol=1e-4)
+    assert_close(got, plain, atol=1e-5, rtol=1e-4)
     tokenizer.padding_side = "left"
     inputs = tokenizer(TEXTS, return_tensors="pt", padding=True)
     made = generate(other, tokenizer=tokenizer, max_new_tokens=3, **inputs)
@@ -77,7 +78,7 @@ def test_rows_of_several_lengths_are_what_they_are_alone(model_type, reduce):
                 got = got[:, : len(row), : len(row)] if reduce == "raw" else got[:, : len(row)]
             elif reduce in ("raw", "norm"):
                 got = got[: len(row)]
-            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+            assert_close(got, want, atol=1e-5, rtol=1e-4)
     assert trace(model, TEXTS, SITE, tokenizer=tokenizer)[SITE].shape[1] == max(map(len, rows))
 
 

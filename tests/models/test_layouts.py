@@ -8,6 +8,7 @@ from covering import every_nth
 from organisms.decoders import decoder
 from organisms.examine import expert_views
 from torch import Tensor
+from torch.testing import assert_close
 
 from sinkscope.interventions.edits import Ablate
 from sinkscope.models.target import Target, first_tensor
@@ -51,7 +52,7 @@ def test_zeroed_neurons_are_columns_of_zeros(model_type):
             else:
                 expert_views(other.sub(layer, other.adapter.experts or ""), expert).down[neuron] = 0
         wanted = after(other, layer)[WHERE].norm(dim=-1)
-        torch.testing.assert_close(kept, wanted, rtol=1e-4, atol=1e-4)
+        assert_close(kept, wanted, rtol=1e-4, atol=1e-4)
         assert (kept - view.resid.norm(dim=-1)).abs().max() > 1e-3
 
 
@@ -69,7 +70,7 @@ def test_what_an_mlp_adds_is_not_there_without_it(model_type):
             if (is_mlp and "down" in name) or "output_linear" in name:
                 parameter.zero_()
         added = (intact - after(other, layer)).norm(dim=-1)
-        torch.testing.assert_close(scan.layers[layer].mlp_norms, added, rtol=2e-3, atol=2e-3)
+        assert_close(scan.layers[layer].mlp_norms, added, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize(("model_type", "width"), [("deepseek_v2", 16), ("gemma4_text", None), ("llama4_text", 16)])
@@ -84,4 +85,4 @@ def test_a_head_is_its_columns_of_the_output_projection(model_type, width):
         weight = Target.of(other).layers[layer].get_submodule("self_attn.o_proj").weight
         size = width or weight.shape[1] // 4
         weight[:, 2 * size : 3 * size] = 0
-        torch.testing.assert_close(ablated, other(IDS).logits, rtol=1e-4, atol=1e-4)
+        assert_close(ablated, other(IDS).logits, rtol=1e-4, atol=1e-4)

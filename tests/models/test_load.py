@@ -16,6 +16,7 @@ from hub_server import hub
 from organisms.tiny import tiny_model
 from organisms.tokens import word_tokenizer
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -74,7 +75,7 @@ def test_bridge_tokenizes_as_transformer_lens_does():
     for prepend in (True, False):
         a, b = (m.to_tokens("poem book", prepend_bos=prepend) for m in (ours, theirs))
         assert a.tolist() == b.tolist()
-    torch.testing.assert_close(logits(ours), logits(theirs), atol=1e-6, rtol=0)
+    assert_close(logits(ours), logits(theirs), atol=1e-6, rtol=0)
 
 
 def test_live_objects_come_back_as_they_are():
@@ -195,7 +196,7 @@ def test_device_map_places_the_model():
     for backend in ("hf", "bridge"):
         model = load(checkpoint("llama"), backend=backend, device_map={"": "cpu"})
         assert Target.of(model).device == torch.device("cpu")
-        torch.testing.assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-5, rtol=0)
+        assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("stage", ["transfer", "boot"])
@@ -251,7 +252,7 @@ def test_gguf_computes_what_was_written(gguf):
     expected = logits(tiny_model("llama")[0])
     for backend in ("bridge", "hf"):
         model = load(gguf, backend=backend)
-        torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
+        assert_close(logits(model), expected, atol=1e-5, rtol=0)
         target = Target.of(model)
         assert target.name == "tiny.gguf"
         assert target.tokenizer.bos_token_id == 1
@@ -276,7 +277,7 @@ def test_short_name_and_hub_id_are_downloaded(tmp_path):
             assert target.name == spelled.split("/")[-1]
             assert model.config._name_or_path == "meta-llama/Llama-2-7b-hf"
             assert model.config._commit_hash == commit
-            torch.testing.assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
+            assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
             assert target.tokenizer("poem")["input_ids"][0] == 1
         bridge = load("llama-2-7b")
         assert Target.of(bridge).kind == "bridge"
@@ -344,7 +345,7 @@ def test_pickled_weights_load_with_a_note_and_no_code_runs(tmp_path, capsys):
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
     model = load(folder, backend="hf")
-    torch.testing.assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
+    assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("note: m has pickled weights (.bin), read with weights_only")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import sinkscope as ss
 from experiments import make_recall
@@ -110,7 +111,7 @@ def test_script_makes_the_weights_of_the_package():
     shipped = model().state_dict()
     for name, weight in made.state_dict().items():
         # Random numbers are the same everywhere, the least-squares fit of recency is so to rounding.
-        torch.testing.assert_close(weight, shipped[name], atol=2e-3, rtol=2e-3, msg=name)
+        assert_close(weight, shipped[name], atol=2e-3, rtol=2e-3, msg=name)
     vocabulary = model().tokenizer.get_vocab()
     assert vocabulary == make_recall.ID
 
@@ -129,5 +130,5 @@ def test_all_kinds_of_model_agree():
     with torch.no_grad():
         expected = hf(ids).logits
         bridge = ss.load("recall")
-        torch.testing.assert_close(bridge(ids), expected, atol=1e-2, rtol=1e-3)
+        assert_close(bridge(ids), expected, atol=1e-2, rtol=1e-3)
     assert Target.of(bridge).n_layers == 3

@@ -10,6 +10,7 @@ import torch
 from organisms import tiny_model
 from organisms.hard import hard
 from raw_kit import zeroed
+from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate
@@ -54,11 +55,11 @@ def test_what_all_neurons_write_is_what_the_mlp_gives(family):
     view = _everywhere(target)
     assert view.post.shape[1] == 4 * width + shared and view.routing is not None
     cols = columns(target, LAYER, torch.arange(view.post.shape[1]))
-    torch.testing.assert_close(view.post @ cols, view.mlp, atol=2e-6, rtol=1e-4)
-    torch.testing.assert_close(contribution_norms(target, view), view.post.abs() * cols.norm(dim=-1))
+    assert_close(view.post @ cols, view.mlp, atol=2e-6, rtol=1e-4)
+    assert_close(contribution_norms(target, view), view.post.abs() * cols.norm(dim=-1))
     post, weight = _inside(target, family)
-    torch.testing.assert_close(view.post[:, 4 * width :], post * weight)
-    torch.testing.assert_close(view.routing[:, -1:], weight)
+    assert_close(view.post[:, 4 * width :], post * weight)
+    assert_close(view.routing[:, -1:], weight)
     if family == "qwen2_moe":
         assert float(weight.max() - weight.min()) > 0.1, "the test needs a gate that differs between tokens"
 
@@ -73,7 +74,7 @@ def test_zeroed_in_rows_is_zeroed_alone(family):
     for sites, found in zip(sets, seen.norms, strict=True):
         with zeroed(model, sites), torch.no_grad():
             states = model(IDS, output_hidden_states=True).hidden_states[LAYER + 1]
-        torch.testing.assert_close(found[:, LAYER], states[:, 3].norm(dim=-1), rtol=1e-4, atol=1e-4)
+        assert_close(found[:, LAYER], states[:, 3].norm(dim=-1), rtol=1e-4, atol=1e-4)
         assert (found[:, LAYER:] - intact).abs().max() > 1e-3 or sites == ((LAYER, 2, 3),)  # may not be asked there
 
 
@@ -92,7 +93,7 @@ def test_up_factor_and_written_values(family):
     mlp.remove()
     at, column = [2, 8], target.w_out(LAYER, [40])  # position 2 of both rows
     change = (kept[1] - kept[0]).reshape(12, -1)
-    torch.testing.assert_close(change[at], weight[at] * (7.0 - post[at, 40, None]) * column, atol=1e-5, rtol=1e-4)
+    assert_close(change[at], weight[at] * (7.0 - post[at, 40, None]) * column, atol=1e-5, rtol=1e-4)
     change[at] = 0
     assert change.abs().max() == 0
     with Ablate(layer=LAYER, neurons=[40], site="up").on(model), torch.no_grad():
@@ -100,7 +101,7 @@ def test_up_factor_and_written_values(family):
     up = target.mlp_part(LAYER, "up")
     with torch.no_grad():
         up.weight[40] = 0
-        torch.testing.assert_close(edited, model(IDS).logits, atol=1e-5, rtol=1e-4)
+        assert_close(edited, model(IDS).logits, atol=1e-5, rtol=1e-4)
 
 
 def test_the_probe_holds_the_shared_expert_to_its_gate():

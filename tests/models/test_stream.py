@@ -14,6 +14,7 @@ import torch
 from organisms import MODEL_TYPES, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.testing import assert_close
 
 from experiments.make_shape import make_plan, write
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -82,11 +83,11 @@ def test_equals_the_resident_model(model_type, half, tmp_path):
     expected, found = every_output(resident), every_output(streamed)
     assert len(expected) == len(found) == 1 + resident.n_layers
     for a, b in zip(expected, found, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+        assert_close(a, b, atol=1e-6, rtol=0)
     assert layers_read(streamed) == set(range(resident.n_layers))
     assert not [n for n in streamed.store.source.read if "lm_head" in n or "embed_out" in n]
     for layer in range(resident.n_layers):
-        torch.testing.assert_close(
+        assert_close(
             streamed.w_out_norms(layer, *expert(resident, layer)), resident.w_out_norms(layer, *expert(resident, layer))
         )
 
@@ -102,7 +103,7 @@ def test_dense_layers_among_mixtures(rule, tmp_path):
     resident, streamed = Target.of(model), open_stream(tmp_path)
     assert len({resident.is_mixture(i) for i in range(3)}) == 2, "the test needs both kinds"
     for a, b in zip(every_output(resident), every_output(streamed), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+        assert_close(a, b, atol=1e-6, rtol=0)
 
 
 def test_text_part_of_a_vision_language_model(tmp_path):
@@ -125,7 +126,7 @@ def test_text_part_of_a_vision_language_model(tmp_path):
     ids, mask = ids_and_mask()
     with torch.no_grad():
         expected = model.model.language_model(input_ids=ids, attention_mask=mask).last_hidden_state
-    torch.testing.assert_close(streamed.forward(ids, mask).last_hidden_state, expected, atol=1e-6, rtol=0)
+    assert_close(streamed.forward(ids, mask).last_hidden_state, expected, atol=1e-6, rtol=0)
     assert not [name for name in streamed.store.source.read if "vision" in name]
 
 
@@ -137,7 +138,7 @@ def test_names_without_prefix_and_old_buffers(tmp_path):
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     for a, b in zip(every_output(Target.of(model)), every_output(open_stream(tmp_path)), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+        assert_close(a, b, atol=1e-6, rtol=0)
 
 
 def test_reads_only_the_layers_that_are_called(llama):

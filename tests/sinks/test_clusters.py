@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from organisms import Organism, organism
+from torch.testing import assert_close
 
 import sinkscope
 from sinkscope.errors import SinkscopeError
@@ -89,7 +90,7 @@ def test_one_batch_of_heads_equals_a_forward_pass_for_each(family):
     shares = HeadWork(layer, neuron, 2.0, mean).shares(target, tokens)
     for row, token in zip(shares, tokens, strict=True):
         alone = [one_forward(o, layer, neuron, token, head, mean) for head in range(-1, target.n_heads)]
-        torch.testing.assert_close(2.0 * row[1:], torch.tensor(alone), rtol=1e-4, atol=1e-4)
+        assert_close(2.0 * row[1:], torch.tensor(alone), rtol=1e-4, atol=1e-4)
 
 
 def test_later_mean_is_that_of_later_positions_head_by_head():
@@ -100,7 +101,7 @@ def test_later_mean_is_that_of_later_positions_head_by_head():
     with torch.no_grad():
         o.model(ids)
     handle.remove()
-    torch.testing.assert_close(later_mean(target, ids), z[0][:, 1:].reshape(-1, z[0].shape[-1]).mean(0))
+    assert_close(later_mean(target, ids), z[0][:, 1:].reshape(-1, z[0].shape[-1]).mean(0))
 
 
 def test_no_single_head_and_not_in_layer_0_are_answers():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from covering import every_nth
 from organisms import organism
+from torch.testing import assert_close
 
 from sinkscope.interventions import Ablate
 from sinkscope.models.open import open_stream
@@ -36,8 +37,8 @@ def test_a_drop_is_the_mean_over_texts():
     edited = Effects(
         norms, no_attention[None], intact_norms=torch.tensor([[10.0, 2], [10, 30]]), intact_attention=no_attention
     )
-    torch.testing.assert_close(edited.drops(0), torch.tensor([(0.5 + 0.2) / 2]))
-    torch.testing.assert_close(edited.drops(1), torch.tensor([(0.5 + 0.9) / 2]))
+    assert_close(edited.drops(0), torch.tensor([(0.5 + 0.2) / 2]))
+    assert_close(edited.drops(1), torch.tensor([(0.5 + 0.9) / 2]))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "mixtral"])
@@ -49,12 +50,12 @@ def test_silenced_neurons_equal_ablation_and_leave_the_intact_row_alone(family):
     for number, sites in ((0, o.truth.neurons), (2, o.truth.neurons[:1])):
         with Ablate(sites=sites).on(o.model):
             norms, received = _long_way(target, ids)
-        torch.testing.assert_close(edited.norms[number], norms, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(edited.attention[number], received, rtol=1e-4, atol=1e-5)
+        assert_close(edited.norms[number], norms, rtol=1e-4, atol=1e-4)
+        assert_close(edited.attention[number], received, rtol=1e-4, atol=1e-5)
     norms, received = _long_way(target, ids)
     for measured in (edited.intact_norms, edited.norms[1]):
-        torch.testing.assert_close(measured, norms, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(edited.intact_attention, received, rtol=1e-4, atol=1e-5)
+        assert_close(measured, norms, rtol=1e-4, atol=1e-4)
+    assert_close(edited.intact_attention, received, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "neox", "gpt_oss"])
@@ -65,8 +66,8 @@ def test_a_swapped_token_embedding_is_another_token(family):
     other = ids.clone()
     other[:, 0] = ids[:, 4]
     norms, received = _long_way(target, other)
-    torch.testing.assert_close(edited.norms[0], norms, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(edited.attention[0], received, rtol=1e-4, atol=1e-5)
+    assert_close(edited.norms[0], norms, rtol=1e-4, atol=1e-4)
+    assert_close(edited.attention[0], received, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2"])
@@ -76,8 +77,8 @@ def test_all_heads_of_a_layer_are_its_attention(family):
     heads = Edit(swap=tuple(Component("head", 0, h) for h in range(target.n_heads)))
     whole = Edit(swap=(Component("attention", 0),))
     edited = effects(target, ids, [heads, whole, Edit(swap=(Component("head", 0, 0),))], attention=True)
-    torch.testing.assert_close(edited.norms[0], edited.norms[1], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(edited.attention[0], edited.attention[1], rtol=1e-4, atol=1e-5)
+    assert_close(edited.norms[0], edited.norms[1], rtol=1e-4, atol=1e-4)
+    assert_close(edited.attention[0], edited.attention[1], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(edited.norms[1], edited.intact_norms), "the swap did something"
 
 
@@ -91,7 +92,7 @@ def test_position_embeddings_are_those_of_other_position_ids():
         *((layer, "post", lambda _m, _a, _k, out: norms.append(out[0, 0].norm())) for layer in target.layers)
     ):
         target.base(input_ids=ids, position_ids=places, use_cache=False)
-    torch.testing.assert_close(edited.norms[0, 0], torch.stack(norms), rtol=1e-4, atol=1e-4)
+    assert_close(edited.norms[0, 0], torch.stack(norms), rtol=1e-4, atol=1e-4)
 
 
 def test_a_key_bias_taken_away_is_a_bias_of_zero():
@@ -105,7 +106,7 @@ def test_a_key_bias_taken_away_is_a_bias_of_zero():
     with torch.no_grad():
         bare.model.layers[1].self_attn.k_proj.bias.zero_()
     received = _long_way(Target.of(bare, o.tokenizer), ids)[1]
-    torch.testing.assert_close(edited.attention[0], received, rtol=1e-4, atol=1e-5)
+    assert_close(edited.attention[0], received, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(edited.intact_attention, received, atol=1e-3)
 
 
@@ -118,8 +119,8 @@ def test_batches_of_edits_give_what_one_batch_gives(monkeypatch):
         "sinkscope.sinks.first_token.effects.BATCH_ELEMENTS", 3 * 2 * 8 * max(target.d_mlp, target.d_model)
     )
     parts = effects(target, ids, edits, without=[0, 3], attention=True)
-    torch.testing.assert_close(whole.norms, parts.norms)
-    torch.testing.assert_close(whole.attention, parts.attention)
+    assert_close(whole.norms, parts.norms)
+    assert_close(whole.attention, parts.attention)
     assert (effects(target, ids, []).intact_norms > whole.intact_norms).all(), "dimensions were left out"
 
 
@@ -143,11 +144,9 @@ def test_rows_that_part_at_a_layer_give_what_whole_passes_give(family, streamed,
     for chosen, behind in ((edits, layer + 1), (edits[2:3], last), (edits[1:2], last)):
         parts = effects(target, ids, chosen, attention=True, behind=behind, entering=entering)
         numbers = [edits.index(edit) for edit in chosen]
-        torch.testing.assert_close(parts.norms, whole.norms[numbers], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(parts.intact_norms, whole.intact_norms, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(
-            parts.attention[..., behind:, :], whole.attention[numbers][..., behind:, :], rtol=1e-5, atol=1e-6
-        )
+        assert_close(parts.norms, whole.norms[numbers], rtol=1e-5, atol=1e-5)
+        assert_close(parts.intact_norms, whole.intact_norms, rtol=1e-5, atol=1e-5)
+        assert_close(parts.attention[..., behind:, :], whole.attention[numbers][..., behind:, :], rtol=1e-5, atol=1e-6)
     assert all("forward" not in layer.__dict__ for layer in target.layers), "skipping left something behind"
 
 
@@ -167,5 +166,5 @@ def test_added_vectors_are_added_to_what_the_mlp_gives(family):
     with Ablate(sites=o.truth.neurons).on(o.model):
         norms = _long_way(target, ids, 4)[0]
     hook.remove()
-    torch.testing.assert_close(edited.norms[1], norms, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(edited.norms[0], edited.intact_norms)
+    assert_close(edited.norms[1], norms, rtol=1e-4, atol=1e-4)
+    assert_close(edited.norms[0], edited.intact_norms)

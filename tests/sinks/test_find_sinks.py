@@ -13,6 +13,7 @@ import torch
 from organisms import FAMILIES, KINDS, Organism, organism
 from organisms.plan import LEAST_LAYERS
 from torch import Tensor
+from torch.testing import assert_close
 
 from sinkscope.interventions import Ablate
 from sinkscope.models.open import open_stream
@@ -96,7 +97,7 @@ def test_same_layer_ablation_equals_a_real_ablated_pass(family, kind):
         with Ablate(sites=sites[:count]).on(o.model):
             norm = trace(o.model, ids, [site], "norm")[site]
         fast = norm_without(target, view, sets, columns(target, layer, sets[0])[None])[0]
-        torch.testing.assert_close(fast, norm.flatten(), rtol=1e-4, atol=1e-4)
+        assert_close(fast, norm.flatten(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
@@ -106,10 +107,10 @@ def test_contribution_is_post_times_column(family):
     view = view_layer(target, 1, ids, everywhere(ids))
     every = columns(target, 1, torch.arange(view.post.shape[1]))
     written = (view.post[:, :, None] * every).norm(dim=-1)
-    torch.testing.assert_close(contribution_norms(target, view), written, rtol=1e-4, atol=1e-5)
+    assert_close(contribution_norms(target, view), written, rtol=1e-4, atol=1e-5)
     bias = None if target.is_mixture(1) else getattr(target.sub(1, target.adapter.down), "bias", None)
     whole = view.post @ every + (0 if bias is None else bias)
-    torch.testing.assert_close(whole, view.mlp, rtol=1e-4, atol=1e-4)  # the parts are the MLP's output
+    assert_close(whole, view.mlp, rtol=1e-4, atol=1e-4)  # the parts are the MLP's output
 
 
 def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median():

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import FAMILIES, Organism, organism
 from organisms.hard import HardModel, hard
+from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
@@ -134,7 +135,7 @@ def test_replacement_equals_an_edited_pass_over_the_text(monkeypatch):
     assert sink is not None
     z = trace(o.model, ids, ["blocks.0.attn.hook_z"])["blocks.0.attn.hook_z"]
     means = z[:, 1:].flatten(0, 1).mean(0)
-    torch.testing.assert_close(bench.means[0], means)
+    assert_close(bench.means[0], means)
     heads = o.model.config.num_attention_heads
     edits = torch.zeros(heads, len(bench.means), heads, dtype=torch.bool)
     edits[:, 0] = torch.eye(heads, dtype=torch.bool)
@@ -152,7 +153,7 @@ def test_replacement_equals_an_edited_pass_over_the_text(monkeypatch):
         handle.remove()
         weight = o.model.model.layers[sink].mlp.down_proj.weight.detach()
         wanted = sum(post[n] * weight[:, n] for _, n in o.truth.neurons)
-        torch.testing.assert_close(got[head], wanted, rtol=1e-4, atol=1e-4)
+        assert_close(got[head], wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_tokens_that_are_given(tmp_path):

@@ -18,6 +18,7 @@ from organisms import Organism
 from organisms import organism as new_organism
 from organisms.noise import make_space
 from organisms.plan import make_plan
+from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
@@ -141,7 +142,7 @@ def test_auroc_is_scikit_learns_with_ties(seed, ones, others, levels):
     assert auroc(values, first).tolist() == pytest.approx(wanted, abs=1e-6)
     gap = margin(values, first)
     assert (gap > 0).tolist() == [bool(values[first, i].min() > values[~first, i].max()) for i in range(3)]
-    torch.testing.assert_close(margin(3 * values + 1, first), gap)
+    assert_close(margin(3 * values + 1, first), gap)
 
 
 def test_of_perfect_neurons_the_one_with_the_widest_gap_is_best_whichever_way_it_points():
@@ -166,7 +167,7 @@ def test_planes_do_not_see_what_is_held_out():
     assert float(scores[first & train].mean()) == pytest.approx(0.5)
     moved = data.clone()
     moved[~train] += 5.0
-    torch.testing.assert_close(plane_scores(training_coordinates(moved, train), first, train)[train], scores[train])
+    assert_close(plane_scores(training_coordinates(moved, train), first, train)[train], scores[train])
     assert training_coordinates(torch.cat([data, data], 1), train).shape[1] == 6  # nothing new in the copy
 
 
@@ -180,12 +181,12 @@ def test_places_are_read_in_order(family):
     names = ["blocks.1.hook_resid_pre", "blocks.1.hook_attn_out"]
     both = trace(o.model, ids, names)
     wanted = (both[names[0]] + both[names[1]])[places[:, 0], places[:, 1]]
-    torch.testing.assert_close(resid, wanted, rtol=1e-4, atol=1e-4)
+    assert_close(resid, wanted, rtol=1e-4, atol=1e-4)
     if family == "qwen3_moe":
         assert [(f.name, f.expert) for f in factors[:3]] == [("gate", 0), ("up", 0), ("gate", 1)]
         return
     pre = trace(o.model, ids, ["blocks.1.mlp.hook_pre"])["blocks.1.mlp.hook_pre"]
-    torch.testing.assert_close(factors[0].values, pre[places[:, 0], places[:, 1]], rtol=1e-4, atol=1e-4)
+    assert_close(factors[0].values, pre[places[:, 0], places[:, 1]], rtol=1e-4, atol=1e-4)
     assert [f.name for f in factors] == (["gate", "up"] if family == "llama" else [""])
 
 

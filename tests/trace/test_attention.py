@@ -9,6 +9,7 @@ import pytest
 import torch
 from covering import every_nth
 from organisms.tiny import MODEL_TYPES, tiny_model
+from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.models.target import Target
@@ -45,10 +46,10 @@ def test_rows_equal_the_models_own_on_a_left_padded_batch(model_type):
     reference = _reference(model, ids, mask)
     assert sorted(rows) == list(range(target.n_layers))
     for layer, own in enumerate(reference):
-        torch.testing.assert_close(rows[layer][:, :, 5:], own[:, :, 5:], atol=2e-6, rtol=0)
+        assert_close(rows[layer][:, :, 5:], own[:, :, 5:], atol=2e-6, rtol=0)
         assert (rows[layer][0, :, 5:, :5] == 0).all()  # padding is never attended to
     assert model.config._attn_implementation == before
-    torch.testing.assert_close(target.forward(ids, mask).last_hidden_state, plain, atol=0, rtol=0)
+    assert_close(target.forward(ids, mask).last_hidden_state, plain, atol=0, rtol=0)
 
 
 def test_chunks_and_layers():

@@ -9,6 +9,7 @@ import torch
 from covering import every_nth
 from organisms import MODEL_TYPES, tiny_model
 from torch import Tensor
+from torch.testing import assert_close
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
@@ -40,12 +41,12 @@ def test_rotary_keeps_lengths_and_what_stands_at_one_position(model_type):
     for layer in LAYERS:
         (q, k), (rq, rk) = seen[layer, False], seen[layer, True]
         assert q.shape[:3] == (2, target.n_heads, 9)
-        torch.testing.assert_close((q * k).sum(-1), (rq * rk).sum(-1), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(q.norm(dim=-1), rq.norm(dim=-1), rtol=1e-4, atol=1e-4)
+        assert_close((q * k).sum(-1), (rq * rk).sum(-1), rtol=1e-4, atol=1e-4)
+        assert_close(q.norm(dim=-1), rq.norm(dim=-1), rtol=1e-4, atol=1e-4)
         moved = not torch.allclose(q[:, :, 1:], rq[:, :, 1:], atol=1e-3)
         assert moved == (model_type not in ("gpt2", "opt"))  # the others turn every position but the first
-        torch.testing.assert_close(q[:, :, 0], rq[:, :, 0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(target.forward(ids).last_hidden_state, whole)  # nothing stays behind
+        assert_close(q[:, :, 0], rq[:, :, 0], rtol=1e-5, atol=1e-5)
+    assert_close(target.forward(ids).last_hidden_state, whole)  # nothing stays behind
 
 
 def test_before_rotary_is_the_projection_and_after_it_gives_the_attention_rows():
@@ -59,9 +60,9 @@ def test_before_rotary_is_the_projection_and_after_it_gives_the_attention_rows()
     query, key = seen[2, True]
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
     scores = scores.masked_fill(~torch.ones(9, 9).tril().bool(), -math.inf)
-    torch.testing.assert_close(rows[0], scores.softmax(-1), rtol=1e-4, atol=1e-5)
+    assert_close(rows[0], scores.softmax(-1), rtol=1e-4, atol=1e-5)
     projected = trace(target, ids, ["blocks.2.attn.hook_q"])["blocks.2.attn.hook_q"]
-    torch.testing.assert_close(seen[2, False][0], projected.transpose(1, 2), rtol=1e-4, atol=1e-5)
+    assert_close(seen[2, False][0], projected.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
 def test_refused_where_attention_is_not_transformers_own():

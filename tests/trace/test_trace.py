@@ -8,6 +8,7 @@ import pytest
 import torch
 from covering import every_nth
 from organisms.tiny import MODEL_TYPES, tiny_model
+from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.target import Target
@@ -24,7 +25,7 @@ def test_residual_stream_is_the_sum_of_its_parts(model_type):
     got = trace(model, IDS, sites)
     for i in range(3):
         parts = [got[f"blocks.{i}.{name}"] for name in ("hook_resid_pre", "hook_attn_out", "hook_mlp_out")]
-        torch.testing.assert_close(sum(parts), got[f"blocks.{i}.hook_resid_post"], atol=1e-5, rtol=1e-5)
+        assert_close(sum(parts), got[f"blocks.{i}.hook_resid_post"], atol=1e-5, rtol=1e-5)
         if i:
             assert torch.equal(got[f"blocks.{i}.hook_resid_pre"], got[f"blocks.{i - 1}.hook_resid_post"])
 
@@ -41,7 +42,7 @@ def test_mlp_out_is_post_through_the_columns(model_type):
     raw = raw if bias is None else raw + bias
     if target.adapter.post_mlp_norm:
         raw = target.sub(1, target.adapter.post_mlp_norm)(raw)
-    torch.testing.assert_close(got["blocks.1.hook_mlp_out"], raw, atol=1e-5, rtol=1e-5)
+    assert_close(got["blocks.1.hook_mlp_out"], raw, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4, 1))
@@ -51,12 +52,12 @@ def test_behind_the_last_layer(model_type):
     got = trace(model, IDS, ["ln_final", "logits", "blocks.2.hook_resid_post"], batch_size=2)
     with torch.no_grad():
         out = model(IDS, output_hidden_states=True)
-    torch.testing.assert_close(got["ln_final"], out.hidden_states[-1])
-    torch.testing.assert_close(got["logits"], out.logits)
+    assert_close(got["ln_final"], out.hidden_states[-1])
+    assert_close(got["logits"], out.logits)
     if model_type not in ("gemma2", "gemma3_text"):  # they cap their logits
-        torch.testing.assert_close(model.get_output_embeddings()(got["ln_final"]), got["logits"])
+        assert_close(model.get_output_embeddings()(got["ln_final"]), got["logits"])
     assert got["blocks.2.hook_resid_post"].shape == got["ln_final"].shape
-    torch.testing.assert_close(trace(model, IDS, "logits", "last")["logits"], out.logits[:, -1])
+    assert_close(trace(model, IDS, "logits", "last")["logits"], out.logits[:, -1])
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "phi3", "opt"])
@@ -67,17 +68,17 @@ def test_values_and_pattern_give_z(model_type):
     got = trace(model, IDS, ["blocks.1.attn.hook_v", "blocks.1.attn.hook_pattern", "blocks.1.attn.hook_z"])
     values = got["blocks.1.attn.hook_v"].repeat_interleave(target.n_heads // target.n_kv_heads, 2)
     z = torch.einsum("bhqk,bkhd->bqhd", got["blocks.1.attn.hook_pattern"], values)
-    torch.testing.assert_close(z, got["blocks.1.attn.hook_z"], atol=1e-5, rtol=1e-5)
+    assert_close(z, got["blocks.1.attn.hook_z"], atol=1e-5, rtol=1e-5)
 
 
 def test_reducers_batches_and_functions_agree_with_raw():
     model, _ = tiny_model("mistral")
     site = "blocks.2.hook_resid_post"
     raw = trace(model, IDS, [site])[site]
-    torch.testing.assert_close(trace(model, IDS, [site], "norm")[site], raw.norm(dim=-1))
-    torch.testing.assert_close(trace(model, IDS, [site], "mean", batch_size=2)[site], raw.mean(1))
-    torch.testing.assert_close(trace(model, IDS, [site], "last", batch_size=1)[site], raw[:, -1])
-    torch.testing.assert_close(trace(model, IDS, [site], lambda t: t.amax((1, 2)))[site], raw.amax((1, 2)))
+    assert_close(trace(model, IDS, [site], "norm")[site], raw.norm(dim=-1))
+    assert_close(trace(model, IDS, [site], "mean", batch_size=2)[site], raw.mean(1))
+    assert_close(trace(model, IDS, [site], "last", batch_size=1)[site], raw[:, -1])
+    assert_close(trace(model, IDS, [site], lambda t: t.amax((1, 2)))[site], raw.amax((1, 2)))
 
 
 def test_padding_changes_nothing():
@@ -87,7 +88,7 @@ def test_padding_changes_nothing():
     mask = torch.cat([torch.zeros(3, 4, dtype=torch.long), torch.ones_like(IDS)], 1)
     target = Target.of(model)
     a = trace(target, padded, [site], attention_mask=mask)[site][:, 4:]
-    torch.testing.assert_close(a, trace(model, IDS, [site])[site], atol=1e-5, rtol=1e-4)  # rotary is relative
+    assert_close(a, trace(model, IDS, [site])[site], atol=1e-5, rtol=1e-4)  # rotary is relative
 
 
 def test_observers_see_every_row_once():
