@@ -97,6 +97,7 @@ def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):
     (folder / "card.html").write_text(ours)
 
 
+@pytest.mark.slow
 def test_an_interrupted_scan_goes_on(light, model, tmp_path, monkeypatch):
     measured = []
     real = Measurement.on
@@ -234,6 +235,7 @@ def test_cards_of_different_settings_are_not_compared(folder):
         card.compared(replace(card, values=(), properties=()))
 
 
+@pytest.mark.slow
 def test_a_scan_under_a_patch(folder, model, tmp_path, monkeypatch):
     """The patch holds the sink neuron at an ordinary value, so that the card loses the spike."""
     only(monkeypatch, ("find_sinks",))

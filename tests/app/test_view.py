@@ -279,6 +279,7 @@ def test_the_live_page_answers_only_under_its_address(bundled):
     assert client.post("/secret/view", content=b" " * (LARGEST_REQUEST + 1)).status_code == 413
 
 
+@pytest.mark.slow
 def test_the_live_page_in_a_browser(bundled, chrome):
     bundled.text = "A class is a block. A block is a piece of text."
     addresses = []

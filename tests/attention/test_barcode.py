@@ -204,6 +204,7 @@ def test_onsets_are_those_of_the_text():
     assert strongest.control == result.rows()[0]["control_score"]
 
 
+@pytest.mark.slow
 def test_a_guard_leaves_its_marks():
     guard = LoopGuard.paper(budget=96, anchors=8, window=64, variant="tail")
     organism, _ = of_a_loop()
@@ -230,6 +231,7 @@ def test_the_figure_shows_gains_and_pictures():
     assert len([trace for trace in figure.data if trace.type == "heatmap"]) == 1 + len(alone.shown)
 
 
+@pytest.mark.slow
 def test_the_page_runs():
     page = (Path(__file__).parents[2] / "docs/measure/barcode.md").read_text(encoding="utf-8")
     names = {}

@@ -135,6 +135,7 @@ def small(*methods: str, **options: Any) -> list[BenchRecord]:
     return run_bench(model(), task, list(methods), **options)
 
 
+@pytest.mark.slow
 def test_scores_show_what_methods_lose():
     """The question needs a fact at the beginning: it is outside a window, and at the end inside."""
     records = small("full", "streaming", "a-shape")

@@ -106,6 +106,7 @@ def test_kv_page(run):
     assert len(run("docs/kv.md")["to_first"]) == 4
 
 
+@pytest.mark.slow
 def test_guard_page(run):
     looping = r"again: The bird said, \"I want to play with the bird.\""  # so that the loop begins with the first token
     names = run("docs/guard.md", {"max_new_tokens=150": "max_new_tokens=52", "again and again:": looping})
@@ -114,6 +115,7 @@ def test_guard_page(run):
     assert names["stopper"].stopped == {0} and names["reporter"].events[0].step == events[0].data["generated"]
 
 
+@pytest.mark.slow
 def test_serve_page(run):
     names = run("docs/serve.md", {"max_new_tokens=60": "max_new_tokens=48"})
     dense = [layer["dense_heads"] for layer in names["prefill"]]

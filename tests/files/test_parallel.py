@@ -82,6 +82,7 @@ def _run(
     return {record.number: record.value for record in kept.records.values()}, kept
 
 
+@pytest.mark.slow
 def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path, cluster):
     """One pool of two is asked everything: a start of a Ray worker takes longer than all the jobs."""
     one, _ = _run(None, range(9), Pool(square))

@@ -187,7 +187,7 @@ def test_positions_count_real_tokens():
 # --- positions: every way of calling, against counting by hand -----------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     cuts=st.lists(st.integers(1, 4), max_size=4),

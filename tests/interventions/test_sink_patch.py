@@ -51,7 +51,7 @@ def neutral(o: Organism, site: str = "post") -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize(
-    ("family", "seed"), each_other(["llama", "qwen3", "gemma2", "neox", "mixtral", "gpt_oss"], [0, 1])
+    ("family", "seed"), each_other(["llama", "qwen3", "gemma2", "neox", "mixtral", "gpt_oss"], [0, 1], 4)
 )
 def test_repairs_repetition_and_nothing_else(family, seed):
     o = organism(family, seed)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from guard_kit import EAGER, KINDS, SMALL, dense, feed, padded, tiny
 from intervention_kit import count_hooks
+from kv_kit import each_other
 from organisms.decoders import decoder
 from torch.testing import assert_close
 from transformers import DynamicCache, LogitsProcessor
@@ -255,8 +256,7 @@ class Allow(LogitsProcessor):
         return left
 
 
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("allowed", [[33], [33, 34], list(range(1, 90))])
+@pytest.mark.parametrize(("allowed", "sample"), each_other([[33], [33, 34], list(range(1, 90))], [False, True]))
 def test_a_later_processor_never_leaves_a_row_without_a_token(allowed, sample):
     """It may forbid what is drawn, or allow only what is banned: token 0 is written in neither case."""
     model = stubborn(8.0)

@@ -127,7 +127,7 @@ def test_only_the_parts_that_are_needed_are_computed(monkeypatch):
     assert int(lines.cells()[0]) <= counted[0] + alone[0] < 0.7 * every
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     offsets=st.sets(st.integers(1, 40), max_size=8),
     block=st.sampled_from([1, 4, 9]),

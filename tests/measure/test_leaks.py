@@ -16,6 +16,7 @@ import sinkscope as ss
 from sinkscope.measure import Setup
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_a_process_that_opens_models_again_and_again_does_not_grow():
     """Memory outside Python: what the tokenizer's library remembers of a text would be 0.8 MB for every model."""

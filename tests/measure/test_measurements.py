@@ -140,7 +140,7 @@ def test_a_model_without_a_sink_is_an_answer(command):
 
 PLAIN_ONLY = {"line_weights"}
 """A bridge does not offer their queries and keys."""
-READ_ALIKE = {("find_sinks", "bridge"), ("barcode", "nnsight"), ("line_weights", "bridge")}
+READ_ALIKE = {("barcode", "nnsight"), ("line_weights", "bridge")}
 """By default one that edits layers, one that generates, and one that is refused; heads have a test of their own."""
 BACKENDS = []
 for one in ALL:

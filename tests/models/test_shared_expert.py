@@ -124,7 +124,8 @@ def test_a_neuron_that_the_shared_expert_lacks_is_refused():
         pass  # its first layer is dense
 
 
-@pytest.mark.parametrize("kind", ["moe_shared", pytest.param("moe_both", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["moe_shared", "moe_both"])
 def test_streamed_equals_in_memory(kind, tmp_path):
     h = hard(kind, "qwen2_moe", 1)
     h.model.save_pretrained(tmp_path / "m")

@@ -175,6 +175,7 @@ def test_some_tokens_are_what_they_are_among_all():
     assert (one.head[0], one.best[0]) == (every.head[token], every.best[token])
 
 
+@pytest.mark.slow
 def test_bundled_model_learned_its_clusters():
     made = Setup.open()
     tokenizer = made.target.tokenizer

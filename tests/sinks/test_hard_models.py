@@ -18,7 +18,8 @@ from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
 CASES = [(name, family) for name, families in HARD.items() for family in families]
 # Of each kind one family, so that every family has its turn; the others, and other seeds, are slow. So are kinds that
-# differ little from one beside them, or that another test of the default run finds (`backup_next` below).
+# differ little from one beside them, or that another test of the default run finds (`backup_next` below, `and_marking`
+# in `test_circuit.py`).
 LATER = {
     "small_stages",
     "double_backup",
@@ -28,6 +29,7 @@ LATER = {
     "moe_both",
     "two_rises",
     "backup_next",
+    "and_marking",
 }
 LARGE = dict.fromkeys(("many_neurons", "gradual", "many_decoys"), "neox")  # the family whose layers are the fastest
 FAST = [

@@ -271,7 +271,7 @@ def test_bad_input_is_refused_in_one_line(llama, options, message):
 
 
 @pytest.mark.parametrize(
-    "option", every_nth(["--ablate", "--read=attention", "--read=probability", "--read=distance"], 2)
+    "option", every_nth(["--ablate", "--read=attention", "--read=probability", "--read=distance"], 4)
 )
 def test_the_command_gives_what_the_function_gives_also_streamed(two, option, tmp_path):
     word, read = word_of(two, 0), option.removeprefix("--read=")
@@ -325,6 +325,7 @@ def table_of(text: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows[2:]}
 
 
+@pytest.mark.slow
 def test_table1_measures_the_weights_it_is_given(two, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 4)
     folder = two.save(tmp_path / "weights")

@@ -201,7 +201,7 @@ def test_one_neuron_is_examined_by_its_own_factors(family):
     assert f"neuron {best}" in found.conclusion()
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.floats(0, 1), st.floats(0, 1), st.integers(1, 4))
 def test_separates_is_said_only_of_what_beats_its_control(seed, area, chance, samples):
     rng = np.random.default_rng(seed)

@@ -28,7 +28,6 @@ CASES = [(name, family) for name, families in UNSEEN.items() for family in famil
 FAST = (
     ("second_position", "gpt2"),
     ("some_first_tokens", "mixtral"),
-    ("late_readers", "gpt2"),
     ("other_windows", "gemma2"),
     ("amplified", "llama"),
     ("embedded_delimiter", "qwen3"),
