@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields, read_setting
-from sinkscope.interventions.base import Intervention, Run
+from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer, KeptSlots, Rotary
 from sinkscope.kv.session import Moment, Session
 
@@ -116,9 +116,10 @@ class Policy(Intervention):
     def __post_init__(self) -> None:
         check_fields(self)
         name = self.shown_name
-        if isinstance(self.budget, int) and self.budget < self.first + self.last:
+        first = int(self.first_kept(self.budget)) if isinstance(self.budget, int) else 0
+        if isinstance(self.budget, int) and self.budget < first + self.last:
             raise SinkscopeError(
-                f"{name}: budget={self.budget} is below the {self.first} first and {self.last} last tokens that are "
+                f"{name}: budget={self.budget} is below the {first} first and {self.last} last tokens that are "
                 "always kept: raise the budget or protect fewer",
                 page="kv-budget",
             )
@@ -175,9 +176,9 @@ class Policy(Intervention):
         self.watch(session, key)
         session.before_decode(lambda moment: self._act(moment, session, key, rotary))
 
-    def group(self, heads: Float[Tensor, "batch head slot"], kv_heads: int) -> Float[Tensor, "batch kv_head slot"]:
-        """Combine the numbers of query heads that share a kv head into one number, by `reduce`."""
-        # Without einops, which would take a tenth of a step here: "batch (kv_head group) slot -> batch kv_head slot".
+    def group(self, heads: Float[Tensor, "batch head *_ slot"], kv_heads: int) -> Float[Tensor, "batch kv_head slot"]:
+        """Combine the numbers of query heads that share a kv head into one number, by `reduce`; for one query each."""
+        # Without einops, which would take a tenth of a step here: "batch (kv_head group) 1 slot -> batch kv_head slot".
         grouped = heads.reshape(len(heads), kv_heads, -1, heads.shape[-1])
         if self.reduce == "mean":
             return grouped.mean(2)
@@ -190,7 +191,7 @@ class Policy(Intervention):
         if isinstance(self.budget, int):
             return self.budget
         budget = (prompt * self.budget).long()
-        always_kept = max(1, self.first + self.last)
+        always_kept = max(1, int(self.first_kept(int(budget.min()))) + self.last)
         if int(budget.min()) < always_kept:
             raise SinkscopeError(
                 f"{self.shown_name}: budget={self.budget} of a prompt of {int(prompt.min())} tokens is "
@@ -198,6 +199,10 @@ class Policy(Intervention):
                 page="kv-budget",
             )
         return budget
+
+    def first_kept(self, budget: Any) -> Any:
+        """Number of first tokens that are always kept at a budget in tokens; one number, or one per row, like it."""
+        return self.first
 
     def latest_kept(self, at: At) -> int | Int[Tensor, " batch"]:
         """Number of latest tokens that are always kept; one number, or one per row."""
@@ -210,11 +215,13 @@ class Policy(Intervention):
         """
         pos = at.kv.pos
         latest = self.latest_kept(at)
-        protected = pos < self.first
+        first = self.first_kept(budget)
         if at.session.anchors > self.first:
             half = torch.as_tensor((budget - latest) // 2, device=pos.device)
-            anchors = half.clamp(self.first, at.session.anchors)
-            protected = pos < anchors.view(-1, 1, 1)  # "batch -> batch 1 1", or one number for all rows
+            first = half.clamp(max=at.session.anchors).clamp(min=torch.as_tensor(first, device=pos.device))
+        if isinstance(first, Tensor):
+            first = first.to(pos.device).view(-1, 1, 1)  # "batch -> batch 1 1", or one number for all rows
+        protected = pos < first
         if isinstance(latest, Tensor) or latest:
             protected = protected | (pos >= (at.length - latest)[:, None, None])
         return protected
@@ -288,6 +295,21 @@ class Policy(Intervention):
         if fills_budget and isinstance(budget, int) and self.mode == "evict":
             return budget
         return None
+
+    def log_windows(self, at: At, windows: list[int | None]) -> None:
+        """Say once how many latest tokens each row keeps, where that is not the usual number; None where it is."""
+        if at.kv is not at.moment.layers[0]:
+            return
+        step = at.moment.call.step
+
+        def events() -> list[Event]:
+            logged: list[Event] = []
+            for row, (length, window) in enumerate(zip(at.length.tolist(), windows, strict=True)):
+                if window is not None:
+                    logged.append(Event(row, step, length - 1, None, None, "window", {"window": window}))
+            return logged
+
+        at.session.run.log(events)
 
     def _note_prompt(self, moment: Moment, rotary: Rotary | None) -> None:
         """Note whether all layers and heads hold the same positions after the prompt just read."""
