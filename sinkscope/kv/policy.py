@@ -116,10 +116,9 @@ class Policy(Intervention):
     def __post_init__(self) -> None:
         check_fields(self)
         name = self.shown_name
-        first = int(self.first_kept(self.budget)) if isinstance(self.budget, int) else 0
-        if isinstance(self.budget, int) and self.budget < first + self.last:
+        if isinstance(self.budget, int) and self.budget < self.first_kept(self.budget) + self.last:
             raise SinkscopeError(
-                f"{name}: budget={self.budget} is below the {first} first and {self.last} last tokens that are "
+                f"{name}: budget={self.budget} is below the {self.first} first and {self.last} last tokens that are "
                 "always kept: raise the budget or protect fewer",
                 page="kv-budget",
             )
@@ -191,11 +190,12 @@ class Policy(Intervention):
         if isinstance(self.budget, int):
             return self.budget
         budget = (prompt * self.budget).long()
-        always_kept = max(1, int(self.first_kept(int(budget.min()))) + self.last)
-        if int(budget.min()) < always_kept:
+        fewest = int(budget.min())
+        always_kept = max(1, self.first_kept(fewest) + self.last)
+        if fewest < always_kept:
             raise SinkscopeError(
                 f"{self.shown_name}: budget={self.budget} of a prompt of {int(prompt.min())} tokens is "
-                f"{int(budget.min())}, below the {always_kept} that are always kept: raise it",
+                f"{fewest}, below the {always_kept} that are always kept: raise it",
                 page="kv-budget",
             )
         return budget
@@ -215,13 +215,11 @@ class Policy(Intervention):
         """
         pos = at.kv.pos
         latest = self.latest_kept(at)
-        first = self.first_kept(budget)
+        first = torch.as_tensor(self.first_kept(budget), device=pos.device)
         if at.session.anchors > self.first:
             half = torch.as_tensor((budget - latest) // 2, device=pos.device)
-            first = half.clamp(max=at.session.anchors).clamp(min=torch.as_tensor(first, device=pos.device))
-        if isinstance(first, Tensor):
-            first = first.to(pos.device).view(-1, 1, 1)  # "batch -> batch 1 1", or one number for all rows
-        protected = pos < first
+            first = half.clamp(max=at.session.anchors).maximum(first)
+        protected = pos < first.view(-1, 1, 1)  # "batch -> batch 1 1", or one number for all rows
         if isinstance(latest, Tensor) or latest:
             protected = protected | (pos >= (at.length - latest)[:, None, None])
         return protected
@@ -296,17 +294,17 @@ class Policy(Intervention):
             return budget
         return None
 
-    def log_windows(self, at: At, windows: list[int | None]) -> None:
-        """Say once how many latest tokens each row keeps, where that is not the usual number; None where it is."""
+    def log_windows(self, at: At, windows: Int[Tensor, " batch"], usual: int | Int[Tensor, " batch"]) -> None:
+        """Say once how many latest tokens each row keeps, where that is not the usual number."""
         if at.kv is not at.moment.layers[0]:
             return
         step = at.moment.call.step
 
         def events() -> list[Event]:
             logged: list[Event] = []
-            for row, (length, window) in enumerate(zip(at.length.tolist(), windows, strict=True)):
-                if window is not None:
-                    logged.append(Event(row, step, length - 1, None, None, "window", {"window": window}))
+            for row in (windows != usual).nonzero().flatten().tolist():
+                window = {"window": int(windows[row])}
+                logged.append(Event(row, step, int(at.length[row]) - 1, None, None, "window", window))
             return logged
 
         at.session.run.log(events)

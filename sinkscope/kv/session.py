@@ -423,7 +423,8 @@ class Session:
         if not watchers and not replaces:
             return
         attention.complete = self._sees_all(attention)
-        if attention.view is None and not attention.complete:
+        needs_view = not attention.complete or isinstance(attention, OwnAttention)  # whose scores may need positions
+        if attention.view is None and needs_view:
             attention.view = self._view_of(attention)
         if replaces:
             attention.evicted = self.now.own_masks
@@ -433,12 +434,11 @@ class Session:
             attention.show(show, first=watcher.first_query(queries))
 
     def _sees_all(self, attention: Attention) -> bool:
-        """Whether a single query certainly sees every slot of its layer, so that nobody has to ask where they are."""
+        """Whether a single query certainly sees every slot of its layer."""
         if attention.query.shape[2] > 1 or attention.indices is not None or attention.in_blocks is not None:
             return False
         kv = self.layer(attention.layer)
-        is_own = isinstance(attention, OwnAttention)  # whose scores may depend on the positions
-        return kv is not None and kv.complete and self._windows[attention.layer] is None and not is_own
+        return kv is not None and kv.complete and self._windows[attention.layer] is None
 
     def _mask_indexer(self, layer: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Give an indexer a mask of what its layer holds, from which it then chooses."""
@@ -494,8 +494,7 @@ class Session:
                 return replaced, None
         if not self.now.own_masks:
             return None
-        view = attention.view
-        if attention.complete or (view is not None and view.complete):
+        if attention.complete:
             return attention.stock(None)[0], None
         return attention.under_view(), None
 
@@ -517,7 +516,7 @@ class Session:
             seen = view.columns.shape[1]
             place = torch.where(view.pos < 0, seen, view.pos)[:, :1, None].expand_as(attention.in_blocks)
             chosen = attention.in_blocks.new_zeros(*place.shape[:3], seen + 1)
-            return replace(view, complete=False, chosen=chosen.scatter_(-1, place, attention.in_blocks))
+            return replace(view, chosen=chosen.scatter_(-1, place, attention.in_blocks))
         if indices is None:
             return view
         if getattr(attention.module, "indexer", None) is not None:  # others attend to what an earlier layer chose
@@ -528,7 +527,7 @@ class Session:
             self.now.chosen = chosen.scatter_(-1, torch.where(pos < 0, seen, pos), True)
         if self.now.chosen is None:
             return view
-        return replace(view, complete=False, chosen=self.now.chosen[:, None])
+        return replace(view, chosen=self.now.chosen[:, None])
 
     def _view(self, layer: int, key: Tensor) -> View:
         """What the queries of this call see of `key` `[batch kv_head slot ...]`."""
@@ -538,8 +537,7 @@ class Session:
         kv = self.layer(layer)
         window = self._windows[layer]
         if kv is not None:
-            complete = kv.complete and window is None and query_pos.shape[1] == 1
-            return View(kv.pos, query_pos, window, kv.hidden, complete, call.columns.to(key.device))
+            return View(kv.pos, query_pos, window, kv.hidden, call.columns.to(key.device))
         batch, kv_heads, slots = key.shape[:3]
         columns = call.columns[:, -slots:].to(key.device)
         # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.

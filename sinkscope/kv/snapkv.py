@@ -88,7 +88,7 @@ class SnapKV(Policy):
         windows = self._windows(at)
         widest = int(windows.max())
         if self.window is None:
-            self.log_windows(at, [window if window < WINDOW else None for window in windows.tolist()])
+            self.log_windows(at, windows, WINDOW)
         rows = at.session.window_rows(at.moment, at.layer, widest)
         if int(windows.min()) < widest:  # rows of a batch with windows of their own
             back = torch.arange(rows.shape[2], 0, -1)

@@ -32,15 +32,12 @@ class StreamingLLM(Policy):
 
     def first_kept(self, budget: Any) -> Any:
         """`first`, or half of a budget in which no latest token would be left."""
-        if isinstance(budget, Tensor):
-            return torch.where(budget > self.first, self.first, budget // 2)
-        return self.first if budget > self.first else budget // 2
+        missing = self.first - budget // 2
+        return self.first - missing * (budget <= self.first)
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Score later positions higher."""
         if at.moment.prefill_ended:
-            budgets: list[int] = torch.as_tensor(at.memory["budget"]).expand(len(at.length)).tolist()
-            latest = [budget - self.first_kept(budget) for budget in budgets]
-            usual = [budget - self.first for budget in budgets]
-            self.log_windows(at, [own if own != one else None for own, one in zip(latest, usual, strict=True)])
+            budget = torch.as_tensor(at.memory["budget"]).expand(len(at.length))
+            self.log_windows(at, budget - self.first_kept(budget), budget - self.first)
         return at.kv.pos.float()

@@ -53,7 +53,6 @@ class View:
         query_pos: Position of each query; -1 at padding.
         window: Keys this far back and further are not seen. None means all are seen.
         hidden: Cached keys that are not attended to. None means none.
-        complete: Whether every query certainly sees every key, so that no mask is needed.
         columns: Positions of all tokens so far, evicted or not; -1 at padding.
         chosen: Positions that an indexer chose for each query, and one more place; None if it is not asked.
     """
@@ -62,7 +61,6 @@ class View:
     query_pos: Int[Tensor, "batch query"]
     window: int | None = None
     hidden: Bool[Tensor, "batch kv_head key"] | None = None
-    complete: bool = False
     columns: Int[Tensor, "batch column"] | None = None
     chosen: Bool[Tensor, "batch _ query position"] | None = None
 
@@ -79,7 +77,6 @@ class View:
             pos=self.pos[..., keys],
             query_pos=self.query_pos[:, queries],
             hidden=hidden,
-            complete=False,
             chosen=chosen,
         )
 
@@ -154,7 +151,7 @@ class Attention:
         settings: Everything else that the model passes: "scaling", "softcap", "s_aux" and so on.
         by_mask: Whether some handler needs rows under the mask.
         view: What is seen, by true positions, if a handler knows it.
-        complete: Whether a handler knows that the only query sees every key, so that no view is needed.
+        complete: Whether a handler knows that the only query sees every key, so that no mask is needed.
         evicted: Whether `view` differs from the mask because tokens are missing in the cache.
         compute: Replaces the model's own attention unless it returns None.
         indices: Slots that an indexer chose for each query, in its own layer; None if there is no indexer.
@@ -345,7 +342,8 @@ class Attention:
                 sinks=self.sinks,
             )
         if self.queries == 1:
-            return rows_by_view(self.module, query, self.key, self.view, self.settings.get("scaling"))
+            view = None if self.complete else self.view
+            return rows_by_view(self.module, query, self.key, view, self.settings.get("scaling"))
         assert self.view is not None
         later = self.queries - part.stop  # new tokens that none of these queries sees
         earlier = slice(0, keys - later)
@@ -512,8 +510,7 @@ def rows_by_view(
         sinks = getattr(module, "sinks", None)
     mask = added = None
     if view is not None:
-        if not view.complete:
-            mask = widened(view.sees(), query.shape[1])
+        mask = widened(view.sees(), query.shape[1])
         if bias is not None and view.columns is not None:
             added = bias_at(bias, view.pos, view.columns)
     return attention_probs(
