@@ -22,7 +22,7 @@ from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
 from sinkscope.sinks.first_token.result import RATE_EPS, SHORT, few_heads
 
 FIGURE_COMPONENTS = 12
-WORDS_OF_STEP = 22  # what a conclusion has room for beside the position
+WORDS_OF_STEP = 18  # what a conclusion has room for beside the position
 NAMED, WORDS_OF_NAMES = 3, 6  # components that a sentence names at most, and the words that they may take
 MARK, NEURONS, EARLY, REPETITION, KEYS = "mark", "neurons", "early spike", "repetition", "keys"
 
@@ -108,7 +108,8 @@ class CircuitStep:
             every = "both" if count == 2 else f"all {count}"
             rest = f"; {lost} is lost without {every}{control}"
             not_alone = f"{_named(others)} {agreeing(len(others), 'is', 'are')} not"
-            return brief((f"{needed}, {not_alone}{rest}", f"only {needed}{rest}"), WORDS_OF_STEP)
+            number = f"{len(alone)} of {counted(count, self.kind)} {agreeing(len(alone), 'is', 'are')} needed alone"
+            return brief((f"{needed}, {not_alone}{rest}", f"only {needed}{rest}", f"{number}{rest}"), WORDS_OF_STEP)
         together = agreeing(count, "", " together")
         return f"no {self.kind} is needed alone; {lost} is lost without {names}{together}{control}"
 
