@@ -42,7 +42,7 @@ def shape_mask(first: int, local: int, rows: int, mask: Tensor) -> Tensor:
         (TriShape(first=2, local=4, dense_rows=30), 30),
     ],
 )
-def test_prompts_have_the_shape_and_decoding_sees_all(family: str, shape: Any, rows: int) -> None:
+def test_prompts_have_the_shape_and_decoding_sees_all(family, shape, rows):
     model = model_of(family)
     ids, mask = prompts(list(LENGTHS), 4)
     with shape.on(model) as run:
@@ -57,7 +57,7 @@ def test_prompts_have_the_shape_and_decoding_sees_all(family: str, shape: Any, r
         assert event.data["dense_heads"] == (4 if rows >= length else 0)
 
 
-def test_shapes_that_hold_the_whole_prompt_are_the_plain_model() -> None:
+def test_shapes_that_hold_the_whole_prompt_are_the_plain_model():
     model = model_of("llama")
     ids, mask = prompts(list(LENGTHS), 4)
     plain = decode(model, ids, mask, 40)
@@ -66,11 +66,11 @@ def test_shapes_that_hold_the_whole_prompt_are_the_plain_model() -> None:
             close(decode(model, ids, mask, 40), plain)
 
 
-def test_minference_follows_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minference_follows_its_lines(monkeypatch):
     """Of one layer: the lines of its own queries, and nothing else."""
     model = model_of("llama", num_hidden_layers=1, num_key_value_heads=4)
     ids, mask = prompts([300], 3)
-    found: list[tuple[Tensor, Tensor]] = []
+    found = []
     shape = MInference(vertical=32, slash=104, last=16, dense_above=9.0)
 
     def note(query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ def test_minference_follows_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.events[0].data["dense_heads"] == 4
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     for make in (lambda: AShape(local=0), lambda: TriShape(dense_rows=-1), lambda: MInference(slash=0)):
         with pytest.raises(SinkscopeError, match="expected"):
             make()
