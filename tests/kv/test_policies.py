@@ -170,25 +170,33 @@ def test_two_policies_and_too_small_a_fraction():
         pass
     ids, real = batch(steps=1)
     with pytest.raises(SinkscopeError, match=r"budget=0\.2 of a prompt of 19 tokens is 3"):
-        run(StreamingLLM(budget=0.2), model, ids, real)
+        run(H2O(budget=0.2, first=4), model, ids, real)
 
 
-def test_a_window_takes_half_of_a_budget_without_room_for_it():
+@pytest.mark.parametrize(
+    ("policy", "same", "windows"),
+    [
+        (SnapKV(budget=0.5), (SnapKV(budget=13, window=6), SnapKV(budget=9, window=4)), [6, 4]),
+        (StreamingLLM(budget=0.2), (StreamingLLM(budget=5), StreamingLLM(budget=3, first=1)), [2]),
+    ],
+    ids=["snapkv", "streaming"],
+)
+def test_a_window_takes_half_of_a_budget_without_room_for_it(policy, same, windows):
     """Padded rows with windows of their own equal single prompts with these windows given."""
     model = model_of("llama")
     ids, real = batch(steps=3)
     mask = torch.cat([real, torch.ones(2, 3, dtype=torch.long)], 1)
-    with SnapKV(budget=0.5).on(model) as run_:
+    with policy.on(model) as run_:
         model.generate(ids[:, :PROMPT], attention_mask=real, max_new_tokens=3)
-    assert [event.data["window"] for event in run_.events if event.kind == "window"] == [6, 4]
-    kept, logits = run(SnapKV(budget=0.5), model, ids, real)
-    for row, (budget, window) in enumerate(((13, 6), (9, 4))):
+    assert [event.data["window"] for event in run_.events if event.kind == "window"] == windows
+    kept, logits = run(policy, model, ids, real)
+    for row, alone in enumerate(same):
         pad = int((real[row] == 0).sum())
         part = slice(row, row + 1)
-        alone = SnapKV(budget=budget, window=window)
         expected, steps = run_policy(alone, model, ids[part, pad:], mask[part, pad:], (PROMPT - pad,))
         assert_close(logits[part], expected, atol=5e-5, rtol=0)
         for step, layers in enumerate(steps):
             for layer, columns in enumerate(layers):
                 assert torch.equal(kept[step][layer][part, :, pad:], columns[..., : PROMPT - pad + step])
     assert SnapKV(budget=64).window_at(64) == 64 and SnapKV(budget=32, first=4).window_at(32) == 14
+    assert [StreamingLLM().first_kept(budget) for budget in (1, 4, 5)] == [0, 2, 4]

@@ -30,7 +30,6 @@ REFUSED = [
     (StreamingLLM, {"budget": 0}, "budget=0: expected a number of tokens from 1, or a fraction"),
     (StreamingLLM, {"budget": 1.5}, "up to 1.0"),
     (StreamingLLM, {"budget": "x"}, "StreamingLLM: budget='x': expected a number"),
-    (StreamingLLM, {"budget": 3}, "budget=3 is below the 4 first"),
     (Drawn, {"budget": 5, "first": 3, "last": 3}, "below the 3 first and 3 last"),
     (SnapKV, {"budget": 60, "window": 64}, "budget=60 is below the 0 first and 64 last tokens"),
     # other settings of policies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,6 +85,10 @@ def test_minference_follows_its_lines(monkeypatch):
     sees = torch.ones(303, 303).tril().bool().expand(1, 4, -1, -1).clone()
     sees[0, :, :300, :300] = lines.rows(torch.arange(300))
     close(ours, dense(model, ids, mask, [sees])[:, 299:])
+    plain = decode(model, ids, mask, 300)
+    with replace(shape, dense_above=None).on(model) as run:  # lines that cost more than everything
+        close(decode(model, ids, mask, 300), plain)
+    assert run.events[0].data["dense_heads"] == 4
 
 
 def test_what_is_refused():
