@@ -37,8 +37,8 @@ def test_planted_loops_are_found_and_honest_repetition_is_not():
     for record, (before, piece) in zip(looped, pieces, strict=True):
         planted = len(split(before))
         assert record.period == len(split(piece)) and record.ends_in_loop
-        assert record.onset is not None and planted - 11 < record.onset <= planted
-        assert record.detected is not None and 0 < record.detected - planted <= 256
+        assert planted - 11 < record.onset <= planted
+        assert 0 < record.detected - planted <= 256
         assert record.repeats == pytest.approx((record.tokens - record.onset) / record.period)
 
 

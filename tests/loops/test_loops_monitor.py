@@ -194,7 +194,7 @@ def test_loops_are_found_in_time(name):
                 break
         assert step.trigger and step.step > len(healthy)
         delays.append(step.step - len(healthy))
-        assert step.tail is not None and step.tail.period == len(piece)
+        assert step.tail.period == len(piece)
         assert len(healthy) - len(piece) < step.tail.start <= len(healthy)
     assert delays[1] <= delays[0] <= 256
     assert delays[2] <= max(3 * len(piece), 48)

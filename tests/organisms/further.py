@@ -113,7 +113,6 @@ def _far_position(b: _Build) -> Made:
     b.mark()
     reading = b.read(range(1, b.plan.n_layers), b.space.mark)
     positions = b.views.positions
-    assert positions is not None
     positions[[0, 100]] = positions[[100, 0]]
     says = {
         "find_sinks": ("^Attention sink without a norm spike: .* position 100, whatever stands there",),
@@ -127,7 +126,6 @@ def _far_position(b: _Build) -> Made:
 def _far_spike(b: _Build) -> Made:
     truth = _textbook(b, note="Position 100 has a spike, whatever stands there.")
     positions = b.views.positions
-    assert positions is not None
     positions[[0, 100]] = positions[[100, 0]]
     says = {
         "find_sinks": ("^Norm spike and attention sink.*: {set} make the spike of position 100 of any text",),
@@ -212,7 +210,6 @@ def _bos_expert(b: _Build) -> Made:
     b.flag_delimiter(BOS)
     layer, way = b.plan.sink_layer, b.space.sinks[0]
     view = b.views.layers[layer]
-    assert view.router is not None
     view.router[b.plan.expert] -= 8.0 * b.space.const / float((b.probe(view.mlp_norm) @ b.space.const).mean())
     b.mark()
     site = b.write(layer, b.plan.neurons[0], b.on(layer, b.flag), way, b.size(layer), route=3 * b.flag)

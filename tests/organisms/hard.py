@@ -208,7 +208,6 @@ class _Build:
             fill(self.plan, self.space, self.views, generator)
         if shared:
             own = self.views.layers[self.plan.sink_layer].shared
-            assert own is not None
             self.views.layers[self.plan.sink_layer] = own
         self.noise = generator
         self.first = torch.zeros_like(self.tokens, dtype=torch.bool)
@@ -608,7 +607,6 @@ def _negative_lobe(b: _Build) -> HardTruth:
 def _learned_logits(b: _Build) -> HardTruth:
     _calm(b)
     for layer in b.views.layers[1:]:
-        assert layer.attn_sinks is not None
         layer.attn_sinks[b.rng.sample(range(b.plan.n_heads), max(1, b.plan.n_heads // 2))] = 8.0
     return HardTruth(
         spike=False,
@@ -678,7 +676,6 @@ def _two_experts(b: _Build) -> HardTruth:
     marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
     experts, size = b.rng.sample(range(b.plan.family.experts), 2), b.size(b.plan.sink_layer)
     rows, view = b.on(layer, b.space.mark), b.views.layers[layer]
-    assert view.router is not None
     toward = 12.0 * b.space.mark / (b.seen(view.mlp_norm) @ b.space.mark)
     view.router[experts] += toward
     pairs = zip(experts, b.plan.neurons, strict=True)
@@ -864,7 +861,6 @@ def _read_bias(b: _Build) -> tuple[tuple[int, int], ...]:
     force = 2.0 * 1e6 ** (pair / half) * math.sqrt(plan.head_dim)
     for index in range(1, plan.n_layers):
         layer = b.views.layers[index]
-        assert layer.k_bias is not None and layer.q_bias is not None
         for kv in b.rng.sample(range(plan.n_kv), max(1, plan.n_kv // 2)):
             layer.k[kv, [pair, pair + half]] = 0.0
             layer.k_bias[kv, [pair, pair + half]] = torch.tensor([1.0, 0.0])
@@ -927,7 +923,6 @@ def _moe_both(b: _Build) -> HardTruth:
     marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
     rows, size, routed = b.on(layer, b.space.mark), b.size(layer), b.views.layers[layer]
     one = b.write(layer, b.plan.neurons[0], rows, way, size)
-    assert routed.shared is not None
     b.views.layers[layer] = routed.shared
     b.write(layer, b.plan.neurons[1], rows, way, size, expert=0)
     b.views.layers[layer] = routed

@@ -109,7 +109,6 @@ def _window_mark(b: _Build) -> HardTruth:
 
 def _swap_positions(b: _Build, at: int) -> None:
     positions = b.views.positions
-    assert positions is not None
     positions[[0, at]] = positions[[at, 0]]
 
 
@@ -132,7 +131,6 @@ def _fourth_position(b: _Build) -> HardTruth:
 def _two_positions(b: _Build) -> HardTruth:
     """Positions 0 and 1 have a mark, a neuron and a direction each."""
     positions = b.views.positions
-    assert positions is not None
     second = torch.zeros_like(b.first)
     second[:, 1] = True
     positions[1] += MARK * b.mark2
@@ -182,7 +180,6 @@ def _late_readers(b: _Build) -> HardTruth:
     """Queries read a feature that the position embedding has from position 200 on."""
     truth = _read_mark(b, note="Heads attend to the first token from position 200 on.")
     positions = b.views.positions
-    assert positions is not None
     positions[200:] += MARK * b.side
     positions[20:24] += MARK * b.side  # where the rows to measure on show it
     late = torch.zeros_like(b.first)
@@ -287,11 +284,9 @@ def _other_layer(b: _Build) -> HardTruth:
 def _logits_beside(b: _Build) -> HardTruth:
     truth = _textbook(b)
     last = b.views.layers[-1]
-    assert last.attn_sinks is not None
     taken = [head for layer, head in truth.reading if layer == b.plan.n_layers - 1]
     others = [head for head in range(b.plan.n_heads) if head not in taken]
     last.attn_sinks[others] = 8.0
     for layer in b.views.layers[1:-1]:
-        assert layer.attn_sinks is not None
         layer.attn_sinks[others] = 8.0
     return replace(truth, note="A neuron circuit, and heads that give nearly all attention to a learned logit.")

@@ -47,7 +47,6 @@ def made_of(o: Organism, folder: Path, **changes: Any) -> PatchMade:
 
 
 def proof_of(made: PatchMade) -> PatchProof:
-    assert made.proof is not None
     return made.proof
 
 

@@ -46,7 +46,6 @@ def measured(o: Organism, **options: Any) -> Repeat:
 
 
 def norm_reading(result: Repeat) -> tuple[NormReading, Sweep]:
-    assert result.norm is not None and result.sweep is not None
     return result.norm, result.sweep
 
 
@@ -194,7 +193,6 @@ def test_attention_is_that_of_whole_matrices(llama, tmp_path):
     count, text = 170, text_file(llama, tmp_path)
     result = measured(llama, read="attention", tokens=[word_of(llama, 0)], max_repeats=count, text=text)
     found, sweep = result.attention, result.sweep
-    assert found is not None and sweep is not None
     bos = llama.tokenizer.bos_token_id
     natural = text_rows(llama.tokenizer, text.read_text(), 1, count + 1 + TAIL, bos)[0].tolist()
     rows = [natural, [bos, *sweep.ids[0] * count, *natural[-TAIL:]]]
@@ -246,7 +244,6 @@ def test_a_model_without_a_sink_is_an_answer():
     assert "No MLP makes a norm spike" in norms.figure().layout.title.text
     attention = measured(o, read="attention", max_repeats=8)
     assert attention.sink_layer is None and "No MLP makes a norm spike" in str(attention)
-    assert attention.attention is not None
     assert not attention.attention.high.any() and np.isnan(attention.attention.mean_to_high).all()
     assert np.isfinite(attention.attention.mean_to_first).all()
 

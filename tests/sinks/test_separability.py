@@ -92,7 +92,7 @@ def test_tokens_without_a_group_are_missed_and_bos_is_not():
 def test_a_mark_of_a_later_layer_is_not_there_before():
     o = organism("llama", 1, kind="late_mark", bos=False)
     layer = o.truth.marking_layer
-    assert layer is not None and layer > 0
+    assert layer > 0
     assert measured(o, layer=layer).auroc[0] == 1 and measured(o, layer=layer - 1).auroc[0] < 0.7
 
 

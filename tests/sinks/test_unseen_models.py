@@ -240,7 +240,6 @@ def test_repetition_through_other_neurons_is_said_and_patched(name, family):
 def test_a_patch_without_the_neurons_of_repetition_is_refused():
     u = unseen("other_neurons", "llama")
     result = look(u)
-    assert result.repetition is not None
     unknown = replace(result, repetition=replace(result.repetition, set=None, neurons=()))
     with pytest.raises(SinkscopeError, match="repeated"):
         SinkPatch.from_result(unknown)
@@ -252,7 +251,6 @@ def test_repeat_zeroes_the_set_that_find_sinks_names():
     u = UnseenModel(h, unseen("reads_the_mark", "llama").beyond)
     with text_of(u) as options:
         result = repeat(h.model, max_repeats=120, ablate=True, **options)
-    assert result.norm is not None
     condition = result.norm.conditions.index("set")
     assert set(result.norm.zeroed[condition]) == set(h.truth.sets[0])
     assert float(result.norm.lost[condition].max()) > 0.5
