@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow
 from guard_kit import EAGER, KINDS, SMALL, dense, feed, padded, tiny
 from intervention_kit import count_hooks
 from kv_kit import each_other
@@ -294,7 +295,7 @@ def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays():
     assert event.data["bad"] == [(6, 18)] and event.data["kept"] == [(0, 6), (18, 20)]
 
 
-@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["lfm2", slow("qwen3_next")])
 def test_of_a_hybrid_the_attention_is_cut_and_the_state_stays(family):
     """After a cut the attending layers lack the loop, and the first layer's state has it to the bit, as uncut."""
     ids = torch.tensor([[5, 6, 7, 8, *LOOP * 12]])

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from covering import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_texts import HONEST, LOOPED, prose
@@ -134,7 +135,7 @@ def test_after_the_end_nothing_is_looked_at():
     ("settings_", "early", "late", "held"),
     [
         (PAPER, 1000, 8000, 8 * 256),
-        pytest.param(MonitorSettings(), 8000, 12_000, 24 * 2048, marks=pytest.mark.slow),
+        slow(MonitorSettings(), 8000, 12_000, 24 * 2048),
     ],
 )
 def test_work_and_memory_per_token_do_not_grow(kind, settings_, early, late, held):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import checkpoint
+from covering import slow
 from organisms.tiny import MODEL_TYPES, tiny_model
 
 import sinkscope.trace.attention as attention
@@ -54,7 +55,7 @@ def test_half_precision_is_no_false_alarm(model_type, dtype):
     assert probe(tiny_model(model_type)[0].to(dtype)).problem is None
 
 
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(s, marks=pytest.mark.slow) for s in (0, 3, 4))])
+@pytest.mark.parametrize("seed", [1, 2, *(slow(s) for s in (0, 3, 4))])
 def test_other_weights_are_no_false_alarm(seed):
     for model_type in ("llama", "qwen3", "gpt_neox", "mixtral"):
         report = probe(tiny_model(model_type, seed=seed, num_hidden_layers=1)[0])

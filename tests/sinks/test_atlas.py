@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, organism
@@ -46,7 +47,7 @@ def by_hand(o: Organism, first: int, token: int, limit: int) -> float:
     return float(above[0]) + 1 if len(above) else float("nan")
 
 
-@pytest.mark.parametrize(("family", "seed"), [("llama", 5), pytest.param("gpt_oss", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "seed"), [("llama", 5), slow("gpt_oss", 1)])
 def test_repeats_are_those_of_one_whole_pass_per_token(family, seed):
     o = organism(family, seed)
     result = measured(o, sample=6)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conclusion_kit import check_size
+from covering import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, organism
@@ -106,7 +107,7 @@ SLOW_KINDS = (
 )
 FAST = [(name, families[0], 0) for name, families in CIRCUITS.items() if name not in SLOW_KINDS]
 FAST.append(("two_stages", "neox", 0))  # layers without gates are faster
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in FAST]
+SLOW = [slow(*case) for case in CASES if case not in FAST]
 
 
 @pytest.mark.parametrize(("name", "family", "seed"), [*FAST, *SLOW])
@@ -123,7 +124,7 @@ def test_what_is_planted_is_what_is_reported(name, family, seed, tmp_path):
         assert "a first spike of" in found.conclusion()
 
 
-SLOWER = [pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt_oss", 1), ("gemma2", 2), ("mixtral", 1))]
+SLOWER = [slow(*case) for case in (("gpt_oss", 1), ("gemma2", 2), ("mixtral", 1))]
 
 
 @pytest.mark.parametrize(("family", "seed"), [("llama", 3), *SLOWER])

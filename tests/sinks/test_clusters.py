@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from organisms import Organism, organism
 from torch.testing import assert_close
 
@@ -40,10 +41,7 @@ def planted_heads(o: Organism, ids: np.ndarray) -> np.ndarray:
     ("family", "bos"),
     [
         ("qwen3", False),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("gemma2", True), ("neox", False), ("mixtral", True))
-        ),
+        *(slow(*case) for case in (("gemma2", True), ("neox", False), ("mixtral", True))),
     ],
 )
 def test_planted_groups_are_recovered_token_by_token(family, bos):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, tiny_model
@@ -85,7 +86,7 @@ def test_bound_and_distance_by_hand(family):
     assert (found.closest[0] <= 1.01 * closest.numpy() + 1e-4).all()  # 0 where a distance is lost in rounding
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", "gpt2", slow("gpt_oss")])
 def test_one_pass_is_n_passes(family):
     o = organism(family, 2)
     result = measured(o.model, o.tokenizer, 33, tokens=["cat", "dog"], prefix="poem book")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow
 from intervention_kit import bridge_of, nnsight_of
 from organisms import FAMILIES, Organism, organism
 from organisms.hard import HARD, HardModel, depth, hard
@@ -152,7 +153,7 @@ def test_streamed_layers_are_read_until_attention_agrees(tmp_path):
     ("name", "family", "kind"),
     [
         ("backup_next", "mixtral", nnsight_of),
-        pytest.param("learned_logits", "gpt_oss", bridge_of, marks=pytest.mark.slow),
+        slow("learned_logits", "gpt_oss", bridge_of),
     ],
 )
 def test_other_kinds_of_model(name, family, kind):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from organisms import Organism, organism
 
 from sinkscope.files.result import Result
@@ -62,7 +63,7 @@ def plain(prefix: str = PREFIX) -> ProbabilityReading:
     return reading
 
 
-@pytest.mark.parametrize("prefix", [pytest.param("", marks=pytest.mark.slow), PREFIX])
+@pytest.mark.parametrize("prefix", [slow(""), PREFIX])
 def test_it_repeats_until_the_sink_and_for_ever_with_the_patch(prefix):
     o, found = repeater(), plain(prefix)
     assert set(found.neurons) == set(o.truth.neurons) and found.conditions == ("intact", "patched")

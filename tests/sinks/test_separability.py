@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism
@@ -71,7 +72,7 @@ def test_the_planted_mark_separates_perfectly_and_its_reader_is_found():
     assert "separates first tokens from later ones: held-out AUROC 1.0000" in found.conclusion()
 
 
-@pytest.mark.parametrize("family", ["neox", "mixtral", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["neox", "mixtral", slow("gemma2")])
 def test_other_architectures(family):
     _, found = with_defaults(family, 1)
     assert found.auroc[0] > 0.999

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow
 from organisms.hard import hard
 from organisms.unseen import UNSEEN, UnseenModel, unseen
 from raw_kit import norms, zeroed
@@ -184,7 +185,7 @@ def test_says_what_is_so_of_every_family(name, family):
 # --- what other commands say ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", slow("gpt_oss")])
 def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family):
     u = unseen("reads_the_mark", family)
     with text_of(u) as options:
@@ -218,9 +219,7 @@ def test_circuit_says_of_a_spike_without_neurons_and_of_a_second_way_what_is_so(
     assert "needed alone" not in says
 
 
-@pytest.mark.parametrize(
-    ("name", "family"), [("other_neurons", "llama"), pytest.param("other_layer", "neox", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "family"), [("other_neurons", "llama"), slow("other_layer", "neox")])
 def test_repetition_through_other_neurons_is_said_and_patched(name, family):
     u = unseen(name, family)
     check_planted(u)
