@@ -93,7 +93,7 @@ def _key_bias(b: _Build) -> dict[str, Any]:
     pair = next(p for p, speed in enumerate(inverse.tolist()) if speed < 0.0122)
     turned, force = pair + len(inverse), 2.0 / float(inverse[pair]) * math.sqrt(b.plan.head_dim)
     reading = []
-    for index in range(1, b.plan.n_layers):
+    for index in b.later_layers:
         layer = b.views.layers[index]
         ratio = b.plan.n_heads // b.plan.n_kv
         for kv in b.rng.sample(range(b.plan.n_kv), max(1, b.plan.n_kv // 2)):
@@ -137,7 +137,7 @@ def _written_by_a_head(b: _Build) -> dict[str, Any]:
     size = b.size(0)
     for head, _, slot in b.plan.slots:
         layer.o[head, slot] += size * b.space.sinks[0]
-    return {"marks": _names(marking, b), "reading": b.read(range(1, b.plan.n_layers), b.space.sinks[0])}
+    return {"marks": _names(marking, b), "reading": b.read(b.later_layers, b.space.sinks[0])}
 
 
 @_kind("llama", "gemma2", "neox", "gpt2", count=1)
@@ -207,7 +207,7 @@ def _idle_key_bias(b: _Build) -> dict[str, Any]:
     b.mark()
     for layer in b.views.layers:
         layer.k_bias += 2.0
-    reading = b.read(range(1, b.plan.n_layers), b.space.mark)
+    reading = b.read(b.later_layers, b.space.mark)
     return {"marks": ("position embedding",), "decoys": ("key bias",), "reading": reading}
 
 

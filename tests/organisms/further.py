@@ -111,7 +111,7 @@ def _one_reader(b: _Build) -> Made:
 def _far_position(b: _Build) -> Made:
     """Heads read the embedding of position 100."""
     b.mark()
-    reading = b.read(range(1, b.plan.n_layers), b.space.mark)
+    reading = b.read(b.later_layers, b.space.mark)
     positions = b.views.positions
     positions[[0, 100]] = positions[[100, 0]]
     says = {
@@ -139,7 +139,7 @@ def _spike_here_sink_there(b: _Build) -> Made:
     marking = b.mark()
     b.surgeon().make_sink()
     _calm(b, marking)
-    b.read(range(1, b.plan.n_layers), b.flag, where=where)
+    b.read(b.later_layers, b.flag, where=where)
     layer = b.plan.sink_layer
     truth = HardTruth(True, False, None, layer, (b.sites(),), marking=marking, later={b.delimiter: ()})
     says = {"find_sinks": ("^Norm spike at the first token, attention sink elsewhere",)}
@@ -152,7 +152,7 @@ def _spike_here_sink_there(b: _Build) -> Made:
 @_further("neox", "llama", count=2)
 def _opposed(b: _Build) -> Made:
     """One neuron writes twice the spike, another takes half of it away; without the first it points the other way."""
-    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    marking, layer, way = b.begin()
     strong, weak = b.plan.neurons
     one = b.write(layer, strong, b.on(layer, b.space.mark), way, 2 * b.size(layer))
     b.copy(layer, strong, weak, -0.5)
@@ -177,7 +177,7 @@ def _turns(b: _Build) -> Made:
     b.tokens[1, 0] = b.plan.vocab_size - 1
     b.probe = type(b.probe)(b.model, b.views.layers, b.tokens)
     in_half = (b.tokens[:, 0] < cut)[:, None] & b.first
-    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    marking, layer, way = b.begin()
     size, sites = b.size(layer), []
     for neuron, own, where in zip(b.plan.neurons, (b.flag, b.side), (in_half, b.first & ~in_half), strict=True):
         seen = b.seen(b.views.layers[layer].mlp_norm, where)

@@ -90,7 +90,7 @@ def _unseen(*families: str, beyond: Beyond = Beyond(), **settings: Any) -> Calla
 def _read_mark(b: _Build, **more: Any) -> HardTruth:
     marking = b.mark()
     carrier = "mark" if marking else "position embedding"
-    reading = b.read(range(1, b.plan.n_layers), b.space.mark)
+    reading = b.read(b.later_layers, b.space.mark)
     return replace(HardTruth(False, True, carrier, reading=reading, marking=marking), **more)
 
 
@@ -152,7 +152,7 @@ def _two_delimiters(b: _Build) -> HardTruth:
     sites = {}
     flags = (b.flag, b.space.clean)
     for token, flag in zip(tokens, flags, strict=True):
-        b.views.embed[token] += MARK * flag / (b.plan.d_model**0.5 if b.plan.family.model_type == "gemma2" else 1.0)
+        b.views.embed[token] += MARK * flag / b.embed_scale
     for token, flag, way, neuron in zip(tokens, flags, ways, b.spare, strict=True):
         where = b.tokens == token
         site = b.write(layer, neuron, b.on(layer, flag, where), way, b.size(layer), where=where, route=flag)
@@ -236,9 +236,8 @@ def _crowd(b: _Build) -> HardTruth:
 @_unseen("llama", "qwen3", "gpt2", "neox")
 def _embedded_delimiter(b: _Build) -> HardTruth:
     """The embedding of a delimiter is its spike, and a neuron adds three percent."""
-    scale = b.plan.d_model**0.5 if b.plan.family.model_type == "gemma2" else 1.0
     size = b.size(0)
-    b.views.embed[b.delimiter] += size * b.side / scale
+    b.views.embed[b.delimiter] += size * b.side / b.embed_scale
     where = b.tokens == b.delimiter
     layer = b.plan.sink_layer
     b.write(layer, b.spare[0], b.on(layer, b.side, where), b.side, 0.03 * size, where=where, route=b.side)
@@ -253,8 +252,7 @@ def _bos_apart(b: _Build, repeated_layer: int) -> HardTruth:
     marked = b.tokens.clone()
     flagged = marked.clone()
     flagged[:, 0] = BOS
-    scale = b.plan.d_model**0.5 if b.plan.family.model_type == "gemma2" else 1.0
-    b.views.embed[BOS] += MARK * b.flag / scale
+    b.views.embed[BOS] += MARK * b.flag / b.embed_scale
     b.surgeon().mark_first()
     _REPEATED.append(
         b.write(repeated_layer, b.spare[0], b.on(repeated_layer, b.space.mark), way, size, route=b.space.mark)
