@@ -22,7 +22,7 @@ from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
 from sinkscope.sinks.first_token.result import RATE_EPS, SHORT, few_heads
 
 FIGURE_COMPONENTS = 12
-WORDS_OF_STEP = 22  # what a conclusion has room for beside the position
+WORDS_OF_STEP = 18  # what a conclusion has room for beside the position
 NAMED, WORDS_OF_NAMES = 3, 6  # components that a sentence names at most, and the words that they may take
 MARK, NEURONS, EARLY, REPETITION, KEYS = "mark", "neurons", "early spike", "repetition", "keys"
 
@@ -108,7 +108,8 @@ class CircuitStep:
             every = "both" if count == 2 else f"all {count}"
             rest = f"; {lost} is lost without {every}{control}"
             not_alone = f"{_named(others)} {agreeing(len(others), 'is', 'are')} not"
-            return brief((f"{needed}, {not_alone}{rest}", f"only {needed}{rest}"), WORDS_OF_STEP)
+            number = f"{len(alone)} of {counted(count, self.kind)} {agreeing(len(alone), 'is', 'are')} needed alone"
+            return brief((f"{needed}, {not_alone}{rest}", f"only {needed}{rest}", f"{number}{rest}"), WORDS_OF_STEP)
         together = agreeing(count, "", " together")
         return f"no {self.kind} is needed alone; {lost} is lost without {names}{together}{control}"
 
@@ -122,6 +123,8 @@ class CircuitStep:
     def _beside_random(self, lost: float, control: float | None) -> tuple[str, str]:
         """A loss, and its control in brackets."""
         text, chance = beside(lost, control)
+        if self.name == KEYS:
+            text += " of the attention"
         if control is None:
             return text, ""
         random = "neurons" if self.name == NEURONS else "heads"
@@ -183,7 +186,7 @@ class Readers:
         carried = _named(self.carried_by)
         control = "" if self.control is None else f" ({self.control:.2f} in the random control)"
         before, after = self.attention.mean(), self.attention_without.mean()
-        return f"without {carried} its mean falls from {before:.2f} to {after:.2f}{control}"
+        return f"without {carried} the mean of that attention falls from {before:.2f} to {after:.2f}{control}"
 
 
 @dataclass(frozen=True)
