@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import Ablate
 from sinkscope.models import adapters
+from sinkscope.models.adapters import Adapter
 from sinkscope.models.load import BACKENDS, load
 from sinkscope.models.probe import probe
 from sinkscope.models.target import Target, first_tensor
