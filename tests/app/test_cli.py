@@ -317,13 +317,7 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, capsys):
         ("generate --prompt-file file --temperature -1", "--temperature -1"),
     ],
 )
-def test_refused_before_any_model_is_loaded(
-    calls,
-    monkeypatch,
-    capsys,
-    words,
-    message,
-):
+def test_refused_before_any_model_is_loaded(calls, monkeypatch, capsys, words, message):
     monkeypatch.setattr(sinkscope.app.generate, "load", None)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\x00"), encoding="ascii"))
     Path("folder").mkdir()
@@ -372,14 +366,7 @@ def test_an_interruption_is_no_error(monkeypatch, capsys):
         (OSError(12, "Cannot allocate memory"), 2, "out of memory"),
     ],
 )
-def test_errors_are_one_line(
-    calls,
-    monkeypatch,
-    capsys,
-    error,
-    code,
-    message,
-):
+def test_errors_are_one_line(calls, monkeypatch, capsys, error, code, message):
     _raise(monkeypatch, error)
     assert main(["find-sinks", "--json", "x.json"]) == code
     out, err = capsys.readouterr()

@@ -110,14 +110,7 @@ def test_fields_of_json_lines():
         (None, "", "cannot read y.txt: no such file"),
     ],
 )
-def test_bad_files_are_refused_in_a_line(
-    name,
-    content,
-    said,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+def test_bad_files_are_refused_in_a_line(name, content, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if name is not None:
         mark = b"\xef\xbb\xbf"  # some editors begin a file with it: it is no part of the first line
