@@ -255,7 +255,7 @@ def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated()
     o, ids = _own_cluster()
     site = f"blocks.{o.truth.sink_layer}.hook_resid_post"
 
-    def norms(model: Any) -> Tensor:
+    def norms(model):
         return trace(model, ids, [site], "norm")[site][0]
 
     before = norms(o.model)

@@ -201,7 +201,7 @@ def test_a_ban_covers_the_n_grams_of_the_loop_alone():
     ban = Ban(deque(maxlen=3))
     ban.add([1, 2, 3, 1, 2, 3, 1], 3, until=50)
 
-    def after(*ids: int) -> list[int]:
+    def after(*ids):
         ban.latest.extend(ids)
         return ban.banned()
 

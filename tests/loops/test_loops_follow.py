@@ -234,7 +234,7 @@ def test_a_stream_that_breaks_off_keeps_its_exit_code(monkeypatch):
     assert main(["loops", "--follow", "--format", "text"]) == 3
 
     class Broken(io.BytesIO):
-        def read1(self, size: int | None = -1) -> bytes:
+        def read1(self, size=-1):
             data = super().read(min(50, size or 1))
             if not data:
                 raise ConnectionResetError("reset by peer")

@@ -151,7 +151,7 @@ def test_exchanged_halves_of_a_fused_projection_are_found(monkeypatch):
     """The second half is the linear factor; of a model that has it first, the edit would hit the gate."""
     from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-    def exchanged(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    def exchanged(self, hidden):
         up, gate = self.gate_up_proj(hidden).chunk(2, -1)
         return self.down_proj(up * self.activation_fn(gate))
 
@@ -240,7 +240,7 @@ def test_nothing_is_left_on_the_model(sound):
 def test_a_model_that_cannot_run_is_a_problem_not_a_crash():
     model = tiny_model("llama")[0]
 
-    def fail(*_args: Any) -> None:
+    def fail(*_args):
         raise RuntimeError("no kernel\nfor this")
 
     handle = model.model.norm.register_forward_hook(fail)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from conclusion_kit import check_size
 from covering import slow
 from hypothesis import given, settings
@@ -186,7 +185,7 @@ def test_a_component_gives_a_position_what_it_gives_at_another():
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 12)
     effect = PositionEffect(target, ids, 0, 5, o.truth.sink_layer)
 
-    def norm(tokens: torch.Tensor, at: int) -> torch.Tensor:
+    def norm(tokens, at):
         name = f"blocks.{o.truth.sink_layer}.hook_resid_post"
         return trace(target, tokens, [name], "norm")[name][:, at]
 
