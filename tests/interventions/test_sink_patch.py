@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each_other
 from intervention_kit import bridge_of, greedy, listing_1, logits, nnsight_of, residual_norms
-from kv_kit import each_other
 from organisms import Organism, organism, tiny_model
 from torch import Tensor
 from torch.testing import assert_close

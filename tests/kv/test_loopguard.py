@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from covering import slow
+from covering import each_other, slow
 from guard_kit import EAGER, KINDS, SMALL, dense, feed, padded, tiny
 from intervention_kit import count_hooks
-from kv_kit import each_other
 from organisms.decoders import decoder
 from torch.testing import assert_close
 from transformers import DynamicCache, LogitsProcessor

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each_other
 from guard_kit import EAGER, SMALL
 from intervention_kit import bridge_of
-from kv_kit import attended, close, decode, dense, each_other, prompts
+from kv_kit import attended, close, decode, dense, prompts
 from kv_kit import positions as positions_of
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import spoiled
+from covering import each_other
 from hub_server import TOKEN, hub
-from kv_kit import each_other
 from organisms import tiny_model
 
 from sinkscope import find_sinks, load

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import checkpoint
-from covering import slow
+from covering import each_other, slow
 from organisms.tiny import MODEL_TYPES, tiny_model
 
 import sinkscope.trace.attention as attention
@@ -45,11 +45,7 @@ def test_sound_models_pass_and_numbers_are_small(model_type):
 
 @pytest.mark.parametrize(
     ("model_type", "dtype"),
-    [
-        pytest.param(model_type, dtype, marks=[] if (i + j) % 2 else [pytest.mark.slow])
-        for i, model_type in enumerate(["llama", "gpt2", "gemma2", "gpt_oss", "falcon"])
-        for j, dtype in enumerate([torch.bfloat16, torch.float16])
-    ],
+    each_other(["llama", "gpt2", "gemma2", "gpt_oss", "falcon"], [torch.bfloat16, torch.float16]),
 )
 def test_half_precision_is_no_false_alarm(model_type, dtype):
     assert probe(tiny_model(model_type)[0].to(dtype)).problem is None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conclusion_kit import check_size
-from covering import slow
+from covering import covering, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, organism
@@ -106,10 +106,9 @@ SLOW_KINDS = (
 )
 FAST = [(name, families[0], 0) for name, families in CIRCUITS.items() if name not in SLOW_KINDS]
 FAST.append(("two_stages", "neox", 0))  # layers without gates are faster
-SLOW = [slow(*case) for case in CASES if case not in FAST]
 
 
-@pytest.mark.parametrize(("name", "family", "seed"), [*FAST, *SLOW])
+@pytest.mark.parametrize(("name", "family", "seed"), covering(CASES, FAST))
 def test_what_is_planted_is_what_is_reported(name, family, seed, tmp_path):
     """First the model is shown to be as planted, by writing into its weights; then the tool is asked."""
     truth = planted(name, family, seed)
