@@ -8,6 +8,11 @@ from typing import Any
 import pytest
 
 
+def slow(*values):
+    """The values of a case that does not run by default."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def every_nth(values: Iterable[Any], n: int, first: int = 0) -> list[Any]:
     """Parameters of which each `n`-th runs by default: tests that begin at different ones share the families."""
     params = []

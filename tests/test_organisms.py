@@ -51,7 +51,7 @@ def check(o: Organism, seed: int) -> None:
 
 def check_profile(o: Organism, tokens: Tensor, first: Tensor, typical: Tensor, rest: Tensor) -> None:
     sink = o.truth.sink_layer
-    assert sink is not None and 1 <= sink <= len(first) - 2
+    assert 1 <= sink <= len(first) - 2
     assert (first[sink:] > 15 * typical[sink:]).all() and first[sink] > 20 * typical[sink]
     assert (first[:sink] < 2.5 * typical[:sink]).all()
     assert rest.max() < first[sink] / 5  # nothing but the first token

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import slow
 
 import sinkscope as ss
 from experiments import make_two_hops
@@ -78,7 +79,7 @@ def said(hf: Any, text: str) -> str:
 
 @pytest.mark.parametrize("name", ["recall", "recall-2hop"])
 @pytest.mark.parametrize("task", KINDS)
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("whole", [False, slow(True)])
 def test_recall_models_answer_every_task(name, task, whole):
     """Seeds from the system, so that nothing can have been tuned to them."""
     seed = int(torch.empty((), dtype=torch.int64).random_(10**9).item())
@@ -135,6 +136,7 @@ def small(*methods: str, **options: Any) -> list[BenchRecord]:
     return run_bench(model(), task, list(methods), **options)
 
 
+@pytest.mark.slow
 def test_scores_show_what_methods_lose():
     """The question needs a fact at the beginning: it is outside a window, and at the end inside."""
     records = small("full", "streaming", "a-shape")

@@ -51,7 +51,7 @@ def neutral(o: Organism, site: str = "post") -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize(
-    ("family", "seed"), each_other(["llama", "qwen3", "gemma2", "neox", "mixtral", "gpt_oss"], [0, 1])
+    ("family", "seed"), each_other(["llama", "qwen3", "gemma2", "neox", "mixtral", "gpt_oss"], [0, 1], 4)
 )
 def test_repairs_repetition_and_nothing_else(family, seed):
     o = organism(family, seed)
@@ -255,7 +255,7 @@ def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated()
     o, ids = _own_cluster()
     site = f"blocks.{o.truth.sink_layer}.hook_resid_post"
 
-    def norms(model: Any) -> Tensor:
+    def norms(model):
         return trace(model, ids, [site], "norm")[site][0]
 
     before = norms(o.model)

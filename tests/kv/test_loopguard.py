@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow
 from guard_kit import EAGER, KINDS, SMALL, dense, feed, padded, tiny
 from intervention_kit import count_hooks
+from kv_kit import each_other
 from organisms.decoders import decoder
 from torch.testing import assert_close
 from transformers import DynamicCache, LogitsProcessor
@@ -199,7 +201,7 @@ def test_a_ban_covers_the_n_grams_of_the_loop_alone():
     ban = Ban(deque(maxlen=3))
     ban.add([1, 2, 3, 1, 2, 3, 1], 3, until=50)
 
-    def after(*ids: int) -> list[int]:
+    def after(*ids):
         ban.latest.extend(ids)
         return ban.banned()
 
@@ -255,8 +257,7 @@ class Allow(LogitsProcessor):
         return left
 
 
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("allowed", [[33], [33, 34], list(range(1, 90))])
+@pytest.mark.parametrize(("allowed", "sample"), each_other([[33], [33, 34], list(range(1, 90))], [False, True]))
 def test_a_later_processor_never_leaves_a_row_without_a_token(allowed, sample):
     """It may forbid what is drawn, or allow only what is banned: token 0 is written in neither case."""
     model = stubborn(8.0)
@@ -294,7 +295,7 @@ def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays():
     assert event.data["bad"] == [(6, 18)] and event.data["kept"] == [(0, 6), (18, 20)]
 
 
-@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["lfm2", slow("qwen3_next")])
 def test_of_a_hybrid_the_attention_is_cut_and_the_state_stays(family):
     """After a cut the attending layers lack the loop, and the first layer's state has it to the bit, as uncut."""
     ids = torch.tensor([[5, 6, 7, 8, *LOOP * 12]])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from covering import every_nth
+from covering import every_nth, slow
 from kv_kit import Drawn, Ragged, close, positions, prompts, window_of
 from organisms.decoders import decoder
 from torch import Tensor
@@ -110,7 +110,7 @@ SLOW = [
     ("deepseek_v32", Progressive(budget=40, every=2, after=0)),
     ("falcon_h1", Ragged(budget=20)),
 ]
-CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+CASES = [*QUICK, *(slow(*case) for case in SLOW)]
 
 
 @pytest.mark.parametrize(("model_type", "policy"), CASES, ids=str)

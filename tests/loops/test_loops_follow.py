@@ -71,7 +71,6 @@ def test_a_text_in_pieces_alarms_where_the_whole_text_does(most, settings):
 def test_a_loop_that_goes_on_is_told_once_and_a_new_one_again():
     text = f"{TEXT} {prose(600, 1)} {'round and round it goes ' * 60}"
     first, second = _follow(text)
-    assert first.tail is not None and second.tail is not None
     assert (first.tail.period, second.tail.period) == (len(split(LOOP)), 5) and second.token > first.token + 600
 
 
@@ -133,7 +132,7 @@ def test_choices_are_watched_apart():
     pairs = zip(_chat(looping, p, 1), _chat(other, p, 0), strict=True)
     watch = Watch()
     (alarm,) = watch.follow(io.BytesIO(_events([c for pair in pairs for c in pair]).encode()))
-    assert alarm.stream == "choice 1 of chatcmpl-1" and alarm.tail is not None and alarm.tail.start == 200
+    assert alarm.stream == "choice 1 of chatcmpl-1" and alarm.tail.start == 200
     assert (watch.streams, watch.tokens, len(watch.open)) == (2, 2 * len(looping), 0)
 
 
@@ -235,7 +234,7 @@ def test_a_stream_that_breaks_off_keeps_its_exit_code(monkeypatch):
     assert main(["loops", "--follow", "--format", "text"]) == 3
 
     class Broken(io.BytesIO):
-        def read1(self, size: int | None = -1) -> bytes:
+        def read1(self, size=-1):
             data = super().read(min(50, size or 1))
             if not data:
                 raise ConnectionResetError("reset by peer")
@@ -307,7 +306,6 @@ def process(request):
 
 @pytest.mark.parametrize("process", [[]], indirect=True)
 def test_an_alarm_comes_while_the_pipe_is_open_and_ctrl_c_leaves_cleanly(process):
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     detected = check(TEXT).records[0].detected
     words = TEXT.split(" ")
     sent = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -216,7 +215,7 @@ def test_streaming_downloads_only_needed_shards(saved, tmp_path):
         source = target.store.source
         outputs = []
 
-        def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        def keep(_module, _args, _kwargs, output):
             outputs.append(first_tensor(output))
             target.stop()
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from intervention_kit import bridge_of, nnsight_of
 from organisms import tiny_model
 from torch.testing import assert_close
@@ -30,8 +31,7 @@ def rows_of(tokenizer: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("kind", "step"),  # of other kinds than hf every third form, all if asked for slow tests
-    [(k, 1 if k == "hf" else 3) for k in KINDS]
-    + [pytest.param(k, 1, marks=pytest.mark.slow) for k in KINDS if k != "hf"],
+    [(k, 1 if k == "hf" else 3) for k in KINDS] + [slow(k, 1) for k in KINDS if k != "hf"],
 )
 def test_every_form_gives_the_same(kind, step):
     model, tokenizer = tiny_model("llama")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import checkpoint
+from covering import slow
 from organisms.tiny import MODEL_TYPES, tiny_model
 
 import sinkscope.trace.attention as attention
@@ -54,7 +55,7 @@ def test_half_precision_is_no_false_alarm(model_type, dtype):
     assert probe(tiny_model(model_type)[0].to(dtype)).problem is None
 
 
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(s, marks=pytest.mark.slow) for s in (0, 3, 4))])
+@pytest.mark.parametrize("seed", [1, 2, *(slow(s) for s in (0, 3, 4))])
 def test_other_weights_are_no_false_alarm(seed):
     for model_type in ("llama", "qwen3", "gpt_neox", "mixtral"):
         report = probe(tiny_model(model_type, seed=seed, num_hidden_layers=1)[0])
@@ -150,7 +151,7 @@ def test_exchanged_halves_of_a_fused_projection_are_found(monkeypatch):
     """The second half is the linear factor; of a model that has it first, the edit would hit the gate."""
     from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-    def exchanged(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    def exchanged(self, hidden):
         up, gate = self.gate_up_proj(hidden).chunk(2, -1)
         return self.down_proj(up * self.activation_fn(gate))
 
@@ -239,7 +240,7 @@ def test_nothing_is_left_on_the_model(sound):
 def test_a_model_that_cannot_run_is_a_problem_not_a_crash():
     model = tiny_model("llama")[0]
 
-    def fail(*_args: Any) -> None:
+    def fail(*_args):
         raise RuntimeError("no kernel\nfor this")
 
     handle = model.model.norm.register_forward_hook(fail)

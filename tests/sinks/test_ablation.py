@@ -72,7 +72,6 @@ def test_neutral_values_are_those_of_later_positions(family):
     """Half of the positions of these texts are first tokens, where sink neurons are on: they would move the median."""
     o = organism(family, 3)
     target, ids, layer = Target.of(o.model), o.natural(5, 2), o.truth.sink_layer
-    assert layer is not None
     context = SinkContext(target, ids, scan_layers(target, ids, whole=True), layer, torch.Generator())
     everywhere = view_layer(target, layer, ids, torch.ones_like(ids, dtype=torch.bool))
     moved = 0.0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow
 from intervention_kit import bridge_of, nnsight_of
 from organisms import FAMILIES, Organism, organism
 from organisms.hard import HARD, HardModel, depth, hard
@@ -18,7 +19,8 @@ from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
 CASES = [(name, family) for name, families in HARD.items() for family in families]
 # Of each kind one family, so that every family has its turn; the others, and other seeds, are slow. So are kinds that
-# differ little from one beside them, or that another test of the default run finds (`backup_next` below).
+# differ little from one beside them, or that another test of the default run finds (`backup_next` below, `and_marking`
+# in `test_circuit.py`).
 LATER = {
     "small_stages",
     "double_backup",
@@ -28,6 +30,7 @@ LATER = {
     "moe_both",
     "two_rises",
     "backup_next",
+    "and_marking",
 }
 LARGE = dict.fromkeys(("many_neurons", "gradual", "many_decoys"), "neox")  # the family whose layers are the fastest
 FAST = [
@@ -150,7 +153,7 @@ def test_streamed_layers_are_read_until_attention_agrees(tmp_path):
     ("name", "family", "kind"),
     [
         ("backup_next", "mixtral", nnsight_of),
-        pytest.param("learned_logits", "gpt_oss", bridge_of, marks=pytest.mark.slow),
+        slow("learned_logits", "gpt_oss", bridge_of),
     ],
 )
 def test_other_kinds_of_model(name, family, kind):

@@ -69,7 +69,7 @@ def test_an_exception_inside_restores_the_implementation():
     target = Target.of(model, tokenizer)
     before = model.config._attn_implementation
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise RuntimeError("observer")
 
     with pytest.raises(RuntimeError, match="observer"), attention_rows(target, fail):
