@@ -6,12 +6,11 @@ head has its own bool mask query x key, made here from lists of positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from organisms.tiny import tiny_model
 from torch import Tensor
@@ -41,17 +40,6 @@ FAMILIES = (
 )
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "phi3")
 """Their windows are 16; Phi-3 gets one by `model_of`."""
-
-
-def each_other(rows: Iterable[Any], columns: Iterable[Any], n: int = 2, *, always: Sequence[str] = ()) -> list[Any]:
-    """Pairs of the two, of which those of every `n`-th diagonal are quick, and those of `always`; the rest is slow."""
-    return [
-        pytest.param(
-            row, column, marks=[] if (i + j) % n == 0 or row in always or column in always else pytest.mark.slow
-        )
-        for i, row in enumerate(rows)
-        for j, column in enumerate(columns)
-    ]
 
 
 def model_of(family: str, **overrides: Any) -> Any:

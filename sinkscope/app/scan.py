@@ -86,7 +86,7 @@ def loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
 def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
     """How far each cache policy diverges from full attention at a quarter of the prompt; at more of a short one."""
     share = max(0.25, round(LEAST_BUDGET / prompt, 2))
-    methods = ["full", *(f"{name}:{share}" for name in ("streaming", "h2o", "snapkv", "tova"))]
+    methods = ["full", *(f"{name}:{share}" for name in ("random", "streaming", "h2o", "snapkv", "tova"))]
     return bench_model(setup.target, f"text:count={count}:prompt={prompt}", methods, seed=setup.seed)
 
 

@@ -28,7 +28,7 @@ def error(tmp_path, monkeypatch, capfd):
     here.mkdir()
     monkeypatch.chdir(here)
 
-    def run(*words: str) -> str:
+    def run(*words):
         capfd.readouterr()
         code = main(list(words))
         out, err = capfd.readouterr()

@@ -289,7 +289,7 @@ def test_the_live_page_in_a_browser(bundled, chrome):
     chrome.errors.clear()
     chrome.send("Page.navigate", url=addresses[0])
 
-    def wait(condition: str) -> None:
+    def wait(condition):
         end = time.monotonic() + 60
         while not chrome.run(f"!!({condition})"):
             assert time.monotonic() < end, condition

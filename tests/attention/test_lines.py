@@ -77,7 +77,7 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
     result = line_weights(model, texts, etas=etas, layers=layers, tokenizer=tokenizer)
     expected = {}
 
-    def add(name: str, value: float, *place: int) -> None:
+    def add(name, value, *place):
         expected.setdefault(name, torch.zeros(3, 2, 4, dtype=torch.float64))[place] += value
 
     dense = [eager_attention(model, ids) for ids in texts]

@@ -322,7 +322,7 @@ def test_two_threads_with_runs_of_their_own_do_not_meet():
             want.append(logits(model, IDS))
     gate, got, steps = threading.Barrier(2, timeout=60), {}, {}
 
-    def work(i: int) -> None:
+    def work(i):
         with edits[i].on(model) as run:
             gate.wait()
             for _ in range(5):

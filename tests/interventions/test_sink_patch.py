@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each_other
 from intervention_kit import bridge_of, greedy, listing_1, logits, nnsight_of, residual_norms
-from kv_kit import each_other
 from organisms import Organism, organism, tiny_model
 from torch import Tensor
 from torch.testing import assert_close
@@ -255,7 +255,7 @@ def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated()
     o, ids = _own_cluster()
     site = f"blocks.{o.truth.sink_layer}.hook_resid_post"
 
-    def norms(model: Any) -> Tensor:
+    def norms(model):
         return trace(model, ids, [site], "norm")[site][0]
 
     before = norms(o.model)

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from covering import slow
+from covering import each_other, slow
 from guard_kit import EAGER, KINDS, SMALL, dense, feed, padded, tiny
 from intervention_kit import count_hooks
-from kv_kit import each_other
 from organisms.decoders import decoder
 from torch.testing import assert_close
 from transformers import DynamicCache, LogitsProcessor
@@ -201,7 +200,7 @@ def test_a_ban_covers_the_n_grams_of_the_loop_alone():
     ban = Ban(deque(maxlen=3))
     ban.add([1, 2, 3, 1, 2, 3, 1], 3, until=50)
 
-    def after(*ids: int) -> list[int]:
+    def after(*ids):
         ban.latest.extend(ids)
         return ban.banned()
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each_other
 from guard_kit import EAGER, SMALL
-from kv_kit import attended, close, decode, dense, each_other, prompts, window_of
+from kv_kit import attended, close, decode, dense, prompts, window_of
 from kv_kit import shallow_of as model_of
 from torch import Tensor
 from torch.testing import assert_close

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each_other
 from guard_kit import EAGER, SMALL
 from intervention_kit import bridge_of
-from kv_kit import attended, close, decode, dense, each_other, prompts
+from kv_kit import attended, close, decode, dense, prompts
 from kv_kit import positions as positions_of
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
@@ -133,7 +134,7 @@ def test_prompts_with_flat_attention_are_read_by_the_model_itself(monkeypatch):
         for block in model.model.layers:
             block.self_attn.q_proj.weight.zero_()
 
-    def logits(serve: LoopServe | None, *lengths: int) -> tuple[Tensor, list[Any]]:
+    def logits(serve, *lengths):
         ids, mask = prompts(list(lengths), 0)
         with nullcontext() if serve is None else serve.on(model) as run, torch.no_grad():
             out = model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask)).logits
@@ -192,7 +193,7 @@ def test_draws_differ_by_seed_and_the_printed_algorithm_can_be_had():
     model = every_head()
     ids, mask = prompts([60], 0)
 
-    def logits(seed: int) -> Tensor:
+    def logits(seed):
         with LoopServe(**SPARSE, decode=False, seed=seed).on(model), torch.no_grad():
             return model(input_ids=ids, attention_mask=mask).logits
 

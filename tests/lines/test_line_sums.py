@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -115,7 +114,7 @@ def test_nothing_of_query_times_key_is_kept():
     largest = 0
 
     class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal largest
             out = func(*args, **(kwargs or {}))
             largest = max([largest, *(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))])
@@ -143,7 +142,7 @@ def test_sums_are_those_of_the_models_own_attention(model_type):
     if model_type not in ("gemma2", "gpt_oss"):
         model.set_attn_implementation("sdpa")
 
-    def keep(layer: int, scores: Scores) -> None:
+    def keep(layer, scores):
         found[layer] = line_sums(scores, chunk=7)
 
     before = model.config._attn_implementation

@@ -49,7 +49,7 @@ def test_attention_to_the_first_token_leaves_the_first_query_out_and_sees_interv
     layer = o.truth.sink_layer
     ids = o.natural(1, 20)
 
-    def dense() -> float:
+    def dense():
         eager = copy.deepcopy(o.model)
         eager.set_attn_implementation("eager")
         return float(eager(ids, output_attentions=True).attentions[layer + 1][:, :, 1:, 0].mean())
@@ -98,7 +98,7 @@ def test_drawn_words_are_distinct_ordinary_tokens_of_the_text():
 
     @settings(max_examples=20, deadline=None)
     @given(st.integers(0, 2**31))
-    def check(seed: int) -> None:
+    def check(seed):
         words = pick_tokens(o.tokenizer, ids, None, seed, count=3)
         assert len(set(words)) == len(words) and set(words) <= set(ids[:, 1:].flatten().tolist())
         assert not set(words) & set(o.tokenizer.all_special_ids)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from checkpoints import spoiled
+from covering import each_other
 from hub_server import TOKEN, hub
-from kv_kit import each_other
 from organisms import tiny_model
 
 from sinkscope import find_sinks, load
@@ -217,7 +216,7 @@ def test_streaming_downloads_only_needed_shards(saved, tmp_path):
         source = target.store.source
         outputs = []
 
-        def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        def keep(_module, _args, _kwargs, output):
             outputs.append(first_tensor(output))
             target.stop()
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from covering import slow
+from covering import each_other, slow
 from intervention_kit import bridge_of, nnsight_of
 from organisms import tiny_model
 from torch.testing import assert_close
@@ -57,11 +57,7 @@ def test_every_form_gives_the_same(kind, step):
 
 @pytest.mark.parametrize(
     ("model_type", "reduce"),  # rotary and absolute positions
-    [
-        pytest.param(m, reduce, marks=[] if reduce == "raw" or (i + j) % 2 else [pytest.mark.slow])
-        for i, m in enumerate(["llama", "gpt2"])
-        for j, reduce in enumerate(["raw", "norm", "mean", "first", "last"])
-    ],
+    each_other(["llama", "gpt2"], ["raw", "norm", "mean", "first", "last"], always=["raw"]),
 )
 def test_rows_of_several_lengths_are_what_they_are_alone(model_type, reduce):
     model, tokenizer = tiny_model(model_type)

@@ -178,7 +178,7 @@ def test_device_map_and_quantization_config_pass_through(monkeypatch):
 
     seen = {}
 
-    def fake(*_args: Any, **kwargs: Any) -> Any:
+    def fake(*_args, **kwargs):
         seen.update(kwargs)
         raise RuntimeError("seen enough")
 
@@ -205,7 +205,7 @@ def test_what_libraries_print_never_reaches_stdout(stage, tmp_path, monkeypatch,
 
     real = TransformerBridge.boot_transformers
 
-    def noisy(*args: Any, **kwargs: Any) -> Any:
+    def noisy(*args, **kwargs):
         print("noise")
         return real(*args, **kwargs)
 
@@ -418,7 +418,7 @@ def test_package_not_installed(backend, package, monkeypatch):
 def test_out_of_memory_says_what_to_try(error, monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    def fail(*_args: Any, **_kwargs: Any) -> None:
+    def fail(*_args, **_kwargs):
         raise error
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)

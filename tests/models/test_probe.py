@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import checkpoint
-from covering import slow
+from covering import each_other, slow
 from organisms.tiny import MODEL_TYPES, tiny_model
 
 import sinkscope.trace.attention as attention
@@ -46,11 +46,7 @@ def test_sound_models_pass_and_numbers_are_small(model_type):
 
 @pytest.mark.parametrize(
     ("model_type", "dtype"),
-    [
-        pytest.param(model_type, dtype, marks=[] if (i + j) % 2 else [pytest.mark.slow])
-        for i, model_type in enumerate(["llama", "gpt2", "gemma2", "gpt_oss", "falcon"])
-        for j, dtype in enumerate([torch.bfloat16, torch.float16])
-    ],
+    each_other(["llama", "gpt2", "gemma2", "gpt_oss", "falcon"], [torch.bfloat16, torch.float16]),
 )
 def test_half_precision_is_no_false_alarm(model_type, dtype):
     assert probe(target_of(tiny_model(model_type)[0].to(dtype))).problem is None
@@ -154,7 +150,7 @@ def test_exchanged_halves_of_a_fused_projection_are_found(monkeypatch):
     """The second half is the linear factor; of a model that has it first, the edit would hit the gate."""
     from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-    def exchanged(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    def exchanged(self, hidden):
         up, gate = self.gate_up_proj(hidden).chunk(2, -1)
         return self.down_proj(up * self.activation_fn(gate))
 
@@ -243,7 +239,7 @@ def test_nothing_is_left_on_the_model(sound):
 def test_a_model_that_cannot_run_is_a_problem_not_a_crash():
     model = tiny_model("llama")[0]
 
-    def fail(*_args: Any) -> None:
+    def fail(*_args):
         raise RuntimeError("no kernel\nfor this")
 
     handle = model.model.norm.register_forward_hook(fail)

@@ -95,7 +95,7 @@ def test_the_answer_comes_from_the_fact_and_from_nowhere_else():
     others = [value for value in words.VALUES if value not in (first, second)]
     other_key = next(k for k in words.KEYS if k not in text.split())
 
-    def said(changed: str) -> str:
+    def said(changed):
         inputs = hf.tokenizer(changed, return_tensors="pt")
         out = hf.generate(**inputs, do_sample=False, max_new_tokens=5)
         return hf.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :])

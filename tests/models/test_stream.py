@@ -154,7 +154,7 @@ def test_reads_only_the_layers_that_are_called(llama):
     streamed = open_stream(SafetensorsSource(llama[1]))
     assert layers_read(streamed) <= {0, 1}  # in which the adapter was proved
 
-    def stop(*_: Any) -> None:
+    def stop(*_):
         streamed.stop()
 
     with streamed.hooks((streamed.layers[2], "post", stop)):
@@ -168,7 +168,7 @@ def test_a_layer_can_be_called_again_later(llama):
     streamed = open_stream(llama[1], resident=1)
     calls = []
 
-    def keep(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def keep(module, args, kwargs, output):
         calls.append((module, args, kwargs, first_tensor(output).clone()))
 
     with streamed.hooks(*[(layer, "post", keep) for layer in streamed.layers]):

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from conclusion_kit import check_size
-from covering import slow
+from covering import covering, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, organism
@@ -107,10 +106,9 @@ SLOW_KINDS = (
 )
 FAST = [(name, families[0], 0) for name, families in CIRCUITS.items() if name not in SLOW_KINDS]
 FAST.append(("two_stages", "neox", 0))  # layers without gates are faster
-SLOW = [slow(*case) for case in CASES if case not in FAST]
 
 
-@pytest.mark.parametrize(("name", "family", "seed"), [*FAST, *SLOW])
+@pytest.mark.parametrize(("name", "family", "seed"), covering(CASES, FAST))
 def test_what_is_planted_is_what_is_reported(name, family, seed, tmp_path):
     """First the model is shown to be as planted, by writing into its weights; then the tool is asked."""
     truth = planted(name, family, seed)
@@ -186,7 +184,7 @@ def test_a_component_gives_a_position_what_it_gives_at_another():
     target, ids = target_of(o.model, o.tokenizer), o.natural(2, 12)
     effect = PositionEffect(target, ids, 0, 5, o.truth.sink_layer)
 
-    def norm(tokens: torch.Tensor, at: int) -> torch.Tensor:
+    def norm(tokens, at):
         name = f"blocks.{o.truth.sink_layer}.hook_resid_post"
         return trace(target, tokens, [name], "norm")[name][:, at]
 

@@ -134,7 +134,7 @@ def test_a_killed_run_goes_on_with_the_same_table(tmp_path, monkeypatch):
     whole = measured(o).to_dict()["result"]
     real, calls = HeadWork.__call__, [0]
 
-    def dying(self: HeadWork, target: Target, items: list[int]) -> Any:
+    def dying(self, target, items):
         calls[0] += 1
         if calls[0] == 4:
             raise Killed
@@ -149,7 +149,7 @@ def test_a_killed_run_goes_on_with_the_same_table(tmp_path, monkeypatch):
     os.truncate(runs, runs.stat().st_size - 9)  # the last line was not written whole
     done = []
 
-    def note(what: str, count: int, _total: int) -> None:
+    def note(what, count, _total):
         if what == "tokens x heads":
             done.append(count)
 

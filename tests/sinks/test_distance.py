@@ -94,7 +94,7 @@ def test_one_pass_is_n_passes(family):
     layers = (0, o.model.config.num_hidden_layers - 1)
     sites = [f"blocks.{layer}.hook_attn_out" for layer in layers]
 
-    def last(ids: list[int]) -> dict[str, torch.Tensor]:
+    def last(ids):
         return trace(o.model, torch.tensor([ids]), sites, lambda out: out[:, -1].float())
 
     for token, (word,) in enumerate(sweep.ids):

@@ -159,7 +159,7 @@ def test_added_vectors_are_added_to_what_the_mlp_gives(family):
     edited = effects(target, ids, [Edit(), Edit(zero=o.truth.neurons, add=((1, vectors),))], at=4)
     rows = iter(vectors)
 
-    def add(_module: object, _args: object, out: torch.Tensor) -> torch.Tensor:
+    def add(_module, _args, out):
         out[:, 4] += next(rows)
         return out
 

@@ -92,7 +92,7 @@ def test_perplexity_is_that_of_single_rows():
     edit = Ablate(layer=0, neurons=list(range(10)))
     before, after = losses(target, ids), losses(target, ids, edit, batch_size=2)
 
-    def loss(row: torch.Tensor) -> float:
+    def loss(row):
         logits = o.model(row[None]).logits[0].log_softmax(-1)
         return -sum(float(logits[i, row[i + 1]]) for i in range(1, 19)) / 18
 

@@ -20,7 +20,7 @@ from sinkscope.models.open import open_stream
 from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.effects import Effects, Trial, side_by_side
+from sinkscope.sinks.first_token.effects import side_by_side
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerReading, LayerScan, scan_layers
 from sinkscope.sinks.first_token.layer_view import columns, contribution_norms, norm_without, view_layer
@@ -184,7 +184,7 @@ def test_the_smallest_set_is_found(needed):
     """Of 12 candidates every pair is tried; of 50, and for larger sets, prefixes are cut down to what is needed."""
     candidates = range(50 if 40 in needed else 12)
 
-    def remove(sets: list[tuple[int, ...]]) -> list[Removal]:
+    def remove(sets):
         return [Removal(needed <= {*members}, len(needed & {*members}) / len(needed)) for members in sets]
 
     smallest = smallest_set(candidates, remove)
@@ -196,7 +196,7 @@ def test_a_neuron_that_attention_alone_needs_joins_the_set(tmp_path, monkeypatch
     o = organism("llama", 1)
     needed = set()
 
-    def attention_needs_two(target: Target, trials: list[Trial]) -> list[Effects]:
+    def attention_needs_two(target, trials):
         answers = side_by_side(target, trials)
         for number, (trial, answer) in enumerate(zip(trials, answers, strict=True)):
             if trial.attention and trial.edits:

@@ -139,7 +139,7 @@ def test_replacement_equals_an_edited_pass_over_the_text(monkeypatch):
     got = bench.written(ids[:1, :1].expand(heads, 1), edits)
     for head in range(heads):
 
-        def swap(_module: Any, args: Any, head: int = head) -> Any:
+        def swap(_module, args, head=head):
             edited = args[0].clone().unflatten(-1, (heads, -1))
             edited[:, 0, head] = means[head]
             return edited.flatten(-2)

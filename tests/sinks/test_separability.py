@@ -104,7 +104,7 @@ def test_without_a_sink_nothing_separates_and_the_control_shows_a_leak(monkeypat
     assert honest.auroc.max() < 0.7 and np.abs(honest.shuffled_auroc - 0.5).max() < 0.15
     assert "does not separate" in honest.conclusion()
 
-    def leaky(*args: Any) -> Any:
+    def leaky(*args):
         split = split_tokens(*args)
         coin = torch.randint(2, (len(split.later),), generator=torch.Generator().manual_seed(0)).bool()
         return replace(split, later_held=coin)

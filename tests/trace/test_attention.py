@@ -70,7 +70,7 @@ def test_an_exception_inside_restores_the_implementation():
     target = target_of(model, tokenizer)
     before = model.config._attn_implementation
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise RuntimeError("observer")
 
     with pytest.raises(RuntimeError, match="observer"), attention_rows(target, fail):

@@ -95,10 +95,10 @@ def test_observers_see_every_row_once():
     class Largest:
         sites: Sequence[str] = ("blocks.*.hook_mlp_out",)
 
-        def __init__(self) -> None:
+        def __init__(self):
             self.seen = {}
 
-        def observe(self, site: str, tensor: torch.Tensor, first_row: int) -> None:
+        def observe(self, site, tensor, first_row):
             for i, row in enumerate(tensor):
                 assert (site, first_row + i) not in self.seen
                 self.seen[site, first_row + i] = float(row.abs().max())
