@@ -17,7 +17,6 @@ from torch.testing import assert_close
 import sinkscope
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
-from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.attack.attack import ClusterAttack, cluster_attack
 from sinkscope.sinks.attack.clusters import HeadWork, TokenClusters, later_mean

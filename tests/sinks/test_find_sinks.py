@@ -17,7 +17,6 @@ from torch.testing import assert_close
 
 from sinkscope.interventions import Ablate
 from sinkscope.models.open import open_stream
-from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import side_by_side
