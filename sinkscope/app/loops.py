@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import html
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import click
 

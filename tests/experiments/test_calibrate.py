@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 from loop_texts import prose
 
 from experiments.loopguard import calibrate as script
-from experiments.loopguard.calibrate import Calibration, calibrate
+from experiments.loopguard.calibrate import calibrate
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import Monitor, MonitorSettings
