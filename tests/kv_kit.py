@@ -6,19 +6,18 @@ head has its own bool mask query x key, made here from lists of positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from organisms.tiny import tiny_model
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from sinkscope.kv.policy import At, Policy
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 FAMILIES = (
     "gpt2",
@@ -41,17 +40,6 @@ FAMILIES = (
 )
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "phi3")
 """Their windows are 16; Phi-3 gets one by `model_of`."""
-
-
-def each_other(rows: Iterable[Any], columns: Iterable[Any], *, always: Sequence[str] = ()) -> list[Any]:
-    """Pairs of the two, every second one slow, like the squares of a chessboard; those of `always` are all quick."""
-    return [
-        pytest.param(
-            row, column, marks=[] if (i + j) % 2 == 0 or row in always or column in always else pytest.mark.slow
-        )
-        for i, row in enumerate(rows)
-        for j, column in enumerate(columns)
-    ]
 
 
 def model_of(family: str, **overrides: Any) -> Any:
@@ -134,7 +122,7 @@ def held_after(policy: Drawn, held: list[int], layer: int, head: int, row: int, 
     return sorted(sure + rest[: max(0, policy.budget - len(sure))])
 
 
-_RULE: dict[int, Tensor] = {}
+_RULE = {}
 
 
 def _reference_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **kwargs: Any) -> Any:
@@ -172,7 +160,7 @@ def under(model: Any, sees: list[Tensor]) -> Iterator[None]:
 @torch.no_grad()
 def attended(model: Any, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor, float]]:
     """Queries, keys and values `[row head pos d_head]` of every layer, and its scaling, in a pass under masks."""
-    found: list[tuple[Tensor, Tensor, Tensor, float]] = []
+    found = []
 
     def keep(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kwargs: Any) -> Any:
         found.append((query, key, value, kwargs["scaling"]))
@@ -191,7 +179,7 @@ def window_of(model: Any, layer: int) -> int | None:
 
 def masks_of(model: Any, policy: Drawn | None, mask: Tensor, prompt: int, every: int | None = 1) -> list[Tensor]:
     """What each query may see if the tokens after `prompt` columns come one by one, the policy acting before them."""
-    target, (rows, total) = Target.of(model), mask.shape
+    target, (rows, total) = target_of(model), mask.shape
     layers = []
     for layer in range(target.n_layers):
         sees = torch.zeros(rows, target.n_kv_heads, total, total, dtype=torch.bool)
@@ -263,7 +251,7 @@ def run_policy(
     policy: Policy | None, model: Any, ids: Tensor, mask: Tensor, chunks: tuple[int, ...]
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """Logits from the last prompt token on, and what each step read: bool `[step][layer][batch kv_head column]`."""
-    kept, logits, end = list[list[Tensor]](), list[Tensor](), 0
+    kept, logits, end = [], [], 0
     kv = DynamicCache()
     with policy.on(model) if policy is not None else torch.no_grad():
         for step in (*chunks, *[1] * (ids.shape[1] - sum(chunks))):

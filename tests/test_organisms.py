@@ -10,6 +10,7 @@ import random
 
 import pytest
 import torch
+from covering import covering
 from organisms import FAMILIES, Organism, organism
 from raw_kit import norms, zeroed
 from torch import Tensor
@@ -51,7 +52,7 @@ def check(o: Organism, seed: int) -> None:
 
 def check_profile(o: Organism, tokens: Tensor, first: Tensor, typical: Tensor, rest: Tensor) -> None:
     sink = o.truth.sink_layer
-    assert sink is not None and 1 <= sink <= len(first) - 2
+    assert 1 <= sink <= len(first) - 2
     assert (first[sink:] > 15 * typical[sink:]).all() and first[sink] > 20 * typical[sink]
     assert (first[:sink] < 2.5 * typical[:sink]).all()
     assert rest.max() < first[sink] / 5  # nothing but the first token
@@ -96,18 +97,15 @@ def check_reading(o: Organism) -> None:
 # --- tests ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [pytest.param(family, kind, marks=[] if (family, kind) in FAST else pytest.mark.slow) for family, kind in CASES],
-)
-def test_truth(family: str, kind: str) -> None:
+@pytest.mark.parametrize(("family", "kind"), covering(CASES, FAST))
+def test_truth(family, kind):
     bos = CASES.index((family, kind)) % 3 != 0  # both for every family and for every kind
     o = organism(family, 0, kind=kind, bos=bos)
     check(o, seed=0)
     assert (o.tokenizer.bos_token_id == 1) == bos
 
 
-def test_gpt2_marks_the_position_only() -> None:
+def test_gpt2_marks_the_position_only():
     o = organism("gpt2", 3)
     sink = o.truth.sink_layer
     assert not o.truth.whole_mechanism and o.truth.marking_heads == () and "position" in o.truth.note
@@ -117,7 +115,7 @@ def test_gpt2_marks_the_position_only() -> None:
     check_reading(o)
 
 
-def test_seed_decides_everything_and_leaves_the_callers_numbers() -> None:
+def test_seed_decides_everything_and_leaves_the_callers_numbers():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)

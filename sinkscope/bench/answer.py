@@ -22,11 +22,13 @@ from sinkscope.files.plain import plain
 from sinkscope.files.provenance import ModelInfo
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import decoding, noted_decoding
+from sinkscope.kv.loopguard.detect import largest_probability
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
 from sinkscope.models.open import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text.chat import chat_text
+from sinkscope.models.wrapped import target_of
 from sinkscope.serving.generate import ends_and_pad, padded
 
 
@@ -73,7 +75,7 @@ class BenchModel:
             SinkscopeError: The model carries no tokenizer.
         """
         opened = model.open() if isinstance(model, ModelByName) else model
-        target = Target.of(opened, tokenizer)
+        target = target_of(opened, tokenizer)
         target.need_tokenizer()
         ends, pad = ends_and_pad(target)
         return cls(target, fingerprint_of(target), ends, pad)
@@ -254,8 +256,7 @@ class TopProbabilities:
 
     def __call__(self, _module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         """Keep the probability after a call of the model."""
-        logits = output.logits[:, -1].float()
-        self.values.append((logits.amax(-1) - logits.logsumexp(-1)).exp().cpu())
+        self.values.append(largest_probability(output.logits[:, -1]).cpu())
 
 
 def generate_rows(

@@ -20,6 +20,7 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.interventions.growing_tensor import GrowingTensor
 from sinkscope.models.target import Target
+from sinkscope.trace.attention import shown
 
 
 class Memory(dict[str, Tensor]):
@@ -240,9 +241,7 @@ def _real(mask: Any, batch: int, read: int, past: int, new: int, device: torch.d
     if isinstance(mask, Tensor) and mask.ndim == 4:
         # A real token is seen by itself; padding is seen by nobody. A window hides old tokens: those are history.
         start = min(past, mask.shape[-1] - new)
-        part = mask[..., start : start + new]
-        if mask.dtype != torch.bool:
-            part = part > torch.finfo(mask.dtype).min / 2
+        part = shown(mask[..., start : start + new])
         seen = reduce(part, "batch head query key -> batch key", "any").expand(batch, -1)
     if seen is None:
         raise UnsupportedError(

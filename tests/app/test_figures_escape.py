@@ -105,7 +105,7 @@ WITHOUT_DRAWING = {"sink-card", "sink-cards", "view"}  # tables, or a page of th
 
 
 @pytest.mark.parametrize("kind", sorted(set(kinds()) - WITHOUT_DRAWING))
-def test_no_text_of_a_file_is_markup_in_a_drawing(kind: str) -> None:
+def test_no_text_of_a_file_is_markup_in_a_drawing(kind):
     data = _results()[kind].to_dict()
     spoilt = _spoil({key: data[key] for key in ("model", "result")}, {f".result.{place}" for place in CHOICES})
     if kind == "loops":

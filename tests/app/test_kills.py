@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 from bench_kit import task, tiny, untimed
+from covering import slow
 from organisms import organism
 
 from sinkscope.app import scan
 from sinkscope.bench.run import run_bench
 
 QUICK, ALL = 1, 30
-MOMENTS = [pytest.param(n, marks=[] if n < QUICK else pytest.mark.slow) for n in range(ALL)]
+MOMENTS = [*range(QUICK), *map(slow, range(QUICK, ALL))]
 
 
 def killed(work: Callable[[], object], after: float) -> None:
@@ -73,10 +74,10 @@ def carried_on(work: Callable[[Path], Any], tmp_path: Path, number: int) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(5))
-def test_a_killed_scan(tmp_path: Path, number: int) -> None:
+def test_a_killed_scan(tmp_path, number):
     carried_on(scanned, tmp_path, number)
 
 
 @pytest.mark.parametrize("number", MOMENTS)
-def test_a_killed_bench(tmp_path: Path, number: int) -> None:
+def test_a_killed_bench(tmp_path, number):
     carried_on(bench, tmp_path, number)

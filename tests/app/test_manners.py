@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +27,9 @@ from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.output import kind_of, write_output
 from sinkscope.files.result import Result
 from sinkscope.interventions.decode import greedy, noted_decoding
-from sinkscope.models.target import Target
+from sinkscope.models.infer import infer
 from sinkscope.models.text.chat import chat_text
+from sinkscope.models.wrapped import target_of
 
 PICTURE = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a49444154789c6360000000020001"
@@ -39,13 +39,13 @@ PICTURE = bytes.fromhex(
 # --- Outputs ---------------------------------------------------------------------------------------------------------
 
 
-def test_pictures_carry_a_mark(tmp_path: Path) -> None:
+def test_pictures_carry_a_mark(tmp_path):
     (tmp_path / "photo.png").write_bytes(PICTURE)
     with pytest.raises(SinkscopeError, match=r"photo\.png is there already"):
         write_output(tmp_path / "photo.png", PICTURE)
 
 
-def test_a_picture_replaces_an_earlier_one_of_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_replaces_an_earlier_one_of_its_kind(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "check_png", lambda: None)
     figure = SimpleNamespace(to_image=lambda **_: PICTURE)
     for _ in range(2):
@@ -56,7 +56,7 @@ def test_a_picture_replaces_an_earlier_one_of_its_kind(tmp_path: Path, monkeypat
     assert kind_of((tmp_path / "ours.png").read_bytes()) == "circuit"
 
 
-def test_saving_from_python_spares_foreign_files(tmp_path: Path) -> None:
+def test_saving_from_python_spares_foreign_files(tmp_path):
     found = ss.loops.check("a b c " * 20)
     for content in ('{"mine": 1}', "words", "<html></html>"):
         (tmp_path / "x").write_text(content)
@@ -68,9 +68,7 @@ def test_saving_from_python_spares_foreign_files(tmp_path: Path) -> None:
     assert Result.load(found.save(found.save(tmp_path / "empty"))).to_dict() == found.to_dict()
 
 
-def test_an_output_of_another_package_is_guarded_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_of_another_package_is_guarded_too(tmp_path, monkeypatch, capsys):
     """Its format carries no mark, so a file that is there is not replaced, and this is said before the work."""
     source = stranger.SOURCE.read_text()
     source = source.replace("@measurement(", '@measurement(outputs=[Output("table", "Write a table.", save)], ')
@@ -105,7 +103,7 @@ LOUD = {
 
 def _ways(model: Any, tokenizer: Any) -> list[Any]:
     ids = torch.arange(5, 15)[None]
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     return [
         greedy(target, ids, 12),
         generate_rows(BenchModel.of(target), ids.tolist(), 12)[0],
@@ -115,7 +113,7 @@ def _ways(model: Any, tokenizer: Any) -> list[Any]:
     ]
 
 
-def test_what_the_checkpoint_says_of_decoding_changes_nothing() -> None:
+def test_what_the_checkpoint_says_of_decoding_changes_nothing():
     model, _ = tiny_model("llama")
     tokenizer = organism("llama", 0).tokenizer
     with warnings.catch_warnings():
@@ -126,17 +124,17 @@ def test_what_the_checkpoint_says_of_decoding_changes_nothing() -> None:
     with pytest.warns(SinkscopeWarning, match=r"own settings \(do_sample False.*ignores those of .*num_beams 2"):
         assert _ways(model, tokenizer) == plain
     with noted_decoding() as used, pytest.warns(SinkscopeWarning):
-        greedy(Target.of(model), torch.arange(5, 15)[None], 2)
+        greedy(target_of(model), torch.arange(5, 15)[None], 2)
     assert used["repetition_penalty"] == 1.0 and used["not_used_of_checkpoint"].keys() == LOUD.keys()
     with ss.SinkPatch(layer=1, neurons=[3], value=0.0).on(model):  # the user's own call is the user's
         own = model.generate(torch.arange(5, 15)[None], max_new_tokens=4)
     assert own.sequences.shape[0] == 2 and own.scores
 
 
-def test_a_measurement_and_its_command_state_the_decoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measurement_and_its_command_state_the_decoding(tmp_path, capsys):
     folder = organism("llama", 3).save(tmp_path / "m")
     words = ["barcode", "--model", str(folder), "--layer", "0", "--max-new-tokens", "4", "--no-control", "--json", "-"]
-    results: list[Any] = []
+    results = []
     for settings in ({}, {"repetition_penalty": 1.7, "num_beams": 3}):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **settings}))
         assert main(words) == 0
@@ -152,9 +150,7 @@ def test_a_measurement_and_its_command_state_the_decoding(tmp_path: Path, capsys
 # --- Patches of other models -----------------------------------------------------------------------------------------
 
 
-def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path, capsys):
     folder = organism("llama", 3).save(tmp_path / "m")
     found = ss.find_sinks(folder, max_repeats=4)
     patch, here = ss.SinkPatch.from_result(found), tmp_path / "p.json"
@@ -199,7 +195,7 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(
         (None, "has no chat template"),
     ],
 )
-def test_chat_templates_that_fail(template: str | None, says: str) -> None:
+def test_chat_templates_that_fail(template, says):
     tokenizer = organism("llama", 0).tokenizer
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template
@@ -211,7 +207,7 @@ def test_chat_templates_that_fail(template: str | None, says: str) -> None:
             ss.Conversation(tiny_model("llama")[0], tokenizer=tokenizer, chat=True).ask("poem")
 
 
-def test_a_chat_template_is_written() -> None:
+def test_a_chat_template_is_written():
     tokenizer = copy.deepcopy(organism("llama", 0).tokenizer)
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     assert chat_text(tokenizer, [{"role": "user", "content": "poem"}]) == "<user>poem"
@@ -252,13 +248,14 @@ class Wrapped(nn.Module):
         return self.base_model.generate(*args, **kwargs)
 
 
-def test_adapters_of_peft() -> None:
+def test_adapters_of_peft():
     made = organism("llama", 3)
     model = copy.deepcopy(made.model)
     down = model.model.layers[1].mlp.down_proj
     model.model.layers[1].mlp.down_proj = Adapted(down)
     wrapped, ids = Wrapped(model), torch.arange(5, 12)[None]
-    target = Target.of(wrapped, made.tokenizer)
+    assert infer(model).down == "mlp.down_proj"
+    target = target_of(wrapped, made.tokenizer)
     assert target.kind == "hf" and target.hf is model
     whole = down.weight + model.model.layers[1].mlp.down_proj.extra
     torch.testing.assert_close(target.w_out(1, [2, 3]), whole[:, [2, 3]].T.detach(), atol=1e-5, rtol=1e-4)
@@ -269,7 +266,7 @@ def test_adapters_of_peft() -> None:
         wrapped.generate(ids, max_new_tokens=2, do_sample=False)
     assert run.target.hf is model
     with pytest.raises(UnsupportedError, match="learned tokens before the text"):
-        Target.of(Wrapped(model, learned_tokens=True))
+        target_of(Wrapped(model, learned_tokens=True))
 
 
 @pytest.mark.parametrize(
@@ -282,7 +279,7 @@ def test_adapters_of_peft() -> None:
         lambda model, tok: ss.Conversation(model, ss.LoopGuard(budget=64), tokenizer=tok).ask("poem"),
     ],
 )
-def test_a_model_without_weights(use: Callable[[Any, Any], Any]) -> None:
+def test_a_model_without_weights(use):
     made = organism("llama", 3)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(made.model.config)
@@ -290,7 +287,7 @@ def test_a_model_without_weights(use: Callable[[Any, Any], Any]) -> None:
         use(model, made.tokenizer)
 
 
-def test_copies_inside_a_context() -> None:
+def test_copies_inside_a_context():
     model = tiny_model("llama")[0]
     with ss.SinkPatch(layer=1, neurons=[3], value=0.0).on(model):
         for copied in (copy.deepcopy, lambda m: torch.save(m, os.devnull)):
@@ -300,13 +297,13 @@ def test_copies_inside_a_context() -> None:
 
 
 @pytest.mark.parametrize("damage", ["max_position_embeddings", "vocab_size"])
-def test_sizes_that_no_model_has(tmp_path: Path, damage: str) -> None:
+def test_sizes_that_no_model_has(tmp_path, damage):
     folder = spoiled(tmp_path / "m", **{damage: -1})
     with pytest.raises(SinkscopeError, match=f"{damage} is -1 in the config.json of m; expected a whole number from 1"):
         ss.load(folder)
 
 
-def test_shards_outside_of_the_folder(tmp_path: Path) -> None:
+def test_shards_outside_of_the_folder(tmp_path):
     folder = spoiled(tmp_path / "m")
     (folder / "model.safetensors").rename(tmp_path / "x.safetensors")
     for shard in ("../x.safetensors", str(tmp_path / "x.safetensors"), "a/../../x.safetensors"):

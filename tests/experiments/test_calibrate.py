@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 from loop_texts import prose
 
 from experiments.loopguard import calibrate as script
-from experiments.loopguard.calibrate import Calibration, calibrate
+from experiments.loopguard.calibrate import calibrate
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import Monitor, MonitorSettings
@@ -22,7 +21,7 @@ RATE = 500.0
 def _ruled(seed: int, blocks: int) -> tuple[list[int], list[int]]:
     """Tokens that do not repeat each other, with a ruler of one token in every 600; lengths of the rulers."""
     rng = random.Random(seed)
-    ids: list[int] = []
+    ids = []
     lengths = [min(400, int(rng.expovariate(1 / 30))) for _ in range(blocks)]
     for length in lengths:
         ids += [rng.randrange(300) for _ in range(600 - length)] + [300 + rng.randrange(20)] * length
@@ -36,14 +35,14 @@ def _alarms(ids: list[int], settings: MonitorSettings) -> int:
 
 
 @pytest.fixture(scope="module")
-def made() -> tuple[Calibration, list[int]]:
+def made():
     fit, held = _ruled(1, 12), _ruled(2, 12)
     found = calibrate([fit[0], held[0]], RATE)
     assert (found.fitted, found.held_out) == (7200, 7200)
     return found, held[1]
 
 
-def test_rates_are_those_of_the_planted_rulers(made: tuple[Calibration, list[int]]) -> None:
+def test_rates_are_those_of_the_planted_rulers(made):
     """A ruler is a false alarm of each rule that is as short as it: this counts them without a monitor."""
     found, lengths = made
     rates = {one.rule: one for one in found.rates}
@@ -54,7 +53,7 @@ def test_rates_are_those_of_the_planted_rulers(made: tuple[Calibration, list[int
         assert one.per_million == pytest.approx(one.alarms / 0.0072) and one.per_million < one.at_most
 
 
-def test_a_third_text_stays_within_what_was_promised(made: tuple[Calibration, list[int]]) -> None:
+def test_a_third_text_stays_within_what_was_promised(made):
     found, _ = made
     assert found.promised == RATE
     third, lengths = _ruled(3, 12)
@@ -63,7 +62,7 @@ def test_a_third_text_stays_within_what_was_promised(made: tuple[Calibration, li
     assert _alarms(third, MonitorSettings()) == sum(n >= 48 for n in lengths)
 
 
-def test_a_planted_loop_is_still_found(made: tuple[Calibration, list[int]]) -> None:
+def test_a_planted_loop_is_still_found(made):
     found, _ = made
     looping = [*_ruled(4, 2)[0], *[*range(400, 440)] * 20]
     settings = MonitorSettings(**found.monitor)
@@ -73,7 +72,7 @@ def test_a_planted_loop_is_still_found(made: tuple[Calibration, list[int]]) -> N
     assert hits[0].step - 1200 <= max(3 * 40, settings.tail_shortest) + 1
 
 
-def test_thresholds_follow_the_vocabulary() -> None:
+def test_thresholds_follow_the_vocabulary():
     """Of fewer different tokens ordinary text has fewer types in a window, so its threshold is lower."""
     rng = random.Random(0)
     small, large = ([[rng.randrange(size) for _ in range(4100)] for _ in range(2)] for size in (60, 3000))
@@ -81,7 +80,7 @@ def test_thresholds_follow_the_vocabulary() -> None:
     assert low <= 60 / 256 < 0.8 < high
 
 
-def test_a_short_text_promises_only_what_it_can_show() -> None:
+def test_a_short_text_promises_only_what_it_can_show():
     """Without an alarm in n tokens, the 95 % limit is 3.0 / n."""
     ids = [random.Random(1).randrange(500) for _ in range(8400)]
     found = calibrate([ids], 1.0)
@@ -90,9 +89,7 @@ def test_a_short_text_promises_only_what_it_can_show() -> None:
         calibrate([ids[:5000]])
 
 
-def test_settings_are_written_and_read_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_are_written_and_read_back(tmp_path, monkeypatch, capsys):
     text, out, odd = tmp_path / "ordinary.txt", tmp_path / "c.json", tmp_path / "odd.json"
     text.write_text(prose(4500))
     words = ["calibrate", str(text), "--tokenizer", "bundled", "--rate", "1000", "--out", str(out)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from bench_kit import made_record
@@ -15,7 +14,7 @@ from experiments.loopguard import figure2, figure4, why
 from sinkscope.bench.record import BenchRecord
 
 
-def test_the_page_says_what_was_measured_of_the_same_cycle() -> None:
+def test_the_page_says_what_was_measured_of_the_same_cycle():
     found = json.loads(Path("figures/loopguard_why.json").read_text())["result"]["aftermath"]
     said = " ".join(Path("docs/papers/loopguard.md").read_text().split())
     for method, words in (("loopguard:paper", "are followed by the same cycle"), ("loopguard", "")):
@@ -25,8 +24,8 @@ def test_the_page_says_what_was_measured_of_the_same_cycle() -> None:
         assert f"of {total} interventions, " in said and f"{same} ({share}) {words}".strip() in said
 
 
-def test_a_cut_equals_the_same_attention_under_a_mask() -> None:
-    model: Any = tiny_model("llama")[0]
+def test_a_cut_equals_the_same_attention_under_a_mask():
+    model = tiny_model("llama")[0]
     ids, keep = [(5 * i) % 60 + 4 for i in range(30)], [0, 3, 4, 5, 17, 28]
     mask = torch.zeros(1, 1, 30, 30).masked_fill(torch.ones(30, 30).triu(1).bool(), -torch.inf)
     mask[0, 0, -1, [p for p in range(29) if p not in keep]] = -torch.inf
@@ -39,8 +38,8 @@ def looped(tokens: tuple[int, ...]) -> BenchRecord:
     return made_record("loopguard:64", tokens=tokens, steps={"top1": (0.5,) * len(tokens)})
 
 
-def test_what_followed_an_intervention() -> None:
-    def event(step: int, period: int | None) -> dict[str, Any]:
+def test_what_followed_an_intervention():
+    def event(step, period):
         return {"step": step, "position": step, "kind": "guard", "data": {"generated": step, "period": period}}
 
     tokens = ([1, 2, 3] * 34)[:100] + ([2, 3, 1] * 34)[:100] + [9] * 100 + list(range(1000, 1300))
@@ -53,7 +52,7 @@ def test_what_followed_an_intervention() -> None:
     assert not why.same_cycle([1, 3, 2], [1, 2, 3])
 
 
-def test_survival_counts_runs_without_a_collapse() -> None:
+def test_survival_counts_runs_without_a_collapse():
     loop = looped((*range(300), *[1, 2] * 350))
     healthy = looped(tuple(range(1000)))
     found = figure2.survived([loop, healthy], 256, 1000)

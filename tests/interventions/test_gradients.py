@@ -35,7 +35,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("edit", ["head", "write", "add", "two"])  # what others write is a constant for gradients
-def test_gradients_are_those_of_the_edited_model(edit: str) -> None:
+def test_gradients_are_those_of_the_edited_model(edit):
     """A step against the gradient changes the edited loss as the gradient says, and not that of the model alone."""
     model = tiny_model("llama")[0].double().train()
     with EDITS[edit].on(model) as run:
@@ -53,7 +53,7 @@ def test_gradients_are_those_of_the_edited_model(edit: str) -> None:
     assert (loss[0] - loss[1]) / 2e-4 == pytest.approx(float(size), rel=1e-4)
 
 
-def test_layers_that_the_caller_checkpoints_are_refused() -> None:
+def test_layers_that_the_caller_checkpoints_are_refused():
     model: Any = tiny_model("llama")[0].train()
     mlp = model.model.layers[1].mlp
     mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
@@ -64,7 +64,7 @@ def test_layers_that_the_caller_checkpoints_are_refused() -> None:
 @pytest.mark.parametrize(
     "what", [EDITS["patch"], ss.H2O(3), ss.LoopGuard(64), ss.LoopServe(64), Observe(lambda rows: None)]
 )
-def test_checkpointed_layers_are_refused(what: Any) -> None:
+def test_checkpointed_layers_are_refused(what):
     model: Any = tiny_model("llama")[0].train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with what.on(model), pytest.raises(UnsupportedError, match="trains with gradient checkpointing"):
@@ -74,8 +74,8 @@ def test_checkpointed_layers_are_refused(what: Any) -> None:
 
 
 @pytest.mark.parametrize("what", [ss.H2O(3), ss.LoopGuard(64), ss.LoopServe(64), Observe(lambda rows: None)])
-def test_another_attention_inside_the_with_is_refused(what: Any) -> None:
-    model: Any = tiny_model("llama")[0]
+def test_another_attention_inside_the_with_is_refused(what):
+    model = tiny_model("llama")[0]
     was = attention_name(model.config)
     with what.on(model):
         model.set_attn_implementation("eager")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import checkpoint, spoiled
+from covering import slow
 from gguf_file import write_gguf
 from organisms.tiny import tiny_model
 from safetensors.torch import load_file
@@ -54,9 +54,9 @@ def as_header(folder: Path) -> tuple[Path, Path]:
     return model, model / "model.safetensors"
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=[] if n < QUICK else pytest.mark.slow) for n in range(ALL)])
+@pytest.mark.parametrize("number", [*range(QUICK), *map(slow, range(QUICK, ALL))])
 @pytest.mark.parametrize("form", [as_gguf, as_pickle, as_shards, as_header])
-def test_a_flipped_bit(tmp_path: Path, form: Callable[[Path], tuple[Path, Path]], number: int) -> None:
+def test_a_flipped_bit(tmp_path, form, number):
     model, file = form(tmp_path)
     content = bytearray(file.read_bytes())
     draw = random.Random(number)
