@@ -69,7 +69,7 @@ def test_every_grouped_token_gets_there_and_no_other():
     assert (np.isnan(atlas.head) == (group < 0)).all()
     assert {row["head"]: row["resisting"] > 0 for row in result.shown_rows()}["none"]
     assert re.search(
-        r"serves 0.0% of the \d+ tokens that never reach it and 100.0% of the others", result.details()[-1]
+        r"mark 0.0% of the \d+ tokens that never reach it, and 100.0% of the others", result.details()[-1]
     )
     assert f"the {int((group < 0).sum())} tokens that never reach it" in result.details()[-1]
     drawn = [len(trace.x) for trace in result.figure().data]
