@@ -15,6 +15,7 @@ import warnings
 from typing import Any
 
 import pytest
+from covering import each_other
 from loop_texts import prose
 
 from sinkscope.app.cli import main
@@ -52,14 +53,7 @@ def _by_hand(tokens: list[Any], after: list[float | None], settings: MonitorSett
     return [h for i, h in enumerate(hits) if i == 0 or h - hits[i - 1] > settings.relapse]
 
 
-@pytest.mark.parametrize(
-    ("most", "settings"),
-    [
-        pytest.param(most, settings, marks=[] if (i + j) % 2 == 0 else [pytest.mark.slow])
-        for i, most in enumerate([1, 3, 50, 1 << 16])
-        for j, settings in enumerate([MonitorSettings(), PAPER])
-    ],
-)
+@pytest.mark.parametrize(("most", "settings"), each_other([1, 3, 50, 1 << 16], [MonitorSettings(), PAPER]))
 def test_a_text_in_pieces_alarms_where_the_whole_text_does(most, settings):
     (alarm,) = _follow(TEXT, most, settings)
     (record,) = check(TEXT, settings=settings).records

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conclusion_kit import check_size
-from covering import slow
+from covering import covering, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, organism
@@ -18,7 +18,7 @@ from organisms.circuits import CIRCUITS, PlantedCircuit, lost, planted
 from organisms.hard import HardModel, hard
 
 from sinkscope.files.notation import neuron_name
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.circuit import circuit
 from sinkscope.sinks.first_token.circuit_result import (
     EARLY,
@@ -106,10 +106,9 @@ SLOW_KINDS = (
 )
 FAST = [(name, families[0], 0) for name, families in CIRCUITS.items() if name not in SLOW_KINDS]
 FAST.append(("two_stages", "neox", 0))  # layers without gates are faster
-SLOW = [slow(*case) for case in CASES if case not in FAST]
 
 
-@pytest.mark.parametrize(("name", "family", "seed"), [*FAST, *SLOW])
+@pytest.mark.parametrize(("name", "family", "seed"), covering(CASES, FAST))
 def test_what_is_planted_is_what_is_reported(name, family, seed, tmp_path):
     """First the model is shown to be as planted, by writing into its weights; then the tool is asked."""
     truth = planted(name, family, seed)
@@ -182,7 +181,7 @@ def test_no_circuit_is_an_answer(tmp_path):
 def test_a_component_gives_a_position_what_it_gives_at_another():
     """Necessity and sufficiency of the token embedding are those of a text with the other token."""
     o = organism("llama", 3)
-    target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 12)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 12)
     effect = PositionEffect(target, ids, 0, 5, o.truth.sink_layer)
 
     def norm(tokens, at):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from covering import slow
+from covering import covering, slow
 from organisms.hard import hard
 from organisms.unseen import UNSEEN, UnseenModel, unseen
 from raw_kit import norms, zeroed
@@ -25,13 +25,13 @@ from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 from sinkscope.sinks.first_token.marking_heads import marking_heads
 from sinkscope.sinks.repetition.repeat import repeat
 
-CASES = [(name, family) for name, families in UNSEEN.items() for family in families]
+CASES = [(name, family, seed) for name, families in UNSEEN.items() for family in families for seed in range(2)]
 FAST = (
-    ("second_position", "gpt2"),
-    ("some_first_tokens", "mixtral"),
-    ("other_windows", "gemma2"),
-    ("amplified", "llama"),
-    ("embedded_delimiter", "qwen3"),
+    ("second_position", "gpt2", 0),
+    ("some_first_tokens", "mixtral", 0),
+    ("other_windows", "gemma2", 0),
+    ("amplified", "llama", 0),
+    ("embedded_delimiter", "qwen3", 0),
 )
 
 
@@ -164,22 +164,11 @@ def misleading(u: UnseenModel, result: FindSinks) -> list[str]:
     return [f"conclusion: {text} {wrong}"]
 
 
-@pytest.mark.parametrize(("name", "family"), FAST)
-def test_says_what_is_so(name, family):
-    u = unseen(name, family)
+@pytest.mark.parametrize(("name", "family", "seed"), covering(CASES, FAST))
+def test_says_what_is_so(name, family, seed):
+    u = unseen(name, family, seed)
     check_planted(u)
-    assert not (wrong := mistakes(u, look(u))), "\n".join([u.hard.truth.note, *wrong])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "family"), CASES)
-def test_says_what_is_so_of_every_family(name, family):
-    wrong = []
-    for seed in range(2):
-        u = unseen(name, family, seed)
-        check_planted(u)
-        wrong += [f"seed {seed}: {mistake}" for mistake in mistakes(u, look(u))]
-    assert not wrong, "\n".join(wrong)
+    assert mistakes(u, look(u)) == [], u.hard.truth.note
 
 
 # --- what other commands say ---------------------------------------------------------------------------------------
