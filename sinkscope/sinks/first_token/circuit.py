@@ -31,7 +31,7 @@ from sinkscope.sinks.first_token.circuit_result import (
     SinkCircuit,
     draw,
 )
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, key_bias, key_projection
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.position_effect import PositionEffect, random_sets
 from sinkscope.sinks.first_token.result import CONTROL_DRAWS, RATE_EPS, FindSinks, LaterSink, SinkPosition, Sites
@@ -258,7 +258,7 @@ def _with_random_heads(
     if not chosen:
         return []
     controls = random_sets(position.heads(depth, chosen), len(chosen), position.setup.seed)
-    return [effect.edit(members) for members in (chosen, *controls)]
+    return [Edit(swap=tuple(members)) for members in (chosen, *controls)]
 
 
 def _with_its_texts(setup: Setup, sinks: FindSinks) -> Setup:
@@ -364,8 +364,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
 def _untested(target: Target) -> tuple[str, ...]:
     """What may carry a sink and cannot be replaced: a bias of keys that cannot be taken apart."""
     for layer in range(target.n_layers):
-        path = target.adapter.k or target.adapter.fused_qkv or ""
-        if getattr(target.sub(layer, path), "bias", None) is not None and not has_key_bias(target, layer):
+        if getattr(key_projection(target, layer), "bias", None) is not None and key_bias(target, layer) is None:
             return ("the bias of the keys",)
     return ()
 

@@ -172,23 +172,6 @@ class CausalSets:
 
 
 @dataclass(frozen=True)
-class _RemovedNorms:
-    """Norms of the spike with each of several sets silenced."""
-
-    norms: Float[Tensor, "set text layer"]
-    intact: Float[Tensor, "text layer"]
-
-    @property
-    def lost(self) -> Float[Tensor, "set text layer"]:
-        """Share of the intact norm that each set takes away in each text."""
-        return 1 - self.norms / self.intact
-
-    def drops(self, layer: int) -> list[float]:
-        """This share at a layer, mean over texts."""
-        return self.lost[..., layer].mean(1).tolist()
-
-
-@dataclass(frozen=True)
 class _SpikeSearch:
     """The search for the neurons that make the spike of one token.
 
@@ -255,12 +238,20 @@ class _SpikeSearch:
             self.asked[edit.zero] = norms
         return answers
 
-    def remove(self, sets: Sequence[Sites]) -> _RemovedNorms:
-        """Silence each set."""
+    def remove(self, sets: Sequence[Sites]) -> Float[Tensor, "set text layer"]:
+        """The norms with each set silenced."""
         trial = self.norm_trial([(), *sets])
         if trial.edits:
             self.answer(trial)
-        return _RemovedNorms(torch.stack([self.asked[sites] for sites in sets]), self.asked[()])
+        return torch.stack([self.asked[sites] for sites in sets])
+
+    def lost(self, sets: Sequence[Sites]) -> Float[Tensor, "set text layer"]:
+        """Share of the intact norm that each set takes away."""
+        return 1 - self.remove(sets) / self.asked[()]
+
+    def drops(self, sets: Sequence[Sites], layer: int) -> list[float]:
+        """This share at a layer, mean over texts."""
+        return self.lost(sets)[..., layer].mean(1).tolist()
 
     def smallest(self, sites: Sites, *layers: int) -> Sites | None:
         """The smallest set that takes the spike away at these layers; None if no set that was tried does."""
@@ -273,14 +264,13 @@ class _SpikeSearch:
             """The spike is gone if, in nearly all texts that have it, the norm is as before it or stands out no more,
             and most of the rise is gone.
             """
-            removed = self.remove(sets)
-            norms = removed.norms[..., index]
-            intact = removed.intact[:, index]
+            norms = self.remove(sets)[..., index]
+            intact = self.asked[()][:, index]
             low = norms <= most_left
             most = intact - norms >= NEEDED * (intact - rest)
             gone = (low & (most | (intact <= most_left))).all(2)
             of_most = (gone.float().mean(1) >= ALL_TEXTS).tolist()
-            return [Removal(*both) for both in zip(of_most, removed.drops(layers[-1]), strict=True)]
+            return list(map(Removal, of_most, self.drops(sets, layers[-1])))
 
         return smallest_set(sites, remove)
 
@@ -301,18 +291,12 @@ class _SpikeSearch:
             others = fewer[lost.index(max(lost))]
         return chosen + others
 
-    def controls(self, chosen: Sites, excluded: Sites) -> list[Sites]:
-        """Random sets of as many other neurons."""
-        target = self.context.target
-        generator = self.context.generator
-        return [random_sites(target, chosen, excluded, generator) for _ in range(CONTROL_DRAWS)]
-
     def partial(self, chosen: Sites, candidates: Sites) -> CausalSet | None:
         """The part of a set that takes most of what the set takes, though not the spike; compared with random sets."""
-        alone = self.remove([(site,) for site in chosen]).drops(self.layer)
+        alone = self.drops([(site,) for site in chosen], self.layer)
         order = sorted(range(len(chosen)), key=lambda place: -alone[place])
         parts = [tuple(chosen[place] for place in order[:size]) for size in range(1, len(chosen) + 1)]
-        drops = self.remove(parts).drops(self.layer)
+        drops = self.drops(parts, self.layer)
         chosen = next(part for part, drop in zip(parts, drops, strict=True) if drop >= PART * max(drops))
         return self._compared(chosen, candidates, (), "partial")
 
@@ -332,15 +316,15 @@ class _SpikeSearch:
             others: Candidates that join the set if attention needs them as well.
             kind: The kind of the set.
         """
-        controls = self.controls(chosen, excluded)
+        target, generator = self.context.target, self.context.generator
+        controls = [random_sites(target, chosen, excluded, generator) for _ in range(CONTROL_DRAWS)]
         trials = [self.norm_trial([(), chosen, *controls])]
         if self.heads:
             trials.append(self.attention_trial([chosen, *controls, chosen + others], 1))
             trials.append(self.attention_trial([chosen], len(self.longer)))
         read = self.answer(*trials)
-        removed = self.remove([chosen, *controls])
-        at_sink_layer = removed.drops(self.layer)
-        at_last_layer = removed.drops(self.last)
+        at_sink_layer = self.drops([chosen, *controls], self.layer)
+        at_last_layer = self.drops([chosen, *controls], self.last)
         control = max(*at_sink_layer[1:], *at_last_layer[1:])
         drop_attention = None
         margin_attention = None
@@ -365,7 +349,7 @@ class _SpikeSearch:
             lost,
             control,
             kind,
-            margin_norm=margin_of(removed.lost[0, self.rows, self.layer].numpy()),
+            margin_norm=margin_of(self.lost([chosen])[0, self.rows, self.layer].numpy()),
             margin_attention=margin_attention,
         )
 
@@ -373,28 +357,12 @@ class _SpikeSearch:
         """The part of the minimal set that writes a spike only when the rest is silenced."""
         every = minimal.edit_sites
         rest = tuple(site for site in every if site not in backups)
-        without_rest, without_all = self.remove([rest, every]).norms
+        without_rest, without_all = self.remove([rest, every])
         drops = (1 - without_all / without_rest).mean(0).tolist()
         members = tuple(Member.of(site) for site in backups)
         return CausalSet(members, drops[self.layer], drops[self.last], None, None, minimal.control, "backup")
 
-    def with_backups(self, here: Sites) -> _SetWithBackups:
-        """The smallest set out of `here` and the neurons that bring the spike back while `here` is silent."""
-        backups = Sites()
-        tried = list[Neuron]()
-        for _ in range(BACKUP_ROUNDS):
-            silent = here + backups
-            returning = self._returning(silent)
-            if not returning:
-                break
-            tried += returning
-            backups += tuple(neuron.site for neuron in returning)
-            members = self.smallest(here + backups, self.layer, self.last)
-            if members is not None:
-                return _SetWithBackups(members, tuple(site for site in members if site not in here), tried)
-        return _SetWithBackups(None, backups, tried)
-
-    def _returning(self, silent: Sites) -> list[Neuron]:
+    def returning(self, silent: Sites) -> list[Neuron]:
         """Neurons of later layers that make a spike while these neurons are silent."""
         neurons: list[Neuron] = []
         with Ablate(sites=silent).on(self.context.target):
@@ -404,15 +372,6 @@ class _SpikeSearch:
                 if stage > self.layer:
                     neurons += stage_neurons(without, stage, BACKUP_CANDIDATES)
         return [neuron for neuron in neurons if neuron.site not in silent]
-
-
-@dataclass(frozen=True)
-class _SetWithBackups:
-    """A set that removes the spike for good (None if none does), its backups, and all neurons that were tried."""
-
-    members: Sites | None
-    backups: Sites
-    tried: list[Neuron]
 
 
 def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Sequence[tuple[int, int]] = ()) -> CausalSets:
@@ -442,22 +401,26 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Sequence
         entering_longer=context.entering.part(slice(ATTENTION_TEXTS), ATTENTION_LENGTH),
     )
     candidates = list(neurons)
-    sites = tuple(neuron.site for neuron in neurons if neuron.layer <= search.last)
-    minimal = search.smallest(sites, layer, search.last)
-    here = minimal or search.smallest(sites, layer)
-    if here is None:  # try more neurons of the sink layer than the first candidates
-        more = stage_neurons(context, layer, MORE_CANDIDATES)
-        candidates += more
-        sites = tuple(dict.fromkeys([*sites, *(neuron.site for neuron in more)]))
-        here = search.smallest(sites, layer)
+    here, minimal, sites, backups = None, None, (), ()
+    for more in (False, True):  # than the first candidates of the sink layer
+        if more:
+            candidates += stage_neurons(context, layer, MORE_CANDIDATES)
+        sites = tuple(dict.fromkeys(neuron.site for neuron in candidates if neuron.layer <= search.last))
+        minimal = search.smallest(sites, layer, search.last)
+        here = minimal or search.smallest(sites, layer)
         if here is not None:
-            minimal = search.smallest(sites, layer, search.last)
-    backups: Sites = ()
-    if here is not None and minimal is None:
-        with_backups = search.with_backups(here)
-        minimal = with_backups.members
-        backups = with_backups.backups
-        candidates += with_backups.tried
+            break
+    for _ in range(BACKUP_ROUNDS):  # neurons that bring the spike back while `here` is silent
+        if here is None or minimal is not None:
+            break
+        returning = search.returning(here + backups)
+        if not returning:
+            break
+        candidates += returning
+        backups += tuple(neuron.site for neuron in returning)
+        minimal = search.smallest(here + backups, layer, search.last)
+    if here is not None and minimal is not None:
+        backups = tuple(site for site in minimal if site not in here)
     sets: list[CausalSet] = []
     if minimal is None:
         best = search.partial(here or sites, sites + backups)
@@ -500,12 +463,11 @@ def sink_neurons(setup: Setup) -> SinkNeurons:
     """The neurons that make the first token's spike; they are searched once for a setup."""
     key = (sink_neurons, setup.seed, len(setup.ids))
     if key not in setup.memory:
-        setup.memory[key] = neurons_of(SinkContext.read(setup))
+        setup.memory[key] = _search_sink_neurons(SinkContext.read(setup))
     return setup.memory[key]
 
 
-def neurons_of(context: SinkContext) -> SinkNeurons:
-    """The neurons that make the spike of a model whose layers were scanned."""
+def _search_sink_neurons(context: SinkContext) -> SinkNeurons:
     if context.sink_layer is None:
         return SinkNeurons(None, (), (), SpikeAbsence.of(context))
     received = attention_received(context.target, context.ids, RATE_EPS, layers=len(context.scan.layers))
