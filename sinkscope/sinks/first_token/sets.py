@@ -108,8 +108,14 @@ def _smallest_prefix(
     ending = [prefix for prefix, removal in zip(prefixes, remove(prefixes), strict=True) if removal.gone]
     if not ending:
         return None
-    members = ending[0]
-    while len(members) > 1:
+    return without_unneeded(ending[0], remove, least=1)
+
+
+def without_unneeded(
+    members: tuple[Candidate, ...], remove: Callable[[list[tuple[Candidate, ...]]], list[Removal]], least: int = 0
+) -> tuple[Candidate, ...]:
+    """Leave out members of a set, one after another, while the removal of the others ends the effect."""
+    while len(members) > least:
         fewer = _most_effective_of([[members[:i] + members[i + 1 :] for i in range(len(members))]], remove)
         if fewer is None:
             break
@@ -282,14 +288,12 @@ class _SpikeSearch:
 
     def grown(self, chosen: Sites, others: Sites) -> Sites:
         """The set and those of the other candidates that attention needs as well."""
-        while others:
-            fewer = [others[:i] + others[i + 1 :] for i in range(len(others))]
-            (edited,) = side_by_side(self.context.target, [self.attention_trial([chosen + some for some in fewer], 1)])
-            lost = heads_lost(edited.attention_drops(self.heads))
-            if max(lost) < NEEDED:
-                break
-            others = fewer[lost.index(max(lost))]
-        return chosen + others
+
+        def remove(sets: list[Sites]) -> list[Removal]:
+            (edited,) = side_by_side(self.context.target, [self.attention_trial([chosen + some for some in sets], 1)])
+            return [Removal(lost >= NEEDED, lost) for lost in heads_lost(edited.attention_drops(self.heads))]
+
+        return chosen + without_unneeded(others, remove)
 
     def partial(self, chosen: Sites, candidates: Sites) -> CausalSet | None:
         """The part of a set that takes most of what the set takes, though not the spike; compared with random sets."""
@@ -506,15 +510,12 @@ def later_sinks(context: SinkContext) -> tuple[LaterSink, ...]:
 def _later_sink(context: SinkContext, token: str, row: int, at: int) -> LaterSink:
     """A spike, and the smallest set that makes it."""
     scan = context.scan
-    ratios = [
-        float(norms[row, at]) / max(typical, SMALLEST_NORM)
-        for norms, typical in zip(scan.norms, scan.typical_norm, strict=True)
-    ]
+    norms = torch.stack(scan.norms)[:, row, at].double()
+    ratio = float((norms / torch.tensor(scan.typical_norm).double().clamp(min=SMALLEST_NORM)).max())
     made = set_at_position(context, scan, context.ids[row : row + 1], row, at)
-    minimal = None
-    if made is not None and made.set.kind == "minimal":
-        minimal = made.set
-    return LaterSink(token, at, max(ratios), minimal)
+    if made is None or made.set.kind != "minimal":
+        return LaterSink(token, at, ratio, None)
+    return LaterSink(token, at, ratio, made.set)
 
 
 @dataclass(frozen=True)
