@@ -165,7 +165,7 @@ def measured(method: Method, values: Values, split: Split, seed: int) -> dict[st
     for draw in range(SHUFFLES):
         order = torch.randperm(len(kinds), generator=torch.Generator().manual_seed(seed + draw)).numpy()
         chance.append(held_out(method, values, (order % 2 == 0)[kind], train))
-    rng = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
     firsts = len(split.places[0])
     group = np.concatenate([np.arange(firsts), firsts + split.places[1][:, 0].numpy()])  # a token, or a text
     again: list[float] = []
@@ -173,7 +173,8 @@ def measured(method: Method, values: Values, split: Split, seed: int) -> dict[st
         picks: list[Int[np.ndarray, " pick"]] = []
         for side in (train & split.first, train & ~split.first, split.held & split.first, split.held & ~split.first):
             members, of_group = np.unique(group[side], return_inverse=True)
-            times = np.bincount(rng.integers(len(members), size=len(members)), minlength=len(members))
+            drawn_members = torch.randint(len(members), (len(members),), generator=generator)
+            times = drawn_members.bincount(minlength=len(members)).numpy()
             picks.append(np.flatnonzero(side).repeat(times[of_group]))
         drawn = np.concatenate(picks)
         again.append(held_out(method, values[drawn], split.first[drawn], train[drawn]))
