@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gguf_file import write_gguf
@@ -61,7 +60,7 @@ def test_gguf_is_opened_with_as_many_layers_as_it_takes(deep, tmp_path, monkeypa
     asked = []
     load = opening.load
 
-    def counted(*args: Any, layers: int | None = None, **kwargs: Any) -> Any:
+    def counted(*args, layers=None, **kwargs):
         asked.append(layers)
         return load(*args, layers=layers, **kwargs)
 

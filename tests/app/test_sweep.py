@@ -133,7 +133,7 @@ def wrongs(files, monkeypatch, capfd):
     monkeypatch.chdir(files)
     before = _state(files)
 
-    def run(cases: list[Case]) -> list[str]:
+    def run(cases):
         wrong = []
         capfd.readouterr()
         for words in cases:

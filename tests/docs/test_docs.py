@@ -9,7 +9,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -50,7 +49,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(policy, "_REGISTERED", dict(policy._REGISTERED))  # pages register policies of their own
 
-    def running(page: str, shorter: Mapping[str, str] | None = None) -> dict[str, Any]:
+    def running(page, shorter=None):
         module = ModuleType("page")  # dataclasses look their module up
         monkeypatch.setitem(sys.modules, "page", module)
         monkeypatch.setitem(vars(sinkscope), "find_sinks", found)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import slow
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.jobs import Pool, Tally, _Worker, check_workers, finish
@@ -137,7 +138,7 @@ def _pickled(pool: Pool[Any, Any], jobs: Sequence[Any]) -> Iterator[tuple[int, A
         yield sent(workers[i % len(workers)].run(i, sent(jobs[i])))
 
 
-@pytest.mark.parametrize("over_ray", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("over_ray", [False, slow(True)])
 def test_two_workers_make_the_same_records_of_a_benchmark(over_ray, tmp_path, request, monkeypatch):
     """Also where a part of the run was made in one process."""
     if over_ray:

@@ -54,7 +54,7 @@ def measured(tmp_path_factory):
     text.write_text((ROOT / "sinkscope/models/text/typical.txt").read_text(encoding="utf-8")[:2500])
 
     @cache
-    def run(command: Command, backend: str | None = None) -> Result:
+    def run(command, backend=None):
         more = arguments(command)
         return command.load()(bundled(backend), text=text, **more)
 
@@ -281,7 +281,7 @@ def test_attention_under_a_policy_is_that_of_the_kept_cache():
     """Token by token under interventions: `Full` changes nothing; StreamingLLM sees its first and last tokens alone."""
     plain = Setup.open(load(backend="hf", layers=3), texts=1)
 
-    def rows(edit: Any) -> dict[int, torch.Tensor]:
+    def rows(edit):
         return {row.layer: row.probs for row in replace(plain, edit=edit).attention(last=20, layers=[0, 2])}
 
     stock, full, few = rows(None), rows(Full()), rows(StreamingLLM(budget=12))

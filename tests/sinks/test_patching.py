@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from organisms import Organism
 from organisms import organism as new_organism
 from organisms.hard import HardModel, hard
@@ -47,7 +48,6 @@ def made_of(o: Organism, folder: Path, **changes: Any) -> PatchMade:
 
 
 def proof_of(made: PatchMade) -> PatchProof:
-    assert made.proof is not None
     return made.proof
 
 
@@ -69,7 +69,7 @@ def few_texts(monkeypatch):
     [
         ("llama", "sink", 5),
         ("mixtral", "up", 6),
-        pytest.param("gemma2", "spread", 12, marks=pytest.mark.slow),
+        slow("gemma2", "spread", 12),
     ],
 )
 def test_patch_is_the_planted_neurons(family, kind, seed):

@@ -78,7 +78,7 @@ class AttentionReading:
         )
 
     def details(self, sweep: Sweep) -> list[str]:
-        """Attention of all queries and of the tail, sequence by sequence."""
+        """Attention of all queries, sequence by sequence."""
         lines: list[str] = []
         for number, name in enumerate(self.sequences[:5]):
             behind = slice(self.first_behind, None)
@@ -89,11 +89,6 @@ class AttentionReading:
                 line += (
                     f", and {places} of high norm {self.mean_to_high[behind, number].mean():.1%} "
                     f"(uniform attention would give {self.uniform[number]:.1%})"
-                )
-            if np.isfinite(self.tail_uniform[number]):
-                line += (
-                    "; of the attention of the text that follows, these receive "
-                    f"{self.tail_to_high[behind, number].mean():.1%} (uniform: {self.tail_uniform[number]:.1%})"
                 )
             lines.append(line + ".")
         return lines
