@@ -21,7 +21,7 @@ class Settings:
     names: tuple[Literal["a", "b"], ...] = ("a",)
     value: Literal["second"] | Number = "second"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if self.count > 100:
             raise SinkscopeError("count is above 100: use a smaller one", page="kv-budget")
 

@@ -109,7 +109,7 @@ def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path,
     assert calls == []
 
 
-def _never_start(elsewhere: Callable[[], Callable[[Square], list[Squared]]], workers: int) -> None:
+def _never_start(elsewhere: Callable[[], Callable[[Square], list[Squared]]], workers: int):
     began = time.monotonic()
     with pytest.raises(SinkscopeError, match=rf"\d of {workers} Ray workers did not start within 1 s"):
         _run(None, range(4), Pool(square, elsewhere, workers=workers, patience=0.9))
@@ -128,7 +128,7 @@ def _pickled(pool: Pool[Any, Any], jobs: Sequence[Any]) -> Iterator[tuple[int, A
     """What Ray does, in this process: all that reaches a worker or comes back is pickled; the last job ends first."""
     pickle = pytest.importorskip("ray.cloudpickle")
 
-    def sent(thing: Any) -> Any:
+    def sent(thing):
         return pickle.loads(pickle.dumps(thing))
 
     workers = [_Worker(threads=1) for _ in range(pool._workers)]

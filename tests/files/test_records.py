@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
@@ -25,7 +25,7 @@ class Sample:
     kind: Literal["small", "large"] = "small"
     parts: tuple[Inner, ...] = ()
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if self.size < 0:
             raise ValueError(f"size is {self.size}, expected a number from 0")
 
@@ -33,7 +33,7 @@ class Sample:
 GOOD = {"id": "a", "size": 3, "kind": "large", "parts": [{"words": ["x", "y"]}]}
 
 
-def put(path: Path, *rows: Any) -> Path:
+def put(path: Path, *rows) -> Path:
     path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
     return path
 

@@ -89,7 +89,7 @@ samples = st.builds(
 )
 
 
-def example(**changes: Any) -> Sample:
+def example(**changes) -> Sample:
     origin = Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5, None)
     sample = Sample(
         model=ModelInfo("tiny", "llama", 4, 64, 128, "abc"),
@@ -176,7 +176,7 @@ def test_older_files_take_defaults_and_newer_keys_are_ignored():
     assert Result.from_dict(data) == example()
 
 
-def _broken(**changes: Any) -> str:
+def _broken(**changes) -> str:
     data = example().to_dict()
     for path, value in changes.items():
         *steps, last = path.split("__")

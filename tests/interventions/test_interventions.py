@@ -6,7 +6,6 @@ import copy
 import runpy
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ def sites_for(model_type: str) -> list[tuple[int, ...]]:
     return [(1, 3), (1, 11), (2, 0)]
 
 
-def zeroed_copy(model: Any, sites: list[tuple[int, ...]]) -> Any:
+def zeroed_copy(model, sites: list[tuple[int, ...]]):
     """The same model with these neurons' columns of the down projection set to zero: no hook involved."""
     edited = copy.deepcopy(model)
     target = Target.of(edited)
@@ -226,7 +225,7 @@ class FakeCache:
         return self.seen
 
 
-def shape_mask(real: Tensor, start: int, stop: int, kind: str) -> Any:
+def shape_mask(real: Tensor, start: int, stop: int, kind: str):
     if kind == "2d":
         return real[:, :stop].long()
     causal = torch.arange(stop)[None, :] <= torch.arange(start, stop)[:, None]
@@ -239,7 +238,7 @@ def shape_mask(real: Tensor, start: int, stop: int, kind: str) -> Any:
 _TINY = []
 
 
-def tiny_llama() -> Any:
+def tiny_llama():
     if not _TINY:
         _TINY.append(tiny_model("llama")[0])
     return _TINY[0]

@@ -33,7 +33,7 @@ def bridged(model_type: str) -> tuple[Any, Any]:
     return model, bridge_of(model, tokenizer)
 
 
-def without_heads(model: Any, heads: list[tuple[int, int]]) -> Any:
+def without_heads(model, heads: list[tuple[int, int]]):
     """The same model with these heads' columns of the output projection set to zero: no hook involved."""
     edited = copy.deepcopy(model)
     target = Target.of(edited)
@@ -46,15 +46,15 @@ def without_heads(model: Any, heads: list[tuple[int, int]]) -> Any:
     return edited
 
 
-def vector_of(model: Any) -> torch.Tensor:
+def vector_of(model) -> torch.Tensor:
     return torch.randn(Target.of(model).d_model, generator=torch.Generator().manual_seed(1))
 
 
 @contextmanager
-def added(model: Any, layer: int, vector: torch.Tensor) -> Iterator[None]:
+def added(model, layer: int, vector: torch.Tensor) -> Iterator[None]:
     """By hand: after a layer of a plain model."""
 
-    def hook(_module: Any, _args: Any, output: Any) -> Any:
+    def hook(_module, _args, output):
         return (output[0] + vector, *output[1:]) if isinstance(output, tuple) else output + vector
 
     handle = Target.of(model).layers[layer].register_forward_hook(hook)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from typing import Any
 
 import pytest
 import torch
@@ -130,7 +129,7 @@ class Wrong(Policy):
     what: str = "shape"
     since: int = 0
 
-    def scores(self, at: At) -> Any:
+    def scores(self, at: At):
         good = at.kv.pos.float()
         if at.moment.state.decoded < self.since:
             return good

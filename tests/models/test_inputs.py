@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -25,7 +23,7 @@ TEXTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
 KINDS = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
 
 
-def rows_of(tokenizer: Any) -> list[list[int]]:
+def rows_of(tokenizer) -> list[list[int]]:
     return [tokenizer(text)["input_ids"] for text in TEXTS]
 
 

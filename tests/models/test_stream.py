@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ def every_output(target: Target) -> list[Tensor]:
     """Output of each layer, and the last hidden state; counts on the way what a stream holds."""
     outputs = []
 
-    def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+    def keep(_module, _args, _kwargs, output):
         outputs.append(first_tensor(output).clone())
         if isinstance(target, StreamTarget):
             assert len(held(target)) <= 2
@@ -200,7 +199,7 @@ def test_no_logits(llama):
         open_stream(llama[1]).hf(ids_and_mask()[0])
 
 
-def spoil(folder: Path, into: Path, change: Any) -> Path:
+def spoil(folder: Path, into: Path, change) -> Path:
     """A copy of a checkpoint in one file, with `change` applied to its tensors."""
     tensors = {}
     for shard in folder.glob("*.safetensors"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -72,7 +70,7 @@ def as_trained(model_type: str) -> dict[str, str]:
     return {"attn_implementation": "eager"} if model_type == "gemma2" else {}
 
 
-def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def tiny_model(model_type: str, seed: int = 0, **overrides) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Random causal LM of `model_type` (3 layers, d_model 32, 4 heads, float32, eval) and its tokenizer."""
     if model_type not in ADAPTERS:
         raise ValueError(f"no tiny model of type {model_type!r}; there are: {', '.join(MODEL_TYPES)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ organism = functools.cache(new_organism)  # only read here
 CLUSTER, RANDOM, REPEATED = range(3)
 
 
-def attack(o: Organism, folder: Path, **options: Any) -> ClusterAttack:
+def attack(o: Organism, folder: Path, **options) -> ClusterAttack:
     options = {"clusters": planted_clusters(o), "lengths": [8], "sequences": 24, "prefix": "", **options}
     return cluster_attack(o.model, tokenizer=o.tokenizer, text=text_file(o, folder), **options)
 

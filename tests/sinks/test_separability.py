@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +42,7 @@ from sinkscope.trace.run import trace
 organism = functools.cache(new_organism)  # only read here
 
 
-def measured(o: Organism, model: Any = None, **options: Any) -> Separability:
+def measured(o: Organism, model=None, **options) -> Separability:
     with TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         text.write_text(o.tokenizer.decode(o.natural(20, 64, seed=9)[:, 1:].flatten().tolist()))
