@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import pathless, plain
@@ -207,9 +208,8 @@ def _broken(**changes) -> str:
 def test_bad_files_in_one_line(tmp_path, content, says):
     path = tmp_path / "f.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(SinkscopeError, match=says) as caught:
+    with refused(says):
         Result.load(path)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_kind_has_one_class():

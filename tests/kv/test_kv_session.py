@@ -15,6 +15,7 @@ from intervention_kit import bridge_of, count_hooks, nnsight_of
 from kv_kit import Drawn, Ragged, decode, prompts
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
+from refusals import refused
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import DynamicCache, StaticCache
@@ -206,9 +207,8 @@ def test_what_cannot_be_entered():
         ("layer 2 is not in .*: give one from 0 to 1", lambda: Observe(ignore, layers=[2]).on(model).__enter__()),
     ]
     for said, enter in cases:
-        with pytest.raises(SinkscopeError, match=said) as raised:
+        with refused(said):
             enter()
-        assert "\n" not in str(raised.value)
     assert state_of(model) == before
 
 

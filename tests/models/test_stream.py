@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from organisms import MODEL_TYPES, tiny_model
+from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
@@ -225,9 +226,8 @@ NORM, DOWN = "model.norm.weight", "model.layers.2.mlp.down_proj.weight"
     ],
 )
 def test_broken_checkpoints(llama, change, message, tmp_path):
-    with pytest.raises(SinkscopeError, match=message) as caught:
+    with refused(message):
         open_stream(spoil(llama[1], tmp_path, change)).forward(*ids_and_mask())
-    assert "\n" not in str(caught.value)
 
 
 def test_refuses_what_it_cannot_stream(llama, tmp_path):
