@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from sinkscope.kv.policy import At, Policy
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 FAMILIES = (
     "gpt2",
@@ -179,7 +179,7 @@ def window_of(model, layer: int) -> int | None:
 
 def masks_of(model, policy: Drawn | None, mask: Tensor, prompt: int, every: int | None = 1) -> list[Tensor]:
     """What each query may see if the tokens after `prompt` columns come one by one, the policy acting before them."""
-    target, (rows, total) = Target.of(model), mask.shape
+    target, (rows, total) = target_of(model), mask.shape
     layers = []
     for layer in range(target.n_layers):
         sees = torch.zeros(rows, target.n_kv_heads, total, total, dtype=torch.bool)

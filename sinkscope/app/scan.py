@@ -32,6 +32,7 @@ from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Intervention
 from sinkscope.measure import Count, Hidden, Measurement, Option, Setup
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.circuit import Circuit
 from sinkscope.sinks.first_token.circuit_result import MARK, NEURONS
 
@@ -377,7 +378,7 @@ def _label(model: object) -> str:
         return "bundled"
     if isinstance(model, str | os.PathLike):
         return Path(os.path.abspath(os.fspath(model))).name
-    return Target.of(model).name
+    return target_of(model).name
 
 
 def demo(

@@ -14,7 +14,7 @@ from sinkscope.bench.prompt import Turn
 from sinkscope.bench.tasks.loops import Loops, first_alarm, fresh_sentences, loops
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.load import load
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 LOOP = [5, 6, 7] * 100
 FRESH = [*range(4, 50), *range(4, 44)]
@@ -84,7 +84,7 @@ def test_new_sentences():
 
 
 def test_openings_of_text_and_their_own_continuation():
-    target = Target.of(load(None, backend="hf", probe=False))
+    target = target_of(load(None, backend="hf", probe=False))
     task = Loops(source="text", openings=3)
     prompts = task.prompts(target)
     assert len(prompts) == 3 and {prompt.set for prompt in prompts} == {"text"}
@@ -95,4 +95,4 @@ def test_openings_of_text_and_their_own_continuation():
 
 def test_unknown_prompts():
     with pytest.raises(SinkscopeError, match="source='large': expected small, small-dc"):
-        Loops(source="large").prompts(Target.of(*tiny()))
+        Loops(source="large").prompts(target_of(*tiny()))

@@ -16,7 +16,7 @@ from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.needle import KINDS, WORDINGS, Needle, needle_prompt, wording_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.open import fingerprint_of, open_target
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 WRITTEN = [(name, kind) for name, wording in WORDINGS.items() for kind in wording.kinds]
 
@@ -115,7 +115,7 @@ def test_two_hops_answer_from_the_linked_fact_alone():
 
 def test_two_hops_is_another_model_than_recall(tmp_path):
     names = ("recall", "recall-2hop")
-    one, two = (fingerprint_of(Target.of(model(name))) for name in names)
+    one, two = (fingerprint_of(target_of(model(name))) for name in names)
     assert one != two
     opened = open_target("recall-2hop", None, None, None, None, False)  # never streamed: the file has other weights
     assert torch.equal(opened.hf.lm_head.weight, model("recall-2hop").lm_head.weight)
@@ -158,4 +158,4 @@ def test_what_cannot_be_asked_is_refused(settings, message):
     with pytest.raises(SinkscopeError, match=message):
         run_bench(model(), Needle(**settings), ["full"])
     with pytest.raises(SinkscopeError, match="kinds=tracking: for bundled there are needle, multi-key"):
-        Needle(kinds=("tracking",)).prompts(Target.of(model("bundled")))
+        Needle(kinds=("tracking",)).prompts(target_of(model("bundled")))

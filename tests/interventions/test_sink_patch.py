@@ -20,7 +20,7 @@ from torch.testing import assert_close
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo
 from sinkscope.interventions import Ablate, NeuronSite, SinkPatch
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.trace.run import trace
 
 REPEATS = 300
@@ -35,7 +35,7 @@ def neutral(o: Organism, site: str = "post") -> dict[tuple[int, ...], float]:
     values = {}
     for layer, neuron in o.truth.neurons:
         seen = []
-        target = Target.of(o.model)
+        target = target_of(o.model)
         if site == "post":
             module = target.sub(layer, target.adapter.down)
             handle = module.register_forward_pre_hook(lambda _m, args, n=neuron, s=seen: s.append(args[0][:, 1:, n]))
@@ -135,7 +135,7 @@ def test_every_generated_token_in_every_kind():
             got = model.generate(ids, eos_token_id=None, **settings, **extra)
             assert torch.equal(got, want), extra
     nns = nnsight_of(model, tokenizer)
-    nns_hf = Target.of(nns).hf
+    nns_hf = target_of(nns).hf
     nns_hf.generation_config.eos_token_id = None
     with patch.on(nns):
         with nns.generate({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **settings):

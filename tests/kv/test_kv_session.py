@@ -25,7 +25,7 @@ from sinkscope.interventions.base import Run
 from sinkscope.kv import AShape, Full, Observe, Session, SnapKV, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.loopserve import LoopServe
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.trace import attention as tap
 
 IDS, MASK = prompts([14, 9], 4)
@@ -37,7 +37,7 @@ def ignore(_):
 
 def state_of(model) -> dict[str, Any]:
     """All that a run may have touched."""
-    hf = Target.of(model).hf
+    hf = target_of(model).hf
     return {
         "hooks": count_hooks(hf),
         "attributes": {name: sorted(vars(module)) for name, module in hf.named_modules()},
@@ -60,7 +60,7 @@ def every_kind() -> list[Any]:
 
 
 def run_it(model):
-    hf = Target.of(model).hf
+    hf = target_of(model).hf
     hf.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False, pad_token_id=3)
 
 
@@ -71,7 +71,7 @@ def test_nothing_stays():
         for way in (Full(), Drawn(budget=6), Observe(ignore), StreamingLLM(budget=6) | Observe(ignore, last=1)):
             with way.on(model):
                 run_it(model)
-                assert Target.of(model).hf.config._attn_implementation == "sinkscope"
+                assert target_of(model).hf.config._attn_implementation == "sinkscope"
             assert state_of(model) == before
 
 

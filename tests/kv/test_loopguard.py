@@ -21,7 +21,7 @@ from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard, tokens_to_keep
 from sinkscope.kv.loopguard import guard as guard_module
 from sinkscope.kv.loopguard.steer import Ban, draw
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 ALWAYS = LoopGuard.paper(**SMALL, variant="always", monitor={"every": 9, "warmup": 0, "cooldown": 0})
 TAIL = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)
@@ -79,7 +79,7 @@ def test_without_a_trigger_generation_is_the_stock_one_bit_for_bit(kind):
     model = tiny(kind)
     prompt, mask = padded(12)
     settings = {"max_new_tokens": 16, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    hf = Target.of(model).hf
+    hf = target_of(model).hf
     want = hf.generate(input_ids=prompt, attention_mask=mask, **settings)
     for between in ("full", "window"):  # shorter than the warm-up and the budget
         with LoopGuard(between=between).on(model) as run:

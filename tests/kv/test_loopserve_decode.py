@@ -16,7 +16,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import Progressive, tokens_read
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 IDS, MASK = prompts([30, 21], 14)
 PROMPT = 30
@@ -24,7 +24,7 @@ PROMPT = 30
 
 def reference_masks(model, ids: Tensor, mask: Tensor, policy: Progressive, prompt: int = PROMPT) -> list[Tensor]:
     """What each query may see, from the attention of whole passes: per layer, bool `[row kv_head query key]`."""
-    target, total = Target.of(model), ids.shape[1]
+    target, total = target_of(model), ids.shape[1]
     column = torch.arange(total)
     whole = []
     for layer in range(target.n_layers):

@@ -26,7 +26,7 @@ from sinkscope.kv import Observe, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe, sparse_prompts, tokens_read
 from sinkscope.lines.choice import choice_cost, draw_of, held_out, sample_queries, select_lines
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 SPARSE = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3}
 PLAIN = {"begin": 1, "local": 1, "sharp": None, "checked": 0}  # as in the paper
@@ -40,7 +40,7 @@ def every_head(family: str = "llama"):
 def line_masks(model, ids: Tensor, mask: Tensor, turns: list[int], serve: LoopServe) -> list[Tensor]:
     """Per layer `[row head query key]`: for each turn (columns from one entry to the next) the lines of its queries."""
     rows, total = ids.shape
-    target = Target.of(model)
+    target = target_of(model)
     causal = (torch.ones(total, total).tril() * mask[:, None]).bool()
     sees = [causal[:, None].repeat(1, target.n_heads, 1, 1) for _ in range(target.n_layers)]
     for layer in range(target.n_layers):
@@ -96,7 +96,7 @@ def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family
     close(first[0], expected[0, :50])
     close(first[1, 13:], expected[1, 13:50])
     events = [event for event in run.events if event.kind == "prefill"]
-    assert len(events) == 2 * 2 * Target.of(model).n_layers
+    assert len(events) == 2 * 2 * target_of(model).n_layers
     for event in events:
         now = (50, 37)[event.row] - 1 + (30 if event.data["queries"] == 30 else 0)
         assert event.position == now and event.data["keys"] == now + 1

@@ -18,7 +18,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoint import SafetensorsSource
 from sinkscope.models.fingerprint import fingerprint
 from sinkscope.models.open import open_stream
-from sinkscope.models.target import Target, first_tensor
+from sinkscope.models.target import first_tensor
+from sinkscope.models.wrapped import target_of
 
 DOWN = "model.layers.2.mlp.down_proj.weight"
 
@@ -225,7 +226,7 @@ def test_streaming_downloads_only_needed_shards(saved, tmp_path):
         assert arrived == {source.weight_map[name] for name in source.read}
         assert arrived < set(source.weight_map.values())
         assert not [name for name in source.read if ".1." in name or ".2." in name or "lm_head" in name]
-    resident = Target.of(tiny_model("llama", 0)[0])
+    resident = target_of(tiny_model("llama", 0)[0])
     with resident.hooks((resident.layers[0], "post", lambda m, a, k, out: outputs.append(first_tensor(out)))):
         resident.forward(ids)
     torch.testing.assert_close(outputs[0], outputs[1], atol=1e-6, rtol=0)

@@ -15,7 +15,7 @@ import sinkscope as ss
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.serving.generate import generate
 from sinkscope.trace import trace
 
@@ -94,7 +94,7 @@ def test_one_look_up_of_the_tokenizer(tmp_path):
     assert ss.Conversation(live, None).ask("the dog", max_new_tokens=2).prompt == (1, *rows_of(tokenizer)[1][1:])
     assert ss.find_sinks(live, max_repeats=8).model.name == tmp_path.name
     vars(model)["tokenizer"] = tokenizer
-    assert Target.of(model).need_tokenizer() is tokenizer
+    assert target_of(model).need_tokenizer() is tokenizer
 
 
 def test_interventions_may_be_anything(tmp_path):

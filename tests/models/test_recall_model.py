@@ -15,7 +15,7 @@ from experiments import make_recall
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks import recall as words
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue, uneven
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 FOLDER = Path(ss.__file__ or "").parent / "models/recall"
 
@@ -130,4 +130,4 @@ def test_all_kinds_of_model_agree():
         expected = hf(ids).logits
         bridge = ss.load("recall")
         assert_close(bridge(ids), expected, atol=1e-2, rtol=1e-3)
-    assert Target.of(bridge).n_layers == 3
+    assert target_of(bridge).n_layers == 3

@@ -15,6 +15,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate
 from sinkscope.models.probe import probe
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_view import (
@@ -50,7 +51,7 @@ def _everywhere(target: Target):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_all_neurons_write_is_what_the_mlp_gives(family):
     """Routed ones first, `expert * d_mlp + neuron`, shared ones behind them; each weight as the model applies it."""
-    target, (_, width, shared) = Target.of(tiny_model(family)[0]), FAMILIES[family]
+    target, (_, width, shared) = target_of(tiny_model(family)[0]), FAMILIES[family]
     view = _everywhere(target)
     assert view.post.shape[1] == 4 * width + shared and view.routing is not None
     cols = columns(target, LAYER, torch.arange(view.post.shape[1]))
@@ -68,7 +69,7 @@ def test_zeroed_in_rows_is_zeroed_alone(family):
     """Many edits in one pass, of routed and shared neurons, give the norms of real passes with raw hooks."""
     model, _ = tiny_model(family)
     sets = [((LAYER, 40),), ((LAYER, 2, 3),), ((LAYER, 40), (LAYER, 2, 3), (LAYER, 0))]
-    seen = effects(Target.of(model), IDS, [Edit(zero=sites) for sites in sets], at=3)
+    seen = effects(target_of(model), IDS, [Edit(zero=sites) for sites in sets], at=3)
     intact = seen.intact_norms[:, LAYER:]
     for sites, found in zip(sets, seen.norms, strict=True):
         with zeroed(model, sites), torch.no_grad():
@@ -81,7 +82,7 @@ def test_zeroed_in_rows_is_zeroed_alone(family):
 def test_up_factor_and_written_values(family):
     """A written value against the column times the gate added by hand; the up factor at zero against a row of zeros."""
     model, _ = tiny_model(family)
-    target = Target.of(model)
+    target = target_of(model)
     post, weight = _inside(target, family)
     kept = []
     mlp = target.sub(LAYER, "mlp").register_forward_hook(lambda _m, _a, out: kept.append(out.detach()))
@@ -105,7 +106,7 @@ def test_up_factor_and_written_values(family):
 
 def test_the_probe_holds_the_shared_expert_to_its_gate():
     model, _ = tiny_model("qwen2_moe")
-    target = Target.of(model)
+    target = target_of(model)
     assert probe(target).problem is None
     for wrong in ({"shared_gate": None}, {"down": "mlp.shared_expert.up_proj"}):
         assert probe(replace(target, adapter=replace(target.adapter, **wrong))).problem is not None

@@ -17,7 +17,7 @@ from organisms.circuits import CIRCUITS, PlantedCircuit, lost, planted
 from organisms.hard import HardModel, hard
 
 from sinkscope.files.notation import neuron_name
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.circuit import circuit
 from sinkscope.sinks.first_token.circuit_result import (
     EARLY,
@@ -180,7 +180,7 @@ def test_no_circuit_is_an_answer(tmp_path):
 def test_a_component_gives_a_position_what_it_gives_at_another():
     """Necessity and sufficiency of the token embedding are those of a text with the other token."""
     o = organism("llama", 3)
-    target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 12)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 12)
     effect = PositionEffect(target, ids, 0, 5, o.truth.sink_layer)
 
     def norm(tokens, at):

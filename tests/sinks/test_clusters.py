@@ -16,7 +16,7 @@ from torch.testing import assert_close
 import sinkscope
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.attack.attack import ClusterAttack, cluster_attack
 from sinkscope.sinks.attack.clusters import HeadWork, TokenClusters, later_mean
 
@@ -55,7 +55,7 @@ def test_planted_groups_are_recovered_token_by_token(family, bos):
 
 def one_forward(o: Organism, layer: int, neuron: int, token: int, head: int, mean: torch.Tensor) -> float:
     """The neuron's activation in a forward pass of its own: what other heads write is exchanged by hand."""
-    target = Target.of(o.model, o.tokenizer)
+    target = target_of(o.model, o.tokenizer)
     out_proj, down = target.sub(0, target.adapter.o), target.sub(layer, target.adapter.down)
     stored = out_proj.weight.detach()  # GPT-2's is input x output
     weight = (stored.T if target.adapter.transposed_down else stored).unflatten(1, (target.n_heads, -1))
@@ -79,7 +79,7 @@ def one_forward(o: Organism, layer: int, neuron: int, token: int, head: int, mea
 @pytest.mark.parametrize("family", ["neox", "gemma2", "gpt2"])
 def test_one_batch_of_heads_equals_a_forward_pass_for_each(family):
     o = organism(family, 2)
-    target, layer = Target.of(o.model, o.tokenizer), o.truth.sink_layer
+    target, layer = target_of(o.model, o.tokenizer), o.truth.sink_layer
     neuron, mean = o.truth.neurons[0][-1], later_mean(target, o.natural(2, 12))
     tokens = [1, 17]
     shares = HeadWork(layer, neuron, 2.0, mean).shares(target, tokens)
@@ -90,7 +90,7 @@ def test_one_batch_of_heads_equals_a_forward_pass_for_each(family):
 
 def test_later_mean_is_that_of_later_positions_head_by_head():
     o = organism("qwen2", 1)
-    target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 10)
     z = []
     handle = target.sub(0, "self_attn.o_proj").register_forward_pre_hook(lambda _m, args: z.append(args[0]))
     with torch.no_grad():

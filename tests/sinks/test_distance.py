@@ -15,7 +15,7 @@ from organisms import Organism, tiny_model
 from organisms import organism as new_organism
 from torch import nn
 
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.repetition.distance import DistanceReading, output_weights
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 from sinkscope.trace import trace
@@ -60,7 +60,7 @@ def test_bound_and_distance_by_hand(family):
     found, sweep = result.distance, result.sweep
     start = o.tokenizer("poem book")["input_ids"]
     ids = torch.tensor([start + list(sweep.ids[0]) * count])
-    target = Target.of(o.model, o.tokenizer)
+    target = target_of(o.model, o.tokenizer)
     eager = copy.deepcopy(o.model)
     eager.set_attn_implementation("eager")
     with torch.no_grad():
@@ -99,13 +99,13 @@ def test_one_pass_is_n_passes(family):
     for token, (word,) in enumerate(sweep.ids):
         alone = last([word])
         for layer, site in zip(layers, sites, strict=True):
-            if not Target.of(o.model, o.tokenizer).adapter.post_attn_norm:  # which would come after the output
+            if not target_of(o.model, o.tokenizer).adapter.post_attn_norm:  # which would come after the output
                 assert found.alone[layer, token] == pytest.approx(float(alone[site].norm()), rel=1e-3, abs=1e-4)
         for repeats in (1, 2, 9, 33):
             place = sweep.counts.tolist().index(repeats)
             outputs = last([1, 4, 5] + [word] * repeats)
             for layer, site in zip(layers, sites, strict=True):
-                if not Target.of(o.model, o.tokenizer).adapter.post_attn_norm:
+                if not target_of(o.model, o.tokenizer).adapter.post_attn_norm:
                     expected = float((outputs[site] - alone[site]).norm())
                     assert found.distance[layer, token, place] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
@@ -188,6 +188,6 @@ class Adapted(nn.Module):
 
 def test_projections_without_a_weight_are_asked():
     model, tokenizer = tiny_model("phi")  # with a bias, which is no part of any head
-    expected = output_weights(Target.of(model, tokenizer))
+    expected = output_weights(target_of(model, tokenizer))
     model.model.layers[0].self_attn.dense = Adapted(model.model.layers[0].self_attn.dense)
-    torch.testing.assert_close(output_weights(Target.of(model, tokenizer)), expected)
+    torch.testing.assert_close(output_weights(target_of(model, tokenizer)), expected)

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from sinkscope.interventions import Ablate
 from sinkscope.models.open import open_stream
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.effects import side_by_side
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
@@ -85,7 +85,7 @@ def everywhere(ids: Tensor) -> Tensor:
 def test_same_layer_ablation_equals_a_real_ablated_pass(family, kind):
     """`norm_without` takes columns away; Ablate zeroes activations in a forward pass. Also for random neurons."""
     o = organism(family, 3, kind=kind)
-    target, layer, ids = Target.of(o.model, o.tokenizer), o.truth.sink_layer, o.natural(2, 12)
+    target, layer, ids = target_of(o.model, o.tokenizer), o.truth.sink_layer, o.natural(2, 12)
     view = view_layer(target, layer, ids, everywhere(ids))
     sites = [*o.truth.neurons, (layer, 0, 1) if target.is_mixture(layer) else (layer, 1)]
     numbers = [site[-1] + (site[1] * target.d_mlp if len(site) == 3 else 0) for site in sites]
@@ -101,7 +101,7 @@ def test_same_layer_ablation_equals_a_real_ablated_pass(family, kind):
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
 def test_contribution_is_post_times_column(family):
     o = organism(family, 1)
-    target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 6)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(1, 6)
     view = view_layer(target, 1, ids, everywhere(ids))
     every = columns(target, 1, torch.arange(view.post.shape[1]))
     written = (view.post[:, :, None] * every).norm(dim=-1)
@@ -135,7 +135,7 @@ def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median():
 def test_repeats_are_those_of_one_long_pass():
     """Doubling must give what a single pass of full length shows, and tokens in no group must stay unreached."""
     o = organism("llama", 5)
-    target, layer, expected = Target.of(o.model, o.tokenizer), o.truth.sink_layer, o.truth.repeats_expected
+    target, layer, expected = target_of(o.model, o.tokenizer), o.truth.sink_layer, o.truth.repeats_expected
     grouped, free, bos = o.tokens_of(0)[0], o.tokens_of(-1)[0], o.tokenizer.bos_token_id
     limit = min(4 * expected + 64, o.model.config.max_position_embeddings - 1)
     context = SinkContext(target, o.natural(), LayerScan(target.n_layers, []), layer, torch.Generator())
@@ -149,7 +149,7 @@ def test_repeats_are_those_of_one_long_pass():
 
 def test_the_scan_stops_where_the_norm_stays_flat():
     o = organism("llama", 0, n_layers=8)
-    target, ids, layer = Target.of(o.model, o.tokenizer), o.natural(), o.truth.sink_layer
+    target, ids, layer = target_of(o.model, o.tokenizer), o.natural(), o.truth.sink_layer
     scan, whole = scan_layers(target, ids, whole=False), scan_layers(target, ids, whole=True)
     assert len(scan.layers) == min(8, layer + 1 + 3)
     assert whole.first_norm[: len(scan.layers)] == scan.first_norm and whole.stages == scan.stages == [layer]

@@ -17,7 +17,7 @@ from organisms.hard import HardModel, hard
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token import marking_heads as module
 from sinkscope.sinks.first_token.marking_heads import MarkingHeads, Replacement, marking_heads
 from sinkscope.sinks.first_token.result import Neuron
@@ -119,7 +119,7 @@ def test_no_sentence_claims_what_its_numbers_do_not_carry(seed, tokens, layers, 
 def _bench(o: Organism, ids: torch.Tensor) -> Replacement:
     sites = [(n[0], n[1] if len(n) == 3 else None, n[-1]) for n in o.truth.neurons]
     neurons = [Neuron(la, ex, ne, 1.0, 1.0, 1.0, None, 0.0, True, 0.0, None) for la, ex, ne in sites]
-    return Replacement.of(Target.of(o.model, o.tokenizer), o.truth.sink_layer, neurons, ids)
+    return Replacement.of(target_of(o.model, o.tokenizer), o.truth.sink_layer, neurons, ids)
 
 
 def test_replacement_equals_an_edited_pass_over_the_text(monkeypatch):

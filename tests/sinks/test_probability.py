@@ -13,7 +13,7 @@ from organisms import Organism, organism
 from sinkscope.files.result import Result
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.repetition.probability import ProbabilityReading
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 
@@ -81,7 +81,7 @@ def test_it_repeats_until_the_sink_and_for_ever_with_the_patch(prefix):
 
 def test_curve_against_a_pass_of_its_own():
     o, word = repeater(), repeated_word()
-    target = Target.of(o.model, o.tokenizer)
+    target = target_of(o.model, o.tokenizer)
     head = o.tokenizer(PREFIX)["input_ids"]
     patch = SinkPatch(sites=o.truth.neurons)
     for edit in (None, patch):
@@ -105,7 +105,7 @@ def test_curve_against_a_pass_of_its_own():
 
 def test_greedy_is_the_likeliest_token_step_by_step():
     o = repeater()
-    target = Target.of(o.model, o.tokenizer)
+    target = target_of(o.model, o.tokenizer)
     rows = o.natural(2, 9)
     answers = greedy(target, rows, 6)
     for row, answer in zip(rows, answers, strict=True):

@@ -18,8 +18,8 @@ from experiments.repeated_token import table1
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
-from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows, typical_text
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.layer_view import columns, norm_without, view_layer
 from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.norm import NormReading
@@ -120,7 +120,7 @@ def test_ablation_takes_the_planted_neurons_and_equals_taking_columns_away(two):
     assert norm.zeroed[1] == two.truth.neurons[:1] and set(norm.zeroed[2]) == set(two.truth.neurons)
     assert len(norm.zeroed[3]) == len(norm.zeroed[2]) and not set(norm.zeroed[3]) & set(two.truth.neurons)
     assert sweep.ids[2] == sweep.ids[0] + sweep.ids[1]
-    target = Target.of(two.model, two.tokenizer)
+    target = target_of(two.model, two.tokenizer)
     for token, ids in enumerate(sweep.ids):
         row = [two.tokenizer.bos_token_id, *(ids * count)[:count]]
         view = view_layer(target, layer, torch.tensor([row]), torch.ones(1, len(row), dtype=torch.bool))

@@ -21,7 +21,7 @@ from organisms.plan import make_plan
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token import separate
 from sinkscope.sinks.first_token.separate import (
     CLEAR,
@@ -177,7 +177,7 @@ def test_places_are_read_in_order(family):
     o = organism(family, 0)
     ids = o.natural(70, 9)
     places = torch.tensor([[3, 2], [68, 8], [4, 0], [3, 1]])
-    resid, factors = layer_samples(Target.of(o.model, o.tokenizer), 1, ids, places)
+    resid, factors = layer_samples(target_of(o.model, o.tokenizer), 1, ids, places)
     names = ["blocks.1.hook_resid_pre", "blocks.1.hook_attn_out"]
     both = trace(o.model, ids, names)
     wanted = (both[names[0]] + both[names[1]])[places[:, 0], places[:, 1]]
