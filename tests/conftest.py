@@ -95,7 +95,6 @@ FIRST = (
     "test_loopguard_organism.py",
     "test_kv_session.py",
     "test_loopguard.py",
-    "test_separability.py",
     "test_conversation.py",
     "test_docs.py",
     "test_circuit.py",

@@ -20,8 +20,8 @@ from sinkscope.files.result import Result
 from sinkscope.interventions import SinkPatch
 from sinkscope.measure import Measurement, Setup
 
-FEW = ("find_sinks", "marking_heads", "separability")
-LIGHT = ("marking_heads", "separability")
+FEW = ("find_sinks", "marking_heads", "repeat")
+LIGHT = ("marking_heads", "repeat")
 
 
 def only(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:

@@ -68,7 +68,6 @@ def _by_hand() -> Iterator[Result]:
     )
     yield BenchTable(model=sample.model, settings={}, provenance=sample.provenance, groups=groups)
     yield loops.check(["the same again " * 60, "a short text"], name="texts")
-    yield loops.calibrate([[i * i % 251 for i in range(9000)]], vocabulary=251, name="a text")
 
 
 @cache
@@ -102,7 +101,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inside)
 
 
-WITHOUT_DRAWING = {"loop-calibration", "sink-card", "sink-cards", "view"}  # tables, or a page of their own
+WITHOUT_DRAWING = {"sink-card", "sink-cards", "view"}  # tables, or a page of their own
 
 
 @pytest.mark.parametrize("kind", sorted(set(kinds()) - WITHOUT_DRAWING))

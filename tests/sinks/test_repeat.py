@@ -158,7 +158,7 @@ def test_words_of_the_paper_that_are_no_token_are_replaced_and_said(llama, tmp_p
     _, inside = norm_reading(measured(llama, text=text, prefix=prefix, max_repeats=8, ablate=True))
     assert not set(dict(inside.replaced).values()) & set(used.values())  # drawn words are none of the prefix
     text.write_text("the one " * 200)
-    with pytest.raises(SinkscopeError, match=r"'Another', 'es': not one token each.*give --token"):
+    with pytest.raises(SinkscopeError, match=r"is not one token of its own.*give --token"):
         measured(llama, text=text, max_repeats=8, ablate=True)
 
 
