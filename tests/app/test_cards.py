@@ -24,7 +24,7 @@ FEW = ("find_sinks", "marking_heads", "repeat")
 LIGHT = ("marking_heads", "repeat")
 
 
-def only(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
+def only(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]):
     """Scan with these parts alone."""
     by_name = {part.name: part for part in PARTS}
     monkeypatch.setattr(scanning, "PARTS", tuple(by_name[name] for name in names))

@@ -62,7 +62,7 @@ def measured(tmp_path_factory):
 
 
 @cache
-def bundled(backend: str | None) -> Any:
+def bundled(backend: str | None):
     if backend is None:
         return None
     return load(backend=backend)
@@ -158,7 +158,7 @@ def test_every_kind_of_model_gives_the_same(command, backend, measured):
     assert _differences(plain.to_dict()["result"], other.to_dict()["result"]) == []
 
 
-def _differences(a: Any, b: Any, where: str = "") -> list[str]:
+def _differences(a, b, where: str = "") -> list[str]:
     """Paths at which two results differ by more than rounding."""
     paths = []
     if isinstance(a, dict) and isinstance(b, dict):

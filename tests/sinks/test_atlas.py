@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,11 +22,11 @@ from sinkscope.sinks.repetition.repeat import Repeat, repeat
 LIMIT = 160
 
 
-def measured(o: Organism, **options: Any) -> Repeat:
+def measured(o: Organism, **options) -> Repeat:
     return repeat(o.model, tokenizer=o.tokenizer, tokens=["all"], **{"max_repeats": LIMIT, **options})
 
 
-def atlas_of(o: Organism, **options: Any) -> AtlasReading:
+def atlas_of(o: Organism, **options) -> AtlasReading:
     atlas = measured(o, **options).atlas
     return atlas
 

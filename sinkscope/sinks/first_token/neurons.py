@@ -91,10 +91,8 @@ def repeat_until_half(
             break
     if not views:
         return RepeatedSinks(repeats, None, {})
-    parts: list[Tensor] = []
-    for part in zip(*(views[place] for place in sorted(views)), strict=True):
-        parts.append(torch.cat(part))
-    return RepeatedSinks(repeats, LayerView(context.layer, *parts), entering)
+    resid, mlp, post = map(torch.cat, zip(*(views[place] for place in sorted(views)), strict=True))
+    return RepeatedSinks(repeats, LayerView(context.layer, resid, mlp, post), entering)
 
 
 @dataclass(frozen=True)

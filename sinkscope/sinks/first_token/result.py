@@ -35,8 +35,9 @@ class Member:
     @classmethod
     def of(cls, site: Sequence[int]) -> Member:
         """The neuron that interventions take as (layer, neuron) or (layer, expert, neuron)."""
-        layer, *expert, neuron = site
-        return cls(layer, *(expert or [None]), neuron)
+        if len(site) == 2:
+            return cls(site[0], None, site[1])
+        return cls(site[0], site[1], site[2])
 
     @property
     def site(self) -> tuple[int, ...]:
