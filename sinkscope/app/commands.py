@@ -25,11 +25,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {  # words of the command: (module:f
         "Sinks",
         "Find the heads that mark the first token.",
     ),
-    "separate": (
-        "sinkscope.sinks.first_token.separate:separability",
-        "Sinks",
-        "Separate first from later tokens by a direction.",
-    ),
     "patch make": (
         "sinkscope.sinks.patch.make:make_patch",
         "Sinks",

@@ -43,7 +43,7 @@ BAD = "<img src=x onerror=alert(1)>"
 COMMITTED = Path(__file__).parents[2] / "figures"
 
 
-def _filled(hint: Any) -> Any:
+def _filled(hint):
     """Some value of a type."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
@@ -80,7 +80,7 @@ def _results() -> dict[str, Result]:
     return found
 
 
-def _spoil(value: Any, spare: set[str], path: str = "") -> Any:
+def _spoil(value, spare: set[str], path: str = ""):
     """`value` with markup behind every text but those at some places."""
     if isinstance(value, str):
         return value if path in spare else value + BAD
@@ -89,7 +89,7 @@ def _spoil(value: Any, spare: set[str], path: str = "") -> Any:
     return [_spoil(inside, spare, path) for inside in value] if isinstance(value, list) else value
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

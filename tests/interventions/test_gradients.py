@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ EDITS = {
 }
 
 
-def gradients(model: Any) -> dict[str, torch.Tensor]:
+def gradients(model) -> dict[str, torch.Tensor]:
     model.zero_grad()
     model(IDS, labels=IDS).loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -43,7 +42,7 @@ def test_gradients_are_those_of_the_edited_model(edit):
     assert run.events
     name = max(found, key=lambda name: float(found[name].norm()))
     size = found[name].norm()
-    loss: list[float] = []
+    loss = []
     for step in (1e-3, -1e-3):
         with torch.no_grad():
             model.get_parameter(name).add_(found[name] / size, alpha=step)
@@ -54,7 +53,7 @@ def test_gradients_are_those_of_the_edited_model(edit):
 
 
 def test_layers_that_the_caller_checkpoints_are_refused():
-    model: Any = tiny_model("llama")[0].train()
+    model = tiny_model("llama")[0].train()
     mlp = model.model.layers[1].mlp
     mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
     with EDITS["patch"].on(model), pytest.raises(UnsupportedError, match="recomputes a layer of"):
@@ -65,7 +64,7 @@ def test_layers_that_the_caller_checkpoints_are_refused():
     "what", [EDITS["patch"], ss.H2O(3), ss.LoopGuard(64), ss.LoopServe(64), Observe(lambda rows: None)]
 )
 def test_checkpointed_layers_are_refused(what):
-    model: Any = tiny_model("llama")[0].train()
+    model = tiny_model("llama")[0].train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with what.on(model), pytest.raises(UnsupportedError, match="trains with gradient checkpointing"):
         model(IDS)
