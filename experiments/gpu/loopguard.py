@@ -40,7 +40,15 @@ from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.models.load import load
 from sinkscope.models.target import Target
 
-METHODS = ("full", "streaming", "h2o", "snapkv", "loopguard", "loopguard-always", "loopguard-p1")
+METHODS = (
+    "full",
+    "streaming",
+    "h2o",
+    "snapkv",
+    "loopguard",
+    "loopguard:paper:variant=always",
+    "loopguard:paper:variant=p1",
+)
 
 
 @torch.no_grad()

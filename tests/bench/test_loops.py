@@ -23,7 +23,9 @@ FRESH = [*range(4, 50), *range(4, 44)]
 def scored(tokens: list[int], method: str = "full", ended: Any = "cap", **changes: Any) -> dict[str, Any]:
     model = BenchModel.of(*tiny())
     ids = tiny()[1](words(8))["input_ids"]
-    answer = Answer(len(ids), tokens, model.decode(tokens), ended, (), [], [9.0], None, 1.0, [0.5] * len(tokens))
+    answer = Answer(
+        len(ids), tokens, model.decode(tokens), ended, (), [], [9.0], None, 1.0, {"top1": (0.5,) * len(tokens)}
+    )
     answer = Answer(**{**vars(answer), **changes})
     batch = Batch("f", "loops", (read_method(method, 64),), (), len(LOOP))
     return Loops().score(model, batch, ids, Turn(words(8)), answer)
@@ -67,7 +69,9 @@ def test_the_text_after_an_alarm_is_read_with_a_clean_cache() -> None:
         logits = model(torch.tensor([[*ids, *text]])).logits[0, len(ids) - 1 : -1]
     assert made["nll"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, torch.tensor(text))), abs=1e-4)
     assert alarm < len(LOOP) - 2
-    assert scored(LOOP[: alarm + 1], top1=[0.5] * (alarm + 1))["nll"] is None, "nothing was written after the alarm"
+    assert scored(LOOP[: alarm + 1], steps={"top1": (0.5,) * (alarm + 1)})["nll"] is None, (
+        "nothing was written after the alarm"
+    )
 
 
 def test_interventions() -> None:

@@ -155,8 +155,8 @@ def test_the_command_shows_the_random_control(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"prompt": "is it", "answers": [""]}], "prompt '0': its answer has no tokens"),
-        ([{"prompt": "is it", "answers": ["a"]}, {"prompt": "is"}], "give answers to all or to none"),
+        ([{"prompt": "is it", "answers": [""]}], "some prompts have no answer, or one without tokens"),
+        ([{"prompt": "is it", "answers": ["a"]}, {"prompt": "is"}], "give a text to all prompts or to none"),
     ],
 )
 def test_answers_that_cannot_be_followed(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
@@ -177,6 +177,6 @@ def test_answers_that_cannot_be_followed(tmp_path: Path, rows: list[dict[str, An
     ],
 )
 def test_steps_that_read_everything_are_not_averaged(read: list[float], cells: float | None, expected: float) -> None:
-    answer = Answer(10, [1, 2, 3, 4], "", "cap", (), read, [10.0], cells, 1.0)
-    metrics = metrics_of({"kl": [1.0, 2.0, 3.0, 4.0]}, answer)
+    answer = Answer(10, [1, 2, 3, 4], "", "cap", (), read, [10.0], cells, 1.0, {"kl": (1.0, 2.0, 3.0, 4.0)})
+    metrics = metrics_of(answer)
     assert metrics == {"kl": expected, "first": 1.0}

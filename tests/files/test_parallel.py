@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.jobs import Pool, Tally, _Worker, check_workers, finish
+from sinkscope.files.jobs import Worker, Workers, check_workers, finish
 from sinkscope.files.store import Folder, Keyed
 
 
@@ -73,66 +73,55 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-def _run(
-    folder: Path | None, numbers: range, pool: Pool[Square, list[Squared]]
-) -> tuple[dict[int, int], Folder[Squared]]:
-    kept = Folder(folder, {"power": 2}, Squared)
-    with kept, pool:
-        finish(pool, [Square(n) for n in numbers], kept, Tally("numbers", len(numbers)))
-    return {record.number: record.value for record in kept.records.values()}, kept
+def _run(folder: Path | None, numbers: range, workers: Workers | None = None, work: Any = square) -> dict[int, Squared]:
+    with Folder(folder, {"power": 2}, Squared) as kept:
+        finish(work, [Square(n) for n in numbers], kept, "numbers", workers=workers)
+    return {record.number: record for record in kept.records.values()}
+
+
+def _values(records: dict[int, Squared]) -> dict[int, int]:
+    return {number: record.value for number, record in records.items()}
 
 
 def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path: Path, cluster: None) -> None:
-    """One pool of two is asked everything: a start of a Ray worker takes longer than all the jobs."""
-    one, _ = _run(None, range(9), Pool(square))
-    with Pool(square, make, workers=2) as pool:
-        with Folder(tmp_path / "r", {"power": 2}, Squared) as kept:
-            finish(pool, [Square(n) for n in range(6)], kept, Tally("numbers", 6))
-            two = {record.number: record.value for record in kept.records.values()}
-        assert two == {n: value for n, value in one.items() if n < 6}
-        assert os.getpid() not in {record.process for record in kept.records.values()}
-        _never_start(make, 2)  # both CPUs are taken
-        for number, says in (
-            (-1, "-1 is negative: give another"),
-            (1001, "a Ray worker ended before its work was done"),
-        ):
-            with pytest.raises(SinkscopeError, match=says) as refused:
-                list(pool.map([Square(number)]))
-            assert "\n" not in str(refused.value)
-    all_, kept = _run(tmp_path / "r", range(9), Pool(square))  # goes on from those that are kept
-    assert all_ == one
-    assert {record.number for record in kept.records.values() if record.process == os.getpid()} == {6, 7, 8}
+    one = _values(_run(None, range(9)))
+    two = _run(tmp_path / "r", range(6), Workers(make, 2))
+    assert _values(two) == {n: value for n, value in one.items() if n < 6}
+    assert os.getpid() not in {record.process for record in two.values()}
+    whole = _run(tmp_path / "r", range(9))  # goes on from those that are kept
+    assert _values(whole) == one
+    assert {number for number, record in whole.items() if record.process == os.getpid()} == {6, 7, 8}
     calls: list[Square] = []
-    _run(tmp_path / "r", range(9), Pool(lambda job: calls.append(job) or square(job)))
+    _run(tmp_path / "r", range(9), work=lambda job: calls.append(job) or square(job))
     assert calls == []
-
-
-def _never_start(elsewhere: Callable[[], Callable[[Square], list[Squared]]], workers: int) -> None:
-    began = time.monotonic()
-    with pytest.raises(SinkscopeError, match=rf"\d of {workers} Ray workers did not start within 1 s"):
-        _run(None, range(4), Pool(square, elsewhere, workers=workers, patience=0.9))
-    assert time.monotonic() - began < 50
+    for number, says in ((-1, "-1 is negative: give another"), (1001, "a Ray worker ended before its work was done")):
+        with pytest.raises(SinkscopeError, match=says) as refused:
+            _run(None, range(number, number + 1), Workers(make, 1))
+        assert "\n" not in str(refused.value)
 
 
 def test_workers_that_cannot_begin_are_an_error(cluster: None) -> None:
-    _never_start(slow_to_make, 1)
+    began = time.monotonic()
+    with pytest.raises(SinkscopeError, match=r"1 Ray workers did not start within 1 s"):
+        _run(None, range(4), Workers(slow_to_make, 1, patience=0.9))
+    assert time.monotonic() - began < 50
     with pytest.raises(SinkscopeError, match="there is no such model: give another") as refused:
-        _run(None, range(1), Pool(square, cannot_make, workers=2))
+        _run(None, range(1), Workers(cannot_make, 2))
     assert "\n" not in str(refused.value)
 
 
-def _pickled(pool: Pool[Any, Any], jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+def _pickled(workers: Workers, jobs: Sequence[Any], store: Callable[[int, Any], None]) -> None:
     """What Ray does, in this process: all that reaches a worker or comes back is pickled; the last job ends first."""
     pickle = pytest.importorskip("ray.cloudpickle")
 
     def sent(thing: Any) -> Any:
         return pickle.loads(pickle.dumps(thing))
 
-    workers = [_Worker(threads=1) for _ in range(pool._workers)]
-    for worker in workers:
-        worker.open(sent(pool._elsewhere))
+    actors = [Worker() for _ in range(workers.count)]
+    for actor in actors:
+        actor.open(sent(workers.open), threads=1)
     for i in reversed(range(len(jobs))):
-        yield sent(workers[i % len(workers)].run(i, sent(jobs[i])))
+        store(*sent(actors[i % len(actors)].run(i, sent(jobs[i]))))
 
 
 @pytest.mark.parametrize("over_ray", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -152,7 +141,7 @@ def test_two_workers_make_the_same_records_of_a_benchmark(
     one = run_bench(model, task(), methods, **options)
     run_bench(model, task(), methods[:1], out=tmp_path / "two", **options)
     if not over_ray:
-        monkeypatch.setattr(Pool, "map", _pickled)
+        monkeypatch.setattr(Workers, "run", _pickled)
     two = run_bench(model, task(), methods, out=tmp_path / "two", workers=2, **options)
     assert untimed(one) == untimed(two)
 
@@ -164,7 +153,7 @@ def test_a_cluster_that_does_not_answer_is_an_error() -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     pytest.importorskip("ray").shutdown()
     with pytest.raises(SinkscopeError, match=rf"--ray {address}: no Ray cluster can be joined there"):
-        _run(None, range(2), Pool(square, make, address=address))
+        _run(None, range(2), Workers(make, 1, address))
 
 
 def test_bad_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,14 +169,8 @@ def test_bad_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_progress_counts_what_is_there_already(tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     for numbers in (range(3), range(5)):
-        kept = Folder(tmp_path / "r", {}, Squared)
-        with kept, Pool(square) as pool:
-            finish(
-                pool,
-                [Square(n, size=10) for n in numbers],
-                kept,
-                Tally("n", 10 * len(numbers), lambda *p: seen.append(p)),
-            )
+        with Folder(tmp_path / "r", {}, Squared) as kept:
+            finish(square, [Square(n, size=10) for n in numbers], kept, "n", lambda *p: seen.append(p))
     assert seen == [("n", 10, 30), ("n", 20, 30), ("n", 30, 30), *(("n", d, 50) for d in (30, 40, 50))]
 
 

@@ -17,6 +17,7 @@ import torch
 from einops import rearrange
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel
+from sinkscope.bench.methods import GUARD
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts, single
 from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Task
@@ -144,9 +145,9 @@ class Loops(Task):
             alarm = steps[0]
             early = sum(step < EARLY * batch.new for step in steps) / len(steps)
         else:
-            alarm = first_alarm(tokens, answer.top1)
+            alarm = first_alarm(tokens, answer.steps["top1"])
         interventions: float | None = None
-        if batch.methods[0].kind.block == "guard":
+        if batch.methods[0].name == GUARD:
             interventions = float(len(steps))
         after = after_alarm(model, turn.text, ids, answer, alarm)
         chance = None
