@@ -32,7 +32,7 @@ def run(folder: Path, names: str = "abc") -> list[Entry]:
 
 @pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("begun", [False, True])
-@pytest.mark.parametrize("name", ["runs.jsonl", "lock", "settings.json", "prompts.jsonl"])
+@pytest.mark.parametrize("name", ["runs.jsonl", "settings.json", "prompts.jsonl"])
 def test_a_foreign_file_in_the_folder_is_kept(tmp_path: Path, name: str, begun: bool, linked: bool) -> None:
     folder, mine = tmp_path / "run", tmp_path / "mine"
     folder.mkdir()
@@ -60,6 +60,16 @@ def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path: Path, name: str) -> No
     os.mkfifo(tmp_path / "run" / name)
     with pytest.raises(SinkscopeError, match="named pipe"):
         run(tmp_path / "run")
+
+
+def test_a_run_without_records_begins_anew_but_not_in_place_of_foreign_settings(tmp_path: Path) -> None:
+    with Folder(tmp_path / "run", {"number": 0}, Entry):
+        pass
+    assert len(run(tmp_path / "run")) == 3
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "settings.json").write_text('{"editor": "mine"}')
+    with pytest.raises(SinkscopeError, match='editor was "mine", now null, number was null, now 1'):
+        run(tmp_path / "other")
 
 
 def test_a_record_may_be_cut_anywhere(tmp_path: Path) -> None:
