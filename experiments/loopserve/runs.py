@@ -78,7 +78,7 @@ class OneCache(Task):
                     cells=cells_of(asked.events, 0),
                     seconds=0.0,
                 )
-                metrics = self.score(model, batch, [], turn, answer)
+                metrics = self.score(model, batch, turn, answer)
                 records.append(batch.record(batch.methods[0], prompt, number, answer, metrics))
                 if number + 1 < len(prompt.turns):
                     talk.say(text, self.gold(prompt, number))

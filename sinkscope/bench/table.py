@@ -17,17 +17,13 @@ from sinkscope.files.options import Option
 from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.files.rate import mean_known, wilson
 from sinkscope.files.result import Number, Result
-from sinkscope.files.tables import Grid, cell
+from sinkscope.files.tables import Grid, strings
 
 CONTROLS = (FULL, "random", "sampling")
 """Methods that a conclusion does not name as the best."""
-MEDIAN = ("alarm", "collapse")
-"""Columns that are medians, because the metric does not exist for every run."""
-NUMBERS = frozenset(
-    "read time cached_peak temperature answers ttr cr length interventions alarm perplexity collapse kl window".split()
-)
+NUMBERS = frozenset("read time cached_peak temperature answers ttr cr length interventions alarm kl window".split())
 """Columns that are no shares."""
-PERCENT = frozenset("loop tail_loop loop_paper eos early fresh chance prefix score agree same cells".split())
+PERCENT = frozenset("loop tail_loop loop_paper eos early chance prefix score agree same cells".split())
 _KEY = ("task", "model", "set", "temperature", "method")
 
 
@@ -110,18 +106,12 @@ class BenchTable(Result):
     def grids(self) -> list[Grid]:
         """A table for each task."""
         grids: list[Grid] = []
-        rows_by_task: dict[str, list[dict[str, Any]]] = {}
-        for row in self.rows():
-            rows_by_task.setdefault(row["task"], []).append(row)
-        for task, rows in rows_by_task.items():
-            columns: dict[str, list[str]] = {}
-            for name in rows[0]:
-                values = [row.get(name) for row in rows]
-                if values.count(None) < len(values):
-                    share = name in PERCENT or (task_class(task).main in PERCENT and name not in NUMBERS)
-                    columns[name] = [cell(value, percent=share) for value in values]
-            head = list(columns)
-            cells = [list(row) for row in zip(*columns.values(), strict=True)]
+        for task in dict.fromkeys(group.task for group in self.groups):
+            rows = [row for row in self.rows() if row["task"] == task]
+            percent = PERCENT
+            if task_class(task).main in PERCENT:
+                percent = PERCENT.union(rows[0]) - NUMBERS
+            head, cells = strings(rows, [*percent])
             grids.append(Grid(head, cells, columns=("set", "method", *head[4:])))
         return grids
 
@@ -242,10 +232,8 @@ def _group(key: dict[str, Any], records: Sequence[BenchRecord], full: Sequence[B
     )
     for column in task.columns:
         metrics[column] = mean_known(_values(column, records))
-        if column in MEDIAN and metrics[column] is not None:
-            metrics[column] = median(_values(column, records))
-    if "perplexity" in metrics and _values("nll", records):
-        metrics["perplexity"] = math.exp(fmean(_values("nll", records)))
+    if metrics.get("alarm") is not None:
+        metrics["alarm"] = median(_values("alarm", records))  # not every run has one
     score, half = math.nan, math.nan
     if values:
         score = fmean(values)

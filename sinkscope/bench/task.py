@@ -122,19 +122,17 @@ class Task(ABC):
             ids = [prompt.id for prompt in prompts]
             chosen = samplers(method.name, batch.temperature, batch.seed, ids, [len(row) for row in rows])
             written = answer_rows(model, rows, batch.new, method.make(), measure=top_probability, samplers=chosen)
-            for prompt, row, answer in zip(prompts, rows, written, strict=True):
+            for prompt, answer in zip(prompts, written, strict=True):
                 turn = prompt.turns[number]
-                records.append(
-                    batch.record(method, prompt, number, answer, self.score(model, batch, row, turn, answer))
-                )
+                records.append(batch.record(method, prompt, number, answer, self.score(model, batch, turn, answer)))
                 said = self.spoken(model, answer)
                 if self.history == "gold":
                     said = self.gold(prompt, number)
                 texts[prompt.id] += [turn.text, said]
         return records
 
-    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
-        """Metrics of an answer to a prompt of these ids; `main` is among them.
+    def score(self, model: BenchModel, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
+        """Metrics of an answer; `main` is among them.
 
         By default the score against the correct answers, and against those of another prompt, which is the control.
         """

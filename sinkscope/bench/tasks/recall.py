@@ -107,9 +107,9 @@ class Recall(Task):
         """An answer with the word that ends it, which is also the end of sequence."""
         return model.decode(answer.tokens, special=True)
 
-    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
+    def score(self, model: BenchModel, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
         """Exact answers, and the share of an answer before its first mistake, which is the end of a chain of facts."""
-        metrics = super().score(model, batch, ids, turn, answer)
+        metrics = super().score(model, batch, turn, answer)
         said = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")
         wanted = turn.answers[0].split()
         same = 0
