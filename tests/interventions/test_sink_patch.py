@@ -395,7 +395,7 @@ GOOD = {
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"schema": 2}, ["('sink-patch', 2)", "not ('sink-patch', 1)"]),
+        ({"schema": 2}, ["schema is 2", "1"]),
         ({"value": "third"}, ["value", "third", "second"]),
         ({"value": float("nan")}, ["value is nan", "finite number"]),
         ({"sites": [{"layer": -1, "neuron": 3}]}, ["sites[0].layer is -1"]),
