@@ -186,7 +186,7 @@ def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None
         if step.step % every == 0 or step.step == len(ids):
             steps.append(step.step)
             curve.append(round(step.ttr, 4))
-    thresholds = {"theta_ttr": settings.theta_ttr, "theta_cr": settings.theta_cr}
+    ttr, cr = settings.theta_ttr, settings.theta_cr
     return CheckedOutput(
         name=record.name,
         tokens=len(ids),
@@ -197,8 +197,8 @@ def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None
         repeats=None if longest is None else longest_tokens / longest.period,
         detected=detected,
         loop=detected is not None,
-        ends_in_loop=ends_in_loop(ids, settings.window, **thresholds),
-        loop_rule=None if max_new is None else is_loop(ids, max_new, **thresholds),
+        ends_in_loop=ends_in_loop(ids, settings.window, theta_ttr=ttr, theta_cr=cr),
+        loop_rule=None if max_new is None else is_loop(ids, max_new, theta_ttr=ttr, theta_cr=cr),
         steps=tuple(steps),
         curve=tuple(curve),
     )
