@@ -21,6 +21,7 @@ from sinkscope.files.plain import plain
 from sinkscope.files.provenance import ModelInfo
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import ForcedAnswer, decoding, noted_decoding
+from sinkscope.kv.loopguard.detect import largest_probability
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
 from sinkscope.models.open import fingerprint_of
@@ -324,7 +325,7 @@ def answer_rows(
 
 def top_probability(logits: Float[Tensor, "row vocab"]) -> dict[str, Float[Tensor, " row"]]:
     """The probability of the top prediction."""
-    return {"top1": (logits.amax(-1) - logits.logsumexp(-1)).exp().double().round(decimals=4)}
+    return {"top1": largest_probability(logits).double().round(decimals=4)}
 
 
 def cells_of(events: Sequence[Event], row: int) -> float | None:

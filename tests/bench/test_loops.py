@@ -35,7 +35,7 @@ def guard_event(step: int, escalated: str | None) -> dict[str, Any]:
     return {"step": step, "position": step, "kind": "guard", "data": data}
 
 
-def test_a_loop_and_a_text_without_one() -> None:
+def test_a_loop_and_a_text_without_one():
     loop, fresh = scored(LOOP), scored(FRESH, ended="eos")
     assert (loop["loop"], loop["tail_loop"], loop["loop_paper"], loop["eos"]) == (1.0, 1.0, 1.0, 0.0)
     assert (fresh["loop"], fresh["loop_paper"], fresh["eos"]) == (0.0, 0.0, 1.0)
@@ -44,14 +44,14 @@ def test_a_loop_and_a_text_without_one() -> None:
     assert fresh["alarm"] is None
 
 
-def test_ends_that_are_loops() -> None:
+def test_ends_that_are_loops():
     assert loops([1, 2, 3, 4, 9, 8] * 4) and loops([*range(100), *[7] * 24])
     assert not loops([*range(100), *[7] * 23]) and not loops(list(range(300)))
     long_cycle = list(range(128)) * 3
     assert loops(long_cycle), "three copies of a cycle that is longer than the rule's window can show"
 
 
-def test_the_alarm_of_a_run_without_a_guard_is_the_monitor_s() -> None:
+def test_the_alarm_of_a_run_without_a_guard_is_the_monitor_s():
     step = first_alarm(LOOP, [0.5] * len(LOOP))
     assert step is not None and 20 < step < 100
     assert scored(LOOP)["alarm"] == step
@@ -60,14 +60,14 @@ def test_the_alarm_of_a_run_without_a_guard_is_the_monitor_s() -> None:
     assert first_alarm(LOOP, confident, "p1") is not None and first_alarm(LOOP, [0.5] * len(LOOP), "p1") is None
 
 
-def test_interventions() -> None:
+def test_interventions():
     events = (guard_event(40, None), guard_event(100, "draw"), guard_event(130, "ban"), guard_event(290, "draw"))
     made = scored(LOOP, "loopguard", events=events)
     assert (made["interventions"], made["alarm"]) == (4.0, 40)
     assert made["early"] == pytest.approx(1 / 4)  # 40 of 300 tokens is before 16 %
 
 
-def test_openings_of_text_and_their_own_continuation() -> None:
+def test_openings_of_text_and_their_own_continuation():
     target = Target.of(load(None, backend="hf", probe=False))
     task = Loops(source="text", openings=3)
     prompts = task.prompts(target)
@@ -77,6 +77,6 @@ def test_openings_of_text_and_their_own_continuation() -> None:
     assert task.new_tokens(target) == 384 and Loops().new_tokens(target) == 2500
 
 
-def test_unknown_prompts() -> None:
+def test_unknown_prompts():
     with pytest.raises(SinkscopeError, match="source='large': expected small, small-dc"):
         Loops(source="large").prompts(Target.of(*tiny()))

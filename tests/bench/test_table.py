@@ -34,7 +34,7 @@ H2O = [
 ]
 
 
-def test_a_group_is_recomputed() -> None:
+def test_a_group_is_recomputed():
     full, h2o = table(*H2O, *FULL).groups
     assert (full.method, full.score) == ("full", 1.0)
     assert (full.metrics["time"], full.metrics["same"], full.metrics["cells"]) == (1.0, 1.0, None)
@@ -48,11 +48,11 @@ def test_a_group_is_recomputed() -> None:
 
 
 @pytest.mark.parametrize(("by", "parts"), [("turn", {"1": 0.5, "2": 0.0}), ("depth", {"0.0": 0.5, "0.5": 0.0})])
-def test_columns_by_turn_or_by_a_field_of_the_prompts(by: str, parts: dict[str, float]) -> None:
+def test_columns_by_turn_or_by_a_field_of_the_prompts(by: str, parts: dict[str, float]):
     assert table(*H2O, by=by).groups[0].parts == parts
 
 
-def test_divergences_have_the_interval_of_a_mean() -> None:
+def test_divergences_have_the_interval_of_a_mean():
     values = [0.1, 0.3, 0.8]
     records = [
         made_record(f"h2o:{8}", f"p{i}", task="text", metrics={"kl": value, "agree": 1.0})
@@ -64,7 +64,7 @@ def test_divergences_have_the_interval_of_a_mean() -> None:
     assert group.metrics["agree"] == 1.0
 
 
-def test_the_alarm_of_a_row_is_a_median() -> None:
+def test_the_alarm_of_a_row_is_a_median():
     records = [
         made_record("loopguard:64", f"p{i}", task="loops", metrics={"loop": 0.0, "alarm": alarm})
         for i, alarm in enumerate([40, None, 60, 70])
@@ -73,7 +73,7 @@ def test_the_alarm_of_a_row_is_a_median() -> None:
     assert group.metrics["alarm"] == 60 and group.metrics["early"] is None
 
 
-def test_what_a_table_says() -> None:
+def test_what_a_table_says():
     result = table(*H2O, *FULL)
     assert result.conclusion() == "Task file s: h2o:8 scores 25%; full, the control, scores 100%."
     other = [made_record("h2o:2", f"p{i}", task="text", metrics={"kl": 9.0}) for i in range(2)]
@@ -91,7 +91,7 @@ def test_what_a_table_says() -> None:
     assert drawn[0]["y"] == [1.0, 0.25] and drawn[1]["x"] == [9.0, 5.5]
 
 
-def test_folders_are_joined(tmp_path: Path) -> None:
+def test_folders_are_joined(tmp_path: Path):
     for name, records in (("a", FULL), ("b", H2O)):
         with open_run(tmp_path / name, SETTINGS, []) as folder:
             folder.append(records)

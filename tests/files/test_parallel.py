@@ -82,7 +82,7 @@ def _values(records: dict[int, Squared]) -> dict[int, int]:
     return {number: record.value for number, record in records.items()}
 
 
-def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path: Path, cluster: None) -> None:
+def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path: Path, cluster: None):
     one = _values(_run(None, range(9)))
     two = _run(tmp_path / "r", range(6), Workers(make, 2))
     assert _values(two) == {n: value for n, value in one.items() if n < 6}
@@ -99,7 +99,7 @@ def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path:
         assert "\n" not in str(refused.value)
 
 
-def test_workers_that_cannot_begin_are_an_error(cluster: None) -> None:
+def test_workers_that_cannot_begin_are_an_error(cluster: None):
     began = time.monotonic()
     with pytest.raises(SinkscopeError, match=r"1 Ray workers did not start within 1 s"):
         _run(None, range(4), Workers(slow_to_make, 1, patience=0.9))
@@ -126,7 +126,7 @@ def _pickled(workers: Workers, jobs: Sequence[Any], store: Callable[[int, Any], 
 @pytest.mark.parametrize("over_ray", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_workers_make_the_same_records_of_a_benchmark(
     over_ray: bool, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Also where a part of the run was made in one process."""
     if over_ray:
         request.getfixturevalue("cluster")
@@ -146,7 +146,7 @@ def test_two_workers_make_the_same_records_of_a_benchmark(
 
 
 @pytest.mark.slow  # Ray takes its time
-def test_a_cluster_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -156,7 +156,7 @@ def test_a_cluster_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPa
         _run(None, range(2), Workers(make, 1))
 
 
-def test_bad_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_numbers_of_workers(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SinkscopeError, match="--workers 0: at least one"):
         check_workers(0)
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
@@ -165,7 +165,7 @@ def test_bad_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         check_workers(2)
 
 
-def test_progress_counts_what_is_there_already(tmp_path: Path) -> None:
+def test_progress_counts_what_is_there_already(tmp_path: Path):
     seen: list[tuple[str, int, int]] = []
     for numbers in (range(3), range(5)):
         with Folder(tmp_path / "r", {}, Squared) as kept:
@@ -173,7 +173,7 @@ def test_progress_counts_what_is_there_already(tmp_path: Path) -> None:
     assert seen == [("n", 10, 30), ("n", 20, 30), ("n", 30, 30), *(("n", d, 50) for d in (30, 40, 50))]
 
 
-def test_one_writer_at_a_time(tmp_path: Path) -> None:
+def test_one_writer_at_a_time(tmp_path: Path):
     with Folder(tmp_path / "r", {}, Squared, option="--resume"):
         with pytest.raises(SinkscopeError, match=r"--resume .*r is being written by another run"):
             Folder(tmp_path / "r", {}, Squared, option="--resume").__enter__()
