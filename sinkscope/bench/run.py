@@ -112,20 +112,18 @@ def run_bench(model: object, task: Task | str, methods: Sequence[str], **options
             begun with other settings or is being written.
         UnsupportedError: A live model cannot be sent to other processes.
     """
-    chosen = read_task(task) if isinstance(task, str) else task
-    return _run(model, chosen, methods, **options)[0]
+    return _run(model, task, methods, **options)[0]
 
 
 def bench_model(model: object, task: Task | str, methods: Sequence[str], **options: Any) -> BenchTable:
     """The table of `run_bench` for a model that is in memory; its arguments are the same."""
-    chosen = read_task(task) if isinstance(task, str) else task
-    return tabulate_records([_run(model, chosen, methods, **options)])
+    return tabulate_records([_run(model, task, methods, **options)])
 
 
 @float32_by_default()
 def _run(
     model: object,
-    task: Task,
+    task: Task | str,
     specs: Sequence[str],
     *,
     out: str | os.PathLike[str] | None = None,
@@ -138,6 +136,8 @@ def _run(
     workers: int = 1,
     progress: Progress | None = None,
 ) -> tuple[list[BenchRecord], dict[str, Any]]:
+    if isinstance(task, str):
+        task = read_task(task)
     check_workers(workers)
     check_values(Natural | None, max_new_tokens=max_new_tokens, batch_size=batch_size, seeds=seeds)
     check_values(Temperature, temperature=temperature)
