@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from intervention_kit import bridge_of, nnsight_of
 from organisms import tiny_model
@@ -11,14 +9,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.interventions import Event
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 KINDS = {"hf": lambda model, _tokenizer: model, "bridge": bridge_of, "nnsight": nnsight_of}
 SMALL = {"budget": 24, "anchors": 4, "window": 16}
 EAGER = {"warmup": 0, "tail_shortest": 6, "cooldown": 8}  # a monitor that fires after two or three short copies
 
 
-def tiny(kind: str = "hf", model_type: str = "llama", **overrides: Any) -> Any:
+def tiny(kind: str = "hf", model_type: str = "llama", **overrides):
     model, tokenizer = tiny_model(model_type, **{"num_hidden_layers": 2, **overrides})
     return KINDS[kind](model, tokenizer)
 
@@ -32,9 +30,9 @@ def padded(*lengths: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def feed(model: Any, prompt: Tensor, mask: Tensor, tokens: Tensor, cache: DynamicCache | None = None) -> Tensor:
+def feed(model, prompt: Tensor, mask: Tensor, tokens: Tensor, cache: DynamicCache | None = None) -> Tensor:
     """Prompt at once, then `tokens` `[row step]` one by one; logits at the end of the prompt and after each token."""
-    hf, cache = Target.of(model).hf, DynamicCache() if cache is None else cache
+    hf, cache = target_of(model).hf, DynamicCache() if cache is None else cache
     seen = cache.get_seq_length()
     mask = torch.cat([torch.ones(len(mask), seen, dtype=mask.dtype), mask], 1)
     logits = [hf(input_ids=prompt, attention_mask=mask, past_key_values=cache).logits[:, -1]]
@@ -45,7 +43,7 @@ def feed(model: Any, prompt: Tensor, mask: Tensor, tokens: Tensor, cache: Dynami
 
 
 @torch.no_grad()
-def dense(model: Any, row: Tensor, events: list[Event], lag: int = 0) -> Tensor:
+def dense(model, row: Tensor, events: list[Event], lag: int = 0) -> Tensor:
     """Logits of a stock model for one unpadded row, computed at once, without what the events took from the cache.
 
     Tokens after an event (and `lag` more) do not see positions before it that it did not keep.

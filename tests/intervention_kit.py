@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 
-def bridge_of(model: Any, tokenizer: Any) -> Any:
+def bridge_of(model, tokenizer):
     """A bridge of a copy: booting changes the model in place."""
     from transformer_lens.model_bridge import TransformerBridge
 
@@ -30,16 +30,16 @@ def bridge_of(model: Any, tokenizer: Any) -> Any:
     return TransformerBridge.boot_transformers(folder, hf_model=inner, tokenizer=tokenizer)
 
 
-def nnsight_of(model: Any, tokenizer: Any) -> Any:
+def nnsight_of(model, tokenizer):
     from nnsight import TransformersModel
 
     return TransformersModel(copy.deepcopy(model), tokenizer=tokenizer, task="text-generation")
 
 
 @torch.no_grad()
-def logits(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+def logits(model, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """Logits of any kind of model, each called in its own way."""
-    target = Target.of(model)
+    target = target_of(model)
     extra = {} if mask is None else {"attention_mask": mask}
     if target.kind == "bridge":
         return model(ids, **extra)
@@ -56,11 +56,9 @@ def count_hooks(model: nn.Module) -> int:
 
 
 @contextmanager
-def set_values(
-    model: Any, layer: int, neurons: list[int], column: int, value: float, site: str = "post"
-) -> Iterator[None]:
+def set_values(model, layer: int, neurons: list[int], column: int, value: float, site: str = "post") -> Iterator[None]:
     """By hand, for whole sequences without padding: neurons get `value` at one column."""
-    target = Target.of(model)
+    target = target_of(model)
 
     def edit(tensor: Tensor, offset: int) -> Tensor:
         tensor = tensor.clone()
@@ -82,9 +80,9 @@ def set_values(
 
 
 @contextmanager
-def listing_1(model: Any, sites: list[tuple[int, int]], site: str = "post") -> Iterator[None]:
+def listing_1(model, sites: list[tuple[int, int]], site: str = "post") -> Iterator[None]:
     """The paper's listing for whole sequences without padding: the second value from the second position on."""
-    target, handles = Target.of(model), []
+    target, handles = target_of(model), []
 
     def patched(tensor: Tensor, neuron: int) -> Tensor:
         tensor = tensor.clone()
@@ -107,7 +105,7 @@ def listing_1(model: Any, sites: list[tuple[int, int]], site: str = "post") -> I
 
 
 @torch.no_grad()
-def greedy(model: Any, ids: Tensor, steps: int, around: Callable[[], AbstractContextManager[Any]]) -> Tensor:
+def greedy(model, ids: Tensor, steps: int, around: Callable[[], AbstractContextManager[Any]]) -> Tensor:
     """Greedy decoding the slow way: the whole sequence again for every token, under an edit done by hand."""
     for _ in range(steps):
         with around():
@@ -116,14 +114,14 @@ def greedy(model: Any, ids: Tensor, steps: int, around: Callable[[], AbstractCon
 
 
 @torch.no_grad()
-def residual_norms(model: Any, ids: Tensor, layer: int) -> Tensor:
+def residual_norms(model, ids: Tensor, layer: int) -> Tensor:
     """Norm of the residual stream after a layer: [row, position]."""
     seen = []
 
-    def keep(_module: Any, _args: Any, output: Any) -> None:
+    def keep(_module, _args, output):
         seen.append((output[0] if isinstance(output, tuple) else output).norm(dim=-1))
 
-    handle = Target.of(model).layers[layer].register_forward_hook(keep)
+    handle = target_of(model).layers[layer].register_forward_hook(keep)
     try:
         logits(model, ids)
     finally:

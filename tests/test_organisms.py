@@ -10,6 +10,7 @@ import random
 
 import pytest
 import torch
+from covering import covering
 from organisms import FAMILIES, Organism, organism
 from raw_kit import norms, zeroed
 from torch import Tensor
@@ -27,7 +28,7 @@ def first_drop(o: Organism, sites: tuple[tuple[int, ...], ...], intact: Tensor, 
 # --- what every organism must do -----------------------------------------------------------------------------------
 
 
-def check(o: Organism, seed: int) -> None:
+def check(o: Organism, seed: int):
     tokens = o.natural(n=4, length=40, seed=seed)
     profile = norms(o.model, tokens)
     first, rest = profile[:, :, 0].mean(1), profile[:, :, 1:]
@@ -49,9 +50,9 @@ def check(o: Organism, seed: int) -> None:
     check_reading(o)
 
 
-def check_profile(o: Organism, tokens: Tensor, first: Tensor, typical: Tensor, rest: Tensor) -> None:
+def check_profile(o: Organism, tokens: Tensor, first: Tensor, typical: Tensor, rest: Tensor):
     sink = o.truth.sink_layer
-    assert sink is not None and 1 <= sink <= len(first) - 2
+    assert 1 <= sink <= len(first) - 2
     assert (first[sink:] > 15 * typical[sink:]).all() and first[sink] > 20 * typical[sink]
     assert (first[:sink] < 2.5 * typical[:sink]).all()
     assert rest.max() < first[sink] / 5  # nothing but the first token
@@ -63,7 +64,7 @@ def check_profile(o: Organism, tokens: Tensor, first: Tensor, typical: Tensor, r
         assert 0.01 < (first[early] ** 2 - without**2).sqrt() / first[sink] < 0.04
 
 
-def check_neurons(o: Organism, tokens: Tensor, profile: Tensor, seed: int) -> None:
+def check_neurons(o: Organism, tokens: Tensor, profile: Tensor, seed: int):
     sink, sites = o.truth.sink_layer, o.truth.neurons
     intact, tokens = profile[sink, :, 0], tokens[:, :1]  # nothing later reaches the first token
     single = [first_drop(o, (site,), intact, tokens) for site in sites]
@@ -81,7 +82,7 @@ def check_neurons(o: Organism, tokens: Tensor, profile: Tensor, seed: int) -> No
         assert abs(drop) < 0.25
 
 
-def check_reading(o: Organism) -> None:
+def check_reading(o: Organism):
     o.model.set_attn_implementation("eager")
     with torch.no_grad():
         attention = o.model(o.natural(2, 64), output_attentions=True, use_cache=False).attentions
@@ -96,10 +97,7 @@ def check_reading(o: Organism) -> None:
 # --- tests ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [pytest.param(family, kind, marks=[] if (family, kind) in FAST else pytest.mark.slow) for family, kind in CASES],
-)
+@pytest.mark.parametrize(("family", "kind"), covering(CASES, FAST))
 def test_truth(family, kind):
     bos = CASES.index((family, kind)) % 3 != 0  # both for every family and for every kind
     o = organism(family, 0, kind=kind, bos=bos)

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from sinkscope.attention.texts import Loop, ordinary_ids, prompt_ids
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.notation import agreeing
+from sinkscope.files.notation import agreeing, head_names, listed
 from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import decode, watched
 from sinkscope.kv.session import AttentionRows, Observe
@@ -238,8 +238,8 @@ class Barcode(Result):
         lock = agreeing(len(self.locked), "locks", "lock")
         return (
             f"{len(self.locked)} of {self.score.size} heads {lock} onto the loop of period {self.period}; "
-            f"L{best['layer']}.H{best['head']} puts {best['score']:.0%} of its attention where it was one period "
-            f"before ({control})."
+            f"L{best['layer']}.H{best['head']} puts {best['score']:.0%} of its attention at the same distances as "
+            f"one period before ({control})."
         )
 
     def details(self) -> list[str]:
@@ -249,18 +249,14 @@ class Barcode(Result):
         if self.onset is not None:
             lines.append(f"The loop begins at position {self.onset} of {length}.")
         if self.locked:
-            names = ", ".join(f"L{layer}.H{head}" for layer, head in self.locked[:8])
-            more = ""
-            if len(self.locked) > 8:
-                more = ", ..."
-            lines.append(f"Locked heads, at least {LOCK_GAIN:.0%} above ordinary text: {names}{more}.")
+            names = head_names(self.locked, 8)
+            lines.append(f"Locked heads, at least {LOCK_GAIN:.0%} above ordinary text: {names}.")
             lines.append(
-                f"Their mean score stays high from position {self.locking_onset} on; the last new 4-gram ends at "
-                f"{self.last_new}."
+                f"Their mean score stays high from position {self.locking_onset} on; the last 4-gram that is new ends "
+                f"at {self.last_new}."
             )
         for kind, steps in self.events.items():
-            first = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
-            lines.append(f"Steps at which the {kind} acted: {first}.")
+            lines.append(f"Steps at which the {kind} acted: {listed(steps, 8)}.")
         return lines[:6]
 
     def numbers(self) -> list[Number]:

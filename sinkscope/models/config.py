@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.output import read_json
-from sinkscope.models.adapters import row_of
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _SHORT = {
@@ -103,14 +103,27 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 
 
 def causal_class(config: Any) -> Any:
-    """What loads a causal language model: the class that a configuration names where transformers lists none for it."""
-    import transformers
+    """What loads a causal language model: for text parts that transformers does not list, the class beside theirs."""
+    from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    for name in getattr(config, "architectures", None) or []:
-        if name.endswith("ForCausalLM") and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            return getattr(transformers, name, transformers.AutoModelForCausalLM)
-    return transformers.AutoModelForCausalLM
+    home = type(config).__module__
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and ".configuration_" in home:
+        with suppress(ImportError):
+            for name, cls in vars(import_module(home.replace(".configuration_", ".modeling_"))).items():
+                if name.endswith("ForCausalLM") and getattr(cls, "config_class", None) is type(config):
+                    return cls
+    return AutoModelForCausalLM
+
+
+def new_model(config: Any, dtype: torch.dtype | None = None) -> Any:
+    """A causal language model of a configuration, with random weights, or without any inside `torch.device("meta")`."""
+    from transformers import AutoModelForCausalLM
+
+    cls = causal_class(config)
+    if cls is AutoModelForCausalLM:
+        return cls.from_config(config, dtype=dtype, trust_remote_code=False)
+    return cls(config).to(dtype)
 
 
 def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
@@ -154,7 +167,7 @@ def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
 def _check_known(name: str, model_type: str) -> None:
     from transformers import CONFIG_MAPPING, __version__
 
-    if model_type not in CONFIG_MAPPING and row_of(model_type) is None:
+    if model_type not in CONFIG_MAPPING:
         raise UnsupportedError(
             f"{name} has the model type {model_type!r}, which transformers {__version__} does not know: install a "
             "version that does",
@@ -193,15 +206,9 @@ def _other_kind(model_type: str, raw: dict[str, Any], is_causal: bool) -> str | 
 
     if raw.get("is_encoder_decoder"):
         return "an encoder-decoder model"
-    is_decoder = (
-        row_of(model_type) is not None
-        or model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        or reads_images(model_type)
-    )
+    is_decoder = model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or reads_images(model_type)
     if is_decoder and is_causal:
         return None
-    if row_of(model_type) is not None:
-        return "not a causal language model"
     if model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_causal:
         return "an encoder-only model"
     if is_decoder:

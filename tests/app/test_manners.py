@@ -27,8 +27,9 @@ from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.output import kind_of, write_output
 from sinkscope.files.result import Result
 from sinkscope.interventions.decode import greedy, noted_decoding
-from sinkscope.models.target import Target
+from sinkscope.models.infer import infer
 from sinkscope.models.text.chat import chat_text
+from sinkscope.models.wrapped import target_of
 
 PICTURE = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a49444154789c6360000000020001"
@@ -100,9 +101,9 @@ LOUD = {
 }
 
 
-def _ways(model: Any, tokenizer: Any) -> list[Any]:
+def _ways(model, tokenizer) -> list[Any]:
     ids = torch.arange(5, 15)[None]
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     return [
         greedy(target, ids, 12),
         [made.tokens for made in answer_rows(BenchModel.of(target), ids.tolist(), 12)],
@@ -123,7 +124,7 @@ def test_what_the_checkpoint_says_of_decoding_changes_nothing():
     with pytest.warns(SinkscopeWarning, match=r"own settings \(do_sample False.*ignores those of .*num_beams 2"):
         assert _ways(model, tokenizer) == plain
     with noted_decoding() as used, pytest.warns(SinkscopeWarning):
-        greedy(Target.of(model), torch.arange(5, 15)[None], 2)
+        greedy(target_of(model), torch.arange(5, 15)[None], 2)
     assert used["repetition_penalty"] == 1.0 and used["not_used_of_checkpoint"].keys() == LOUD.keys()
     with ss.SinkPatch(layer=1, neurons=[3], value=0.0).on(model):  # the user's own call is the user's
         own = model.generate(torch.arange(5, 15)[None], max_new_tokens=4)
@@ -218,32 +219,32 @@ def test_a_chat_template_is_written():
 class Adapted(nn.Module):
     """A linear layer with an adapter beside it, as peft makes it."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base: nn.Linear):
         super().__init__()
         self.base_layer = base
         self.extra = nn.Parameter(torch.randn_like(base.weight) * 0.05)
 
     @property
-    def weight(self) -> Any:
+    def weight(self):
         return self.base_layer.weight
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return self.base_layer(x) + nn.functional.linear(x, self.extra)
 
 
 class Wrapped(nn.Module):
     """A model around a model, as peft makes it."""
 
-    def __init__(self, model: Any, learned_tokens: bool = False) -> None:
+    def __init__(self, model, learned_tokens: bool = False):
         super().__init__()
         self.base_model = model
         self.config = model.config
         self.peft_config = {"default": SimpleNamespace(is_prompt_learning=learned_tokens)}
 
-    def get_base_model(self) -> Any:
+    def get_base_model(self):
         return self.base_model
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args, **kwargs):
         return self.base_model.generate(*args, **kwargs)
 
 
@@ -253,7 +254,8 @@ def test_adapters_of_peft():
     down = model.model.layers[1].mlp.down_proj
     model.model.layers[1].mlp.down_proj = Adapted(down)
     wrapped, ids = Wrapped(model), torch.arange(5, 12)[None]
-    target = Target.of(wrapped, made.tokenizer)
+    assert infer(model).down == "mlp.down_proj"
+    target = target_of(wrapped, made.tokenizer)
     assert target.kind == "hf" and target.hf is model
     whole = down.weight + model.model.layers[1].mlp.down_proj.extra
     torch.testing.assert_close(target.w_out(1, [2, 3]), whole[:, [2, 3]].T.detach(), atol=1e-5, rtol=1e-4)
@@ -264,7 +266,7 @@ def test_adapters_of_peft():
         wrapped.generate(ids, max_new_tokens=2, do_sample=False)
     assert run.target.hf is model
     with pytest.raises(UnsupportedError, match="learned tokens before the text"):
-        Target.of(Wrapped(model, learned_tokens=True))
+        target_of(Wrapped(model, learned_tokens=True))
 
 
 @pytest.mark.parametrize(

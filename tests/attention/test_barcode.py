@@ -6,7 +6,6 @@ import re
 import secrets
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ loop_organism = partial(new_loop_organism, n_layers=3, vocab_size=1024)
 PROMPT = [1, *range(10, 30)]
 
 
-def measured(organism: LoopOrganism, prompt: Tensor, new: int, **options: Any) -> Barcode:
+def measured(organism: LoopOrganism, prompt: Tensor, new: int, **options) -> Barcode:
     """A barcode beside a walk on the ring, which for an organism is ordinary text."""
     walk = organism.healthy_prompt(prompt.shape[1] + new, start=400)[0].tolist()
     options = {"control": walk, **options}
@@ -45,7 +44,7 @@ def of_a_loop() -> tuple[LoopOrganism, Barcode]:
 
 
 @torch.no_grad()
-def eager_attention(model: Any, ids: list[int]) -> list[Tensor]:
+def eager_attention(model, ids: list[int]) -> list[Tensor]:
     """Attention `[head query key]` of each layer, by the model itself."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -72,7 +71,6 @@ def test_pictures_are_the_attention_of_an_eager_run(family, monkeypatch):
     words = tokenizer((Path(ss.__file__).parent / "models/text/typical.txt").read_text()[:4000])["input_ids"]
     ordinary = [tokenizer.bos_token_id, *[i for i in words if i != tokenizer.bos_token_id]][: len(out)]
     for ids, whole in ((out, result.attention), (ordinary, result.control_attention)):
-        assert whole is not None
         for number, (layer, head) in enumerate(heads):
             rows = eager_attention(model, ids)[layer][head, len(PROMPT) - 1 : -1]  # one for each new token
             padded = torch.nn.functional.pad(rows, (0, -len(ids) % 3, 0, 1))
@@ -196,7 +194,6 @@ def test_onsets_are_those_of_the_text():
     assert (result.period, result.onset, result.steps) == (loop.period, loop.onset, len(ids) - prompt)
     new = [i for i in range(3, len(ids)) if novelty(ids[: i + 1], window=256, span=1)]
     assert result.last_new == new[-1]
-    assert result.locking_onset is not None and result.onset is not None
     assert result.onset <= result.locking_onset < len(ids)
     assert result.locked and all(result.gain[0, head] >= LOCK_GAIN for _, head in result.locked)
     share, strongest = result.numbers()
@@ -204,6 +201,7 @@ def test_onsets_are_those_of_the_text():
     assert strongest.control == result.rows()[0]["control_score"]
 
 
+@pytest.mark.slow
 def test_a_guard_leaves_its_marks():
     guard = LoopGuard.paper(budget=96, anchors=8, window=64, variant="tail")
     organism, _ = of_a_loop()
@@ -230,6 +228,7 @@ def test_the_figure_shows_gains_and_pictures():
     assert len([trace for trace in figure.data if trace.type == "heatmap"]) == 1 + len(alone.shown)
 
 
+@pytest.mark.slow
 def test_the_page_runs():
     page = (Path(__file__).parents[2] / "docs/measure/barcode.md").read_text(encoding="utf-8")
     names = {}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from covering import slow
 
 import sinkscope as ss
 from experiments import make_two_hops
@@ -16,21 +16,21 @@ from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.needle import KINDS, WORDINGS, Needle, needle_prompt, wording_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.open import fingerprint_of, open_target
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 WRITTEN = [(name, kind) for name, wording in WORDINGS.items() for kind in wording.kinds]
 
 
 @cache
-def model(name: str = "recall") -> Any:
+def model(name: str = "recall"):
     return ss.load(name, backend="hf", probe=False)
 
 
-def tokenizer_of(form: str) -> Any:
+def tokenizer_of(form: str):
     return model("recall" if form == "recall" else "bundled").tokenizer
 
 
-def place_of(form: str, prompt: Any) -> float:
+def place_of(form: str, prompt) -> float:
     """Where the answer is first stated, as a share of the text."""
     text = prompt.turns[0].text
     return text.index(prompt.turns[0].answers[0]) / len(text)
@@ -69,7 +69,7 @@ def test_forms_belong_to_models():
     ]
 
 
-def said(hf: Any, text: str) -> str:
+def said(hf, text: str) -> str:
     """What plain greedy `generate` says: nothing of this package takes part."""
     inputs = hf.tokenizer(text, return_tensors="pt")
     output = hf.generate(**inputs, do_sample=False, max_new_tokens=8)
@@ -78,7 +78,7 @@ def said(hf: Any, text: str) -> str:
 
 @pytest.mark.parametrize("name", ["recall", "recall-2hop"])
 @pytest.mark.parametrize("task", KINDS)
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("whole", [False, slow(True)])
 def test_recall_models_answer_every_task(name, task, whole):
     """Seeds from the system, so that nothing can have been tuned to them."""
     seed = int(torch.empty((), dtype=torch.int64).random_(10**9).item())
@@ -115,7 +115,7 @@ def test_two_hops_answer_from_the_linked_fact_alone():
 
 def test_two_hops_is_another_model_than_recall(tmp_path):
     names = ("recall", "recall-2hop")
-    one, two = (fingerprint_of(Target.of(model(name))) for name in names)
+    one, two = (fingerprint_of(target_of(model(name))) for name in names)
     assert one != two
     opened = open_target("recall-2hop", None, None, None, None, False)  # never streamed: the file has other weights
     assert torch.equal(opened.hf.lm_head.weight, model("recall-2hop").lm_head.weight)
@@ -129,12 +129,13 @@ def test_script_makes_the_numbers_of_the_package():
         assert all(np.array_equal(made[name], kept[name], equal_nan=True) for name in made)
 
 
-def small(*methods: str, **options: Any) -> list[BenchRecord]:
+def small(*methods: str, **options) -> list[BenchRecord]:
     """Chains at the beginning and at the end."""
     task = Needle(lengths=(360,), depths=(0.0, 1.0), kinds=("chain",))
     return run_bench(model(), task, list(methods), **options)
 
 
+@pytest.mark.slow
 def test_scores_show_what_methods_lose():
     """The question needs a fact at the beginning: it is outside a window, and at the end inside."""
     records = small("full", "streaming", "a-shape")
@@ -157,4 +158,4 @@ def test_what_cannot_be_asked_is_refused(settings, message):
     with pytest.raises(SinkscopeError, match=message):
         run_bench(model(), Needle(**settings), ["full"])
     with pytest.raises(SinkscopeError, match="kinds=tracking: for bundled there are needle, multi-key"):
-        Needle(kinds=("tracking",)).prompts(Target.of(model("bundled")))
+        Needle(kinds=("tracking",)).prompts(target_of(model("bundled")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
@@ -16,7 +15,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 EVERY = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-def stored(path: Path) -> Any:
+def stored(path: Path):
     notebook = nbformat.read(path, as_version=4)
     if "sinkscope" not in notebook.metadata:
         pytest.skip(f"no outputs are stored: python -m experiments.notebooks {path.name[:2]}")
@@ -44,6 +43,7 @@ def test_the_checks_stand_in_the_last_cell(path):
     assert checks == [False] * (len(cells) - 1) + [True]
 
 
+@pytest.mark.slow
 def test_the_first_notebook_runs_and_shows_what_it_stores(capsys):
     """Its cells in this process, with their assertions. In a kernel it runs with all the others, and -m slow."""
     names = {"__name__": "__main__"}

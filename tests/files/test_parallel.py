@@ -82,6 +82,7 @@ def _values(records: dict[int, Squared]) -> dict[int, int]:
     return {number: record.value for number, record in records.items()}
 
 
+@pytest.mark.slow  # Ray takes its time
 def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path: Path, cluster: None):
     one = _values(_run(None, range(9)))
     two = _run(tmp_path / "r", range(6), Workers(make, 2))
@@ -99,6 +100,7 @@ def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path:
         assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow  # Ray takes its time
 def test_workers_that_cannot_begin_are_an_error(cluster: None):
     began = time.monotonic()
     with pytest.raises(SinkscopeError, match=r"1 Ray workers did not start within 1 s"):

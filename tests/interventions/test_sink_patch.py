@@ -10,22 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each_other
 from intervention_kit import bridge_of, greedy, listing_1, logits, nnsight_of, residual_norms
-from kv_kit import each_other
 from organisms import Organism, organism, tiny_model
+from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo
 from sinkscope.interventions import Ablate, NeuronSite, SinkPatch
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.trace.run import trace
 
 REPEATS = 300
 
 
-def patch_for(o: Organism, **settings: Any) -> SinkPatch:
+def patch_for(o: Organism, **settings) -> SinkPatch:
     return SinkPatch(sites=o.truth.neurons, **settings)
 
 
@@ -34,7 +35,7 @@ def neutral(o: Organism, site: str = "post") -> dict[tuple[int, ...], float]:
     values = {}
     for layer, neuron in o.truth.neurons:
         seen = []
-        target = Target.of(o.model)
+        target = target_of(o.model)
         if site == "post":
             module = target.sub(layer, target.adapter.down)
             handle = module.register_forward_pre_hook(lambda _m, args, n=neuron, s=seen: s.append(args[0][:, 1:, n]))
@@ -51,7 +52,7 @@ def neutral(o: Organism, site: str = "post") -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize(
-    ("family", "seed"), each_other(["llama", "qwen3", "gemma2", "neox", "mixtral", "gpt_oss"], [0, 1])
+    ("family", "seed"), each_other(["llama", "qwen3", "gemma2", "neox", "mixtral", "gpt_oss"], [0, 1], 4)
 )
 def test_repairs_repetition_and_nothing_else(family, seed):
     o = organism(family, seed)
@@ -134,7 +135,7 @@ def test_every_generated_token_in_every_kind():
             got = model.generate(ids, eos_token_id=None, **settings, **extra)
             assert torch.equal(got, want), extra
     nns = nnsight_of(model, tokenizer)
-    nns_hf = Target.of(nns).hf
+    nns_hf = target_of(nns).hf
     nns_hf.generation_config.eos_token_id = None
     with patch.on(nns):
         with nns.generate({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **settings):
@@ -216,11 +217,11 @@ def test_embeddings_instead_of_ids():
 # --- which neutral value -------------------------------------------------------------------------------------------
 
 
-def reasons(run: Any) -> dict[tuple[int, int], str]:
+def reasons(run) -> dict[tuple[int, int], str]:
     return {(e.row, e.data["neuron"]): e.data["reason"] for e in run.events if e.kind == "fallback"}
 
 
-def with_number(model: Any, ids: Tensor, sites: Any, value: float, **settings: Any) -> Tensor:
+def with_number(model, ids: Tensor, sites, value: float, **settings) -> Tensor:
     """Reference for a calibrated value: the number written everywhere after the first token."""
     with Ablate(sites=sites, value=value, positions=slice(1, None)).on(model):
         return model.generate(ids, **settings) if settings else logits(model, ids)
@@ -255,7 +256,7 @@ def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated()
     o, ids = _own_cluster()
     site = f"blocks.{o.truth.sink_layer}.hook_resid_post"
 
-    def norms(model: Any) -> Tensor:
+    def norms(model):
         return trace(model, ids, [site], "norm")[site][0]
 
     before = norms(o.model)
@@ -337,7 +338,7 @@ def test_expert_neurons_take_the_second_tokens_value(model_type):
     handle = experts.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
     logits(model, ids)
     handle.remove()
-    x = seen[0][1]
+    x = seen[-1][1]  # the adapter was inferred in calls before
     if model_type == "mixtral":
         gate, up = (experts.gate_up_proj[2] @ x).chunk(2)
         value = torch.nn.functional.silu(gate[5]) * up[5]
@@ -394,7 +395,7 @@ GOOD = {
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"schema": 2}, ["('sink-patch', 2)", "not ('sink-patch', 1)"]),
+        ({"schema": 2}, ["schema is 2", "1"]),
         ({"value": "third"}, ["value", "third", "second"]),
         ({"value": float("nan")}, ["value is nan", "finite number"]),
         ({"sites": [{"layer": -1, "neuron": 3}]}, ["sites[0].layer is -1"]),
@@ -404,6 +405,5 @@ GOOD = {
 def test_bad_patch_files(tmp_path, change, words):
     path = tmp_path / "patch.json"
     path.write_text(json.dumps({**GOOD, **change}))
-    with pytest.raises(SinkscopeError) as caught:
+    with refused(words=words):
         SinkPatch.load(path)
-    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from kv_kit import shallow_of as model_of
@@ -18,7 +16,7 @@ SMALL = LoopServe(alpha=0.8, shortest=0, dense_above=9.0, sample=5, budget=8, fi
 EDITS = pytest.mark.parametrize("edit", [None, SMALL])
 
 
-def held_so(edit: Intervention | None, answers: str, model: Any = None, **generation: Any) -> Conversation:
+def held_so(edit: Intervention | None, answers: str, model=None, **generation) -> Conversation:
     chat = Conversation(model_of("llama") if model is None else model, edit, answers=answers)
     for prompt in PROMPTS:
         chat.ask(prompt, max_new_tokens=5, **generation)
@@ -35,9 +33,9 @@ def test_what_the_model_says_of_caches_changes_nothing(name, value, edit):
     chat = held_so(edit, "recompute", model)
     assert chat.ids == plain.ids and [turn.read for turn in chat.turns] == [turn.read for turn in plain.turns]
     for one, other in zip(chat._snapshot.layers, plain._snapshot.layers, strict=True):  # pyright: ignore[reportPrivateUsage]
-        assert one.keys is not None and other.keys is not None and torch.equal(one.keys, other.keys)
+        assert torch.equal(one.keys, other.keys)
     sequence = chat._snapshot.sequence  # pyright: ignore[reportPrivateUsage]
-    assert sequence is not None and sequence.real.shape == (1, 5 + sum(map(len, PROMPTS)))
+    assert sequence.real.shape == (1, 5 + sum(map(len, PROMPTS)))
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "num_beams"])
@@ -61,4 +59,4 @@ def test_a_processor_that_runs_the_model_beside_it_is_not_taken_for_it(edit):
     """Guidance reads every token of the answer a second time, on a cache of its own."""
     chat = held_so(edit, "keep", guidance_scale=1.5)
     held = chat._snapshot  # pyright: ignore[reportPrivateUsage]
-    assert held.sequence is not None and held.sequence.real.shape == (1, held.seen) == (1, len(chat.ids) - 1)
+    assert held.sequence.real.shape == (1, held.seen) == (1, len(chat.ids) - 1)

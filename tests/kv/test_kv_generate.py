@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from sinkscope.kv import Full, Observe, StreamingLLM
 
 
 @torch.no_grad()
-def logprob(model: Any, policy: Drawn, ids: Tensor, mask: Tensor, prompt: int) -> Tensor:
+def logprob(model, policy: Drawn, ids: Tensor, mask: Tensor, prompt: int) -> Tensor:
     """Of what follows the prompt, `[row]`."""
     logits = dense(model, ids, mask, masks_of(model, policy, mask, prompt))[:, prompt - 1 : -1]
     return logits.log_softmax(-1).gather(2, ids[:, prompt:, None]).sum((1, 2))
@@ -122,13 +121,13 @@ def test_two_threads_and_two_models_at_once():
             want.append(decode(model, ids, mask, 14))
     meet = threading.Barrier(2, timeout=20)
 
-    def wait(_module: Any, _args: Any) -> None:
+    def wait(_module, _args):
         meet.wait()
 
     for pair in ((models[0], models[1]), (models[0], models[0])):
         got = {}
 
-        def work(at: int, model: Any, got: dict[int, Tensor] = got) -> None:
+        def work(at, model, got=got):
             got[at] = decode(model, ids, mask, 14)
 
         same = pair[0] is pair[1]  # two threads on one model share its run

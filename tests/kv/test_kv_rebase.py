@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from transformers import DynamicCache
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv import Full, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer, Rotary
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 _SCALED = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
@@ -47,7 +46,7 @@ def kept_of(policy: Everywhere, held: list[int], length: int) -> list[int]:
 
 
 @torch.no_grad()
-def fresh(model: Any, row: Tensor, policy: Everywhere, prompt: int, until: int) -> tuple[Tensor, Tensor, Tensor]:
+def fresh(model, row: Tensor, policy: Everywhere, prompt: int, until: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, keys and values of a run on nothing but what is held when token `until` of the row is read."""
     held = list(range(prompt))
     for new in range(prompt, until + 1):
@@ -78,7 +77,7 @@ def test_a_fresh_run_on_what_is_kept(family, settings):
         assert float((decode(model, ids, mask, 20) - got).abs().max()) > 1e-3
 
 
-def _apply_rotary(rotary: Any, keys: Tensor, pos: Tensor) -> Tensor:
+def _apply_rotary(rotary, keys: Tensor, pos: Tensor) -> Tensor:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     cos, sin = rotary(keys, pos[None])
@@ -127,7 +126,7 @@ def test_over_turns_runs_and_crops():
 def test_keys_that_move_at_every_step_stay_exact():
     """Half precision: a key is turned once for every token that comes, and the rounding must not add up."""
     model = model_of("llama", rope_parameters=_SCALED["llama3"]).bfloat16()
-    rotary, layer, steps = Rotary(Target.of(model)), CacheLayer(), 60
+    rotary, layer, steps = Rotary(target_of(model)), CacheLayer(), 60
     keys = torch.randn(1, 2, 2 * steps, 8).bfloat16()  # rotated to the position at which each of them comes in
     token = COLUMNS.set(torch.arange(2 * steps)[None])
     layer.update(keys[:, :, :steps], keys[:, :, :steps])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
+from covering import each_other, slow
 from guard_kit import EAGER, KINDS, SMALL, dense, feed, padded, tiny
 from intervention_kit import count_hooks
 from organisms.decoders import decoder
@@ -21,7 +21,7 @@ from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard, tokens_to_keep
 from sinkscope.kv.loopguard import guard as guard_module
 from sinkscope.kv.loopguard.steer import Ban, draw
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 ALWAYS = LoopGuard.paper(**SMALL, variant="always", monitor={"every": 9, "warmup": 0, "cooldown": 0})
 TAIL = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)
@@ -79,7 +79,7 @@ def test_without_a_trigger_generation_is_the_stock_one_bit_for_bit(kind):
     model = tiny(kind)
     prompt, mask = padded(12)
     settings = {"max_new_tokens": 16, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    hf = Target.of(model).hf
+    hf = target_of(model).hf
     want = hf.generate(input_ids=prompt, attention_mask=mask, **settings)
     for between in ("full", "window"):  # shorter than the warm-up and the budget
         with LoopGuard(between=between).on(model) as run:
@@ -167,7 +167,7 @@ def test_a_fraction_of_the_prompt():
 
 
 @torch.no_grad()
-def feed_greedily(model: Any, prompt: Any, mask: Any, steps: int) -> list[int]:
+def feed_greedily(model, prompt, mask, steps: int) -> list[int]:
     settings = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return model.generate(input_ids=prompt, attention_mask=mask, **settings)[0, prompt.shape[1] :].tolist()
 
@@ -199,7 +199,7 @@ def test_a_ban_covers_the_n_grams_of_the_loop_alone():
     ban = Ban(deque(maxlen=3))
     ban.add([1, 2, 3, 1, 2, 3, 1], 3, until=50)
 
-    def after(*ids: int) -> list[int]:
+    def after(*ids):
         ban.latest.extend(ids)
         return ban.banned()
 
@@ -209,7 +209,7 @@ def test_a_ban_covers_the_n_grams_of_the_loop_alone():
     assert after(9, 2, 3) == [1, 7] and ban.until == 60
 
 
-def stubborn(bias: float) -> Any:
+def stubborn(bias: float):
     """A model that always prefers token 33, whatever is in its cache: only a ban or a drawn token help."""
     model = tiny(num_hidden_layers=1)
     vocab = len(model.lm_head.weight)
@@ -219,7 +219,7 @@ def stubborn(bias: float) -> Any:
     return model
 
 
-def eager_guard(**fields: Any) -> LoopGuard:
+def eager_guard(**fields) -> LoopGuard:
     monitor = {"warmup": 0, "tail_shortest": 12, "cooldown": 20}
     return LoopGuard(**{"budget": 64, "anchors": 4, "window": 64, "monitor": monitor, "ends": (), **fields})
 
@@ -246,17 +246,16 @@ def test_what_is_done_when_an_alarm_comes(escalate, monkeypatch):
 class Allow(LogitsProcessor):
     """A processor that comes after the guard and forbids everything else."""
 
-    def __init__(self, allowed: list[int]) -> None:
+    def __init__(self, allowed: list[int]):
         self._allowed = allowed
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
+    def __call__(self, input_ids, scores):
         left = torch.full_like(scores, -torch.inf)
         left[:, self._allowed] = scores[:, self._allowed]
         return left
 
 
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("allowed", [[33], [33, 34], list(range(1, 90))])
+@pytest.mark.parametrize(("allowed", "sample"), each_other([[33], [33, 34], list(range(1, 90))], [False, True]))
 def test_a_later_processor_never_leaves_a_row_without_a_token(allowed, sample):
     """It may forbid what is drawn, or allow only what is banned: token 0 is written in neither case."""
     model = stubborn(8.0)
@@ -294,7 +293,7 @@ def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays():
     assert event.data["bad"] == [(6, 18)] and event.data["kept"] == [(0, 6), (18, 20)]
 
 
-@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["lfm2", slow("qwen3_next")])
 def test_of_a_hybrid_the_attention_is_cut_and_the_state_stays(family):
     """After a cut the attending layers lack the loop, and the first layer's state has it to the bit, as uncut."""
     ids = torch.tensor([[5, 6, 7, 8, *LOOP * 12]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,17 +10,17 @@ import torch
 from organisms import tiny_model
 
 import sinkscope as ss
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.trace import trace
 
 
 @cache
-def model(dtype: str) -> Any:
+def model(dtype: str):
     return ss.load(backend="hf", dtype=dtype)
 
 
 @cache
-def found(dtype: str) -> Any:
+def found(dtype: str):
     return ss.find_sinks(model(dtype), max_repeats=64)
 
 
@@ -49,7 +48,6 @@ def test_the_same_circuit():
 def test_the_same_repetitions():
     half, full = (ss.repeat(model(dtype), max_repeats=64) for dtype in ("float16", "float32"))
     assert half.sink_layer == full.sink_layer
-    assert half.norm is not None and full.norm is not None
     np.testing.assert_allclose(half.norm.repeats, full.norm.repeats, atol=2)
 
 
@@ -75,7 +73,7 @@ def test_norms_and_sums_of_a_spike_are_of_float32(dtype):
     live = live.to(dtype)
     live.model.embed_tokens.weight.data[:] *= 0.5
     live.model.layers[1].mlp.down_proj.weight.data[5] = 0
-    target, site = Target.of(live), "blocks.1.hook_resid_post"
+    target, site = target_of(live), "blocks.1.hook_resid_post"
     ids = torch.tensor([[1, 5, 6, 7, 8, 9]])
     vector = torch.zeros(target.d_model)
     vector[5] = 6000.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,17 +15,17 @@ from experiments import make_recall
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks import recall as words
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue, uneven
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 FOLDER = Path(ss.__file__ or "").parent / "models/recall"
 
 
 @cache
-def model(dtype: str | None = None) -> Any:
+def model(dtype: str | None = None):
     return ss.load("recall", backend="hf", dtype=dtype)
 
 
-def answers(hf: Any, dialogue: Prompt) -> list[str]:
+def answers(hf, dialogue: Prompt) -> list[str]:
     """What plain greedy `generate` says in each turn, with right answers as the history."""
     tokenizer = hf.tokenizer
     said = []
@@ -40,7 +39,7 @@ def answers(hf: Any, dialogue: Prompt) -> list[str]:
     return said
 
 
-def accuracy(hf: Any, dialogues: list[Prompt]) -> float:
+def accuracy(hf, dialogues: list[Prompt]) -> float:
     right = [
         said == turn.answers[0]
         for dialogue in dialogues
@@ -95,7 +94,7 @@ def test_the_answer_comes_from_the_fact_and_from_nowhere_else():
     others = [value for value in words.VALUES if value not in (first, second)]
     other_key = next(k for k in words.KEYS if k not in text.split())
 
-    def said(changed: str) -> str:
+    def said(changed):
         inputs = hf.tokenizer(changed, return_tensors="pt")
         out = hf.generate(**inputs, do_sample=False, max_new_tokens=5)
         return hf.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :])
@@ -131,4 +130,4 @@ def test_all_kinds_of_model_agree():
         expected = hf(ids).logits
         bridge = ss.load("recall")
         assert_close(bridge(ids), expected, atol=1e-2, rtol=1e-3)
-    assert Target.of(bridge).n_layers == 3
+    assert target_of(bridge).n_layers == 3

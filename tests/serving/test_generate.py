@@ -9,6 +9,7 @@ import pytest
 import torch
 from intervention_kit import bridge_of, greedy, listing_1, nnsight_of
 from organisms import tiny_model
+from refusals import refused
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate, SinkPatch
@@ -36,7 +37,7 @@ def test_a_policy_says_what_it_held_and_read():
     peaks = [few.prompt_tokens, *[6] * (len(few.tokens) - 1)]  # the prompt's call returns with the whole prompt
     assert few.held == pytest.approx(sum(peaks) / len(peaks), abs=1.01)
     part = generate(model, PROMPTS[0], policy="progressive:6", tokenizer=tokenizer, max_new_tokens=6)[0]
-    assert part.read is not None and part.held is not None and part.read <= part.held + 1
+    assert part.read <= part.held + 1
 
 
 def until_end(tokens: list[int], end: int = 2) -> list[int]:
@@ -187,6 +188,5 @@ def test_bos():
 )
 def test_bad_input(prompts, settings, words):
     model, tokenizer = tiny_model("llama")
-    with pytest.raises(SinkscopeError) as caught:
+    with refused(words=words):
         generate(model, prompts, **{"tokenizer": tokenizer, **settings})
-    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)

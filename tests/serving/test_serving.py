@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -39,7 +38,7 @@ def servers(monkeypatch):
 class Fussy:
     """A monitor that triggers by a hash of all tokens in their order: one token amiss, and it triggers elsewhere."""
 
-    def __init__(self, settings: Any = None) -> None:
+    def __init__(self, settings=None):
         self.hash = 1
 
     def update(self, token: int) -> SimpleNamespace:
@@ -91,7 +90,7 @@ def requests(rng: Random, actions: list[str], count: int = 7) -> list[kit.Reques
     return made
 
 
-def check(server: Any, rng: Random, actions: list[str], **how: Any) -> list[kit.Request]:
+def check(server, rng: Random, actions: list[str], **how) -> list[kit.Request]:
     drafts = how.pop("drafts", False)
     asked = requests(rng, actions)
     kit.play(server, rng, asked, **how)
@@ -295,13 +294,13 @@ def test_without_drafts_no_step_asks_the_device():
     """The rows' positions on the device are read only if drafts make them uncertain and an action is in progress."""
 
     class Closed:
-        def tolist(self) -> None:
+        def tolist(self):
             raise AssertionError("a step waited for the device")
 
-        def __add__(self, other: int) -> Any:
+        def __add__(self, other):
             return self
 
-    def hide(ctx: Any) -> Any:
+    def hide(ctx):
         ctx.expanded_idx_mapping = ctx.pos = Closed()
         return ctx
 
@@ -325,11 +324,11 @@ def test_the_page_says_what_runs(monkeypatch):
     answered = []
 
     class LLM:
-        def __init__(self, model: str, logits_processors: list[str]) -> None:
+        def __init__(self, model, logits_processors):
             module, _, name = logits_processors[0].partition(":")
             self.made = getattr(__import__(module, fromlist=["_"]), name)
 
-        def generate(self, prompts: list[str], params: kit.SamplingParams) -> list[Any]:
+        def generate(self, prompts, params):
             self.made.validate_params(params)
             requests = [kit.Request(looping(), params) for _ in prompts]
             kit.play(kit.Batches(self.made(None, torch.device("cpu"), False)), Random(0), requests)

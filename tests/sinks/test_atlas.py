@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, organism
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.layer_scan import norms_after
 from sinkscope.sinks.repetition.atlas import AtlasReading, AtlasWork
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
@@ -22,13 +22,12 @@ from sinkscope.sinks.repetition.repeat import Repeat, repeat
 LIMIT = 160
 
 
-def measured(o: Organism, **options: Any) -> Repeat:
+def measured(o: Organism, **options) -> Repeat:
     return repeat(o.model, tokenizer=o.tokenizer, tokens=["all"], **{"max_repeats": LIMIT, **options})
 
 
-def atlas_of(o: Organism, **options: Any) -> AtlasReading:
+def atlas_of(o: Organism, **options) -> AtlasReading:
     atlas = measured(o, **options).atlas
-    assert atlas is not None
     return atlas
 
 
@@ -47,12 +46,12 @@ def by_hand(o: Organism, first: int, token: int, limit: int) -> float:
     return float(above[0]) + 1 if len(above) else float("nan")
 
 
-@pytest.mark.parametrize(("family", "seed"), [("llama", 5), pytest.param("gpt_oss", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "seed"), [("llama", 5), slow("gpt_oss", 1)])
 def test_repeats_are_those_of_one_whole_pass_per_token(family, seed):
     o = organism(family, seed)
     result = measured(o, sample=6)
     atlas = result.atlas
-    assert atlas is not None and result.sink_layer == o.truth.sink_layer and len(atlas.ids) == 6
+    assert result.sink_layer == o.truth.sink_layer and len(atlas.ids) == 6
     expected = [by_hand(o, o.tokenizer.bos_token_id, token, LIMIT) for token in atlas.ids.tolist()]
     np.testing.assert_array_equal(atlas.repeats, expected)
 
@@ -60,7 +59,7 @@ def test_repeats_are_those_of_one_whole_pass_per_token(family, seed):
 def test_every_grouped_token_gets_there_and_no_other():
     o, result = organism("qwen2", 1), whole()
     atlas, expected, bos = result.atlas, o.truth.repeats_expected, o.tokenizer.bos_token_id
-    assert atlas is not None and expected is not None and len(atlas.ids) == o.model.config.vocab_size
+    assert expected is not None and len(atlas.ids) == o.model.config.vocab_size
     group = np.array([o.truth.groups[token] for token in atlas.ids.tolist()])
     assert ((group < 0) == atlas.resists).all()
     repeats = atlas.repeats[(group >= 0) & (atlas.ids != bos)]
@@ -68,9 +67,7 @@ def test_every_grouped_token_gets_there_and_no_other():
     assert atlas.repeats[bos] == 1  # after itself it is its own group from the start
     assert (np.isnan(atlas.head) == (group < 0)).all()
     assert {row["head"]: row["resisting"] > 0 for row in result.shown_rows()}["none"]
-    assert re.search(
-        r"serves 0.0% of the \d+ tokens that never reach it and 100.0% of the others", result.details()[-1]
-    )
+    assert re.search(r"mark 0.0% of the \d+ tokens that never reach it, and 100.0% of the others", result.details()[-1])
     assert f"the {int((group < 0).sum())} tokens that never reach it" in result.details()[-1]
     drawn = [len(trace.x) for trace in result.figure().data]
     assert sum(drawn) == len(atlas.ids) == len(result.to_frame())
@@ -89,8 +86,7 @@ def test_without_bos_a_token_of_the_text_stands_first_and_never_itself():
 @given(length=st.integers(1, 200), limit=st.integers(1, 200))
 def test_passes_of_any_length_give_the_same_table(length, limit):
     o = organism("qwen2", 1, n_layers=4)
-    target, tokens = Target.of(o.model, o.tokenizer), [*o.tokens_of(0)[:2], *o.tokens_of(-1)[:1]]
-    assert o.truth.sink_layer is not None
+    target, tokens = target_of(o.model, o.tokenizer), [*o.tokens_of(0)[:2], *o.tokens_of(-1)[:1]]
     work = AtlasWork(o.truth.sink_layer, 1, 1, length, limit)
     columns = work(target, tokens)
     norm = norms_after(target, o.truth.sink_layer, torch.tensor([work.row(token, limit) for token in tokens]))

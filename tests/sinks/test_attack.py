@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from attack_kit import mixed_clusters, planted_clusters, text_file
+from covering import every_nth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism
 from organisms import organism as new_organism
+from refusals import refused
 from scipy.stats import binomtest
 
 from sinkscope.errors import SinkscopeError
@@ -25,7 +26,7 @@ organism = functools.cache(new_organism)  # only read here
 CLUSTER, RANDOM, REPEATED = range(3)
 
 
-def attack(o: Organism, folder: Path, **options: Any) -> ClusterAttack:
+def attack(o: Organism, folder: Path, **options) -> ClusterAttack:
     options = {"clusters": planted_clusters(o), "lengths": [8], "sequences": 24, "prefix": "", **options}
     return cluster_attack(o.model, tokenizer=o.tokenizer, text=text_file(o, folder), **options)
 
@@ -38,7 +39,7 @@ def attack_once(family: str, seed: int, bos: bool = True) -> ClusterAttack:
 
 @pytest.mark.parametrize(
     ("family", "seed", "bos"),
-    [("llama", 1, False), ("qwen3_moe", 1, True), pytest.param("neox", 2, True, marks=pytest.mark.slow)],
+    every_nth([("llama", 1, False), ("neox", 2, True), ("qwen3_moe", 1, True)], 3),
 )
 def test_two_tokens_of_a_group_suffice_without_bos(family, seed, bos):
     found = attack_once(family, seed, bos)
@@ -144,9 +145,8 @@ def test_lengths_that_no_cluster_has(tmp_path):
     ],
 )
 def test_bad_input(options, message, tmp_path):
-    with pytest.raises(SinkscopeError, match=message) as caught:
+    with refused(message):
         attack(organism("llama", 1, bos=False), tmp_path, **options)
-    assert "\n" not in str(caught.value)
 
 
 def test_no_bos_changes_what_stands_before_an_attack_and_not_what_counts_as_success(tmp_path):

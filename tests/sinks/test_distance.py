@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, tiny_model
 from organisms import organism as new_organism
 from torch import nn
 
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.repetition.distance import DistanceReading, output_weights
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 from sinkscope.trace import trace
@@ -24,20 +24,18 @@ organism = functools.cache(new_organism)  # only read here
 IN_THEOREM = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "neox", "mixtral", "qwen3_moe")
 
 
-def measured(model: Any, tokenizer: Any, count: int, **options: Any) -> Repeat:
+def measured(model, tokenizer, count: int, **options) -> Repeat:
     return repeat(model, tokenizer=tokenizer, read="distance", max_repeats=count, **options)
 
 
-def reading_of(o: Organism, count: int, **options: Any) -> DistanceReading:
+def reading_of(o: Organism, count: int, **options) -> DistanceReading:
     reading = measured(o.model, o.tokenizer, count, **options).distance
-    assert reading is not None
     return reading
 
 
-def tiny_reading(family: str, count: int, words: list[str] | None = None, **config: Any) -> DistanceReading:
+def tiny_reading(family: str, count: int, words: list[str] | None = None, **config) -> DistanceReading:
     model, tokenizer = tiny_model(family, **config)
     reading = measured(model, tokenizer, count, tokens=words).distance
-    assert reading is not None
     return reading
 
 
@@ -60,10 +58,9 @@ def test_bound_and_distance_by_hand(family):
     o, count = organism(family, 1), 60
     result = measured(o.model, o.tokenizer, count, prefix="poem book", tokens=["cat"])
     found, sweep = result.distance, result.sweep
-    assert found is not None and sweep is not None
     start = o.tokenizer("poem book")["input_ids"]
     ids = torch.tensor([start + list(sweep.ids[0]) * count])
-    target = Target.of(o.model, o.tokenizer)
+    target = target_of(o.model, o.tokenizer)
     eager = copy.deepcopy(o.model)
     eager.set_attn_implementation("eager")
     with torch.no_grad():
@@ -88,28 +85,27 @@ def test_bound_and_distance_by_hand(family):
     assert (found.closest[0] <= 1.01 * closest.numpy() + 1e-4).all()  # 0 where a distance is lost in rounding
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", "gpt2", slow("gpt_oss")])
 def test_one_pass_is_n_passes(family):
     o = organism(family, 2)
     result = measured(o.model, o.tokenizer, 33, tokens=["cat", "dog"], prefix="poem book")
     found, sweep = result.distance, result.sweep
-    assert found is not None and sweep is not None
     layers = (0, o.model.config.num_hidden_layers - 1)
     sites = [f"blocks.{layer}.hook_attn_out" for layer in layers]
 
-    def last(ids: list[int]) -> dict[str, torch.Tensor]:
+    def last(ids):
         return trace(o.model, torch.tensor([ids]), sites, lambda out: out[:, -1].float())
 
     for token, (word,) in enumerate(sweep.ids):
         alone = last([word])
         for layer, site in zip(layers, sites, strict=True):
-            if not Target.of(o.model, o.tokenizer).adapter.post_attn_norm:  # which would come after the output
+            if not target_of(o.model, o.tokenizer).adapter.post_attn_norm:  # which would come after the output
                 assert found.alone[layer, token] == pytest.approx(float(alone[site].norm()), rel=1e-3, abs=1e-4)
         for repeats in (1, 2, 9, 33):
             place = sweep.counts.tolist().index(repeats)
             outputs = last([1, 4, 5] + [word] * repeats)
             for layer, site in zip(layers, sites, strict=True):
-                if not Target.of(o.model, o.tokenizer).adapter.post_attn_norm:
+                if not target_of(o.model, o.tokenizer).adapter.post_attn_norm:
                     expected = float((outputs[site] - alone[site]).norm())
                     assert found.distance[layer, token, place] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
@@ -117,7 +113,7 @@ def test_one_pass_is_n_passes(family):
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_absolute_positions_are_outside_and_do_not_vanish(family):
     found = tiny_reading(family, 400)
-    assert found.outside is not None and "absolute positions" in found.outside and found.holds is None
+    assert "absolute positions" in found.outside and found.holds is None
     assert np.isnan(found.bound).all() and np.isnan(found.closest).all()
     assert found.distance[0, :, -1].min() > 0.05 * found.distance[0, :, 0].max()
 
@@ -126,8 +122,7 @@ def test_outside_the_window_the_distance_is_exactly_zero():
     model, tokenizer = tiny_model("mistral")  # a window of 16
     result = measured(model, tokenizer, 40, tokens=["cat"])
     found, sweep = result.distance, result.sweep
-    assert found is not None and sweep is not None
-    assert found.outside is not None and "window of 16" in found.outside and np.isnan(found.bound).all()
+    assert "window of 16" in found.outside and np.isnan(found.bound).all()
     assert ((found.distance[0, 0] == 0) == (sweep.counts >= 16)).all()
     assert "no bound applies" in result.summary()
     # what was taken for zero is zero but for rounding, which float64 shows
@@ -147,7 +142,7 @@ def test_a_window_that_holds_everything_changes_nothing():
 
 def test_learned_sinks_are_outside():
     found = tiny_reading("gpt_oss", 500, ["cat"], sliding_window=2048)
-    assert found.outside is not None and "learned sink" in found.outside
+    assert "learned sink" in found.outside
     assert found.distance[0, 0, -1] > 0.05 * found.alone[0, 0]  # repetition gives the weight back
 
 
@@ -156,7 +151,6 @@ def test_the_distance_of_marked_tokens_falls_at_every_step():
     # BOS alone: a marking head gives it odds / (odds + n), odds at most 80
     result = measured(o.model, o.tokenizer, 1300, prefix="", tokens=["dog", "bla"])
     found, sweep = result.distance, result.sweep
-    assert found is not None and sweep is not None
     marked = [row for row, ids in enumerate(sweep.ids) if o.truth.groups[ids[0]] >= 0]
     assert marked and (np.diff(found.distance[0, marked]) < 0).all()
     assert len(found.distance) == o.model.config.num_hidden_layers
@@ -165,10 +159,10 @@ def test_the_distance_of_marked_tokens_falls_at_every_step():
 def test_the_papers_words_and_prefix_are_the_defaults():
     o = organism("llama", 3)
     result = measured(o.model, o.tokenizer, 5)
-    assert result.sweep is not None and result.sweep.tokens == ("cat", "dog", "the", "bla")
+    assert result.sweep.tokens == ("cat", "dog", "the", "bla")
     assert result.settings["prefix"] == "some prefix:"
     half = measured(copy.deepcopy(o.model).bfloat16(), o.tokenizer, 20).distance
-    assert half is not None and half.holds
+    assert half.holds
 
 
 def test_from_disk_only_the_first_layer_is_read(tmp_path):
@@ -176,14 +170,14 @@ def test_from_disk_only_the_first_layer_is_read(tmp_path):
     folder = o.save(tmp_path / "m")
     first = repeat(str(folder), read="distance", max_repeats=30, tokens=["cat"], dtype="float32").distance
     live = reading_of(o, 30, tokens=["cat"])
-    assert first is not None and first.holds and len(first.distance) == 1
+    assert first.holds and len(first.distance) == 1
     np.testing.assert_allclose(first.distance[0], live.distance[0], rtol=1e-3, atol=1e-4)
 
 
 class Adapted(nn.Module):
     """An output projection without a weight of its own, as quantised and adapted ones are."""
 
-    def __init__(self, inner: nn.Linear) -> None:
+    def __init__(self, inner: nn.Linear):
         super().__init__()
         self.in_features = inner.in_features
         self.inner = [inner]
@@ -194,6 +188,6 @@ class Adapted(nn.Module):
 
 def test_projections_without_a_weight_are_asked():
     model, tokenizer = tiny_model("phi")  # with a bias, which is no part of any head
-    expected = output_weights(Target.of(model, tokenizer))
+    expected = output_weights(target_of(model, tokenizer))
     model.model.layers[0].self_attn.dense = Adapted(model.model.layers[0].self_attn.dense)
-    torch.testing.assert_close(output_weights(Target.of(model, tokenizer)), expected)
+    torch.testing.assert_close(output_weights(target_of(model, tokenizer)), expected)

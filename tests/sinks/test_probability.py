@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from organisms import Organism, organism
 
 from sinkscope.files.result import Result
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.repetition.probability import ProbabilityReading
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 
@@ -42,7 +42,7 @@ def repeated_word() -> int:
     return next(t for t in o.tokens_of(0) if t != 10 and o.tokenizer.decode([t]) not in ("cat", "the"))
 
 
-def measured(**changes: Any) -> Repeat:
+def measured(**changes) -> Repeat:
     o = repeater()
     options = {
         "read": "probability",
@@ -59,11 +59,10 @@ def measured(**changes: Any) -> Repeat:
 def plain(prefix: str = PREFIX) -> ProbabilityReading:
     """A reading, which no test can alter."""
     reading = measured(prefix=prefix).probability
-    assert reading is not None
     return reading
 
 
-@pytest.mark.parametrize("prefix", [pytest.param("", marks=pytest.mark.slow), PREFIX])
+@pytest.mark.parametrize("prefix", [slow(""), PREFIX])
 def test_it_repeats_until_the_sink_and_for_ever_with_the_patch(prefix):
     o, found = repeater(), plain(prefix)
     assert set(found.neurons) == set(o.truth.neurons) and found.conditions == ("intact", "patched")
@@ -82,7 +81,7 @@ def test_it_repeats_until_the_sink_and_for_ever_with_the_patch(prefix):
 
 def test_curve_against_a_pass_of_its_own():
     o, word = repeater(), repeated_word()
-    target = Target.of(o.model, o.tokenizer)
+    target = target_of(o.model, o.tokenizer)
     head = o.tokenizer(PREFIX)["input_ids"]
     patch = SinkPatch(sites=o.truth.neurons)
     for edit in (None, patch):
@@ -101,13 +100,12 @@ def test_curve_against_a_pass_of_its_own():
     left = int(plain().left[0, 0])
     assert (likeliest == word).tolist()[:left] == [True] * (left - 1) + [False]
     result = measured()
-    assert result.sweep is not None and result.probability is not None
     assert result.probability.probability[0, 0] == pytest.approx(p[result.sweep.counts - 1].numpy(), rel=1e-5)
 
 
 def test_greedy_is_the_likeliest_token_step_by_step():
     o = repeater()
-    target = Target.of(o.model, o.tokenizer)
+    target = target_of(o.model, o.tokenizer)
     rows = o.natural(2, 9)
     answers = greedy(target, rows, 6)
     for row, answer in zip(rows, answers, strict=True):
@@ -119,11 +117,14 @@ def test_greedy_is_the_likeliest_token_step_by_step():
         assert len(answer) == 6 or answer[-1] == o.tokenizer.eos_token_id
 
 
-def test_a_model_without_a_sink_is_measured_without_a_patch():
+def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_by_default():
     o = organism("llama", 0, kind="none")
-    options = {"max_repeats": 20, "answer_after": [3], "new_tokens": 3}
-    result = repeat(o.model, tokenizer=o.tokenizer, read="probability", **options)
-    assert result.probability is not None and result.probability.conditions == ("intact",)
+    o.model.config.max_position_embeddings = 64
+    result = repeat(o.model, tokenizer=o.tokenizer, read="probability", prefix="")
+    assert result.probability.conditions == ("intact",)
+    before = int(result.settings["bos"])
+    assert result.settings["new_tokens"] == 16 and result.settings["answer_after"] == [64 - 16 - before]
+    assert f"after {64 - 16 - before} repetitions" in result.summary()
     assert "no causal sink neuron" in result.summary()
     assert result.figure() is not None
 
@@ -132,6 +133,6 @@ def test_a_patch_that_is_given_is_used(tmp_path):
     SinkPatch(layer=1, neurons=[5], value=0.0).save(tmp_path / "p.json")
     result = measured(patch=tmp_path / "p.json", answer_after=[5], max_repeats=250, prefix="")
     found = result.probability
-    assert found is not None and found.neurons == ((1, 5),) and (1, 5) not in repeater().truth.neurons
+    assert found.neurons == ((1, 5),) and (1, 5) not in repeater().truth.neurons
     assert found.left[0] == found.left[1]  # no sink neuron: it diverges all the same
     assert Result.from_dict(result.to_dict()).to_dict() == result.to_dict()

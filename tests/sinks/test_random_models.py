@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from organisms.tiny import tiny_model
 from torch import Tensor
 
@@ -15,11 +17,7 @@ from sinkscope.sinks.first_token.find import find_sinks
 TYPES = ("llama", "gpt2", "gpt_neox", "gemma2", "qwen3", "mixtral", "gpt_oss", "phi3", "olmo2", "qwen2", "phi", "opt")
 WAYS = ("as made", "large weights", "20 steps", "150 steps")
 FAST = {("gpt2", "as made"), ("gpt_neox", "large weights"), ("llama", "20 steps")}
-CASES = [
-    pytest.param(model_type, way, marks=() if (model_type, way) in FAST else pytest.mark.slow)
-    for way in WAYS
-    for model_type in TYPES
-]
+CASES = covering(product(TYPES, WAYS), FAST)
 SLACK = 1.3  # between the tool's thresholds and those of the truth, which is read on other texts
 
 
@@ -53,14 +51,14 @@ def made(model_type: str, way: str, seed: int = 0) -> tuple[Any, Any]:
     return model.eval().requires_grad_(False), tokenizer
 
 
-def first_over_typical(model: Any, ids: Tensor) -> Tensor:
+def first_over_typical(model, ids: Tensor) -> Tensor:
     """The first token's norm over the median of later ones after each layer, the last one's behind the final norm."""
     hidden = model(ids, output_hidden_states=True, use_cache=False).hidden_states[1:-1]
     norms = torch.stack(hidden).float().norm(dim=-1)
     return norms[..., 0].median(1).values / norms[..., 1:].flatten(1).median(1).values
 
 
-def attending(model: Any, ids: Tensor, least: float) -> int:
+def attending(model, ids: Tensor, least: float) -> int:
     """How many heads give the first token more than this share, from the model's own attention."""
     usual = model.config._attn_implementation
     model.set_attn_implementation("eager")

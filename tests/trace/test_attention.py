@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.trace.attention import attention_rows
 
 
@@ -25,7 +25,7 @@ def _rows(target: Target, ids: torch.Tensor, mask: torch.Tensor | None, chunk: i
     return {layer: torch.cat(chunks, 2) for layer, chunks in got.items()}
 
 
-def _reference(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _reference(model, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
     eager = copy.deepcopy(model)
     for module in eager.modules():  # Falcon refuses set_attn_implementation but reads its config
         if hasattr(module, "config"):
@@ -39,7 +39,7 @@ def test_rows_equal_the_models_own_on_a_left_padded_batch(model_type):
     ids = torch.randint(3, 90, (2, 37), generator=torch.Generator().manual_seed(1))  # longer than the windows of 16
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     before = model.config._attn_implementation
     plain = target.forward(ids, mask).last_hidden_state
     rows = _rows(target, ids, mask, chunk=7)
@@ -54,7 +54,7 @@ def test_rows_equal_the_models_own_on_a_left_padded_batch(model_type):
 
 def test_chunks_and_layers():
     model, tokenizer = tiny_model("qwen2")
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     ids = torch.randint(3, 90, (1, 20), generator=torch.Generator().manual_seed(1))
     seen = []
     with attention_rows(
@@ -66,10 +66,10 @@ def test_chunks_and_layers():
 
 def test_an_exception_inside_restores_the_implementation():
     model, tokenizer = tiny_model("llama")
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     before = model.config._attn_implementation
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise RuntimeError("observer")
 
     with pytest.raises(RuntimeError, match="observer"), attention_rows(target, fail):
@@ -82,4 +82,4 @@ def test_a_soft_cap_that_sdpa_drops_is_said():
     model, _ = tiny_model("gemma2", attn_logit_softcapping=0.3)
     model.config._attn_implementation = "sdpa"
     with pytest.warns(SinkscopeWarning, match="soft cap of 0.3"):
-        Target.of(model)
+        target_of(model)

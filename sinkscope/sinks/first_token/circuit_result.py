@@ -96,6 +96,8 @@ class CircuitStep:
             return f"nothing tried is needed{self._largest()}"
         count, names = len(self.chosen), _named(self.chosen)
         lost, control = self._beside_random(self.together or 0.0, self.together_control)
+        if self.name == KEYS:
+            lost += " of the attention"
         if self.name == MARK and count == 1 and self.alone[0] < NEEDED:  # which is a loss of attention
             return f"{lost} is lost without {names}{control}, but the attention stays"
         alone = self._needed_alone()
@@ -184,7 +186,7 @@ class Readers:
         carried = _named(self.carried_by)
         control = "" if self.control is None else f" ({self.control:.2f} in the random control)"
         before, after = self.attention.mean(), self.attention_without.mean()
-        return f"without {carried} its mean falls from {before:.2f} to {after:.2f}{control}"
+        return f"without {carried} the mean of that attention falls from {before:.2f} to {after:.2f}{control}"
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ class PatchEvaluation(Result):
         patch, random = ((np.abs(self.differences) > 2 * self.errors) & known).sum(1).tolist()
         return (
             f"The patch of {neuron_names(self.neurons, 3)} changes {counted(patch, 'score')} by more than two standard "
-            f"errors, a patch of as many random neurons {counted(random, 'score')} ({known.sum()} measured)."
+            f"errors; one of as many random neurons changes {counted(random, 'score')} ({known.sum()} measured)."
         )
 
     def details(self) -> list[str]:

@@ -73,22 +73,22 @@ class AttentionReading:
             where = "No MLP makes a norm spike;"
         tokens = listed(list(map(repr, sweep.tokens)), 1)
         return (
-            f"{where} the mean head gives position 0 {repeated:.1%} of its attention after {sweep.times} of "
+            f"{where} the mean head gives {repeated:.1%} of its attention to position 0 after {sweep.times} of "
             f"{tokens}, and {means[0]:.1%} in natural text."
         )
 
     def details(self, sweep: Sweep) -> list[str]:
-        """Attention of all queries and of the tail, sequence by sequence."""
+        """Attention of all queries, sequence by sequence."""
         lines: list[str] = []
         for number, name in enumerate(self.sequences[:5]):
             behind = slice(self.first_behind, None)
-            line = f"{name}: position 0 receives {self.mean_to_first[behind, number].mean():.1%}"
+            line = "In natural text" if number == 0 else f"With {name!r}"
+            line += f", position 0 receives {self.mean_to_first[behind, number].mean():.1%} of the attention"
             places = counted(int(self.high[number]), "position")
             if self.high[number]:
                 line += (
-                    f", {places} of high norm {self.mean_to_high[behind, number].mean():.1%} "
-                    f"(uniform attention: {self.uniform[number]:.1%}); from the tail they receive "
-                    f"{self.tail_to_high[behind, number].mean():.1%} (uniform: {self.tail_uniform[number]:.1%})"
+                    f", and {places} of high norm {self.mean_to_high[behind, number].mean():.1%} "
+                    f"(uniform attention would give {self.uniform[number]:.1%})"
                 )
             lines.append(line + ".")
         return lines

@@ -78,7 +78,7 @@ class DistanceReading:
         """What was read, and how close the bound is."""
         lines = [
             f"{len(sweep.before)} tokens stand before the repetitions; the distances are medians over "
-            f"{len(sweep.tokens)} tokens of {counted(len(self.distance), 'layer')}."
+            f"{counted(len(sweep.tokens), 'token')} in {counted(len(self.distance), 'layer')}."
         ]
         if self.outside is not None:
             lines.append(f"Theorem 4.1 does not apply to this model: {self.outside}.")

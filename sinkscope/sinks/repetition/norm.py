@@ -110,14 +110,16 @@ class NormReading:
             f"{low:.4g} to {high:.4g})."
         ]
         never = [row for row in sweep.single if np.isnan(self.repeats[row])]
-        if never:
+        if 0 < len(never) < len(sweep.single):
             reach = agreeing(len(never), "reaches", "reach")
             lines.append(f"{len(never)} of {len(sweep.single)} tokens never {reach} half of the first token's norm.")
         lines += left_out_line([sweep.tokens[row] for row in sweep.single if self.repeats[row] == 1])
         for ids, count in zip(sweep.ids, self.repeats, strict=True):
             if len(ids) > 1:
-                when = "never reaches it" if np.isnan(count) else f"reaches it after {count:.0f} tokens"
-                lines.append(f"The cycle of {len(ids)} words {when}.")
+                when = "never reaches"
+                if np.isfinite(count):
+                    when = f"after {counted(int(count), 'token')} reaches"
+                lines.append(f"The cycle of {len(ids)} words {when} half of that norm.")
         for condition in range(1, len(self.conditions)):
             first = 1 - self.first_norms[condition, 0] / self.first_norms[0, 0]
             neurons = neuron_names(self.zeroed[condition])

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.files.notation import counted, neuron_names
+from sinkscope.files.notation import counted, listed, neuron_names
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.measure import Setup
@@ -21,6 +21,8 @@ from sinkscope.models.open import open_target
 from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.repetition.sweep import Sweep, SweepRows, curves_figure, rounded
 
+ANSWER_AFTER = (50, 400)  # repetitions
+NEW_TOKENS = 100
 SHOWN_TEXT = 40  # characters of an answer in the table
 
 
@@ -78,13 +80,16 @@ class ProbabilityReading:
 
     def details(self, sweep: Sweep) -> list[str]:
         """The patch, and where the repetition ends with and without it."""
-        lines: list[str] = []
+        counts = listed(list(dict.fromkeys(answer.repeats for answer in self.answers)))
+        lines = [f"The table shows what the model writes after {counts} repetitions."]
         if self.neurons:
             lines.append(f"The patch holds {neuron_names(self.neurons)}.")
         for condition, caught, left in zip(self.conditions, self.caught, self.left, strict=True):
             stopped = left[np.isfinite(left)]
-            line = f"The {condition} model began to repeat {np.isfinite(caught).sum()} of {len(caught)} tokens, and "
-            line += f"stopped with {len(stopped)}"
+            began = np.isfinite(caught).sum()
+            line = f"The {condition} model began to repeat {began} of {len(caught)} tokens"
+            if began:
+                line += f", and stopped repeating {len(stopped)} of these"
             if len(stopped):
                 line += f", in the median after {np.median(stopped):.0f} repetitions"
             lines.append(line + ".")
@@ -116,8 +121,8 @@ def read_probabilities(
     setup: Setup,
     rows: SweepRows,
     patch: SinkPatch | str | os.PathLike[str] | None,
-    after: Sequence[int],
-    new_tokens: int,
+    answer_after: Sequence[int] | None,
+    new_tokens: int | None,
 ) -> ProbabilityReading:
     """Run every sequence with and without the patch, and let the model answer after some repetitions.
 
@@ -125,14 +130,21 @@ def read_probabilities(
         setup: The model, whole in memory.
         rows: The sequences.
         patch: The patch or its file. None: a patch of the causal neurons.
-        after: Numbers of repetitions after which the model answers.
-        new_tokens: Maximum length of an answer.
+        answer_after: Numbers of repetitions after which the model answers. None: 50 and 400, or what the context holds.
+        new_tokens: Maximum length of an answer. None: 100, or a quarter of the context.
 
     Raises:
         SinkscopeError: The repetitions and the answer do not fit the context.
     """
     target = setup.target
     sweep = rows.sweep
+    limit = target.max_positions or 1 << 30
+    new_tokens = new_tokens or min(NEW_TOKENS, limit // 4)
+    after = list(answer_after or ())
+    if not after:
+        most = max(1, limit - rows.start - new_tokens)
+        after = sorted({min(count, most) for count in ANSWER_AFTER})
+    setup.record(answer_after=after, new_tokens=new_tokens)
     around = f"a text of {max(after)} repetitions behind {rows.start} tokens"
     target.check_length(around, rows.start + max(after), new_tokens, "repeat less often before an answer")
     edit = chosen_patch(setup, patch)
