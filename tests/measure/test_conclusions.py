@@ -20,7 +20,7 @@ from sinkscope.sinks.attack.clusters import TokenClusters
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.marking_heads import MarkingHeads
 from sinkscope.sinks.first_token.separate import Separability
-from sinkscope.sinks.patch.evaluate import Change, PatchEvaluation
+from sinkscope.sinks.patch.evaluate import PatchEvaluation
 from sinkscope.sinks.patch.make import PatchMade, PatchProof
 from sinkscope.sinks.repetition.atlas import AtlasReading
 from sinkscope.sinks.repetition.attention import AttentionReading
@@ -66,29 +66,30 @@ def sweep(rng: Rng, tokens: int) -> Sweep:
 def repeated(rng: Rng) -> Result:
     tokens = int(rng.integers(1, 7))
     which = rng.integers(5)
-    given: dict[str, Any] = {"sweep": sweep(rng, tokens)}
+    over = sweep(rng, tokens)
+    reading: Any = None
     if which == 0:
         return Repeat(model=MODEL, read="norm", absence=absence(rng))
     if which == 1:
-        names = ("intact", *[("one", "control"), ("one", "set", "control"), ()][rng.integers(3)])
+        names = ("intact", *[("set", "control"), ()][rng.integers(2)])
         norms = rng.uniform(1, 99, (len(names), tokens, 2))
         repeats = rng.choice([1, 5, 90, np.nan], tokens)
         zeroed = tuple(sites(rng) for _ in names)
         typical = np.array([1.0, 2.0, 3.0])
-        given["norm"] = NormReading(names, zeroed, norms, norms[:, :, 0], repeats, 99.0, typical)
+        reading = NormReading(over, names, zeroed, norms, norms[:, :, 0], repeats, 99.0, typical)
     elif which == 2:
-        by_sequence = rng.random((3, tokens + 1))
-        by_n = rng.random((3, tokens, 2))
+        by_sequence = rng.random((2, 3, tokens + 1))
+        by_n = rng.random((2, 3, tokens, 2))
         high = rng.integers(0, 3, tokens + 1) if rng.random() < 0.7 else np.zeros(tokens + 1, int)
-        means = [by_sequence] * 4
         shares = [rng.random(tokens + 1)] * 2
-        given["attention"] = AttentionReading(
-            ("natural text", *given["sweep"].tokens), high, by_n, by_n, *means, *shares, first_behind=int(high.any())
-        )
+        names = ("natural text", *over.tokens)
+        behind = int(high.any())
+        reading = AttentionReading(over, names, high, by_n, by_sequence, by_sequence, *shares, first_behind=behind)
     elif which == 3:
         by_n = rng.uniform(0.1, 2, (2, tokens, 2))
         outside = None if rng.random() < 0.6 else "its positions are learned"
-        given["distance"] = DistanceReading(
+        reading = DistanceReading(
+            over,
             distance=by_n,
             alone=rng.uniform(1, 2, (2, tokens)),
             bound=rng.uniform(0, 3, (tokens, 2)),
@@ -98,10 +99,9 @@ def repeated(rng: Rng) -> Result:
     else:
         several = ("intact", "patched")[: rng.integers(1, 3)]
         shape = (len(several), tokens)
-        given["probability"] = ProbabilityReading(
-            several, sites(rng), rng.random((*shape, 2)), rng.random(shape), rng.random(shape), 0.01, ()
-        )
-    return Repeat(model=MODEL, read="norm", **given)
+        shares = rng.random((*shape, 2)), rng.random(shape), rng.random(shape)
+        reading = ProbabilityReading(over, several, sites(rng), *shares, 0.01, ())
+    return Repeat(model=MODEL, read="norm", reading=reading)
 
 
 def vocabulary(rng: Rng) -> Result:
@@ -109,7 +109,7 @@ def vocabulary(rng: Rng) -> Result:
     repeats = rng.choice([1.0, 5.0, 900.0, np.nan], count)
     head = rng.choice([0.0, np.nan], count)
     atlas = AtlasReading(("a",) * count, np.arange(count), repeats, rng.random(count), head, 1024)
-    return Repeat(model=MODEL, read="norm", sink_layer=2, atlas=atlas)
+    return Repeat(model=MODEL, read="norm", sink_layer=2, reading=atlas)
 
 
 def attack(rng: Rng) -> Result:
@@ -136,7 +136,6 @@ def attack(rng: Rng) -> Result:
 
 def patch(rng: Rng) -> Result:
     words = int(rng.integers(1, 9))
-    change = Change(50.0, float(rng.uniform(45, 60)), 1.0, 0.1)
     proof = PatchProof(
         words=("word",) * words,
         repeats=300,
@@ -145,8 +144,7 @@ def patch(rng: Rng) -> Result:
         norms=rng.uniform(1, 40, (3, words, 2)),
         attention=rng.random((3, 1)),
         ordinary_attention=rng.random(1),
-        perplexity=change,
-        random_perplexity=change,
+        perplexity=np.array([50.0, rng.uniform(45, 60), 50.1]),
     )
     verdict, reason = proof.judged(0.01)
     named = sites(rng)

@@ -49,8 +49,7 @@ def test_the_same_circuit() -> None:
 def test_the_same_repetitions() -> None:
     half, full = (ss.repeat(model(dtype), max_repeats=64) for dtype in ("float16", "float32"))
     assert half.sink_layer == full.sink_layer
-    assert half.norm is not None and full.norm is not None
-    np.testing.assert_allclose(half.norm.repeats, full.norm.repeats, atol=2)
+    np.testing.assert_allclose(half.reading.repeats, full.reading.repeats, atol=2)
 
 
 @pytest.mark.slow

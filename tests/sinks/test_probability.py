@@ -59,9 +59,12 @@ def measured(**changes: Any) -> Repeat:
 @lru_cache
 def plain(prefix: str = PREFIX) -> ProbabilityReading:
     """A reading, which no test can alter."""
-    reading = measured(prefix=prefix).probability
-    assert reading is not None
-    return reading
+    return read_of(measured(prefix=prefix))
+
+
+def read_of(result: Repeat) -> ProbabilityReading:
+    assert isinstance(result.reading, ProbabilityReading)
+    return result.reading
 
 
 @pytest.mark.parametrize("prefix", ["", PREFIX])
@@ -101,9 +104,7 @@ def test_curve_against_a_pass_of_its_own() -> None:
     p, likeliest = repeat_probabilities(target, head, word, 300)
     left = int(plain().left[0, 0])
     assert (likeliest == word).tolist()[:left] == [True] * (left - 1) + [False]
-    result = measured()
-    assert result.sweep is not None and result.probability is not None
-    assert result.probability.probability[0, 0] == pytest.approx(p[result.sweep.counts - 1].numpy(), rel=1e-5)
+    assert plain().probability[0, 0] == pytest.approx(p[plain().sweep.counts - 1].numpy(), rel=1e-5)
 
 
 def test_greedy_is_the_likeliest_token_step_by_step() -> None:
@@ -124,7 +125,7 @@ def test_a_model_without_a_sink_is_measured_without_a_patch() -> None:
     o = organism("llama", 0, kind="none")
     options: dict[str, Any] = {"max_repeats": 20, "answer_after": [3], "new_tokens": 3}
     result = repeat(o.model, tokenizer=o.tokenizer, read="probability", **options)
-    assert result.probability is not None and result.probability.conditions == ("intact",)
+    assert read_of(result).conditions == ("intact",)
     assert "no causal sink neuron" in result.summary()
     assert result.figure() is not None
 
@@ -132,7 +133,7 @@ def test_a_model_without_a_sink_is_measured_without_a_patch() -> None:
 def test_a_patch_that_is_given_is_used(tmp_path: Path) -> None:
     SinkPatch(layer=1, neurons=[5], value=0.0).save(tmp_path / "p.json")
     result = measured(patch=tmp_path / "p.json", answer_after=[5], max_repeats=250, prefix="")
-    found = result.probability
-    assert found is not None and found.neurons == ((1, 5),) and (1, 5) not in repeater().truth.neurons
+    found = read_of(result)
+    assert found.neurons == ((1, 5),) and (1, 5) not in repeater().truth.neurons
     assert found.left[0] == found.left[1]  # no sink neuron: it diverges all the same
     assert Result.from_dict(result.to_dict()).to_dict() == result.to_dict()

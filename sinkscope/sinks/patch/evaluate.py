@@ -36,38 +36,14 @@ from sinkscope.interventions import NeuronSite
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import PIECE, Count, Option, Positive, Result, Setup, measurement
-from sinkscope.measure.style import finished
+from sinkscope.measure.style import finished, unfolded
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.layer_view import flat_number, neutral_post, neutral_up, neutral_view
 from sinkscope.sinks.tokens import TokenRows
 
 CHARACTERS = 8  # largest number of characters per token, as in `text_rows`
-
-
-@dataclass(frozen=True)
-class Change:
-    """A quantity with and without an edit, over paired samples.
-
-    Attributes:
-        before: Value without the edit.
-        after: Value with the edit.
-        difference: `after - before`.
-        se: Standard error of the difference, from the differences of the samples. None for a single sample.
-    """
-
-    before: float
-    after: float
-    difference: float
-    se: float | None
-
-    @classmethod
-    def of(cls, before: float, after: float, samples: Float[Tensor, " n"], scale: float = 1.0) -> Change:
-        """Computed with the standard error of the mean of the samples' differences, times `scale`."""
-        error = None
-        if len(samples) > 1:
-            error = float(samples.std()) / math.sqrt(len(samples)) * scale
-        return cls(before, after, after - before, error)
+NEUTRAL_CHARACTERS = CHARACTERS * 4 * PIECE  # of the text that neutral values are taken from
 
 
 def under(edit: Intervention | None, target: Target) -> AbstractContextManager[Any]:
@@ -75,25 +51,24 @@ def under(edit: Intervention | None, target: Target) -> AbstractContextManager[A
     return nullcontext() if edit is None else edit.on(target)
 
 
-def held_out(made: Setup, pieces: int, length: int, texts: int = 4) -> TokenRows:
+def held_out(setup: Setup, pieces: int, length: int) -> TokenRows:
     """Pieces of the typical text after the part that neutral values are taken from.
 
     Raises:
         SinkscopeError: The text is too short for two pieces of 8 tokens.
     """
-    tokenizer = made.target.tokenizer
-    rest = made.text[CHARACTERS * texts * PIECE :]
-    bos = made.bos
-    length = min(length, made.target.max_positions or length)
+    rest = setup.text[NEUTRAL_CHARACTERS:]
+    length = min(length, setup.target.max_positions or length)
     # A short text gives short pieces rather than none.
-    count = len(tokenizer(rest[: CHARACTERS * pieces * length], add_special_tokens=False, verbose=False)["input_ids"])
-    length = min(length, count // 2 + (bos is not None))
+    beginning = rest[: CHARACTERS * pieces * length]
+    count = len(setup.tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"])
+    length = min(length, count // 2 + (setup.bos is not None))
     if length < 8:
         raise SinkscopeError(
-            f"the text has {len(made.text)} characters, and the first {CHARACTERS * texts * PIECE} of them are used to "
+            f"the text has {len(setup.text)} characters, and the first {NEUTRAL_CHARACTERS} of them are used to "
             "measure neutral values: give a longer --text, so that something is held out"
         )
-    return text_rows(tokenizer, rest, pieces, length, bos)
+    return text_rows(setup.tokenizer, rest, pieces, length, setup.bos)
 
 
 @torch.no_grad()
@@ -125,11 +100,11 @@ def losses(
     return torch.cat(out)
 
 
-def perplexity_change(before: Float[Tensor, " row"], after: Float[Tensor, " row"]) -> Change:
-    """Perplexities of paired pieces. The standard error is that of the mean loss difference, times the perplexity."""
-    first = float(before.double().mean().exp())
-    second = float(after.double().mean().exp())
-    return Change.of(first, second, after.double() - before.double(), second)
+def errors_of(samples: Float[Tensor, "condition sample"]) -> Float[Tensor, " edit"]:
+    """Standard error of the mean difference to the first condition, over paired samples; NaN for a single sample."""
+    if samples.shape[1] < 2:
+        return torch.full((len(samples) - 1,), torch.nan)
+    return (samples[1:] - samples[0]).std(1) / math.sqrt(samples.shape[1])
 
 
 SHOTS_SEED = 1234  # seed of the examples before a question; the harness's default
@@ -195,9 +170,8 @@ class PatchEvaluation(Result):
     def rows(self) -> list[dict[str, Any]]:
         """One row per score."""
         columns = {
-            "task": self.tasks,
-            "metric": self.metrics,
-            "samples": self.samples.tolist(),
+            "metric": np.array(self.metrics),
+            "samples": self.samples,
             "original": self.original,
             "patched": self.changed[0],
             "random": self.changed[1],
@@ -206,20 +180,19 @@ class PatchEvaluation(Result):
             "random_difference": self.differences[1],
             "random_se": self.errors[1],
         }
-        return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+        return unfolded(columns, task=self.tasks)
 
 
 def draw(result: PatchEvaluation) -> go.Figure:
     """Draw the change by the patch and by a random patch in per cent, with two standard errors."""
-    changes: dict[str, list[Any]] = {"score": [], "change": [], "error": [], "patch": []}
+    changes = {
+        "change": 100 * result.differences / result.original,
+        "error": 200 * result.errors / result.original,
+    }
     scores = [f"{task} {metric}" for task, metric in zip(result.tasks, result.metrics, strict=True)]
-    for number, name in enumerate(("patch", "random patch")):
-        changes["score"] += scores
-        changes["change"] += (100 * result.differences[number] / result.original).tolist()
-        changes["error"] += (200 * result.errors[number] / result.original).tolist()
-        changes["patch"] += [name] * len(scores)
+    rows = unfolded(changes, patch=("patch", "random patch"), score=scores)
     labels = {"change": "change in per cent of the original"}
-    fig = px.scatter(changes, x="score", y="change", error_y="error", color="patch", labels=labels)
+    fig = px.scatter(rows, x="score", y="change", error_y="error", color="patch", labels=labels)
     return finished(fig, result, width=900, height=480)
 
 
@@ -281,8 +254,7 @@ def evaluate_patch(
     """
     edit = read_patch_argument(patch)
     edit.check_made_for(setup.target)
-    control = random_patch(setup, edit)
-    edits = (None, edit, control)
+    edits = (None, edit, random_patch(setup, edit))
     ids = held_out(setup, pieces, length)
     setup.record(
         patch=None if isinstance(patch, SinkPatch) else Path(patch).name,
@@ -293,31 +265,29 @@ def evaluate_patch(
         pieces=len(ids),
         length=ids.shape[1],
     )
-    intact, *patched = [losses(setup.target, ids, each, batch_size, setup.progress) for each in edits]
     names = [("text", "perplexity")]
-    samples = [len(ids)]
-    changes = [[perplexity_change(intact, after) for after in patched]]
+    samples = [torch.stack([losses(setup.target, ids, each, batch_size, setup.progress) for each in edits]).double()]
+    perplexity = samples[0].mean(1).exp()
+    values = [perplexity]
+    errors = [errors_of(samples[0]) * perplexity[1:]]
     if tasks:
         harness = Tasks(tasks)
-        intact_answers, *patched_answers = [harness.run(setup, each, shots, questions, batch_size) for each in edits]
-        for name, before in intact_answers.items():
+        answers = [harness.run(setup, each, shots, questions, batch_size) for each in edits]
+        for name in answers[0]:
             names.append(name)
-            samples.append(len(before))
-            changes.append([score_change(before, answers[name]) for answers in patched_answers])
+            samples.append(torch.stack([one[name] for one in answers]))
+            values.append(samples[-1].mean(1))
+            errors.append(errors_of(samples[-1]))
+    original, *changed = torch.stack(values, 1).numpy()
     return PatchEvaluation(
         tasks=tuple(task for task, _ in names),
         metrics=tuple(metric for _, metric in names),
-        samples=np.array(samples),
-        original=np.array([by_patch[0].before for by_patch in changes]),
-        changed=np.array([[by_patch[number].after for by_patch in changes] for number in range(2)]),
-        errors=np.array([[by_patch[number].se for by_patch in changes] for number in range(2)], dtype=float),
+        samples=np.array([one.shape[1] for one in samples]),
+        original=original,
+        changed=np.array(changed),
+        errors=torch.stack(errors, 1).numpy(),
         neurons=tuple(site.numbers for site in edit.checked_sites),
     )
-
-
-def score_change(before: Float[Tensor, " sample"], after: Float[Tensor, " sample"]) -> Change:
-    """The mean score before and after, over paired questions."""
-    return Change.of(float(before.mean()), float(after.mean()), after - before)
 
 
 def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
