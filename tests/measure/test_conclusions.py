@@ -180,7 +180,6 @@ def barcode(rng: Rng) -> Result:
         steps=int(rng.integers(1, 600)),
         period=int(rng.integers(1, 60)) if loops else None,
         onset=70 if loops else None,
-        suffix=256,
         layers=(3, 4),
         score=score,
         mass=score,

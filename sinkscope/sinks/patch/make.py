@@ -161,8 +161,8 @@ class PatchMade(Result):
         """One row per word: its largest norm in the layer that completes the spike."""
         if self.proof is None:
             return []
-        columns = dict(zip(("intact", "patched", "random"), self.proof.norms[:, :, 0], strict=True))
-        return unfolded(columns, token=self.proof.words)
+        intact, patched, random = self.proof.norms[:, :, 0]
+        return unfolded({"intact": intact, "patched": patched, "random": random}, token=self.proof.words)
 
     def numbers(self) -> list[Number]:
         """The norm of repeated words under the patch, beside the intact norm."""
@@ -263,7 +263,7 @@ def make_patch(
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
     count = min(most, 2 * slowest)
     rows = torch.tensor([[starts[place], *[words_drawn[place]] * count] for place in reached])
-    ordinary = text_rows(setup.tokenizer, setup.text, *rows.shape, setup.bos)
+    ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     edits = (None, patch, random_patch(setup, patch))
     layers = list(range(max(scan.stages), target.n_layers))
     after = [f"blocks.{layer}.hook_resid_post" for layer in layers]
