@@ -36,6 +36,7 @@ SHOWN_HEADS = 4  # heads drawn if none are named, each from a different layer
 PICTURE_STEPS, PICTURE_COLUMNS = 64, 160  # largest size of the picture of all steps
 MOST_MARKS = 40  # steps of interventions that are drawn; more would hide the picture
 CURVE_POINTS = 512  # most points of a curve along the text
+LOCKED, OTHERS, LOCKED_CONTROL = "locked heads", "other heads", "locked heads, ordinary text"
 NGRAM = 4  # tokens of the n-grams by which a text stops being new
 _QUERIES = 32  # rows that are taken at a time
 Head = tuple[int, int]
@@ -158,9 +159,8 @@ class Barcode(Result):
         locking_onset: Position from which the mean score of the locked heads stays above half way; None if none locks.
         last_new: Position of the last token that ended a 4-gram not seen in the 256 tokens before; later ones repeat.
         positions: Positions at which the curves are sampled.
-        locked_curve: Mean score of the locked heads at `positions`; None if no head locks.
-        other_curve: Mean score of all other heads.
-        control_curve: Mean score of the locked heads in ordinary text.
+        curves: Mean score at `positions` of the locked heads, of all others, and of the locked heads in ordinary text;
+            without a curve where there are no such heads.
         shown: Names of the heads that are drawn.
         attention: Share of their attention on each bin of positions, mean over each bin of steps.
         control_attention: The same in ordinary text.
@@ -185,9 +185,7 @@ class Barcode(Result):
     locking_onset: int | None
     last_new: int | None
     positions: tuple[int, ...]
-    locked_curve: Float[np.ndarray, " point"] | None
-    other_curve: Float[np.ndarray, " point"] | None
-    control_curve: Float[np.ndarray, " point"] | None = None
+    curves: dict[str, Float[np.ndarray, " point"]]
     shown: tuple[str, ...]
     attention: Float[np.ndarray, "shown row bin"]
     control_attention: Float[np.ndarray, "shown row bin"] | None = None
@@ -274,14 +272,9 @@ def draw(result: Barcode) -> go.Figure:
         z=result.gain, y=result.layers, zmin=-1, zmax=1, zmid=0, colorscale="RdBu", showscale=False, row=1, col=1
     )
     fig.update_yaxes(title_text="layer (heads to the right)", autorange="reversed", row=1, col=1)
-    curves = (
-        ("locked heads", result.locked_curve, BLUE),
-        ("other heads", result.other_curve, GREEN),
-        ("locked heads, ordinary text", result.control_curve, GREY),
-    )
-    for name, values, color in curves:
-        if values is not None:
-            fig.add_scatter(x=result.positions, y=values, name=name, line_color=color, row=1, col=2)
+    colors = {LOCKED: BLUE, OTHERS: GREEN, LOCKED_CONTROL: GREY}
+    for name, values in result.curves.items():
+        fig.add_scatter(x=result.positions, y=values, name=name, line_color=colors[name], row=1, col=2)
     marks = (
         ("loop begins", result.onset, "dash"),
         ("last new 4-gram", result.last_new, "dot"),
@@ -372,8 +365,13 @@ def barcode(
     named = named or _most_changed(gain, wanted)
     places = [(wanted.index(layer), head) for layer, head in named]
     positions = tuple(range(0, size.length - 1, -(-size.length // CURVE_POINTS)))
-    locked_curve = own.curve(locked, shift)
-    control_curve = None if plain is None else plain.curve(locked, shift)
+    curves = {LOCKED: own.curve(locked, shift), OTHERS: own.curve(~locked, shift)}
+    low = 0.0
+    if plain is not None:
+        curves[LOCKED_CONTROL] = plain.curve(locked, shift)
+        if locked.any():
+            low = float(curves[LOCKED_CONTROL][begin:].mean())
+    locking_onset = onset_of(curves[LOCKED], low) if locked.any() else None
     return Barcode(
         prompt_tokens=loop.prompt,
         steps=size.steps,
@@ -384,12 +382,10 @@ def barcode(
         mass=mass.numpy(),
         width=width.numpy(),
         control_score=None if control_score is None else control_score.numpy(),
-        locking_onset=onset_of(locked_curve, 0.0 if control_curve is None else float(control_curve[begin:].mean())),
+        locking_onset=locking_onset,
         last_new=_last_new(loop.ids),
         positions=positions,
-        locked_curve=_sampled(locked_curve, positions),
-        other_curve=_sampled(own.curve(~locked, shift), positions),
-        control_curve=_sampled(control_curve, positions),
+        curves={name: curve[list(positions)].double().numpy() for name, curve in curves.items() if len(curve)},
         shown=tuple(head_name(*head) for head in named),
         attention=own.shown(places),
         control_attention=None if plain is None else plain.shown(places),
@@ -429,10 +425,10 @@ class _Recording:
         """Mean score, mass and width from a position on."""
         return reduce(self.tracks[..., late:], "layer kind head pos -> kind layer head", "mean")
 
-    def curve(self, heads: Bool[Tensor, "layer head"], shift: int) -> Float[Tensor, " pos"] | None:
-        """The mean score of some heads along the text; None if there are none."""
-        if not bool(heads.any()):
-            return None
+    def curve(self, heads: Bool[Tensor, "layer head"], shift: int) -> Float[Tensor, " pos"]:
+        """The mean score of some heads along the text; empty if there are none."""
+        if not heads.any():
+            return torch.zeros(0)
         return smooth(self.tracks[:, 0][heads].mean(0), shift)
 
     def shown(self, heads: list[Head]) -> Float[np.ndarray, "shown row column"]:
@@ -485,10 +481,8 @@ def smooth(values: Float[Tensor, " pos"], shift: int) -> Float[Tensor, " pos"]:
     return (total[width:] - total[:-width]) / counts
 
 
-def onset_of(curve: Float[Tensor, " pos"] | None, low: float) -> int | None:
+def onset_of(curve: Float[Tensor, " pos"], low: float) -> int | None:
     """First position from which the curve stays above half way between `low` and the mean of its last quarter."""
-    if curve is None:
-        return None
     half = (low + float(curve[-max(1, len(curve) // 4) :].mean())) / 2
     below = (curve < half).nonzero()
     first = int(below[-1]) + 1 if len(below) else 0
@@ -503,12 +497,6 @@ def _last_new(ids: list[int]) -> int | None:
         if novelty.add(token, position) and position >= NGRAM - 1:
             last = position
     return last
-
-
-def _sampled(curve: Tensor | None, positions: tuple[int, ...]) -> Float[np.ndarray, " point"] | None:
-    if curve is None:
-        return None
-    return curve[list(positions)].double().numpy()
 
 
 def _steps_by_kind(events: list[Event]) -> dict[str, tuple[int, ...]]:

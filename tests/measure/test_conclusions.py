@@ -188,8 +188,7 @@ def barcode(rng: Rng) -> Result:
         locking_onset=None,
         last_new=None,
         positions=(0,),
-        locked_curve=None,
-        other_curve=None,
+        curves={},
         shown=(),
         attention=np.zeros((0, 1, 1)),
         events={},
@@ -209,17 +208,8 @@ def card(rng: Rng) -> Result:
 
 
 def evaluation(rng: Rng) -> Result:
-    count = int(rng.integers(1, 6))
-    pair = rng.random((2, count))
     return PatchEvaluation(
-        model=MODEL,
-        tasks=("text",) * count,
-        metrics=("perplexity",) * count,
-        samples=np.ones(count, int),
-        original=rng.random(count),
-        changed=pair,
-        errors=np.where(rng.random((2, count)) < 0.2, np.nan, pair),
-        neurons=sites(rng),
+        model=MODEL, perplexity=rng.uniform(20, 60, 3), errors=np.append(np.nan, rng.random(2)), neurons=sites(rng)
     )
 
 

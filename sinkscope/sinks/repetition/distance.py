@@ -83,11 +83,8 @@ class DistanceReading(Reading):
         ]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per layer and token; the bound is that of the first layer."""
-        bound, closest = np.full((2, *self.alone.shape), np.nan)
-        bound[0], closest[0] = self.bound[:, -1], self.closest.max(1)
+        """One row per layer and token."""
         columns = {"alone": self.alone, "first": self.distance[:, :, 0], "last": self.distance[:, :, -1]}
-        columns |= {"bound": bound, "closest_to_bound": closest}
         return unfolded(columns, layer=range(len(self.alone)), token=self.sweep.tokens)
 
     def draw(self) -> Any:

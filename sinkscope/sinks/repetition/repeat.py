@@ -48,7 +48,6 @@ class Repeat(Result):
         "to_high_norm",
         "tail_to_first",
         "tail_to_high_norm",
-        "closest_to_bound",
     )
     glossary: ClassVar[dict[str, str]] = {
         "repeated": "the token, or the cycle of tokens, that is repeated",
@@ -63,7 +62,7 @@ class Repeat(Result):
         "tail_to_first": "attention to position 0 from ordinary tokens at the end of the sequence",
         "tail_to_high_norm": "attention of those tokens to all positions of high norm",
         "alone": "norm of the attention's output on the token alone",
-        "closest_to_bound": "largest distance of a head over its bound, at any number of repetitions",
+        "first": "its distance to the output after one repetition",
         "kept": "tokens of the answer that continue the repetition",
         "follows": "beginning of the text behind the repetition",
     }

@@ -75,27 +75,15 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a model shows over the number of repetitions. A subclass has arrays, most of them `[token n]`."""
-
-    def conclusion(self) -> str:
-        """One sentence with the finding and its control."""
-        raise NotImplementedError
+    """What a model shows over the number of repetitions: arrays, a conclusion, rows and a drawing of them."""
 
     def details(self) -> list[str]:
         """Further lines."""
         return []
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The table."""
-        raise NotImplementedError
-
     def numbers(self) -> list[Number]:
         """The numbers by which two models are compared."""
         return []
-
-    def draw(self) -> Any:
-        """The figure."""
-        raise NotImplementedError
 
 
 def sweep_rows(
