@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.app.view import notebook, server
-from sinkscope.app.view.explorer import Explorer, stored_rows
+from sinkscope.app.view.explorer import Explorer, Request, heads_that_fit
 from sinkscope.app.view.packed import Packed
 from sinkscope.app.view.page import view_page
 from sinkscope.app.view.result import ModelView, ViewedText
@@ -69,7 +69,7 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family: str, 
         assert not zeroed.activation.any() and (patched.activation[:, 0] == intact.activation[:, 0]).all()
     assert f"falls from {at_sink[0]:.4g} to {at_sink[1]:.4g}" in zeroed.sentence
     assert f"(random neurons zeroed: {at_sink[3]:.4g})" in zeroed.sentence
-    assert "no norm" in control.sentence and all(len(one.sentence.split()) <= 30 for one in text.variants)
+    assert "largest change" in control.sentence and all(len(one.sentence.split()) <= 30 for one in text.variants)
 
 
 def test_attention_is_that_of_the_models_own_weights(tmp_path: Path) -> None:
@@ -118,16 +118,18 @@ def test_marking_heads_are_those_of_the_circuit_and_switches_of_ones_own_have_a_
     one.circuit = circuit.on(one.setup, max_repeats=8)
     ids = o.natural(1, 24)[0].tolist()
     marks = [f"L{layer}.H{head}" for layer, head in one.marks]
-    own = one.own_switch(marks)
-    found = one.view(o.tokenizer.decode(ids[1:]), own=own)
+    text = o.tokenizer.decode(ids[1:])
+    found = one.view(text)
     variants = {variant.name: variant for variant in found.texts[0].variants}
     assert marks and found.marks == tuple(marks) and found.circuit
-    replaced, again = variants["marking heads replaced"], list(variants.values())[-1]
+    replaced = variants["marking heads replaced"]
     assert replaced.norm[found.layer, 0] < 0.5 * variants["intact"].norm[found.layer, 0]
-    assert (again.norm == replaced.norm).all() and again.name.startswith("without L")
-    for words, message in ((["L0.H99"], "H99|head 99"), (["L0.N1.2.3"], "neuron"), (["nothing"], "expected a")):
+    for asked in (Request(text=text, off=tuple(marks)), Request(text=text, switch=replaced.name)):
+        (again,) = one.answer_to(asked).texts[0].variants  # measured alone, it is the same
+        assert (again.norm == replaced.norm).all() and again.sentence.split(":")[1] == replaced.sentence.split(":")[1]
+    for words, message in (("L0.H99", "H99|head 99"), ("L0.N1.2.3", "neuron"), ("nothing", "expected a")):
         with pytest.raises(SinkscopeError, match=message):
-            one.view(o.tokenizer.decode(ids[1:]), own=one.own_switch(words))
+            one.answer_to(Request(text=text, off=(words,)))
 
 
 def test_values_are_packed_in_eight_bits_and_rows_only_as_far_as_there_is_room(tmp_path: Path) -> None:
@@ -138,11 +140,11 @@ def test_values_are_packed_in_eight_bits_and_rows_only_as_far_as_there_is_room(t
     o = organism("llama", 1)
     one = explorer(o, tmp_path)
     reading = one.read(o.natural(1, 24)[0].tolist())
-    every = stored_rows([reading], 1 << 20)
-    some = stored_rows([reading], sum(len(packed.codes) for (packed,) in every.values()) // 2)
+    every = heads_that_fit(reading, 1 << 20)
+    some = heads_that_fit(reading, sum(len(Packed.of_codes(reading.rows[head]).codes) for head in every) // 2)
     least = min(reading.received[place][0] for place in some)
-    assert 1 < len(some) < len(every) and len(stored_rows([reading], 0)) == 1
-    assert all(reading.received[place][0] <= least for place in every.keys() - some.keys())
+    assert 1 < len(some) < len(every) and len(heads_that_fit(reading, 0)) == 1
+    assert all(reading.received[place][0] <= least for place in {*every} - {*some})
 
 
 # The page
@@ -256,13 +258,21 @@ def test_the_live_page_answers_only_under_its_address(bundled: Explorer) -> None
         assert client.get(path).status_code == 404
     assert client.get("/secret/", headers={"Host": "evil.example"}).status_code == 400
     assert client.get("/secret/view").status_code == 405
+    passes: list[int] = []
+    inner = bundled.setup.target.base.register_forward_pre_hook(lambda *_: passes.append(1))
+    client.post("/secret/view", json={"text": "a block"})
+    passes.clear()
     off = client.post("/secret/view", json={"text": "a block", "off": ["L1.N338"]}).json()["result"]
-    own = off["texts"][0]["variants"][-1]
+    assert len(passes) == 3  # the edited model, its neuron, and the control: the text is not read intact again
+    inner.remove()
+    (own,) = off["texts"][0]["variants"]
     assert own["name"] == "without L1.N338" and "falls from" in own["sentence"] and "random" in own["sentence"]
     assert off["texts"][0]["tokens"][0] == "<s>"
     for wrong, reason in (
         ({"text": " "}, "no word"),
         ({"off": ["L99.N1"]}, "L99|layer"),
+        ({"switch": "other"}, "no switch"),
+        ({"place": -1}, "place"),
         ({"off": "L1.N338"}, "expected"),
         ([1], "expected"),
     ):

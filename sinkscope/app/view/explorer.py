@@ -7,13 +7,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from einops import rearrange, reduce
 from jaxtyping import Float, Int, UInt8
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from sinkscope.app.view.packed import Packed, codes_of
@@ -31,6 +32,7 @@ from sinkscope.attention.barcode import Barcode, PictureSize, barcode
 from sinkscope.attention.texts import Loop
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import agreeing, listed, neuron_name, read_head, read_neuron
+from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.files.records import conform
 from sinkscope.files.tables import percent
 from sinkscope.interventions import Ablate, SinkPatch
@@ -97,9 +99,33 @@ class Request(BaseModel):
     """What a page asks for; see `Explorer.answer`."""
 
     text: str | None = None
+    at_once: bool = False
+    place: int = Field(0, ge=0)
+    switch: str | None = None
     off: tuple[str, ...] = ()
     circuit: bool = False
     generation: bool = False
+
+
+@dataclass(frozen=True)
+class OpenText:
+    """A text, and how the intact model reads it.
+
+    Attributes:
+        name: What the text is.
+        ids: Its tokens.
+        tokens: Its tokens as text.
+        intact: How the intact model reads it.
+        spikes: Positions whose norm stands out after the sink layer.
+        heads: The heads whose rows a page has room for.
+    """
+
+    name: str
+    ids: list[int]
+    tokens: tuple[str, ...]
+    intact: Reading
+    spikes: list[int]
+    heads: tuple[tuple[int, int], ...]
 
 
 @dataclass
@@ -108,25 +134,34 @@ class Explorer:
 
     Attributes:
         setup: The model and typical text.
-        sinks: Where its sink is made.
         scan: Norms on typical text, without dimensions that are massive on all tokens.
+        sinks: Where its sink is made. None until `measure_sinks` was called.
         circuit: The circuit of the sink. None until `measure_circuit` was called.
         text: The text that is shown where a request names none. None: the default texts.
+        latest: The texts that were read last, and the request for them.
         lock: Held by whoever runs the model.
     """
 
     setup: Setup
-    sinks: FindSinks
     scan: LayerScan
+    sinks: FindSinks | None = None
     circuit: Circuit | None = None
     text: str | None = None
+    latest: tuple[Any, list[OpenText]] = (None, [])
     lock: Any = field(default_factory=threading.RLock)
 
     @classmethod
     def open(cls, model: object = None, **options: Any) -> Explorer:
-        """Open a model as `Setup.open` does, whole, and find its sink."""
+        """Open a model as `Setup.open` does, whole, and find the layer that makes its sink."""
         setup = Setup.open(model, **options, loading="whole")
-        return cls(setup, find_sinks.on(setup), scan_layers(setup.target, setup.ids, whole=True))
+        return cls(setup, scan_layers(setup.target, setup.ids, whole=True))
+
+    def measure_sinks(self) -> FindSinks:
+        """Find the sink neurons, once."""
+        with self.lock:
+            if self.sinks is None:
+                self.sinks = find_sinks.on(self.setup)
+            return self.sinks
 
     def measure_circuit(self) -> None:
         """Trace the circuit of the sink, once."""
@@ -137,13 +172,15 @@ class Explorer:
     @property
     def layer(self) -> int:
         """The sink layer, or the layer after which the first token stands out most."""
-        if self.sinks.sink_layer is not None:
-            return self.sinks.sink_layer
+        if self.scan.sink_layer is not None:
+            return self.scan.sink_layer
         return int((np.array(self.scan.first_norm) / np.array(self.scan.typical_norm)).argmax())
 
     @property
     def neurons(self) -> list[tuple[int, ...]]:
         """The sink neurons: the smallest set that makes the spike, or those that are causal alone."""
+        if self.sinks is None:
+            return []
         for causal_set in self.sinks.causal_sets:
             if causal_set.kind == "minimal":
                 return list(causal_set.edit_sites)
@@ -163,7 +200,7 @@ class Explorer:
     def switches(self) -> list[Switch]:
         """The edits that this model has."""
         switches: list[Switch] = []
-        if self.neurons:
+        if self.sinks is not None and self.neurons:
             zeroed = self.switch("sink neurons zeroed", self.neurons, [])
             patch = SinkPatch.from_result(self.sinks)
             switches += [zeroed, Switch("patched", patch, zeroed.control, zeroed.control_name)]
@@ -209,6 +246,8 @@ class Explorer:
     def default_texts(self) -> dict[str, list[int]]:
         """Typical text and, if repeating a word makes a sink, the word that needs fewest repetitions."""
         texts = {"typical text": self.setup.ids[0, :TYPICAL_TOKENS].tolist()}
+        if self.sinks is None:
+            return texts
         words = [(word.repeats or 0, word.id, word.token) for word in self.sinks.repeats.tokens]
         sinks = [word for word in words if word[0] > 1]
         if sinks:
@@ -238,12 +277,35 @@ class Explorer:
         setup.target.check_length("the text", len(ids))
         return ids
 
-    def view(self, text: str | None = None, *, own: Switch | None = None, name: str = "text") -> ModelView:
+    def texts(self, text: str | None = None, variants: int = 1) -> list[OpenText]:
+        """A text, or the default texts, as the intact model reads them; there is room for so many variants of each."""
+        asked = (text, variants, self.sinks is None)
+        if self.latest[0] != asked:
+            texts = self.default_texts() if text is None else {"text": self.ids_of(text)}
+            read: list[OpenText] = []
+            for name, ids in texts.items():
+                tokens = tuple(self.setup.tokenizer.decode([token]) for token in ids)
+                intact = self.read(ids)
+                heads = heads_that_fit(intact, ROOM // (len(texts) * variants))
+                read.append(OpenText(name, ids, tokens, intact, self.spikes(intact), heads))
+            self.latest = (asked, read)
+        return self.latest[1]
+
+    def view(self, text: str | None = None) -> ModelView:
         """The model on a text, or on the default texts, intact and under its switches."""
         with self.lock:
-            texts = self.default_texts() if text is None else {name: self.ids_of(text)}
-            switches = self.switches() if own is None else [*self.switches(), own]
-            viewed = [self.viewed(name, ids, switches, ROOM // len(texts)) for name, ids in texts.items()]
+            self.measure_sinks()
+            switches = [None, *self.switches()]
+            return self.result([self.viewed(one, switches) for one in self.texts(text, len(switches))])
+
+    @cached_property
+    def origin(self) -> tuple[ModelInfo, dict[str, Any], Provenance]:
+        """The model, the settings and the provenance of views, which need some milliseconds to gather."""
+        settings = {"seed": self.setup.seed, "bos": self.setup.bos is not None}
+        return self.setup.info(), settings, self.setup.provenance()
+
+    def result(self, texts: Sequence[ViewedText] = ()) -> ModelView:
+        """These texts, and what is known of the sink."""
         edges: tuple[CircuitEdge, ...] | None = None
         sentence = ""
         if self.circuit is not None:
@@ -255,12 +317,12 @@ class Explorer:
             first_norm=_rounded(np.array(self.scan.first_norm)),
             neurons=tuple(neuron_name(*site) for site in self.neurons),
             marks=tuple(f"L{layer}.H{head}" for layer, head in self.marks),
-            texts=tuple(viewed),
+            switches=tuple(switch.name for switch in self.switches()),
+            texts=tuple(texts),
             circuit=edges,
             circuit_sentence=sentence,
         )
-        settings = {"seed": self.setup.seed, "bos": self.setup.bos is not None}
-        result.fill_in(self.setup.info(), settings, self.setup.provenance())
+        result.fill_in(*self.origin)
         return result
 
     def whole_view(self, text: str | None = None, *, generation: bool = True) -> ModelView:
@@ -271,37 +333,31 @@ class Explorer:
             result = replace(result, generation=self.generation())
         return result
 
-    def viewed(self, name: str, ids: list[int], switches: Sequence[Switch], room: int) -> ViewedText:
-        """A text under every switch; rows of attention are kept for as many heads as there is room for."""
-        tokens = tuple(self.setup.tokenizer.decode([token]) for token in ids)
-        intact = self.read(ids)
-        spikes = self.spikes(intact)
-        readings = {"intact": intact}
-        sentences = {"intact": self.intact_sentence(tokens, intact, spikes)}
-        for switch in switches:
-            reading = self.read(ids, switch.edit)
-            control = None if switch.control is None else self.read(ids, switch.control)
-            readings[switch.name] = reading
-            sentences[switch.name] = self.change(switch, tokens, intact, reading, control)
-        rows = stored_rows(list(readings.values()), room)
+    def viewed(self, text: OpenText, switches: Sequence[Switch | None]) -> ViewedText:
+        """A text under these switches; None is the intact model."""
         variants: list[Variant] = []
-        for number, (label, reading) in enumerate(readings.items()):
+        for switch in switches:
+            name, reading, sentence = "intact", text.intact, ""
+            if switch is None:
+                sentence = self.intact_sentence(text)
+            else:
+                name, reading = switch.name, self.read(text.ids, switch.edit)
+                sentence = self.change(switch, text, reading)
             variant = Variant(
-                name=label,
-                sentence=sentences[label],
+                name=name,
+                sentence=sentence,
                 norm=_rounded(reading.norm),
                 activation=_rounded(reading.activation),
                 received=Packed.of(reading.received),
-                rows=tuple(packed[number] for packed in rows.values()),
+                rows=tuple(Packed.of_codes(reading.rows[head]) for head in text.heads),
             )
             variants.append(variant)
-        return ViewedText(name, tokens, tuple(rows), tuple(variants), tuple(spikes))
+        return ViewedText(text.name, text.tokens, text.heads, tuple(variants), tuple(text.spikes))
 
     @torch.no_grad()
     def read(self, ids: list[int], edit: Intervention | None = None) -> Reading:
         """Read a text in one pass, and the values of the sink neurons in another one."""
         target, length = self.setup.target, len(ids)
-        row = torch.tensor([ids])
         rows = np.zeros((self.setup.n_layers, self.setup.n_heads, length, length), np.uint8)
         received = torch.zeros(self.setup.n_layers, self.setup.n_heads, length)
 
@@ -312,11 +368,18 @@ class Explorer:
 
         with nullcontext() if edit is None else edit.on(target):
             with attention_rows(target, see):
-                without = self.scan.shared_dims
-                norms = trace(target, row, ["blocks.*.hook_resid_post"], lambda resid: norm_of(resid, without))
-            activation = self.activation(row)
+                norm = self.norms(ids)
+            activation = self.activation(torch.tensor([ids]))
         later_queries = torch.arange(length - 1, -1, -1).clamp(min=1)
-        return Reading(torch.cat(list(norms.values())).numpy(), rows, received / later_queries, activation)
+        return Reading(norm, rows, received / later_queries, activation)
+
+    @torch.no_grad()
+    def norms(self, ids: list[int], layer: int | str = "*") -> Float[np.ndarray, "layer pos"]:
+        """Norms after each layer, or after one layer; the pass ends there."""
+        without = self.scan.shared_dims
+        sites = [f"blocks.{layer}.hook_resid_post"]
+        norms = trace(self.setup.target, torch.tensor([ids]), sites, lambda resid: norm_of(resid, without))
+        return torch.cat(list(norms.values())).numpy()
 
     def activation(self, row: Int[Tensor, "1 pos"]) -> Float[np.ndarray, "neuron pos"]:
         """Values of the sink neurons."""
@@ -337,25 +400,28 @@ class Explorer:
             bar = max(bar, SPIKE_SHARE * first)
         return np.flatnonzero(reading.norm[self.layer] >= bar).tolist()
 
-    def intact_sentence(self, tokens: Sequence[str], reading: Reading, spikes: Sequence[int]) -> str:
+    def intact_sentence(self, text: OpenText) -> str:
         """Which tokens have a norm spike, beside typical text."""
-        norm, typical = reading.norm[self.layer], self.scan.typical_norm[self.layer]
+        norm, typical = text.intact.norm[self.layer], self.scan.typical_norm[self.layer]
+        tokens, spikes = text.tokens, text.spikes
         if not spikes:
             return (
                 f"No token has a norm spike: the largest norm after layer {self.layer} is {norm.max():.4g}, and the "
                 f"typical one is {typical:.4g}."
             )
-        highest = spikes[int(norm[list(spikes)].argmax())]
+        highest = spikes[int(norm[spikes].argmax())]
         return (
             f"{len(spikes)} of {len(tokens)} tokens {agreeing(len(spikes), 'has', 'have')} a norm spike after layer "
             f"{self.layer}: {norm[highest]:.4g} at {tokens[highest]!r}, where typical text has {typical:.4g}."
         )
 
-    def change(
-        self, switch: Switch, tokens: Sequence[str], intact: Reading, reading: Reading, control: Reading | None
-    ) -> str:
+    def change(self, switch: Switch, text: OpenText, reading: Reading) -> str:
         """What an edit changes most, beside its control."""
-        before, after = intact.norm[self.layer], reading.norm[self.layer]
+        before, after = text.intact.norm[self.layer], reading.norm[self.layer]
+        control = None
+        if switch.control is not None:
+            with switch.control.on(self.setup.target):
+                control = self.norms(text.ids, self.layer)[0]
         relative = np.abs(after - before) / np.maximum(before, 1e-9)
         position = int(np.abs(after - before).argmax())
         if relative[position] < NOTICED:
@@ -363,40 +429,44 @@ class Explorer:
         if relative[position] < NOTICED:
             beside = ""
             if control is not None:
-                largest = float((np.abs(control.norm[self.layer] - before) / np.maximum(before, 1e-9))[position])
+                largest = float((np.abs(control - before) / np.maximum(before, 1e-9))[position])
                 beside = f" ({switch.control_name}: {percent(largest)})"
             return (
-                f"{_sentence_start(switch.name)}: no norm after layer {self.layer} changes by more than "
+                f"{_sentence_start(switch.name)}: the largest change of a norm after layer {self.layer} is "
                 f"{percent(float(relative[position]))}{beside}."
             )
         beside = ""
         if control is not None:
-            beside = f" ({switch.control_name}: {control.norm[self.layer, position]:.4g})"
+            beside = f" ({switch.control_name}: {control[position]:.4g})"
         verb = "falls" if after[position] < before[position] else "rises"
         return (
             f"{_sentence_start(switch.name)}: after layer {self.layer}, the norm of token {position}, "
-            f"{tokens[position]!r}, {verb} from {before[position]:.4g} to {after[position]:.4g}{beside}."
+            f"{text.tokens[position]!r}, {verb} from {before[position]:.4g} to {after[position]:.4g}{beside}."
         )
 
-    def own_switch(self, names: Sequence[str]) -> Switch | None:
-        """The switch of neurons and heads that someone names, such as L1.N338 and L0.H4.
+    def named_switch(self, asked: Request) -> Switch | None:
+        """The switch that a page asks for: one of the model's, or the neurons and heads to switch off.
 
         Raises:
-            SinkscopeError: A name is no neuron and no head, or the model has none of it.
+            SinkscopeError: There is no such switch, or a name is no neuron and no head that the model has.
         """
+        for switch in self.switches():
+            if switch.name == asked.switch:
+                return switch
+        if asked.switch is not None:
+            raise SinkscopeError(f"{asked.switch!r} is no switch of this model: expected one that the page shows")
         neurons: list[tuple[int, ...]] = []
         heads: list[tuple[int, int]] = []
-        for name in names:
+        for name in asked.off:
             if "H" in name.upper():
                 heads.append(read_head(name, "head"))
                 self.setup.target.check_site(heads[-1][0], head=heads[-1][1])
             else:
                 neurons.append(read_neuron(name, "neuron"))
                 self.setup.target.check_site(*site_of(neurons[-1]))
-        if not names:
+        if not asked.off:
             return None
-        switch = self.switch("switched off", neurons, heads)
-        return replace(switch, name=f"without {listed(names)}")
+        return self.switch(f"without {listed(asked.off)}", neurons, heads)
 
     def answered(self, body: bytes) -> dict[str, Any]:
         """The answer to a request in JSON."""
@@ -406,22 +476,34 @@ class Explorer:
             return {"error": "the request is not JSON"}
 
     def answer(self, request: Any) -> dict[str, Any]:
-        """A view as a dictionary, or the error in one line.
+        """What a page does not have yet, as the dictionary of a view that holds nothing else; or an error in one line.
 
         Args:
-            request: An object with `text` (None: that of the explorer), `off` (names of neurons and heads), and
-                true `circuit` or `generation` if these are wanted.
+            request: An object. `text` is the text (None: that of the explorer). Without more, its intact variant is
+                measured; `at_once` leaves out what needs the sink neurons. `switch` (a name) or `off` (names of neurons
+                and heads) asks for this variant of the text with the number `place`; true `circuit` or `generation` for
+                these.
         """
         try:
             asked = conform(Request, request, "the request")
-            if asked.circuit:
-                self.measure_circuit()
-            result = self.view(asked.text or self.text, own=self.own_switch(asked.off))
-            if asked.generation:
-                result = replace(result, generation=self.generation())
-            return result.to_dict()
+            with self.lock:
+                return self.answer_to(asked).to_dict()
         except SinkscopeError as error:
             return {"error": str(error)}
+
+    def answer_to(self, asked: Request) -> ModelView:
+        """See `answer`."""
+        if not asked.at_once:
+            self.measure_sinks()
+        if asked.circuit:
+            self.measure_circuit()
+            return self.result()
+        if asked.generation:
+            return replace(self.result(), generation=self.generation())
+        texts, switch = self.texts(asked.text or self.text), self.named_switch(asked)
+        if switch is not None:
+            texts = texts[asked.place : asked.place + 1]
+        return self.result([self.viewed(one, [switch]) for one in texts])
 
     def generation(self, new: int = NEW_TOKENS) -> Generation:
         """What the model writes after the beginning of typical text, with and without the guard."""
@@ -451,22 +533,20 @@ class Explorer:
         return Generation(setup.tokenizer.decode(prompt), sentence, tuple(sides))
 
 
-def stored_rows(readings: Sequence[Reading], room: int) -> dict[tuple[int, int], list[Packed]]:
-    """The rows of attention of each head in every reading, for as many heads as fit into a page.
+def heads_that_fit(reading: Reading, room: int) -> tuple[tuple[int, int], ...]:
+    """The heads whose packed rows fit into so many bytes; those with most attention to the first token come first.
 
-    The heads with most attention to the first token come first; there is at least one.
+    There is at least one.
     """
-    order = readings[0].received[..., 0].flatten().argsort(descending=True, stable=True)
-    stored: dict[tuple[int, int], list[Packed]] = {}
-    used = 0
+    order = reading.received[..., 0].flatten().argsort(descending=True, stable=True)
+    heads: list[tuple[int, int]] = []
     for number in order.tolist():
-        layer, head = divmod(number, readings[0].received.shape[1])
-        packed = [Packed.of_codes(reading.rows[layer, head]) for reading in readings]
-        used += sum(len(one.codes) for one in packed)
-        if stored and used > room:
+        layer, head = divmod(number, reading.received.shape[1])
+        room -= len(Packed.of_codes(reading.rows[layer, head]).codes)
+        if heads and room < 0:
             break
-        stored[layer, head] = packed
-    return dict(sorted(stored.items()))
+        heads.append((layer, head))
+    return tuple(sorted(heads))
 
 
 def _off(neurons: Sequence[tuple[int, ...]], heads: Sequence[tuple[int, ...]]) -> Intervention:

@@ -85,4 +85,5 @@ def view(model: object = None, text: str | None = None, *, generation: bool = Fa
         SinkscopeError: The model cannot be opened, or the text is empty or too long.
     """
     explorer = Explorer.open(model, **options)
+    explorer.text = text
     return View(explorer, explorer.whole_view(text, generation=generation))

@@ -37,7 +37,7 @@ class Packed:
     @classmethod
     def of_codes(cls, codes: UInt8[np.ndarray, "*axes"], high: float = 1.0) -> Packed:
         """The array that has these codes."""
-        return cls(codes.shape, high, base64.b64encode(zlib.compress(codes.tobytes())).decode())
+        return cls(codes.shape, high, base64.b64encode(zlib.compress(codes.tobytes(), 3)).decode())
 
     def array(self) -> Float[np.ndarray, "*axes"]:
         """The values."""

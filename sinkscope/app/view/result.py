@@ -127,6 +127,7 @@ class ModelView(Result):
         first_norm: Norm of the first token of typical text.
         neurons: The sink neurons.
         marks: The heads that mark the first token or a repetition, as `circuit` finds them.
+        switches: The edits that can be switched on.
         texts: The texts.
         circuit: The circuit. None if it was not measured.
         circuit_sentence: The conclusion about the circuit.
@@ -149,6 +150,7 @@ class ModelView(Result):
     first_norm: Float[np.ndarray, " layer"]
     neurons: tuple[str, ...]
     marks: tuple[str, ...]
+    switches: tuple[str, ...]
     texts: tuple[ViewedText, ...]
     circuit: tuple[CircuitEdge, ...] | None = None
     circuit_sentence: str = ""

@@ -78,7 +78,8 @@ class View {
     this.root = root;
     this.ask = ask;
     this.text = 0;
-    this.variant = 0;
+    this.variant = "intact";
+    this.running = 0;
     this.tab = "text";
     this.colour = "norm";
     this.token = 0;
@@ -86,6 +87,7 @@ class View {
     this.head = null;
     this.off = new Set();
     this.typed = null;
+    this.draft = "";
     this.generation = null;
     this.turn = Promise.resolve();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
@@ -102,8 +104,9 @@ class View {
     this.text = Math.min(this.text, this.data.texts.length - 1);
     if (this.layer === undefined) this.layer = this.data.layer;
     if (!this.head) this.head = this.firstHead();
-    await this.choose(this.wantedVariant());
+    await this.read(this.now.variants[0]);
     this.build();
+    await this.choose(this.variant);
   }
 
   firstHead() {
@@ -116,27 +119,51 @@ class View {
     return this.data.texts[this.text];
   }
 
-  get reading() {
-    return this.now.variants[this.variant];
+  /** What the model can be: intact, edited by a switch, or without what is switched off. */
+  get variants() {
+    const own = this.off.size ? [this.ownName] : [];
+    return ["intact", ...this.data.switches, ...own];
   }
 
-  wantedVariant() {
-    const names = this.now.variants.map((variant) => variant.name);
-    if (this.off.size && names[names.length - 1].startsWith("without ")) return names.length - 1;
-    return Math.max(0, names.indexOf(this.variantName));
+  get ownName() {
+    return `without ${[...this.off].join(", ")}`;
   }
 
-  /** Unpack what the chosen variant needs. */
-  async choose(variant) {
-    this.variant = variant;
-    this.variantName = this.reading.name;
-    this.reading.attention ||= await unpacked(this.reading.received);
+  /** Show a variant of the text; Python is asked for it if the page does not have it. False if there is none. */
+  async choose(name) {
+    const text = this.now;
+    if (!this.variants.includes(name)) name = "intact";
+    const before = this.variant;
+    this.variant = name;
+    let chosen = text.variants.find((variant) => variant.name === name);
+    if (!chosen) {
+      const edit = name === this.ownName ? { off: [...this.off] } : { switch: name };
+      const answer = await this.request({ ...edit, place: this.text });
+      if (!answer) {
+        this.variant = before;
+        this.build();
+        return false;
+      }
+      [chosen] = answer.result.texts[0].variants;
+      text.variants.push(Object.assign(chosen, { name, heads: answer.result.texts[0].heads }));
+    }
+    if (this.variant !== name || this.now !== text) return true; // meanwhile something else was chosen
+    await this.read(chosen);
+    this.redraw();
+    return true;
+  }
+
+  /** Take a variant, and unpack what it needs. */
+  async read(variant) {
+    this.reading = variant;
+    variant.attention ||= await unpacked(variant.received);
     await this.unpackHead();
   }
 
   async unpackHead() {
-    const place = this.now.heads.findIndex((head) => head.join() === this.head.join());
-    this.rows = place < 0 ? null : await unpacked(this.reading.rows[place]);
+    const reading = this.reading;
+    const place = (reading.heads || this.now.heads).findIndex((head) => head.join() === this.head.join());
+    this.rows = place < 0 ? null : await unpacked(reading.rows[place]);
   }
 
   received(layer, head, token) {
@@ -150,15 +177,18 @@ class View {
     const active = document.activeElement && document.activeElement.id;
     const { family, name, n_layers: layers } = this.model;
     this.sentence = element("p", { class: "sentence", "aria-live": "polite", id: "sentence" });
+    this.status = element("p", { class: "soft", id: "status", "aria-live": "polite" });
     this.root.replaceChildren(
       element("h1", {}, `${name} `, element("span", { class: "soft" }, `${family}, ${layers} layers`)),
       this.sentence,
       this.switches(),
+      ...(this.ask ? [this.status] : []),
       this.tabs(),
       this.textPanel(),
       this.generationPanel(),
     );
     this.redraw();
+    this.showRunning();
     this.selectTab(this.tab);
     const before = active && this.root.querySelector(`[id="${active}"]`);
     if (before) before.focus();
@@ -174,14 +204,10 @@ class View {
 
   switches() {
     const group = element("fieldset", { class: "switches" }, element("legend", {}, "The model is"));
-    this.now.variants.forEach((variant, number) => {
-      const input = element("input", { type: "radio", name: "variant", id: `variant-${number}`, value: number });
-      input.checked = number === this.variant;
-      input.addEventListener("change", async () => {
-        await this.choose(number);
-        this.redraw();
-      });
-      group.append(element("label", {}, input, variant.name));
+    this.variants.forEach((name, number) => {
+      const input = element("input", { type: "radio", name: "variant", id: `variant-${number}`, onchange: () => this.choose(name) });
+      input.checked = name === this.variant;
+      group.append(element("label", {}, input, name));
     });
     return group;
   }
@@ -243,8 +269,9 @@ class View {
         this.text = Number(event.target.value);
         this.token = 0;
         this.query = null;
-        await this.choose(this.wantedVariant());
+        await this.read(this.now.variants[0]);
         this.redraw();
+        await this.choose(this.variant);
       } });
       this.data.texts.forEach((text, number) => texts.append(element("option", { value: number }, text.name)));
       texts.value = this.text;
@@ -482,12 +509,9 @@ class View {
   asking() {
     if (!this.ask) return null;
     const field = element("textarea", { id: "typed", "aria-label": "Another text", placeholder: "Type another text" });
-    field.value = this.typed || "";
-    const read = async () => {
-      const before = [this.typed, this.token, this.query];
-      [this.typed, this.token, this.query] = [field.value.trim() ? field.value : null, 0, null];
-      if (!(await this.request())) [this.typed, this.token, this.query] = before;
-    };
+    field.value = this.draft;
+    field.addEventListener("input", () => (this.draft = field.value));
+    const read = () => this.readText(field.value.trim() ? field.value : null);
     const names = [...new Set([...this.data.neurons, ...this.data.marks, ...this.off])];
     const boxes = names.map((name) => {
       const box = element("input", { type: "checkbox", id: `off-${name}`, onchange: () => this.toggle(name) });
@@ -497,38 +521,58 @@ class View {
     const other = element("input", { id: "other", size: 12, placeholder: "L0.H4", "aria-label": "Another neuron or head", onkeydown: (event) => {
       if (event.key === "Enter" && other.value.trim()) this.toggle(other.value.trim());
     } });
-    this.status = element("p", { class: "soft", id: "status", "aria-live": "polite" });
     return element("div", {}, field,
       element("div", { class: "row" }, element("button", { type: "button", class: "tool", id: "read", onclick: read }, "Read this text"),
-        element("fieldset", {}, element("legend", {}, "Switch off"), ...boxes), element("label", {}, "another ", other)),
-      this.status);
+        element("fieldset", {}, element("legend", {}, "Switch off"), ...boxes), element("label", {}, "another ", other)));
+  }
+
+  async readText(typed) {
+    const answer = await this.request({ text: typed });
+    if (!answer) return;
+    Object.assign(this, { typed, text: 0, token: 0, query: null });
+    await this.show(answer);
   }
 
   async toggle(name) {
-    const before = new Set(this.off);
+    const before = this.off;
+    this.off = new Set(before);
     if (!this.off.delete(name)) this.off.add(name);
-    if (!this.off.size) this.variantName = "intact";
-    if (!(await this.request())) this.off = before;
+    if (!(await this.choose(this.off.size ? this.ownName : "intact"))) this.off = before;
+    this.build();
   }
 
-  /** Ask Python for another view and show it; false, with the reason on the page, if there is none. */
-  request(more = {}) {
-    const answered = this.turn.then(() => this.requestNow(more)); // one at a time, so that answers come in order
-    this.turn = answered.catch(() => {});
-    return answered;
+  async traceCircuit() {
+    const answer = await this.request({ circuit: true });
+    if (!answer) return;
+    const { circuit, circuit_sentence, marks, switches } = answer.result;
+    Object.assign(this.data, { circuit, circuit_sentence, marks, switches });
+    this.build();
   }
 
-  async requestNow(more) {
-    this.status.className = "soft";
-    this.status.textContent = "Running the model …";
-    const answer = await this.ask({ text: this.typed, off: [...this.off], ...more });
-    if (answer.error) {
-      this.status.textContent = answer.error;
-      this.status.className = "error";
-      return false;
-    }
-    await this.show(answer);
-    return true;
+  async generate() {
+    const answer = await this.request({ generation: true });
+    if (answer) this.generation = answer.result.generation;
+    this.build();
+  }
+
+  /** Ask Python, which answers one request after the other; null, with the reason on the page, if it cannot answer. */
+  async request(wanted) {
+    this.running += 1;
+    this.error = null;
+    this.showRunning();
+    const asked = this.turn.then(() => this.ask({ text: this.typed, ...wanted }));
+    this.turn = asked.catch(() => {});
+    const answer = await asked;
+    this.running -= 1;
+    this.error = answer.error;
+    this.showRunning();
+    return answer.error ? null : answer;
+  }
+
+  showRunning() {
+    this.root.setAttribute("aria-busy", this.running > 0);
+    this.status.className = this.error ? "error" : "soft";
+    this.status.textContent = this.error || (this.running ? "The model is running …" : "");
   }
 
   // Generation
@@ -539,7 +583,7 @@ class View {
     if (!made) {
       const start = () => {
         panel.querySelector("button").disabled = true;
-        this.request({ generation: true });
+        this.generate();
       };
       panel.append(this.ask
         ? element("button", { type: "button", class: "tool", id: "generate", onclick: start }, "Continue typical text with and without the guard")
@@ -599,10 +643,11 @@ export async function start(page) {
       return { error: "The server does not answer. Start sinkscope view again." };
     }
   };
-  const first = await ask({ text: null, off: [] });
+  const first = await ask({ at_once: true });
   if (first.error) return root.replaceChildren(element("p", { class: "error" }, first.error));
   const view = await mount(root, first, ask);
-  return first.result.circuit ? view : view.request({ circuit: true });
+  await view.show(await view.request({}));
+  if (!view.data.circuit) await view.traceCircuit();
 }
 
 /** A widget in a notebook: Python answers messages. */
