@@ -151,7 +151,7 @@ def overhead(rounds: int) -> dict[str, Any]:
         "tova": TOVA(budget=64),
         "h2o": H2O(budget=64),
     }
-    small = interleaved(arms(bundled, 128, 128, **evicting), rounds)
+    small = interleaved(arms(bundled, 128, 128, **evicting), 4 * rounds)
     milliseconds = statistics.median(big["plain"]["token"]) * 1e3
     return {
         "milliseconds_per_token": milliseconds,
@@ -361,6 +361,13 @@ def tables(result: dict[str, Any]) -> str:
                 theirs = made["kvpress"]["cases"][case]["over_plain"][name]
                 cells = [shown(both[part]) for part in ("prompt", "token") for both in (ours, theirs)]
                 lines.append(f"| {name}, {case} | {' | '.join(cells)} |")
+        slower: dict[str, list[float]] = {"prompt": [], "token": []}
+        for policies in made["kvpress_over_sinkscope"].values():
+            for parts in policies.values():
+                for part, values in slower.items():
+                    values.append(parts[part]["median"])
+        said = [f"{min(values):.2f} to {max(values):.2f} for a {part}" for part, values in slower.items()]
+        lines += ["", f"The ratio of kvpress, divided by ours: {', '.join(said)} (above 1, kvpress takes longer)."]
     return "\n".join(lines)
 
 

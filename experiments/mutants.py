@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,12 +54,18 @@ def mutants() -> list[Mutant]:
     return [Mutant(*parts) for parts in found]
 
 
+@cache
+def sources(tree: Path) -> dict[Path, str]:
+    """The files of the package, without any mutant: each is undone before the next one is looked for."""
+    return {file: file.read_text() for file in sorted((tree / "sinkscope").rglob("*.py"))}
+
+
 def place_of(fragment: str, tree: Path) -> tuple[Path, re.Match[str]] | None:
     """The only place of a fragment in the package; None if there is none, or more than one."""
     words = fragment.split()
     pattern, longest = re.compile(r"\s+".join(map(re.escape, words))), max(words, key=len)
-    texts = {file: file.read_text() for file in sorted((tree / "sinkscope").rglob("*.py"))}
-    found = [(file, match) for file, text in texts.items() if longest in text for match in pattern.finditer(text)]
+    texts = sources(tree).items()
+    found = [(file, match) for file, text in texts if longest in text for match in pattern.finditer(text)]
     return found[0] if len(found) == 1 else None
 
 

@@ -20,7 +20,7 @@ def text_file(o: Organism, folder: Path) -> Path:
 
 def planted_clusters(o: Organism) -> dict[int, list[int]]:
     """Head -> tokens, as they were written into the weights."""
-    clusters: dict[int, list[int]] = {}
+    clusters = {}
     for group, heads in o.truth.group_heads.items():
         tokens = [token for token, own in o.truth.groups.items() if own == group and token > 3]
         if len(tokens) > 1:

@@ -39,7 +39,7 @@ def words(count: int, shift: int = 0) -> str:
 
 def dialogues(count: int = 3, turns: int = 2) -> tuple[Prompt, ...]:
     """Prompts of several turns of different lengths."""
-    prompts: list[Prompt] = []
+    prompts = []
     for number in range(count):
         asked = [Turn(words(20 + 6 * number + turn, turn), (words(3, number),)) for turn in range(turns)]
         prompts.append(Prompt(f"d{number}", tuple(asked), "file", "end" if number % 2 else "begin"))
@@ -48,7 +48,7 @@ def dialogues(count: int = 3, turns: int = 2) -> tuple[Prompt, ...]:
 
 def task(prompts: tuple[Prompt, ...] | None = None, **settings: Any) -> PromptFile:
     """A task of these prompts with short answers."""
-    options: dict[str, Any] = {"new": 6, **settings}
+    options = {"new": 6, **settings}
     return PromptFile(given=dialogues() if prompts is None else prompts, **options)
 
 
@@ -59,7 +59,7 @@ def untimed(records: list[BenchRecord]) -> list[BenchRecord]:
 
 def made_record(method: str = "full", prompt: str = "p0", **changes: Any) -> BenchRecord:
     """A record made by hand."""
-    metrics: dict[str, Any] = {"score": 1.0, "read": 9.0, "cells": None, "cached_peak": 10.0, "seconds": 1.0}
+    metrics = {"score": 1.0, "read": 9.0, "cells": None, "cached_peak": 10.0, "seconds": 1.0}
     settings = {"set": "s", "part": "a", "temperature": 0.0, **changes.pop("settings", {})}
     record = BenchRecord(
         model="f00",

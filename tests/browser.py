@@ -44,8 +44,8 @@ class Browser:
     """One page. `errors` gathers what the console said of warnings and errors, and exceptions; `asked` addresses."""
 
     def __init__(self, seconds: float = 120.0) -> None:
-        self.errors: list[str] = []
-        self.asked: list[str] = []
+        self.errors = []
+        self.asked = []
         self._until = time.monotonic() + seconds
         self._number = 0
         self._buffer = b""
@@ -87,7 +87,7 @@ class Browser:
 
     def send(self, method: str, **params: Any) -> Any:
         self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
+        message = {"id": self._number, "method": method, "params": params}
         if hasattr(self, "_session"):
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
@@ -129,7 +129,7 @@ class Browser:
             except BlockingIOError:
                 time.sleep(0.005)
         line, _, self._buffer = self._buffer.partition(b"\0")
-        message: dict[str, Any] = json.loads(line)
+        message = json.loads(line)
         self._note(message.get("method", ""), message.get("params", {}))
         return message
 

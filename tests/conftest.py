@@ -11,9 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-from shape_checks import begin_test, install
 
 os.environ.update(  # before anything that reads them is imported
     HF_HUB_OFFLINE="1",  # a test that means to download says so, against a server of its own
@@ -27,11 +25,17 @@ os.environ.update(  # before anything that reads them is imported
 os.environ.pop("FORCE_COLOR", None)
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # compiled once, and not by every worker and every child
     sys.dont_write_bytecode = False
-install("sinkscope")
 gc.disable()  # what is imported makes no garbage; see pytest_collection_finish
-torch.set_num_threads(1)  # the models are tiny: threads cost more than they bring
 settings.register_profile("sinkscope", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("sinkscope")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What imports and runs tests has the checks; the process that only hands tests out to workers imports no torch."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", default=None):
+        from shape_checks import install
+
+        install("sinkscope")
 
 
 # A bare GPU machine has none of these: there, tests that come to need one are skipped, and all others have to pass.
@@ -116,13 +120,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Garbage is looked for among what the tests make, and not again and again among a million imported objects."""
+    import torch
+
+    torch.set_num_threads(1)  # the models are tiny: threads cost more than they bring
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()
 
 
 @pytest.fixture(autouse=True)
-def _same_start() -> None:
+def _same_start():
     """Every test starts from the same random numbers and unspent checks, whichever ran before it."""
+    import torch
+    from shape_checks import begin_test
+
     torch.manual_seed(0)
     begin_test()

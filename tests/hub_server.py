@@ -81,7 +81,7 @@ class Hub:
         files = sorted(f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file())
         if api:
             name = "/".join(parts[:2])
-            info: Any = {"id": name, "modelId": name, "sha": commit, "tags": [], "private": False, "gated": repo.gated}
+            info = {"id": name, "modelId": name, "sha": commit, "tags": [], "private": False, "gated": repo.gated}
             info["siblings"] = [{"rfilename": f} for f in files]
             if parts[2:3] == ["tree"]:
                 below = "/".join(parts[4:])

@@ -118,7 +118,7 @@ def greedy(model: Any, ids: Tensor, steps: int, around: Callable[[], AbstractCon
 @torch.no_grad()
 def residual_norms(model: Any, ids: Tensor, layer: int) -> Tensor:
     """Norm of the residual stream after a layer: [row, position]."""
-    seen: list[Tensor] = []
+    seen = []
 
     def keep(_module: Any, _args: Any, output: Any) -> None:
         seen.append((output[0] if isinstance(output, tuple) else output).norm(dim=-1))

@@ -43,11 +43,11 @@ WINDOWED = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "phi3")
 """Their windows are 16; Phi-3 gets one by `model_of`."""
 
 
-def each_other(rows: Iterable[Any], columns: Iterable[Any], *, always: Sequence[str] = ()) -> list[Any]:
-    """Pairs of the two, every second one slow, like the squares of a chessboard; those of `always` are all quick."""
+def each_other(rows: Iterable[Any], columns: Iterable[Any], n: int = 2, *, always: Sequence[str] = ()) -> list[Any]:
+    """Pairs of the two, of which those of every `n`-th diagonal are quick, and those of `always`; the rest is slow."""
     return [
         pytest.param(
-            row, column, marks=[] if (i + j) % 2 == 0 or row in always or column in always else pytest.mark.slow
+            row, column, marks=[] if (i + j) % n == 0 or row in always or column in always else pytest.mark.slow
         )
         for i, row in enumerate(rows)
         for j, column in enumerate(columns)
@@ -134,7 +134,7 @@ def held_after(policy: Drawn, held: list[int], layer: int, head: int, row: int, 
     return sorted(sure + rest[: max(0, policy.budget - len(sure))])
 
 
-_RULE: dict[int, Tensor] = {}
+_RULE = {}
 
 
 def _reference_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **kwargs: Any) -> Any:
@@ -172,7 +172,7 @@ def under(model: Any, sees: list[Tensor]) -> Iterator[None]:
 @torch.no_grad()
 def attended(model: Any, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor, float]]:
     """Queries, keys and values `[row head pos d_head]` of every layer, and its scaling, in a pass under masks."""
-    found: list[tuple[Tensor, Tensor, Tensor, float]] = []
+    found = []
 
     def keep(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kwargs: Any) -> Any:
         found.append((query, key, value, kwargs["scaling"]))
@@ -263,7 +263,7 @@ def run_policy(
     policy: Policy | None, model: Any, ids: Tensor, mask: Tensor, chunks: tuple[int, ...]
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """Logits from the last prompt token on, and what each step read: bool `[step][layer][batch kv_head column]`."""
-    kept, logits, end = list[list[Tensor]](), list[Tensor](), 0
+    kept, logits, end = [], [], 0
     kv = DynamicCache()
     with policy.on(model) if policy is not None else torch.no_grad():
         for step in (*chunks, *[1] * (ids.shape[1] - sum(chunks))):

@@ -53,7 +53,7 @@ def dense_run(
     mask = torch.cat([real.bool(), torch.ones(batch, total - prompt, dtype=torch.bool)], 1)
     heads, kv_heads = model.config.num_attention_heads, getattr(model.config, "num_key_value_heads", None)
     kv_heads = kv_heads or heads
-    sees, held = list[Tensor](), list[Tensor]()
+    sees, held = [], []
     for layer in range(model.config.num_hidden_layers):
         causal = torch.ones(total, total, dtype=torch.bool).tril()
         if (window := window_of(model, layer)) is not None:

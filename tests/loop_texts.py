@@ -17,7 +17,7 @@ CITIES = "Lisbon Oslo Turin Cork Gdansk Porto Malmo Lyon Ghent Basel Riga Split 
 def prose(words: int, seed: int = 0) -> str:
     """Sentences of no meaning that do not repeat themselves more than English does."""
     rng = random.Random(seed)
-    said: list[str] = []
+    said = []
     while len(said) < words:
         a, b, c = rng.sample(NOUNS, 3)
         said += f"The {a} {rng.choice(VERBS)} a {b} and {rng.choice(VERBS)} every {c} of {rng.choice(CITIES)}.".split()

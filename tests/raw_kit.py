@@ -43,7 +43,7 @@ def inputs_edited(module: nn.Module, edit: Callable[[Tensor], Tensor]) -> Iterat
 @torch.no_grad()
 def norms(model: Any, tokens: Tensor) -> Tensor:
     """Norm of the residual stream after each layer: [layer, row, position]."""
-    seen: list[Tensor] = []
+    seen = []
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
         seen.append((output[0] if isinstance(output, tuple) else output).norm(dim=-1))

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from sample_results import NEURONS, sample_find_sinks
@@ -80,12 +80,12 @@ def fill_plain(folder: Path, text: str) -> None:
 class Reader(HTMLParser):
     def __init__(self, document: str) -> None:
         super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
+        self.tags = []
+        self.attributes = []
         self.text = ""
-        self.data: list[Any] = []  # of blocks of JSON
-        self.scripts: list[str] = []  # that run
-        self._type: str | None = None
+        self.data = []  # of blocks of JSON
+        self.scripts = []  # that run
+        self._type = None
         self.feed(document)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

@@ -65,7 +65,7 @@ class Server:
     running: list[Request]
 
     def __init__(self) -> None:
-        self.unknown: dict[Request, list[int]] = {}
+        self.unknown = {}
 
     def step(self, rng: Random, left: list[Request], new: list[Request]) -> None:
         raise NotImplementedError
@@ -176,7 +176,7 @@ class Batches(Server):
     def __init__(self, processor: Any, *, placeholders: bool = False, accepted: int = 0) -> None:
         self.processor, self.placeholders, self.accepted = processor, placeholders, accepted
         super().__init__()
-        self.batch: list[Request | None] = []
+        self.batch = []
 
     @property
     def running(self) -> list[Request]:
@@ -240,7 +240,7 @@ class Slots(Server):
             return SimpleNamespace(gpu=tensor, np=tensor.numpy())
 
         super().__init__()
-        self.drafts, self.slots = drafts, dict[int, Request]()
+        self.drafts, self.slots = drafts, {}
         self.states = SimpleNamespace(
             device=torch.device("cpu"),
             max_num_reqs=slots,
@@ -252,8 +252,8 @@ class Slots(Server):
         )
         speculative = SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
         self.processor = make(SimpleNamespace(speculative_config=speculative), self.states)
-        self.read: dict[Request, int] = {}
-        self.chunked: set[Request] = set()
+        self.read = {}
+        self.chunked = set()
 
     @property
     def running(self) -> list[Request]:
@@ -274,7 +274,7 @@ class Slots(Server):
             if rng.random() < 0.3:
                 self.chunked.add(request)
         slots = rng.sample(sorted(self.slots), rng.randint(1, len(self.slots))) if self.slots else []
-        rows: list[tuple[int, int, int]] = []  # slot, place among the rows of the request, position
+        rows = []  # slot, place among the rows of the request, position
         lengths = []
         for slot in slots:
             total = int(self.states.total_len.gpu[slot])
@@ -335,7 +335,7 @@ class Overlapped(Server):
     def __init__(self, processor: Any, *, overlap: bool = False, drafts: int = 0, expanded: bool = False) -> None:
         self.processor, self.overlap, self.drafts, self.expanded = processor, overlap, drafts, expanded
         super().__init__()
-        self.shown: dict[Request, SimpleNamespace] = {}
+        self.shown = {}
 
     @property
     def running(self) -> list[Request]:

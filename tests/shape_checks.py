@@ -21,9 +21,9 @@ import jaxtyping
 from beartype import beartype
 
 MANY = 10
-_calls: Counter[int] = Counter()  # of each function in this test, by the id of its code, whose hash takes long
+_calls = Counter()  # of each function in this test, by the id of its code, whose hash takes long
 _context = functools.partial(jaxtyping.jaxtyped, "context")
-_SHAPED: dict[int, bool] = {}  # does a function name shapes?
+_SHAPED = {}  # does a function name shapes?
 
 
 def install(package: str) -> None:
@@ -51,7 +51,7 @@ def _checked(thing: Any = None, *, typechecker: Any = None) -> Any:
 def _function(real: FunctionType) -> Callable[..., Any]:
     if "<locals>" in real.__qualname__ and not _shaped(real):
         return real
-    checks: list[Callable[..., Any]] = []
+    checks = []
     code = id(real.__code__)
 
     @functools.wraps(real)

@@ -56,7 +56,7 @@ def committed() -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("what", FORBIDDEN)
-def test_nothing_of_where_it_was_made(what: str) -> None:
+def test_nothing_of_where_it_was_made(what):
     found = [
         f"{name}:{text.count(chr(10), 0, hit.start()) + 1}: {hit.group()[:80]!r}"
         for name, (text, small) in committed().items()
@@ -65,7 +65,7 @@ def test_nothing_of_where_it_was_made(what: str) -> None:
     assert not found, found[:20]
 
 
-def test_no_name_of_this_machine() -> None:
+def test_no_name_of_this_machine():
     """As a word of its own, where it is long enough to be no ordinary word."""
     host = socket.gethostname()
     names = {name for name in (host, host.split(".")[0]) if len(name) > 4 and name != "localhost"}
@@ -73,7 +73,7 @@ def test_no_name_of_this_machine() -> None:
     assert not [name for name, (text, _) in committed().items() if pattern.search(text)]
 
 
-def test_the_search_finds_what_it_is_for() -> None:
+def test_the_search_finds_what_it_is_for():
     """Each pattern meets what it forbids, and lets pass what is allowed."""
     meets = {
         "a home folder": ["/home/jane/x", "/root/.cache", r"C:\Users\jane"],

@@ -100,14 +100,14 @@ def check_reading(o: Organism) -> None:
     ("family", "kind"),
     [pytest.param(family, kind, marks=[] if (family, kind) in FAST else pytest.mark.slow) for family, kind in CASES],
 )
-def test_truth(family: str, kind: str) -> None:
+def test_truth(family, kind):
     bos = CASES.index((family, kind)) % 3 != 0  # both for every family and for every kind
     o = organism(family, 0, kind=kind, bos=bos)
     check(o, seed=0)
     assert (o.tokenizer.bos_token_id == 1) == bos
 
 
-def test_gpt2_marks_the_position_only() -> None:
+def test_gpt2_marks_the_position_only():
     o = organism("gpt2", 3)
     sink = o.truth.sink_layer
     assert not o.truth.whole_mechanism and o.truth.marking_heads == () and "position" in o.truth.note
@@ -117,7 +117,7 @@ def test_gpt2_marks_the_position_only() -> None:
     check_reading(o)
 
 
-def test_seed_decides_everything_and_leaves_the_callers_numbers() -> None:
+def test_seed_decides_everything_and_leaves_the_callers_numbers():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +13,6 @@ import venv
 import zipfile
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ import sinkscope
 from sinkscope.app.commands import commands
 
 ROOT = Path(__file__).parents[1]
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # A package imports only what stands above it. Names not listed here are helpers of the ground floor.
 ORDER = (
     "errors",
@@ -46,13 +48,13 @@ def _python(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_import_loads_nothing_heavy() -> None:
+def test_import_loads_nothing_heavy():
     heavy = "{'torch', 'transformers', 'numpy', 'click', 'rich', 'pydantic'}"
     code = f"import sys, sinkscope; print({heavy} & set(sys.modules))"
     assert _python(code) == "set()"
 
 
-def test_public_names_are_there() -> None:
+def test_public_names_are_there():
     for name in sinkscope.__all__:
         assert getattr(sinkscope, name) is not None
     assert set(dir(sinkscope)) == set(sinkscope.__all__)
@@ -60,7 +62,7 @@ def test_public_names_are_there() -> None:
         _ = sinkscope.nothing
 
 
-def test_type_checkers_see_the_same_names() -> None:
+def test_type_checkers_see_the_same_names():
     tree = ast.parse((ROOT / "sinkscope/__init__.pyi").read_text(encoding="utf-8"))
     stated = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module != "sinkscope"]
     seen = {a.asname: n.module for n in stated for a in n.names}
@@ -69,31 +71,32 @@ def test_type_checkers_see_the_same_names() -> None:
     assert {name: homes.get(name, sinkscope._HOME.get(name)) for name in seen} == seen
 
 
-def test_functions_named_like_their_modules_stay_callable() -> None:
-    """Whichever module is imported first; torch is imported once, before the process splits into one for each order."""
-    code = (
-        "import inspect, os, sys, torch, transformers.generation\n"
-        "def check(first):\n"
-        "    import sinkscope as ss\n"
-        "    assert 'sinkscope.models.load' not in sys.modules and 'sinkscope.trace.run' not in sys.modules\n"
-        "    exec(first)\n"
-        "    assert len(ss.models()) >= 40\n"
-        "    import sinkscope.models.names as names\n"
-        "    assert ss.models() == names.models()\n"
-        "    assert 'sites' in inspect.signature(ss.trace).parameters\n"
-        "    import sinkscope.serving.generate, sinkscope.trace.run\n"
-        "    assert 'prompts' in inspect.signature(ss.generate).parameters\n"
-        "    assert callable(ss.load) and callable(ss.trace)\n"
-        "assert not [name for name in sys.modules if name.startswith('sinkscope')]\n"
-        "for first in ('', 'import sinkscope.models.load as L', 'import sinkscope.trace.run as L'):\n"
-        "    child = os.fork()\n"
-        "    if child == 0:\n"
-        "        check(first)\n"
-        "        print('fine', flush=True)\n"
-        "        os._exit(0)\n"
-        "    assert os.waitpid(child, 0)[1] == 0, first\n"
-    )
-    assert _python(code).split() == ["fine"] * 3
+def test_functions_named_like_their_modules_stay_callable():
+    """Whichever module is imported first: each order in a fork of this process, which forgets the package."""
+    for first in ("sinkscope", "sinkscope.models.load", "sinkscope.trace.run"):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                _check_names(first)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0, first
+
+
+def _check_names(first: str) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sinkscope"]:
+        del sys.modules[name]
+    ss = importlib.import_module("sinkscope")
+    assert "sinkscope.models.load" not in sys.modules and "sinkscope.trace.run" not in sys.modules
+    importlib.import_module(first)
+    assert len(ss.models()) >= 40 and ss.models() == importlib.import_module("sinkscope.models.names").models()
+    assert "sites" in inspect.signature(ss.trace).parameters
+    importlib.import_module("sinkscope.serving.generate")
+    importlib.import_module("sinkscope.trace.run")
+    assert "prompts" in inspect.signature(ss.generate).parameters
+    assert callable(ss.load) and callable(ss.trace)
 
 
 def _module(file: Path) -> str:
@@ -106,7 +109,7 @@ FILES = {_module(f): f for f in sorted((ROOT / "sinkscope").rglob("*.py"))}
 @cache
 def _imported(name: str) -> set[str]:
     """Modules, and names of modules, that a file imports, also inside functions and for type checkers only."""
-    found: set[str] = set()
+    found = set()
     for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "sinkscope":
             found |= {f"{node.module}.{a.name}" for a in node.names}
@@ -122,7 +125,12 @@ def _file_of(path: str) -> str:
     return path
 
 
-EDGES = {name: {_file_of(path) for path in _imported(name)} - {name} for name in FILES}
+@cache
+def _edges(name: str) -> set[str]:
+    """The modules that a file imports."""
+    return {_file_of(path) for path in _imported(name)} - {name}
+
+
 UPWARD = {
     ("sinkscope.models.probe", "trace"),  # the check of a loaded model recomputes its attention rows
     ("sinkscope.models.infer", "trace"),  # attention is seen at the tap
@@ -130,30 +138,30 @@ UPWARD = {
 LAZY = {"sinkscope", "sinkscope.app.commands"}  # they name every module, and import those that are asked for
 
 
-def test_imports_go_one_way() -> None:
+def test_imports_go_one_way():
     """No file imports, by any way, one that imports it."""
     for name in FILES:
-        seen: set[str] = set()
-        ahead = [n for n in EDGES[name] if n not in LAZY] if name not in LAZY else []
+        seen = set()
+        ahead = sorted(_edges(name) - LAZY) if name not in LAZY else []
         while ahead:
             other = ahead.pop()
             if other not in seen:
                 seen.add(other)
-                ahead += [n for n in EDGES[other] if n not in LAZY and other not in LAZY]
+                ahead += sorted(_edges(other) - LAZY)
         assert name not in seen, f"{name} is part of a circle of imports"
 
 
-def test_packages_import_only_what_is_above_them() -> None:
+def test_packages_import_only_what_is_above_them():
     for name in FILES.keys() - LAZY:
         part = name.split(".")[1]
         assert part in {*ORDER, *GROUND}, f"{name}: say in ORDER where it stands"
-        for used in {other.split(".")[1] for other in EDGES[name] - LAZY} - {part, *GROUND}:
+        for used in {other.split(".")[1] for other in _edges(name) - LAZY} - {part, *GROUND}:
             assert part not in GROUND, f"{name} imports sinkscope.{used}"
             above = (name, used) in UPWARD or ORDER.index(used) < ORDER.index(part)
             assert above, f"{name} imports sinkscope.{used}"
 
 
-def test_no_private_name_crosses_packages() -> None:
+def test_no_private_name_crosses_packages():
     for name in FILES:
         package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
         for path in _imported(name):
@@ -164,7 +172,7 @@ def test_no_private_name_crosses_packages() -> None:
                 assert not private or f"{package}.".startswith(f"{home}."), f"{name} imports {path}"
 
 
-def test_the_tested_set_fits_the_ranges_and_names_no_host() -> None:
+def test_the_tested_set_fits_the_ranges_and_names_no_host():
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -180,7 +188,7 @@ def test_the_tested_set_fits_the_ranges_and_names_no_host() -> None:
         assert requirement.specifier.contains(pin.version), f"{requirement} does not allow {pin.version}"
 
 
-def test_readme_says_the_two_commands() -> None:
+def test_readme_says_the_two_commands():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "pip install -e . -c constraints.txt && sinkscope find-sinks" in readme
     test = 'pip install -e ".[test]" -c constraints.txt'
@@ -192,7 +200,7 @@ def test_readme_says_the_two_commands() -> None:
         assert f"figures/{name}" in readme
 
 
-def test_every_error_page_is_there_and_in_the_index() -> None:
+def test_every_error_page_is_there_and_in_the_index():
     folder = ROOT / "docs/errors"
     sources = (file.read_text(encoding="utf-8") for file in (ROOT / "sinkscope").rglob("*.py"))
     named = {page for source in sources for page in re.findall(r'page="([a-z0-9-]+)"', source)}
@@ -203,7 +211,7 @@ def test_every_error_page_is_there_and_in_the_index() -> None:
 
 
 @pytest.mark.slow
-def test_site_builds_strictly(tmp_path: Path) -> None:
+def test_site_builds_strictly(tmp_path):
     pytest.importorskip("mkdocs", reason="needs the extra docs")
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
     done = subprocess.run(
@@ -216,7 +224,7 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path, monkeypatch):
     subprocess.run(
         [sys.executable, "-m", "build", "--outdir", str(tmp_path), str(ROOT)], check=True, capture_output=True
     )
@@ -247,7 +255,7 @@ def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path: Path, monkeypatch: p
     assert "sink layer is layer" in done.stdout
 
 
-def test_the_tracked_tree_stays_small() -> None:
+def test_the_tracked_tree_stays_small():
     """A clone is to stay below 50 MB: figures, records and weights are kept small or are made again."""
     try:
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from types import ModuleType
 
 import jaxtyping
 import pytest
@@ -46,7 +44,7 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shapes")
     (folder / "with_shapes.py").write_text(SOURCE)
     install("with_shapes")
@@ -55,7 +53,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
         return importlib.import_module("with_shapes")
 
 
-def test_what_fits_passes(made: ModuleType) -> None:
+def test_what_fits_passes(made):
     one = torch.ones
     assert made.product(one(2, 3), one(3, 4)).shape == (2, 4)
     assert made.product(one(3, 2), one(2, 1)).shape == (3, 1)  # letters are those of one call
@@ -78,12 +76,12 @@ def test_what_fits_passes(made: ModuleType) -> None:
         lambda m: m.Pair(torch.ones(2), torch.ones(3)),
     ],
 )
-def test_what_does_not_fit_is_refused(made: ModuleType, call: Callable[[ModuleType], object]) -> None:
+def test_what_does_not_fit_is_refused(made, call):
     with pytest.raises(BeartypeCallHintViolation):
         call(made)
 
 
-def test_it_can_be_turned_off(made: ModuleType) -> None:
+def test_it_can_be_turned_off(made):
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         assert made.first([torch.ones(3)]) == 3

@@ -22,6 +22,7 @@ from sinkscope.files.plain import plain
 from sinkscope.files.provenance import ModelInfo
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import decoding, noted_decoding
+from sinkscope.kv.loopguard.detect import largest_probability
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
 from sinkscope.models.open import fingerprint_of
@@ -254,8 +255,7 @@ class TopProbabilities:
 
     def __call__(self, _module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         """Keep the probability after a call of the model."""
-        logits = output.logits[:, -1].float()
-        self.values.append((logits.amax(-1) - logits.logsumexp(-1)).exp().cpu())
+        self.values.append(largest_probability(output.logits[:, -1]).cpu())
 
 
 def generate_rows(

@@ -60,6 +60,11 @@ class GrowingTensor:
         """For another holder of the same tensor."""
         return GrowingTensor(self.dim, self._latest, self._buffer)
 
+    def forget(self) -> None:
+        """Start again, with another tensor."""
+        self._latest = None
+        self._buffer = None
+
     @property
     def allocated(self) -> int | None:
         """Places in memory; None if there are only those of the tensor."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.interventions.growing_tensor import GrowingTensor
 from sinkscope.models.target import Target
+from sinkscope.trace.attention import shown
 
 
 class Memory(dict[str, Tensor]):
@@ -240,11 +241,7 @@ def _real(mask: Any, batch: int, read: int, past: int, new: int, device: torch.d
         start = past
         if mask.shape[-1] < total:
             start = mask.shape[-1] - new
-        part = mask[..., start : start + new]
-        visible = part
-        if mask.dtype != torch.bool:
-            visible = part > torch.finfo(mask.dtype).min / 2
-        is_seen = reduce(visible, "batch head query key -> batch key", "any")
+        is_seen = reduce(shown(mask[..., start : start + new]), "batch head query key -> batch key", "any")
         return torch.cat([between, is_seen.expand(batch, -1)], 1)
     if isinstance(mask, Tensor):
         what = f"of shape {tuple(mask.shape)}"

@@ -143,13 +143,15 @@ class CacheLayer(DynamicLayer):
         # Of the slots that existed when they were last read, and moved with them:
         self._extras: dict[str, Shaped[Tensor, "batch kv_head slot"]] = {}
         self._hidden: Bool[Tensor, "batch kv_head slot"] | None = None
-        self._forget_growth()
-
-    def _forget_growth(self) -> None:
-        """Start with new room: keys, values and positions are other tensors now."""
         self._growing_keys = GrowingTensor(-2)
         self._growing_values = GrowingTensor(-2)
         self._growing_pos = GrowingTensor(-1)
+
+    def _forget_growth(self) -> None:
+        """Start with new room: keys, values and positions are other tensors now."""
+        self._growing_keys.forget()
+        self._growing_values.forget()
+        self._growing_pos.forget()
 
     # What the layer holds ------------------------------------------------------------------------------------------
 
@@ -163,22 +165,21 @@ class CacheLayer(DynamicLayer):
     @property
     def pos(self) -> Int[Tensor, "batch kv_head slot"]:
         """True position of each slot among its row's real tokens; -1 for a hole or padding, which no query sees."""
-        known = 0
         slots = self.keys.shape[-2]
-        if self._pos is not None:
-            known = self._pos.shape[-1]
-            if known == slots:
-                return self._pos
-        new = slots - known
+        if self._pos is None:
+            return self._new_pos(slots)
+        known = self._pos.shape[-1]
+        if known < slots:
+            self._pos = self._growing_pos.append(self._pos, self._new_pos(slots - known))
+        return self._pos
+
+    def _new_pos(self, new: int) -> Int[Tensor, "batch kv_head slot"]:
+        """True positions of the newest slots."""
         assert self._columns is not None
         batch, kv_heads = self.keys.shape[:2]
         columns = self._columns.narrow(1, self.seen - new, new).to(self.keys.device)
         # "batch slot -> batch kv_head slot" as a view: where all heads hold the same, masks are computed once.
-        tail = columns.unsqueeze(1).expand(batch, kv_heads, new)
-        if self._pos is None:
-            return tail
-        self._pos = self._growing_pos.append(self._pos, tail)
-        return self._pos
+        return columns.unsqueeze(1).expand(batch, kv_heads, new)
 
     @property
     def own_values(self) -> Float[Tensor, "batch kv_head slot d_head"]:
@@ -371,7 +372,12 @@ class CacheLayer(DynamicLayer):
         joined = cls()
         joined.keys = layers[0].keys
         joined.whole = True
-        joined._pos = torch.cat([kv.pos for kv in layers])
+        known = [kv.pos if kv._pos is None else kv._pos for kv in layers]
+        if any(pos.shape != known[0].shape for pos in known):
+            known = [kv.pos for kv in layers]
+        new = layers[0].keys.shape[-2] - known[0].shape[-1]
+        tail = layers[0]._new_pos(new).repeat(len(layers), 1, 1)  # the same tokens in every layer
+        joined._pos = torch.cat([torch.cat(known), tail], -1)
         for name in layers[0]._extras:
             joined._extras[name] = torch.cat([kv.extra(name) for kv in layers])
         return joined

@@ -47,8 +47,7 @@ class H2O(Policy):
         kv_heads = rows.kv.keys.shape[1]
         probs = rows.probs
         if probs.shape[2] == 1 and rows.kv.whole:  # a single token, which is no padding
-            received = self.group(probs.flatten(1, 2), kv_heads)
-            rows.kv.add_extra("h2o", received)
+            rows.kv.add_extra("h2o", self.group(probs, kv_heads))
             return
         if self.reduce == "max":  # over the heads of a group, for every query
             probs = reduce(

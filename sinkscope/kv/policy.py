@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Budget, Natural, Whole, check_fields, read_setting
-from sinkscope.interventions.base import Intervention, Run
+from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer, KeptSlots, Rotary
 from sinkscope.kv.session import Moment, Session
 
@@ -116,7 +116,7 @@ class Policy(Intervention):
     def __post_init__(self) -> None:
         check_fields(self)
         name = self.shown_name
-        if isinstance(self.budget, int) and self.budget < self.first + self.last:
+        if isinstance(self.budget, int) and self.budget < self.first_kept(self.budget) + self.last:
             raise SinkscopeError(
                 f"{name}: budget={self.budget} is below the {self.first} first and {self.last} last tokens that are "
                 "always kept: raise the budget or protect fewer",
@@ -175,9 +175,9 @@ class Policy(Intervention):
         self.watch(session, key)
         session.before_decode(lambda moment: self._act(moment, session, key, rotary))
 
-    def group(self, heads: Float[Tensor, "batch head slot"], kv_heads: int) -> Float[Tensor, "batch kv_head slot"]:
-        """Combine the numbers of query heads that share a kv head into one number, by `reduce`."""
-        # Without einops, which would take a tenth of a step here: "batch (kv_head group) slot -> batch kv_head slot".
+    def group(self, heads: Float[Tensor, "batch head *_ slot"], kv_heads: int) -> Float[Tensor, "batch kv_head slot"]:
+        """Combine the numbers of query heads that share a kv head into one number, by `reduce`; for one query each."""
+        # Without einops, which would take a tenth of a step here: "batch (kv_head group) 1 slot -> batch kv_head slot".
         grouped = heads.reshape(len(heads), kv_heads, -1, heads.shape[-1])
         if self.reduce == "mean":
             return grouped.mean(2)
@@ -190,14 +190,19 @@ class Policy(Intervention):
         if isinstance(self.budget, int):
             return self.budget
         budget = (prompt * self.budget).long()
-        always_kept = max(1, self.first + self.last)
-        if int(budget.min()) < always_kept:
+        fewest = int(budget.min())
+        always_kept = max(1, self.first_kept(fewest) + self.last)
+        if fewest < always_kept:
             raise SinkscopeError(
                 f"{self.shown_name}: budget={self.budget} of a prompt of {int(prompt.min())} tokens is "
-                f"{int(budget.min())}, below the {always_kept} that are always kept: raise it",
+                f"{fewest}, below the {always_kept} that are always kept: raise it",
                 page="kv-budget",
             )
         return budget
+
+    def first_kept(self, budget: Any) -> Any:
+        """Number of first tokens that are always kept at a budget in tokens; one number, or one per row, like it."""
+        return self.first
 
     def latest_kept(self, at: At) -> int | Int[Tensor, " batch"]:
         """Number of latest tokens that are always kept; one number, or one per row."""
@@ -210,11 +215,11 @@ class Policy(Intervention):
         """
         pos = at.kv.pos
         latest = self.latest_kept(at)
-        protected = pos < self.first
+        first = torch.as_tensor(self.first_kept(budget), device=pos.device)
         if at.session.anchors > self.first:
             half = torch.as_tensor((budget - latest) // 2, device=pos.device)
-            anchors = half.clamp(self.first, at.session.anchors)
-            protected = pos < anchors.view(-1, 1, 1)  # "batch -> batch 1 1", or one number for all rows
+            first = half.clamp(max=at.session.anchors).maximum(first)
+        protected = pos < first.view(-1, 1, 1)  # "batch -> batch 1 1", or one number for all rows
         if isinstance(latest, Tensor) or latest:
             protected = protected | (pos >= (at.length - latest)[:, None, None])
         return protected
@@ -288,6 +293,21 @@ class Policy(Intervention):
         if fills_budget and isinstance(budget, int) and self.mode == "evict":
             return budget
         return None
+
+    def log_windows(self, at: At, windows: Int[Tensor, " batch"], usual: int | Int[Tensor, " batch"]) -> None:
+        """Say once how many latest tokens each row keeps, where that is not the usual number."""
+        if at.kv is not at.moment.layers[0]:
+            return
+        step = at.moment.call.step
+
+        def events() -> list[Event]:
+            logged: list[Event] = []
+            for row in (windows != usual).nonzero().flatten().tolist():
+                window = {"window": int(windows[row])}
+                logged.append(Event(row, step, int(at.length[row]) - 1, None, None, "window", window))
+            return logged
+
+        at.session.run.log(events)
 
     def _note_prompt(self, moment: Moment, rotary: Rotary | None) -> None:
         """Note whether all layers and heads hold the same positions after the prompt just read."""

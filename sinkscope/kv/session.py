@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -32,6 +32,7 @@ from sinkscope.trace.attention import (
     Attention,
     ChunkWindow,
     Handler,
+    OwnAttention,
     View,
     leave,
     listen,
@@ -50,8 +51,7 @@ class AttentionRows:
         layer: Decoder layer.
         first: Index of the first query among the call's new tokens.
         probs: `[batch head query slot]`, float32, after softmax.
-        pos: `[batch kv_head slot]`: true position of each slot, -1 if it holds no token.
-        query_pos: `[batch query]`: true position of each query, -1 at padding.
+        view: What the queries of the call see; None if there is one, and it sees every slot of `kv`.
         query: `[batch head query d_head]`, after rotary; None if the model does not expose it.
         kv: The layer's cache; None if it is not a sinkscope cache.
         call: The forward call.
@@ -60,11 +60,23 @@ class AttentionRows:
     layer: int
     first: int
     probs: Float[Tensor, "batch head query slot"]
-    pos: Int[Tensor, "batch kv_head slot"]
-    query_pos: Int[Tensor, "batch query"]
+    view: View | None
     query: Float[Tensor, "batch head query d_head"] | None
     kv: CacheLayer | None
     call: Call
+
+    @cached_property
+    def pos(self) -> Int[Tensor, "batch kv_head slot"]:
+        """True position of each slot, -1 if it holds no token; those of the cache when they are first asked for."""
+        if self.view is not None:
+            return self.view.pos
+        assert self.kv is not None
+        return self.kv.pos
+
+    @property
+    def query_pos(self) -> Int[Tensor, "batch query"]:
+        """True position of each query, -1 at padding."""
+        return self.call.on(self.probs.device)[:, self.first : self.first + self.probs.shape[2]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -410,7 +422,9 @@ class Session:
         replaces = self.now.own_masks or (self._prefill is not None and queries > 1)
         if not watchers and not replaces:
             return
-        if attention.view is None:
+        attention.complete = self._sees_all(attention)
+        needs_view = not attention.complete or isinstance(attention, OwnAttention)  # whose scores may need positions
+        if attention.view is None and needs_view:
             attention.view = self._view_of(attention)
         if replaces:
             attention.evicted = self.now.own_masks
@@ -418,6 +432,13 @@ class Session:
         for watcher in watchers:
             show = partial(self._show_rows, watcher, layer, attention.view, attention.query)
             attention.show(show, first=watcher.first_query(queries))
+
+    def _sees_all(self, attention: Attention) -> bool:
+        """Whether a single query certainly sees every slot of its layer."""
+        if attention.query.shape[2] > 1 or attention.indices is not None or attention.in_blocks is not None:
+            return False
+        kv = self.layer(attention.layer)
+        return kv is not None and kv.complete and self._windows[attention.layer] is None
 
     def _mask_indexer(self, layer: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Give an indexer a mask of what its layer holds, from which it then chooses."""
@@ -456,31 +477,24 @@ class Session:
         return [watcher for watcher in self._watchers if watcher.layers is None or layer in watcher.layers]
 
     def _show_rows(
-        self, watcher: Watcher, layer: int, view: View, query: Tensor | None, first: int, probs: Tensor
+        self, watcher: Watcher, layer: int, view: View | None, query: Tensor | None, first: int, probs: Tensor
     ) -> None:
         """Show rows to a watcher; `query` are all queries of the call, of which `first` is the first of the rows."""
-        assert self.now.call is not None
-        query_pos = view.query_pos
-        if probs.shape[2] < query_pos.shape[1]:
-            shown = slice(first, first + probs.shape[2])
-            query_pos = query_pos[:, shown]
-            if query is not None:
-                query = query[:, :, shown]
-        watcher.fn(AttentionRows(layer, first, probs, view.pos, query_pos, query, self.layer(layer), self.now.call))
+        call = self.now.call
+        assert call is not None
+        if query is not None and probs.shape[2] < query.shape[2]:
+            query = query[:, :, first : first + probs.shape[2]]
+        watcher.fn(AttentionRows(layer, first, probs, view, query, self.layer(layer), call))
 
     def _compute(self, attention: Attention) -> tuple[Tensor, Tensor | None] | None:
         """Compute a prompt's attention by a replacement, or attention to the rest of a cache; None for stock."""
-        view = attention.view
-        assert view is not None
-        kv = self.layer(attention.layer)
-        queries = attention.query.shape[2]
-        if self._prefill is not None and queries > 1:
-            replaced = self._prefill(attention, kv)
+        if self._prefill is not None and attention.query.shape[2] > 1:
+            replaced = self._prefill(attention, self.layer(attention.layer))
             if replaced is not None:
                 return replaced, None
         if not self.now.own_masks:
             return None
-        if view.complete:
+        if attention.complete:
             return attention.stock(None)[0], None
         return attention.under_view(), None
 
@@ -502,7 +516,7 @@ class Session:
             seen = view.columns.shape[1]
             place = torch.where(view.pos < 0, seen, view.pos)[:, :1, None].expand_as(attention.in_blocks)
             chosen = attention.in_blocks.new_zeros(*place.shape[:3], seen + 1)
-            return replace(view, complete=False, chosen=chosen.scatter_(-1, place, attention.in_blocks))
+            return replace(view, chosen=chosen.scatter_(-1, place, attention.in_blocks))
         if indices is None:
             return view
         if getattr(attention.module, "indexer", None) is not None:  # others attend to what an earlier layer chose
@@ -513,7 +527,7 @@ class Session:
             self.now.chosen = chosen.scatter_(-1, torch.where(pos < 0, seen, pos), True)
         if self.now.chosen is None:
             return view
-        return replace(view, complete=False, chosen=self.now.chosen[:, None])
+        return replace(view, chosen=self.now.chosen[:, None])
 
     def _view(self, layer: int, key: Tensor) -> View:
         """What the queries of this call see of `key` `[batch kv_head slot ...]`."""
@@ -523,8 +537,7 @@ class Session:
         kv = self.layer(layer)
         window = self._windows[layer]
         if kv is not None:
-            complete = kv.complete and window is None and query_pos.shape[1] == 1
-            return View(kv.pos, query_pos, window, kv.hidden, complete, call.columns.to(key.device))
+            return View(kv.pos, query_pos, window, kv.hidden, call.columns.to(key.device))
         batch, kv_heads, slots = key.shape[:3]
         columns = call.columns[:, -slots:].to(key.device)
         # "batch slot -> batch kv_head slot" as a view: masks are then computed once for all heads.
@@ -833,4 +846,8 @@ class Observe(Intervention):
     def enter(self, run: Run, key: int) -> None:
         """Watch."""
         layers = None if self.layers is None else run.target.chosen_layers(self.layers)
-        Session.of(run).watch(self.fn, layers, self.last)
+        Session.of(run).watch(self._show, layers, self.last)
+
+    def _show(self, rows: AttentionRows) -> None:
+        _ = rows.pos  # as it is now, because the function may keep the rows
+        self.fn(rows)

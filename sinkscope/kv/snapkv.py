@@ -17,7 +17,6 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, Share, check_fields
-from sinkscope.interventions.base import Event
 from sinkscope.kv.policy import At, Policy, rank_from_top, register_policy
 from sinkscope.kv.session import Session
 from sinkscope.trace.attention import widened
@@ -84,25 +83,12 @@ class SnapKV(Policy):
         budgets = torch.as_tensor(at.memory["budget"]).reshape(-1).tolist()
         return torch.tensor([self.window_at(budget) for budget in budgets]).expand(len(at.length))
 
-    def _log_windows(self, at: At, windows: Int[Tensor, " batch"]) -> None:
-        """Say which window each row has, if it is not the usual one."""
-        step = at.moment.call.step
-
-        def events() -> list[Event]:
-            logged: list[Event] = []
-            for row, (length, window) in enumerate(zip(at.length.tolist(), windows.tolist(), strict=True)):
-                if window < WINDOW:
-                    logged.append(Event(row, step, length - 1, None, None, "window", {"window": window}))
-            return logged
-
-        at.session.run.log(events)
-
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Score by pooled votes; tokens of the window get none."""
         windows = self._windows(at)
         widest = int(windows.max())
-        if self.window is None and at.kv is at.moment.layers[0]:
-            self._log_windows(at, windows)
+        if self.window is None:
+            self.log_windows(at, windows, WINDOW)
         rows = at.session.window_rows(at.moment, at.layer, widest)
         if int(windows.min()) < widest:  # rows of a batch with windows of their own
             back = torch.arange(rows.shape[2], 0, -1)

@@ -34,8 +34,8 @@ class TOVA(Policy):
 
     def _note(self, rows: AttentionRows) -> None:
         if rows.kv is not None:  # there is a cache
-            newest = self.group(rows.probs[:, :, -1], 1)
-            rows.kv.set_extra("tova", newest.expand(-1, rows.pos.shape[1], -1))
+            newest = self.group(rows.probs[:, :, -1:], 1)
+            rows.kv.set_extra("tova", newest.expand(-1, rows.kv.keys.shape[1], -1))
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Score by the attention of the newest query."""

@@ -84,7 +84,9 @@ def finished(
 def unfolded(arrays: Mapping[str, Any], **axes: Sequence[Any]) -> list[dict[str, Any]]:
     """A row for each entry of arrays that have the same axes, with the labels of its place; NaN becomes None."""
     rows: list[dict[str, Any]] = []
-    for place, labels in zip(np.ndindex(*map(len, axes.values())), product(*axes.values()), strict=True):
+    shape = [len(labels) for labels in axes.values()]
+    arrays = {name: np.reshape(values, shape) for name, values in arrays.items()}
+    for place, labels in zip(np.ndindex(*shape), product(*axes.values()), strict=True):
         row = dict(zip(axes, labels, strict=True))
         for name, values in arrays.items():
             row[name] = plain(values[place])

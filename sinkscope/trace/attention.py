@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -53,7 +53,6 @@ class View:
         query_pos: Position of each query; -1 at padding.
         window: Keys this far back and further are not seen. None means all are seen.
         hidden: Cached keys that are not attended to. None means none.
-        complete: Whether every query certainly sees every key, so that no mask is needed.
         columns: Positions of all tokens so far, evicted or not; -1 at padding.
         chosen: Positions that an indexer chose for each query, and one more place; None if it is not asked.
     """
@@ -62,7 +61,6 @@ class View:
     query_pos: Int[Tensor, "batch query"]
     window: int | None = None
     hidden: Bool[Tensor, "batch kv_head key"] | None = None
-    complete: bool = False
     columns: Int[Tensor, "batch column"] | None = None
     chosen: Bool[Tensor, "batch _ query position"] | None = None
 
@@ -79,7 +77,6 @@ class View:
             pos=self.pos[..., keys],
             query_pos=self.query_pos[:, queries],
             hidden=hidden,
-            complete=False,
             chosen=chosen,
         )
 
@@ -128,8 +125,7 @@ class Handler:
     idle: bool = False
 
 
-@dataclass(frozen=True)
-class _RowRange:
+class _RowRange(NamedTuple):
     """Which rows a listener asked for: from which query on, how many at a time, by mask or by view."""
 
     first: int
@@ -155,6 +151,7 @@ class Attention:
         settings: Everything else that the model passes: "scaling", "softcap", "s_aux" and so on.
         by_mask: Whether some handler needs rows under the mask.
         view: What is seen, by true positions, if a handler knows it.
+        complete: Whether a handler knows that the only query sees every key, so that no mask is needed.
         evicted: Whether `view` differs from the mask because tokens are missing in the cache.
         compute: Replaces the model's own attention unless it returns None.
         indices: Slots that an indexer chose for each query, in its own layer; None if there is no indexer.
@@ -170,6 +167,7 @@ class Attention:
     settings: dict[str, Any]
     by_mask: bool = False
     view: View | None = None
+    complete: bool = False
     evicted: bool = False
     compute: Callable[[Attention], tuple[Tensor, Tensor | None] | None] | None = None
     indices: Int[Tensor, "batch query chosen"] | None = None
@@ -225,7 +223,7 @@ class Attention:
         """The keys that the model's mask shows to the last query in every head; None if there is no mask."""
         if self.mask is None:
             return None
-        return _shown(self.mask[:, :, self.queries - 1 : self.queries, : self.key.shape[2]]).all(1, keepdim=True)
+        return shown(self.mask[:, :, self.queries - 1 : self.queries, : self.key.shape[2]]).all(1, keepdim=True)
 
     def row_function(self) -> Callable[[Tensor, Tensor, View], Tensor]:
         """A function that gives rows of any queries and keys of this layer by a view, and does not hold these."""
@@ -324,6 +322,8 @@ class Attention:
         kv_heads = batch * self.value.shape[1]
         probs = rows.to(self.value.dtype).reshape(kv_heads, -1, keys)
         output = torch.bmm(probs, self.value.reshape(kv_heads, keys, -1))
+        if queries == 1:  # heads and queries need not change places
+            return output.view(batch, 1, heads, -1)
         return output.view(batch, heads, queries, -1).transpose(1, 2).contiguous()
 
     def _rows(self, part: slice, by_mask: bool) -> Float[Tensor, "batch head query key"]:
@@ -341,9 +341,10 @@ class Attention:
                 softcap=self.softcap,
                 sinks=self.sinks,
             )
-        assert self.view is not None
         if self.queries == 1:
-            return rows_by_view(self.module, query, self.key, self.view, self.settings.get("scaling"))
+            view = None if self.complete else self.view
+            return rows_by_view(self.module, query, self.key, view, self.settings.get("scaling"))
+        assert self.view is not None
         later = self.queries - part.stop  # new tokens that none of these queries sees
         earlier = slice(0, keys - later)
         rows = rows_by_view(self.module, query, self.key[:, :, earlier], self.view.part(part, earlier), self.scaling)
@@ -471,8 +472,8 @@ def _tell(listeners: Iterable[RowsFunction], first: int, rows: Tensor) -> None:
         fn(first, rows)
 
 
-def _shown(mask: Tensor) -> Bool[Tensor, "*shape"]:
-    """Where a mask of either kind shows a key."""
+def shown(mask: Tensor) -> Bool[Tensor, "*shape"]:
+    """Where a mask of either kind, bool or additive, shows a key."""
     if mask.is_floating_point():
         return mask > torch.finfo(mask.dtype).min / 2
     return mask
@@ -488,7 +489,7 @@ def rows_by_view(
     module: Any,
     query: Float[Tensor, "batch head query d_head"],
     key: Float[Tensor, "batch kv_head key d_head"],
-    view: View,
+    view: View | None,
     scaling: float | None,
     bias: Float[Tensor, "_ head _"] | None = None,
 ) -> Float[Tensor, "batch head query key"]:
@@ -498,7 +499,7 @@ def rows_by_view(
         module: Provides the soft cap and the learned sink logits.
         query: Queries after rotary.
         key: Keys after rotary.
-        view: View of these queries and keys.
+        view: View of these queries and keys. None means that every query sees every key.
         scaling: Factor on the scores that the model passed to its attention, if known. None uses the module's.
         bias: Number for each head and column that is added to the scores.
     """
@@ -507,9 +508,11 @@ def rows_by_view(
     if config is not None and stock_name(config) != "sdpa":
         softcap = getattr(config, "attn_logit_softcapping", None)
         sinks = getattr(module, "sinks", None)
-    mask = None
-    if not view.complete:
+    mask = added = None
+    if view is not None:
         mask = widened(view.sees(), query.shape[1])
+        if bias is not None and view.columns is not None:
+            added = bias_at(bias, view.pos, view.columns)
     return attention_probs(
         query,
         key,
@@ -518,7 +521,7 @@ def rows_by_view(
         first_query=key.shape[2] - 1,
         softcap=softcap,
         sinks=sinks,
-        bias=None if bias is None or view.columns is None else bias_at(bias, view.pos, view.columns),
+        bias=added,
     )
 
 
@@ -569,7 +572,7 @@ def attention_probs(
     # "batch (kv_head group) query d_head, batch kv_head key d_head -> batch (kv_head group) query key"
     grouped = query.reshape(batch * kv_heads, -1, width).float()
     scores = torch.bmm(grouped, key.float().reshape(batch * kv_heads, keys, width).mT)
-    scores = scores.view(batch, heads, queries, keys) * scaling
+    scores = scores.view(batch, heads, queries, keys).mul_(scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if bias is not None:
@@ -761,7 +764,7 @@ def _attend(
     in_blocks = None
     if blocks is not None:
         attention_mask = _within_blocks(module, attention_mask, blocks, query, key.shape[2], kwargs.get("position_ids"))
-        in_blocks = _shown(attention_mask)
+        in_blocks = shown(attention_mask)
     if idle:
         return _stock_attention(module)(module, query, key, value, attention_mask, **kwargs)
     latest = _LATEST.get()

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from sinkscope.app.cli import main
 
 
 @pytest.fixture
-def error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def error(tmp_path, monkeypatch, capfd):
     """Run a command that must be refused; what it says after "error: "."""
     here = tmp_path / "here"
     here.mkdir()
@@ -41,7 +40,7 @@ def error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
 
 
 @pytest.fixture(scope="module")
-def nobos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def nobos(tmp_path_factory):
     """The folder of a model whose tokenizer has no BOS token; it is only read."""
     return organism("llama", 0, bos=False).save(tmp_path_factory.mktemp("saved") / "nobos")
 
@@ -86,7 +85,7 @@ def _same(_folder: Path) -> None:
 
 
 _DOWN = "model.layers.1.mlp.down_proj.weight"
-SPOILED: list[tuple[Callable[[Path], None], dict[str, Any], tuple[str, ...]]] = [
+SPOILED = [
     (_without("config.json"), {}, ("m has no config.json", "give the folder")),
     (_written("config.json", "{"), {}, ("config.json is not a JSON file", "download it again")),
     (_written("config.json", "[1]"), {}, ("config.json of m has no model_type", "give one")),
@@ -137,9 +136,7 @@ SPOILED: list[tuple[Callable[[Path], None], dict[str, Any], tuple[str, ...]]] = 
         for j, command in enumerate(["find-sinks", "generate"])
     ],
 )
-def test_spoiled_folder(
-    error: Callable[..., str], tmp_path: Path, spoil: Any, config: dict[str, Any], says: tuple[str, ...], command: str
-) -> None:
+def test_spoiled_folder(error, tmp_path, spoil, config, says, command):
     """Streamed (find-sinks) and loaded whole (generate), a checkpoint is refused in the same words."""
     folder = spoiled(tmp_path / "m", **config)
     spoil(folder)
@@ -150,7 +147,7 @@ def test_spoiled_folder(
 
 
 @pytest.mark.parametrize("command", ["barcode"])
-def test_weights_without_a_tokenizer(error: Callable[..., str], tmp_path: Path, command: str) -> None:
+def test_weights_without_a_tokenizer(error, tmp_path, command):
     """For some families transformers makes a tokenizer of no files, and that knows no token."""
     tiny_model("qwen2")[0].save_pretrained(tmp_path / "m")
     message = error(command, "--model", str(tmp_path / "m"), "--max-new-tokens", "5")
@@ -168,7 +165,7 @@ def test_weights_without_a_tokenizer(error: Callable[..., str], tmp_path: Path, 
         pytest.param("generate", "tokenizer", marks=pytest.mark.slow),
     ],
 )
-def test_code_in_a_checkpoint_is_not_run(error: Callable[..., str], tmp_path: Path, command: str, own: str) -> None:
+def test_code_in_a_checkpoint_is_not_run(error, tmp_path, command, own):
     """Where transformers has the architecture, its class is used; what would need code of the folder is refused."""
     folder = spoiled(tmp_path / "m", auto_map={"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"})
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
@@ -193,7 +190,7 @@ def test_code_in_a_checkpoint_is_not_run(error: Callable[..., str], tmp_path: Pa
     assert not (tmp_path / "ran").exists()
 
 
-def test_gguf_that_is_none(error: Callable[..., str], tmp_path: Path) -> None:
+def test_gguf_that_is_none(error, tmp_path):
     pytest.importorskip("gguf")
     whole = tmp_path / "whole.gguf"
     write_gguf(whole, *tiny_model("llama"))
@@ -226,7 +223,7 @@ def test_gguf_that_is_none(error: Callable[..., str], tmp_path: Path) -> None:
         (["--revision", "v2"], ("revision 'v2' means nothing for the folder", "hub ids")),
     ],
 )
-def test_find_sinks_refuses(error: Callable[..., str], nobos: Path, words: list[str], says: tuple[str, ...]) -> None:
+def test_find_sinks_refuses(error, nobos, words, says):
     model = ["--model", str(nobos)]
     message = error("find-sinks", *([] if "--model" in words else model), *words)
     assert all(part in message for part in says), message
@@ -242,16 +239,14 @@ def test_find_sinks_refuses(error: Callable[..., str], nobos: Path, words: list[
         ("poem", ["--temperature", "nan"], ("--temperature", "nan")),
     ],
 )
-def test_generate_refuses(
-    error: Callable[..., str], nobos: Path, tmp_path: Path, prompt: str, words: list[str], says: tuple[str, ...]
-) -> None:
+def test_generate_refuses(error, nobos, tmp_path, prompt, words, says):
     (tmp_path / "p.txt").write_text(prompt)
     message = error("generate", "--model", str(nobos), "--prompt-file", str(tmp_path / "p.txt"), *words)
     assert all(part in message for part in says), message
 
 
 @pytest.mark.skipif(not hasattr(os, "seteuid") or os.geteuid() != 0, reason="only root can become nobody")
-def test_files_of_somebody_else(error: Callable[..., str], tmp_path: Path) -> None:
+def test_files_of_somebody_else(error, tmp_path):
     folder = spoiled(tmp_path / "m")
     shutil.copy(folder / "config.json", tmp_path / "m.gguf")
     for path, mode in ((tmp_path / "m.gguf", 0o600), (folder, 0o700)):

@@ -32,7 +32,7 @@ def only(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
 
 
 @pytest.fixture
-def light(monkeypatch: pytest.MonkeyPatch) -> None:
+def light(monkeypatch):
     """The two quickest parts, for tests of what a scan does between parts."""
     only(monkeypatch, LIGHT)
 
@@ -43,7 +43,7 @@ def planted() -> Organism:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     """A small model with a known sink, in a folder named model."""
     return Path(planted().save(tmp_path_factory.mktemp("organism") / "model"))
 
@@ -55,7 +55,7 @@ def neuron() -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+def folder(tmp_path_factory, model):
     """The folder of a scan of the small model; for those who only read."""
     folder = tmp_path_factory.mktemp("made") / "scan"
     with pytest.MonkeyPatch.context() as patch:
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     return folder
 
 
-def test_every_part_and_the_card_are_in_the_folder(folder: Path) -> None:
+def test_every_part_and_the_card_are_in_the_folder(folder):
     card = read_card(folder)
     assert [part.name for part in card.parts] == list(FEW)
     sinks = Result.load(folder / "find-sinks.json")
@@ -83,7 +83,7 @@ def test_every_part_and_the_card_are_in_the_folder(folder: Path) -> None:
     assert card.provenance.seconds == pytest.approx(sum(part.seconds or 0 for part in card.parts), abs=0.01)
 
 
-def test_a_finished_scan_measures_nothing_again(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):
     only(monkeypatch, FEW)
     before = json.loads((folder / "card.json").read_text())["result"]
     monkeypatch.setattr(Measurement, "on", lambda *_, **__: pytest.fail("measured again"))
@@ -97,8 +97,8 @@ def test_a_finished_scan_measures_nothing_again(folder: Path, model: Path, monke
     (folder / "card.html").write_text(ours)
 
 
-def test_an_interrupted_scan_goes_on(light: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[str] = []
+def test_an_interrupted_scan_goes_on(light, model, tmp_path, monkeypatch):
+    measured = []
     real = Measurement.on
 
     def on(self: Any, setup: Setup, **options: Any) -> Any:
@@ -117,24 +117,20 @@ def test_an_interrupted_scan_goes_on(light: None, model: Path, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"quick": False}, {"bos": False}])
-def test_other_settings_are_kept_apart(
-    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
-) -> None:
+def test_other_settings_are_kept_apart(folder, model, monkeypatch, other):
     only(monkeypatch, FEW)
-    options: dict[str, Any] = {"out": folder, "quick": True, **other}
+    options = {"out": folder, "quick": True, **other}
     with pytest.raises(SinkscopeError, match="begun with other settings"):
         scan(model, **options)
 
 
-def test_a_folder_of_something_else_is_refused(light: None, tmp_path: Path) -> None:
+def test_a_folder_of_something_else_is_refused(light, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(SinkscopeError, match="holds other files"):
         scan(out=tmp_path, quick=True)
 
 
-def test_a_part_that_fails_says_why_and_the_next_begins(
-    light: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_fails_says_why_and_the_next_begins(light, model, tmp_path, monkeypatch):
     real = Measurement.on
 
     def on(self: Any, setup: Setup, **options: Any) -> Any:
@@ -153,11 +149,9 @@ def test_a_part_that_fails_says_why_and_the_next_begins(
     assert [part.problem for part in again.parts] == [None, None]
 
 
-def test_a_model_that_does_not_fit_is_streamed_and_opened_once(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_does_not_fit_is_streamed_and_opened_once(model, tmp_path, monkeypatch):
     only(monkeypatch, ("marking_heads", "circuit"))
-    opened: list[str] = []
+    opened = []
     real = Setup.open
 
     def opening(*args: Any, **options: Any) -> Setup:
@@ -171,13 +165,13 @@ def test_a_model_that_does_not_fit_is_streamed_and_opened_once(
     assert card.parts[0].problem is None and "whole model in memory" in str(card.parts[1].problem)
 
 
-def test_a_report_takes_its_parts_and_leaves_nothing_out(folder: Path, tmp_path: Path) -> None:
+def test_a_report_takes_its_parts_and_leaves_nothing_out(folder, tmp_path):
     written = report(folder.parent, tmp_path / "report.html")
     assert {f"{folder.name}/{name}" for name in ("card.json", "find-sinks.json")} <= set(written.files)
     assert not [one for one in written.skipped if one.file.startswith(folder.name)]
 
 
-def test_a_card_against_itself_has_no_change(folder: Path) -> None:
+def test_a_card_against_itself_has_no_change(folder):
     card = read_card(folder)
     same = card.compared(card)
     assert not any(change.changed for change in same.changes)
@@ -187,7 +181,7 @@ def test_a_card_against_itself_has_no_change(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("by", "moved"), [(0.5, False), (1.3, False), (1.5, True)])
-def test_a_change_counts_beyond_both_margins(folder: Path, by: float, moved: bool) -> None:
+def test_a_change_counts_beyond_both_margins(folder, by, moved):
     """And a number without a margin that differs is said to be not judged."""
     before = (CardNumber("a", "x", 10.0, 0.0, 1.0), CardNumber("a", "y", 1.0, 0.0))
     after = (CardNumber("a", "x", 10.0 + by, 0.0, 1.0), CardNumber("a", "y", 2.0, 0.0))
@@ -201,17 +195,17 @@ def test_a_change_counts_beyond_both_margins(folder: Path, by: float, moved: boo
     assert compared.details()[0] == "Without a margin, a difference is not judged: y."
 
 
-def test_lengths_fit_the_context() -> None:
+def test_lengths_fit_the_context():
     quick = {"max_repeats": 300, "length": 192, "prompt": 96, "count": 400}
     assert fitted(quick, 256) == {"max_repeats": 240, "length": 128, "prompt": 96, "count": 400}
     assert fitted(quick, 2048) == fitted(quick, None) == quick
 
 
 @pytest.mark.slow
-def test_two_halves_of_one_text_differ_in_nothing(tmp_path: Path, model: Path) -> None:
+def test_two_halves_of_one_text_differ_in_nothing(tmp_path, model):
     """Every other row of a text: no number and no fact counts as changed."""
     rows = planted().natural(240, 64)
-    cards: list[SinkCard] = []
+    cards = []
     for half in range(2):
         text = tmp_path / f"{half}.txt"
         text.write_text(" ".join(planted().tokenizer.decode(row[1:]) for row in rows[half::2]))
@@ -221,9 +215,9 @@ def test_two_halves_of_one_text_differ_in_nothing(tmp_path: Path, model: Path) -
     assert not changed and sum(change.changed is not None for change in compared.changes) >= 8
 
 
-def test_a_fact_that_changed_is_named(folder: Path) -> None:
+def test_a_fact_that_changed_is_named(folder):
     card = read_card(folder)
-    properties: list[Any] = []
+    properties = []
     for fact in card.properties:
         properties.append(replace(fact, word="L9.N9") if "neurons" in fact.label else fact)
     compared = card.compared(replace(card, properties=tuple(properties)))
@@ -232,7 +226,7 @@ def test_a_fact_that_changed_is_named(folder: Path) -> None:
     assert f"neurons that make the spike (L9.N9 before, {neuron()} now" in compared.conclusion()
 
 
-def test_cards_of_different_settings_are_not_compared(folder: Path) -> None:
+def test_cards_of_different_settings_are_not_compared(folder):
     card = read_card(folder)
     with pytest.raises(SinkscopeError, match="--quick"):
         card.compared(replace(card, quick=False))
@@ -240,7 +234,7 @@ def test_cards_of_different_settings_are_not_compared(folder: Path) -> None:
         card.compared(replace(card, values=(), properties=()))
 
 
-def test_a_scan_under_a_patch(folder: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scan_under_a_patch(folder, model, tmp_path, monkeypatch):
     """The patch holds the sink neuron at an ordinary value, so that the card loses the spike."""
     only(monkeypatch, ("find_sinks",))
     layer, index = planted().truth.neurons[0]
@@ -250,10 +244,8 @@ def test_a_scan_under_a_patch(folder: Path, model: Path, tmp_path: Path, monkeyp
     assert any(change.label == "neurons that make the spike" or change.changed for change in patched.changes)
 
 
-def test_the_command_and_the_demo(
-    light: None, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["scan", str(model), "--quick", "--out", str(tmp_path / "s")]) == 0
+def test_the_command_and_the_demo(light, model, tmp_path, capsys, monkeypatch):
+    assert main(["scan", str(model), "--quick", "--out", str(tmp_path / "d")]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("Conclusion: ")
     assert main(["scan", str(model), "--against", str(tmp_path / "nothing"), "--out", str(tmp_path / "t")]) == 2
     assert "holds no card" in capsys.readouterr().err

@@ -48,9 +48,9 @@ EVERY = pytest.mark.parametrize("words", list(commands()))
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+def calls(monkeypatch, tmp_path):
     """Measurements give a made-up result at once, and the arguments of each call are kept."""
-    arguments: list[dict[str, Any]] = []
+    arguments = []
 
     def fake(_: Any, **given: Any) -> Any:
         arguments.append(given)
@@ -71,7 +71,7 @@ def _raise(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 # Help
 
 
-def test_the_list_of_commands_is_there_at_once() -> None:
+def test_the_list_of_commands_is_there_at_once():
     code = (
         "import sys\nfrom sinkscope.app.cli import main\nfor words in ([], ['--version']):\n    main(words)\n"
         "print({'torch', 'transformers', 'plotly', 'pandas', 'numpy', 'pydantic'} & set(sys.modules))"
@@ -89,9 +89,7 @@ def test_the_list_of_commands_is_there_at_once() -> None:
 
 
 @EVERY
-def test_help_has_a_text_for_every_option_and_examples_that_exist(
-    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_has_a_text_for_every_option_and_examples_that_exist(words, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     assert main([*words.split(), "--help"]) == 0
     text = capsys.readouterr().out
@@ -111,7 +109,7 @@ def test_help_has_a_text_for_every_option_and_examples_that_exist(
             assert not word.startswith("--") or f"{word} " in text or f"{word}\n" in text
 
 
-def test_commands_and_options_stay_few_and_are_documented() -> None:
+def test_commands_and_options_stay_few_and_are_documented():
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
     shared = {*SETUP_PARAMETERS, *EDIT_PARAMETERS, *RESULT_OPTIONS, "force", "explain", "backend", "dry_run"}
     own = 0
@@ -122,7 +120,7 @@ def test_commands_and_options_stay_few_and_are_documented() -> None:
 
 
 @pytest.mark.parametrize(("typed", "word"), [("sinkscope find-s", "find-sinks"), ("sinkscope models --che", "--check")])
-def test_the_shell_completes(typed: str, word: str) -> None:
+def test_the_shell_completes(typed, word):
     question = {"_SINKSCOPE_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
     code = "import sys; sys.argv = ['sinkscope']; from sinkscope.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT | question, capture_output=True, text=True)
@@ -132,7 +130,7 @@ def test_the_shell_completes(typed: str, word: str) -> None:
 # What arrives and what comes back
 
 
-def test_arguments_arrive(calls: list[dict[str, Any]]) -> None:
+def test_arguments_arrive(calls):
     assert main(["find-sinks"]) == 0
     assert set(calls.pop()) == {"progress"}  # the function's own defaults are the command's
     words = "find-sinks --model m --revision r --device cpu --dtype float16 --no-bos --all-layers --top-k 3 --seed 5"
@@ -154,7 +152,7 @@ def test_arguments_arrive(calls: list[dict[str, Any]]) -> None:
     }
 
 
-def test_pointers_lead_to_the_published_pages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_pointers_lead_to_the_published_pages(monkeypatch, capsys):
     """What `project.urls` says is where help and errors point to; without it they name the files of the repository."""
     assert main(["find-sinks", "--help"]) == 0
     assert "Documentation: docs/cli.md#sinkscope-find-sinks" in capsys.readouterr().out
@@ -173,9 +171,7 @@ def test_pointers_lead_to_the_published_pages(monkeypatch: pytest.MonkeyPatch, c
 
 
 @pytest.mark.parametrize("words", ["find-sinks", "circuit --dtype float16", "patch eval --patch p.json"])
-def test_a_dry_run_says_what_it_takes_and_measures_nothing(
-    words: str, calls: list[dict[str, Any]], capsys: pytest.CaptureFixture
-) -> None:
+def test_a_dry_run_says_what_it_takes_and_measures_nothing(words, calls, capsys):
     assert main([*words.split(), "--dry-run"]) == 0
     printed = capsys.readouterr().out
     whole = sum(tensor.numel() for tensor in load(None, backend="hf").parameters())
@@ -186,12 +182,12 @@ def test_a_dry_run_says_what_it_takes_and_measures_nothing(
     assert calls == []
 
 
-def test_the_tokens_of_every_measuring_command_were_counted() -> None:
+def test_the_tokens_of_every_measuring_command_were_counted():
     counted = json.loads((ROOT / "sinkscope/app/passes.json").read_text())["result"]["tokens"]
     assert set(counted) == {words for words, one in commands().items() if isinstance(one.load(), Measurement)}
 
 
-def test_sizes_are_those_of_the_model() -> None:
+def test_sizes_are_those_of_the_model():
     """Parameters counted on a configuration are those of the weights; a tied embedding is multiplied, too."""
     for model_type, is_tied in (("llama", False), ("gpt2", True), ("mixtral", False)):
         model, _ = tiny_model(model_type)
@@ -201,9 +197,7 @@ def test_sizes_are_those_of_the_model() -> None:
         assert size.computing == size.parameters - looked_up
 
 
-def test_a_file_that_ends_early_is_no_interruption(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_ends_early_is_no_interruption(monkeypatch, capsys):
     def read(*_: Any, **__: Any) -> None:
         raise EOFError("marshal data too short")
 
@@ -212,17 +206,15 @@ def test_a_file_that_ends_early_is_no_interruption(
     assert "error: EOFError: marshal data too short" in capsys.readouterr().err
 
 
-def test_backend_loads_that_kind_of_object(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[Any] = []
+def test_backend_loads_that_kind_of_object(calls, monkeypatch):
+    loads = []
     monkeypatch.setattr(sinkscope.models.load, "load", lambda *args, **given: loads.append((args, given)) or "object")
     assert main(["find-sinks", "--model", "m", "--backend", "bridge", "--dtype", "float16"]) == 0
     assert loads == [(("m",), {"backend": "bridge", "dtype": "float16"})]
     assert calls[0]["model"] == "object"
 
 
-def test_the_result_goes_to_standard_output_and_into_files(
-    calls: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_result_goes_to_standard_output_and_into_files(calls, capsys):
     assert main(["find-sinks", "--json", "a/x.json", "--html", "x.html"]) == 0
     assert capsys.readouterr() == (sample_find_sinks().terminal() + "\n", "")
     assert Result.load("a/x.json") == sample_find_sinks()
@@ -231,9 +223,7 @@ def test_the_result_goes_to_standard_output_and_into_files(
     assert Result.from_dict(json.loads(capsys.readouterr().out)) == sample_find_sinks()
 
 
-def test_csv_has_the_columns_for_which_the_table_has_no_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_csv_has_the_columns_for_which_the_table_has_no_room(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("one two three " * 40)
     words = ["loops", str(tmp_path / "a.txt")]
     assert main([*words, "--csv", "-"]) == 0
@@ -247,7 +237,7 @@ def test_csv_has_the_columns_for_which_the_table_has_no_room(
     assert "Not shown" not in capsys.readouterr().out
 
 
-def test_models_agree_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_agree_in_both_forms(capsys):
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= SCREEN and lines[-1].startswith("Conclusion: ")
@@ -256,10 +246,8 @@ def test_models_agree_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
     assert {line.split()[0] for line in lines[1:-2]} == {entry.name for entry in sinkscope.models()}
 
 
-def test_generate_prints_text_on_stdout_and_events_on_stderr(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments: dict[str, Any] = {}
+def test_generate_prints_text_on_stdout_and_events_on_stderr(monkeypatch, tmp_path, capsys):
+    arguments = {}
 
     def fake(model: Any, prompt: str, *, on_text: Any, **given: Any) -> list[Generated]:
         arguments.update(given, model=model, prompt=prompt)
@@ -286,9 +274,7 @@ def test_generate_prints_text_on_stdout_and_events_on_stderr(
     }
 
 
-def test_interrupted_generation_keeps_its_text(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, capsys):
     def fake(_: Any, __: str, *, on_text: Any, **___: Any) -> Any:
         on_text(0, "so far")
         raise KeyboardInterrupt
@@ -332,12 +318,12 @@ def test_interrupted_generation_keeps_its_text(
     ],
 )
 def test_refused_before_any_model_is_loaded(
-    calls: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: str,
-    message: str,
-) -> None:
+    calls,
+    monkeypatch,
+    capsys,
+    words,
+    message,
+):
     monkeypatch.setattr(sinkscope.app.generate, "load", None)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\x00"), encoding="ascii"))
     Path("folder").mkdir()
@@ -350,9 +336,7 @@ def test_refused_before_any_model_is_loaded(
     assert not calls and sorted(os.listdir()) == ["empty", "file", "folder"]
 
 
-def test_an_existing_file_is_replaced_only_if_it_is_an_earlier_output_or_by_force(
-    calls: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_existing_file_is_replaced_only_if_it_is_an_earlier_output_or_by_force(calls, capsys):
     outputs = ["--json", "a.json", "--html", "a.html"]
     assert main(["find-sinks", *outputs]) == main(["find-sinks", *outputs]) == 0
     Path("mine").write_text('{"mine": 1}')
@@ -371,7 +355,7 @@ def test_an_existing_file_is_replaced_only_if_it_is_an_earlier_output_or_by_forc
 # What goes wrong
 
 
-def test_an_interruption_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interruption_is_no_error(monkeypatch, capsys):
     _raise(monkeypatch, KeyboardInterrupt())
     assert main(["find-sinks"]) == 130
     assert capsys.readouterr() == ("", "\ninterrupted\n")
@@ -389,13 +373,13 @@ def test_an_interruption_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: py
     ],
 )
 def test_errors_are_one_line(
-    calls: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: BaseException,
-    code: int,
-    message: str,
-) -> None:
+    calls,
+    monkeypatch,
+    capsys,
+    error,
+    code,
+    message,
+):
     _raise(monkeypatch, error)
     assert main(["find-sinks", "--json", "x.json"]) == code
     out, err = capsys.readouterr()
@@ -408,9 +392,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug\nin two lines"), Panic("a bug"), AssertionError()])
-def test_our_own_mistakes_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException
-) -> None:
+def test_our_own_mistakes_are_one_line(monkeypatch, capsys, error):
     _raise(monkeypatch, error)
     assert main(["find-sinks"]) == 2
     told = capsys.readouterr().err
@@ -420,9 +402,7 @@ def test_our_own_mistakes_are_one_line(
         main(["find-sinks"])
 
 
-def test_full_disk_after_the_work(
-    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_full_disk_after_the_work(calls, monkeypatch, capsys):
     old = '{"schema": 1, "kind": "find-sinks"}'
     Path("x.json").write_text(old)
 
@@ -437,7 +417,7 @@ def test_full_disk_after_the_work(
     assert (os.listdir(), Path("x.json").read_text()) == (["x.json"], old)
 
 
-def test_full_standard_output() -> None:
+def test_full_standard_output():
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "sinkscope", "models"]
         done = subprocess.run(command, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -445,7 +425,7 @@ def test_full_standard_output() -> None:
     assert done.stderr.startswith("error: cannot write to standard output: the disk is full")
 
 
-def test_a_reader_that_stops_early_is_no_error_and_the_files_are_written(tmp_path: Path) -> None:
+def test_a_reader_that_stops_early_is_no_error_and_the_files_are_written(tmp_path):
     (tmp_path / "a.txt").write_text("one two " * 40)
     line = f"{sys.executable} -m sinkscope loops a.txt --json a.json | true; echo ${{PIPESTATUS[0]}}"
     environment = {**ENVIRONMENT, "PYTHONUNBUFFERED": "1"}  # the first line already has no reader
@@ -462,7 +442,7 @@ def test_a_reader_that_stops_early_is_no_error_and_the_files_are_written(tmp_pat
         ("demo --out $'\\xff.json'", 2, "error: the word '\\udcff.json' is not UTF-8"),
     ],
 )
-def test_closed_streams_and_odd_words(tmp_path: Path, words: str, code: int, message: str) -> None:
+def test_closed_streams_and_odd_words(tmp_path, words, code, message):
     line = ["bash", "-c", f"{sys.executable} -m sinkscope {words}"]
     done = subprocess.run(line, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == code and done.stderr.startswith(message), done.stderr
@@ -471,9 +451,7 @@ def test_closed_streams_and_odd_words(tmp_path: Path, words: str, code: int, mes
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_standard_input_is_utf8_whatever_the_terminal_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
-) -> None:
+def test_standard_input_is_utf8_whatever_the_terminal_is(tmp_path, monkeypatch, closed):
     content = "\ufeffgr\u00fc\u00dfe\r\nan alle\n".encode()
     stream = io.TextIOWrapper(io.BytesIO(content), encoding="ascii", errors="surrogateescape")
     monkeypatch.setattr(sys, "stdin", None if closed else stream)
@@ -483,7 +461,7 @@ def test_standard_input_is_utf8_whatever_the_terminal_is(
     assert read_text("-") == ("" if closed else expected)
 
 
-def test_progress_only_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_only_on_a_terminal(capsys, monkeypatch):
     with ProgressBar() as progress:
         progress("layers", 1, 2)
     assert capsys.readouterr() == ("", "")
@@ -495,7 +473,7 @@ def test_progress_only_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeyp
     assert out == "" and "layers" in err and "1/2" in err
 
 
-def test_tokens_that_the_terminal_cannot_show() -> None:
+def test_tokens_that_the_terminal_cannot_show():
     code = "from sinkscope.app import cli; cli._prepare_streams(); print('\\u0120the \\ud800')"
     environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

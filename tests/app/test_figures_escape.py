@@ -106,7 +106,7 @@ WITHOUT_DRAWING = {"loop-calibration", "sink-card", "sink-cards", "view"}  # tab
 
 
 @pytest.mark.parametrize("kind", sorted(set(kinds()) - WITHOUT_DRAWING))
-def test_no_text_of_a_file_is_markup_in_a_drawing(kind: str) -> None:
+def test_no_text_of_a_file_is_markup_in_a_drawing(kind):
     data = _results()[kind].to_dict()
     spoilt = _spoil({key: data[key] for key in ("model", "result")}, {f".result.{place}" for place in CHOICES})
     if kind == "loops":

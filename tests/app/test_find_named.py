@@ -19,7 +19,7 @@ LAYERS = 9
 
 
 @pytest.fixture(scope="module")
-def deep() -> Organism:
+def deep():
     """A Llama of 9 layers whose sink is in the first three, so that reading may stop before the end."""
     seed = next(s for s in range(200) if make_plan("llama", s, "sink", LAYERS, None, True).sink_layer in (1, 2))
     return organism("llama", seed, n_layers=LAYERS)
@@ -41,9 +41,9 @@ def _agrees(result: FindSinks, o: Organism) -> None:
     assert result.sink_rate is None and result.notebook_rule_layer is None
 
 
-def test_folder_is_read_upward_and_no_further_than_needed(deep: Organism, tmp_path: Path) -> None:
+def test_folder_is_read_upward_and_no_further_than_needed(deep, tmp_path):
     deep.save(tmp_path / "m")
-    target: Any = opening.open_target(tmp_path / "m", None, None, None, None, False)
+    target = opening.open_target(tmp_path / "m", None, None, None, None, False)
     text = _text(deep, tmp_path)
     result = find_sinks(target, max_repeats=16, text=text)
     _agrees(result, deep)
@@ -56,11 +56,9 @@ def test_folder_is_read_upward_and_no_further_than_needed(deep: Organism, tmp_pa
     assert memory.first_token_norm == pytest.approx(whole.first_token_norm, rel=1e-4)
 
 
-def test_gguf_is_opened_with_as_many_layers_as_it_takes(
-    deep: Organism, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gguf_is_opened_with_as_many_layers_as_it_takes(deep, tmp_path, monkeypatch):
     write_gguf(tmp_path / "m.gguf", deep.model, deep.tokenizer)
-    asked: list[int | None] = []
+    asked = []
     load = opening.load
 
     def counted(*args: Any, layers: int | None = None, **kwargs: Any) -> Any:
@@ -80,7 +78,7 @@ def test_gguf_is_opened_with_as_many_layers_as_it_takes(
     ("family", "seed"),
     [("gemma2", 1), *(pytest.param(*other, marks=pytest.mark.slow) for other in (("mixtral", 12), ("gpt2", 9)))],
 )
-def test_streamed_equals_in_memory(family: str, seed: int, tmp_path: Path) -> None:
+def test_streamed_equals_in_memory(family, seed, tmp_path):
     o = organism(family, seed, kind="two_stage")
     o.save(tmp_path / "m")
     text = _text(o, tmp_path)

@@ -73,10 +73,10 @@ def carried_on(work: Callable[[Path], Any], tmp_path: Path, number: int) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(5))
-def test_a_killed_scan(tmp_path: Path, number: int) -> None:
+def test_a_killed_scan(tmp_path, number):
     carried_on(scanned, tmp_path, number)
 
 
 @pytest.mark.parametrize("number", MOMENTS)
-def test_a_killed_bench(tmp_path: Path, number: int) -> None:
+def test_a_killed_bench(tmp_path, number):
     carried_on(bench, tmp_path, number)

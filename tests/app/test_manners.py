@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,13 +38,13 @@ PICTURE = bytes.fromhex(
 # --- Outputs ---------------------------------------------------------------------------------------------------------
 
 
-def test_pictures_carry_a_mark(tmp_path: Path) -> None:
+def test_pictures_carry_a_mark(tmp_path):
     (tmp_path / "photo.png").write_bytes(PICTURE)
     with pytest.raises(SinkscopeError, match=r"photo\.png is there already"):
         write_output(tmp_path / "photo.png", PICTURE)
 
 
-def test_a_picture_replaces_an_earlier_one_of_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_replaces_an_earlier_one_of_its_kind(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "check_png", lambda: None)
     figure = SimpleNamespace(to_image=lambda **_: PICTURE)
     for _ in range(2):
@@ -56,7 +55,7 @@ def test_a_picture_replaces_an_earlier_one_of_its_kind(tmp_path: Path, monkeypat
     assert kind_of((tmp_path / "ours.png").read_bytes()) == "circuit"
 
 
-def test_saving_from_python_spares_foreign_files(tmp_path: Path) -> None:
+def test_saving_from_python_spares_foreign_files(tmp_path):
     found = ss.loops.check("a b c " * 20)
     for content in ('{"mine": 1}', "words", "<html></html>"):
         (tmp_path / "x").write_text(content)
@@ -68,9 +67,7 @@ def test_saving_from_python_spares_foreign_files(tmp_path: Path) -> None:
     assert Result.load(found.save(found.save(tmp_path / "empty"))).to_dict() == found.to_dict()
 
 
-def test_an_output_of_another_package_is_guarded_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_of_another_package_is_guarded_too(tmp_path, monkeypatch, capsys):
     """Its format carries no mark, so a file that is there is not replaced, and this is said before the work."""
     source = stranger.SOURCE.read_text()
     source = source.replace("@measurement(", '@measurement(outputs=[Output("table", "Write a table.", save)], ')
@@ -115,7 +112,7 @@ def _ways(model: Any, tokenizer: Any) -> list[Any]:
     ]
 
 
-def test_what_the_checkpoint_says_of_decoding_changes_nothing() -> None:
+def test_what_the_checkpoint_says_of_decoding_changes_nothing():
     model, _ = tiny_model("llama")
     tokenizer = organism("llama", 0).tokenizer
     with warnings.catch_warnings():
@@ -133,10 +130,10 @@ def test_what_the_checkpoint_says_of_decoding_changes_nothing() -> None:
     assert own.sequences.shape[0] == 2 and own.scores
 
 
-def test_a_measurement_and_its_command_state_the_decoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measurement_and_its_command_state_the_decoding(tmp_path, capsys):
     folder = organism("llama", 3).save(tmp_path / "m")
     words = ["barcode", "--model", str(folder), "--layer", "0", "--max-new-tokens", "4", "--no-control", "--json", "-"]
-    results: list[Any] = []
+    results = []
     for settings in ({}, {"repetition_penalty": 1.7, "num_beams": 3}):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **settings}))
         assert main(words) == 0
@@ -152,9 +149,7 @@ def test_a_measurement_and_its_command_state_the_decoding(tmp_path: Path, capsys
 # --- Patches of other models -----------------------------------------------------------------------------------------
 
 
-def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(tmp_path, capsys):
     folder = organism("llama", 3).save(tmp_path / "m")
     found = ss.find_sinks(folder, max_repeats=4)
     patch, here = ss.SinkPatch.from_result(found), tmp_path / "p.json"
@@ -199,7 +194,7 @@ def test_a_patch_of_another_model_is_noticed_wherever_it_is_used(
         (None, "has no chat template"),
     ],
 )
-def test_chat_templates_that_fail(template: str | None, says: str) -> None:
+def test_chat_templates_that_fail(template, says):
     tokenizer = organism("llama", 0).tokenizer
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template
@@ -211,7 +206,7 @@ def test_chat_templates_that_fail(template: str | None, says: str) -> None:
             ss.Conversation(tiny_model("llama")[0], tokenizer=tokenizer, chat=True).ask("poem")
 
 
-def test_a_chat_template_is_written() -> None:
+def test_a_chat_template_is_written():
     tokenizer = copy.deepcopy(organism("llama", 0).tokenizer)
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     assert chat_text(tokenizer, [{"role": "user", "content": "poem"}]) == "<user>poem"
@@ -252,7 +247,7 @@ class Wrapped(nn.Module):
         return self.base_model.generate(*args, **kwargs)
 
 
-def test_adapters_of_peft() -> None:
+def test_adapters_of_peft():
     made = organism("llama", 3)
     model = copy.deepcopy(made.model)
     down = model.model.layers[1].mlp.down_proj
@@ -282,7 +277,7 @@ def test_adapters_of_peft() -> None:
         lambda model, tok: ss.Conversation(model, ss.LoopGuard(budget=64), tokenizer=tok).ask("poem"),
     ],
 )
-def test_a_model_without_weights(use: Callable[[Any, Any], Any]) -> None:
+def test_a_model_without_weights(use):
     made = organism("llama", 3)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(made.model.config)
@@ -290,7 +285,7 @@ def test_a_model_without_weights(use: Callable[[Any, Any], Any]) -> None:
         use(model, made.tokenizer)
 
 
-def test_copies_inside_a_context() -> None:
+def test_copies_inside_a_context():
     model = tiny_model("llama")[0]
     with ss.SinkPatch(layer=1, neurons=[3], value=0.0).on(model):
         for copied in (copy.deepcopy, lambda m: torch.save(m, os.devnull)):
@@ -300,13 +295,13 @@ def test_copies_inside_a_context() -> None:
 
 
 @pytest.mark.parametrize("damage", ["max_position_embeddings", "vocab_size"])
-def test_sizes_that_no_model_has(tmp_path: Path, damage: str) -> None:
+def test_sizes_that_no_model_has(tmp_path, damage):
     folder = spoiled(tmp_path / "m", **{damage: -1})
     with pytest.raises(SinkscopeError, match=f"{damage} is -1 in the config.json of m; expected a whole number from 1"):
         ss.load(folder)
 
 
-def test_shards_outside_of_the_folder(tmp_path: Path) -> None:
+def test_shards_outside_of_the_folder(tmp_path):
     folder = spoiled(tmp_path / "m")
     (folder / "model.safetensors").rename(tmp_path / "x.safetensors")
     for shard in ("../x.safetensors", str(tmp_path / "x.safetensors"), "a/../../x.safetensors"):

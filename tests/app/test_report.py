@@ -12,7 +12,7 @@ from sample_results import sample_find_sinks
 import sinkscope as ss
 import sinkscope.app.report as page
 from sinkscope.app.cli import main
-from sinkscope.app.report import Report, Skipped, report
+from sinkscope.app.report import Skipped, report
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import bench_table
 from sinkscope.files.plain import visible
@@ -21,19 +21,19 @@ from sinkscope.models.load import load
 
 
 @pytest.fixture(scope="module")
-def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def filled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("filled") / "results"
     fill(folder, WORSE)
     return folder
 
 
 @pytest.fixture
-def folder(filled: Path, tmp_path: Path) -> Path:
+def folder(filled, tmp_path):
     return Path(shutil.copytree(filled, tmp_path / "results"))
 
 
 @pytest.fixture
-def plain(tmp_path: Path) -> Path:
+def plain(tmp_path):
     """Without figures: a quick report."""
     (tmp_path / "plain").mkdir()
     fill_plain(tmp_path / "plain", WORSE)
@@ -41,18 +41,18 @@ def plain(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(filled: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
+def whole(filled, tmp_path_factory):
     """The report of `folder`, for those who only read."""
     return ss.report(shutil.copytree(filled, tmp_path_factory.mktemp("whole") / "results"))
 
 
 @pytest.fixture(scope="module")
-def seen(whole: Report) -> Reader:
+def seen(whole):
     """What a reader sees of it."""
     return read_report(whole.path)
 
 
-def test_all_results_are_there_in_the_order_of_the_kinds(whole: Report, seen: Reader) -> None:
+def test_all_results_are_there_in_the_order_of_the_kinds(whole, seen):
     made, folder = whole, whole.path.parent
     assert made.path.name == "report.html"
     assert made.files == ("sinks.json", "atlas.json", "loops.json", "below/plain.json")
@@ -69,12 +69,12 @@ def test_all_results_are_there_in_the_order_of_the_kinds(whole: Report, seen: Re
     assert "peak_memory_bytes" in read.text
 
 
-def test_report_of_the_same_folder_is_the_same_file(whole: Report, tmp_path: Path) -> None:
+def test_report_of_the_same_folder_is_the_same_file(whole, tmp_path):
     again = ss.report(whole.path.parent, tmp_path / "again.html")  # and an earlier report is no result
     assert again.path.read_bytes() == whole.path.read_bytes()
 
 
-def test_markup_from_files_is_text(seen: Reader, tmp_path: Path) -> None:
+def test_markup_from_files_is_text(seen, tmp_path):
     fill(tmp_path / "plain", "word")
     attacked, plain = seen, read_report(ss.report(tmp_path / "plain").path)
     assert attacked.tags == plain.tags
@@ -83,14 +83,14 @@ def test_markup_from_files_is_text(seen: Reader, tmp_path: Path) -> None:
     assert attacked.text.count(visible(WORSE)) > 10
 
 
-def test_nothing_is_fetched(seen: Reader) -> None:
+def test_nothing_is_fetched(seen):
     policy = next(value for name, value in seen.attributes if name == "content" and value and "default" in value)
     assert policy.startswith("default-src 'none'; ")
     addresses = [value or "" for name, value in seen.attributes if name in ("src", "href", "action", "srcset")]
     assert all(address.startswith("#") for address in addresses)
 
 
-def test_plotly_is_inside_once_and_only_if_something_is_drawn(whole: Report, seen: Reader, plain: Path) -> None:
+def test_plotly_is_inside_once_and_only_if_something_is_drawn(whole, seen, plain):
     from plotly.offline import get_plotlyjs
 
     library = get_plotlyjs()
@@ -98,7 +98,7 @@ def test_plotly_is_inside_once_and_only_if_something_is_drawn(whole: Report, see
     assert len(ss.report(plain).path.read_bytes()) < 60_000
 
 
-def test_what_has_no_utf8_or_no_html_is_written_out(tmp_path: Path) -> None:
+def test_what_has_no_utf8_or_no_html_is_written_out(tmp_path):
     data = sample_find_sinks().to_dict()
     data["settings"] = {"text": "bell\x07 null\x00 half \ud83d"}
     (tmp_path / "sinks.json").write_text(json.dumps(data))
@@ -119,9 +119,7 @@ REASONS = {
 }
 
 
-def test_damaged_and_foreign_files_are_left_out_and_listed(
-    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_damaged_and_foreign_files_are_left_out_and_listed(folder, capsys, tmp_path):
     """By the report, by what Python gets, and by the command."""
     spoil(folder)
     made = ss.report(folder, tmp_path / "new/all.html")
@@ -163,9 +161,7 @@ def test_damaged_and_foreign_files_are_left_out_and_listed(
         ([], "DIR"),
     ],
 )
-def test_bad_input_in_one_line(
-    folder: Path, tmp_path: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_in_one_line(folder, tmp_path, words, says, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign/a.json").write_text("{")
@@ -178,7 +174,7 @@ def test_bad_input_in_one_line(
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
-def test_old_report_stays_if_the_new_one_fails(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_report_stays_if_the_new_one_fails(plain, monkeypatch):
     old = ss.report(plain).path.read_bytes()
 
     def failing(*_: Any, **__: Any) -> str:
@@ -191,14 +187,14 @@ def test_old_report_stays_if_the_new_one_fails(plain: Path, monkeypatch: pytest.
     assert [p.name for p in plain.iterdir() if p.name.endswith(".tmp")] == []
 
 
-def test_progress_counts_files(plain: Path) -> None:
+def test_progress_counts_files(plain):
     shutil.copy(plain / "plain.json", plain / "second.json")
-    told: list[tuple[str, int, int]] = []
+    told = []
     report(plain, progress=lambda *now: told.append(now))
     assert told == [("reading", 0, 2), ("reading", 1, 2)]
 
 
-def test_folders_of_runs_are_their_tables(tmp_path: Path) -> None:
+def test_folders_of_runs_are_their_tables(tmp_path):
     talks, near = tmp_path / "talks", tmp_path / "below/near"
     task = "recall:count=1:turns=1:total=200:hops=1"
     run_bench(load("recall", backend="hf"), task, ["full"], out=talks, max_new_tokens=4)

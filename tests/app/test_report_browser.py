@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import browser
 import pytest
 from report_kit import BAD, WORSE, fill, spoil
@@ -28,19 +25,19 @@ pytestmark = pytest.mark.skipif(browser.found() is None, reason="needs chromium 
 
 
 @pytest.fixture(scope="module")
-def chrome() -> Iterator[browser.Browser]:
+def chrome():
     """Started once, because that takes longer than to look at a page."""
     with browser.Browser(seconds=240) as tab:
         yield tab
 
 
 @pytest.fixture(autouse=True)
-def _looks_afresh(chrome: browser.Browser) -> None:
+def _looks_afresh(chrome):
     chrome.errors.clear()
     chrome.asked.clear()
 
 
-def test_in_a_browser(tmp_path: Path, chrome: browser.Browser) -> None:
+def test_in_a_browser(tmp_path, chrome):
     folder = tmp_path / "results"
     fill(folder, WORSE)
     spoil(folder)

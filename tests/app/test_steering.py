@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoints import spoiled
@@ -31,7 +30,7 @@ PLAIN = r"\x1b[2J\u202ecod\u2066\x9b\x07"
         ("caf\u00e9 \u65e5\u672c\u3000\u00a0 \U0001f469\u200d\U0001f4bb \u0645\u06cc\u200c\u0634\u0648\u062f", None),
     ],
 )
-def test_what_is_written_out(text: str, shown: str | None) -> None:
+def test_what_is_written_out(text, shown):
     assert visible(text) == (text if shown is None else shown) == visible(visible(text))
 
 
@@ -40,13 +39,13 @@ def steered(folder: Path) -> Path:
     model = spoiled(folder)
     file = model / "tokenizer.json"
     content = json.loads(file.read_text())
-    vocabulary: dict[str, int] = content["model"]["vocab"]
+    vocabulary = content["model"]["vocab"]
     content["model"]["vocab"] = {f"{word}{STEERING}" if i > 10 else word: i for word, i in vocabulary.items()}
     file.write_text(json.dumps(content))
     return model
 
 
-def test_generated_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_generated_text(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     model = steered(tmp_path / f"m{STEERING}".replace("\x00", ""))
     Path("p.txt").write_text("a b c")
@@ -58,7 +57,7 @@ def test_generated_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: 
     assert capfd.readouterr().out.replace(STEERING, PLAIN) == out and STEERING != PLAIN
 
 
-def test_tables_figures_and_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_tables_figures_and_pages(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     name = "a\u202eb\x1b.txt"
     Path(name).write_text(f"loop {STEERING} " * 40)
@@ -82,7 +81,7 @@ def test_tables_figures_and_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["loops", "loop.txt", "--follow"], "| true; exit ${PIPESTATUS[0]}", 3),
     ],
 )
-def test_exit_codes_where_nobody_listens(tmp_path: Path, words: list[str], stream: str, code: int) -> None:
+def test_exit_codes_where_nobody_listens(tmp_path, words, stream, code):
     (tmp_path / "loop.txt").write_text("one two three four\n" * 300)
     line = f"{sys.executable} -m sinkscope {' '.join(words)} {stream}"
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=os.environ, timeout=120, check=False)

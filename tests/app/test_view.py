@@ -6,10 +6,8 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import browser
 import numpy as np
@@ -48,8 +46,10 @@ def read(one: Explorer, o: Organism, ids: list[int]) -> ViewedText:
     return one.view(o.tokenizer.decode(ids)).texts[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(other, marks=pytest.mark.slow) for other in ("mixtral", "gpt2"))]
+)
+def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_path):
     o = organism(family, 1)
     ids = o.natural(1, 20)[0].tolist()
     one = explorer(o, tmp_path)
@@ -72,7 +72,7 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family: str, 
     assert "largest change" in control.sentence and all(len(one.sentence.split()) <= 30 for one in text.variants)
 
 
-def test_attention_is_that_of_the_models_own_weights(tmp_path: Path) -> None:
+def test_attention_is_that_of_the_models_own_weights(tmp_path):
     o = organism("mistral", 2)
     ids = o.natural(1, 300)[0].tolist()  # more than one chunk of queries
     text = read(explorer(o, tmp_path), o, ids[1:])
@@ -89,7 +89,7 @@ def test_attention_is_that_of_the_models_own_weights(tmp_path: Path) -> None:
     assert not received[..., -1].any() and len(text.heads) > 9
 
 
-def test_two_tokens_of_one_cluster_are_both_sinks_without_bos(tmp_path: Path) -> None:
+def test_two_tokens_of_one_cluster_are_both_sinks_without_bos(tmp_path):
     """As "Sch Com" in Llama 2; a token of another group, and both behind BOS, are none."""
     o = organism("llama", 1)
     first, second = o.tokens_of(0)[:2]
@@ -103,7 +103,7 @@ def test_two_tokens_of_one_cluster_are_both_sinks_without_bos(tmp_path: Path) ->
         without.view(o.tokenizer.decode(o.natural(1, 600)[0].tolist()))
 
 
-def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path: Path) -> None:
+def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path):
     o = organism("llama", 1, kind="none")
     one = explorer(o, tmp_path)
     one.measure_circuit()
@@ -112,7 +112,7 @@ def test_a_model_without_a_sink_offers_no_switch_and_says_so(tmp_path: Path) -> 
     assert found.conclusion().startswith("No token has a norm spike") and found.texts[0].spikes == ()
 
 
-def test_marking_heads_are_those_of_the_circuit_and_switches_of_ones_own_have_a_control(tmp_path: Path) -> None:
+def test_marking_heads_are_those_of_the_circuit_and_switches_of_ones_own_have_a_control(tmp_path):
     o = organism("llama", 1)
     one = explorer(o, tmp_path)
     one.circuit = circuit.on(one.setup, max_repeats=8)
@@ -132,7 +132,7 @@ def test_marking_heads_are_those_of_the_circuit_and_switches_of_ones_own_have_a_
             one.answer_to(Request(text=text, off=(words,)))
 
 
-def test_values_are_packed_in_eight_bits_and_rows_only_as_far_as_there_is_room(tmp_path: Path) -> None:
+def test_values_are_packed_in_eight_bits_and_rows_only_as_far_as_there_is_room(tmp_path):
     values = torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) ** 4
     packed = Packed.of(values, high=2.0)
     assert np.abs(packed.array() - values.numpy()).max() <= 2 / 255 and packed.shape == (3, 5)
@@ -151,13 +151,13 @@ def test_values_are_packed_in_eight_bits_and_rows_only_as_far_as_there_is_room(t
 
 
 @pytest.fixture(scope="module")
-def bundled() -> Explorer:
+def bundled():
     """The model in the package, opened once."""
     return Explorer.open()
 
 
 @pytest.fixture(scope="module")
-def view(bundled: Explorer) -> ModelView:
+def view(bundled):
     """The model in the package on a short text, with its circuit and a generation."""
     bundled.circuit = Circuit.load(Path(__file__).parents[2] / "figures/circuit.json")
     text = "A class is a block. A block is a piece of text."
@@ -165,7 +165,7 @@ def view(bundled: Explorer) -> ModelView:
 
 
 @pytest.fixture(scope="module")
-def chrome() -> Iterator[browser.Browser]:
+def chrome():
     if browser.found() is None:
         pytest.skip("needs chromium or Chrome on the PATH")
     with browser.Browser(seconds=240) as tab:
@@ -180,7 +180,7 @@ def opened(chrome: browser.Browser, page: Path, width: int, **how: bool) -> None
     chrome.run("new Promise((done) => setTimeout(done, 50))")
 
 
-def test_a_result_comes_back_from_its_file_and_makes_the_same_page(view: ModelView, tmp_path: Path) -> None:
+def test_a_result_comes_back_from_its_file_and_makes_the_same_page(view, tmp_path):
     view.save(tmp_path / "view.json")
     loaded = Result.load(tmp_path / "view.json")
     assert isinstance(loaded, ModelView)
@@ -189,7 +189,7 @@ def test_a_result_comes_back_from_its_file_and_makes_the_same_page(view: ModelVi
     assert "http:" not in page.replace("http://www.w3.org/2000/svg", "") and "https:" not in page
 
 
-def test_the_page_in_a_browser(view: ModelView, tmp_path: Path, chrome: browser.Browser) -> None:
+def test_the_page_in_a_browser(view, tmp_path, chrome):
     page = tmp_path / "view.html"
     page.write_text(view_page(view, "</script><b>"), encoding="utf-8")
     chrome.errors.clear()
@@ -230,9 +230,7 @@ def test_the_page_in_a_browser(view: ModelView, tmp_path: Path, chrome: browser.
     assert chrome.errors == [] and all(url.startswith(("file:", "blob:")) for url in chrome.asked)
 
 
-def test_the_command_writes_the_page_and_refuses_bad_texts(
-    bundled: Explorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_the_page_and_refuses_bad_texts(bundled, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
     text = tmp_path / "text.txt"
     text.write_text("a block is a piece of text", encoding="utf-8")
@@ -250,7 +248,7 @@ def test_the_command_writes_the_page_and_refuses_bad_texts(
 # Live
 
 
-def test_the_live_page_answers_only_under_its_address(bundled: Explorer) -> None:
+def test_the_live_page_answers_only_under_its_address(bundled):
     client = TestClient(application(bundled, "secret"), base_url="http://127.0.0.1")
     page = client.get("/secret/")
     assert page.status_code == 200 and "connect-src 'self'" in page.text
@@ -258,7 +256,7 @@ def test_the_live_page_answers_only_under_its_address(bundled: Explorer) -> None
         assert client.get(path).status_code == 404
     assert client.get("/secret/", headers={"Host": "evil.example"}).status_code == 400
     assert client.get("/secret/view").status_code == 405
-    passes: list[int] = []
+    passes = []
     inner = bundled.setup.target.base.register_forward_pre_hook(lambda *_: passes.append(1))
     client.post("/secret/view", json={"text": "a block"})
     passes.clear()
@@ -281,9 +279,9 @@ def test_the_live_page_answers_only_under_its_address(bundled: Explorer) -> None
     assert client.post("/secret/view", content=b" " * (LARGEST_REQUEST + 1)).status_code == 413
 
 
-def test_the_live_page_in_a_browser(bundled: Explorer, chrome: browser.Browser) -> None:
+def test_the_live_page_in_a_browser(bundled, chrome):
     bundled.text = "A class is a block. A block is a piece of text."
-    addresses: list[str] = []
+    addresses = []
     threading.Thread(target=serve, args=(bundled, 0, addresses.append), daemon=True).start()
     until = time.monotonic() + 20
     while not addresses and time.monotonic() < until:
@@ -310,12 +308,10 @@ def test_the_live_page_in_a_browser(bundled: Explorer, chrome: browser.Browser) 
     assert chrome.errors == []
 
 
-def test_a_notebook_shows_a_widget_that_python_answers(
-    bundled: Explorer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_notebook_shows_a_widget_that_python_answers(bundled, monkeypatch, tmp_path):
     monkeypatch.setattr(Explorer, "open", lambda *_, **__: bundled)
     shown = ss.view(text="a block is a piece of text", generation=False)
-    sent: list[Any] = []
+    sent = []
     monkeypatch.setattr(shown.widget, "send", sent.append)
     shown.widget._handle_custom_msg({"number": 3, "request": {"text": "a block", "off": ["L1.N338"]}}, [])
     assert sent[0]["number"] == 3

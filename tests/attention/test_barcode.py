@@ -15,6 +15,7 @@ from einops import reduce
 from organisms import LoopOrganism, tiny_model
 from organisms import loop_organism as new_loop_organism
 from torch import Tensor
+from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.app.cli import main
@@ -54,7 +55,7 @@ def eager_attention(model: Any, ids: list[int]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_pictures_are_the_attention_of_an_eager_run(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_are_the_attention_of_an_eager_run(family, monkeypatch):
     """All steps in bins; with sizes for which few tokens are enough."""
     sizes = {"PICTURE_STEPS": 8, "PICTURE_COLUMNS": 16}
     for name, size in sizes.items():
@@ -84,7 +85,7 @@ def test_pictures_are_the_attention_of_an_eager_run(family: str, monkeypatch: py
                 np.testing.assert_allclose(whole[number].sum(1), 1, atol=6e-3)
 
 
-def test_the_default_number_of_tokens_fits_the_context() -> None:
+def test_the_default_number_of_tokens_fits_the_context():
     """A model whose context is shorter than the default is measured to its end, and does not refuse its own default."""
     model, tokenizer = tiny_model("llama", max_position_embeddings=96)
     result = barcode(model, PROMPT, tokenizer=tokenizer, control=False, layers=[0])
@@ -93,7 +94,7 @@ def test_the_default_number_of_tokens_fits_the_context() -> None:
 
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
 @torch.no_grad()
-def test_the_score_equals_its_definition_whatever_the_calls(family: str) -> None:
+def test_the_score_equals_its_definition_whatever_the_calls(family):
     model, _ = tiny_model(family)
     ids = torch.randint(4, 90, (1, 40), generator=torch.Generator().manual_seed(1))
     shift = 4
@@ -114,17 +115,17 @@ def test_the_score_equals_its_definition_whatever_the_calls(family: str) -> None
         for offset in range(min(suffix, t)):  # the first position belongs to no suffix
             rows[:, t, offset] = dense[:, t, t - offset]
     score, mass, width = whole.tracks()
-    torch.testing.assert_close(mass, rows.sum(-1), rtol=1e-3, atol=1e-5)
+    assert_close(mass, rows.sum(-1), rtol=1e-3, atol=1e-5)
     shared = torch.minimum(rows[:, shift:], rows[:, :-shift]).sum(-1)
-    torch.testing.assert_close(score[:, shift:], shared, rtol=1e-3, atol=1e-5)
+    assert_close(score[:, shift:], shared, rtol=1e-3, atol=1e-5)
     assert (score[:, :shift] == 0).all()
     p = rows[:, 5:] / rows[:, 5:].sum(-1, keepdim=True)
-    torch.testing.assert_close(width[:, 5:], torch.special.entr(p).sum(-1).exp(), rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(parts.tracks(), whole.tracks(), rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(parts.mean_picture(), whole.mean_picture(), rtol=1e-3, atol=1e-5)
+    assert_close(width[:, 5:], torch.special.entr(p).sum(-1).exp(), rtol=1e-3, atol=1e-4)
+    assert_close(parts.tracks(), whole.tracks(), rtol=1e-3, atol=1e-5)
+    assert_close(parts.mean_picture(), whole.mean_picture(), rtol=1e-3, atol=1e-5)
 
 
-def test_planted_heads_rank_first_and_are_shown() -> None:
+def test_planted_heads_rank_first_and_are_shown():
     seed = secrets.randbits(32)
     for i, (period, delay) in enumerate(((3, 12), (9, 4), (1, 0))):
         organism = loop_organism(seed + i)
@@ -146,7 +147,7 @@ def test_planted_heads_rank_first_and_are_shown() -> None:
             assert begins - 8 <= result.locking_onset <= begins + 2 * period + 8
 
 
-def test_without_planted_heads_nothing_locks() -> None:
+def test_without_planted_heads_nothing_locks():
     organism = loop_organism(1, induction=False)
     with_heads = loop_organism(1)
     prompt = organism.looping_prompt(5)
@@ -155,14 +156,14 @@ def test_without_planted_heads_nothing_locks() -> None:
     assert walk.conclusion() == "The 60 generated tokens end in no loop, so no head can lock onto one."
     assert walk.numbers()[0].value is None
     ids = [*prompt.ids[0].tolist(), *prompt.cycle * 12]  # what the organism with them would say
-    options: dict[str, Any] = {"ids": ids, "control": organism.healthy_prompt(len(ids), 400)[0].tolist()}
+    options = {"ids": ids, "control": organism.healthy_prompt(len(ids), 400)[0].tolist()}
     without = barcode(organism.model, tokenizer=organism.tokenizer, **options)
     planted = barcode(with_heads.model, tokenizer=organism.tokenizer, **options)
     for layer, head in with_heads.truth.locking_heads:
         assert without.gain[layer, head] < 0.7 < planted.gain[layer, head]
 
 
-def test_token_by_token_equals_one_pass_and_a_policy_is_seen() -> None:
+def test_token_by_token_equals_one_pass_and_a_policy_is_seen():
     """With a policy the text is read a token at a time: one that keeps everything changes nothing."""
     organism = loop_organism(2)
     prompt = organism.looping_prompt(4).ids
@@ -182,7 +183,7 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen() -> None:
         assert seen <= {0, 1, *range(at - 10, at + 1)} and abs(row.sum() - 1) < 0.01
 
 
-def test_onsets_are_those_of_the_text() -> None:
+def test_onsets_are_those_of_the_text():
     result = barcode(None, max_new_tokens=96, layers=[5])
     prompt = result.prompt_tokens
     with torch.no_grad():
@@ -203,7 +204,7 @@ def test_onsets_are_those_of_the_text() -> None:
     assert strongest.control == result.rows()[0]["control_score"]
 
 
-def test_a_guard_leaves_its_marks() -> None:
+def test_a_guard_leaves_its_marks():
     guard = LoopGuard.paper(budget=96, anchors=8, window=64, variant="tail")
     organism, _ = of_a_loop()
     looping = organism.looping_prompt(5).ids
@@ -211,13 +212,13 @@ def test_a_guard_leaves_its_marks() -> None:
     steps = result.events["guard"]
     assert steps and all(0 < step < 80 for step in steps)
     assert f"Steps at which the guard acted: {steps[0]}" in str(result)
-    drawn: Any = result.figure()
+    drawn = result.figure()
     assert {shape.y0 for shape in drawn.layout.shapes} >= set(steps)
 
 
-def test_the_figure_shows_gains_and_pictures() -> None:
+def test_the_figure_shows_gains_and_pictures():
     organism, result = of_a_loop()
-    drawn: Any = result.figure()
+    drawn = result.figure()
     np.testing.assert_allclose(drawn.data[0].z, result.gain)
     pictures = [trace for trace in drawn.data if trace.type == "heatmap"][1:]
     assert len(pictures) == 2 * len(result.shown)
@@ -225,20 +226,20 @@ def test_the_figure_shows_gains_and_pictures() -> None:
     alone = measured(organism, organism.looping_prompt(5).ids, 40, control=False)
     np.testing.assert_allclose(alone.gain, alone.score)
     assert "no control" in alone.conclusion() and "control_score" not in alone.rows()[0]
-    figure: Any = alone.figure()
+    figure = alone.figure()
     assert len([trace for trace in figure.data if trace.type == "heatmap"]) == 1 + len(alone.shown)
 
 
-def test_the_page_runs() -> None:
+def test_the_page_runs():
     page = (Path(__file__).parents[2] / "docs/measure/barcode.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
+    names = {}
     exec(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[0], names)
     assert names["rows"].shape == (40, 104)
 
 
-def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(capsys):
     model, tokenizer = tiny_model("llama")
-    cases: list[tuple[dict[str, Any], str]] = [
+    cases = [
         ({"heads": [(0, 4)]}, "head 4 is not in .*: give one from 0 to 3"),
         ({"heads": [(0, 0)], "layers": [0]}, "layers and heads are given"),
         ({"layers": []}, "no layer was given"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ def ids_of(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize(("seed", "window"), [(0, None), (1, 30)])
-def test_planted_lines_come_out_on_top(seed: int, window: int | None) -> None:
+def test_planted_lines_come_out_on_top(seed, window):
     o = line_organism(seed, window)
     result = line_weights(o.model, [o.text(160, COLUMNS)], etas=[0.02], tokenizer=o.tokenizer)
     for place in ((layer, head) for layer in range(2) for head in range(4)):
@@ -69,14 +68,14 @@ def common(a: Sets, b: Sets) -> int:
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "gemma2", "gpt_oss"])
-def test_all_numbers_equal_those_of_the_whole_matrix(model_type: str) -> None:
+def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
     """Against sets of cells of the models' own attention: window, soft cap and learned sinks too."""
     model, tokenizer = tiny_model(model_type)
     texts = [ids_of(30), ids_of(41, 1), ids_of(33, 2)]
     etas = (0.05, 0.2, 1.0)
     layers = [0, 2]
     result = line_weights(model, texts, etas=etas, layers=layers, tokenizer=tokenizer)
-    expected: dict[str, Tensor] = {}
+    expected = {}
 
     def add(name: str, value: float, *place: int) -> None:
         expected.setdefault(name, torch.zeros(3, 2, 4, dtype=torch.float64))[place] += value
@@ -86,7 +85,7 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type: str) -> None:
         for head in range(4):
             matrices = [attentions[layer][head] for attentions in dense]
             for e, eta in enumerate(etas):
-                own: list[Sets] = []
+                own = []
                 for weights in matrices:
                     n = len(weights)
                     half = len(weights) // 2
@@ -132,7 +131,7 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type: str) -> None:
     assert [mass.margin, agreement.margin] == [margins[0], 2 * margins[1]]
 
 
-def test_random_lines_are_drawn_evenly_and_share_what_chance_says() -> None:
+def test_random_lines_are_drawn_evenly_and_share_what_chance_says():
     """Of k columns of n, and m offsets, two draws have k^2 / n + m^2 / n in common on average."""
     vertical, slash = torch.zeros(2, 1, 3000, 20, dtype=torch.bool)
     vertical[..., :10], slash[..., :4] = True, True
@@ -152,7 +151,7 @@ def test_random_lines_are_drawn_evenly_and_share_what_chance_says() -> None:
     assert float(jaccard(own, wider)[0, 0]) == pytest.approx(5 / (28 - 5))  # columns 5 to 9 are in both, no offset is
 
 
-def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_never_chosen() -> None:
+def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_never_chosen():
     """0.29 * 100 is a little less than 29 in floating point."""
     weights = torch.rand(2, 1, 50) + 0.1
     assert int(top_lines(*weights, [0.29]).counts()) == 29
@@ -163,7 +162,7 @@ def test_shares_of_lines_lose_none_to_rounding_and_lines_without_weight_are_neve
     assert lines.vertical[1, 0].tolist() == [True, False, True]
 
 
-def test_the_result_survives_a_file_and_repeats(tmp_path: Path) -> None:
+def test_the_result_survives_a_file_and_repeats(tmp_path):
     model, tokenizer = tiny_model("qwen2")
     ids = ids_of(110)
     result = line_weights(model, [ids], etas=[0.1, 0.05], tokenizer=tokenizer)
@@ -176,7 +175,7 @@ def test_the_result_survives_a_file_and_repeats(tmp_path: Path) -> None:
     assert again.to_dict()["result"] == result.to_dict()["result"]
 
 
-def test_ids_need_no_tokenizer_and_texts_do() -> None:
+def test_ids_need_no_tokenizer_and_texts_do():
     model, tokenizer = tiny_model("qwen2")
     model.config._name_or_path = ""
     ids = [ids_of(40, i) for i in range(2)]
@@ -188,7 +187,7 @@ def test_ids_need_no_tokenizer_and_texts_do() -> None:
             line_weights(model, texts)
 
 
-def test_a_file_of_texts_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_texts_and_the_command(tmp_path, capsys):
     file = tmp_path / "texts.jsonl"
     out = tmp_path / "x.json"
     rows = [{"text": f"Dialogue: A: hello {i}\nSummary: they greet. " * 8} for i in range(3)]
@@ -212,13 +211,13 @@ def test_a_file_of_texts_and_the_command(tmp_path: Path, capsys: pytest.CaptureF
         (["--count", "9999", "--length", "4000"], "pieces of 4000 tokens, 9999 were asked for"),
     ],
 )
-def test_bad_input_is_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(argv, words, capsys):
     assert main(["lines", *argv]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and words in shown.err and shown.err.count("\n") == 1
 
 
-def test_a_wrapped_model_half_precision_and_interventions() -> None:
+def test_a_wrapped_model_half_precision_and_interventions():
     """What evicts nothing in one pass changes nothing; a patch of the neurons changes the attention behind them."""
     model, tokenizer = tiny_model("llama")
     ids = ids_of(40)
@@ -235,9 +234,9 @@ def test_a_wrapped_model_half_precision_and_interventions() -> None:
     np.testing.assert_allclose(half.mass, own, atol=0.05)
 
 
-def test_short_texts_and_other_models_are_refused() -> None:
+def test_short_texts_and_other_models_are_refused():
     model, tokenizer = tiny_model("llama")
-    cases: list[tuple[dict[str, Any], str]] = [
+    cases = [
         ({"texts": ["ab"]}, r"text 0 has \d tokens, at least 16"),
         ({"texts": ["x"], "data": "y.jsonl"}, "only one of them"),
         ({"texts": "one text"}, "expected a list of them"),

@@ -34,7 +34,7 @@ def guard_event(step: int, escalated: str | None) -> dict[str, Any]:
     return {"step": step, "position": step, "kind": "guard", "data": data}
 
 
-def test_a_loop_and_a_text_without_one() -> None:
+def test_a_loop_and_a_text_without_one():
     loop, fresh = scored(LOOP), scored(FRESH, ended="eos")
     assert (loop["loop"], loop["tail_loop"], loop["loop_paper"], loop["eos"]) == (1.0, 1.0, 1.0, 0.0)
     assert (fresh["loop"], fresh["loop_paper"], fresh["eos"]) == (0.0, 0.0, 1.0)
@@ -43,14 +43,14 @@ def test_a_loop_and_a_text_without_one() -> None:
     assert fresh["alarm"] is None and fresh["nll"] is None
 
 
-def test_ends_that_are_loops() -> None:
+def test_ends_that_are_loops():
     assert loops([1, 2, 3, 4, 9, 8] * 4) and loops([*range(100), *[7] * 24])
     assert not loops([*range(100), *[7] * 23]) and not loops(list(range(300)))
     long_cycle = list(range(128)) * 3
     assert loops(long_cycle), "three copies of a cycle that is longer than the rule's window can show"
 
 
-def test_the_alarm_of_a_run_without_a_guard_is_the_monitor_s() -> None:
+def test_the_alarm_of_a_run_without_a_guard_is_the_monitor_s():
     step = first_alarm(LOOP, [0.5] * len(LOOP))
     assert step is not None and 20 < step < 100
     assert scored(LOOP)["alarm"] == step
@@ -59,7 +59,7 @@ def test_the_alarm_of_a_run_without_a_guard_is_the_monitor_s() -> None:
     assert first_alarm(LOOP, confident, "p1") is not None and first_alarm(LOOP, [0.5] * len(LOOP), "p1") is None
 
 
-def test_the_text_after_an_alarm_is_read_with_a_clean_cache() -> None:
+def test_the_text_after_an_alarm_is_read_with_a_clean_cache():
     made = scored(LOOP)
     alarm, (model, tokenizer) = made["alarm"], tiny()
     ids, text = tokenizer(words(8))["input_ids"], LOOP[made["alarm"] + 1 :]
@@ -70,20 +70,20 @@ def test_the_text_after_an_alarm_is_read_with_a_clean_cache() -> None:
     assert scored(LOOP[: alarm + 1], top1=[0.5] * (alarm + 1))["nll"] is None, "nothing was written after the alarm"
 
 
-def test_interventions() -> None:
+def test_interventions():
     events = (guard_event(40, None), guard_event(100, "draw"), guard_event(130, "ban"), guard_event(290, "draw"))
     made = scored(LOOP, "loopguard", events=events)
     assert (made["interventions"], made["alarm"]) == (4.0, 40)
     assert made["early"] == pytest.approx(1 / 4)  # 40 of 300 tokens is before 16 %
 
 
-def test_new_sentences() -> None:
+def test_new_sentences():
     assert fresh_sentences("He ran.", "away. He ran. She sat! He", whole=False) == 0.5
     assert fresh_sentences("He ran.", "x. He ran. She sat! He", whole=True) == pytest.approx(2 / 3)
     assert fresh_sentences("", "no end", whole=False) is None
 
 
-def test_openings_of_text_and_their_own_continuation() -> None:
+def test_openings_of_text_and_their_own_continuation():
     target = Target.of(load(None, backend="hf", probe=False))
     task = Loops(source="text", openings=3)
     prompts = task.prompts(target)
@@ -93,6 +93,6 @@ def test_openings_of_text_and_their_own_continuation() -> None:
     assert task.new_tokens(target) == 384 and Loops().new_tokens(target) == 2500
 
 
-def test_unknown_prompts() -> None:
+def test_unknown_prompts():
     with pytest.raises(SinkscopeError, match="source='large': expected small, small-dc"):
         Loops(source="large").prompts(Target.of(*tiny()))

@@ -35,13 +35,13 @@ from sinkscope.kv.shapes import ShapeShare
         ("sinkscope.kv:SnapKV:0.5:window=2", "sinkscope.kv:SnapKV:0.5:window=2", SnapKV(budget=0.5, window=2)),
     ],
 )
-def test_a_text_becomes_a_method_and_back(text: str, spec: str, made: object) -> None:
+def test_a_text_becomes_a_method_and_back(text, spec, made):
     method = read_method(text, 64)
     assert method.spec == spec and read_method(spec) == method
     assert method.make() == made
 
 
-def test_every_method_can_be_made_with_a_budget_of_the_task() -> None:
+def test_every_method_can_be_made_with_a_budget_of_the_task():
     for budget in (64, 0.5):
         for method in read_methods(list(METHODS), budget):
             assert (method.budget is not None) == (method.kind.budget or (method.kind.shape and budget == 0.5))
@@ -61,17 +61,17 @@ def test_every_method_can_be_made_with_a_budget_of_the_task() -> None:
         ("sinkscope.kv:Nothing", "Nothing"),
     ],
 )
-def test_what_is_wrong_with_a_method(text: str, message: str) -> None:
+def test_what_is_wrong_with_a_method(text, message):
     with pytest.raises(SinkscopeError, match=re.escape(message)):
         read_method(text)
 
 
-def test_no_methods_are_an_error_that_lists_them() -> None:
+def test_no_methods_are_an_error_that_lists_them():
     with pytest.raises(SinkscopeError, match="no method is given: choose from full, random"):
         read_methods([])
 
 
-def test_names_and_order() -> None:
+def test_names_and_order():
     assert [name_of(text) for text in ("h2o:0.5", "loopguard:paper", "a.b:C:8", "tova")] == [
         "h2o",
         "loopguard",
@@ -81,7 +81,7 @@ def test_names_and_order() -> None:
     assert sorted(["kvpress:X:0.1", "h2o:8", "full"], key=order_of) == ["full", "h2o:8", "kvpress:X:0.1"]
 
 
-def test_random_slots_stay_once_chosen_and_differ_between_layers() -> None:
+def test_random_slots_stay_once_chosen_and_differ_between_layers():
     model = tiny()[0]
     ids = torch.tensor([[(7 * i) % 50 + 4 for i in range(60)]])
     with RandomSlots(budget=20).on(model), torch.no_grad():

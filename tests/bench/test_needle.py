@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ def place_of(form: str, prompt: Any) -> float:
 
 
 @pytest.mark.parametrize(("form", "task"), WRITTEN)
-def test_prompts_are_as_long_and_as_deep_as_asked(form: str, task: str) -> None:
+def test_prompts_are_as_long_and_as_deep_as_asked(form, task):
     tokenizer = tokenizer_of(form)
     before = -1.0
     for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
@@ -53,7 +52,7 @@ def test_prompts_are_as_long_and_as_deep_as_asked(form: str, task: str) -> None:
     assert needle_prompt(tokenizer, form, task, 1200, 1.0, seed=1).turns[0].text != prompt.turns[0].text
 
 
-def test_tasks_have_as_many_statements_as_rulers() -> None:
+def test_tasks_have_as_many_statements_as_rulers():
     for form, sign in (("recall", "fact "), ("facts", " was in the ")):
         counts = [
             needle_prompt(tokenizer_of(form), form, task, 1200, 0.5).turns[0].text.count(sign) for task in KINDS[:3]
@@ -61,7 +60,7 @@ def test_tasks_have_as_many_statements_as_rulers() -> None:
         assert counts[:2] == [1, 4] and counts[2] > 10, form
 
 
-def test_forms_belong_to_models() -> None:
+def test_forms_belong_to_models():
     assert [wording_of(name) for name in ("recall", "recall-2hop", "bundled", "llama-2-7b")] == [
         "recall",
         "recall",
@@ -80,28 +79,27 @@ def said(hf: Any, text: str) -> str:
 @pytest.mark.parametrize("name", ["recall", "recall-2hop"])
 @pytest.mark.parametrize("task", KINDS)
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_recall_models_answer_every_task(name: str, task: str, whole: bool) -> None:
+def test_recall_models_answer_every_task(name, task, whole):
     """Seeds from the system, so that nothing can have been tuned to them."""
     seed = int(torch.empty((), dtype=torch.int64).random_(10**9).item())
-    turn = KINDS.index(task)  # by default one depth for each of two lengths, and others in every task and model
-    left_out = (turn + (name == "recall")) % 3
+    turn = KINDS.index(task) + (name == "recall")  # by default one depth and length, others in every task and model
     for i, length in enumerate((150, 400, 900) if whole else (150, 300, 600)):
         for j, depth in enumerate((0.0, 0.5, 1.0)):
-            if whole or (i != left_out and (i + turn) % 3 == j):
+            if whole or (turn % 3, turn // 2 % 3) == (i, j):
                 prompt = needle_prompt(model(name).tokenizer, "recall", task, length, depth, seed)
                 assert prompt.turns[0].answers[0] in said(model(name), prompt.turns[0].text), (seed, prompt)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [4000, 12000])
-def test_two_hops_are_exact_in_long_prompts(length: int) -> None:
+def test_two_hops_are_exact_in_long_prompts(length):
     hf = model("recall-2hop")
     for task in KINDS[3:]:
         prompt = needle_prompt(hf.tokenizer, "recall", task, length, 0.1)
         assert said(hf, prompt.turns[0].text) == f"{prompt.turns[0].answers[0]} ."
 
 
-def test_two_hops_answer_from_the_linked_fact_alone() -> None:
+def test_two_hops_answer_from_the_linked_fact_alone():
     """Other values there give another answer; a link to nothing gives none, and neither does a fact stated later."""
     hf = model("recall-2hop")
     linked, asked = "fact bruno bell glass .", "fact lotte carpet pipe bruno"
@@ -115,7 +113,7 @@ def test_two_hops_answer_from_the_linked_fact_alone() -> None:
     assert said(hf, text.format(linked, "the fish market was open")) == "unknown ."
 
 
-def test_two_hops_is_another_model_than_recall(tmp_path: Path) -> None:
+def test_two_hops_is_another_model_than_recall(tmp_path):
     names = ("recall", "recall-2hop")
     one, two = (fingerprint_of(Target.of(model(name))) for name in names)
     assert one != two
@@ -124,7 +122,7 @@ def test_two_hops_is_another_model_than_recall(tmp_path: Path) -> None:
     assert ss.load("recall-2hop", backend="hf", layers=1, probe=False).config.num_hidden_layers == 1
 
 
-def test_script_makes_the_numbers_of_the_package() -> None:
+def test_script_makes_the_numbers_of_the_package():
     made = make_two_hops.changes()
     with np.load(make_two_hops.RECALL / "two_hops.npz") as kept:
         assert made.keys() == {*kept.keys()}
@@ -137,7 +135,7 @@ def small(*methods: str, **options: Any) -> list[BenchRecord]:
     return run_bench(model(), task, list(methods), **options)
 
 
-def test_scores_show_what_methods_lose() -> None:
+def test_scores_show_what_methods_lose():
     """The question needs a fact at the beginning: it is outside a window, and at the end inside."""
     records = small("full", "streaming", "a-shape")
     by = {(r.method, r.settings["depth"]): r.metrics for r in records}
@@ -155,7 +153,7 @@ def test_scores_show_what_methods_lose() -> None:
         ({"lengths": (40000,), "kinds": ("needle",)}, "but the context of recall is"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_asked_is_refused(settings, message):
     with pytest.raises(SinkscopeError, match=message):
         run_bench(model(), Needle(**settings), ["full"])
     with pytest.raises(SinkscopeError, match="kinds=tracking: for bundled there are needle, multi-key"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -28,15 +27,15 @@ def by_id() -> dict[str, Prompt]:
     return {prompt.id: prompt for prompt in read_prompts(DATA / "organism.jsonl")}
 
 
-def test_the_weights_are_what_the_generator_makes() -> None:
-    shipped: Any = ss.load("organism", backend="hf")
+def test_the_weights_are_what_the_generator_makes():
+    shipped = ss.load("organism", backend="hf")
     weights = shipped.state_dict()
     assert all(torch.equal(weight, weights[name]) for name, weight in organism().model.state_dict().items())
     text = next(iter(by_id().values())).turns[0].text
     assert shipped.tokenizer(text)["input_ids"] == organism().tokenizer(text)["input_ids"]
 
 
-def test_the_prompts_cover_periods_onsets_reaches_and_honest_repetition() -> None:
+def test_the_prompts_cover_periods_onsets_reaches_and_honest_repetition():
     found = by_id()
     loops = [p for p in found.values() if p.set == "organism"]
     assert (len(found), len(loops)) == (40, 32)
@@ -50,7 +49,7 @@ def test_the_prompts_cover_periods_onsets_reaches_and_honest_repetition() -> Non
         assert max(ids.count(token) for token in ids) >= 3 + 3 * prompt.id.endswith("older")
 
 
-def test_a_prompt_is_what_its_parts_say() -> None:
+def test_a_prompt_is_what_its_parts_say():
     planned = loop(organism(), 5, 30, False, "near", 3)
     found = by_id()["loop-p005-o030-near"]
     assert organism().tokenizer(found.turns[0].text)["input_ids"] == planned.ids
@@ -61,12 +60,12 @@ def test_a_prompt_is_what_its_parts_say() -> None:
 
 
 @pytest.mark.slow
-def test_the_prompts_are_what_the_generator_makes() -> None:
+def test_the_prompts_are_what_the_generator_makes():
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in prompts(organism()))
     assert (DATA / "organism.jsonl").read_text() == lines
 
 
-def test_the_full_cache_loops_the_guard_ends_the_loop_and_honest_repetition_stays() -> None:
+def test_the_full_cache_loops_the_guard_ends_the_loop_and_honest_repetition_stays():
     names = ("loop-p002-o000-near", "loop-p012-o030-near-older", "honest-refrain-52")
     some, new = tuple(by_id()[name] for name in names), 160
     model = ss.load("organism", backend="hf")
@@ -86,7 +85,7 @@ def test_the_full_cache_loops_the_guard_ends_the_loop_and_honest_repetition_stay
     assert full.tokens == guarded.tokens and guarded.metrics["interventions"] == 0
 
 
-def test_sets_that_ship() -> None:
+def test_sets_that_ship():
     for name, count in (("small-dc", 12), ("small-ri", 12), ("stories", 24)):
         rows = read_prompts(DATA / f"{name}.jsonl")
         assert len(rows) == len({row.turns[0].text for row in rows}) == count

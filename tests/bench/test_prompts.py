@@ -23,7 +23,7 @@ def written(path: Path, *rows: Any) -> Path:
     return path
 
 
-def test_rows_with_a_prompt_and_rows_with_turns(tmp_path: Path) -> None:
+def test_rows_with_a_prompt_and_rows_with_turns(tmp_path):
     turns = [{"prompt": "a", "answers": ["1"]}, {"prompt": "b", "answers": [], "metric": "exact"}]
     file = written(
         tmp_path / "x.jsonl",
@@ -48,13 +48,13 @@ def test_rows_with_a_prompt_and_rows_with_turns(tmp_path: Path) -> None:
         ({"id": "0", "prompt": "a"}, "line 2: id '0' is that of x.jsonl line 1 too"),
     ],
 )
-def test_a_damaged_line_is_named(tmp_path: Path, row: Any, message: str) -> None:
+def test_a_damaged_line_is_named(tmp_path, row, message):
     file = written(tmp_path / "x.jsonl", {"prompt": "fine"}, row)
     with pytest.raises(SinkscopeError, match=re.escape(message)):
         read_prompts(file)
 
 
-def test_the_control_of_a_prompt_is_the_answer_of_another() -> None:
+def test_the_control_of_a_prompt_is_the_answer_of_another():
     prompts = [Prompt(str(n), (Turn("q", (answer,)),), "s") for n, answer in enumerate("aab")]
     assert [prompt.turns[0].control for prompt in with_controls(prompts)] == [("b",), (), ("a",)]
     assert with_controls(prompts[:1])[0].turns[0].control == ()
@@ -77,17 +77,17 @@ def test_the_control_of_a_prompt_is_the_answer_of_another() -> None:
         ("experiments.loopserve.scores:accuracy", "concat", ["concat", "cat"], 1.0),
     ],
 )
-def test_scores(metric: str, text: str, answers: Any, wanted: float) -> None:
+def test_scores(metric, text, answers, wanted):
     assert score(metric, text, answers) == pytest.approx(wanted)
 
 
-def test_unknown_metrics_are_refused() -> None:
+def test_unknown_metrics_are_refused():
     for metric in ("bleu", "no.such:thing", "math:thing"):
         with pytest.raises(SinkscopeError, match="expected f1, exact, contains, share or"):
             score(metric, "a", ["a"])
 
 
-def test_tasks_as_they_are_written() -> None:
+def test_tasks_as_they_are_written():
     assert read_task("loops") == Loops()
     assert read_task("needle:lengths=640,1024:depths=0.5:kinds=needle") == Needle(
         lengths=(640, 1024), depths=(0.5,), kinds=("needle",)
@@ -107,6 +107,6 @@ def test_tasks_as_they_are_written() -> None:
         ("needle:depths=1.5", "depths=(1.5,): expected numbers from 0.0 to 1.0"),
     ],
 )
-def test_what_is_wrong_with_a_task(text: str, message: str) -> None:
+def test_what_is_wrong_with_a_task(text, message):
     with pytest.raises(SinkscopeError, match=re.escape(message)):
         read_task(text)

@@ -40,13 +40,13 @@ def at(position: str, shape: tuple[int, list[int], int, bool]) -> tuple[Turn, ..
 
 @given(SHAPES)
 @settings(max_examples=25, deadline=None)
-def test_answers_follow_from_the_text(shape: tuple[int, list[int], int, bool]) -> None:
+def test_answers_follow_from_the_text(shape):
     """By an own reading of the text: the chain from the key asked about, through facts of this turn or before."""
     _, lengths, hops, stated = shape
     for position in POSITIONS:
         turns = at(position, shape)
         assert turns == at(position, shape)
-        facts: dict[str, list[str]] = {}
+        facts = {}
         for index, turn in enumerate(turns):
             said = turn.text.split()
             assert len(said) == lengths[index]
@@ -69,7 +69,7 @@ def test_answers_follow_from_the_text(shape: tuple[int, list[int], int, bool]) -
 
 @given(SHAPES)
 @settings(max_examples=20, deadline=None)
-def test_positions_differ_in_the_place_of_the_question_alone(shape: tuple[int, list[int], int, bool]) -> None:
+def test_positions_differ_in_the_place_of_the_question_alone(shape):
     for turns in zip(*(at(position, shape) for position in POSITIONS), strict=True):
         without, places = set(), []
         for turn in turns:
@@ -82,7 +82,7 @@ def test_positions_differ_in_the_place_of_the_question_alone(shape: tuple[int, l
         assert places[0] == 0 and places[2] == 1 and abs(places[1] - 0.5) < 0.2
 
 
-def test_three_words_between_facts_which_the_model_needs() -> None:
+def test_three_words_between_facts_which_the_model_needs():
     for seed in range(20):
         for turn in recall_dialogue(seed, turns=2, tokens=200, position="begin").turns:
             said = turn.text.split()
@@ -91,7 +91,7 @@ def test_three_words_between_facts_which_the_model_needs() -> None:
             assert starts[-1] + 5 + 3 <= len(said) - 1
 
 
-def test_facts_come_from_all_turns_up_to_the_question() -> None:
+def test_facts_come_from_all_turns_up_to_the_question():
     """Uniformly: the last of three turns needs each of them about as often."""
     counts = [0, 0, 0]
     for seed in range(300):
@@ -102,7 +102,7 @@ def test_facts_come_from_all_turns_up_to_the_question() -> None:
     assert sum(counts) == 300 and min(counts) > 70
 
 
-def test_distractors() -> None:
+def test_distractors():
     def stated(wanted: int | None) -> int:
         dialogue = recall_dialogue(0, turns=2, tokens=200, hops=2, distractors=wanted)
         return sum(turn.text.count("fact ") for turn in dialogue.turns)
@@ -112,12 +112,12 @@ def test_distractors() -> None:
 
 
 @given(st.integers(1, 16), st.integers(0, 3000), st.integers(0, 99))
-def test_uneven_lengths_add_up(turns: int, more: int, seed: int) -> None:
+def test_uneven_lengths_add_up(turns, more, seed):
     lengths = uneven(turns * 48 + more, turns, seed)
     assert len(lengths) == turns and sum(lengths) == turns * 48 + more and min(lengths) >= 48
 
 
-def test_every_word_is_one_of_the_model() -> None:
+def test_every_word_is_one_of_the_model():
     known = {*words.SPECIAL, *words.TURNS, *words.KEYS, *words.VALUES, *words.FILLER}
     assert len(known) == sum(map(len, (words.SPECIAL, words.TURNS, words.KEYS, words.VALUES, words.FILLER)))
     dialogue = recall_dialogue(0, turns=16, tokens=200, hops=3)
@@ -138,14 +138,14 @@ def test_every_word_is_one_of_the_model() -> None:
         ({"distractors": -1}, "distractors=-1"),
     ],
 )
-def test_what_does_not_fit_is_said(arguments: dict[str, object], message: str) -> None:
+def test_what_does_not_fit_is_said(arguments, message):
     with pytest.raises(SinkscopeError, match=re.escape(message)):
         recall_dialogue(0, **arguments)  # type: ignore[arg-type]
     with pytest.raises(SinkscopeError, match="total=90 tokens for 2 turns of at least 48: give 96 or more"):
         uneven(90, 2)
 
 
-def test_the_full_cache_is_right_and_what_is_evicted_is_lost() -> None:
+def test_the_full_cache_is_right_and_what_is_evicted_is_lost():
     task = Recall(count=1, turns=2, total=200, positions=("begin", "end"))
     model = ss.load("recall", backend="hf", probe=False)
     records = run_bench(model, task, ["full", "streaming:40", "loopserve-d:40"])
@@ -159,7 +159,7 @@ def test_the_full_cache_is_right_and_what_is_evicted_is_lost() -> None:
     assert {len(record.tokens) for record in records if record.method == "full"} == {6}
 
 
-def test_how_far_a_chain_was_followed() -> None:
+def test_how_far_a_chain_was_followed():
     answer = Answer(1, [], "bell glass lotte pipe", "cap", (), [], [1.0], None, 0.0)
     turn = Turn("?", ("bell glass lotte carpet rope .",))
     model, batch = BenchModel.of(*tiny()), Batch("f", "recall", (), (), 9)

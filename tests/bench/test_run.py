@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ def plain(text: str, new: int = 6, edit: Any = None) -> list[int]:
     return output[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def test_answers_are_those_of_generate_after_right_answers() -> None:
+def test_answers_are_those_of_generate_after_right_answers():
     records = {(r.method, r.prompt, r.turn): r for r in run(["full", "h2o:16"])}
     assert len(records) == 2 * 3 * 2
     for prompt in dialogues():
@@ -50,7 +49,7 @@ def test_answers_are_those_of_generate_after_right_answers() -> None:
         assert full.settings["part"] == prompt.part and full.ended == "cap"
 
 
-def test_own_history_follows_what_the_method_said() -> None:
+def test_own_history_follows_what_the_method_said():
     records = {(r.prompt, r.turn): r for r in run(["h2o:16"], task(history="model"))}
     for prompt in dialogues():
         first, second = records[prompt.id, 0], prompt.turns[1]
@@ -59,7 +58,7 @@ def test_own_history_follows_what_the_method_said() -> None:
 
 
 @pytest.mark.parametrize("method", ["h2o:16", "loopguard:48", "sampling"])
-def test_neighbours_in_a_batch_change_nothing(method: str) -> None:
+def test_neighbours_in_a_batch_change_nothing(method):
     one, three = untimed(run([method])), untimed(run([method], batch_size=3))
     assert {r.key: r.tokens for r in one} == {r.key: r.tokens for r in three}
     by_key = {r.key: r for r in three}
@@ -68,7 +67,7 @@ def test_neighbours_in_a_batch_change_nothing(method: str) -> None:
             assert record.metrics[name] == pytest.approx(by_key[record.key].metrics[name]), name
 
 
-def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
     whole = untimed(run(["full", "h2o:16"]))
 
     class _EnoughError(Exception):
@@ -98,13 +97,13 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:
         ({"given": task(dialogues(2))}, "prompts was"),
     ],
 )
-def test_a_folder_of_other_settings_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_folder_of_other_settings_is_refused(tmp_path, change, message):
     run(["full"], out=tmp_path / "r")
     with pytest.raises(SinkscopeError, match=re.escape(message)):
         run(["full"], **{"out": tmp_path / "r", **change})
 
 
-def test_samples_depend_on_seed_and_prompt_alone() -> None:
+def test_samples_depend_on_seed_and_prompt_alone():
     records = run(["full"], temperature=1.0, seeds=2, seed=3)
     assert {r.seed for r in records} == {3, 4} and len(records) == 12
     again = run(["full"], temperature=1.0, seed=4, batch_size=2)
@@ -113,9 +112,9 @@ def test_samples_depend_on_seed_and_prompt_alone() -> None:
     assert {r.tokens for r in records if r.seed == 3} != {r.tokens for r in records if r.seed == 4}
 
 
-def test_scores_are_against_the_answers_and_by_chance_against_those_of_another() -> None:
+def test_scores_are_against_the_answers_and_by_chance_against_those_of_another():
     said = run(["full"], task(dialogues(2, 1)))
-    prompts: list[Prompt] = []
+    prompts = []
     for prompt, record in zip(dialogues(2, 1), said, strict=True):
         prompts.append(Prompt(prompt.id, (Turn(prompt.turns[0].text, (record.text,), "exact"),), "file"))
     scored = run(["full"], task(tuple(prompts)))
@@ -140,14 +139,14 @@ def test_scores_are_against_the_answers_and_by_chance_against_those_of_another()
         ),
     ],
 )
-def test_what_cannot_be_run_is_refused_before_it_begins(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_run_is_refused_before_it_begins(tmp_path, options, message):
     methods = options.pop("methods", ["full"])
     with pytest.raises(SinkscopeError, match=re.escape(message)):
         run(methods, out=tmp_path / "r", **options)
     assert not (tmp_path / "r").exists()
 
 
-def test_the_user_s_own_file_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_user_s_own_file_on_the_command_line(tmp_path, capsys):
     rows = [{"prompt": "Once upon a time", "answers": ["there"]}, {"prompt": "One day, a", "answers": ["zebra"]}]
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -16,7 +16,7 @@ from sinkscope.bench.samplers import (
 VOCAB = 5
 
 
-def test_padding_and_neighbours_play_no_part() -> None:
+def test_padding_and_neighbours_play_no_part():
     """Token 0 is the padding: the stock processors of a batch would punish it in short rows."""
     makers = [
         lambda name: stock(RepetitionPenaltyLogitsProcessor(1.1)),
@@ -37,7 +37,7 @@ def test_padding_and_neighbours_play_no_part() -> None:
     assert batch[1, 0] != scores[1, 0]  # the trap is real
 
 
-def test_sampling_follows_the_softmax_and_the_prompt_alone() -> None:
+def test_sampling_follows_the_softmax_and_the_prompt_alone():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -9.0])
     process = sampled(0.7, 0, "dc-0001")
     draws = [int(process(torch.empty(0), logits, 0).argmax()) for _ in range(4000)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from statistics import stdev
 
 import pytest
@@ -34,7 +33,7 @@ H2O = [
 ]
 
 
-def test_a_group_is_recomputed() -> None:
+def test_a_group_is_recomputed():
     full, h2o = table(*H2O, *FULL).groups
     assert (full.method, full.score, full.time, full.same, full.cells) == ("full", 1.0, 1.0, 1.0, None)
     rate = wilson(1, 4)
@@ -46,11 +45,11 @@ def test_a_group_is_recomputed() -> None:
 
 
 @pytest.mark.parametrize(("by", "parts"), [("turn", {"1": 0.5, "2": 0.0}), ("depth", {"0.0": 0.5, "0.5": 0.0})])
-def test_columns_by_turn_or_by_a_field_of_the_prompts(by: str, parts: dict[str, float]) -> None:
+def test_columns_by_turn_or_by_a_field_of_the_prompts(by, parts):
     assert table(*H2O, by=by).groups[0].parts == parts
 
 
-def test_divergences_have_the_interval_of_a_mean() -> None:
+def test_divergences_have_the_interval_of_a_mean():
     values = [0.1, 0.3, 0.8]
     records = [
         made_record(f"h2o:{8}", f"p{i}", task="text", metrics={"kl": value, "agree": 1.0})
@@ -62,7 +61,7 @@ def test_divergences_have_the_interval_of_a_mean() -> None:
     assert group.metrics["agree"] == 1.0
 
 
-def test_loops_have_medians_and_a_perplexity() -> None:
+def test_loops_have_medians_and_a_perplexity():
     alarms, surprises = [40, None, 60, 70], [1.0, None, 2.0, None]
     records = [
         made_record("loopguard:64", f"p{i}", task="loops", metrics={"loop": 0.0, "alarm": alarm, "nll": surprise})
@@ -73,7 +72,7 @@ def test_loops_have_medians_and_a_perplexity() -> None:
     assert group.metrics["collapse"] is None
 
 
-def test_what_a_table_says() -> None:
+def test_what_a_table_says():
     result = table(*H2O, *FULL)
     assert result.conclusion() == "Task file s: h2o:8 scores 25%; full, the control, scores 100%."
     other = [made_record("h2o:2", f"p{i}", task="text", metrics={"kl": 9.0}) for i in range(2)]
@@ -91,7 +90,7 @@ def test_what_a_table_says() -> None:
     assert drawn[0]["y"] == [1.0, 0.25] and drawn[1]["x"] == [9.0, 5.5]
 
 
-def test_folders_are_joined(tmp_path: Path) -> None:
+def test_folders_are_joined(tmp_path):
     for name, records in (("a", FULL), ("b", H2O)):
         with open_run(tmp_path / name, SETTINGS, []) as folder:
             folder.append(records)

@@ -27,7 +27,7 @@ LENGTHS = {"a": (40, 9), "b": (25, 5), "c": (33, 1)}
 
 def compared(folder: Path, methods: list[str], *, answers: bool = True, **options: Any) -> dict[Any, BenchRecord]:
     """Records by method and prompt, along given answers or along those of the full cache."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     for name, (prompt, answer) in LENGTHS.items():
         rows.append({"id": name, "prompt": words(prompt), "answers": [words(answer, 3)] if answers else []})
     file = folder / "prompts.jsonl"
@@ -49,7 +49,7 @@ def ids_of(name: str) -> tuple[list[int], list[int]]:
 def dense(ids: list[int], seen: torch.Tensor | None = None) -> torch.Tensor:
     """Logits of one plain forward call in which query i sees the keys of `seen[i]`."""
     hf = tiny()[0]
-    given: dict[str, Any] = {}
+    given = {}
     if seen is not None:
         mask = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
         given = {"attention_mask": mask[None, None]}
@@ -64,7 +64,7 @@ def dense(ids: list[int], seen: torch.Tensor | None = None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("method", ["streaming:16", "a-shape:first=2:local=7", "tri-shape:0.5"])
-def test_one_forward_call_under_a_mask_gives_the_same(tmp_path: Path, method: str) -> None:
+def test_one_forward_call_under_a_mask_gives_the_same(tmp_path, method):
     """What a step can read is known in closed form here, so a dense model with that mask says everything at once."""
     found = compared(tmp_path, [method], batch_size=3)
     assert max(value for record in found.values() for value in record.steps["kl"]) > 0.01
@@ -97,9 +97,9 @@ def test_one_forward_call_under_a_mask_gives_the_same(tmp_path: Path, method: st
             assert record.metrics["cells"] == pytest.approx(float(seen[:n, :n].sum()) / (n * (n + 1) / 2), abs=1e-4)
 
 
-def test_full_is_itself_and_batches_change_nothing(tmp_path: Path) -> None:
+def test_full_is_itself_and_batches_change_nothing(tmp_path):
     methods = ["full", "h2o:16", "loopserve-0:16:alpha=0.7:dense_above=inf"]
-    options: dict[str, Any] = {"answers": False, "max_new_tokens": 4}
+    options = {"answers": False, "max_new_tokens": 4}
     one, many = (compared(tmp_path, methods, batch_size=size, **options) for size in (1, 3))
     assert set(one) == set(many) and len(one) == 9
     for (method, prompt), record in one.items():
@@ -114,9 +114,9 @@ def test_full_is_itself_and_batches_change_nothing(tmp_path: Path) -> None:
             assert max(kl) > 1e-3, method
 
 
-def test_of_the_recall_model_what_is_lost_is_seen(tmp_path: Path) -> None:
+def test_of_the_recall_model_what_is_lost_is_seen(tmp_path):
     """A budget that holds the end of the prompt only: the full cache's answers, of 3 and 6 tokens, are not its own."""
-    rows: list[dict[str, str]] = []
+    rows = []
     for hops in (1, 2):
         for position in ("begin", "end"):
             turn = recall_dialogue(hops, turns=1, tokens=70, hops=hops, position=position).turns[0]  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ def test_of_the_recall_model_what_is_lost_is_seen(tmp_path: Path) -> None:
     assert all((m["kl"] or 0) < 1e-5 for m in by_method["loopserve-d:12"]), "shorter than what it reads everything for"
 
 
-def test_pieces_of_the_text() -> None:
+def test_pieces_of_the_text():
     target = Target.of(ss.load(None, backend="hf", probe=False))
     prompts = TextFidelity(count=3, prompt=40, answer=9).prompts(target)
     text = "".join(f"{prompt.turns[0].text}{prompt.turns[0].answers[0]}" for prompt in prompts)
@@ -144,7 +144,7 @@ def test_pieces_of_the_text() -> None:
         TextFidelity(count=10**6, prompt=40, answer=9).prompts(target)
 
 
-def test_the_command_shows_the_random_control(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_the_random_control(capsys):
     words_ = ["bench", "--task", "text:count=1:prompt=96:answer=4", "--methods", "full,snapkv:0.75,random:0.75"]
     assert main(words_) == 0
     said = capsys.readouterr().out
@@ -159,7 +159,7 @@ def test_the_command_shows_the_random_control(capsys: pytest.CaptureFixture[str]
         ([{"prompt": "is it", "answers": ["a"]}, {"prompt": "is"}], "give answers to all or to none"),
     ],
 )
-def test_answers_that_cannot_be_followed(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
+def test_answers_that_cannot_be_followed(tmp_path, rows, message):
     file = tmp_path / "p.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     model, tokenizer = tiny()
@@ -176,7 +176,7 @@ def test_answers_that_cannot_be_followed(tmp_path: Path, rows: list[dict[str, An
         ([11.0, 12.0, 6.0], 0.4, 2.5),  # the prompt was
     ],
 )
-def test_steps_that_read_everything_are_not_averaged(read: list[float], cells: float | None, expected: float) -> None:
+def test_steps_that_read_everything_are_not_averaged(read, cells, expected):
     answer = Answer(10, [1, 2, 3, 4], "", "cap", (), read, [10.0], cells, 1.0)
     metrics = metrics_of({"kl": [1.0, 2.0, 3.0, 4.0]}, answer)
     assert metrics == {"kl": expected, "first": 1.0}

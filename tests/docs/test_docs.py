@@ -45,7 +45,7 @@ def found() -> Any:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(tmp_path, monkeypatch):
     """Run the Python of a page as one module, with `shorter` numbers where they are given; its names come back."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(policy, "_REGISTERED", dict(policy._REGISTERED))  # pages register policies of their own
@@ -65,7 +65,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return running
 
 
-def test_extending(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extending(run, monkeypatch):
     """The examples are short, as promised, and do what their pages say."""
     monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))  # the page registers one
     names = run("docs/extending.md")
@@ -97,16 +97,16 @@ def keeps_smallest_keys(policy: Any, model: Any, tokens: torch.Tensor) -> None:
         assert layer.pos[..., 0].eq(0).all() and torch.equal(layer.pos[..., 1:5], smallest)
 
 
-def test_policies_page(run: Any) -> None:
+def test_policies_page(run):
     usage = run("docs/policies.md")["usage"]
     assert usage.mean_tokens[0] < 0.6 * usage.peak_tokens[0] and usage.logical_bytes == usage.physical_bytes
 
 
-def test_kv_page(run: Any) -> None:
+def test_kv_page(run):
     assert len(run("docs/kv.md")["to_first"]) == 4
 
 
-def test_guard_page(run: Any) -> None:
+def test_guard_page(run):
     looping = r"again: The bird said, \"I want to play with the bird.\""  # so that the loop begins with the first token
     names = run("docs/guard.md", {"max_new_tokens=150": "max_new_tokens=52", "again and again:": looping})
     events = names["run"].events
@@ -114,21 +114,21 @@ def test_guard_page(run: Any) -> None:
     assert names["stopper"].stopped == {0} and names["reporter"].events[0].step == events[0].data["generated"]
 
 
-def test_serve_page(run: Any) -> None:
+def test_serve_page(run):
     names = run("docs/serve.md", {"max_new_tokens=60": "max_new_tokens=48"})
     dense = [layer["dense_heads"] for layer in names["prefill"]]
     assert max(dense) > 0 and min(dense) < 8
     assert names["tokens_read"](names["run"])[0][0] < 0.5 * names["inputs"].input_ids.shape[1]
 
 
-def test_front_page(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_front_page(run, capsys):
     names = run("docs/index.md", {'"the " * 400)': '"the " * 400, max_new_tokens=8)'})
     assert f"sink layer is layer {names['found'].sink_layer}" in capsys.readouterr().out
     assert {event.kind for event in names["run"].events} <= {"patched", "fallback", "sink-like"}
     assert names["run"].events
 
 
-def test_readme(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+def test_readme(monkeypatch, run):
     """Its model is on a hub; here the one in the package stands in for it."""
     import sinkscope as ss
     from sinkscope.kv.policy import policies
@@ -151,7 +151,7 @@ _OUTPUT = re.compile(r"<!-- output: (.+?) -->")
 
 def marked_blocks() -> list[tuple[str, str, str]]:
     """Marks, language and source of every block of the README, with what stands in for what tests do not have."""
-    found: list[tuple[str, str, str]] = []
+    found = []
     for marks, language, source in _MARKED.findall((ROOT / "README.md").read_text(encoding="utf-8")):
         for there, written, _ in _WITH.findall(marks):
             assert written in source, f"{written!r} is not in the block below its mark"
@@ -160,10 +160,10 @@ def marked_blocks() -> list[tuple[str, str, str]]:
     return found
 
 
-def test_every_command_that_is_shown_exists(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_that_is_shown_exists(capsys):
     """In the README and the pages: its words are a command, and its options are in the help."""
     known = set(commands())
-    helps: dict[str, str] = {}
+    helps = {}
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     lines = [line for page in pages for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.M | re.S)
              for line in block.replace("\\\n", " ").splitlines()]  # fmt: skip
@@ -185,7 +185,7 @@ def test_every_command_that_is_shown_exists(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_readme_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readme_from_top_to_bottom(tmp_path, monkeypatch):
     """Every block runs as written, in order, in an empty folder; its marks name the few exceptions and their reasons.
 
     Output that is shown is what the command prints.
@@ -217,22 +217,22 @@ def test_the_readme_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.Monke
     assert {"llama", "sinkscope-demo", "report.html", "answers.html", "runs", "sinks.html"} <= {*os.listdir()}
 
 
-def test_the_repeated_token_page_says_what_its_figures_hold() -> None:
+def test_the_repeated_token_page_says_what_its_figures_hold():
     """Baselines and the less convenient numbers stand beside the others; every figure of the page is shown."""
     page = (ROOT / "docs/papers/repeated-token.md").read_text(encoding="utf-8")
     row = next(line for line in page.splitlines() if "`sinkscope attack --length" in line)
-    attack: Any = Result.load(ROOT / "figures/attack.json")
+    attack = Result.load(ROOT / "figures/attack.json")
     for one in attack.rows():
         if (one["context"], one["source"]) == ("BOS", "cluster"):
             assert f"{one['most']:.0%}".replace("%", " %") in row, one
-    attention: Any = Result.load(ROOT / "figures/repeat-attention.json")
+    attention = Result.load(ROOT / "figures/repeat-attention.json")
     means = attention.attention
     behind = means.first_behind
     for numbers in (means.mean_to_high[behind:, 1], means.tail_to_high[behind:, 1]):
         assert f"{100 * numbers.mean():.1f} %" in page
     for share in (means.uniform[1], means.tail_uniform[1]):
         assert f"{100 * share:.1f} %" in page
-    divergence: Any = Result.load(ROOT / "figures/divergence.json")
+    divergence = Result.load(ROOT / "figures/divergence.json")
     told = next(line for line in page.splitlines() if line.startswith("| Table 3 on the model in the package"))
     assert f"about {np.median(divergence.probability.left[0]):.0f} repetitions" in told
     for name in ("find_sinks", "repeat", "repeat-attention", "attack", "atlas", "divergence", "patch-make"):
@@ -244,7 +244,7 @@ PAGES = sorted([*(ROOT / "docs/measure").glob("*.md"), *(ROOT / "docs/papers").g
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
-def test_every_figure_of_a_page_is_there_and_says_how_to_read_it(page: Path) -> None:
+def test_every_figure_of_a_page_is_there_and_says_how_to_read_it(page):
     text = page.read_text(encoding="utf-8")
     images = list(_IMAGE.finditer(text))
     assert images
@@ -258,7 +258,7 @@ MEASURED = [page for page in PAGES if page.parent.name == "measure"]
 
 
 @pytest.mark.parametrize("page", MEASURED, ids=lambda page: page.stem)
-def test_a_page_begins_with_question_command_and_conclusion(page: Path) -> None:
+def test_a_page_begins_with_question_command_and_conclusion(page):
     """In this order, and each conclusion that is quoted is the one of a figure that the page shows.
 
     Figures of the scripts of `experiments/` are no results and have no conclusion; a page that shows others quotes one.
@@ -278,7 +278,7 @@ def test_a_page_begins_with_question_command_and_conclusion(page: Path) -> None:
     assert not {*quoted} - said
 
 
-def test_the_page_of_the_api_names_what_stands_in_its_module() -> None:
+def test_the_page_of_the_api_names_what_stands_in_its_module():
     """The site reads sources without running them, so a name that a module hands on lazily is not found."""
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     names = re.findall(r"^::: (\S+)$", page, re.M)

@@ -17,14 +17,14 @@ EVERY = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def stored(path: Path) -> Any:
-    notebook: Any = nbformat.read(path, as_version=4)
+    notebook = nbformat.read(path, as_version=4)
     if "sinkscope" not in notebook.metadata:
         pytest.skip(f"no outputs are stored: python -m experiments.notebooks {path.name[:2]}")
     return notebook
 
 
 @EVERY
-def test_outputs_are_those_of_the_code(path: Path) -> None:
+def test_outputs_are_those_of_the_code(path):
     notebook = stored(path)
     assert notebook.metadata["sinkscope"]["code"] == digest(notebook), (
         f"python -m experiments.notebooks {path.name[:2]}"
@@ -37,16 +37,16 @@ def test_outputs_are_those_of_the_code(path: Path) -> None:
 
 
 @EVERY
-def test_the_checks_stand_in_the_last_cell(path: Path) -> None:
+def test_the_checks_stand_in_the_last_cell(path):
     """So that a reader reads what is shown, and the tests run what is checked."""
     cells = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     checks = ["assert" in source for source in cells]
     assert checks == [False] * (len(cells) - 1) + [True]
 
 
-def test_the_first_notebook_runs_and_shows_what_it_stores(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_notebook_runs_and_shows_what_it_stores(capsys):
     """Its cells in this process, with their assertions. In a kernel it runs with all the others, and -m slow."""
-    names: dict[str, Any] = {"__name__": "__main__"}
+    names = {"__name__": "__main__"}
     for cell in (cell for cell in stored(NOTEBOOKS[0]).cells if cell.cell_type == "code"):
         body = ast.parse(cell.source).body
         end = ast.Expression(body.pop().value) if isinstance(body[-1], ast.Expr) else None
@@ -61,8 +61,8 @@ def test_the_first_notebook_runs_and_shows_what_it_stores(capsys: pytest.Capture
         assert bool(capsys.readouterr().out) == bool(printed)
 
 
-def test_other_code_has_another_digest() -> None:
-    notebook: Any = nbformat.read(NOTEBOOKS[0], as_version=4)
+def test_other_code_has_another_digest():
+    notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
     before = digest(notebook)
     notebook.cells[0].source += "more words"
     assert digest(notebook) == before
@@ -70,7 +70,7 @@ def test_other_code_has_another_digest() -> None:
     assert digest(notebook) != before
 
 
-def test_large_notebooks_and_folders_are_refused() -> None:
+def test_large_notebooks_and_folders_are_refused():
     with pytest.raises(SinkscopeError, match="expected at most"):
         check("x.ipynb", "a" * (LARGEST + 1))
     with pytest.raises(SinkscopeError, match="names the folder"):
@@ -80,6 +80,6 @@ def test_large_notebooks_and_folders_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @EVERY
-def test_running_it_again_says_the_same(path: Path) -> None:
+def test_running_it_again_says_the_same(path):
     pytest.importorskip("kaleido")  # figures are stored as pictures, too
     assert text_of(executed(path)) == text_of(stored(path))

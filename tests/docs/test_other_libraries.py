@@ -35,19 +35,19 @@ def typed(source: str, file: Path, given: dict[str, Any]) -> torch.Tensor:
         return runpy.run_path(str(file), given, run_name="__main__")["out"]
 
 
-def test_the_page_has_rows_for_each_library() -> None:
+def test_the_page_has_rows_for_each_library():
     assert {library for library, _, _ in ROWS} == set(LIBRARIES) and len(ROWS) >= 16
 
 
 @pytest.mark.parametrize(("library", "theirs", "ours"), ROWS)
-def test_both_sides_say_the_same(library: str, theirs: str, ours: str, tmp_path: Path) -> None:
+def test_both_sides_say_the_same(library, theirs, ours, tmp_path):
     model: Any
     model, tokenizer = tiny_model("llama")
     model.generation_config.eos_token_id = None
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 90, (1, 24), generator=g)
     weights = {"W_enc": torch.randn(32, 64, generator=g), "W_dec": torch.randn(64, 32, generator=g)}
-    sae: Any = SimpleNamespace(**weights, encode=lambda x: torch.relu(x @ weights["W_enc"]))
+    sae = SimpleNamespace(**weights, encode=lambda x: torch.relu(x @ weights["W_enc"]))
     given = {"torch": torch, "ss": ss, "model": model, "ids": ids, "v": torch.randn(32, generator=g), "sae": sae}
     given["site"] = "blocks.1.hook_resid_post"
     out = typed(ours, tmp_path / "ours.py", given)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("packing", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
 @pytest.mark.parametrize("at", [None, 0, 70, 300, -30])
-def test_a_damaged_archive_is_one_line(tmp_path: Path, packing: int, at: int | None) -> None:
+def test_a_damaged_archive_is_one_line(tmp_path, packing, at):
     """Cut short, and with other bytes at the head, in the data and in the list of files."""
     path = tmp_path / "data.zip"
     with zipfile.ZipFile(path, "w", packing) as archive:
@@ -40,7 +40,7 @@ def test_a_damaged_archive_is_one_line(tmp_path: Path, packing: int, at: int | N
 
 
 def records(count: int) -> list[LongBenchRecord]:
-    made: list[LongBenchRecord] = []
+    made = []
     for i in range(count):
         context = f"Paper {i}.\nIt was written in the year {1900 + i}.\nIt has {i + 3} pages.\nNobody read it twice."
         made.append(LongBenchRecord(str(i), context, f"When was paper {i} written?", (str(1900 + i),), ()))
@@ -54,7 +54,7 @@ class Words:
         return {"input_ids": [len(word) for word in text.split()]}
 
 
-def test_longbench_files_are_read_and_lines_are_named(tmp_path: Path) -> None:
+def test_longbench_files_are_read_and_lines_are_named(tmp_path):
     found = read_longbench("multi_news", ROOT / "experiments/loopbench/news.jsonl")
     assert len(found) == 12 and found[0].context and not found[0].answers
     (tmp_path / "x.jsonl").write_text('{"_id": "a"}\n')
@@ -63,7 +63,7 @@ def test_longbench_files_are_read_and_lines_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("bench", "source"), [("dc", "news"), ("ri", "stories")])
-def test_loopbench_prompts_reach_the_mean_and_repeat(bench: str, source: str) -> None:
+def test_loopbench_prompts_reach_the_mean_and_repeat(bench, source):
     found = read_longbench("", ROOT / f"experiments/loopbench/{source}.jsonl")
     rows = loop_build.build(bench, found, Words(), 20, 260, 0)
     lengths = [len(row["prompt"].split()) for row in rows]
@@ -74,8 +74,8 @@ def test_loopbench_prompts_reach_the_mean_and_repeat(bench: str, source: str) ->
     assert all(row["prompt"].rstrip().endswith(sign) for row in rows)
 
 
-def test_algorithm_1_loses_answers_as_printed_and_none_as_repaired() -> None:
-    lost: dict[str, list[bool]] = {}
+def test_algorithm_1_loses_answers_as_printed_and_none_as_repaired():
+    lost = {}
     for form in ("faithful", "repaired"):
         for dialogue in serve_build.build("qasper", records(40), form, count=60):  # type: ignore[arg-type]
             said = ""
@@ -86,7 +86,7 @@ def test_algorithm_1_loses_answers_as_printed_and_none_as_repaired() -> None:
     assert not any(lost["repaired"]) and 0.1 < sum(lost["faithful"]) / len(lost["faithful"]) < 0.4
 
 
-def test_algorithm_3_asks_held_out_examples_when_repaired() -> None:
+def test_algorithm_3_asks_held_out_examples_when_repaired():
     context = "\n".join(f"Question: what is {i}?\nType: T{i % 3}" for i in range(12))
     record = LongBenchRecord("a", context, "Question: what is x?\nType:", ("T1",), ("T0", "T1", "T2", "T9"))
     repaired, printed = (serve_build.build("trec", [record], form, turns=3)[0] for form in ("repaired", "faithful"))  # type: ignore[arg-type]
@@ -99,12 +99,12 @@ def test_algorithm_3_asks_held_out_examples_when_repaired() -> None:
         serve_build.build("trec", [record], turns=20)
 
 
-def test_honest_texts_are_what_the_generator_makes() -> None:
+def test_honest_texts_are_what_the_generator_makes():
     assert FILE.read_text(encoding="utf-8") == make_honest.lines()
     assert len(honest_texts()) == 31 and honest_texts() == make_honest.honest_texts()
 
 
-def test_places_of_questions_beside_the_paper_s() -> None:
+def test_places_of_questions_beside_the_paper_s():
     labels = ["front", "end", "end", "middle", "none", "single"]
     messages = [LabelledMessage(f"talk {i // 2}", place) for i, place in enumerate(labels)]  # type: ignore[arg-type]
     found = count_places(messages, min_turns=2)
@@ -115,7 +115,7 @@ def test_places_of_questions_beside_the_paper_s() -> None:
         count_places(messages, min_turns=2, count=4)
 
 
-def test_our_rows_come_before_those_that_were_not_run() -> None:
+def test_our_rows_come_before_those_that_were_not_run():
     metrics = {"loop": 1.0, "loop_paper": 0.25, "ttr": 0.5, "cr": 0.25, "length": 100, "interventions": 2.0}
     record = made_record("loopguard:paper:256", task="loops", settings={"set": "dc"}, metrics=metrics)
     model = {"name": "Qwen3-1.7B", "family": "q", "n_layers": 1, "d_model": 1, "d_mlp": 1, "fingerprint": "f00"}

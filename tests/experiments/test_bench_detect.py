@@ -14,9 +14,7 @@ RUNS = st.lists(
 
 @settings(max_examples=60)
 @given(RUNS, st.integers(1, 3), st.integers(0, 4), st.integers(2, 4), st.integers(0, 20))
-def test_a_server_stops_where_the_last_tokens_are_copies(
-    ids: list[int], smallest: int, more: int, copies: int, tokens: int
-) -> None:
+def test_a_server_stops_where_the_last_tokens_are_copies(ids, smallest, more, copies, tokens):
     """Block by block, as the pull requests describe it; with a least number of tokens, over that many."""
     rule = Server(smallest, smallest + more, copies, tokens=tokens)
     for i, token in enumerate(ids, 1):

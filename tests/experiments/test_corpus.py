@@ -24,7 +24,7 @@ def _longest(text: bytes, files: list[bytes]) -> int:
 
 
 @given(st.lists(SMALL, min_size=1, max_size=4), SMALL)
-def test_longest_piece_is_what_plain_search_finds(files: list[bytes], text: bytes) -> None:
+def test_longest_piece_is_what_plain_search_finds(files, text):
     index = build_index([(str(i), f) for i, f in enumerate(files)], "x")
     found = index.longest(text)
     piece = text[found.start : found.start + found.length]
@@ -35,7 +35,7 @@ def test_longest_piece_is_what_plain_search_finds(files: list[bytes], text: byte
     assert behind == sorted(behind)
 
 
-def test_index_is_kept_and_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_is_kept_and_used_again(tmp_path, monkeypatch):
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "one.txt").write_text("to be or not to be")
@@ -74,7 +74,7 @@ def _saved(change: dict[str, object]) -> Callable[[Path, dict[str, Any]], None]:
         lambda path, _: path.write_bytes(b""),
     ],
 )
-def test_a_damaged_index_is_one_line(tmp_path: Path, damage: Callable[[Path, dict[str, Any]], None]) -> None:
+def test_a_damaged_index_is_one_line(tmp_path, damage):
     """Wrong types, shapes and ranges, a cut file, and one that would unpack to any size."""
     path = tmp_path / "x.npz"
     index = build_index([("one.txt", b"to be or not to be")], "x")

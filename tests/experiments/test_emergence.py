@@ -10,7 +10,7 @@ from experiments.emergence import is_trigger, sequences, transitions
 from sinkscope.models.text import typical_text
 
 
-def test_sequences_follow_the_task() -> None:
+def test_sequences_follow_the_task():
     table = transitions(typical_text())
     ids = sequences(table, 200, True, torch.Generator().manual_seed(0))
     assert ids.shape == (200, emergence.LENGTH) and (ids[:, 0] == 0).all() and (ids[:, 1:] > 0).all()
@@ -28,7 +28,7 @@ def test_sequences_follow_the_task() -> None:
     assert without.shape == (50, emergence.LENGTH) and (without > 0).all()
 
 
-def test_idle_attention_is_that_of_positions_without_a_trigger() -> None:
+def test_idle_attention_is_that_of_positions_without_a_trigger():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(vocab_size=32, max_position_embeddings=64, initializer_range=0.5, **emergence.SIZES)

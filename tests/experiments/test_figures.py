@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ def _traces(figure: Any) -> dict[str, Any]:
     return {trace["name"]: trace for trace in json.loads(figure.to_json())["data"] if trace.get("name")}
 
 
-def test_figure_shows_the_numbers_of_the_result() -> None:
+def test_figure_shows_the_numbers_of_the_result():
     found = sample_find_sinks()
     traces = _traces(found.figure())
     assert traces["first token"]["y"] == [3.0, 20.0, 930.0, 931.0, None, None]
@@ -26,7 +25,7 @@ def test_figure_shows_the_numbers_of_the_result() -> None:
     assert band["y"] == [2.5, 3.5, 4.5, 5.5, 4.5, 3.5, 2.5, 1.5]
 
 
-def test_bars_are_per_neuron_with_the_set_last() -> None:
+def test_bars_are_per_neuron_with_the_set_last():
     data = json.loads(sample_find_sinks().figure().to_json())["data"]
     bars = {bar.get("name"): bar for bar in data if bar["type"] == "bar"}
     assert bars[None]["y"] == [905.0, 130.0, 4.0]
@@ -39,12 +38,12 @@ def test_bars_are_per_neuron_with_the_set_last() -> None:
     assert all(bar["x"][-1] == "all<br>causal" for bar in drops)
 
 
-def test_lowest_bar_is_inside_the_axis() -> None:
+def test_lowest_bar_is_inside_the_axis():
     deep = sample_find_sinks(neurons=(replace(NEURONS[0], ablation_drop=-0.5),)).figure()
     assert deep.layout.yaxis4.range[0] <= -0.5
 
 
-def test_no_sink_is_drawn_and_said() -> None:
+def test_no_sink_is_drawn_and_said():
     figure = sample_without_sink().figure()
     assert "Neither a norm spike nor an attention sink" in figure.layout.title.text
     assert _traces(figure)["first token"]["y"] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
@@ -52,7 +51,7 @@ def test_no_sink_is_drawn_and_said() -> None:
 
 
 @pytest.mark.slow
-def test_png_is_a_picture_of_twice_the_size(tmp_path: Path) -> None:
+def test_png_is_a_picture_of_twice_the_size(tmp_path):
     try:
         check_png()
     except SinkscopeError as error:

@@ -15,7 +15,7 @@ from experiments import gallery
 from experiments.record import record
 
 
-def test_gallery_names_every_committed_picture_and_its_command() -> None:
+def test_gallery_names_every_committed_picture_and_its_command():
     root = Path(__file__).parents[2]
     if shutil.which("git") is None or not (root / ".git").exists():
         pytest.skip("no git checkout")
@@ -28,7 +28,7 @@ def test_gallery_names_every_committed_picture_and_its_command() -> None:
     assert len(re.findall(r"^`(?:sinkscope |python -m experiments\.)\S.*`$", page, re.M)) == len(shown)
 
 
-def test_gallery_is_made_of_what_lies_beside_the_pictures(tmp_path: Path) -> None:
+def test_gallery_is_made_of_what_lies_beside_the_pictures(tmp_path):
     argv = ("/x/sinkscope/__main__.py", "find-sinks", "--json", "a.json", "--top-k", "3", "--png", "a.png")
     made = replace(sample_find_sinks().provenance, argv=argv)
     sample_find_sinks(provenance=made).save(tmp_path / "sinks_a.json")
@@ -39,7 +39,7 @@ def test_gallery_is_made_of_what_lies_beside_the_pictures(tmp_path: Path) -> Non
     assert re.findall(r"!\[.*", text) == ["![sinks-a](../figures/sinks_a.png)"]
 
 
-def test_one_page_has_results_of_commands_and_of_experiments(tmp_path: Path) -> None:
+def test_one_page_has_results_of_commands_and_of_experiments(tmp_path):
     sample_find_sinks().save(tmp_path / "sinks.json")
     (tmp_path / "a_speed.json").write_text(record("bench-speed", {"ratio": 2.5, "runs": [{"share": 0.125}]}, {}))
     (tmp_path / "other.json").write_text('{"kind": "other"}')
@@ -48,7 +48,7 @@ def test_one_page_has_results_of_commands_and_of_experiments(tmp_path: Path) -> 
     assert read.text.index(sample_find_sinks().summary().splitlines()[0]) < read.text.index("0.125")
 
 
-def test_every_measurement_says_how_it_was_made() -> None:
+def test_every_measurement_says_how_it_was_made():
     for file in sorted((Path(__file__).parents[2] / "figures").glob("*.json")):
         made = json.loads(file.read_text(encoding="utf-8"))["provenance"]
         assert (made.get("argv") or made["command"]) and isinstance(made["seed"], int), file.name

@@ -41,7 +41,7 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_part_that_takes_too_long_is_ended_with_its_children_and_keeps_what_it_wrote(tmp_path: Path) -> None:
+def test_a_part_that_takes_too_long_is_ended_with_its_children_and_keeps_what_it_wrote(tmp_path):
     began = time.monotonic()
     state = run([part("long", CHILD), part("next", WRITES)], tmp_path, minutes=0.05)
     assert time.monotonic() - began < 50
@@ -51,7 +51,7 @@ def test_a_part_that_takes_too_long_is_ended_with_its_children_and_keeps_what_it
     assert state["next"]["state"] == "done"
 
 
-def test_a_failure_says_why_and_the_next_part_begins(tmp_path: Path) -> None:
+def test_a_failure_says_why_and_the_next_part_begins(tmp_path):
     state = run([part("bad", "raise SystemExit('error: no such shape')"), part("good", WRITES)], tmp_path)
     assert state["bad"]["state"] == "failed" and state["bad"]["why"] == "exit code 1: error: no such shape"
     found = json.loads((tmp_path / "good.json").read_text())
@@ -61,7 +61,7 @@ def test_a_failure_says_why_and_the_next_part_begins(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "state.json").read_text()) == state
 
 
-def test_what_is_done_is_not_done_again_and_what_failed_is(tmp_path: Path) -> None:
+def test_what_is_done_is_not_done_again_and_what_failed_is(tmp_path):
     adds = "import sys, pathlib; f = pathlib.Path(sys.argv[2]) / 'n'; f.open('a').write('%s'); "
     fails = "sys.exit(3 if f.read_text().count('2') < 2 else 0)"
     parts = [part("one", adds % 1), part("two", adds % 2 + fails)]
@@ -71,7 +71,7 @@ def test_what_is_done_is_not_done_again_and_what_failed_is(tmp_path: Path) -> No
     assert (tmp_path / "n").read_text() == "122"
 
 
-def test_every_script_of_the_folder_is_a_part() -> None:
+def test_every_script_of_the_folder_is_a_part():
     folder = Path(script.__file__).parent
     named = {"train_bundled" if p.name == "train" else p.name for p in script.PARTS}
     assert named == {file.stem for file in folder.glob("*.py")} - {"__init__", "all", "steps"}
@@ -79,7 +79,7 @@ def test_every_script_of_the_folder_is_a_part() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [p.name for p in script.PARTS])
-def test_rehearsal(name: str, tmp_path: Path) -> None:
+def test_rehearsal(name, tmp_path):
     """Every part runs on a CPU from the first line to the last, and its answers are right."""
     assert script.main(["--out", str(tmp_path), "--only", name, "--dry"]) == 0, (tmp_path / f"{name}.log").read_text()
     result = tmp_path / f"{name}.json"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ YARN = {
     "original_max_position_embeddings": 256,
     "attention_factor": 1.3,
 }
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "llama": {},
     "gpt_oss": {"rope_parameters": {**YARN, "truncate": False}},
     "gpt_neox": {},  # partial rotary
@@ -38,7 +36,7 @@ def ids_of(length: int, seed: int = 1) -> Tensor:
 
 def attention_of(target: Target, scores: Tensor, layer: int) -> Tensor:
     """Attention as the model makes it of unscaled scores."""
-    module: Any = target.sub(layer, target.adapter.attn)
+    module = target.sub(layer, target.adapter.attn)
     scores = scores * float(module.scaling)
     cap = getattr(target.config, "attn_logit_softcapping", None)
     if cap:
@@ -52,7 +50,7 @@ def attention_of(target: Target, scores: Tensor, layer: int) -> Tensor:
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 @torch.no_grad()
-def test_scores_by_offset_give_the_models_own_attention(family: str) -> None:
+def test_scores_by_offset_give_the_models_own_attention(family):
     """Eq. 13 from unrotated queries and keys, against eager attention; with the printed sign it fails."""
     model, tokenizer = tiny_model(family, **FAMILIES[family])
     target = Target.of(model, tokenizer)
@@ -71,7 +69,7 @@ def test_scores_by_offset_give_the_models_own_attention(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_the_numbers_of_a_shift_equal_their_definitions(family: str) -> None:
+def test_the_numbers_of_a_shift_equal_their_definitions(family):
     """Scores as Eq. 13 gives them, the bound of Eq. 15 by loops over pairs, and it holds for any shift."""
     model, tokenizer = tiny_model(family)
     ids, tail, shift = torch.cat([ids_of(10, 2), ids_of(4, 3).repeat(12)]), 4, 5
@@ -102,7 +100,7 @@ def test_the_numbers_of_a_shift_equal_their_definitions(family: str) -> None:
 
 
 @pytest.mark.parametrize("induction", [True, False])
-def test_planted_copying_heads_are_found_and_without_them_nothing_is_copied(induction: bool, tmp_path: Path) -> None:
+def test_planted_copying_heads_are_found_and_without_them_nothing_is_copied(induction, tmp_path):
     organism = loop_organism(0, induction=induction, vocab_size=1028)
     words = " ".join(organism.tokenizer.convert_ids_to_tokens(list(range(40, 1028))))
     text = tmp_path / "words.txt"

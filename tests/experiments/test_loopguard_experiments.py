@@ -15,7 +15,7 @@ from experiments.loopguard import figure2, figure4, why
 from sinkscope.bench.record import BenchRecord
 
 
-def test_the_page_says_what_was_measured_of_the_same_cycle() -> None:
+def test_the_page_says_what_was_measured_of_the_same_cycle():
     found = json.loads(Path("figures/loopguard_why.json").read_text())["result"]["aftermath"]
     said = " ".join(Path("docs/papers/loopguard.md").read_text().split())
     for method, words in (("loopguard:paper", "are followed by the same cycle"), ("loopguard", "")):
@@ -25,8 +25,8 @@ def test_the_page_says_what_was_measured_of_the_same_cycle() -> None:
         assert f"of {total} interventions, " in said and f"{same} ({share}) {words}".strip() in said
 
 
-def test_a_cut_equals_the_same_attention_under_a_mask() -> None:
-    model: Any = tiny_model("llama")[0]
+def test_a_cut_equals_the_same_attention_under_a_mask():
+    model = tiny_model("llama")[0]
     ids, keep = [(5 * i) % 60 + 4 for i in range(30)], [0, 3, 4, 5, 17, 28]
     mask = torch.zeros(1, 1, 30, 30).masked_fill(torch.ones(30, 30).triu(1).bool(), -torch.inf)
     mask[0, 0, -1, [p for p in range(29) if p not in keep]] = -torch.inf
@@ -39,7 +39,7 @@ def looped(tokens: tuple[int, ...]) -> BenchRecord:
     return made_record("loopguard:64", tokens=tokens, steps={"top1": (0.5,) * len(tokens)})
 
 
-def test_what_followed_an_intervention() -> None:
+def test_what_followed_an_intervention():
     def event(step: int, period: int | None) -> dict[str, Any]:
         return {"step": step, "position": step, "kind": "guard", "data": {"generated": step, "period": period}}
 
@@ -53,7 +53,7 @@ def test_what_followed_an_intervention() -> None:
     assert not why.same_cycle([1, 3, 2], [1, 2, 3])
 
 
-def test_survival_counts_runs_without_a_collapse() -> None:
+def test_survival_counts_runs_without_a_collapse():
     loop = looped((*range(300), *[1, 2] * 350))
     healthy = looped(tuple(range(1000)))
     found = figure2.survived([loop, healthy], 256, 1000)

@@ -30,7 +30,7 @@ def said(position: str = "end", dialogue: str = "recall-0", **changed: Any) -> B
     return made_record(prompt=f"{dialogue} {position}", settings=settings, metrics=metrics, **changed)
 
 
-def test_ours_comes_from_finished_folders_and_the_rest_is_not_run(tmp_path: Path) -> None:
+def test_ours_comes_from_finished_folders_and_the_rest_is_not_run(tmp_path):
     folder = _qasper_run(tmp_path / "run", "meta-llama/Llama-3.1-8B-Instruct")
     rows = table1.paper_rows([str(folder)])
     ours = {(r["position"], r["task"], r["method"]): r["ours"] for r in rows if r["ours"] is not None}
@@ -59,7 +59,7 @@ def _qasper_run(folder: Path, name: str) -> Path:
     return folder
 
 
-def test_every_method_of_the_experiments_can_be_made() -> None:
+def test_every_method_of_the_experiments_can_be_made():
     methods = [
         *runs.specs(table1.OWN),
         *runs.specs(table1.LONGER),
@@ -79,7 +79,7 @@ def test_every_method_of_the_experiments_can_be_made() -> None:
     assert {panel for panel, *_ in fidelity.CURVES} == set(fidelity.TITLES)
 
 
-def test_the_page_has_every_part_of_the_paper() -> None:
+def test_the_page_has_every_part_of_the_paper():
     text = (ROOT / "docs/papers/loopserve.md").read_text(encoding="utf-8")
     first = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
     parts = " ".join(first)
@@ -94,7 +94,7 @@ def test_the_page_has_every_part_of_the_paper() -> None:
     assert "Theorem 1" in parts
 
 
-def test_the_page_shows_the_committed_numbers(tmp_path: Path) -> None:
+def test_the_page_shows_the_committed_numbers(tmp_path):
     page = tmp_path / "page.md"
     page.write_text((ROOT / "docs/papers/loopserve.md").read_text(encoding="utf-8"), encoding="utf-8")
     before = page.read_text(encoding="utf-8")
@@ -113,7 +113,7 @@ class OnOneCache(runs.OneCache, PromptFile):
     """The user's own prompts, on one cache."""
 
 
-def test_on_one_cache_what_was_evicted_stays_away() -> None:
+def test_on_one_cache_what_was_evicted_stays_away():
     model, tokenizer = tiny()
     fresh, grown = (
         run_bench(model, kind(given=dialogues(), new=6), ["full", "snapkv:24:window=4"], tokenizer=tokenizer)

@@ -15,13 +15,13 @@ from experiments import mutants
 MUTANTS = mutants.mutants()
 
 
-def test_every_line_of_the_list_is_read_and_every_name_is_one_mutant() -> None:
+def test_every_line_of_the_list_is_read_and_every_name_is_one_mutant():
     text = Path(mutants.__file__).with_suffix(".txt").read_text()
     assert len(MUTANTS) == text.count("\n- ") > 80
     assert len({m.name for m in MUTANTS}) == len(MUTANTS)
 
 
-def test_no_mutant_is_stale() -> None:
+def test_no_mutant_is_stale():
     """Each fragment is found exactly once, the change is other code that can be parsed, and the test files exist."""
     changes = {m.name: mutants.changed(m, mutants.TREE) for m in MUTANTS}
     stale = [name for name, change in changes.items() if change is None]
@@ -34,7 +34,7 @@ def test_no_mutant_is_stale() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
-def test_every_mutant_is_killed() -> None:
+def test_every_mutant_is_killed():
     command = [sys.executable, "-m", "experiments.mutants"]  # a process that has not imported the package
     done = subprocess.run(command, cwd=mutants.TREE, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from einops import einsum
@@ -23,19 +21,19 @@ def written_norm(target: Target, layer: int, neuron: int, stream: torch.Tensor) 
     read = stream / stream.norm(dim=-1, keepdim=True) * target.d_model**0.5
     if adapter.mid != adapter.mlp:
         names = (adapter.mid, "post_attention_layernorm", "input_layernorm")
-        norm: Any = next(block.get_submodule(name) for name in names if name and hasattr(block, name))
+        norm = next(block.get_submodule(name) for name in names if name and hasattr(block, name))
         read = norm(stream) - norm(torch.zeros(1, target.d_model))
     rows = [part[neuron].float() for part in input_rows(target, layer, None)]
     values = torch.stack([einsum(read, row, "start d_model, d_model -> start").abs() for row in rows])
     column = target.w_out(layer, [neuron])[0].float()
     if adapter.post_mlp_norm is not None:
-        behind: Any = block.get_submodule(adapter.post_mlp_norm)
+        behind = block.get_submodule(adapter.post_mlp_norm)
         column = column * behind(torch.ones(1, target.d_model))[0]
     return values.prod(0) * column.norm()
 
 
 @pytest.mark.parametrize("kind", DENSE)
-def test_reach_is_the_most_that_any_input_makes_the_neuron_write(kind: str) -> None:
+def test_reach_is_the_most_that_any_input_makes_the_neuron_write(kind):
     """Gradient ascent over residual streams, through the model's own norm and projections, reaches it from below."""
     torch.manual_seed(0)
     target = Target.of(tiny_model(kind)[0])
@@ -55,14 +53,14 @@ def test_reach_is_the_most_that_any_input_makes_the_neuron_write(kind: str) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_planted_neurons_are_the_first_candidates(family: str) -> None:
+def test_planted_neurons_are_the_first_candidates(family):
     o = organism(family, 0)
     candidates = screen(Target.of(o.model, o.tokenizer))["candidates"]
     planted = {"L{}.N{}".format(*site) if len(site) == 2 else "L{}.E{}.N{}".format(*site) for site in o.truth.neurons}
     assert planted <= {row["neuron"] for row in candidates[: len(planted)]}
 
 
-def test_a_planted_sink_is_massive_and_its_values_are_drained() -> None:
+def test_a_planted_sink_is_massive_and_its_values_are_drained():
     o = organism("llama", 2)
     with_bos, without = massive.massive(Setup.open(o.model, tokenizer=o.tokenizer))["conditions"]
     layer = o.truth.sink_layer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
@@ -41,7 +41,7 @@ class Settings:
         ({"value": "third"}, "value is 'third', expected 'second' or a finite number"),
     ],
 )
-def test_a_field_that_does_not_fit_is_named_with_what_was_expected(given: dict[str, Any], said: str) -> None:
+def test_a_field_that_does_not_fit_is_named_with_what_was_expected(given, said):
     with pytest.raises(SinkscopeError) as error:
         Settings(**given)
     assert said in str(error.value) and "\n" not in str(error.value)
@@ -49,7 +49,7 @@ def test_a_field_that_does_not_fit_is_named_with_what_was_expected(given: dict[s
         replace(Settings(), **given)
 
 
-def test_what_fits_makes_an_ordinary_frozen_dataclass() -> None:
+def test_what_fits_makes_an_ordinary_frozen_dataclass():
     made = Settings(share=1, names=["b"])  # type: ignore[arg-type]
     assert (made.share, made.names, made.value) == (1.0, ("b",), "second")
     assert made == replace(Settings(), share=1.0, names=("b",)) and hash(made) == hash(replace(made))
@@ -58,13 +58,13 @@ def test_what_fits_makes_an_ordinary_frozen_dataclass() -> None:
         made.share = 0.1  # type: ignore[misc]
 
 
-def test_the_error_of_post_init_comes_out_as_it_was() -> None:
+def test_the_error_of_post_init_comes_out_as_it_was():
     with pytest.raises(SinkscopeError, match=r"^count is above 100: use a smaller one$") as error:
         Settings(count=101)
     assert error.value.page == "kv-budget"
 
 
-def test_a_place_inside_of_data_is_named() -> None:
+def test_a_place_inside_of_data_is_named():
     assert conform(list[dict[str, Whole]], [{"a": 1}], "file") == [{"a": 1}]
     with pytest.raises(SinkscopeError, match=r"^file: \[1\]\.b is -1, expected a whole number from 0$") as error:
         conform(list[dict[str, Whole]], [{"a": 1}, {"b": -1}], "file", page="patch-file")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,7 +32,7 @@ def run(folder: Path, names: str = "abc") -> list[Entry]:
 @pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("name", ["runs.jsonl", "lock", "settings.json", "prompts.jsonl"])
-def test_a_foreign_file_in_the_folder_is_kept(tmp_path: Path, name: str, begun: bool, linked: bool) -> None:
+def test_a_foreign_file_in_the_folder_is_kept(tmp_path, name, begun, linked):
     folder, mine = tmp_path / "run", tmp_path / "mine"
     folder.mkdir()
     if begun:
@@ -54,7 +53,7 @@ def test_a_foreign_file_in_the_folder_is_kept(tmp_path: Path, name: str, begun: 
 
 
 @pytest.mark.parametrize("name", ["runs.jsonl", "settings.json"])
-def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path, name):
     run(tmp_path / "run")
     (tmp_path / "run" / name).unlink()
     os.mkfifo(tmp_path / "run" / name)
@@ -62,7 +61,7 @@ def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path: Path, name: str) -> No
         run(tmp_path / "run")
 
 
-def test_a_record_may_be_cut_anywhere(tmp_path: Path) -> None:
+def test_a_record_may_be_cut_anywhere(tmp_path):
     want = run(tmp_path / "run")
     file = tmp_path / "run" / "runs.jsonl"
     whole = file.read_bytes()
@@ -73,7 +72,7 @@ def test_a_record_may_be_cut_anywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("read", [read_bytes, read_text, read_json])
 @pytest.mark.parametrize("name", ["pipe", "/proc/self/mem", ".", "a\0b", "~nobody-here/x", "n" * 300, "none"])
-def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, read: Any) -> None:
+def test_what_cannot_be_read_is_one_line(tmp_path, monkeypatch, name, read):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     with pytest.raises(SinkscopeError, match=r"cannot read .*; take another") as caught:
@@ -81,7 +80,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
     assert "\n" not in str(caught.value)
 
 
-def test_pipes_are_written_only_if_a_shell_made_them(tmp_path: Path) -> None:
+def test_pipes_are_written_only_if_a_shell_made_them(tmp_path):
     """A named pipe that nobody reads would never let go; that of `>(command)` has its reader."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SinkscopeError, match="named pipe"):
@@ -93,9 +92,7 @@ def test_pipes_are_written_only_if_a_shell_made_them(tmp_path: Path) -> None:
         assert pipe.read() == b"text"
 
 
-def test_an_output_is_never_an_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_is_never_an_input(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("words.txt").write_bytes(MINE)
     Path("link").symlink_to("words.txt")

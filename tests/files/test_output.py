@@ -13,7 +13,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import check_writable, write_atomic
 
 
-def test_writes_whole_file_and_makes_folders(tmp_path: Path) -> None:
+def test_writes_whole_file_and_makes_folders(tmp_path):
     path = tmp_path / "a" / "b" / "x.json"
     assert write_atomic(path, "ä\n") == path
     assert path.read_bytes() == "ä\n".encode()
@@ -22,12 +22,12 @@ def test_writes_whole_file_and_makes_folders(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["x.json"]
 
 
-def test_check_creates_nothing(tmp_path: Path) -> None:
+def test_check_creates_nothing(tmp_path):
     check_writable(tmp_path / "new" / "x")
     assert os.listdir(tmp_path) == []
 
 
-def test_mode_of_new_and_old_files(tmp_path: Path) -> None:
+def test_mode_of_new_and_old_files(tmp_path):
     mask = os.umask(0o027)
     try:
         new = write_atomic(tmp_path / "new", "1")
@@ -39,7 +39,7 @@ def test_mode_of_new_and_old_files(tmp_path: Path) -> None:
     assert stat.S_IMODE(new.stat().st_mode) == 0o604
 
 
-def test_a_link_stays_a_link(tmp_path: Path) -> None:
+def test_a_link_stays_a_link(tmp_path):
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")
     write_atomic(tmp_path / "link", "new")
@@ -47,7 +47,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "real").read_text() == "new"
 
 
-def test_devices_are_written_in_place() -> None:
+def test_devices_are_written_in_place():
     write_atomic("/dev/null", "gone")
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
@@ -65,7 +65,7 @@ def test_devices_are_written_in_place() -> None:
     ],
 )
 @pytest.mark.parametrize("what", [check_writable, lambda path: write_atomic(path, "x")])
-def test_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str, what) -> None:
+def test_refused_in_one_line(tmp_path, monkeypatch, name, says, what):
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     Path("file").write_text("kept")
@@ -76,19 +76,19 @@ def test_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, na
     assert sorted(os.listdir()) == ["file", "folder"]
 
 
-def test_what_only_the_attempt_shows() -> None:
+def test_what_only_the_attempt_shows():
     with pytest.raises(SinkscopeError, match=r"cannot write /proc/no/such: .*; choose another place"):
         write_atomic("/proc/no/such", "x")
 
 
-def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_permission(tmp_path, monkeypatch):
     (tmp_path / "old").write_text("kept")
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
     with pytest.raises(SinkscopeError, match="no permission"):
         check_writable(tmp_path / "old")
 
 
-def test_interrupt_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_while_writing_leaves_nothing(tmp_path, monkeypatch):
     def interrupt(_: int) -> None:
         raise KeyboardInterrupt
 
@@ -98,7 +98,7 @@ def test_interrupt_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(tmp_path) == []
 
 
-def test_limit_of_the_system_while_writing(tmp_path: Path) -> None:
+def test_limit_of_the_system_while_writing(tmp_path):
     """A real failure in the middle of a write, not a pretended one."""
     (tmp_path / "x").write_text("old")
     code = (

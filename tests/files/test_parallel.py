@@ -61,7 +61,7 @@ def cannot_make() -> Callable[[Square], list[Squared]]:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster():
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:  # workers import this file, to find what is pickled by its name
         patch.setenv(
@@ -82,7 +82,7 @@ def _run(
     return {record.number: record.value for record in kept.records.values()}, kept
 
 
-def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path: Path, cluster: None) -> None:
+def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path, cluster):
     """One pool of two is asked everything: a start of a Ray worker takes longer than all the jobs."""
     one, _ = _run(None, range(9), Pool(square))
     with Pool(square, make, workers=2) as pool:
@@ -102,7 +102,7 @@ def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path:
     all_, kept = _run(tmp_path / "r", range(9), Pool(square))  # goes on from those that are kept
     assert all_ == one
     assert {record.number for record in kept.records.values() if record.process == os.getpid()} == {6, 7, 8}
-    calls: list[Square] = []
+    calls = []
     _run(tmp_path / "r", range(9), Pool(lambda job: calls.append(job) or square(job)))
     assert calls == []
 
@@ -114,7 +114,8 @@ def _never_start(elsewhere: Callable[[], Callable[[Square], list[Squared]]], wor
     assert time.monotonic() - began < 50
 
 
-def test_workers_that_cannot_begin_are_an_error(cluster: None) -> None:
+@pytest.mark.slow  # Ray takes its time
+def test_workers_that_cannot_begin_are_an_error(cluster):
     _never_start(slow_to_make, 1)
     with pytest.raises(SinkscopeError, match="there is no such model: give another") as refused:
         _run(None, range(1), Pool(square, cannot_make, workers=2))
@@ -136,9 +137,7 @@ def _pickled(pool: Pool[Any, Any], jobs: Sequence[Any]) -> Iterator[tuple[int, A
 
 
 @pytest.mark.parametrize("over_ray", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_workers_make_the_same_records_of_a_benchmark(
-    over_ray: bool, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_workers_make_the_same_records_of_a_benchmark(over_ray, tmp_path, request, monkeypatch):
     """Also where a part of the run was made in one process."""
     if over_ray:
         request.getfixturevalue("cluster")
@@ -147,7 +146,7 @@ def test_two_workers_make_the_same_records_of_a_benchmark(
     from sinkscope.bench.run import run_bench
 
     model, tokenizer = tiny()
-    options: dict[str, Any] = {"batch_size": 2, "tokenizer": tokenizer}
+    options = {"batch_size": 2, "tokenizer": tokenizer}
     methods = ["full", "streaming:16", "repetition-penalty", "loopguard:64"]
     one = run_bench(model, task(), methods, **options)
     run_bench(model, task(), methods[:1], out=tmp_path / "two", **options)
@@ -158,7 +157,7 @@ def test_two_workers_make_the_same_records_of_a_benchmark(
 
 
 @pytest.mark.slow  # Ray takes its time
-def test_a_cluster_that_does_not_answer_is_an_error() -> None:
+def test_a_cluster_that_does_not_answer_is_an_error():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -167,7 +166,7 @@ def test_a_cluster_that_does_not_answer_is_an_error() -> None:
         _run(None, range(2), Pool(square, make, address=address))
 
 
-def test_bad_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_numbers_of_workers(monkeypatch):
     with pytest.raises(SinkscopeError, match="--workers 0: at least one"):
         check_workers(0)
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
@@ -177,8 +176,8 @@ def test_bad_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
             given()
 
 
-def test_progress_counts_what_is_there_already(tmp_path: Path) -> None:
-    seen: list[tuple[str, int, int]] = []
+def test_progress_counts_what_is_there_already(tmp_path):
+    seen = []
     for numbers in (range(3), range(5)):
         kept = Folder(tmp_path / "r", {}, Squared)
         with kept, Pool(square) as pool:
@@ -191,7 +190,7 @@ def test_progress_counts_what_is_there_already(tmp_path: Path) -> None:
     assert seen == [("n", 10, 30), ("n", 20, 30), ("n", 30, 30), *(("n", d, 50) for d in (30, 40, 50))]
 
 
-def test_one_writer_at_a_time(tmp_path: Path) -> None:
+def test_one_writer_at_a_time(tmp_path):
     with Folder(tmp_path / "r", {}, Squared, option="--resume"):
         with pytest.raises(SinkscopeError, match=r"--resume .*r is being written by another run"):
             Folder(tmp_path / "r", {}, Squared, option="--resume").__enter__()

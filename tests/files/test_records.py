@@ -38,7 +38,7 @@ def put(path: Path, *rows: Any) -> Path:
     return path
 
 
-def test_the_same_records_however_they_are_packed(tmp_path: Path) -> None:
+def test_the_same_records_however_they_are_packed(tmp_path):
     rows = [GOOD, {**GOOD, "id": "b"}]
     files = [put(tmp_path / "a.jsonl", rows[0], "", rows[1], ""), put(tmp_path / "a.json", json.dumps(rows, indent=1))]
     for file in files:
@@ -64,7 +64,7 @@ def test_the_same_records_however_they_are_packed(tmp_path: Path) -> None:
         (GOOD, "a.jsonl line 2: id 'a' is that of a.jsonl line 1 too: give samples"),
     ],
 )
-def test_damage_is_named_in_one_line(tmp_path: Path, row: Any, says: str) -> None:
+def test_damage_is_named_in_one_line(tmp_path, row, says):
     with pytest.raises(SinkscopeError) as caught:
         read_records(put(tmp_path / "a.jsonl", GOOD, row), Sample, "samples", key="id")
     assert str(caught.value).startswith(says)
@@ -79,7 +79,7 @@ def test_damage_is_named_in_one_line(tmp_path: Path, row: Any, says: str) -> Non
         ("a.json", b'[\n {"id": "a"},\n {"id" "b"}\n]', "a.json line 3 is not JSON: give samples"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | None, says: str) -> None:
+def test_files_that_cannot_be_read(tmp_path, name, content, says):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(SinkscopeError) as caught:

@@ -105,16 +105,16 @@ def example(**changes: Any) -> Sample:
     return replace(sample, **changes)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(samples)
-def test_what_is_written_comes_back_equal(sample: Sample) -> None:
+def test_what_is_written_comes_back_equal(sample):
     again = Result.from_dict(json.loads(sample.to_json()))
     assert type(again) is Sample
     assert again == sample
     assert again.to_json() == sample.to_json()
 
 
-def test_save_and_load(tmp_path: Path) -> None:
+def test_save_and_load(tmp_path):
     sample = example()
     sample.save(tmp_path / "x.json")
     assert Result.load(tmp_path / "x.json") == sample == Sample.load(tmp_path / "x.json")
@@ -122,7 +122,7 @@ def test_save_and_load(tmp_path: Path) -> None:
         Bare.load(tmp_path / "x.json")
 
 
-def test_envelope_is_the_contract() -> None:
+def test_envelope_is_the_contract():
     data = json.loads(example().to_json())
     assert list(data) == ["schema", "kind", "model", "result", "settings", "provenance"]
     assert (data["schema"], data["kind"]) == (1, "test-sample")
@@ -151,25 +151,25 @@ def test_envelope_is_the_contract() -> None:
         ("\ud800", "\ud800"),
     ],
 )
-def test_plain_values(value: Any, expected: Any) -> None:
+def test_plain_values(value, expected):
     bare = example()
     result = Bare(model=bare.model, settings={}, provenance=bare.provenance, value=value)
     assert json.loads(result.to_json())["result"]["value"] == expected
 
 
-def test_what_has_no_plain_form_is_refused() -> None:
+def test_what_has_no_plain_form_is_refused():
     with pytest.raises(SinkscopeError, match="function cannot be written"):
         plain(lambda: 0)
 
 
-def test_nan_comes_back_as_nan() -> None:
+def test_nan_comes_back_as_nan():
     again = Result.from_dict(example(values=[math.nan, 2.0]).to_dict())
     assert isinstance(again, Sample)
     assert math.isnan(again.values[0])
     assert again.values[1] == 2.0
 
 
-def test_older_files_take_defaults_and_newer_keys_are_ignored() -> None:
+def test_older_files_take_defaults_and_newer_keys_are_ignored():
     data = example().to_dict()
     del data["result"]["added_later"]
     data["result"]["from_the_future"] = 1
@@ -204,7 +204,7 @@ def _broken(**changes: Any) -> str:
         (_broken(model=None), "model is None, expected an object"),
     ],
 )
-def test_bad_files_in_one_line(tmp_path: Path, content: str | bytes, says: str) -> None:
+def test_bad_files_in_one_line(tmp_path, content, says):
     path = tmp_path / "f.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(SinkscopeError, match=says) as caught:
@@ -212,14 +212,14 @@ def test_bad_files_in_one_line(tmp_path: Path, content: str | bytes, says: str) 
     assert "\n" not in str(caught.value)
 
 
-def test_a_kind_has_one_class() -> None:
+def test_a_kind_has_one_class():
     with pytest.raises(SinkscopeError, match="'test-bare' already belongs to Bare"):
 
         class Other(Result):
             kind: ClassVar[str] = "test-bare"
 
 
-def test_tables_agree() -> None:
+def test_tables_agree():
     sample = example()
     frame = sample.to_frame()
     assert list(frame["layer"]) == [1, 2]
@@ -231,7 +231,7 @@ def test_tables_agree() -> None:
     assert lines[4].split() == ["2", "0.25", "-", "two"]
 
 
-def test_html_is_escaped() -> None:
+def test_html_is_escaped():
     bad = "<script>alert('&')</script>"
     sample = example(model=replace(example().model, name=bad), parts=(Part(1, None, 0.5, None, bad),))
     page = sample._repr_html_()
@@ -262,11 +262,11 @@ HOME = str(Path.home())
         ("--bos", "--bos"),
     ],
 )
-def test_paths_lose_their_folders(text: str, expected: str) -> None:
+def test_paths_lose_their_folders(text, expected):
     assert pathless(text) == expected
 
 
-def test_paths_below_the_current_folder_become_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_below_the_current_folder_become_relative(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert pathless(str(tmp_path / "a" / "x.json")) == "a/x.json"
     monkeypatch.setenv("HOME", str(tmp_path / "me"))  # from above the home, a relative path would name it
@@ -274,11 +274,11 @@ def test_paths_below_the_current_folder_become_relative(tmp_path: Path, monkeypa
 
 
 @given(st.text() | st.lists(st.sampled_from(["/", "~", "=", "..", "a", HOME, "C:", "\\", " "])).map("".join))
-def test_pathless_twice_is_pathless_once(text: str) -> None:
+def test_pathless_twice_is_pathless_once(text):
     assert pathless(pathless(text)) == pathless(text)
 
 
-def test_provenance_names_no_folder_and_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provenance_names_no_folder_and_no_machine(tmp_path, monkeypatch):
     for module, name in ((platform, "node"), (socket, "gethostname")):
         monkeypatch.setattr(module, name, lambda: "machine-of-mine")
     made = provenance(
@@ -301,7 +301,7 @@ def test_provenance_names_no_folder_and_no_machine(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process table")
-def test_peak_memory_follows_what_is_used() -> None:
+def test_peak_memory_follows_what_is_used():
     def peak() -> int:
         made = provenance(started=0.0, device="cpu", dtype="float32", attention="eager", bos=None, seed=0, argv=[])
         assert made.peak_memory_bytes is not None

@@ -79,7 +79,7 @@ class Tabled(Result):
         return "All is well."
 
 
-def test_the_narrow_table_keeps_what_matters_and_names_the_rest() -> None:
+def test_the_narrow_table_keeps_what_matters_and_names_the_rest():
     rows = [[f"{i}{j:07}" for j in range(12)] + ["same"] for i in range(3)]
     grid = Grid(WORDS, rows, columns=["column_l", "column_b"])
     text = grid.fitted(80).text(80)
@@ -93,7 +93,7 @@ def test_the_narrow_table_keeps_what_matters_and_names_the_rest() -> None:
 
 
 @given(st.lists(st.lists(st.text("ab _\u65e5", max_size=30), min_size=4, max_size=4), min_size=1, max_size=5))
-def test_no_line_is_too_wide_and_no_cell_is_cut(rows: list[list[str]]) -> None:
+def test_no_line_is_too_wide_and_no_cell_is_cut(rows):
     from rich.cells import cell_len
 
     shown = Grid(WORDS[:4], rows).fitted(80)
@@ -102,11 +102,11 @@ def test_no_line_is_too_wide_and_no_cell_is_cut(rows: list[list[str]]) -> None:
     assert {c for row in shown.cells for c in row} <= cells
 
 
-def test_one_row_has_no_constant_columns() -> None:
+def test_one_row_has_no_constant_columns():
     assert Grid(["a", "b"], [["1", "2"]]).fitted(80).head == ["a", "b"]
 
 
-def test_a_result_explains_its_columns_from_its_docstrings() -> None:
+def test_a_result_explains_its_columns_from_its_docstrings():
     result = Tabled(parts=(Row(1, None, 338, 0.5, 1.0), Row(1, 2, 7, 0.25, 2.0)))
     lines = result.text().splitlines()
     assert lines[0] == "Conclusion: All is well."
@@ -121,12 +121,12 @@ def test_a_result_explains_its_columns_from_its_docstrings() -> None:
     assert list(pd.read_csv(io.StringIO(result.to_csv())).columns) == ["layer", "expert", "neuron", "drop", "share"]
 
 
-def test_rates_become_three_columns() -> None:
+def test_rates_become_three_columns():
     (row,) = Rated(parts=(RatedPart(Rate(0.5, 0.25, 0.75)),)).rows()
     assert row == {"any": 0.5, "any_low": 0.25, "any_high": 0.75}
 
 
-def test_arrays_become_a_long_table_with_a_column_for_each_axis() -> None:
+def test_arrays_become_a_long_table_with_a_column_for_each_axis():
     grown = np.arange(6.0).reshape(2, 3)
     result = Arrays(entropy=grown, rate=grown / 10, per_layer=np.ones(2), layers=(3, 5), uniform=4.0)
     rows = result.rows()
@@ -139,24 +139,24 @@ def test_arrays_become_a_long_table_with_a_column_for_each_axis() -> None:
 
 
 @pytest.mark.parametrize("text", ["L3.E2.N7", "l3.e2.n7", "3.2.7", "3:2:7", " L3.E2.N7 "])
-def test_neurons_are_read_in_every_form(text: str) -> None:
+def test_neurons_are_read_in_every_form(text):
     assert read_neuron(text) == (3, 2, 7)
     assert neuron_name(*read_neuron(text)) == "L3.E2.N7"
 
 
 @given(st.integers(0, 999), st.integers(0, 99_999), st.none() | st.integers(0, 255))
-def test_names_are_read_as_they_are_written(layer: int, number: int, expert: int | None) -> None:
+def test_names_are_read_as_they_are_written(layer, number, expert):
     site = (layer, number) if expert is None else (layer, expert, number)
     assert read_neuron(neuron_name(layer, expert, number)) == site == read_neuron(neuron_name(*site))
     assert read_head(head_name(layer, number)) == (layer, number) == read_head(f"{layer}:{number}")
 
 
 @pytest.mark.parametrize("text", ["", "L1", "L1.E2", "L1.H2", "1.2.3.4", "x", "L-1.N2", "1,2"])
-def test_what_is_no_neuron_is_refused(text: str) -> None:
+def test_what_is_no_neuron_is_refused(text):
     with pytest.raises(SinkscopeError, match=r"expected a neuron such as L1\.N338"):
         read_neuron(text)
 
 
-def test_names_are_counted_where_there_are_many() -> None:
+def test_names_are_counted_where_there_are_many():
     assert neuron_names([(1, i) for i in range(4)], most=2) == "L1.N0, L1.N1 and 2 more"
     assert strings([{"layer": 0, "head": 4, "x": 1}])[1] == [["L0.H4", "1"]]

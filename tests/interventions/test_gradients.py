@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from kv_kit import each_other
 from organisms import tiny_model
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import sinkscope as ss
@@ -41,24 +43,23 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("edit", EDITS)
-def test_recomputed_layers_are_edited(edit: str, reentrant: bool) -> None:
+@pytest.mark.parametrize(("edit", "reentrant"), each_other(EDITS, [False, True]))
+def test_recomputed_layers_are_edited(edit, reentrant):
     plain, checkpointed = model_of("llama", None), model_of("llama", reentrant)
     unedited = gradients(checkpointed)
     with EDITS[edit].on(plain) as want:
         expected = gradients(plain)
     with EDITS[edit].on(checkpointed) as run:
         found = gradients(checkpointed)
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
     assert run.events == want.events and run.events  # what is computed twice is recorded once
     assert max((found[name] - unedited[name]).abs().max() for name in found) > 1e-3
     assert gradients(checkpointed).keys() == unedited.keys()
-    torch.testing.assert_close(gradients(checkpointed), unedited)  # and nothing stays
+    assert_close(gradients(checkpointed), unedited)  # and nothing stays
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gemma2", "gpt_neox"])
-def test_in_other_families_and_in_nested_runs(family: str) -> None:
+def test_in_other_families_and_in_nested_runs(family):
     plain, checkpointed = model_of(family, None), model_of(family, False)
     sites = [(1, 2, 3)] if family == "mixtral" else [(1, 3)]
     inner, outer = Ablate(sites=sites), Ablate(heads="L0.H1", value=0.5)
@@ -66,11 +67,11 @@ def test_in_other_families_and_in_nested_runs(family: str) -> None:
         expected = gradients(plain)
     with outer.on(checkpointed), inner.on(checkpointed):
         found = gradients(checkpointed)
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_backward_after_the_with_is_refused(reentrant: bool) -> None:
+def test_backward_after_the_with_is_refused(reentrant):
     model = model_of("llama", reentrant)
     with EDITS["patch"].on(model):
         loss = model(IDS, labels=IDS).loss
@@ -81,7 +82,7 @@ def test_backward_after_the_with_is_refused(reentrant: bool) -> None:
         before.backward()
 
 
-def test_layers_that_the_caller_checkpoints_are_refused() -> None:
+def test_layers_that_the_caller_checkpoints_are_refused():
     model = model_of("llama", None)
     mlp = model.model.layers[1].mlp
     mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
@@ -90,7 +91,7 @@ def test_layers_that_the_caller_checkpoints_are_refused() -> None:
 
 
 @pytest.mark.parametrize("what", [ss.H2O(3), ss.LoopGuard(64), ss.LoopServe(64), Observe(lambda rows: None)])
-def test_what_needs_a_cache_is_refused(what: Any) -> None:
+def test_what_needs_a_cache_is_refused(what):
     model = model_of("llama", False)
     with what.on(model), pytest.raises(UnsupportedError, match="trains with gradient checkpointing"):
         model(IDS)
@@ -99,8 +100,8 @@ def test_what_needs_a_cache_is_refused(what: Any) -> None:
 
 
 @pytest.mark.parametrize("what", [ss.H2O(3), ss.LoopGuard(64), ss.LoopServe(64), Observe(lambda rows: None)])
-def test_another_attention_inside_the_with_is_refused(what: Any) -> None:
-    model: Any = tiny_model("llama")[0]
+def test_another_attention_inside_the_with_is_refused(what):
+    model = tiny_model("llama")[0]
     was = attention_name(model.config)
     with what.on(model):
         model.set_attn_implementation("eager")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import runpy
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from intervention_kit import bridge_of, count_hooks, logits, nnsight_of, residual_norms, set_values
 from organisms import MODEL_TYPES, organism, tiny_model
 from torch import Tensor
+from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import Ablate, SinkPatch
@@ -26,7 +26,7 @@ from sinkscope.models.target import Target
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 SHARED = {"qwen2_moe": "mlp.shared_expert", "glm4_moe": "mlp.shared_experts"}
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", *SHARED)
-KINDS: dict[str, Callable[[Any, Any], Any]] = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
+KINDS = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
 
 
 def sites_for(model_type: str) -> list[tuple[int, ...]]:
@@ -54,19 +54,19 @@ def zeroed_copy(model: Any, sites: list[tuple[int, ...]]) -> Any:
 # --- the mechanism, against edited weights -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 2, 1))
-def test_zero_ablation_equals_zeroed_weights(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4, 3))
+def test_zero_ablation_equals_zeroed_weights(model_type):
     model, _ = tiny_model(model_type)
     sites = sites_for(model_type)
     want = logits(zeroed_copy(model, sites), IDS)
     with Ablate(sites=sites).on(model):
         got = logits(model, IDS)
-    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+    assert_close(got, want, atol=2e-5, rtol=1e-4)
     assert (want - logits(model, IDS)).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 3))
-def test_every_family_through_a_bridge(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 5))
+def test_every_family_through_a_bridge(model_type):
     # TransformerLens cannot take apart the fused attention of Falcon's newer layout.
     older = {"new_decoder_architecture": False, "multi_query": True} if model_type == "falcon" else {}
     model, tokenizer = tiny_model(model_type, **older)
@@ -76,29 +76,29 @@ def test_every_family_through_a_bridge(model_type: str) -> None:
     edit = Ablate(sites=sites)
     with edit.on(bridge):
         got = bridge(IDS)
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
+    assert_close(got, want, atol=1e-4, rtol=1e-3)
     if model_type not in EXPERTS:
         got = bridge.run_with_hooks(IDS, fwd_hooks=edit.fwd_hooks(bridge))
-        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
+        assert_close(got, want, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("model_type", ["phi3"])
-def test_up_edits_the_linear_factor(model_type: str) -> None:
+def test_up_edits_the_linear_factor(model_type):
     model, tokenizer = tiny_model(model_type)
     with set_values(model, layer=1, neurons=[3], column=2, value=0.5, site="up"):
         want = logits(model, IDS)
     edit = Ablate(layer=1, neurons=[3], value=0.5, positions=2, site="up")
     with edit.on(model):
-        torch.testing.assert_close(logits(model, IDS), want)
+        assert_close(logits(model, IDS), want)
     with Ablate(layer=1, neurons=[3], value=0.5, positions=2).on(model):
         assert (logits(model, IDS) - want).abs().max() > 1e-4
     bridge = bridge_of(model, tokenizer)
     with edit.on(bridge):
-        torch.testing.assert_close(logits(bridge, IDS), want, atol=1e-5, rtol=1e-4)
+        assert_close(logits(bridge, IDS), want, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("model_type", EXPERTS)
-def test_up_factor_of_an_expert(model_type: str) -> None:
+def test_up_factor_of_an_expert(model_type):
     """Reference: the rows that compute the factor, replaced by a constant through the weights (and bias, or 0)."""
     model, _ = tiny_model(model_type)
     edited = copy.deepcopy(model)
@@ -110,10 +110,10 @@ def test_up_factor_of_an_expert(model_type: str) -> None:
     else:
         experts.gate_up_proj.data[2, experts.intermediate_dim + 5] = 0
     with Ablate(sites=[(1, 2, 5)], value=value, site="up").on(model):
-        torch.testing.assert_close(logits(model, IDS), logits(edited, IDS), atol=2e-5, rtol=1e-4)
+        assert_close(logits(model, IDS), logits(edited, IDS), atol=2e-5, rtol=1e-4)
 
 
-def test_edits_of_one_expert_neuron_follow_each_other() -> None:
+def test_edits_of_one_expert_neuron_follow_each_other():
     """The second edit sees what the first one left, in one run and in nested runs."""
     model, _ = tiny_model("mixtral")
     site = [(1, 0, 3)]
@@ -125,14 +125,14 @@ def test_edits_of_one_expert_neuron_follow_each_other() -> None:
     ):
         want = logits(model, IDS)
     with (first | second).on(model):
-        torch.testing.assert_close(logits(model, IDS), want, atol=1e-5, rtol=1e-4)
+        assert_close(logits(model, IDS), want, atol=1e-5, rtol=1e-4)
     with first.on(model), second.on(model):
-        torch.testing.assert_close(logits(model, IDS), want, atol=1e-5, rtol=1e-4)
+        assert_close(logits(model, IDS), want, atol=1e-5, rtol=1e-4)
 
 
-def test_mean_ablation() -> None:
+def test_mean_ablation():
     model, _ = tiny_model("llama")
-    seen: list[Tensor] = []
+    seen = []
     handle = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _m, a: seen.append(a[0]))
     logits(model, IDS)
     handle.remove()
@@ -143,13 +143,13 @@ def test_mean_ablation() -> None:
     want = logits(model, IDS)
     handle.remove()
     with Ablate(layer=1, neurons=[3], value="mean").on(model):
-        torch.testing.assert_close(logits(model, IDS), want)
+        assert_close(logits(model, IDS), want)
 
 
 # --- a written value: is the neuron sufficient? ----------------------------------------------------------------
 
 
-def test_writing_makes_a_sink_where_it_is_written() -> None:
+def test_writing_makes_a_sink_where_it_is_written():
     o = organism("gemma2", 3)
     ids, where = o.natural(1, 24), 9
     layer = o.truth.sink_layer
@@ -167,11 +167,11 @@ def test_writing_makes_a_sink_where_it_is_written() -> None:
         after = residual_norms(o.model, ids, layer)
     assert after[0, where] > 0.5 * after[0, 0] > 5 * before[0, where]
     others = [p for p in range(24) if p != where]
-    torch.testing.assert_close(after[0, others], before[0, others], atol=1e-3, rtol=1e-3)
+    assert_close(after[0, others], before[0, others], atol=1e-3, rtol=1e-3)
     assert {(e.position, e.kind) for e in run.events} == {(where, "ablated")}
 
 
-def test_positions_count_real_tokens() -> None:
+def test_positions_count_real_tokens():
     model, _ = tiny_model("llama")
     ids = torch.tensor([[3, 3, 1, 5, 6, 7], [1, 8, 9, 10, 11, 12]])
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
@@ -194,7 +194,7 @@ def test_positions_count_real_tokens() -> None:
     left=st.booleans(),
     masked=st.sampled_from(["2d", "4d", "dict", "float"]),
 )
-def test_true_positions_of_padded_chunks(lengths: list[int], cuts: list[int], left: bool, masked: str) -> None:
+def test_true_positions_of_padded_chunks(lengths, cuts, left, masked):
     width = max(lengths)
     real = torch.zeros(len(lengths), width, dtype=torch.bool)
     want = torch.full((len(lengths), width), -1)
@@ -236,7 +236,7 @@ def shape_mask(real: Tensor, start: int, stop: int, kind: str) -> Any:
     return torch.where(square, 0.0, torch.finfo(torch.float32).min) if kind == "float" else square
 
 
-_TINY: list[Any] = []
+_TINY = []
 
 
 def tiny_llama() -> Any:
@@ -258,7 +258,7 @@ def tiny_llama() -> Any:
     ],
     ids=lambda s: "-".join(s) or "plain",
 )
-def test_every_generated_position_is_edited_once(settings: dict[str, Any]) -> None:
+def test_every_generated_position_is_edited_once(settings):
     """The k-th token of a row is at k however generation calls the model; each position from 3 on is seen."""
     model, _ = tiny_model("llama")
     single = "prompt_lookup_num_tokens" in settings
@@ -277,7 +277,7 @@ def test_every_generated_position_is_edited_once(settings: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_trace_after_exit_and_exception(kind: str) -> None:
+def test_no_trace_after_exit_and_exception(kind):
     model, tokenizer = tiny_model("llama")
     model = KINDS[kind](model, tokenizer)
     hf = Target.of(model).hf
@@ -299,7 +299,7 @@ def test_no_trace_after_exit_and_exception(kind: str) -> None:
     assert torch.equal(logits(model, IDS), want)
 
 
-def test_nested_runs_restart_from_their_own_prompt() -> None:
+def test_nested_runs_restart_from_their_own_prompt():
     model, _ = tiny_model("llama")
     edit = Ablate(layer=1, neurons=[3], value=50.0, positions=1)
     with edit.on(model) as outer:
@@ -313,7 +313,7 @@ def test_nested_runs_restart_from_their_own_prompt() -> None:
 # --- threads -------------------------------------------------------------------------------------------------------
 
 
-def test_two_threads_with_runs_of_their_own_do_not_meet() -> None:
+def test_two_threads_with_runs_of_their_own_do_not_meet():
     model, _ = tiny_model("llama")
     edits = [Ablate(layer=1, neurons=[3], value=v) for v in (5.0, -5.0)]
     want = []
@@ -353,7 +353,7 @@ def test_two_threads_with_runs_of_their_own_do_not_meet() -> None:
         (lambda: Ablate(layer=1, neurons=[1], value=1.0, positions=[3, -1]), ["-1", "whole numbers"]),
     ],
 )
-def test_bad_arguments(make: Callable[[], Any], words: list[str]) -> None:
+def test_bad_arguments(make, words):
     with pytest.raises(SinkscopeError) as caught:
         make()
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
@@ -370,14 +370,14 @@ def test_bad_arguments(make: Callable[[], Any], words: list[str]) -> None:
         ("gpt2", Ablate(layer=1, neurons=[0], site="up"), ["no gate", 'site="post"']),
     ],
 )
-def test_sites_that_a_model_does_not_have(model_type: str, edit: Ablate, words: list[str]) -> None:
+def test_sites_that_a_model_does_not_have(model_type, edit, words):
     model, _ = tiny_model(model_type)
     with pytest.raises(SinkscopeError) as caught, edit.on(model):
         pass
     assert all(word in str(caught.value) for word in words)
 
 
-def test_fwd_hooks_says_where_it_cannot() -> None:
+def test_fwd_hooks_says_where_it_cannot():
     model, tokenizer = tiny_model("mixtral")
     with pytest.raises(UnsupportedError, match=r"on\(model\)"):
         Ablate(sites=[(1, 0, 3)]).fwd_hooks(model)
@@ -385,7 +385,7 @@ def test_fwd_hooks_says_where_it_cannot() -> None:
         Ablate(sites=[(1, 0, 3)]).fwd_hooks(bridge_of(model, tokenizer))
 
 
-def test_nnsight_model_without_weights_is_refused(tmp_path: Path) -> None:
+def test_nnsight_model_without_weights_is_refused(tmp_path):
     """It gets another module when it is dispatched, where the hooks would be missing."""
     import nnsight
 
@@ -399,10 +399,10 @@ def test_nnsight_model_without_weights_is_refused(tmp_path: Path) -> None:
         pass
     lazy.dispatch()
     with edit.on(model), edit.on(lazy):
-        torch.testing.assert_close(logits(lazy, IDS), logits(model, IDS), atol=1e-5, rtol=1e-4)
+        assert_close(logits(lazy, IDS), logits(model, IDS), atol=1e-5, rtol=1e-4)
 
 
-def test_the_recipe_for_remote_runs(tmp_path: Path) -> None:
+def test_the_recipe_for_remote_runs(tmp_path):
     """The block of the documentation, serialized and read back as for a server, does what the patch does."""
     page = (Path(__file__).parents[2] / "docs/interventions.md").read_text(encoding="utf-8")
     block = page.partition("<!-- remote -->\n```python\n")[2].partition("```")[0]
@@ -414,12 +414,12 @@ def test_the_recipe_for_remote_runs(tmp_path: Path) -> None:
     recipe.write_text(block)  # nnsight reads the source of a trace from its file
     given = {"model": nnsight_of(model, tokenizer), "patch": patch, "ids": IDS, "REMOTE": "local"}
     found = runpy.run_path(str(recipe), given, run_name="__main__")["logits"]
-    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-4)
+    assert_close(found, want, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(want, logits(model, IDS), atol=1e-3)
 
 
 @pytest.mark.parametrize(("model_type", "cache"), [("gemma2", "static"), ("gpt_oss", "dynamic")])
-def test_positions_beyond_a_sliding_window(model_type: str, cache: str) -> None:
+def test_positions_beyond_a_sliding_window(model_type, cache):
     model, _ = tiny_model(model_type)
     ids = torch.cat([torch.full((2, 3), 3), torch.randint(4, 90, (2, 20))], 1)
     ids[0, 3], ids[1, 0] = 1, 1
@@ -435,7 +435,7 @@ def test_positions_beyond_a_sliding_window(model_type: str, cache: str) -> None:
         assert {e.position for e in run.events if e.row == row} == set(range(18, n + 7))
 
 
-def test_compiled_models_are_refused() -> None:
+def test_compiled_models_are_refused():
     model, _ = tiny_model("llama")
     edit = Ablate(layer=1, neurons=[3])
     with pytest.raises(UnsupportedError, match="compiled"), edit.on(torch.compile(model, backend="eager")):
@@ -445,7 +445,7 @@ def test_compiled_models_are_refused() -> None:
         pass
 
 
-def test_generation_does_not_compile_while_entered() -> None:
+def test_generation_does_not_compile_while_entered():
     """With a cache of fixed size transformers would compile the decoding step, and that would skip the edit."""
     from transformers import CompileConfig
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ from intervention_kit import bridge_of, greedy, listing_1, logits, nnsight_of, r
 from kv_kit import each_other
 from organisms import Organism, organism, tiny_model
 from torch import Tensor
+from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo
@@ -33,7 +33,7 @@ def neutral(o: Organism, site: str = "post") -> dict[tuple[int, ...], float]:
     """Median over ordinary text, as find_sinks calibrates; measured here with a raw hook."""
     values = {}
     for layer, neuron in o.truth.neurons:
-        seen: list[Tensor] = []
+        seen = []
         target = Target.of(o.model)
         if site == "post":
             module = target.sub(layer, target.adapter.down)
@@ -53,7 +53,7 @@ def neutral(o: Organism, site: str = "post") -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize(
     ("family", "seed"), each_other(["llama", "qwen3", "gemma2", "neox", "mixtral", "gpt_oss"], [0, 1])
 )
-def test_repairs_repetition_and_nothing_else(family: str, seed: int) -> None:
+def test_repairs_repetition_and_nothing_else(family, seed):
     o = organism(family, seed)
     layer = o.truth.sink_layer
     repeats = 2 * o.truth.repeats_expected
@@ -64,7 +64,7 @@ def test_repairs_repetition_and_nothing_else(family: str, seed: int) -> None:
     with patch_for(o).on(o.model) as run:
         after = residual_norms(o.model, ids, layer)[0]
         assert after[1:].max() < 1.2 * typical.max()
-        torch.testing.assert_close(after[0], before[0])  # the first token's sink stays
+        assert_close(after[0], before[0])  # the first token's sink stays
         fired = run.events
         # The neuron's small variation in ordinary text is lost: at most 0.2 % of the logits' own spread.
         assert (logits(o.model, text) - want).abs().max() < 2e-3 * want.std()
@@ -80,7 +80,7 @@ def test_repairs_repetition_and_nothing_else(family: str, seed: int) -> None:
         ("up", 1),
     ],
 )
-def test_which_site_repairs_which_sink(kind: str, seed: int) -> None:
+def test_which_site_repairs_which_sink(kind, seed):
     """The paper's listing edits the up factor, which helps only where that carries the sink; "post" always helps."""
     o = organism("llama", seed, kind=kind)
     assert o.truth.factor == kind
@@ -97,10 +97,10 @@ def test_which_site_repairs_which_sink(kind: str, seed: int) -> None:
 # --- the same numbers however it is called ------------------------------------------------------------------------
 
 
-def test_forward_equals_the_listing_in_every_kind() -> None:
+def test_forward_equals_the_listing_in_every_kind():
     o = organism("llama", 2)
     ids = o.repeated(60)
-    wanted: dict[Any, Tensor] = {}
+    wanted = {}
     for site in ("post", "up"):
         with listing_1(o.model, list(o.truth.neurons), site):
             wanted[site] = logits(o.model, ids)
@@ -109,9 +109,9 @@ def test_forward_equals_the_listing_in_every_kind() -> None:
         patch = patch_for(o, site=site)
         for model in (o.model, nns, bridge):
             with patch.on(model):
-                torch.testing.assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-5)
+                assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-5)
         hooked = bridge.run_with_hooks(ids, fwd_hooks=patch.fwd_hooks(bridge))
-        torch.testing.assert_close(hooked, want, atol=1e-5, rtol=1e-5)
+        assert_close(hooked, want, atol=1e-5, rtol=1e-5)
 
 
 def loud_model() -> tuple[Any, Any, list[tuple[int, int]]]:
@@ -123,7 +123,7 @@ def loud_model() -> tuple[Any, Any, list[tuple[int, int]]]:
     return model, tokenizer, sites
 
 
-def test_every_generated_token_in_every_kind() -> None:
+def test_every_generated_token_in_every_kind():
     model, tokenizer, sites = loud_model()
     ids, new = torch.tensor([[1, 20, 21, 22, 20, 21]]), 8
     want = greedy(model, ids, new, lambda: listing_1(model, sites))
@@ -150,7 +150,7 @@ def test_every_generated_token_in_every_kind() -> None:
 
 
 @pytest.mark.parametrize(("kind", "side"), [("hf", "right"), ("bridge", "left"), ("hooks", "right")])
-def test_padded_batch_equals_one_by_one(side: str, kind: str) -> None:
+def test_padded_batch_equals_one_by_one(side, kind):
     model, tokenizer, sites = loud_model()
     row, patch = [1, 30, 31], SinkPatch(sites=sites)
     padded, real = ([3, 3, *row], slice(2, 5)) if side == "left" else ([*row, 3, 3], slice(0, 3))
@@ -166,11 +166,11 @@ def test_padded_batch_equals_one_by_one(side: str, kind: str) -> None:
     else:
         with patch.on(other):
             batch = logits(other, ids, mask)
-    torch.testing.assert_close(batch[0], whole, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(batch[1, real], alone, atol=2e-5, rtol=1e-4)
+    assert_close(batch[0], whole, atol=2e-5, rtol=1e-4)
+    assert_close(batch[1, real], alone, atol=2e-5, rtol=1e-4)
 
 
-def test_padded_generation_equals_one_by_one() -> None:
+def test_padded_generation_equals_one_by_one():
     model, _, sites = loud_model()
     patch, settings = SinkPatch(sites=sites), {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     ids = torch.tensor([[1, 20, 21, 22, 23], [3, 3, 1, 30, 31]])
@@ -183,7 +183,7 @@ def test_padded_generation_equals_one_by_one() -> None:
         assert torch.equal(both[0], one[0]) and torch.equal(both[1, 2:], two[0]), extra
 
 
-def test_chunks_and_later_turns_equal_one_prompt() -> None:
+def test_chunks_and_later_turns_equal_one_prompt():
     o = organism("llama", 4)
     ids = o.repeated(90)
     bridge = bridge_of(o.model, o.tokenizer)
@@ -196,10 +196,10 @@ def test_chunks_and_later_turns_equal_one_prompt() -> None:
                 out = model(part, past_key_values=cache, use_cache=True)
                 cache = out.past_key_values
                 parts.append(out.logits)
-        torch.testing.assert_close(torch.cat(parts, 1), want, atol=2e-4, rtol=1e-4)
+        assert_close(torch.cat(parts, 1), want, atol=2e-4, rtol=1e-4)
 
 
-def test_embeddings_instead_of_ids() -> None:
+def test_embeddings_instead_of_ids():
     model, _, sites = loud_model()
     ids = torch.tensor([[1, 20, 21, 22, 20]])
     patch = SinkPatch(sites=sites, calibrated=dict.fromkeys(sites, 7.0))  # not used: counts as beginning with BOS
@@ -226,7 +226,7 @@ def with_number(model: Any, ids: Tensor, sites: Any, value: float, **settings: A
         return model.generate(ids, **settings) if settings else logits(model, ids)
 
 
-def test_without_bos_the_listing_defeats_itself_and_the_calibrated_value_does_not() -> None:
+def test_without_bos_the_listing_defeats_itself_and_the_calibrated_value_does_not():
     o = organism("llama", 0, bos=False)
     ids, layer = o.repeated(40), o.truth.sink_layer
     before = residual_norms(o.model, ids, layer)[0]
@@ -237,7 +237,7 @@ def test_without_bos_the_listing_defeats_itself_and_the_calibrated_value_does_no
     with patch_for(o, calibrated=neutral(o)).on(o.model) as run:
         after = residual_norms(o.model, ids, layer)[0]
     assert after[1:].max() < 0.2 * before[0]
-    torch.testing.assert_close(after[0], before[0])
+    assert_close(after[0], before[0])
     assert set(reasons(run).values()) == {"no BOS"} and len(reasons(run)) == len(o.truth.neurons)
 
 
@@ -251,7 +251,7 @@ def _own_cluster() -> tuple[Organism, Tensor]:
     return o, torch.tensor([[o.tokenizer.bos_token_id, twin, *other[:6]]])
 
 
-def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated() -> None:
+def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated():
     o, ids = _own_cluster()
     site = f"blocks.{o.truth.sink_layer}.hook_resid_post"
 
@@ -270,7 +270,7 @@ def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated()
         assert set(reasons(run).values()) == {"sink-like second value"}
 
 
-def test_one_token_prompt() -> None:
+def test_one_token_prompt():
     model, _, sites = loud_model()
     ids, settings = torch.tensor([[1]]), {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     with SinkPatch(sites=sites).on(model):  # nothing calibrated: the first generated token is the second token
@@ -283,7 +283,7 @@ def test_one_token_prompt() -> None:
     assert all(e.step == 1 and e.position == 1 for e in run.events if e.kind == "fallback")
 
 
-def test_rows_choose_for_themselves() -> None:
+def test_rows_choose_for_themselves():
     model, _, _ = loud_model()
     sites = [(1, 3)]
     patch = SinkPatch(sites=sites, calibrated={(1, 3): 0.25})
@@ -294,25 +294,25 @@ def test_rows_choose_for_themselves() -> None:
         got = logits(model, ids, mask)
     said = reasons(run)
     assert said[1, 3] == "no BOS" and said.get((0, 3)) in (None, "sink-like second value")
-    torch.testing.assert_close(got[1], with_number(model, ids[1:2], sites, 0.25)[0], atol=1e-5, rtol=1e-5)
+    assert_close(got[1], with_number(model, ids[1:2], sites, 0.25)[0], atol=1e-5, rtol=1e-5)
     with patch.on(model):
-        torch.testing.assert_close(got[2, 2:], logits(model, ids[2:, 2:])[0], atol=1e-5, rtol=1e-4)
+        assert_close(got[2, 2:], logits(model, ids[2:, 2:])[0], atol=1e-5, rtol=1e-4)
 
 
-def test_number_and_calibrated_values() -> None:
+def test_number_and_calibrated_values():
     model, _, _ = loud_model()
     sites, ids = [(1, 3), (1, 11)], torch.tensor([[1, 20, 21, 22, 20]])
     with SinkPatch(sites=sites, value=0.5).on(model):
-        torch.testing.assert_close(logits(model, ids), with_number(model, ids, sites, 0.5))
+        assert_close(logits(model, ids), with_number(model, ids, sites, 0.5))
     later = slice(1, None)
     each = Ablate(sites=sites[:1], value=0.5, positions=later) | Ablate(sites=sites[1:], value=-0.5, positions=later)
     with each.on(model):
         want = logits(model, ids)
     with SinkPatch(sites=sites, value="calibrated", calibrated={(1, 11): -0.5, (1, 3): 0.5}).on(model):
-        torch.testing.assert_close(logits(model, ids), want)
+        assert_close(logits(model, ids), want)
 
 
-def test_a_prompt_read_before_the_run() -> None:
+def test_a_prompt_read_before_the_run():
     model, _, sites = loud_model()
     ids = torch.tensor([[1, 20, 21, 22, 20, 21]])
     with torch.no_grad():
@@ -324,15 +324,15 @@ def test_a_prompt_read_before_the_run() -> None:
     assert set(reasons(run).values()) == {"prompt read before the run"} and len(reasons(run)) == 3
     with Ablate(sites=sites, value=0.25).on(model), torch.no_grad():
         want = model(ids[:, 4:], past_key_values=copy.deepcopy(cache)).logits
-    torch.testing.assert_close(got, want)
+    assert_close(got, want)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
-def test_expert_neurons_take_the_second_tokens_value(model_type: str) -> None:
+def test_expert_neurons_take_the_second_tokens_value(model_type):
     """Also where the second token went to other experts: the value is what the neuron would have there."""
     model, _ = tiny_model(model_type)
     site, ids = (1, 2, 5), torch.tensor([[1, 20, 21, 22, 23, 24, 25, 26]])
-    seen: list[Tensor] = []
+    seen = []
     experts = model.model.layers[1].mlp.experts
     handle = experts.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
     logits(model, ids)
@@ -347,7 +347,7 @@ def test_expert_neurons_take_the_second_tokens_value(model_type: str) -> None:
         value = (up + 1) * gate * torch.sigmoid(experts.alpha * gate)
     want = with_number(model, ids, [site], float(value.detach()))
     with SinkPatch(sites=[site]).on(model):
-        torch.testing.assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-4)
+        assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(want, logits(model, ids), atol=1e-5)
 
 
@@ -364,7 +364,7 @@ class Row:
     neutral_up: float | None = -0.5
 
 
-def test_from_result(tmp_path: Path) -> None:
+def test_from_result(tmp_path):
     rows = [Row(1, 7, True), Row(1, 8, False), Row(2, 9, True, expert=3, neutral_post=None)]
     info = ModelInfo("m", "llama", 4, 32, 64, "f")
     result = SimpleNamespace(sink_layer=1, neurons=rows, model=info)
@@ -381,7 +381,7 @@ def test_from_result(tmp_path: Path) -> None:
             SinkPatch.from_result(SimpleNamespace(sink_layer=layer, neurons=neurons, model=info))
 
 
-GOOD: dict[str, Any] = {
+GOOD = {
     "schema": 1,
     "kind": "sink-patch",
     "model": None,
@@ -401,7 +401,7 @@ GOOD: dict[str, Any] = {
         ({"value": "calibrated", "sites": [{"layer": 1, "neuron": 3}]}, ["no calibrated value", "L1.N3"]),
     ],
 )
-def test_bad_patch_files(tmp_path: Path, change: dict[str, Any], words: list[str]) -> None:
+def test_bad_patch_files(tmp_path, change, words):
     path = tmp_path / "patch.json"
     path.write_text(json.dumps({**GOOD, **change}))
     with pytest.raises(SinkscopeError) as caught:

@@ -45,9 +45,7 @@ def _keep(policy: AdaKV, scores: Tensor, budget: int, pos: Tensor | None = None)
     seed=st.integers(0, 99),
     ties=st.booleans(),
 )
-def test_heads_get_what_falls_to_them(
-    heads: int, slots: int, budget: int, floor: float, first: int, seed: int, ties: bool
-) -> None:
+def test_heads_get_what_falls_to_them(heads, slots, budget, floor, first, seed, ties):
     policy = AdaKV(budget=budget, window=3, floor=floor, first=first)
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(1, heads, slots, generator=generator) * torch.arange(1, heads + 1)[:, None]
@@ -66,7 +64,7 @@ def test_heads_get_what_falls_to_them(
     assert int(keep.sum()) <= heads * budget
 
 
-def test_whole_numbers_are_not_rounded_down() -> None:
+def test_whole_numbers_are_not_rounded_down():
     """0.7 * 6 + 0.3 * 6 is a little less than 6 in double precision, and 0.2 * 323 less than 64.6 in single."""
     for base, floor in ((6, 0.3), (12, 0.3), (323, 0.2)):
         scores = torch.arange(base + 8.0).repeat(1, 2, 1)  # the same in both heads, so each gets the same share
@@ -74,7 +72,7 @@ def test_whole_numbers_are_not_rounded_down() -> None:
         assert keep.sum(-1).tolist() == [base + 2] * 2
 
 
-def test_nothing_goes_where_all_fit() -> None:
+def test_nothing_goes_where_all_fit():
     """The first head holds 10 slots beside the window and the second holds 2: 12 in all, which is the whole budget."""
     pos = torch.arange(12).repeat(1, 2, 1)
     pos[0, 1, :8] = -1
@@ -82,7 +80,7 @@ def test_nothing_goes_where_all_fit() -> None:
     assert torch.equal(keep, pos >= 0)
 
 
-def test_even_shares_are_snapkv() -> None:
+def test_even_shares_are_snapkv():
     model = model_of("llama")
     ids, mask = prompts([30, 22], 6)
     with SnapKV(budget=12, window=4).on(model):

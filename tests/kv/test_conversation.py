@@ -17,11 +17,11 @@ from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.sink_patch import SinkPatch
-from sinkscope.kv import H2O, TOVA, AdaKV, Full, Policy, StreamingLLM
+from sinkscope.kv import H2O, TOVA, AdaKV, Full, StreamingLLM
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.kv.loopserve.conversation import Conversation, Turn
 
-SPARSE: Any = {"alpha": 0.8, "shortest": 0, "dense_above": 9.0, "sample": 12, "budget": 1000, "dense_rows": 2}
+SPARSE = {"alpha": 0.8, "shortest": 0, "dense_above": 9.0, "sample": 12, "budget": 1000, "dense_rows": 2}
 SPARSE |= {"begin": 1, "local": 1, "sharp": None, "checked": 0}  # prompts are short here
 SMALL = LoopServe(**{**SPARSE, "budget": 12}, first=0, interval=4)  # pyright: ignore[reportArgumentType]
 WHOLE = LoopServe(alpha=1.0, budget=500, first=0, interval=4)
@@ -44,7 +44,7 @@ def logits(turn: Turn) -> Tensor:
 
 def tensors(chat: Conversation) -> list[Tensor]:
     """All that the cache holds."""
-    held: list[Tensor] = []
+    held = []
     for layer in chat._snapshot.layers:  # pyright: ignore[reportPrivateUsage]
         held += [layer.keys, layer.values, layer.pos]
         held += [layer.extra("h2o"), layer.extra("tova")]
@@ -55,11 +55,11 @@ def tensors(chat: Conversation) -> list[Tensor]:
 @torch.no_grad()
 def one_prompt(family: str, turns: int) -> list[tuple[list[int], Tensor]]:
     """The stock model without a cache: what follows each prompt, the whole text read anew for every token."""
-    model, ids = model_of(family), list[int]()
-    found: list[tuple[list[int], Tensor]] = []
+    model, ids = model_of(family), []
+    found = []
     for turn in range(turns):
         ids += said(turn)
-        rows: list[Tensor] = []
+        rows = []
         for _ in range(NEW):
             rows.append(model(input_ids=torch.tensor([ids]), use_cache=False).logits[:, -1])
             ids.append(int(rows[-1].argmax()))
@@ -77,7 +77,7 @@ def one_prompt(family: str, turns: int) -> list[tuple[list[int], Tensor]]:
         ("qwen3", WHOLE, "keep"),
     ],
 )
-def test_equals_one_long_prompt_where_nothing_is_hidden(family: str, edit: Any, answers: Any) -> None:
+def test_equals_one_long_prompt_where_nothing_is_hidden(family, edit, answers):
     model = model_of(family)
     chat = Conversation(model, edit, answers=answers)
     for number, (ids, expected) in enumerate(one_prompt(family, 3)):
@@ -99,7 +99,7 @@ def test_equals_one_long_prompt_where_nothing_is_hidden(family: str, edit: Any, 
         (H2O(budget=20), "recompute"),
     ],
 )
-def test_branches_share_what_was_read_and_go_on_as_if_alone(edit: Any, answers: Any) -> None:
+def test_branches_share_what_was_read_and_go_on_as_if_alone(edit, answers):
     model = model_of("llama")
 
     def talk(*turns: int) -> tuple[Conversation, list[tuple[int, ...]]]:
@@ -123,17 +123,17 @@ def test_branches_share_what_was_read_and_go_on_as_if_alone(edit: Any, answers: 
         (TOVA(budget=20, mode="select"), "recompute"),
     ],
 )
-def test_leaving_and_entering_changes_nothing_for_a_policy(policy: Policy, answers: str) -> None:
+def test_leaving_and_entering_changes_nothing_for_a_policy(policy, answers):
     """The same turns inside one `with`, on a cache of the caller's own, cropped by hand."""
     model = model_of("llama")
     chat = Conversation(model, policy, answers=answers)
     turns = [ask(chat, number) for number in range(2)]
-    cache, ids = DynamicCache(), list[int]()
+    cache, ids = DynamicCache(), []
     with policy.on(model):
         for number, turn in enumerate(turns):
             ids += said(number)
             given = torch.tensor([ids])
-            made: Any = model.generate(
+            made = model.generate(
                 given,
                 attention_mask=torch.ones_like(given),
                 past_key_values=cache,
@@ -156,7 +156,7 @@ def test_leaving_and_entering_changes_nothing_for_a_policy(policy: Policy, answe
     ("edit", "answers"),
     [(SMALL, "keep"), (H2O(budget=20), "recompute")],
 )
-def test_a_turn_that_is_said_leaves_what_an_answer_of_the_model_would(edit: Any, answers: Any) -> None:
+def test_a_turn_that_is_said_leaves_what_an_answer_of_the_model_would(edit, answers):
     model = model_of("llama")
     asked, told = (Conversation(model, edit, answers=answers) for _ in range(2))
     first = ask(asked, 0)
@@ -170,10 +170,10 @@ def test_a_turn_that_is_said_leaves_what_an_answer_of_the_model_would(edit: Any,
     assert not torch.equal(logits(ask(other, 1)), logits(asked.turns[1]))
 
 
-def test_a_patch_knows_the_second_token_in_every_turn() -> None:
+def test_a_patch_knows_the_second_token_in_every_turn():
     model, patch = model_of("llama"), SinkPatch(layer=1, neurons=[3, 5])
     chat = Conversation(model, patch)
-    ids: list[int] = []
+    ids = []
     for number in range(3):
         turn = ask(chat, number)
         ids += said(number)
@@ -208,7 +208,7 @@ class _Stops:
     ("edit", "answers"),
     [(SMALL, "recompute"), (H2O(budget=20), "keep")],
 )
-def test_an_interrupted_turn_leaves_the_conversation_as_it_was(edit: Any, answers: Any) -> None:
+def test_an_interrupted_turn_leaves_the_conversation_as_it_was(edit, answers):
     model = model_of("llama")
     chat, calm = (Conversation(model, edit, answers=answers) for _ in range(2))
     for each in (chat, calm):
@@ -221,7 +221,7 @@ def test_an_interrupted_turn_leaves_the_conversation_as_it_was(edit: Any, answer
     assert chat.turns[1].events == calm.turns[1].events
 
 
-def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes() -> None:
+def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes():
     model = model_of("llama", max_position_embeddings=64)
     chat = Conversation(model)
     ask(chat, 0)
@@ -251,7 +251,7 @@ def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes() -> None:
         ([5], {"num_beams": 2}, "num_beams=2: a conversation is one row"),
     ],
 )
-def test_what_cannot_be_asked(prompt: Any, more: Any, words: str) -> None:
+def test_what_cannot_be_asked(prompt, more, words):
     chat = Conversation(model_of("llama"))
     if isinstance(prompt, str) and not prompt.strip():
         chat.tokenizer = tiny_model("llama")[1]
@@ -260,7 +260,7 @@ def test_what_cannot_be_asked(prompt: Any, more: Any, words: str) -> None:
     assert not chat.turns
 
 
-def test_what_cannot_be_begun() -> None:
+def test_what_cannot_be_begun():
     model = model_of("llama")
     with pytest.raises(SinkscopeError, match="answers='none'"):
         Conversation(model, answers="none")
@@ -271,7 +271,7 @@ def test_what_cannot_be_begun() -> None:
 
 
 @pytest.mark.parametrize(("make", "answers"), [(nnsight_of, "recompute"), (bridge_of, "keep")])
-def test_the_same_on_nnsight_and_what_a_bridge_can_do(make: Any, answers: Any) -> None:
+def test_the_same_on_nnsight_and_what_a_bridge_can_do(make, answers):
     model, tokenizer = model_of("llama"), tiny_model("llama")[1]
     edit = SMALL if make is nnsight_of else LoopServe(budget=12, first=0, interval=4, prefill=False)
     found = []
@@ -289,9 +289,9 @@ TEMPLATE = (
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_chat_template_is_put_around_turns(ended: bool) -> None:
+def test_a_chat_template_is_put_around_turns(ended):
     """Turn by turn the model reads what the template makes of the whole history; an end that came is not said twice."""
-    pair: Any = tiny_model("llama")
+    pair = tiny_model("llama")
     model, tokenizer = pair
     names = tokenizer.convert_ids_to_tokens
     tokenizer.chat_template = TEMPLATE.replace("<s>", tokenizer.bos_token).replace("</s>", tokenizer.eos_token)
@@ -299,7 +299,7 @@ def test_a_chat_template_is_put_around_turns(ended: bool) -> None:
     words = [str(names(i)) for i in range(20, 40)]
     texts = [" ".join(words[:4]), " ".join(words[4:9]), " ".join(words[9:12])]
     replies = [" ".join(words[12:14]), " ".join(words[14:17])]
-    messages: list[dict[str, str]] = []
+    messages = []
     for number, text in enumerate(texts):
         messages.append({"role": "user", "content": text})
         if number < 2:

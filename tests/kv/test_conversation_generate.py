@@ -29,7 +29,7 @@ def held_so(edit: Intervention | None, answers: str, model: Any = None, **genera
     ("name", "value", "edit"),
     [("use_cache", False, SMALL), ("cache_implementation", "static", None), ("prefill_chunk_size", 4, SMALL)],
 )
-def test_what_the_model_says_of_caches_changes_nothing(name: str, value: Any, edit: Intervention | None) -> None:
+def test_what_the_model_says_of_caches_changes_nothing(name, value, edit):
     plain, model = held_so(edit, "recompute"), model_of("llama")
     setattr(model.generation_config, name, value)
     chat = held_so(edit, "recompute", model)
@@ -41,7 +41,7 @@ def test_what_the_model_says_of_caches_changes_nothing(name: str, value: Any, ed
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "num_beams"])
-def test_drafts_and_beams_are_refused_where_asked_for_and_set_aside_where_a_checkpoint_has_them(name: str) -> None:
+def test_drafts_and_beams_are_refused_where_asked_for_and_set_aside_where_a_checkpoint_has_them(name):
     model = model_of("llama")
     for chat in (Conversation(model), Conversation(model, SMALL)):
         with pytest.raises(SinkscopeError, match=f"^{name}.*give {name}="):
@@ -52,12 +52,12 @@ def test_drafts_and_beams_are_refused_where_asked_for_and_set_aside_where_a_chec
         with pytest.warns(SinkscopeWarning, match=f"ignores those of .*: .*{name} 3"):
             chat = held_so(edit, "keep", model)
         assert chat.ids == held_so(edit, "keep").ids
-    one: Any = {name: None if name.startswith("prompt") else 1}
+    one = {name: None if name.startswith("prompt") else 1}
     assert held_so(None, "keep", model, **one).ids == held_so(None, "keep").ids
 
 
 @EDITS
-def test_a_processor_that_runs_the_model_beside_it_is_not_taken_for_it(edit: Intervention | None) -> None:
+def test_a_processor_that_runs_the_model_beside_it_is_not_taken_for_it(edit):
     """Guidance reads every token of the answer a second time, on a cache of its own."""
     chat = held_so(edit, "keep", guidance_scale=1.5)
     held = chat._snapshot  # pyright: ignore[reportPrivateUsage]

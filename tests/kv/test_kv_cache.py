@@ -27,8 +27,8 @@ class Slow:
     """held[row][head]: position -> [key, note, hidden], in order; real[row]: of each column."""
 
     def __init__(self, rows: int) -> None:
-        self.held: list[list[dict[int, list[Any]]]] = [[{} for _ in range(HEADS)] for _ in range(rows)]
-        self.real: list[list[bool]] = [[] for _ in range(rows)]
+        self.held = [[{} for _ in range(HEADS)] for _ in range(rows)]
+        self.real = [[] for _ in range(rows)]
 
     def update(self, layer: CacheLayer, random: Random) -> None:
         """New tokens, with padding at the left of each row; a single one is real."""
@@ -112,7 +112,7 @@ class Slow:
 
 @settings(max_examples=30, deadline=None)
 @given(st.randoms(use_true_random=False), st.lists(st.sampled_from(OPERATIONS), max_size=12))
-def test_any_order_of_operations(random: Random, names: list[str]) -> None:
+def test_any_order_of_operations(random, names):
     """Also of copies that share their memory, with buffers so short that they are full now and then."""
     torch.manual_seed(random.randint(0, 9999))
     pairs = [(Slow(random.randint(1, 3)), CacheLayer())]
@@ -135,14 +135,14 @@ def test_any_order_of_operations(random: Random, names: list[str]) -> None:
         fresh.check(layer)
 
 
-def test_crop_takes_minus_a_number() -> None:
+def test_crop_takes_minus_a_number():
     layer = CacheLayer()
     layer.update(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4, 3))
     with pytest.raises(SinkscopeError, match="minus the number"):
         layer.crop(2)
 
 
-def test_a_cache_that_was_filled_before() -> None:
+def test_a_cache_that_was_filled_before():
     model = model_of("llama")
     ids, mask = prompts([15, 9], 6)
     policy = Drawn(budget=7)
@@ -156,7 +156,7 @@ def test_a_cache_that_was_filled_before() -> None:
             close(torch.cat([stock, decode(model, ids, mask, 15, one, chunks)], 1), want)
 
 
-def test_one_cache_over_two_turns_of_generate() -> None:
+def test_one_cache_over_two_turns_of_generate():
     model = model_of("llama")
     ids, _ = prompts([12, 12])
     cache = DynamicCache()
@@ -176,7 +176,7 @@ def test_one_cache_over_two_turns_of_generate() -> None:
     assert [usage.calls for usage in run.usage] == [3, 5, 5]
 
 
-def test_new_positions_need_the_same_tokens_everywhere() -> None:
+def test_new_positions_need_the_same_tokens_everywhere():
     """Another policy has left other tokens in every layer."""
     model = model_of("llama")
     ids, mask = prompts([14], 6)
@@ -188,7 +188,7 @@ def test_new_positions_need_the_same_tokens_everywhere() -> None:
         decode(model, ids, mask, 18, cache, [])
 
 
-def test_caches_that_cannot_be_taken_over() -> None:
+def test_caches_that_cannot_be_taken_over():
     model, window = model_of("llama"), model_of("mistral")
     ids, mask = prompts([20])
     policy = StreamingLLM(budget=6)
@@ -216,7 +216,7 @@ def model_of_base(model: Any) -> Any:
     return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
-def test_an_edited_cache_is_refused_outside() -> None:
+def test_an_edited_cache_is_refused_outside():
     model = model_of("llama")
     ids, mask = prompts([12], 2)
     for mode in ("evict", "select"):
@@ -229,7 +229,7 @@ def test_an_edited_cache_is_refused_outside() -> None:
             model(input_ids=ids[:, :1], past_key_values=cache)
 
 
-def test_an_untouched_cache_goes_on_outside() -> None:
+def test_an_untouched_cache_goes_on_outside():
     model = model_of("mistral")
     ids, mask = prompts([20, 13], 4)
     want = decode(model, ids, mask, 20)
@@ -239,7 +239,7 @@ def test_an_untouched_cache_goes_on_outside() -> None:
     close(torch.cat([first, decode(model, ids, mask, 22, cache, [])], 1), want)
 
 
-def test_usage_is_counted_by_hand() -> None:
+def test_usage_is_counted_by_hand():
     """Two layers hold the whole prompt in its own call, and 8 tokens and the new one in each of the six after it."""
     model = shallow_of("llama")
     ids, mask = prompts([20, 13], 6)

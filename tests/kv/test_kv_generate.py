@@ -15,7 +15,6 @@ from transformers import DynamicCache, TextIteratorStreamer
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM
-from sinkscope.kv.policy import Policy
 
 
 @torch.no_grad()
@@ -26,10 +25,10 @@ def logprob(model: Any, policy: Drawn, ids: Tensor, mask: Tensor, prompt: int) -
 
 
 @pytest.mark.parametrize(("family", "policy"), [("gemma2", Ragged(budget=7)), ("gpt_oss", Drawn(budget=7))])
-def test_greedy(family: str, policy: Drawn) -> None:
+def test_greedy(family, policy):
     model = model_of(family)
     ids, mask = prompts([18, 11])
-    ask: dict[str, Any] = {
+    ask = {
         "attention_mask": mask,
         "max_new_tokens": 7,
         "do_sample": False,
@@ -45,11 +44,11 @@ def test_greedy(family: str, policy: Drawn) -> None:
     assert float((torch.stack(model.generate(ids, **ask).logits, 1) - want).abs().max()) > 0.1
 
 
-def test_beams_carry_their_caches() -> None:
+def test_beams_carry_their_caches():
     """Rows change places at every step, so a cache that does not follow gives sequences other scores than these."""
     model = model_of("gemma2")
     ids, mask = prompts([14, 9])
-    ask: dict[str, Any] = {
+    ask = {
         "attention_mask": mask,
         "max_new_tokens": 6,
         "do_sample": False,
@@ -73,12 +72,12 @@ def test_beams_carry_their_caches() -> None:
     assert moved and not torch.equal(out.sequences, stock.sequences)
 
 
-def test_assisted_generation() -> None:
+def test_assisted_generation():
     """With the whole cache as ever, although tokens are taken back; with fewer it is refused before it begins."""
     model = model_of("llama")
     assistant = model_of("llama", seed=1, num_hidden_layers=1)
     ids, _ = prompts([19])
-    ask: dict[str, Any] = {"assistant_model": assistant, "max_new_tokens": 12, "do_sample": False}
+    ask = {"assistant_model": assistant, "max_new_tokens": 12, "do_sample": False}
     stock = model.generate(ids, **ask)
     assert torch.equal(stock, model.generate(ids, max_new_tokens=12, do_sample=False))
     for way in (Full(), Full() | Observe(lambda _: None), Observe(lambda _: None)):
@@ -93,7 +92,7 @@ def test_assisted_generation() -> None:
         assert torch.equal(model.generate(ids, **ask), stock)
 
 
-def test_a_streamer_in_a_worker_thread_sees_the_policy() -> None:
+def test_a_streamer_in_a_worker_thread_sees_the_policy():
     model = model_of("llama")
     tokenizer = tiny_model("llama")[1]
     ids, _ = prompts([14])
@@ -112,10 +111,10 @@ def test_a_streamer_in_a_worker_thread_sees_the_policy() -> None:
     assert text != tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0, 14:])
 
 
-def test_two_threads_and_two_models_at_once() -> None:
+def test_two_threads_and_two_models_at_once():
     """Calls of both models are made to overlap: each waits inside its own for the other."""
     models = [model_of("llama"), model_of("llama", seed=1)]
-    policies: list[Policy] = [Drawn(budget=6), Ragged(budget=6)]
+    policies = [Drawn(budget=6), Ragged(budget=6)]
     ids, mask = prompts([14, 9], 5)
     want = []
     for model, policy in zip(models, policies, strict=True):
@@ -127,7 +126,7 @@ def test_two_threads_and_two_models_at_once() -> None:
         meet.wait()
 
     for pair in ((models[0], models[1]), (models[0], models[0])):
-        got: dict[int, Tensor] = {}
+        got = {}
 
         def work(at: int, model: Any, got: dict[int, Tensor] = got) -> None:
             got[at] = decode(model, ids, mask, 14)
@@ -147,7 +146,7 @@ def test_two_threads_and_two_models_at_once() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_a_second_turn_sees_what_the_first_one_left(family: str) -> None:
+def test_a_second_turn_sees_what_the_first_one_left(family):
     """Evict in the first turn, read another prompt in chunks on top, evict again."""
     model = model_of(family)
     ids, mask = prompts([20, 15], 14)

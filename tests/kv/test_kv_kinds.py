@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.kv import Full, Observe
-from sinkscope.kv.policy import Policy
 
 QUICK = ("gemma2", "gpt_neox", "opt")
 REST = ("llama", "gpt_oss", "mistral", "gpt2", "phi3", "qwen3_moe", "gemma3_text", "olmo2")
@@ -42,7 +41,7 @@ def by_bridge(bridge: Any, ids: Tensor, mask: Tensor, prompt: int, chunks: tuple
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_bridge_with_the_whole_cache_and_with_parts_of_it(family: str) -> None:
+def test_a_bridge_with_the_whole_cache_and_with_parts_of_it(family):
     bridge, model = bridge_and_model(family)
     ids, mask = prompts([20, 13], 3)
     stock = by_bridge(bridge, ids, mask, 20)
@@ -61,11 +60,11 @@ def test_a_bridge_with_the_whole_cache_and_with_parts_of_it(family: str) -> None
                 close(got, decode(model, ids, mask, 20))
 
 
-def test_generate_on_a_bridge() -> None:
+def test_generate_on_a_bridge():
     bridge, model = bridge_and_model("llama")
     ids, _ = prompts([14])
-    quiet: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False, "verbose": False}
-    policy: Policy = Drawn(budget=5)
+    quiet = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False, "verbose": False}
+    policy = Drawn(budget=5)
     stock = bridge.generate(ids, **quiet)
     with policy.on(model):
         want = model.generate(ids, max_new_tokens=6, do_sample=False)
@@ -78,7 +77,7 @@ def test_generate_on_a_bridge() -> None:
     assert torch.equal(bridge.generate(ids, **quiet), stock)
 
 
-def test_nnsight() -> None:
+def test_nnsight():
     model = model_of("gemma2")
     tokenizer = tiny_model("gemma2")[1]
     lm = nnsight_of(model, tokenizer)

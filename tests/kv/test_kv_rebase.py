@@ -18,7 +18,7 @@ from sinkscope.kv import Full, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer, Rotary
 from sinkscope.models.target import Target
 
-_SCALED: dict[str, dict[str, Any]] = {
+_SCALED = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0},
     "llama3": {
@@ -60,7 +60,7 @@ def fresh(model: Any, row: Tensor, policy: Everywhere, prompt: int, until: int) 
 
 
 @pytest.mark.parametrize(("family", "settings"), CASES)
-def test_a_fresh_run_on_what_is_kept(family: str, settings: dict[str, Any]) -> None:
+def test_a_fresh_run_on_what_is_kept(family, settings):
     model = model_of(family, num_hidden_layers=1, **settings)
     lengths = [20, 13]
     ids, mask = prompts(lengths, 6)
@@ -85,7 +85,7 @@ def _apply_rotary(rotary: Any, keys: Tensor, pos: Tensor) -> Tensor:
     return apply_rotary_pos_emb(keys, keys, cos, sin)[0]
 
 
-def test_positions_that_the_model_makes_itself() -> None:
+def test_positions_that_the_model_makes_itself():
     """Without position ids padded rows are numbered from the padding on; distances are the same."""
     model = model_of("llama")
     ids, mask = prompts([20, 13], 6)
@@ -99,7 +99,7 @@ def test_positions_that_the_model_makes_itself() -> None:
     close(torch.stack(got, 1), want)
 
 
-def test_over_turns_runs_and_crops() -> None:
+def test_over_turns_runs_and_crops():
     """A later prompt follows closely, in the same run or in another one; so does what comes after a crop."""
     model = model_of("llama", num_hidden_layers=1)
     ids, mask = prompts([16], 12)
@@ -124,7 +124,7 @@ def test_over_turns_runs_and_crops() -> None:
             close(torch.cat(got, 1), want)
 
 
-def test_keys_that_move_at_every_step_stay_exact() -> None:
+def test_keys_that_move_at_every_step_stay_exact():
     """Half precision: a key is turned once for every token that comes, and the rounding must not add up."""
     model = model_of("llama", rope_parameters=_SCALED["llama3"]).bfloat16()
     rotary, layer, steps = Rotary(Target.of(model)), CacheLayer(), 60
@@ -143,7 +143,7 @@ def test_keys_that_move_at_every_step_stay_exact() -> None:
     torch.testing.assert_close(layer.keys[:, :, :1].float(), want, atol=1e-4, rtol=0)
 
 
-def test_where_positions_cannot_be_given_anew() -> None:
+def test_where_positions_cannot_be_given_anew():
     llama = model_of("llama")
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     for model, said in (

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +36,7 @@ MODULE = """
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def module(tmp_path, monkeypatch):
     (tmp_path / "policies_of_others.py").write_text(textwrap.dedent(MODULE))
     (tmp_path / "policies_broken.py").write_text("import nothing_of_this_name\n")
     monkeypatch.chdir(tmp_path)
@@ -46,18 +44,18 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def entries(module: str, monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
-    found: list[EntryPoint] = []
+def entries(module, monkeypatch):
+    found = []
     monkeypatch.setattr(registry, "entry_points", lambda *, group: found if group == "sinkscope.policies" else [])
     return found
 
 
-def test_names_modules_and_budgets(module: str) -> None:
+def test_names_modules_and_budgets(module):
     assert list(policies()) == ["adakv", "full", "h2o", "progressive", "snapkv", "streaming", "tova"]
     assert policy_named("h2o") == H2O() and policy_named("h2o:0.25") == H2O(budget=0.25)
     assert policy_named("sinkscope.kv.streaming_llm:StreamingLLM:12") == StreamingLLM(budget=12)
     assert policy_named("sinkscope.kv.loopserve:LoopServe:64") == LoopServe(budget=64)
-    made: Any = policy_named(f"{module}:KeyNorm:6")
+    made = policy_named(f"{module}:KeyNorm:6")
     assert (made.budget, made.first) == (6, 1)
     model = model_of("llama")
     ids, mask = prompts([12])
@@ -66,7 +64,7 @@ def test_names_modules_and_budgets(module: str) -> None:
     assert run.usage[0].peak_tokens == [12.0]
 
 
-def test_guards_have_names_too() -> None:
+def test_guards_have_names_too():
     from sinkscope.kv.loopguard import LoopGuard
 
     assert policy_named("loopguard") == LoopGuard() and policy_named("loopguard:256") == LoopGuard(budget=256)
@@ -76,12 +74,12 @@ def test_guards_have_names_too() -> None:
         policy_named("loopguard:papers")
 
 
-def test_the_budget_comes_first(module: str) -> None:
+def test_the_budget_comes_first(module):
     """Of every policy, also one of somebody else, and of both guards; all are found at the top level."""
     import sinkscope as ss
     from sinkscope.kv.loopguard import LoopGuard
 
-    makers: list[Any] = [*policies().values(), ss.LoopGuard, ss.LoopServe, ss.LoopGuard.paper, ss.LoopServe.paper]
+    makers = [*policies().values(), ss.LoopGuard, ss.LoopServe, ss.LoopGuard.paper, ss.LoopServe.paper]
     makers.append(type(policy_named(f"{module}:KeyNorm")))
     for make in makers:
         assert make(96).budget == 96 and make(0.5) == make(budget=0.5)
@@ -104,20 +102,20 @@ def test_the_budget_comes_first(module: str) -> None:
         ("no_such_package:KeyNorm", "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(text: str, says: str, module: str) -> None:
+def test_what_cannot_be_is_said_in_one_line(text, says, module):
     with pytest.raises(SinkscopeError) as error:
         policy_named(text)
     assert says in str(error.value) and "\n" not in str(error.value).split("\nSee ")[0]
 
 
-def test_a_policy_of_an_installed_package(entries: list[EntryPoint], module: str) -> None:
+def test_a_policy_of_an_installed_package(entries, module):
     entries.append(EntryPoint("key-norm", f"{module}:KeyNorm", registry.ENTRY_POINTS))
     assert "key-norm" in policies()
-    made: Any = policy_named("key-norm:9")
+    made = policy_named("key-norm:9")
     assert (type(made).__name__, made.budget, make_policy("key-norm", first=2).first) == ("KeyNorm", 9, 2)
 
 
-def test_registering_a_name_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registering_a_name_twice_is_refused(monkeypatch):
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))  # pyright: ignore[reportPrivateUsage]
     register_policy("mine")(StreamingLLM)
     assert make_policy("mine", budget=9) == StreamingLLM(budget=9)
@@ -158,7 +156,7 @@ class Wrong(Policy):
         ("infinite", None),
     ],
 )
-def test_scores_that_are_wrong(what: str, says: str | None, since: int) -> None:
+def test_scores_that_are_wrong(what, says, since):
     model = model_of("llama")
     ids, mask = prompts([12, 9])
     policy = Wrong(budget=8, what=what, since=since, first=3)

@@ -20,11 +20,11 @@ def ignore(_rows: AttentionRows) -> None:
 
 
 @pytest.mark.parametrize("family", QUICK + REST)
-def test_observers_change_nothing_and_rows_are_those_of_eager_attention(family: str) -> None:
+def test_observers_change_nothing_and_rows_are_those_of_eager_attention(family):
     model = model_of(family)
     ids, mask = prompts([21, 18], 2)
     stock = decode(model, ids, mask, 21)
-    seen: list[AttentionRows] = []
+    seen = []
     with Observe(seen.append, layers=[0, 1]).on(model):
         close(decode(model, ids, mask, 21), stock)
     model.config._attn_implementation = "eager"
@@ -49,7 +49,7 @@ def test_observers_change_nothing_and_rows_are_those_of_eager_attention(family: 
                 )
 
 
-def test_without_a_cache_there_is_nothing_to_evict() -> None:
+def test_without_a_cache_there_is_nothing_to_evict():
     model = model_of("gemma2")
     ids, mask = prompts([20, 17])
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_without_a_cache_there_is_nothing_to_evict() -> None:
     )
 
 
-def test_scores_scaled_by_layer() -> None:
+def test_scores_scaled_by_layer():
     model = model_of("gpt2", scale_attn_by_inverse_layer_idx=True)
     ids, mask = prompts([10, 8], 3)
     policy = Drawn(budget=5)
@@ -74,7 +74,7 @@ def test_scores_scaled_by_layer() -> None:
     close(got, dense(model, ids, mask, masks_of(model, policy, mask, 10))[:, 9:])
 
 
-def test_embeddings_in_place_of_ids_and_no_mask() -> None:
+def test_embeddings_in_place_of_ids_and_no_mask():
     """No attention mask at all, and ids given as embeddings."""
     model = model_of("qwen3")
     ids, _ = prompts([14])
@@ -85,7 +85,7 @@ def test_embeddings_in_place_of_ids_and_no_mask() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_bfloat16_is_as_exact_as_the_stock_model(family: str) -> None:
+def test_bfloat16_is_as_exact_as_the_stock_model(family):
     """Against float32 attention under the same mask; the stock model's own error is the measure."""
     exact = model_of(family).bfloat16().float()  # the same weights
     rough = copy.deepcopy(exact).bfloat16()

@@ -50,7 +50,7 @@ def triggers(tokens: list[int], settings: MonitorSettings, probs: list[float] | 
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_a_reporter_changes_nothing_and_reports_what_the_monitor_says(sample: bool) -> None:
+def test_a_reporter_changes_nothing_and_reports_what_the_monitor_says(sample):
     model = tiny()
     model.generation_config.eos_token_id = None
     ids, mask = padded(8)
@@ -72,7 +72,7 @@ def test_a_reporter_changes_nothing_and_reports_what_the_monitor_says(sample: bo
     assert {e.kind for e in reporter.events} == {"loop"} and reporter.events[0].data["streak"] >= 3
 
 
-def test_rows_are_reported_apart_and_not_after_their_end() -> None:
+def test_rows_are_reported_apart_and_not_after_their_end():
     model = tiny()
     ids, mask = padded(5, 9, 7)
     rows = [LOOPS, [*range(20, 40), *LOOPS], [4, 2, *LOOPS]]  # 2 ends a row
@@ -85,7 +85,7 @@ def test_rows_are_reported_apart_and_not_after_their_end() -> None:
         assert {e.row for e in reporter.events} == {0, 1} and reporter.events[0].data["period"] == 3
 
 
-def test_a_stopper_stops_the_looping_row_at_the_trigger_and_no_other() -> None:
+def test_a_stopper_stops_the_looping_row_at_the_trigger_and_no_other():
     model = tiny()
     ids, mask = padded(5, 9)
     rows = [LOOPS, [*range(20, 40), *LOOPS]]
@@ -96,7 +96,7 @@ def test_a_stopper_stops_the_looping_row_at_the_trigger_and_no_other() -> None:
     assert out[0] == rows[0][:first] + [0] * (second - first) and out[1] == rows[1][:second]
 
 
-def test_with_a_reporter_the_top_1_streak_counts_too() -> None:
+def test_with_a_reporter_the_top_1_streak_counts_too():
     model = tiny()
     ids, mask = padded(6)
     settings = MonitorSettings.variant("p1", warmup=0)
@@ -109,7 +109,7 @@ def test_with_a_reporter_the_top_1_streak_counts_too() -> None:
         run(model, ids, mask, criteria=[LoopStopper(settings)])
 
 
-def test_bad_input() -> None:
+def test_bad_input():
     model = tiny()
     ids, mask = padded(6, 6)
     with pytest.raises(SinkscopeError, match="batch of 2 rows and no eos_token_id"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ def guarded(o: LoopOrganism, prompts: list[torch.Tensor], guard: LoopGuard) -> t
     return out[:, width:].tolist(), run.events
 
 
-def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on() -> None:
+def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on():
     o = made(64)
     looping = [o.looping_prompt(period, delay=onset, start=start) for period, onset, start in CASES]
     healthy = o.healthy_prompt(60, start=750)
@@ -59,14 +58,14 @@ def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on() -> None:
     assert tokens[-1] == o.walk(int(healthy[0, -1]), STEPS) and {e.row for e in events} == {0, 1, 2}
 
 
-def test_the_control_never_sets_it_off() -> None:
+def test_the_control_never_sets_it_off():
     o = made(None, induction=False)
     prompt = o.looping_prompt(4)
     tokens, events = guarded(o, [prompt.ids], LoopGuard.paper())
     assert events == [] and tokens == [o.walk(int(prompt.ids[0, -1]), STEPS)]
 
 
-def test_the_default_ends_loops_early_also_those_that_older_copies_hold() -> None:
+def test_the_default_ends_loops_early_also_those_that_older_copies_hold():
     o = made(None)
     prompt = o.looping_prompt(16, delay=20)
     tokens, events = guarded(o, [prompt.ids], LoopGuard())
@@ -78,19 +77,19 @@ def test_the_default_ends_loops_early_also_those_that_older_copies_hold() -> Non
 
 
 @pytest.mark.parametrize("talk", [False, True])
-def test_a_loop_is_taken_back_from_the_output(talk: bool) -> None:
+def test_a_loop_is_taken_back_from_the_output(talk):
     o = made(64)
     prompt = o.looping_prompt(12, delay=30, start=250)
     ids, guard = prompt.ids[0].tolist(), LoopGuard(rewind=True)
     if talk:
-        answered: Any = Conversation(o.model, guard, tokenizer=o.tokenizer)
+        answered = Conversation(o.model, guard, tokenizer=o.tokenizer)
         turn = answered.ask(ids, max_new_tokens=REWOUND)
         tokens, events = list(turn.ids), turn.events
         assert answered.ask([ids[-1]], max_new_tokens=4).ids, "and the conversation goes on"
     else:
         text = o.tokenizer.decode(ids[1:])
         assert o.tokenizer(text)["input_ids"] == ids
-        shown: list[tuple[int, str]] = []
+        shown = []
         output = generate(
             o.model,
             text,
@@ -111,12 +110,12 @@ def test_a_loop_is_taken_back_from_the_output(talk: bool) -> None:
     assert copies <= 1 and tail_period(tokens, shortest=24) is None
 
 
-def test_rows_of_a_batch_are_taken_back_as_if_each_were_alone() -> None:
+def test_rows_of_a_batch_are_taken_back_as_if_each_were_alone():
     """Loops of other periods begin at other times, one row is healthy: a batch writes what each prompt does alone."""
     o = made(64)
     prompts = [o.looping_prompt(period, delay=onset, start=start) for period, onset, start in CASES[:2]]
     rows = [p.ids[0].tolist() for p in prompts] + [o.healthy_prompt(60, start=750)[0].tolist()]
-    options: dict[str, Any] = {"tokenizer": o.tokenizer, "guard": True, "max_new_tokens": REWOUND}
+    options = {"tokenizer": o.tokenizer, "guard": True, "max_new_tokens": REWOUND}
     together = generate(o.model, rows, batch_size=len(rows), **options)
     for row, output in zip(rows, together, strict=True):
         alone = generate(o.model, [row], **options)[0]
@@ -130,7 +129,7 @@ def test_rows_of_a_batch_are_taken_back_as_if_each_were_alone() -> None:
     assert all(event.data["taken_back"] for output in together for event in output.events[:1])
 
 
-def test_what_cannot_be_taken_back_is_refused() -> None:
+def test_what_cannot_be_taken_back_is_refused():
     o = made(64)
     prompt = o.looping_prompt(12)
     with pytest.raises(UnsupportedError, match="or Conversation"):

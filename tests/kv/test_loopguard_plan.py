@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +29,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[int, int]], Reten
 
 
 @given(cases())
-def test_every_plan_is_within_the_budget_and_follows_the_equations(case: Any) -> None:
+def test_every_plan_is_within_the_budget_and_follows_the_equations(case):
     held, length, bad, retention, level = case
     made = tokens_to_keep(held, length, bad, retention, level)
     keep, every = set(made.positions), set(held)
@@ -60,7 +59,7 @@ def test_every_plan_is_within_the_budget_and_follows_the_equations(case: Any) ->
 
 
 @given(st.integers(0, 300), st.integers(0, 300))
-def test_a_uniform_choice_leaves_no_gap_longer_than_needed(total: int, count: int) -> None:
+def test_a_uniform_choice_leaves_no_gap_longer_than_needed(total, count):
     chosen = evenly_spaced(range(total), count)
     assert len(chosen) == len(set(chosen)) == min(count, total)
     if 0 < count < total:
@@ -69,7 +68,7 @@ def test_a_uniform_choice_leaves_no_gap_longer_than_needed(total: int, count: in
         assert max(b - a for a, b in pairwise(edges)) <= widest + 1
 
 
-def test_the_papers_sizes() -> None:
+def test_the_papers_sizes():
     retention = Retention(recent=256)
     assert (retention.budget, retention.anchors, retention.recent) == (1024, 32, 256)
     assert [retention.recent_tokens(level) for level in range(5)] == [128, 64, 32, 16, 16]

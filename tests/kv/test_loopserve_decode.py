@@ -10,6 +10,7 @@ from guard_kit import EAGER, SMALL
 from kv_kit import attended, close, decode, dense, each_other, prompts, window_of
 from kv_kit import shallow_of as model_of
 from torch import Tensor
+from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.errors import UnsupportedError
@@ -26,7 +27,7 @@ def reference_masks(model: Any, ids: Tensor, mask: Tensor, policy: Progressive, 
     """What each query may see, from the attention of whole passes: per layer, bool `[row kv_head query key]`."""
     target, total = Target.of(model), ids.shape[1]
     column = torch.arange(total)
-    whole: list[Tensor] = []
+    whole = []
     for layer in range(target.n_layers):
         causal = (column <= column[:, None]) & (mask[:, None] > 0)
         if (window := window_of(model, layer)) is not None:
@@ -65,9 +66,9 @@ POLICIES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "family"), each_other(POLICIES, ["llama", "gpt2", "mistral", "qwen3"], always=["llama"])
+    ("name", "family"), each_other(POLICIES, ["llama", "gpt2", "mistral", "qwen3"], 4, always=["llama"])
 )
-def test_decoding_equals_a_pass_under_the_masks_of_the_algorithm(family: str, name: str) -> None:
+def test_decoding_equals_a_pass_under_the_masks_of_the_algorithm(family, name):
     if family == "mistral" and name == "evicting":
         pytest.skip("the masks here do not tell what is held beyond the window from what was evicted")
     model, policy = model_of(family), POLICIES[name]
@@ -78,10 +79,10 @@ def test_decoding_equals_a_pass_under_the_masks_of_the_algorithm(family: str, na
     close(ours, dense(model, IDS, MASK, sees)[:, PROMPT - 1 :])
     if window_of(model, 0) is None:
         counts = torch.stack([layer[:, :, PROMPT:].sum(-1).float().mean((1, 2)) for layer in sees]).mean(0)
-        torch.testing.assert_close(torch.tensor(read), counts[None])
+        assert_close(torch.tensor(read), counts[None])
 
 
-def test_steps_hold_the_copy_and_turns_see_everything() -> None:
+def test_steps_hold_the_copy_and_turns_see_everything():
     """Between selections a layer is as long as the copy; a second turn and the time after see all tokens."""
     model, policy = model_of("llama"), Progressive(budget=8, every=4, after=0)
     ids, mask = prompts([20], 16)
@@ -97,7 +98,7 @@ def test_steps_hold_the_copy_and_turns_see_everything() -> None:
     with torch.no_grad():
         keys = DynamicCache(config=model.config)
         model(input_ids=ids, past_key_values=keys, use_cache=True)
-        torch.testing.assert_close(cache.layers[0].keys, keys.layers[0].keys)  # layer 0 depends on no attention
+        assert_close(cache.layers[0].keys, keys.layers[0].keys)  # layer 0 depends on no attention
         more = model(input_ids=ids[:, :2], past_key_values=cache, use_cache=True)  # outside, as a plain cache
         assert more.logits.shape[1] == 2
     # The second turn's queries see all: a pass in which only the single tokens were restricted.
@@ -109,7 +110,7 @@ def test_steps_hold_the_copy_and_turns_see_everything() -> None:
 
 
 @pytest.mark.parametrize("change", ["crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices"])
-def test_what_else_is_done_to_a_layer_is_done_to_the_whole(change: str) -> None:
+def test_what_else_is_done_to_a_layer_is_done_to_the_whole(change):
     generator = torch.Generator().manual_seed(0)
     argument = {"crop": -5, "batch_repeat_interleave": 2}.get(change, torch.tensor([1, 0]))
     worked, plain = CacheLayer(), CacheLayer()
@@ -133,7 +134,7 @@ def test_what_else_is_done_to_a_layer_is_done_to_the_whole(change: str) -> None:
         assert torch.equal(worked.extra("seen")[..., 10:], plain.extra("seen")[..., 10:])
 
 
-def test_usage_counts_the_whole_and_the_copy_beside_it() -> None:
+def test_usage_counts_the_whole_and_the_copy_beside_it():
     """By hand: a batch with padding, so that the whole has holes and the copy does not have as many."""
     model = model_of("llama")
     ids, mask = prompts([20, 13], 6)
@@ -143,14 +144,14 @@ def test_usage_counts_the_whole_and_the_copy_beside_it() -> None:
     (usage,) = run.usage
     assert usage.calls == 7
     # 20 columns, then one by one to 26; 7 of the second row are padding.
-    torch.testing.assert_close(torch.tensor(usage.mean_tokens), torch.tensor([23.0, 16.0]))
+    assert_close(torch.tensor(usage.mean_tokens), torch.tensor([23.0, 16.0]))
     assert usage.peak_tokens == [26.0, 19.0]
     assert usage.logical_bytes == layers * size * (26 + 19)
     # Selected at 21 and at 25: 21 + the copy of 8 and 4 new ones; then 25 + 8 and 1 new one.
     assert usage.physical_bytes == layers * size * 2 * (25 + 9)
 
 
-def test_a_loop_guard_cuts_the_whole_cache() -> None:
+def test_a_loop_guard_cuts_the_whole_cache():
     """What the guard takes out never comes back, and the selection goes on at once from what it left."""
     model = model_of("llama")
     generator = torch.Generator().manual_seed(0)
@@ -159,7 +160,7 @@ def test_a_loop_guard_cuts_the_whole_cache() -> None:
     ids = torch.cat([prompt, loop], 1)
     guard = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)
     cache = DynamicCache(config=model.config)
-    lengths: list[int] = []
+    lengths = []
     with (Progressive(budget=8, every=4, after=0) | guard).on(model) as run, torch.no_grad():
         model(input_ids=ids[:, :40], past_key_values=cache, use_cache=True)
         for at in range(40, 88):
@@ -177,7 +178,7 @@ def test_a_loop_guard_cuts_the_whole_cache() -> None:
     assert lengths[step] == len(kept) and lengths[step + 1] == 9
 
 
-def test_beams_are_refused() -> None:
+def test_beams_are_refused():
     model = model_of("llama")
     with pytest.raises(UnsupportedError, match="num_beams=1"), Progressive(budget=8, every=2, after=0).on(model):
         model.generate(IDS[:1, :30], num_beams=3, max_new_tokens=8, do_sample=False)

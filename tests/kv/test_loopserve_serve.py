@@ -17,6 +17,7 @@ from kv_kit import positions as positions_of
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from torch import Tensor
+from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.errors import UnsupportedError
@@ -27,8 +28,8 @@ from sinkscope.kv.loopserve import LoopServe, sparse_prompts, tokens_read
 from sinkscope.lines.choice import choice_cost, draw_of, held_out, sample_queries, select_lines
 from sinkscope.models.target import Target
 
-SPARSE: Any = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3}
-PLAIN: Any = {"begin": 1, "local": 1, "sharp": None, "checked": 0}  # as in the paper
+SPARSE = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3}
+PLAIN = {"begin": 1, "local": 1, "sharp": None, "checked": 0}  # as in the paper
 
 
 def every_head(family: str = "llama") -> Any:
@@ -68,7 +69,7 @@ def line_masks(model: Any, ids: Tensor, mask: Tensor, turns: list[int], serve: L
 
 
 @pytest.mark.parametrize(("family", "variant"), each_other(["llama", "gpt2", "qwen3"], ["exact", "faithful"]))
-def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family: str, variant: Any) -> None:
+def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family, variant):
     # The faithful variant takes nearly all lines of attention as flat as that of a random model.
     serve = LoopServe(**{**SPARSE, "alpha": 0.8 if variant == "exact" else 0.4}, variant=variant, decode=False, seed=5)
     model = every_head(family)
@@ -111,7 +112,7 @@ def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family
     assert min(event.data["attended"] for event in events) < 0.75
 
 
-def test_alpha_one_and_a_budget_for_everything_is_the_plain_model() -> None:
+def test_alpha_one_and_a_budget_for_everything_is_the_plain_model():
     model = model_of("llama")
     ids, mask = prompts([40, 25], 20)
     plain = decode(model, ids, mask, 40)
@@ -125,7 +126,7 @@ def test_alpha_one_and_a_budget_for_everything_is_the_plain_model() -> None:
     assert {event.data["dense_heads"] for event in run.events} == {4}
 
 
-def test_prompts_with_flat_attention_are_read_by_the_model_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_with_flat_attention_are_read_by_the_model_itself(monkeypatch):
     """Where no head has lines, only the sample is computed besides: the logits are the stock ones, bit for bit."""
     model = deepcopy(model_of("llama"))
     with torch.no_grad():
@@ -151,7 +152,7 @@ def test_prompts_with_flat_attention_are_read_by_the_model_itself(monkeypatch: p
 
 
 @pytest.mark.parametrize("dense_rows", [0, 5])
-def test_a_prompt_says_what_its_lines_lost(dense_rows: int) -> None:
+def test_a_prompt_says_what_its_lines_lost(dense_rows):
     """Against whole attention matrices of a pass under the same masks: what held-out rows lose, and the last one."""
     model, settings = every_head(), {**SPARSE, **PLAIN, "alpha": 0.8, "dense_rows": dense_rows, "seed": 3}
     ids, mask = prompts([60], 0)
@@ -169,14 +170,14 @@ def test_a_prompt_says_what_its_lines_lost(dense_rows: int) -> None:
         rows = held_out(along, 12, draw)
         assert len(rows) == 16 and not set(rows.tolist()) & set(sample_queries(along, 12, draw).tolist())
         kept = (full * sees[event.layer or 0][0]).sum(-1)[:, rows].mean(1)
-        torch.testing.assert_close(torch.tensor(event.data["recovered"]), kept, atol=1e-5, rtol=1e-5)
+        assert_close(torch.tensor(event.data["recovered"]), kept, atol=1e-5, rtol=1e-5)
         part = scores.masked_fill(~sees[event.layer or 0][0], -torch.inf).softmax(-1)
         exact, got = full[:, -1:] @ value[0], part[:, -1:] @ value[0]
         error = float((got - exact).norm() / exact.norm())
         assert event.data["last_error"] == pytest.approx(error, abs=1e-5) and (error > 0.05) == (not dense_rows)
 
 
-def test_a_sample_of_all_queries_holds_alpha_and_nobody_is_warned() -> None:
+def test_a_sample_of_all_queries_holds_alpha_and_nobody_is_warned():
     model = every_head()
     ids, mask = prompts([60], 0)
     serve = LoopServe(**{**SPARSE, "sample": 60, "dense_rows": 0}, decode=False)
@@ -187,7 +188,7 @@ def test_a_sample_of_all_queries_holds_alpha_and_nobody_is_warned() -> None:
     assert max(event.data["attended"] for event in run.events) < 0.9
 
 
-def test_draws_differ_by_seed_and_the_printed_algorithm_can_be_had() -> None:
+def test_draws_differ_by_seed_and_the_printed_algorithm_can_be_had():
     model = every_head()
     ids, mask = prompts([60], 0)
 
@@ -203,7 +204,7 @@ def test_draws_differ_by_seed_and_the_printed_algorithm_can_be_had() -> None:
     assert LoopServe.paper(variant="exact", alpha=0.9).alpha == 0.9
 
 
-def test_both_halves_at_work() -> None:
+def test_both_halves_at_work():
     """The cache that a sparse prompt left is decoded from in parts: neither half alone gives this."""
     model = model_of("llama")
     ids, mask = prompts([60, 41], 24)
@@ -216,13 +217,13 @@ def test_both_halves_at_work() -> None:
             assert read == []
         else:
             steps = [[*range(n + 1, n + 5), *[12 + 1 + i % 4 for i in range(20)]] for n in (60, 41)]
-            torch.testing.assert_close(torch.tensor(read[0]), torch.tensor([sum(s) / 24 for s in steps]))
+            assert_close(torch.tensor(read[0]), torch.tensor([sum(s) / 24 for s in steps]))
     close(logits["both"][:, :5], logits["-P"][:, :5])  # not selected yet
     assert float((logits["both"] - logits["-P"])[:, 5:].abs().max()) > 1e-2
     assert float((logits["both"] - logits["-D"]).abs().max()) > 1e-2
 
 
-def test_beside_a_patch_a_guard_and_an_observer() -> None:
+def test_beside_a_patch_a_guard_and_an_observer():
     model = model_of("llama")
     ids, mask = prompts([40], 40)
     ids[:, 52:] = ids[:, 48:52].repeat(1, 7)  # a loop
@@ -237,7 +238,7 @@ def test_beside_a_patch_a_guard_and_an_observer() -> None:
     sparse = LoopServe(**SPARSE, decode=False)
     with sparse.on(model):
         expected = decode(model, ids, mask, 40)
-    rows: list[Tensor] = []
+    rows = []
     with (sparse | Observe(lambda r: rows.append(r.probs.sum(-1)))).on(model):
         close(decode(model, ids, mask, 40), expected)
     assert sum(r.shape[2] for r in rows) == 2 * 80
@@ -248,7 +249,7 @@ def test_beside_a_patch_a_guard_and_an_observer() -> None:
 @pytest.mark.parametrize(
     ("family", "why"), [("mistral", "sliding window"), ("gemma2", "soft cap"), ("gpt_oss", "learned sinks")]
 )
-def test_layers_that_need_their_own_attention_keep_it_and_say_so(family: str, why: str) -> None:
+def test_layers_that_need_their_own_attention_keep_it_and_say_so(family, why):
     model = model_of(family)
     ids, mask = prompts([40, 30], 4)
     plain = decode(model, ids, mask, 40)
@@ -257,13 +258,13 @@ def test_layers_that_need_their_own_attention_keep_it_and_say_so(family: str, wh
     assert why in {event.data["dense"] for event in run.events}
 
 
-def test_a_bridge_computes_its_own_prompts() -> None:
+def test_a_bridge_computes_its_own_prompts():
     bridge = bridge_of(model_of("llama"), tiny_model("llama")[1])
     with pytest.raises(UnsupportedError, match="prefill=False"), LoopServe(**SPARSE).on(bridge):
         pass
 
 
-def test_prompts_that_want_gradients_are_refused_in_one_line() -> None:
+def test_prompts_that_want_gradients_are_refused_in_one_line():
     model = model_of("llama")
     ids = prompts([40], 0)[0]
     with LoopServe(**SPARSE).on(model), pytest.raises(UnsupportedError, match=r"under torch\.no_grad"):
@@ -272,7 +273,7 @@ def test_prompts_that_want_gradients_are_refused_in_one_line() -> None:
         assert model(ids).logits.isfinite().all()
 
 
-def test_a_short_turn_is_read_by_the_model_itself() -> None:
+def test_a_short_turn_is_read_by_the_model_itself():
     """A choice by two queries costs eight rows: too much for a turn of six tokens, little for a prompt of sixty."""
     model = model_of("llama")
     ids, _ = prompts([66], 0)
@@ -290,7 +291,7 @@ def test_a_short_turn_is_read_by_the_model_itself() -> None:
     assert turn["dense"] == "6 new tokens are too few to pay for a choice of lines" and "attended" in first
 
 
-def test_where_no_lines_were_found_a_turn_does_not_look_again_unless_that_is_cheap() -> None:
+def test_where_no_lines_were_found_a_turn_does_not_look_again_unless_that_is_cheap():
     """A search by two queries costs 8 / 30 of the attention of a turn of thirty tokens, and 8 / 90 for ninety."""
     model = deepcopy(model_of("llama"))
     ids, _ = prompts([180], 0)
@@ -307,7 +308,7 @@ def test_where_no_lines_were_found_a_turn_does_not_look_again_unless_that_is_che
         assert read == [True, not flat, True]
 
 
-def test_what_a_choice_costs() -> None:
+def test_what_a_choice_costs():
     """Four rows for each query read, against the rows of dense attention: half of the queries in a first prompt."""
     assert choice_cost(1, 5000, 48, 64) == pytest.approx(8.0)
     assert choice_cost(4000, 4000, 48, 64) == pytest.approx(4 * 112 / 2000, rel=1e-3)

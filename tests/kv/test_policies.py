@@ -15,6 +15,7 @@ from kv_kit import each_other, run_policy
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from torch import Tensor
+from torch.testing import assert_close
 from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -23,7 +24,7 @@ from sinkscope.kv import H2O, TOVA, Full, Policy, SnapKV, StreamingLLM, make_pol
 
 PROMPT, STEPS = 26, 12
 FAMILIES = ("llama", "gpt2", "mistral", "gemma2", "qwen3", "gpt_oss", "gpt_neox")
-CASES: dict[str, tuple[Policy, dense.Choose]] = {
+CASES = {
     "streaming": (StreamingLLM(budget=12), dense.streaming_llm()),
     "h2o": (H2O(budget=12), dense.h2o()),
     "tova": (TOVA(budget=12), dense.tova()),
@@ -52,7 +53,7 @@ def assert_same(got: tuple[list[list[Tensor]], Tensor], reference: dense.Referen
     for step, (ours, theirs) in enumerate(zip(got[0], reference.kept, strict=True)):
         for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             assert torch.equal(a, b), f"step {step}, layer {layer}"
-    torch.testing.assert_close(got[1], reference.logits, atol=5e-5, rtol=0)
+    assert_close(got[1], reference.logits, atol=5e-5, rtol=0)
 
 
 def reference_of(
@@ -62,8 +63,8 @@ def reference_of(
     return dense.dense_run(model, ids, real.shape[1], budgets or [int(policy.budget)] * len(ids), choose, real, every)
 
 
-@pytest.mark.parametrize(("name", "family"), each_other(CASES, FAMILIES, always=["llama"]))
-def test_keeps_what_the_dense_reference_keeps(name: str, family: str) -> None:
+@pytest.mark.parametrize(("name", "family"), each_other(CASES, FAMILIES, 4, always=["llama"]))
+def test_keeps_what_the_dense_reference_keeps(name, family):
     """At prefill and while tokens are decoded, in a batch with padding on the left; under edits, too."""
     policy, choose = CASES[name]
     model = model_of(family)
@@ -77,7 +78,7 @@ def test_keeps_what_the_dense_reference_keeps(name: str, family: str) -> None:
     assert_same(run(edits | policy, model, ids, real), expected)
 
 
-def test_snapkv_goes_on_choosing_while_tokens_are_generated() -> None:
+def test_snapkv_goes_on_choosing_while_tokens_are_generated():
     model = model_of("llama")
     ids, real = batch(pad=3)
     policy = SnapKV(budget=14, window=8, kernel=3, every=4)
@@ -85,11 +86,11 @@ def test_snapkv_goes_on_choosing_while_tokens_are_generated() -> None:
 
 
 @pytest.mark.parametrize("policy", [H2O(budget=8, mode="select"), StreamingLLM(budget=8, mode="select")], ids=str)
-def test_what_is_hidden_is_still_held(policy: Policy) -> None:
+def test_what_is_hidden_is_still_held(policy):
     """The usage under `mode="select"` is that of the full cache, and eight tokens and the new one are read."""
     model = model_of("llama")
     ids, real = batch(steps=4)
-    usages: list[Any] = []
+    usages = []
     for each in (policy, Full()):
         cache = DynamicCache()
         with each.on(model) as run_:
@@ -101,7 +102,7 @@ def test_what_is_hidden_is_still_held(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fraction_of_each_prompt(name: str) -> None:
+def test_fraction_of_each_prompt(name):
     """Rounded down, of the real tokens of a row, and not growing while tokens are generated."""
     policy, choose = CASES[name]
     policy = replace(policy, budget=0.55)
@@ -113,11 +114,11 @@ def test_fraction_of_each_prompt(name: str) -> None:
 
 
 @pytest.mark.parametrize("reduce", ["mean", "max", "sum"])
-def test_heads_of_a_kv_head_are_joined_as_asked(reduce: Any) -> None:
+def test_heads_of_a_kv_head_are_joined_as_asked(reduce):
     """H2O: per query before the sum. SnapKV: after pooling, here by the maximum."""
     model = model_of("llama", num_attention_heads=8, num_key_value_heads=2, head_dim=4)
     ids, real = batch(steps=8)
-    policies: list[tuple[Policy, dense.Choose]] = [
+    policies = [
         (H2O(budget=12, reduce=reduce, recent=0.25), dense.h2o(reduce, 0.25)),
         (
             SnapKV(budget=14, window=6, kernel=5, pooling="max", reduce=reduce),
@@ -128,7 +129,7 @@ def test_heads_of_a_kv_head_are_joined_as_asked(reduce: Any) -> None:
         assert_same(run(policy, model, ids, real), reference_of(policy, choose, model, ids, real))
 
 
-def test_snapkv_says_where_a_bridge_hides_its_queries() -> None:
+def test_snapkv_says_where_a_bridge_hides_its_queries():
     bridge = bridge_of(*tiny_model("phi3"))
     ids, real = batch(steps=0)
     with pytest.raises(UnsupportedError, match=r"phi3.*backend='hf'"), CASES["snapkv"][0].on(bridge):
@@ -150,7 +151,7 @@ def test_snapkv_says_where_a_bridge_hides_its_queries() -> None:
     last=st.integers(0, 3),
     pad=st.integers(0, 22),
 )
-def test_budget_and_protected_positions(name: str, budget: int, first: int, last: int, pad: int) -> None:
+def test_budget_and_protected_positions(name, budget, first, last, pad):
     """After every step: never more than the budget, never less than there is, and the protected ones always."""
     model, _ = tiny_model("llama", num_hidden_layers=1)
     ids, real = batch(pad=pad, steps=5)
@@ -163,31 +164,39 @@ def test_budget_and_protected_positions(name: str, budget: int, first: int, last
             assert sure[:, :first].all() and sure[:, max(0, real_tokens - last) :].all()
 
 
-def test_two_policies_and_too_small_a_fraction() -> None:
+def test_two_policies_and_too_small_a_fraction():
     model, _ = tiny_model("llama")
     with pytest.raises(UnsupportedError, match="StreamingLLM and H2O"), (StreamingLLM() | H2O()).on(model):
         pass
     ids, real = batch(steps=1)
     with pytest.raises(SinkscopeError, match=r"budget=0\.2 of a prompt of 19 tokens is 3"):
-        run(StreamingLLM(budget=0.2), model, ids, real)
+        run(H2O(budget=0.2, first=4), model, ids, real)
 
 
-def test_a_window_takes_half_of_a_budget_without_room_for_it() -> None:
+@pytest.mark.parametrize(
+    ("policy", "same", "windows"),
+    [
+        (SnapKV(budget=0.5), (SnapKV(budget=13, window=6), SnapKV(budget=9, window=4)), [6, 4]),
+        (StreamingLLM(budget=0.2), (StreamingLLM(budget=5), StreamingLLM(budget=3, first=1)), [2]),
+    ],
+    ids=["snapkv", "streaming"],
+)
+def test_a_window_takes_half_of_a_budget_without_room_for_it(policy, same, windows):
     """Padded rows with windows of their own equal single prompts with these windows given."""
     model = model_of("llama")
     ids, real = batch(steps=3)
     mask = torch.cat([real, torch.ones(2, 3, dtype=torch.long)], 1)
-    with SnapKV(budget=0.5).on(model) as run_:
+    with policy.on(model) as run_:
         model.generate(ids[:, :PROMPT], attention_mask=real, max_new_tokens=3)
-    assert [event.data["window"] for event in run_.events if event.kind == "window"] == [6, 4]
-    kept, logits = run(SnapKV(budget=0.5), model, ids, real)
-    for row, (budget, window) in enumerate(((13, 6), (9, 4))):
+    assert [event.data["window"] for event in run_.events if event.kind == "window"] == windows
+    kept, logits = run(policy, model, ids, real)
+    for row, alone in enumerate(same):
         pad = int((real[row] == 0).sum())
         part = slice(row, row + 1)
-        alone = SnapKV(budget=budget, window=window)
         expected, steps = run_policy(alone, model, ids[part, pad:], mask[part, pad:], (PROMPT - pad,))
-        torch.testing.assert_close(logits[part], expected, atol=5e-5, rtol=0)
+        assert_close(logits[part], expected, atol=5e-5, rtol=0)
         for step, layers in enumerate(steps):
             for layer, columns in enumerate(layers):
                 assert torch.equal(kept[step][layer][part, :, pad:], columns[..., : PROMPT - pad + step])
     assert SnapKV(budget=64).window_at(64) == 64 and SnapKV(budget=32, first=4).window_at(32) == 14
+    assert [StreamingLLM().first_kept(budget) for budget in (1, 4, 5)] == [0, 2, 4]

@@ -23,7 +23,7 @@ PREFILL, DECODING = FIXTURE["prefill"], FIXTURE["decoding"]
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     """The model of the recording, made again."""
     model = recorded.tiny_llama()
     assert recorded.SIZES == FIXTURE["model"]
@@ -49,13 +49,13 @@ def at_prefill(model: Any, policy: Policy, length: int) -> list[list[list[int]]]
     return kept(model, policy, ids, length)[0]
 
 
-def test_streaming_llm(model: Any) -> None:
+def test_streaming_llm(model):
     for case in PREFILL["streaming_llm"]:
         policy = StreamingLLM(budget=case["kept"], first=case["sinks"])
         assert at_prefill(model, policy, case["length"]) == case["positions"]
 
 
-def test_snapkv(model: Any) -> None:
+def test_snapkv(model):
     compared = 0
     for case in PREFILL["snapkv"]:
         if case["kept"] < case["window"]:
@@ -66,13 +66,13 @@ def test_snapkv(model: Any) -> None:
     assert compared >= 12
 
 
-def test_tova(model: Any) -> None:
+def test_tova(model):
     """kvpress keeps the newest token by rule: `last=1`."""
     for case in PREFILL["tova"]:
         assert at_prefill(model, TOVA(budget=case["kept"], last=1), case["length"]) == case["positions"]
 
 
-def test_tova_in_decoding(model: Any) -> None:
+def test_tova_in_decoding(model):
     """40 tokens after the prompt, a compression before each."""
     ids = recorded.prompt(DECODING["tova"]["length"] + recorded.STEPS, 11)
     ours = kept(model, TOVA(budget=DECODING["tova"]["kept"], last=1), ids, DECODING["tova"]["length"])
@@ -81,7 +81,7 @@ def test_tova_in_decoding(model: Any) -> None:
     assert len(ours) == recorded.STEPS
 
 
-def test_the_sums_of_h2o(model: Any) -> None:
+def test_the_sums_of_h2o(model):
     """ObservedAttentionPress ranks by H2O's sum over the number of queries that could see the token."""
     for case in PREFILL["observed_attention"]:
         cache, length = DynamicCache(), case["length"]

@@ -23,7 +23,7 @@ from sinkscope.models.target import Target
 PROMPT, LENGTHS, STEPS = 26, (26, 19), 4  # longer than the windows of 16
 CHUNKS = (7, 9, 7, 3)  # the first is the padding of the second row alone
 BUDGET = 12
-SMALLER: dict[str, dict[str, Any]] = {  # where the default protects more than the budget, or acts after these steps
+SMALLER = {  # where the default protects more than the budget, or acts after these steps
     "snapkv": {"window": 8, "kernel": 3},
     "adakv": {"window": 8, "kernel": 3},
     "progressive": {"every": 2, "after": 1},
@@ -46,7 +46,7 @@ CELLS = [
 ]
 
 
-def test_every_family_meets_policies_and_every_policy_families() -> None:
+def test_every_family_meets_policies_and_every_policy_families():
     cells = [cell.values for cell in CELLS if not cell.marks]
     assert {name for name, _ in cells} == set(NAMES)
     assert all(sum(family == quick for _, family in cells) >= 2 for quick in QUICK)
@@ -68,7 +68,7 @@ def same(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
 
 
 @pytest.mark.parametrize(("name", "family"), CELLS)
-def test_a_policy_on_a_family(name: str, family: str) -> None:
+def test_a_policy_on_a_family(name, family):
     model, policy = model_for(family), policy_of(name)
     ids, mask = prompts(list(LENGTHS), STEPS, seed=1)
     logits, kept = run_policy(policy, model, ids, mask, (PROMPT,))
@@ -108,7 +108,7 @@ def stock(family: str, lengths: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "family"), CELLS)
-def test_a_budget_that_covers_everything_is_the_stock_model(name: str, family: str) -> None:
+def test_a_budget_that_covers_everything_is_the_stock_model(name, family):
     if name.startswith("ragged"):
         pytest.skip("it has no budget")
     model = model_for(family)
@@ -127,11 +127,11 @@ def test_a_budget_that_covers_everything_is_the_stock_model(name: str, family: s
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_generate_reads_a_prompt_in_chunks(name: str) -> None:
+def test_generate_reads_a_prompt_in_chunks(name):
     """Chunks of 5 end with a single token, which looks like a generated one."""
     model = model_for("llama")
     ids, _ = prompts([PROMPT])
-    ask: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    ask = {"max_new_tokens": 8, "do_sample": False}
     with policy_of(name).on(model):
         whole = model.generate(ids, **ask)
         for size in (5, 9, 64) if name == "drawn" else (5,):  # 64: the prompt is a single chunk

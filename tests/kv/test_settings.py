@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
@@ -26,12 +25,11 @@ from sinkscope.kv import (
 )
 from sinkscope.kv.loopguard import LoopReporter, LoopStopper, Retention
 
-REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+REFUSED = [
     # budgets
     (StreamingLLM, {"budget": 0}, "budget=0: expected a number of tokens from 1, or a fraction"),
     (StreamingLLM, {"budget": 1.5}, "up to 1.0"),
     (StreamingLLM, {"budget": "x"}, "StreamingLLM: budget='x': expected a number"),
-    (StreamingLLM, {"budget": 3}, "budget=3 is below the 4 first"),
     (Drawn, {"budget": 5, "first": 3, "last": 3}, "below the 3 first and 3 last"),
     (SnapKV, {"budget": 60, "window": 64}, "budget=60 is below the 0 first and 64 last tokens"),
     # other settings of policies
@@ -67,14 +65,14 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("make", "settings", "says"), REFUSED)
-def test_settings_that_make_no_sense(make: Callable[..., Any], settings: dict[str, Any], says: str) -> None:
+def test_settings_that_make_no_sense(make, settings, says):
     with pytest.raises(SinkscopeError) as caught:
         make(**settings)
     message = str(caught.value).split("\nSee ")[0]
     assert says in message and "\n" not in message
 
 
-def test_whole_numbers_are_numbers() -> None:
+def test_whole_numbers_are_numbers():
     assert ss.LoopServe(alpha=1, dense_above=1).alpha == H2O(recent=1).recent == 1
 
 
@@ -87,14 +85,14 @@ class OtherFields(Drawn):
     number: int | float = 1
 
 
-def test_only_numbers_switches_and_words_are_checked() -> None:
+def test_only_numbers_switches_and_words_are_checked():
     check_fields(OtherFields(share=Fraction(1, 2), number=0.5))
     with pytest.raises(SinkscopeError, match="OtherFields: number='1': expected a number"):
         OtherFields(number="1")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("policy", [StreamingLLM(budget=8), ss.LoopServe(shortest=0), ss.LoopGuard(budget=64)], ids=str)
-def test_generating_without_a_cache(policy: Any) -> None:
+def test_generating_without_a_cache(policy):
     """A policy of the cache could only look on."""
     model = tiny_model("llama")[0]
     ids = torch.arange(5, 17)[None]
@@ -105,7 +103,7 @@ def test_generating_without_a_cache(policy: Any) -> None:
     assert out.shape == (1, 16)
 
 
-def test_prompts_need_no_cache() -> None:
+def test_prompts_need_no_cache():
     model = tiny_model("llama")[0]
     ids = torch.arange(5, 17)[None]
     with ss.LoopServe(shortest=0, decode=False, alpha=0.5, dense_above=2.0).on(model) as run:
@@ -113,8 +111,8 @@ def test_prompts_need_no_cache() -> None:
     assert run.counts["prefill"]
 
 
-def test_what_is_no_prompt_and_no_edit() -> None:
-    model: Any = tiny_model("llama")[0]
+def test_what_is_no_prompt_and_no_edit():
+    model = tiny_model("llama")[0]
     for prompt in (None, 5):
         with pytest.raises(
             SinkscopeError, match=r"turn 1, the prompt: .*: expected a text, a list of texts, token ids"

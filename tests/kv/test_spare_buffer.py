@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -23,17 +21,17 @@ def _same(layer: CacheLayer, expected: tuple[Tensor, Tensor]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short(monkeypatch):
     monkeypatch.setattr(room, "LONG", 4)
     monkeypatch.setattr(room, "SPARE", 3)
     with torch.no_grad():
         yield
 
 
-def test_tokens_are_written_behind_those_that_are_there_and_copied_when_there_is_no_more_room() -> None:
+def test_tokens_are_written_behind_those_that_are_there_and_copied_when_there_is_no_more_room():
     layer = CacheLayer()
     layer.update(*_tokens(6, 0))
-    pointers: list[int] = []
+    pointers = []
     for number in range(9):
         layer.update(*_tokens(1, number))
         assert layer.keys is not None
@@ -42,7 +40,7 @@ def test_tokens_are_written_behind_those_that_are_there_and_copied_when_there_is
     assert layer.allocated == 6 + 9
 
 
-def test_what_one_holder_appends_is_not_in_another_that_shares_the_buffer() -> None:
+def test_what_one_holder_appends_is_not_in_another_that_shares_the_buffer():
     layer, (keys, values) = CacheLayer(), _tokens(6, 0)
     layer.update(keys, values)
     first, second, third = _tokens(1, 1), _tokens(1, 2), _tokens(1, 3)
@@ -54,7 +52,7 @@ def test_what_one_holder_appends_is_not_in_another_that_shares_the_buffer() -> N
     _same(other, (torch.cat([keys, first[0], third[0]], 2), torch.cat([values, first[1], third[1]], 2)))
 
 
-def test_nothing_is_written_into_what_gradients_need() -> None:
+def test_nothing_is_written_into_what_gradients_need():
     """Those of keys, and of queries alone: attention has kept the keys of every step."""
     layer, (keys, values) = CacheLayer(), _tokens(6, 0)
     layer.update(keys, values)
@@ -72,7 +70,7 @@ def test_nothing_is_written_into_what_gradients_need() -> None:
     torch.testing.assert_close(query.grad, sum((3 - n) * t.sum((0, 1, 2)) for n, t in enumerate(steps)))
 
 
-def test_what_was_filled_in_inference_mode_is_not_written_outside_of_it() -> None:
+def test_what_was_filled_in_inference_mode_is_not_written_outside_of_it():
     layer = CacheLayer()
     with torch.inference_mode():
         keys, values = _tokens(6, 0)

@@ -8,14 +8,14 @@ import torch
 from sinkscope.lines.deterministic_scatter import add_at
 
 
-def test_every_order_gives_the_same_bits() -> None:
+def test_every_order_gives_the_same_bits():
     dtype = torch.float32
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(3, 5000, generator=generator, dtype=dtype).pow(20)
     values = values / values.sum(1, keepdim=True)
     index = torch.randint(0, 7, (3, 5000), generator=generator)
-    plain = set[bytes]()
-    found = set[bytes]()
+    plain = set()
+    found = set()
     for seed in range(5):
         order = torch.randperm(5000, generator=torch.Generator().manual_seed(seed))
         into = torch.zeros(3, 7, dtype=dtype)
@@ -28,14 +28,14 @@ def test_every_order_gives_the_same_bits() -> None:
     assert float((off / wanted).abs().max()) < 2 * torch.finfo(dtype).eps
 
 
-def test_small_numbers_keep_their_digits_and_what_was_there_stays() -> None:
+def test_small_numbers_keep_their_digits_and_what_was_there_stays():
     into = torch.tensor([[-torch.inf, 2.0, 0.0]])
     found = add_at(into, torch.tensor([[1, 2, 2]]), torch.tensor([[-0.5, 3e-12, 4e-12]]), 100, in_order=False)
     assert found is into and found[0, 0] == -torch.inf and found[0, 1] == 1.5
     assert float(found[0, 2]) == pytest.approx(7e-12, rel=1e-4)
 
 
-def test_on_a_cpu_it_adds_in_order() -> None:
+def test_on_a_cpu_it_adds_in_order():
     values = torch.rand(2, 50)
     index = torch.randint(0, 5, (2, 50))
     wanted = torch.zeros(2, 5).scatter_add_(1, index, values)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import MODEL_TYPES, tiny_model
 from torch import Tensor
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -69,22 +70,20 @@ def _cases(draw: st.DrawFn) -> tuple[Scores, int]:
 
 @given(_cases(), st.integers(0, 42))
 @settings(max_examples=40)
-def test_sums_equal_the_matrix_whatever_the_chunk(case: tuple[Scores, int], since: int) -> None:
+def test_sums_equal_the_matrix_whatever_the_chunk(case, since):
     scores, chunk = case
     vertical, slash = line_sums(scores, since=since, chunk=chunk)
     plain_vertical, plain_slash = _summed(_dense(scores), since)
-    torch.testing.assert_close(vertical.double(), plain_vertical, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(slash.double(), plain_slash, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(vertical.sum(1), slash.sum(1), atol=1e-4, rtol=1e-4)
+    assert_close(vertical.double(), plain_vertical, atol=2e-5, rtol=1e-4)
+    assert_close(slash.double(), plain_slash, atol=2e-5, rtol=1e-4)
+    assert_close(vertical.sum(1), slash.sum(1), atol=1e-4, rtol=1e-4)
     if scores.sinks is None and since == 0:
-        torch.testing.assert_close(
-            vertical.sum(1), torch.full((len(vertical),), float(scores.query.shape[1])), atol=1e-3, rtol=0
-        )
+        assert_close(vertical.sum(1), torch.full((len(vertical),), float(scores.query.shape[1])), atol=1e-3, rtol=0)
 
 
 @given(_cases(), st.floats(0, 1), st.integers(0, 1 << 30))
 @settings(max_examples=40)
-def test_crossings_are_counted_cell_by_cell(case: tuple[Scores, int], share: float, seed: int) -> None:
+def test_crossings_are_counted_cell_by_cell(case, share, seed):
     scores, chunk = case
     heads = scores.query.shape[0]
     keys = scores.key.shape[1]
@@ -93,10 +92,10 @@ def test_crossings_are_counted_cell_by_cell(case: tuple[Scores, int], share: flo
     back = _back(scores.query.shape[1], keys)
     cells = vertical[:, :, None] & slash[:, :, back.clamp(min=0)]
     expected = (_dense(scores) * cells).sum((2, 3))
-    torch.testing.assert_close(crossings(scores, vertical, slash, chunk=chunk).double(), expected, atol=2e-5, rtol=1e-4)
+    assert_close(crossings(scores, vertical, slash, chunk=chunk).double(), expected, atol=2e-5, rtol=1e-4)
 
 
-def test_heads_taken_in_groups_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_taken_in_groups_are_the_same(monkeypatch):
     g = torch.Generator().manual_seed(0)
     scores = Scores(
         torch.randn(6, 30, 8, generator=g), torch.randn(3, 30, 8, generator=g), 0.4, sinks=torch.randn(6, generator=g)
@@ -106,10 +105,10 @@ def test_heads_taken_in_groups_are_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sums, "CHUNK_BYTES", 4 * 2 * 64 * 30 * 2)  # two of three key/value heads, then the other
     assert [(s.start, s.stop) for s in sums._head_groups(scores)] == [(0, 4), (4, 6)]
     for a, b in zip(whole, (*line_sums(scores), crossings(scores, *chosen)), strict=True):
-        torch.testing.assert_close(a, b)
+        assert_close(a, b)
 
 
-def test_nothing_of_query_times_key_is_kept() -> None:
+def test_nothing_of_query_times_key_is_kept():
     n = 1024
     heads = 2
     chunk = 16
@@ -132,7 +131,7 @@ def test_nothing_of_query_times_key_is_kept() -> None:
 
 @pytest.mark.parametrize("model_type", [m for m in MODEL_TYPES if m != "falcon"])
 @torch.no_grad()
-def test_sums_are_those_of_the_models_own_attention(model_type: str) -> None:
+def test_sums_are_those_of_the_models_own_attention(model_type):
     """GQA, windows, soft cap, learned sinks, norms on queries and keys, other scalings: whatever the family does."""
     model, tokenizer = tiny_model(model_type)
     target = Target.of(model, tokenizer)
@@ -140,7 +139,7 @@ def test_sums_are_those_of_the_models_own_attention(model_type: str) -> None:
     model.set_attn_implementation("eager")
     dense = model(ids, output_attentions=True).attentions
     whole = target.forward(ids).last_hidden_state
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+    found = {}
     if model_type not in ("gemma2", "gpt_oss"):
         model.set_attn_implementation("sdpa")
 
@@ -151,14 +150,14 @@ def test_sums_are_those_of_the_models_own_attention(model_type: str) -> None:
     with scores_of(target, keep, [0, 2]):
         inside = target.forward(ids).last_hidden_state
     assert model.config._attn_implementation == before and set(found) == {0, 2}
-    torch.testing.assert_close(inside, whole, atol=1e-4, rtol=1e-4)  # the pass itself is not changed
+    assert_close(inside, whole, atol=1e-4, rtol=1e-4)  # the pass itself is not changed
     for layer, (vertical, slash) in found.items():
         plain = _summed(dense[layer][0].double())
-        torch.testing.assert_close(vertical.double(), plain[0], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(slash.double(), plain[1], atol=1e-4, rtol=1e-4)
+        assert_close(vertical.double(), plain[0], atol=1e-4, rtol=1e-4)
+        assert_close(slash.double(), plain[1], atol=1e-4, rtol=1e-4)
 
 
-def test_refused_where_lines_cannot_be_had() -> None:
+def test_refused_where_lines_cannot_be_had():
     falcon, tokenizer = tiny_model("falcon")
     with pytest.raises(UnsupportedError, match="falcon"), scores_of(Target.of(falcon, tokenizer), print, [0]):
         pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from sinkscope.lines.choice import (
     select_lines,
 )
 
-VARIANTS: Any = ("exact", "faithful")
+VARIANTS = ("exact", "faithful")
 
 
 def tensors(heads: int, queries: int, keys: int, seed: int, sharp: float = 3.0) -> tuple[Tensor, Tensor]:
@@ -60,9 +59,7 @@ def cells_of(lines: HeadLines, head: int) -> set[tuple[int, int]]:
     sharp=st.sampled_from([0.0, 1.0, 4.0]),
     seed=st.integers(0, 999),
 )
-def test_a_choice_holds_alpha_of_the_sample(
-    queries: int, past: int, alpha: float, variant: Any, sample: int, sharp: float, seed: int
-) -> None:
+def test_a_choice_holds_alpha_of_the_sample(queries, past, alpha, variant, sample, sharp, seed):
     keys = queries + past
     query, key = tensors(4, queries, keys, seed, sharp)
     lines = select_lines(query, key, alpha, sample=sample, variant=variant, seed=seed)
@@ -85,7 +82,7 @@ def test_a_choice_holds_alpha_of_the_sample(
     assert (lines.density() <= 1).all()
 
 
-def test_of_equal_lines_the_printed_algorithm_takes_the_slash() -> None:
+def test_of_equal_lines_the_printed_algorithm_takes_the_slash():
     """One query, so each line is one cell: the heaviest cell is both a column and an offset of the same worth."""
     query = torch.zeros(1, 1, 4)
     key = torch.zeros(1, 5, 4)
@@ -110,8 +107,8 @@ def optimum(probs: Tensor, past: int, alpha: float) -> int:
 
 
 @pytest.mark.parametrize(("queries", "past"), [(7, 0), (4, 3)])
-def test_against_the_exhaustive_optimum(queries: int, past: int) -> None:
-    over: dict[str, list[float]] = {"exact": [], "faithful": []}
+def test_against_the_exhaustive_optimum(queries, past):
+    over = {"exact": [], "faithful": []}
     for seed in range(12):
         query, key = tensors(1, queries, queries + past, seed)
         best = optimum(probs_of(query, key)[0], past, 0.9)
@@ -159,7 +156,7 @@ def printed(probs: Tensor, past: int, alpha: float) -> tuple[set[int], set[int]]
 
 
 @pytest.mark.parametrize(("queries", "past", "alpha"), [(12, 0, 0.5), (9, 6, 0.6), (14, 3, 0.7), (6, 0, 1.0 - 1e-9)])
-def test_the_faithful_variant_is_the_printed_algorithm(queries: int, past: int, alpha: float) -> None:
+def test_the_faithful_variant_is_the_printed_algorithm(queries, past, alpha):
     dense = 0
     for seed in range(10):
         query, key = tensors(2, queries, queries + past, seed, sharp=3.0)
@@ -173,7 +170,7 @@ def test_the_faithful_variant_is_the_printed_algorithm(queries: int, past: int, 
     assert (dense == 20) == (alpha > 0.9)  # with everything asked for, the lists end
 
 
-def test_lines_that_are_there_are_found() -> None:
+def test_lines_that_are_there_are_found():
     """Two columns and one offset hold nearly all attention; both variants need little else."""
     n = 300
     columns = (0, 120)
@@ -193,7 +190,7 @@ def test_lines_that_are_there_are_found() -> None:
         assert recovered(query[None], key[None], lines, 1.0)[0] > 0.88
 
 
-def test_minference_by_the_last_queries() -> None:
+def test_minference_by_the_last_queries():
     query, key = tensors(2, 40, 60, 7)
     lines = minference_lines(query, key, 12, 9, last=8, first=3, local=4)
     probs = probs_of(query, key)[:, -8:]
@@ -208,7 +205,7 @@ def test_minference_by_the_last_queries() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without(variant: Any) -> None:
+def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without(variant):
     query, key = tensors(4, 40, 60, 7, sharp=9.0)
     key[0, 3] = torch.nan
     lines = select_lines(query, key, 0.3, variant=variant)
@@ -216,7 +213,7 @@ def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without(variant:
 
 
 @pytest.mark.parametrize("sharp", [0.0, 0.5, 2.0])
-def test_flat_attention_is_known_before_lines_are_chosen(sharp: float) -> None:
+def test_flat_attention_is_known_before_lines_are_chosen(sharp):
     """No set of cells of the sample does with fewer than the bound says, and for flat attention it says nearly all."""
     query, key = tensors(4, 120, 120, 4, sharp)
     probs = probs_of(query, key)
@@ -233,7 +230,7 @@ def test_flat_attention_is_known_before_lines_are_chosen(sharp: float) -> None:
 
 
 @pytest.mark.parametrize("part", ["sharp", "checked", "shared"])
-def test_rows_that_alpha_lets_fall_keep_the_key_that_they_search_for(part: str) -> None:
+def test_rows_that_alpha_lets_fall_keep_the_key_that_they_search_for(part):
     """A mark for each third of the text, of which alpha drops one; and one query in the middle that seeks one key."""
     n = 900
     third = torch.arange(900) // 300
@@ -253,14 +250,14 @@ def test_rows_that_alpha_lets_fall_keep_the_key_that_they_search_for(part: str) 
         assert 500 not in sample_queries(n, 48).tolist()
         rows = torch.tensor([500])
         wanted = [123]
-    settings: Any = {"sharp": 0.1} if part == "sharp" else {"checked": 8}
+    settings = {"sharp": 0.1} if part == "sharp" else {"checked": 8}
     plain, ours = (select_lines(query, key, 0.3, scaling=1.0, **more) for more in ({}, settings))
     seen = [lines.rows(rows)[0, torch.arange(len(rows)), wanted] for lines in (plain, ours)]
     assert not seen[0].all() and seen[1].all()
     assert float(ours.density()) < 0.05
 
 
-def test_heads_that_end_early_do_not_change_the_others() -> None:
+def test_heads_that_end_early_do_not_change_the_others():
     """Heads are taken out of the search when they are done; each is chosen as if it were alone."""
     query, key = tensors(4, 150, 180, 11, sharp=1.0)
     query *= torch.tensor([0.0, 1.0, 3.0, 9.0])[:, None, None]  # flat to sharp
@@ -284,7 +281,7 @@ def cells_one_by_one(probs: Tensor, alpha: float) -> int:
     open_cells[:, 0] = 0.0
     open_cells.fill_diagonal_(0.0)
     while float((probs * open_cells).sum()) > (1 - alpha) * size:
-        by_kind: list[Tensor] = []
+        by_kind = []
         for values in (probs * open_cells, open_cells):
             slash = torch.zeros(size).index_add_(0, offset.flatten(), values.flatten())
             by_kind.append(torch.cat([values.sum(0), slash]))
@@ -296,7 +293,7 @@ def cells_one_by_one(probs: Tensor, alpha: float) -> int:
     return int(size * (size + 1) / 2 - open_cells.sum())
 
 
-def test_lines_taken_in_batches_lose_at_most_two_percent() -> None:
+def test_lines_taken_in_batches_lose_at_most_two_percent():
     ours = theirs = 0
     for seed in range(4):
         query, key = tensors(2, 160, 160, seed, sharp=2.0)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.lines import lone as lone_module
 from sinkscope.lines import sparse
 from sinkscope.lines.choice import HeadLines, select_lines
-from sinkscope.lines.lone import LoneLoops, lone_loops
+from sinkscope.lines.lone import lone_loops
 from sinkscope.lines.sparse import CPU_LIMIT, plan_of, sparse_attention
 
 LONE = lone_loops(16, 12, torch.device("cpu"))
@@ -67,9 +67,7 @@ def masked(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> Tenso
     seed=st.integers(0, 999),
     by=st.sampled_from([LONE, SLOW, replace(LONE, cost=0.0), replace(SLOW, cost=99.0)]),
 )
-def test_equal_to_dense_attention_under_the_same_mask(
-    queries: int, past: int, vertical: float, slash: float, blocks: Any, dtype: Any, seed: int, by: LoneLoops
-) -> None:
+def test_equal_to_dense_attention_under_the_same_mask(queries, past, vertical, slash, blocks, dtype, seed, by):
     query, key, value = (t.to(dtype) for t in inputs(4, 2, queries, queries + past, seed))
     lines = drawn(4, queries + past, queries, vertical, slash, seed)
     with pytest.MonkeyPatch.context() as patch:
@@ -77,32 +75,32 @@ def test_equal_to_dense_attention_under_the_same_mask(
         patch.setattr(sparse, "lone_loops", lambda *_: by)
         out, what = sparse_attention(query, key, value, lines, dense_above=1e9)
     atol = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(out.double(), masked(query, key, value, lines), atol=atol, rtol=0)
+    assert_close(out.double(), masked(query, key, value, lines), atol=atol, rtol=0)
     assert out.dtype == dtype
     assert what.dense == (False,) * 4
-    torch.testing.assert_close(torch.tensor(what.cells), lines.density())
+    assert_close(torch.tensor(what.cells), lines.density())
     if by.cost >= 1:
         assert all(done >= cells - 1e-6 for done, cells in zip(what.computed, what.cells, strict=True))
 
 
 @compiled
 @pytest.mark.parametrize(("queries", "keys"), [(40, 40), (20, 60)])
-def test_dense_where_that_is_faster(queries: int, keys: int) -> None:
+def test_dense_where_that_is_faster(queries, keys):
     """Nearly all cells of one head are on lines: it is dense, the other stays sparse."""
     query, key, value = inputs(2, 1, queries, keys)
     lines = drawn(2, keys, queries, 0.0, 0.0)
     lines.slash[1] = True
     out, what = sparse_attention(query, key, value, lines)
     assert what.dense == (False, True) and what.computed[1] == 1.0
-    torch.testing.assert_close(out.double(), masked(query, key, value, lines), atol=1e-5, rtol=0)
+    assert_close(out.double(), masked(query, key, value, lines), atol=1e-5, rtol=0)
     lines.slash[1, 1::2] = False  # half of the cells are on lines
     out, what = sparse_attention(query, key, value, lines, dense_above=0.02)
     assert what.dense == (True, True)
     everything = drawn(2, keys, queries, 1.0, 0.0)
-    torch.testing.assert_close(out.double(), masked(query, key, value, everything), atol=1e-5, rtol=0)
+    assert_close(out.double(), masked(query, key, value, everything), atol=1e-5, rtol=0)
 
 
-def test_only_the_parts_that_are_needed_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_parts_that_are_needed_are_computed(monkeypatch):
     """Cells computed, counted where the products are made, are what is reported."""
     query, key, value = inputs(1, 1, 512, 1024)
     lines = drawn(1, 1024, 512, 0.03, 0.0)
@@ -135,7 +133,7 @@ def test_only_the_parts_that_are_needed_are_computed(monkeypatch: pytest.MonkeyP
     block=st.sampled_from([1, 4, 9]),
     cost=st.sampled_from([0.5, 1.5, 6.0, 50.0]),
 )
-def test_bands_are_the_cheapest_there_are(offsets: set[int], block: int, cost: float) -> None:
+def test_bands_are_the_cheapest_there_are(offsets, block, cost):
     """Against all ways to split the offsets into bands and lone ones."""
     ordered = [0, *sorted(offsets)]
     opening = block + sparse.PART / block
@@ -157,7 +155,7 @@ def test_bands_are_the_cheapest_there_are(offsets: set[int], block: int, cost: f
         assert low - high > block
 
 
-def test_with_lines_that_were_selected() -> None:
+def test_with_lines_that_were_selected():
     """Output under alpha of the attention differs from the whole by little, and not at all at alpha = 1."""
     query, key, value = inputs(4, 2, 200, 260)
     full = drawn(4, 260, 200, 1.0, 1.0)
@@ -172,7 +170,7 @@ def test_with_lines_that_were_selected() -> None:
     assert errors[0] > errors[1] > 10 * errors[2] and errors[2] < 1e-5
 
 
-def test_gradients_are_refused_where_they_would_be_lost() -> None:
+def test_gradients_are_refused_where_they_would_be_lost():
     query, key, value = inputs(2, 1, 300, 300)
     query.requires_grad_()
     lines = select_lines(query, key, 0.5)
@@ -184,7 +182,7 @@ def test_gradients_are_refused_where_they_would_be_lost() -> None:
 
 
 @compiled
-def test_heads_in_threads_are_the_same_and_leave_no_trace() -> None:
+def test_heads_in_threads_are_the_same_and_leave_no_trace():
     query, key, value = inputs(4, 2, 300, 300)
     lines = drawn(4, 300, 300, 0.02, 0.03)
     one, _ = sparse_attention(query, key, value, lines, dense_above=1.0)
@@ -196,11 +194,11 @@ def test_heads_in_threads_are_the_same_and_leave_no_trace() -> None:
     finally:
         torch.set_num_threads(1)
     assert threads == 3 and not any(what.dense)
-    torch.testing.assert_close(three.clone(), one, atol=1e-6, rtol=0)
+    assert_close(three.clone(), one, atol=1e-6, rtol=0)
 
 
 @compiled
-def test_without_numba_it_says_so_once_and_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numba_it_says_so_once_and_gives_the_same(monkeypatch):
     query, key, value = inputs(2, 1, 300, 300)
     lines = drawn(2, 300, 300, 0.0, 0.03)
     with_it, _ = sparse_attention(query, key, value, lines, dense_above=99.0)
@@ -210,7 +208,7 @@ def test_without_numba_it_says_so_once_and_gives_the_same(monkeypatch: pytest.Mo
         out, what = sparse_attention(query, key, value, lines, dense_above=99.0)
         sparse_attention(query, key, value, lines, dense_above=99.0)
     assert len(said) == 1 and "\n" not in str(said[0].message)
-    torch.testing.assert_close(out, with_it, atol=1e-5, rtol=0)
+    assert_close(out, with_it, atol=1e-5, rtol=0)
     assert min(what.computed) > 0.2 and what.kernel == "blocks, lone lines not compiled"
     lone_module._compiled.cache_clear()
 
@@ -218,31 +216,31 @@ def test_without_numba_it_says_so_once_and_gives_the_same(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("kv_heads", "keys", "width", "values"), [(3, 6, 16, 6), (2, 0, 16, 0), (2, 6, 8, 6), (2, 6, 16, 5)]
 )
-def test_keys_and_values_that_do_not_fit_are_refused(kv_heads: int, keys: int, width: int, values: int) -> None:
+def test_keys_and_values_that_do_not_fit_are_refused(kv_heads, keys, width, values):
     all_lines = torch.ones(4, keys, dtype=torch.bool)
     lines = HeadLines(all_lines, all_lines, min(keys, 6))
     query = torch.rand(4, 6, 16)
     key = torch.rand(kv_heads, keys, width)
     value = torch.rand(kv_heads, values, 16)
-    call: Any = getattr(sparse_attention, "__wrapped__", sparse_attention)  # without the check of types
+    call = getattr(sparse_attention, "__wrapped__", sparse_attention)  # without the check of types
     with pytest.raises(SinkscopeError, match="expected keys and values"):
         call(query, key, value, lines)
 
 
 @pytest.mark.parametrize(("heads", "keys", "queries"), [(2, 19, 10), (2, 20, 9), (1, 20, 10)])
-def test_lines_that_do_not_fit_are_refused(heads: int, keys: int, queries: int) -> None:
+def test_lines_that_do_not_fit_are_refused(heads, keys, queries):
     with pytest.raises(SinkscopeError, match="expected lines of this shape, the main diagonal among them"):
         sparse_attention(*inputs(2, 1, 10, 20), drawn(heads, keys, queries, 0.1, 0.1))
 
 
-def test_lines_without_the_main_diagonal_are_refused() -> None:
+def test_lines_without_the_main_diagonal_are_refused():
     lines = drawn(2, 20, 10, 0.1, 0.1)
     lines.slash[1, 0] = False
     with pytest.raises(SinkscopeError, match="main diagonal"):
         sparse_attention(*inputs(2, 1, 10, 20), lines)
 
 
-def test_scattered_offsets_are_sparse_where_lone_lines_are_compiled() -> None:
+def test_scattered_offsets_are_sparse_where_lone_lines_are_compiled():
     """A twentieth of all offsets, none beside another: half again their cells, or most of the matrix in bands."""
     slash = torch.zeros(1, 1024, dtype=torch.bool)
     slash[:, ::20] = True

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from sinkscope.kv.loopserve.sparse_prompts import SparsePrompts
 from sinkscope.lines import sparse
 from sinkscope.trace.attention import Attention, View
 
-KERNELS: Any = ("auto", "blocks", "triton")
+KERNELS = ("auto", "blocks", "triton")
 
 CASES = {
     f"{kind}, {queries} of {queries + past}, width {width}, {kv} kv heads, {dtype}, limit {limit:g}": (
@@ -46,7 +45,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def found():
     """All cases, in one process that reads the variable before it imports triton."""
     pytest.importorskip("triton")
     try:
@@ -62,7 +61,7 @@ def found() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted_it_equals_attention_under_the_mask(name: str, found: dict[str, Any]) -> None:
+def test_interpreted_it_equals_attention_under_the_mask(name, found):
     kind, _, _, _, _, dtype, limit = CASES[name]
     case = found[name]
     assert case["kernel"] == "triton" and case["done"] and case["type"] == f"torch.{dtype}"
@@ -84,9 +83,7 @@ LISTS = "heads block_count block_offset column_count column_index lone_count lon
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [None, 1])
 @pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 128), ("float32", 128), ("bfloat16", 256)])
-def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(
-    dtype: str, width: int, stages: int | None
-) -> None:
+def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(dtype, width, stages):
     """No GPU is needed to compile. Without tensor cores a float32 kernel has no registers left for its products."""
     pytest.importorskip("triton")
     from triton import compile as compiled
@@ -100,7 +97,7 @@ def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(
     wide = kernel._power(width)
     fixed = {"width": width, "values": width, "WIDTH": wide, "VALUES": wide, "SIZE": size, "KEYS": kernel.KEYS}
     names = kernel._attend.arg_names
-    types: dict[str, str] = {name: "i32" for name in names} | {"scaling": "fp32"} | dict.fromkeys(fixed, "constexpr")
+    types = {name: "i32" for name in names} | {"scaling": "fp32"} | dict.fromkeys(fixed, "constexpr")
     types |= dict.fromkeys(("query", "key", "value", "out"), "*bf16" if dtype == "bfloat16" else "*fp32")
     types |= dict.fromkeys(LISTS, "*i32") | dict.fromkeys(("banded", "vertical", "whole"), "*u8")
     # Addresses and steps are multiples of 16, as those of a model's tensors are.
@@ -118,7 +115,7 @@ def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(
     assert "wgmma" in made.asm["ptx"], "the products are not computed on tensor cores"
 
 
-def test_the_index_names_each_cell_once() -> None:
+def test_the_index_names_each_cell_once():
     """Columns, blocks and lone lines as the format describes them, written out cell by cell."""
     kernel = pytest.importorskip("sinkscope.lines.triton")
     keys = 700
@@ -149,7 +146,7 @@ def test_the_index_names_each_cell_once() -> None:
     assert index.banded[1, 100:400].sum() == 299
 
 
-def test_without_triton_others_compute_and_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_others_compute_and_it_is_said_once(monkeypatch):
     sparse._triton.cache_clear()
     monkeypatch.setitem(sys.modules, "sinkscope.lines.triton", None)  # an import of it fails
     query, key, value = inputs(2, 1, 200, 200)
@@ -162,7 +159,7 @@ def test_without_triton_others_compute_and_it_is_said_once(monkeypatch: pytest.M
     sparse._triton.cache_clear()
 
 
-def test_the_kernel_is_decided_by_device_and_request() -> None:
+def test_the_kernel_is_decided_by_device_and_request():
     cuda = torch.device("cuda")
     cpu = torch.device("cpu")
     limits = {(kernel, device): sparse.dense_limit(64, kernel, device) for kernel in KERNELS for device in (cuda, cpu)}
@@ -174,7 +171,7 @@ def test_the_kernel_is_decided_by_device_and_request() -> None:
             sparse.check_kernel(kernel)
 
 
-def test_prompts_on_a_device_without_it_are_left_to_the_model() -> None:
+def test_prompts_on_a_device_without_it_are_left_to_the_model():
     """Unless blocks are asked for by a limit of one's own."""
     query = torch.empty(1, 2, 200, 16, device="meta")
     key = torch.empty(1, 1, 200, 16, device="meta")
@@ -194,7 +191,7 @@ def test_prompts_on_a_device_without_it_are_left_to_the_model() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_it_is_what_is_used(dtype: torch.dtype) -> None:
+def test_on_a_gpu_it_is_what_is_used(dtype):
     kernel = pytest.importorskip("sinkscope.lines.triton")
     for queries, past in ((512, 0), (300, 211), (1000, 0)):
         generator = torch.Generator().manual_seed(0)

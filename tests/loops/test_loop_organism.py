@@ -36,7 +36,7 @@ def turns(o: LoopOrganism, prompt: LoopPrompt, n: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("seed", "period", "delay"), [(0, 1, 0), (1, 2, 30), (3, 24, 20)])
-def test_generate_loops_with_the_period_from_the_onset(seed: int, period: int, delay: int) -> None:
+def test_generate_loops_with_the_period_from_the_onset(seed, period, delay):
     o = made(seed)
     prompt = o.looping_prompt(period, delay=delay, lead=LEAD, start=17 * seed)
     tokens = generated(o, prompt.ids, delay + 2 * period + 5)
@@ -49,7 +49,7 @@ def test_generate_loops_with_the_period_from_the_onset(seed: int, period: int, d
     assert all(o.walk(token, 1) != [after] for token, after in zip(tokens[delay:], tokens[delay + 1 :], strict=False))
 
 
-def test_without_its_locking_heads_the_loop_ends_and_without_any_other_head_it_goes_on() -> None:
+def test_without_its_locking_heads_the_loop_ends_and_without_any_other_head_it_goes_on():
     o = made(2)
     prompt = o.looping_prompt(7)
     ids = torch.tensor([turns(o, prompt, 4)])
@@ -84,7 +84,7 @@ def decode_after_cut(o: LoopOrganism, ids: list[int], kept: Tensor, n: int) -> l
 
 
 @pytest.mark.parametrize(("seed", "hold", "period", "delay"), [(1, 1, 7, 0), (2, 2, 60, 0), (3, 3, 7, 20)])
-def test_without_the_tail_in_the_cache_the_base_rule_moves_on(seed: int, hold: int, period: int, delay: int) -> None:
+def test_without_the_tail_in_the_cache_the_base_rule_moves_on(seed, hold, period, delay):
     o = made(seed, hold=hold)
     prompt = o.looping_prompt(period, delay=delay, lead=LEAD)
     ids = turns(o, prompt, 5)[: -(period // 2) or None]

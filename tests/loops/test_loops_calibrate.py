@@ -24,7 +24,7 @@ BUNDLED = Path(loops.__file__).parents[1] / "models/bundled"
 def _ruled(seed: int, blocks: int) -> tuple[list[int], list[int]]:
     """Tokens that do not repeat each other, with a ruler of one token in every 600; lengths of the rulers."""
     rng = random.Random(seed)
-    ids: list[int] = []
+    ids = []
     lengths = [min(400, int(rng.expovariate(1 / 30))) for _ in range(blocks)]
     for length in lengths:
         ids += [rng.randrange(300) for _ in range(600 - length)] + [300 + rng.randrange(20)] * length
@@ -38,14 +38,14 @@ def _alarms(ids: list[int], settings: MonitorSettings) -> int:
 
 
 @pytest.fixture(scope="module")
-def made() -> tuple[LoopCalibration, list[int]]:
+def made():
     fit, held = _ruled(1, 12), _ruled(2, 12)
     found = loops.calibrate([fit[0], held[0]], vocabulary=320, rate=RATE, name="rulers")
     assert (found.fitted, found.held_out) == (7200, 7200)
     return found, held[1]
 
 
-def test_rates_are_those_of_the_planted_rulers(made: tuple[LoopCalibration, list[int]]) -> None:
+def test_rates_are_those_of_the_planted_rulers(made):
     """A ruler is a false alarm of each rule that is as short as it: this counts them without a monitor."""
     found, lengths = made
     rates = {one.rule: one for one in found.rates}
@@ -56,7 +56,7 @@ def test_rates_are_those_of_the_planted_rulers(made: tuple[LoopCalibration, list
         assert one.per_million == pytest.approx(one.alarms / 0.0072) and one.per_million < one.at_most
 
 
-def test_a_third_text_stays_within_what_was_promised(made: tuple[LoopCalibration, list[int]]) -> None:
+def test_a_third_text_stays_within_what_was_promised(made):
     found, _ = made
     assert found.promised == RATE
     third, lengths = _ruled(3, 12)
@@ -65,7 +65,7 @@ def test_a_third_text_stays_within_what_was_promised(made: tuple[LoopCalibration
     assert _alarms(third, MonitorSettings()) == sum(n >= 48 for n in lengths)
 
 
-def test_a_planted_loop_is_still_found(made: tuple[LoopCalibration, list[int]]) -> None:
+def test_a_planted_loop_is_still_found(made):
     found, _ = made
     looping = [*_ruled(4, 2)[0], *[*range(400, 440)] * 20]
     settings = MonitorSettings(**found.monitor)
@@ -75,7 +75,7 @@ def test_a_planted_loop_is_still_found(made: tuple[LoopCalibration, list[int]]) 
     assert hits[0].step - 1200 <= max(3 * 40, settings.tail_shortest) + 1
 
 
-def test_thresholds_follow_the_vocabulary() -> None:
+def test_thresholds_follow_the_vocabulary():
     """Of fewer different tokens ordinary text has fewer types in a window, so its threshold is lower."""
     rng = random.Random(0)
     small, large = ([[rng.randrange(size) for _ in range(4100)] for _ in range(2)] for size in (60, 3000))
@@ -83,7 +83,7 @@ def test_thresholds_follow_the_vocabulary() -> None:
     assert low <= 60 / 256 < 0.8 < high
 
 
-def test_a_short_text_promises_only_what_it_can_show() -> None:
+def test_a_short_text_promises_only_what_it_can_show():
     """Without an alarm in n tokens, the 95 % limit is 3.0 / n."""
     ids = [random.Random(1).randrange(500) for _ in range(8400)]
     found = loops.calibrate([ids], vocabulary=500, rate=1.0)
@@ -94,7 +94,7 @@ def test_a_short_text_promises_only_what_it_can_show() -> None:
         loops.calibrate([ids], vocabulary=500, rate=0.0)
 
 
-def test_settings_are_written_and_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_are_written_and_read_back(tmp_path, capsys):
     text, out, odd = tmp_path / "ordinary.txt", tmp_path / "c.json", tmp_path / "odd.json"
     text.write_text(prose(4500))
     words = ["loops", str(text), "--calibrate", "--tokenizer", "bundled", "--rate", "1000"]

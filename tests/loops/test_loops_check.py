@@ -27,7 +27,7 @@ def _lines(*records: dict[str, Any]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def test_planted_loops_are_found_and_honest_repetition_is_not() -> None:
+def test_planted_loops_are_found_and_honest_repetition_is_not():
     texts = list(HONEST.values())
     pieces = [(prose(400), piece) for piece in LOOPED.values()]
     found = check(texts + [f"{before} {piece * (600 // len(split(piece)))}" for before, piece in pieces])
@@ -42,7 +42,7 @@ def test_planted_loops_are_found_and_honest_repetition_is_not() -> None:
         assert record.repeats == pytest.approx((record.tokens - record.onset) / record.period)
 
 
-def test_numbers_are_those_of_the_signals() -> None:
+def test_numbers_are_those_of_the_signals():
     ids = [*range(300), *[5, 6, 7] * 300]
     (record,) = check(ids, max_new=1200).records
     assert record.ttr == type_token_ratio(ids)
@@ -53,7 +53,7 @@ def test_numbers_are_those_of_the_signals() -> None:
     assert record.steps[-1] == len(record.curve) * 10 == 1200 and record.curve[-1] == pytest.approx(3 / 256, abs=1e-4)
 
 
-def test_a_loop_that_was_left_is_still_told() -> None:
+def test_a_loop_that_was_left_is_still_told():
     """The end is healthy; the monitor saw the middle."""
     ids = [*range(300), *[1, 2] * 200, *range(1000, 1400)]
     (record,) = check(ids).records
@@ -61,7 +61,7 @@ def test_a_loop_that_was_left_is_still_told() -> None:
     assert (record.period, record.onset, record.repeats) == (2, 300, 200)
 
 
-def test_settings_change_the_answer() -> None:
+def test_settings_change_the_answer():
     ids = [*range(300), *[1, 2] * 300]
     assert check(ids).loops == 1
     assert check(ids, settings=MonitorSettings.paper(theta_ttr=0.0)).loops == 0
@@ -70,7 +70,7 @@ def test_settings_change_the_answer() -> None:
         check(ids, settings=MonitorSettings.variant("p1"))
 
 
-def test_results_come_back_from_json(tmp_path: Path) -> None:
+def test_results_come_back_from_json(tmp_path):
     found = check(["", "one word", "the " * 300], name="some texts")
     assert Result.load(found.save(tmp_path / "x.json")) == found
     assert isinstance(found, LoopCheck) and found.records[0].tokens == 0 and found.records[0].ttr is None
@@ -80,12 +80,12 @@ def test_results_come_back_from_json(tmp_path: Path) -> None:
     assert found.details() == ["The loops have a median period of 1 tokens and begin at token 0 (median)."]
 
 
-def test_words_are_split_as_documented() -> None:
+def test_words_are_split_as_documented():
     assert split("It's 12,5\n  done_x! 我不ok") == ["It", "'", "s", "12", ",", "5", "done_x", "!", "我", "不", "ok"]
     assert split("ha" * 9) == ["hahahahahaha", "hahaha"]
 
 
-def test_fields_of_json_lines() -> None:
+def test_fields_of_json_lines():
     """Ids before text, whichever comes first; strings and ids both make tokens; empty lines are skipped."""
     text = _lines({"text": "a b a", "tokens": [5, 6]}) + "\n" + _lines({"output": "x y x"}, {"tokens": ["q", "q"]})
     assert parse(text, "a.jsonl") == [
@@ -111,13 +111,13 @@ def test_fields_of_json_lines() -> None:
     ],
 )
 def test_bad_files_are_refused_in_a_line(
-    name: str | None,
-    content: str | bytes,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    name,
+    content,
+    said,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.chdir(tmp_path)
     if name is not None:
         mark = b"\xef\xbb\xbf"  # some editors begin a file with it: it is no part of the first line
@@ -135,7 +135,7 @@ def test_bad_files_are_refused_in_a_line(
         (["--max-new", "0"], "max_new=0: expected a whole number from 1"),
     ],
 )
-def test_bad_options(option: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options(option, said, tmp_path, capsys):
     (tmp_path / "x.txt").write_text("a b c")
     assert main(["loops", str(tmp_path / "x.txt"), *option]) == 2
     _, err = capsys.readouterr()
@@ -143,14 +143,12 @@ def test_bad_options(option: list[str], said: str, tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("wrong", [[], [1.5, 2.5], [[1], [2.5]], [True, False]])
-def test_what_cannot_be_checked(wrong: Any) -> None:
+def test_what_cannot_be_checked(wrong):
     with pytest.raises(SinkscopeError, match=r"cannot be checked|expected a string, or a list of token ids"):
         check(wrong)
 
 
-def test_command_writes_what_the_function_finds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("runs.jsonl").write_text(_lines({"text": prose(300)}, {"tokens": [*range(300), *[1, 2] * 300]}))
     assert main(["loops", "runs.jsonl", "--json", "x.json", "--html", "x.html", "--max-new", "900"]) == 0
@@ -166,7 +164,7 @@ def test_command_writes_what_the_function_finds(
     assert piped["kind"] == "loops" and piped["result"]["loops"] == 1 and piped["model"]["name"] == "standard input"
 
 
-def test_the_figure_shows_onset_and_detection() -> None:
+def test_the_figure_shows_onset_and_detection():
     found = check([prose(400), [*range(300), *[1, 2] * 300]])
     data = json.loads(found.figure().to_json())["data"]
     curves = [trace for trace in data if trace["mode"] == "lines"]
@@ -175,7 +173,7 @@ def test_the_figure_shows_onset_and_detection() -> None:
     assert points == {"onset of the longest repetition": [300], "detected": [found.records[1].detected]}
 
 
-def test_no_torch_is_loaded(tmp_path: Path) -> None:
+def test_no_torch_is_loaded(tmp_path):
     """By the command, also as it follows a stream, and by the function."""
     (tmp_path / "x.txt").write_text("the " * 400)
     code = (
@@ -194,7 +192,7 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[] 0 3"
 
 
-def test_the_example_of_the_documentation() -> None:
+def test_the_example_of_the_documentation():
     page = (ROOT / "docs/measure/loops.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     exec(compile(example, "loops.md", "exec"), {})

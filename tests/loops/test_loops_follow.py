@@ -12,8 +12,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,7 +46,7 @@ def _follow(data: str | bytes, most: int = 7, settings: MonitorSettings | None =
 
 def _by_hand(tokens: list[Any], after: list[float | None], settings: MonitorSettings) -> list[int]:
     """First triggers of episodes of a monitor that takes the tokens."""
-    monitor, known = Monitor(settings), dict[Any, int]()
+    monitor, known = Monitor(settings), {}
     steps = [monitor.update(known.setdefault(t, len(known)), p) for t, p in zip(tokens, after, strict=True)]
     hits = [s.step for s in steps if s.trigger]
     return [h for i, h in enumerate(hits) if i == 0 or h - hits[i - 1] > settings.relapse]
@@ -62,7 +60,7 @@ def _by_hand(tokens: list[Any], after: list[float | None], settings: MonitorSett
         for j, settings in enumerate([MonitorSettings(), PAPER])
     ],
 )
-def test_a_text_in_pieces_alarms_where_the_whole_text_does(most: int, settings: MonitorSettings) -> None:
+def test_a_text_in_pieces_alarms_where_the_whole_text_does(most, settings):
     (alarm,) = _follow(TEXT, most, settings)
     (record,) = check(TEXT, settings=settings).records
     assert alarm.token == record.detected and alarm.tail is not None
@@ -70,7 +68,7 @@ def test_a_text_in_pieces_alarms_where_the_whole_text_does(most: int, settings: 
     assert split(alarm.text) == split(LOOP)
 
 
-def test_a_loop_that_goes_on_is_told_once_and_a_new_one_again() -> None:
+def test_a_loop_that_goes_on_is_told_once_and_a_new_one_again():
     text = f"{TEXT} {prose(600, 1)} {'round and round it goes ' * 60}"
     first, second = _follow(text)
     assert first.tail is not None and second.tail is not None
@@ -80,7 +78,7 @@ def test_a_loop_that_goes_on_is_told_once_and_a_new_one_again() -> None:
 def _chat(tokens: list[str], probabilities: list[float], index: int = 0, tops: bool = True) -> list[dict[str, Any]]:
     """Chunks as a server streams them: each token with the log probabilities of the distribution it came from."""
     rest = {"id": "chatcmpl-1", "object": "chat.completion.chunk"}
-    chunks: list[dict[str, Any]] = [{**rest, "choices": [{"index": index, "delta": {"role": "assistant"}}]}]
+    chunks = [{**rest, "choices": [{"index": index, "delta": {"role": "assistant"}}]}]
     for token, p in zip(tokens, probabilities, strict=True):
         top = {"token": token, "logprob": math.log(p), "bytes": list(token.encode())}
         own = {**top, "logprob": math.log(p / 2) if tops else math.log(p), "top_logprobs": [top] if tops else []}
@@ -90,7 +88,7 @@ def _chat(tokens: list[str], probabilities: list[float], index: int = 0, tops: b
 
 
 def _completion(tokens: list[str], probabilities: list[float], tops: bool = True) -> list[dict[str, Any]]:
-    chunks: list[dict[str, Any]] = []
+    chunks = []
     for token, p in zip(tokens, probabilities, strict=True):
         own = [math.log(p / 2 if tops else p)]
         told = {"tokens": [token], "token_logprobs": own, "top_logprobs": [{"?": math.log(p)}] if tops else None}
@@ -118,9 +116,7 @@ def _stream(rng: random.Random, before: int, period: int, copies: int) -> tuple[
         for tops in (True, False)
     ],
 )
-def test_events_with_log_probabilities_equal_the_monitor_by_hand(
-    kind: str, tops: bool, settings: MonitorSettings
-) -> None:
+def test_events_with_log_probabilities_equal_the_monitor_by_hand(kind, tops, settings):
     """The probability that a server tells with a token is the one the monitor takes with the token before."""
     tokens, probabilities = _stream(random.Random(4), 300, 20, 30)
     chunks = _chat(tokens, probabilities, tops=tops) if kind == "chat" else _completion(tokens, probabilities, tops)
@@ -131,7 +127,7 @@ def test_events_with_log_probabilities_equal_the_monitor_by_hand(
         assert expected != _by_hand(tokens, [None] * len(tokens), settings)
 
 
-def test_choices_are_watched_apart() -> None:
+def test_choices_are_watched_apart():
     looping, p = _stream(random.Random(5), 200, 4, 60)
     other = [f" w{random.Random(6 + i).randrange(10**6)}" for i in range(len(looping))]
     pairs = zip(_chat(looping, p, 1), _chat(other, p, 0), strict=True)
@@ -141,7 +137,7 @@ def test_choices_are_watched_apart() -> None:
     assert (watch.streams, watch.tokens, len(watch.open)) == (2, 2 * len(looping), 0)
 
 
-def test_json_lines_are_records_or_pieces() -> None:
+def test_json_lines_are_records_or_pieces():
     lines = [{"text": prose(50)}, {"tokens": [*range(300), *[1, 2] * 100]}, {"output": TEXT}]
     records = "".join(json.dumps(line) + "\n" for line in lines)
     assert [a.stream for a in _follow(records)] == ["line 2", "line 3"]
@@ -201,9 +197,9 @@ SERVERS = {  # what each server sends for a text, one object per chunk
 
 
 @pytest.mark.parametrize("server", SERVERS)
-def test_what_a_server_sends_raises_one_alarm_for_one_loop(server: str) -> None:
+def test_what_a_server_sends_raises_one_alarm_for_one_loop(server):
     """And none for the same objects with an honest text."""
-    objects: Any = SERVERS[server]
+    objects = SERVERS[server]
     watch = Watch()
     (alarm,) = watch.follow(io.BytesIO(_events(objects(TEXT)).encode()))
     assert alarm.tail is not None and (watch.streams, watch.skipped) == (1, 0)
@@ -222,7 +218,7 @@ def test_what_a_server_sends_raises_one_alarm_for_one_loop(server: str) -> None:
         '{"error": {"message": "slow"}}',
     ],
 )
-def test_a_line_that_cannot_be_read_does_not_end_the_watch(bad: str) -> None:
+def test_a_line_that_cannot_be_read_does_not_end_the_watch(bad):
     chunks = [{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in _chunks(TEXT)]
     events = _events(chunks).split("data: ")
     events.insert(5, f"{bad}\n\n")
@@ -233,7 +229,7 @@ def test_a_line_that_cannot_be_read_does_not_end_the_watch(bad: str) -> None:
     assert alarm.tail is not None and watch.skipped <= 1
 
 
-def test_a_stream_that_breaks_off_keeps_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_breaks_off_keeps_its_exit_code(monkeypatch):
     """After a loop, bytes that are no text, or a pipe that fails."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode() + b"\xff\xfe\xfa" * 9)))
     assert main(["loops", "--follow", "--format", "text"]) == 3
@@ -249,14 +245,14 @@ def test_a_stream_that_breaks_off_keeps_its_exit_code(monkeypatch: pytest.Monkey
         assert len(list(Watch().follow(Broken(TEXT.encode()), form="text"))) == 1
 
 
-def test_a_loop_in_reasoning_and_in_calls_of_tools_is_seen() -> None:
+def test_a_loop_in_reasoning_and_in_calls_of_tools_is_seen():
     parts = [{"reasoning_content": p} for p in TEXT.split(",")]
     calls = [{"tool_calls": [{"index": 0, "function": {"arguments": p}}]} for p in TEXT.split(",")]
     for deltas in (parts, calls):
         assert len(_follow(_events([{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]))) == 1
 
 
-def test_control_characters_do_not_reach_the_terminal() -> None:
+def test_control_characters_do_not_reach_the_terminal():
     assert shown("a\x1b[2J\n‮b") == "a\\x1b[2J\\n\\u202eb" and len(shown("x" * 999)) == 63
     (alarm,) = _follow("".join(json.dumps({"token": t}) + "\n" for t in ["\x1b[2J", "b\n"] * 200))
     assert str(alarm).isprintable() and "\\x1b[2Jb\\n" in str(alarm)
@@ -275,16 +271,14 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
         (b'data: {"choices": [{"delta": 5}]}\n\n', "standard input line 1 is no output of a model"),
     ],
 )
-def test_bad_input_is_refused_in_a_line(
-    data: bytes, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_refused_in_a_line(data, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     assert main(["loops", "--follow"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and said in err and err.count("\n") == 1
 
 
-def test_exit_codes_and_the_first_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_and_the_first_loop(tmp_path, capsys):
     looping, honest = tmp_path / "a.txt", tmp_path / "b.txt"
     looping.write_text(f"{TEXT} {prose(600, 1)} {'round and round it goes ' * 60}")
     honest.write_text(prose(900))
@@ -304,7 +298,7 @@ def _start(*words: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture
-def process(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
+def process(request):
     started = _start(*request.param)
     yield started
     started.kill()
@@ -312,7 +306,7 @@ def process(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]
 
 
 @pytest.mark.parametrize("process", [[]], indirect=True)
-def test_an_alarm_comes_while_the_pipe_is_open_and_ctrl_c_leaves_cleanly(process: subprocess.Popen[bytes]) -> None:
+def test_an_alarm_comes_while_the_pipe_is_open_and_ctrl_c_leaves_cleanly(process):
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     detected = check(TEXT).records[0].detected
     words = TEXT.split(" ")

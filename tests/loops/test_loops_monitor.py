@@ -81,9 +81,7 @@ def _same(a: Step, b: Step) -> bool:
 
 @settings(max_examples=40)
 @given(RUN, st.randoms(use_true_random=False), st.sampled_from(sorted(set(VARIANTS) - {"repeats", "tolerant"})))
-def test_a_step_costs_little_and_says_what_a_look_at_everything_says(
-    ids: list[int], rng: random.Random, variant: str
-) -> None:
+def test_a_step_costs_little_and_says_what_a_look_at_everything_says(ids, rng, variant):
     settings = MonitorSettings.variant(variant, **SMALL)
     p = [rng.choice([0.5, 0.9, 0.95, 1.0]) for _ in ids]
     monitor = Monitor(settings)
@@ -91,25 +89,25 @@ def test_a_step_costs_little_and_says_what_a_look_at_everything_says(
         assert _same(monitor.update(token, p_max), expected)
 
 
-def test_cooldown_and_warm_up_to_the_step() -> None:
+def test_cooldown_and_warm_up_to_the_step():
     """p1 alone in a sure model: the first chance is step 64, every further one 33 steps later."""
     monitor = Monitor(MonitorSettings.variant("p1"))
     assert [s.step for s in (monitor.update(i, 1.0) for i in range(200)) if s.trigger] == [64, 97, 130, 163, 196]
 
 
-def test_always_is_that_of_table_3() -> None:
+def test_always_is_that_of_table_3():
     monitor = Monitor(MonitorSettings.variant("always"))
     assert [s.step for s in (monitor.update(i) for i in range(2500)) if s.trigger] == [*range(200, 2401, 200)]
 
 
-def test_streak_is_strictly_above_and_at_least_six() -> None:
+def test_streak_is_strictly_above_and_at_least_six():
     monitor = Monitor(MonitorSettings.variant("p1", warmup=0, cooldown=0))
     sure = [0.91] * 5 + [0.9] + [0.91] * 7
     assert [monitor.update(0, p).trigger for p in sure] == [False] * 11 + [True] * 2
     assert monitor.last.streak == 7
 
 
-def test_without_probabilities_the_other_two_vote() -> None:
+def test_without_probabilities_the_other_two_vote():
     loop = [*range(1000, 1300), *[1, 2, 3] * 200]
     monitor = Monitor(PAPER)
     steps = [monitor.update(token) for token in loop]
@@ -120,7 +118,7 @@ def test_without_probabilities_the_other_two_vote() -> None:
         Monitor(MonitorSettings.variant("p1")).update(1)
 
 
-def test_after_the_end_nothing_is_looked_at() -> None:
+def test_after_the_end_nothing_is_looked_at():
     """Padding looks like the tightest of loops."""
     monitor = Monitor(MonitorSettings.variant("p1"))
     for i in range(64):
@@ -136,13 +134,11 @@ def test_after_the_end_nothing_is_looked_at() -> None:
     ("settings_", "early", "late", "held"),
     [(PAPER, 1000, 8000, 8 * 256), (MonitorSettings(), 8000, 12_000, 24 * 2048)],
 )
-def test_work_and_memory_per_token_do_not_grow(
-    kind: str, settings_: MonitorSettings, early: int, late: int, held: int
-) -> None:
+def test_work_and_memory_per_token_do_not_grow(kind, settings_, early, late, held):
     """Lines of Python run in `update`, counted over 256 steps, and what is held, soon and many steps later."""
     rng = random.Random(0)
     monitor = Monitor(settings_)
-    counted: dict[int, int] = {}
+    counted = {}
     lines = 0
 
     def count(frame: FrameType, event: str, arg: object) -> Any:
@@ -150,7 +146,7 @@ def test_work_and_memory_per_token_do_not_grow(
         lines += event == "line"
         return count
 
-    sizes: dict[int, int] = {}
+    sizes = {}
     for i in range(late + 256):
         token = {"one": 5, "loop": i % 7, "random": rng.randrange(5000)}[kind]
         start = i // 1000 * 1000
@@ -171,7 +167,7 @@ def test_work_and_memory_per_token_do_not_grow(
 
 
 @pytest.mark.parametrize("name", sorted(HONEST))
-def test_honest_repetition_triggers_nothing(name: str) -> None:
+def test_honest_repetition_triggers_nothing(name):
     """Also where the model is sure of every token, so that one vote is always given."""
     ids = number(split(HONEST[name]))
     assert len(ids) > 200, "too short"
@@ -181,12 +177,12 @@ def test_honest_repetition_triggers_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(LOOPED))
-def test_loops_are_found_in_time(name: str) -> None:
+def test_loops_are_found_in_time(name):
     """The paper's monitor finds them within a window, sooner with probabilities; the default within 3 copies."""
     healthy = split(prose(600))
     piece = split(LOOPED[name])
     ids = number(healthy + piece * (600 // len(piece)))
-    delays: list[int] = []
+    delays = []
     for chosen, sure in ((PAPER, False), (PAPER, True), (MonitorSettings(), False)):
         monitor = Monitor(chosen)
         for i, token in enumerate(ids):
@@ -201,7 +197,7 @@ def test_loops_are_found_in_time(name: str) -> None:
     assert delays[2] <= max(3 * len(piece), 48)
 
 
-def test_the_limit_of_the_windowed_votes() -> None:
+def test_the_limit_of_the_windowed_votes():
     """A loop of more than 51 different tokens keeps a type-token ratio of 0.2 in a window of 256: one vote is left."""
     for period, found in ((50, True), (60, False)):
         monitor = Monitor(PAPER)
@@ -223,13 +219,13 @@ def test_the_limit_of_the_windowed_votes() -> None:
         ({"speed": 3}, "no setting 'speed': there are window"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_in_a_line(changed: dict[str, Any], said: str) -> None:
+def test_settings_that_cannot_work_are_refused_in_a_line(changed, said):
     with pytest.raises(SinkscopeError) as error:
         MonitorSettings().with_(**changed)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_unknown_variant_and_documented_fields() -> None:
+def test_unknown_variant_and_documented_fields():
     with pytest.raises(SinkscopeError, match="unknown variant 'p2': there are repeats, tolerant, full, p1"):
         MonitorSettings.variant("p2")
     assert (

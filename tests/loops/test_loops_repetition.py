@@ -23,7 +23,7 @@ RUNS = st.lists(st.tuples(PIECE, st.integers(1, 5)), min_size=1, max_size=3).map
 
 def every_period(ids: list[int], longest: int, shortest: int) -> tuple[int, int] | None:
     """The definition: of all periods with 3 copies at the end, the one that covers most, the smallest of several."""
-    found: list[tuple[int, int]] = []
+    found = []
     for period in range(1, min(longest, len(ids) - 1) + 1):
         equal = 0
         while equal < len(ids) - period and ids[-1 - equal] == ids[-1 - equal - period]:
@@ -35,7 +35,7 @@ def every_period(ids: list[int], longest: int, shortest: int) -> tuple[int, int]
 
 @settings(max_examples=30)
 @given(RUNS, st.sampled_from([5, 20, 64]), st.sampled_from([12, 20, 30]))
-def test_three_exact_copies_are_found_at_their_last_token(ids: list[int], longest: int, shortest: int) -> None:
+def test_three_exact_copies_are_found_at_their_last_token(ids, longest, shortest):
     repeats = NearRepetition(longest, 3, shortest, 0.0)
     for i, token in enumerate(ids):
         assert repeats.add(token, i) == every_period(ids[: i + 1], longest, shortest)
@@ -43,7 +43,7 @@ def test_three_exact_copies_are_found_at_their_last_token(ids: list[int], longes
 
 @settings(max_examples=30)
 @given(RUNS)
-def test_tolerance_hides_no_exact_repetition(ids: list[int]) -> None:
+def test_tolerance_hides_no_exact_repetition(ids):
     """With noise there may be more, from an earlier start, and nothing less."""
     exact, tolerant = NearRepetition(64, 3, 12, 0.0), NearRepetition(64, 3, 12, 0.1)
     for i, token in enumerate(ids):
@@ -52,7 +52,7 @@ def test_tolerance_hides_no_exact_repetition(ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 5, 16, 17, 48, 64, 100, 255, 1000, 2047, 2048])
-def test_a_planted_cycle_of_any_period(period: int) -> None:
+def test_a_planted_cycle_of_any_period(period):
     """The alarm comes in the middle of the third copy, or with the 48th token of a shorter loop."""
     rng = random.Random(period)
     before = [rng.randrange(50_000) for _ in range(rng.randrange(100, 3000))]
@@ -66,7 +66,7 @@ def test_a_planted_cycle_of_any_period(period: int) -> None:
     assert first.tail.repeats == (first.step - len(before)) / period
 
 
-def test_the_longest_period_is_a_limit() -> None:
+def test_the_longest_period_is_a_limit():
     ids = [*range(101)] * 5
     assert check(ids, settings=MonitorSettings(tail_longest=100)).loops == 0
     assert check(ids, settings=MonitorSettings(tail_longest=101)).records[0].detected == 253
@@ -75,7 +75,7 @@ def test_the_longest_period_is_a_limit() -> None:
 def near(period: int, rng: random.Random, copies: int) -> list[int]:
     """A cycle with one token of every copy replaced, at any place."""
     piece = [rng.randrange(1000) for _ in range(period)]
-    made: list[int] = []
+    made = []
     for _ in range(copies):
         copy = list(piece)
         copy[rng.randrange(period)] = rng.randrange(1000, 2000)
@@ -84,9 +84,9 @@ def near(period: int, rng: random.Random, copies: int) -> list[int]:
 
 
 @pytest.mark.parametrize("period", [24, 32, 100, 500])
-def test_a_loop_in_which_a_token_of_every_copy_is_another(period: int) -> None:
+def test_a_loop_in_which_a_token_of_every_copy_is_another(period):
     """Found within a copy of the third, where it begins but for a copy; the exact rule never finds it."""
-    late: list[float] = []
+    late = []
     for seed in range(5):
         rng = random.Random(f"{period} {seed}")
         before = [rng.randrange(5000, 50_000) for _ in range(200)]
@@ -103,9 +103,9 @@ def test_a_loop_in_which_a_token_of_every_copy_is_another(period: int) -> None:
 
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("period", [12, 30, 60])
-def test_a_list_that_counts_up_is_no_loop(period: int, slots: int) -> None:
+def test_a_list_that_counts_up_is_no_loop(period, slots):
     """One or two tokens change at the same places of every copy, however long it goes on. The tolerant one is asked."""
-    ids: list[int] = []
+    ids = []
     for count in range(40):
         copy = [*range(period)]
         for slot in range(slots):
@@ -116,7 +116,7 @@ def test_a_list_that_counts_up_is_no_loop(period: int, slots: int) -> None:
     assert any(tolerant.update(token).trigger for token in ids) == (slots / period <= 0.1)
 
 
-def test_a_loop_that_ends_is_over_within_a_few_tokens() -> None:
+def test_a_loop_that_ends_is_over_within_a_few_tokens():
     """However much of it there was; a token that breaks it is no part of it."""
     ids = [*range(40)] * 50 + [*range(1000, 1100)]
     repeats = NearRepetition(2048, 3, 48, 1 / 16)
@@ -125,7 +125,7 @@ def test_a_loop_that_ends_is_over_within_a_few_tokens() -> None:
     assert not repeats._runs
 
 
-def test_after_a_trigger_the_next_one_waits_for_the_cooldown() -> None:
+def test_after_a_trigger_the_next_one_waits_for_the_cooldown():
     monitor = Monitor()
     fired = [step for step in map(monitor.update, [*range(1000, 1100), *[1, 2, 3] * 60]) if step.trigger]
     assert [(s.step, s.level) for s in fired] == [(148, 0), (181, 1), (214, 2), (247, 3), (280, 4)]

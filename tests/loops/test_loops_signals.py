@@ -37,7 +37,7 @@ LOOP = '{"name":"U.S. Air Force Academy","wikipedia url":"…","type":"Organizat
 
 
 @given(TAILED)
-def test_ratios(ids: list[int]) -> None:
+def test_ratios(ids):
     if not ids:
         assert math.isnan(type_token_ratio(ids)) and math.isnan(compression_ratio(ids))
         return
@@ -45,7 +45,7 @@ def test_ratios(ids: list[int]) -> None:
     assert compression_ratio(ids) == len(zlib.compress(struct.pack(f"<{len(ids)}I", *ids), 9)) / (4 * len(ids))
 
 
-def test_arrays_and_tensors_are_read_as_numbers() -> None:
+def test_arrays_and_tensors_are_read_as_numbers():
     """The elements of a tensor are all different objects."""
     ids = [7, 8] * 50
     tensor = torch.tensor(ids)
@@ -57,12 +57,12 @@ def test_arrays_and_tensors_are_read_as_numbers() -> None:
 
 
 @pytest.mark.parametrize("wrong", [[1, -2], [1 << 32]])
-def test_what_is_no_id_is_refused(wrong: list[int]) -> None:
+def test_what_is_no_id_is_refused(wrong):
     with pytest.raises(SinkscopeError, match=r"token id .*: expected whole numbers"):
         compression_ratio(wrong)
 
 
-def test_the_loop_of_the_paper_compresses_as_text_as_it_does_as_ids() -> None:
+def test_the_loop_of_the_paper_compresses_as_text_as_it_does_as_ids():
     """77 characters, or 22 tokens of two vocabularies: under 0.12 in a window's worth of either, not in less."""
     assert [round(compression_ratio((LOOP * 20).encode()[:n].decode(errors="ignore")), 2) for n in (600, 1024)] == [
         0.15,
@@ -75,7 +75,7 @@ def test_the_loop_of_the_paper_compresses_as_text_as_it_does_as_ids() -> None:
 
 def _brute(ids: list[int], repeats: float, shortest: int, longest: int) -> Tail | None:
     """Every period, counted backwards token by token."""
-    tails: list[tuple[int, int]] = []
+    tails = []
     for period in range(1, longest + 1):
         equal = 0
         while period + equal < len(ids) and ids[-1 - equal] == ids[-1 - equal - period]:
@@ -90,7 +90,7 @@ def _brute(ids: list[int], repeats: float, shortest: int, longest: int) -> Tail 
 
 @given(TAILED, st.sampled_from([2, 2.5, 3]), st.integers(0, 12), st.integers(1, 40))
 @example([1, 2, 3, 3, 3] * 3, 3, 0, 40)
-def test_tail_period_is_that_of_brute_force(ids: list[int], repeats: float, shortest: int, longest: int) -> None:
+def test_tail_period_is_that_of_brute_force(ids, repeats, shortest, longest):
     found = tail_period(ids, repeats=repeats, shortest=shortest, longest=longest)
     assert found == _brute(ids, repeats, shortest, min(longest, max(len(ids) - 1, 0)))
     if found is not None:
@@ -100,7 +100,7 @@ def test_tail_period_is_that_of_brute_force(ids: list[int], repeats: float, shor
 
 
 @pytest.mark.parametrize("period", [1, 2, 7, 64, 300])
-def test_a_planted_tail_is_found(period: int) -> None:
+def test_a_planted_tail_is_found(period):
     ids = [*range(1000, 1100), *(list(range(period)) * 4)[: 3 * period + period // 2]]
     found = tail_period(ids)
     assert found is not None and (found.period, found.start) == (period, 100)
@@ -111,9 +111,9 @@ def test_a_planted_tail_is_found(period: int) -> None:
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(2, 30), st.integers(1, 4), st.integers(1, 20))
-def test_novelty_is_that_of_its_definition(ids: list[int], window: int, n: int, span: int) -> None:
+def test_novelty_is_that_of_its_definition(ids, window, n, span):
     window = max(window, n)
-    new: list[bool] = []
+    new = []
     for i in range(len(ids)):
         seen = ids[max(0, i - window + 1) : i + 1]
         grams = [tuple(seen[j : j + n]) for j in range(len(seen) - n + 1)]
@@ -124,7 +124,7 @@ def test_novelty_is_that_of_its_definition(ids: list[int], window: int, n: int, 
     )
 
 
-def test_loop_rule_at_its_thresholds() -> None:
+def test_loop_rule_at_its_thresholds():
     """Eq. 7 has <= and >=; the default length is 2,480 of 2,500."""
     loop = [3, 4, 5, 6] * 625
     assert is_loop(loop) and is_loop(loop[:2480]) and not is_loop(loop[:2479]) and is_loop(loop[:2479], None)
@@ -137,21 +137,21 @@ def test_loop_rule_at_its_thresholds() -> None:
     assert not is_loop([], None)
 
 
-def test_the_end_is_judged_alone() -> None:
+def test_the_end_is_judged_alone():
     ids = [*range(2000), *[1, 2] * 128]
     assert ends_in_loop(ids) and not is_loop(ids, None)
     assert not ends_in_loop([*[1, 2] * 128, *range(200)])
 
 
 @given(TAILED, st.integers(1, 20))
-def test_diversity_and_collapse(ids: list[int], window: int) -> None:
+def test_diversity_and_collapse(ids, window):
     values = [len(set(ids[max(0, t - window) : t])) / min(t, window) for t in range(1, len(ids) + 1)]
     assert diversity(ids, window) == pytest.approx(values)
     low = [t for t in range(window, len(ids) + 1) if all(v < 0.5 for v in values[t - 1 :])]
     assert collapse_point(ids, window, theta=0.5) == (low[0] if low else None)
 
 
-def test_collapse_of_a_planted_loop_and_of_one_that_was_left() -> None:
+def test_collapse_of_a_planted_loop_and_of_one_that_was_left():
     """After 500 different tokens, a loop of 5: the window of 256 falls below 0.2 when 51 types are left in it."""
     ids = [*range(1000, 1500), *[0, 1, 2, 3, 4] * 200]
     assert collapse_point(ids) == 500 + 256 - 46  # 46 old ones and 5 of the loop: 51 of 256 is the first below 0.2

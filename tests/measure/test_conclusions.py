@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 from conclusion_kit import check_size
@@ -67,7 +64,7 @@ def repeated(rng: Rng) -> Result:
     tokens = int(rng.integers(1, 7))
     which = rng.integers(5)
     over = sweep(rng, tokens)
-    reading: Any = None
+    reading = None
     if which == 0:
         return Repeat(model=MODEL, read="norm", absence=absence(rng))
     if which == 1:
@@ -199,7 +196,7 @@ LABELS = ("norm lost without the neurons", "AUROC of a plane, first against late
 
 
 def card(rng: Rng) -> Result:
-    changes: list[CardChange] = []
+    changes = []
     for _ in range(rng.integers(1, 9)):
         before, after = (f"{value:.3g}" for value in rng.random(2))
         changed = [True, False, None][rng.integers(3)]
@@ -219,5 +216,5 @@ CHECKED = (heads, repeated, vocabulary, attack, patch, evaluation, separate, bar
 @pytest.mark.parametrize("make", CHECKED)
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**9))
-def test_a_conclusion_is_short_and_has_one_number(make: Callable[[Rng], Result], seed: int) -> None:
+def test_a_conclusion_is_short_and_has_one_number(make, seed):
     check_size(make(np.random.default_rng(seed)).conclusion())

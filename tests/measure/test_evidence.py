@@ -15,9 +15,7 @@ SHARES = st.floats(-1, 2, allow_nan=False)
 
 
 @given(SHARES, SHARES | st.none(), st.floats(0, 0.5), st.floats(0.1, 10))
-def test_needed_is_at_least_half_and_more_than_the_control(
-    lost: float, control: float | None, error: float, total: float
-) -> None:
+def test_needed_is_at_least_half_and_more_than_the_control(lost, control, error, total):
     scaled = None if control is None else control * total
     half, more = lost - 0.5, 9.0 if control is None else lost - error - control
     if min(abs(half), abs(more)) > 1e-6:  # beyond rounding
@@ -25,13 +23,13 @@ def test_needed_is_at_least_half_and_more_than_the_control(
 
 
 @pytest.mark.parametrize("change", [None, float("nan")])
-def test_what_was_not_measured_carries_nothing(change: float | None) -> None:
+def test_what_was_not_measured_carries_nothing(change):
     assert not Evidence(change).holds
     assert not Evidence(1.0, total=0.0).holds and not Evidence(1.0, control=float("nan")).holds
 
 
 @given(SHARES, SHARES)
-def test_a_share_and_its_control_are_told_apart(share: float, control: float) -> None:
+def test_a_share_and_its_control_are_told_apart(share, control):
     texts = beside(share, control)
     if abs(share - control) > 2e-5:
         assert texts[0] != texts[1]
@@ -40,7 +38,7 @@ def test_a_share_and_its_control_are_told_apart(share: float, control: float) ->
 
 
 @given(st.lists(st.text("abc", min_size=1), max_size=30), st.integers(1, 20))
-def test_lists_name_each_once_with_one_and(names: list[str], most: int) -> None:
+def test_lists_name_each_once_with_one_and(names, most):
     text = listed(names, most)
     parts = re.split(", | and ", text)
     more = max(0, len(names) - most)
@@ -49,7 +47,7 @@ def test_lists_name_each_once_with_one_and(names: list[str], most: int) -> None:
 
 
 @given(st.integers(0, 5000))
-def test_one_is_singular_and_nothing_else(count: int) -> None:
+def test_one_is_singular_and_nothing_else(count):
     one = count == 1
     assert counted(count, "head").endswith("heads") == (count > 1)
     assert every(count, "token") == ("every token" if one else f"every {count:,} tokens")

@@ -17,7 +17,7 @@ from sinkscope.measure import Setup
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_a_process_that_opens_models_again_and_again_does_not_grow() -> None:
+def test_a_process_that_opens_models_again_and_again_does_not_grow():
     """Memory outside Python: what the tokenizer's library remembers of a text would be 0.8 MB for every model."""
 
     def weight() -> int:
@@ -37,7 +37,7 @@ def test_a_process_that_opens_models_again_and_again_does_not_grow() -> None:
     assert (weight() - before) / 3 < 0.2e6
 
 
-def test_a_measurement_leaves_no_object_of_its_model(tmp_path: Path) -> None:
+def test_a_measurement_leaves_no_object_of_its_model(tmp_path):
     """Modules, tensors and hooks of one call are gone before the next one, also of a live model that goes away."""
     folder = organism("llama", 2, n_layers=4).save(tmp_path / "model")
 

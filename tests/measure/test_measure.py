@@ -21,7 +21,7 @@ from sinkscope.sinks.tokens import pick_tokens, single_token
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2", "falcon"])
-def test_sink_rate_equals_the_definition_on_dense_attention(model_type: str) -> None:
+def test_sink_rate_equals_the_definition_on_dense_attention(model_type):
     model, tokenizer = tiny_model(model_type)
     ids = torch.randint(3, 90, (5, 24), generator=torch.Generator().manual_seed(0))
     eager = copy.deepcopy(model)
@@ -30,7 +30,7 @@ def test_sink_rate_equals_the_definition_on_dense_attention(model_type: str) -> 
             module.config._attn_implementation = "eager"
     with torch.no_grad():
         dense = torch.stack(eager(ids, output_attentions=True).attentions)  # layer batch head query key
-    received: list[torch.Tensor] = []
+    received = []
     for probs in dense[..., 0]:
         if float(probs[..., -1].max()) == 0:  # a window of 16 hides the first token: the farther half of it counts
             probs = probs[..., 8:16]
@@ -43,7 +43,7 @@ def test_sink_rate_equals_the_definition_on_dense_attention(model_type: str) -> 
     assert attention_received(Target.of(model, tokenizer), ids, eps, batch=2).rate == pytest.approx(wanted)
 
 
-def test_attention_to_the_first_token_leaves_the_first_query_out_and_sees_interventions() -> None:
+def test_attention_to_the_first_token_leaves_the_first_query_out_and_sees_interventions():
     o = organism("llama", 4)
     target = Target.of(o.model, o.tokenizer)
     layer = o.truth.sink_layer
@@ -63,14 +63,14 @@ def test_attention_to_the_first_token_leaves_the_first_query_out_and_sees_interv
     assert float(seen.attention[0, 0, layer + 1].mean()) == pytest.approx(dense(), abs=1e-5)
 
 
-def test_spike_dims_need_both_of_sun_et_als_conditions() -> None:
+def test_spike_dims_need_both_of_sun_et_als_conditions():
     typical = torch.full((50, 6), 0.2)
     first = torch.tensor([250.0, 150.0, -900.0, 99.0, 0.1, 201.0])
     assert massive_activations(first, typical) == (2, 0, 5)  # > 100 and > 1000 * 0.2, largest first
     assert massive_activations(first / 10, typical / 10) == ()  # 1000 x the median, but below 100
 
 
-def test_text_rows_are_the_text_in_order_with_bos() -> None:
+def test_text_rows_are_the_text_in_order_with_bos():
     _, tokenizer = tiny_model("llama")
     text = typical_text()
     rows = text_rows(tokenizer, text, 6, 16, 1)
@@ -82,7 +82,7 @@ def test_text_rows_are_the_text_in_order_with_bos() -> None:
         text_rows(tokenizer, "short", 1, 64, None)
 
 
-def test_typical_text_is_long_enough_for_the_sink_rate_and_files_replace_it(tmp_path: Path) -> None:
+def test_typical_text_is_long_enough_for_the_sink_rate_and_files_replace_it(tmp_path):
     assert len(typical_text()) > 100 * 64 * 6  # 100 pieces of 64 tokens of up to 6 characters
     (tmp_path / "a.txt").write_text("Prose of my own.")
     assert typical_text(tmp_path / "a.txt") == "Prose of my own."
@@ -93,7 +93,7 @@ def test_typical_text_is_long_enough_for_the_sink_rate_and_files_replace_it(tmp_
             typical_text(tmp_path / name)
 
 
-def test_drawn_words_are_distinct_ordinary_tokens_of_the_text() -> None:
+def test_drawn_words_are_distinct_ordinary_tokens_of_the_text():
     o = organism("llama", 0)
     ids = text_rows(o.tokenizer, typical_text(), 4, 32, o.tokenizer.bos_token_id)
 
@@ -107,7 +107,7 @@ def test_drawn_words_are_distinct_ordinary_tokens_of_the_text() -> None:
     check()
 
 
-def test_strings_that_are_not_one_token_are_taken_apart() -> None:
+def test_strings_that_are_not_one_token_are_taken_apart():
     from transformers import AutoTokenizer
 
     folder = Path(__file__).parents[2] / "sinkscope" / "models" / "bundled"
@@ -120,7 +120,7 @@ def test_strings_that_are_not_one_token_are_taken_apart() -> None:
         single_token(tokenizer, "")
 
 
-def test_a_word_the_tokenizer_does_not_know_is_refused() -> None:
+def test_a_word_the_tokenizer_does_not_know_is_refused():
     """Its one token is that of all unknown words."""
     tokenizer = organism("llama", 0).tokenizer
     assert tokenizer("zyzzyva", add_special_tokens=False)["input_ids"] == [tokenizer.unk_token_id]
@@ -129,7 +129,7 @@ def test_a_word_the_tokenizer_does_not_know_is_refused() -> None:
     assert single_token(tokenizer, tokenizer.unk_token) == tokenizer.unk_token_id
 
 
-def test_bos_is_what_the_tokenizer_says() -> None:
+def test_bos_is_what_the_tokenizer_says():
     o = organism("qwen2", 0, bos=True)
     assert resolve_bos(o.tokenizer, o.model.config, None) == o.tokenizer.bos_token_id
     assert resolve_bos(o.tokenizer, o.model.config, False) is None

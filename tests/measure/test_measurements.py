@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import inspect
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -17,6 +16,7 @@ import stranger
 import torch
 from conclusion_kit import check_size
 from organisms import Organism, organism
+from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.app import cli
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 ALL = [command for command in commands().values() if isinstance(command.load(), Measurement)]
 EVERY = pytest.mark.parametrize("command", ALL, ids=lambda command: command.name)
 MARKUP = "<img src=x onerror=alert(1)>"
-LESS: dict[str, dict[str, Any]] = {  # forms and rounding need less than a quick run
+LESS = {  # forms and rounding need less than a quick run
     "barcode": {"max_new_tokens": 8, "layers": [0]},
     "circuit": {"max_repeats": 16, "texts": 1},
     "separability": {"count": 32, "texts": 8},
@@ -49,7 +49,7 @@ def arguments(command: Command) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
+def measured(tmp_path_factory):
     """Make quick runs on the model of the package, each of them once, with the beginning of the typical text."""
     text = tmp_path_factory.mktemp("text") / "short.txt"
     text.write_text((ROOT / "sinkscope/models/text/typical.txt").read_text(encoding="utf-8")[:2500])
@@ -75,7 +75,7 @@ def without_a_sink() -> Organism:
 
 
 @EVERY
-def test_json_comes_back_equal(command: Command, measured: Callable[..., Result], tmp_path: Path) -> None:
+def test_json_comes_back_equal(command, measured, tmp_path):
     result = measured(command)
     assert Result.load(result.save(tmp_path / "a.json")).to_dict() == result.to_dict()
     assert result.model.name == "bundled" and result.provenance.seconds > 0
@@ -83,9 +83,7 @@ def test_json_comes_back_equal(command: Command, measured: Callable[..., Result]
 
 
 @EVERY
-def test_it_is_shown_with_its_conclusion_first_and_everything_escaped(
-    command: Command, measured: Callable[..., Result]
-) -> None:
+def test_it_is_shown_with_its_conclusion_first_and_everything_escaped(command, measured):
     result = measured(command)
     result = replace(result, model=replace(result.model, name=MARKUP))
     conclusion = result.conclusion()
@@ -100,7 +98,7 @@ def test_it_is_shown_with_its_conclusion_first_and_everything_escaped(
 
 
 @EVERY
-def test_its_table_fits_80_columns_and_is_explained(command: Command, measured: Callable[..., Result]) -> None:
+def test_its_table_fits_80_columns_and_is_explained(command, measured):
     result = measured(command)
     grids = [grid.fitted(WIDTH) for grid in result.grids()]
     below = result.below(grids, WIDTH)
@@ -121,15 +119,16 @@ def test_its_table_fits_80_columns_and_is_explained(command: Command, measured: 
 
 
 @pytest.mark.parametrize("kind", sorted(kind_modules()))
-def test_every_kind_concludes_and_has_a_page(kind: str) -> None:
+def test_every_kind_concludes_and_has_a_page(kind):
     import_module(kind_modules()[kind])
     cls = results._RESULT_CLASSES[kind]
     assert (ROOT / cls.link()).is_file(), f"{kind}: set `page`"
     assert cls.conclusion is not Result.conclusion
 
 
+@pytest.mark.slow  # the tests of each measurement say what its answer is
 @EVERY
-def test_a_model_without_a_sink_is_an_answer(command: Command) -> None:
+def test_a_model_without_a_sink_is_an_answer(command):
     model = without_a_sink()
     try:
         result = command.load()(model.model, tokenizer=model.tokenizer, **arguments(command))
@@ -143,7 +142,7 @@ PLAIN_ONLY = {"line_weights"}
 """A bridge does not offer their queries and keys."""
 READ_ALIKE = {("find_sinks", "bridge"), ("barcode", "nnsight"), ("line_weights", "bridge")}
 """By default one that edits layers, one that generates, and one that is refused; heads have a test of their own."""
-BACKENDS: list[Any] = []
+BACKENDS = []
 for one in ALL:
     for kind in ("bridge", "nnsight"):
         marks = () if (one.name, kind) in READ_ALIKE else pytest.mark.slow
@@ -151,7 +150,7 @@ for one in ALL:
 
 
 @pytest.mark.parametrize(("command", "backend"), BACKENDS)
-def test_every_kind_of_model_gives_the_same(command: Command, backend: str, measured: Callable[..., Result]) -> None:
+def test_every_kind_of_model_gives_the_same(command, backend, measured):
     if backend == "bridge" and command.name in PLAIN_ONLY:
         with pytest.raises(UnsupportedError, match="hf"):  # what can be done instead
             measured(command, backend)
@@ -162,7 +161,7 @@ def test_every_kind_of_model_gives_the_same(command: Command, backend: str, meas
 
 def _differences(a: Any, b: Any, where: str = "") -> list[str]:
     """Paths at which two results differ by more than rounding."""
-    paths: list[str] = []
+    paths = []
     if isinstance(a, dict) and isinstance(b, dict):
         for key in {*a, *b}:
             paths += _differences(a.get(key), b.get(key), f"{where}.{key}")
@@ -199,7 +198,7 @@ def _refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @EVERY
-def test_bad_input_is_one_line(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(command, tmp_path, capsys):
     bad = [["--model", str(tmp_path / "nowhere")], ["--seed", "-1"], ["--text", "nowhere.txt"], ["--nonsense"]]
     for one in command.load().parameters:
         if one.option.min is not None and not one.option.hidden:
@@ -209,15 +208,13 @@ def test_bad_input_is_one_line(command: Command, tmp_path: Path, capsys: pytest.
 
 
 @pytest.fixture(scope="module")
-def wordy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wordy(tmp_path_factory):
     """A model whose tokenizer knows few words."""
     return organism("llama", 2).save(tmp_path_factory.mktemp("wordy"))
 
 
 @EVERY
-def test_a_text_that_is_one_token_is_refused(
-    command: Command, wordy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_that_is_one_token_is_refused(command, wordy, tmp_path, capsys):
     """A repeated token is nothing to measure on, whether it is known or not: the remedy is another --text."""
     word, message = "dog", "the one token '"
     if ALL.index(command) % 2:
@@ -231,16 +228,14 @@ def test_a_text_that_is_one_token_is_refused(
 
 
 @EVERY
-def test_the_public_name_and_the_signature(command: Command) -> None:
+def test_the_public_name_and_the_signature(command):
     measure = getattr(ss, command.name)
     assert isinstance(measure, Measurement) and command.name in dir(ss)
     names = list(inspect.signature(measure).parameters)
     assert names[0] == "model" and {"bos", "text", "seed", "progress", "tokenizer"} <= set(names)
 
 
-def test_a_stranger_needs_one_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stranger_needs_one_file(tmp_path, monkeypatch, capsys):
     """A measurement of another package: its command, JSON and page come from its one file of at most 60 lines."""
     source = stranger.SOURCE.read_text()
     assert len(source.splitlines()) <= 60
@@ -254,7 +249,7 @@ def test_a_stranger_needs_one_file(
         assert cli.main(["attention-entropy", "--help"]) == 0
         help_text = capsys.readouterr().out
         assert "--last" in help_text and "docs/cli.md" not in help_text  # our pages do not describe it
-        loaded: Any = Result.load("a.json")
+        loaded = Result.load("a.json")
         assert type(loaded) is import_module(stranger.MODULE).AttentionEntropy and loaded.entropy.shape == (6, 8)
         model = load(backend="hf")
         again = getattr(ss, stranger.NAME)(model, last=32)
@@ -269,7 +264,7 @@ def test_a_stranger_needs_one_file(
     assert "Conclusion: " in (tmp_path / "a.html").read_text()
 
 
-def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_is_taken_is_refused(tmp_path):
     source = stranger.SOURCE.read_text().replace("def attention_entropy", "def circuit")
     with (
         pytest.raises(SinkscopeError, match=r"stranger_entropy:circuit.*name of another command"),
@@ -278,12 +273,12 @@ def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
         commands()
 
 
-def test_a_layer_that_the_model_lacks_is_refused() -> None:
+def test_a_layer_that_the_model_lacks_is_refused():
     with pytest.raises(SinkscopeError, match="layer 9 is not in bundled, which has 6 layers: give one from 0 to 5"):
         list(Setup.open(texts=1).attention(layers=[0, 9]))
 
 
-def test_attention_under_a_policy_is_that_of_the_kept_cache() -> None:
+def test_attention_under_a_policy_is_that_of_the_kept_cache():
     """Token by token under interventions: `Full` changes nothing; StreamingLLM sees its first and last tokens alone."""
     plain = Setup.open(load(backend="hf", layers=3), texts=1)
 
@@ -294,13 +289,13 @@ def test_attention_under_a_policy_is_that_of_the_kept_cache() -> None:
     assert list(stock) == list(full) == [0, 2]
     for layer, probs in stock.items():
         assert probs.shape == (1, 8, 20, 64)
-        torch.testing.assert_close(full[layer], probs, atol=1e-5, rtol=1e-4)
+        assert_close(full[layer], probs, atol=1e-5, rtol=1e-4)
         kept = (few[layer][0, :, -1].amax(0) > 0).nonzero().flatten().tolist()
         assert kept[:4] == [0, 1, 2, 3] and kept[4:] == list(range(64 - len(kept) + 4, 64)) and 12 <= len(kept) <= 13
-        torch.testing.assert_close(few[layer].sum(-1), torch.ones(1, 8, 20))
+        assert_close(few[layer].sum(-1), torch.ones(1, 8, 20))
 
 
-def test_interventions_of_a_measurement_are_given_in_any_form() -> None:
+def test_interventions_of_a_measurement_are_given_in_any_form():
     policy = H2O(budget=64)
     assert edit_of(policy="h2o:64") == policy == edit_of(interventions=[policy]) == edit_of(interventions="h2o:64")
     assert edit_of() is None

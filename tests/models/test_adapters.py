@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +12,12 @@ from checkpoints import checkpoint
 from covering import every_nth
 from organisms import tiny
 from organisms.tiny import MODEL_TYPES, tiny_model
+from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import Ablate
 from sinkscope.models import adapters
-from sinkscope.models.adapters import Adapter
 from sinkscope.models.load import BACKENDS, load
 from sinkscope.models.probe import probe
 from sinkscope.models.target import Target, first_tensor
@@ -43,7 +42,7 @@ KV_HEADS = dict.fromkeys(("gpt2", "gpt_neox", "opt", "phi", "olmo", "olmo2"), 4)
 def plain(model_type: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits and the output of each layer, of the model as transformers makes it, never saved."""
     model, _ = tiny_model(model_type)
-    seen: list[torch.Tensor] = []
+    seen = []
     name = next(
         n for n in ("model.layers", "transformer.h", "gpt_neox.layers", "model.decoder.layers") if _has(model, n)
     )
@@ -63,7 +62,7 @@ def _has(model: torch.nn.Module, path: str) -> bool:
 
 def outputs(target: Target, run: Any) -> list[torch.Tensor]:
     """Output of each layer while `run()` runs."""
-    seen: list[torch.Tensor] = []
+    seen = []
     hook = lambda _m, _a, _k, out: seen.append(first_tensor(out).detach())  # noqa: E731
     with torch.no_grad(), target.hooks(*((layer, "post", hook) for layer in target.layers)):
         run()
@@ -72,7 +71,7 @@ def outputs(target: Target, run: Any) -> list[torch.Tensor]:
 
 def steps(model: Any, target: Target) -> tuple[torch.Tensor, list[int], list[int]]:
     """Logits of one forward; lengths of the ids that the base sees in it, and in three generated tokens."""
-    seen: list[int] = []
+    seen = []
 
     def hook(_module: Any, args: Any, kwargs: Any) -> None:
         ids = args[0] if args else kwargs.get("input_ids")  # GPT-2 passes them by position
@@ -100,7 +99,7 @@ def steps(model: Any, target: Target) -> tuple[torch.Tensor, list[int], list[int
 
 
 @pytest.mark.parametrize(("model_type", "backend"), PAIRS)
-def test_loads_from_a_folder(model_type: str, backend: Any):
+def test_loads_from_a_folder(model_type, backend):
     model = load(checkpoint(model_type), backend=backend)  # with the load-time probe
     target = Target.of(model)
     assert target.kind == backend
@@ -117,32 +116,32 @@ def test_loads_from_a_folder(model_type: str, backend: Any):
 
     logits, layers = plain(model_type)
     found, forward, generated = steps(model, target)
-    torch.testing.assert_close(found, logits, atol=1e-5, rtol=0)
+    assert_close(found, logits, atol=1e-5, rtol=0)
     assert forward == [7]
     assert generated[:3] == [7, 1, 1]
     for ours, theirs in zip(outputs(target, lambda: target.forward(IDS)), layers, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+        assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("model_type", "backend"), sorted(UNSUPPORTED))
-def test_says_which_kind_can(model_type: str, backend: Any):
+def test_says_which_kind_can(model_type, backend):
     with pytest.raises(
         UnsupportedError, match=rf"TransformerLens cannot wrap this {model_type} model .*backend=\"hf\" can"
     ):
         load(checkpoint(model_type), backend=backend)
 
 
-def test_falcon_7b_style_attention_goes_through_the_bridge(tmp_path: Any):
+def test_falcon_7b_style_attention_goes_through_the_bridge(tmp_path):
     model, tokenizer = tiny_model("falcon", new_decoder_architecture=False, multi_query=True)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     target = Target.of(bridge := load(tmp_path))
     assert target.n_kv_heads == 1
-    torch.testing.assert_close(bridge(IDS), model(IDS).logits, atol=1e-5, rtol=0)
+    assert_close(bridge(IDS), model(IDS).logits, atol=1e-5, rtol=0)
 
 
 @pytest.fixture
-def starcoder2(monkeypatch: pytest.MonkeyPatch) -> Adapter:
+def starcoder2(monkeypatch):
     """An architecture that the package does not know, added as anyone may add one."""
     monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))
     monkeypatch.setattr(tiny, "ADAPTERS", adapters.ADAPTERS)
@@ -151,7 +150,7 @@ def starcoder2(monkeypatch: pytest.MonkeyPatch) -> Adapter:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2: Adapter, backend: Any, tmp_path: Path) -> None:
+def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2, backend, tmp_path):
     model, tokenizer = tiny_model("starcoder2")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -165,12 +164,10 @@ def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2: Adapter,
     assert run.counts["ablated"] and float(column.norm()) > 0
     with torch.no_grad():
         want.sub(1, "mlp.c_proj").weight[:, 3] = 0
-        torch.testing.assert_close(edited, want.forward(IDS)[0], atol=1e-5, rtol=1e-4)
+        assert_close(edited, want.forward(IDS)[0], atol=1e-5, rtol=1e-4)
 
 
-def test_a_wrong_row_of_a_stranger_is_refused_when_a_model_is_loaded(
-    starcoder2: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_row_of_a_stranger_is_refused_when_a_model_is_loaded(starcoder2, tmp_path, monkeypatch):
     model, tokenizer = tiny_model("starcoder2")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -179,7 +176,7 @@ def test_a_wrong_row_of_a_stranger_is_refused_when_a_model_is_loaded(
         load(tmp_path, backend="hf")
 
 
-def test_a_name_is_registered_once_and_a_row_names_its_projections(starcoder2: Adapter) -> None:
+def test_a_name_is_registered_once_and_a_row_names_its_projections(starcoder2):
     for row in (starcoder2, adapters.ADAPTERS["llama"]):
         with pytest.raises(SinkscopeError, match=f"'{row.model_type}' has an adapter already"):
             adapters.register(row)
@@ -188,12 +185,12 @@ def test_a_name_is_registered_once_and_a_row_names_its_projections(starcoder2: A
     assert "other" not in adapters.ADAPTERS
 
 
-def test_every_architecture_with_an_adapter_is_in_the_tests_of_families() -> None:
+def test_every_architecture_with_an_adapter_is_in_the_tests_of_families():
     assert set(adapters.ADAPTERS) - set(MODEL_TYPES) == {"gemma3"}  # its text model is there, its images are below
 
 
 @pytest.fixture
-def with_vision(tmp_path: Any) -> Any:
+def with_vision(tmp_path):
     """A tiny Gemma 3 with its image tower."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
@@ -217,21 +214,21 @@ def with_vision(tmp_path: Any) -> Any:
 
 
 @pytest.mark.parametrize("backend", ["hf", "nnsight"])
-def test_text_part_of_a_model_with_images(with_vision: Any, backend: Any):
+def test_text_part_of_a_model_with_images(with_vision, backend):
     folder, model = with_vision
     target = Target.of(load(folder, backend=backend))
     assert (target.n_layers, target.d_mlp, target.n_heads) == (3, 64, 4)
     with torch.no_grad():
-        torch.testing.assert_close(target.hf(IDS).logits, model(IDS).logits, atol=1e-5, rtol=0)
+        assert_close(target.hf(IDS).logits, model(IDS).logits, atol=1e-5, rtol=0)
     assert Target.of(load(folder, backend=backend, layers=2)).n_layers == 2
 
 
-def test_nothing_is_installed_behind_the_users_back(with_vision: Any, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_installed_behind_the_users_back(with_vision, monkeypatch):
     """TransformerLens runs `pip install torchvision` when it boots a model with images and there is none."""
     import subprocess
     import sys
 
-    ran: list[Any] = []
+    ran = []
     for name in ("check_call", "run", "Popen"):
         monkeypatch.setattr(subprocess, name, lambda *args, **_kwargs: ran.append(args))
     monkeypatch.setitem(sys.modules, "torchvision", None)
@@ -240,19 +237,19 @@ def test_nothing_is_installed_behind_the_users_back(with_vision: Any, monkeypatc
     assert ran == []
 
 
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 2))
-def test_first_layers_alone_compute_the_same(model_type: str):
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4))
+def test_first_layers_alone_compute_the_same(model_type):
     target = Target.of(load(checkpoint(model_type), backend="hf", layers=2))
     assert target.n_layers == target.config.num_hidden_layers == 2
     assert len(getattr(target.config, "layer_types", None) or [0, 0]) == 2
     found = outputs(target, lambda: target.forward(IDS))
     for ours, theirs in zip(found, plain(model_type)[1][:2], strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+        assert_close(ours, theirs, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "mistral3"])
-def test_the_text_model_behind_an_image_tower_is_found(model_type: str, tmp_path: Any) -> None:
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 96}
+def test_the_text_model_behind_an_image_tower_is_found(model_type, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 96}
     text = {**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
     vision = {**sizes, "num_hidden_layers": 1, "num_heads": 2, "num_attention_heads": 2, "depth": 1, "image_size": 28}
     text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
@@ -262,7 +259,7 @@ def test_the_text_model_behind_an_image_tower_is_found(model_type: str, tmp_path
         vision_config={**vision, "out_hidden_size": 32, "patch_size": 14},
         image_token_index=90,
     )
-    model: Any = AutoModelForImageTextToText.from_config(config).eval()
+    model = AutoModelForImageTextToText.from_config(config).eval()
     target = Target.of(model)
     assert target.adapter.layers == "model.language_model.layers"
     assert probe(target).problem is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def as_header(folder: Path) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("number", [pytest.param(n, marks=[] if n < QUICK else pytest.mark.slow) for n in range(ALL)])
 @pytest.mark.parametrize("form", [as_gguf, as_pickle, as_shards, as_header])
-def test_a_flipped_bit(tmp_path: Path, form: Callable[[Path], tuple[Path, Path]], number: int) -> None:
+def test_a_flipped_bit(tmp_path, form, number):
     model, file = form(tmp_path)
     content = bytearray(file.read_bytes())
     draw = random.Random(number)

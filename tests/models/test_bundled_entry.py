@@ -10,7 +10,7 @@ from organisms.tokens import BOS
 from experiments.bundled import entry
 
 
-def test_the_planted_heads_have_the_scores() -> None:
+def test_the_planted_heads_have_the_scores():
     organism = loop_organism(1)
     scores = entry.head_scores(organism.model, bos_id=BOS)
     assert scores["previous_token"].shape == (4, 6)

@@ -24,14 +24,14 @@ INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     tiny_model("llama")[0].save_pretrained(folder, max_shard_size="20KB")
     return folder
 
 
 @pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
+def folder(saved, tmp_path):
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
@@ -101,7 +101,7 @@ def bin_without_shard(folder: Path) -> None:
         (rewrite((2).to_bytes(8, "little") + b"[]"), "header is not JSON", "bad-safetensors-header"),
     ],
 )
-def test_what_is_wrong_is_named(folder: Path, change: Callable[[Path], Any], message: str, page: str | None) -> None:
+def test_what_is_wrong_is_named(folder, change, message, page):
     check_folder(folder)
     change(folder)
     with pytest.raises(SinkscopeError, match=message) as caught:
@@ -111,7 +111,7 @@ def test_what_is_wrong_is_named(folder: Path, change: Callable[[Path], Any], mes
     assert caught.value.page is None or (Path("docs/errors") / f"{caught.value.page}.md").is_file()
 
 
-def test_not_a_folder(tmp_path: Path) -> None:
+def test_not_a_folder(tmp_path):
     with pytest.raises(SinkscopeError, match="nowhere is not a folder"):
         check_folder(tmp_path / "nowhere")
 
@@ -120,9 +120,7 @@ def test_not_a_folder(tmp_path: Path) -> None:
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=5),
     change=st.integers(-40, 40).filter(bool),
 )
-def test_size_is_held_against_the_header(
-    tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]], change: int
-) -> None:
+def test_size_is_held_against_the_header(tmp_path_factory, shapes, change):
     """Our reading of the header against the safetensors library's; one byte more or less is noticed and counted."""
     file = tmp_path_factory.mktemp("any") / "x.safetensors"
     save_file({f"t{i}": torch.zeros(shape) for i, shape in enumerate(shapes)}, file)
@@ -141,7 +139,7 @@ def test_size_is_held_against_the_header(
         read_header(file)
 
 
-def test_reads_tensors_one_by_one(saved: Path) -> None:
+def test_reads_tensors_one_by_one(saved):
     source = SafetensorsSource(saved)
     expected = {}
     for shard in shards(saved):
@@ -154,7 +152,7 @@ def test_reads_tensors_one_by_one(saved: Path) -> None:
     assert all(torch.equal(found[n], expected[n]) for n in wanted)
 
 
-def test_fingerprint_is_of_config_headers_and_some_weights(folder: Path, saved: Path) -> None:
+def test_fingerprint_is_of_config_headers_and_some_weights(folder, saved):
     first = fingerprint(folder)
     assert first == fingerprint(saved) == fingerprint(SafetensorsSource(saved)) and len(first) == 16
     config = json.loads((folder / "config.json").read_text())
@@ -177,7 +175,7 @@ def test_fingerprint_is_of_config_headers_and_some_weights(folder: Path, saved: 
     assert fingerprint(folder) == first
 
 
-def test_fingerprint_of_a_large_file_reads_little_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_of_a_large_file_reads_little_of_it(folder, monkeypatch):
     count = [0]
     real = Path.open
 
@@ -213,7 +211,7 @@ def test_fingerprint_of_a_large_file_reads_little_of_it(folder: Path, monkeypatc
     assert 0 < count[0] <= (1 << 20) + 10_000
 
 
-def test_fingerprint_of_live_models() -> None:
+def test_fingerprint_of_live_models():
     model = tiny_model("llama")[0]
     first = fingerprint(model)
     assert first == fingerprint(tiny_model("llama")[0]) != fingerprint(tiny_model("llama", seed=3)[0])

@@ -26,7 +26,7 @@ def found(dtype: str) -> Any:
 
 
 @pytest.mark.slow
-def test_the_same_sink() -> None:
+def test_the_same_sink():
     half, full = found("float16"), found("float32")
     assert half.sink_layer == full.sink_layer and half.residual_dims == full.residual_dims
     assert {n.site for n in half.causal} == {n.site for n in full.causal}
@@ -39,21 +39,21 @@ def test_the_same_sink() -> None:
 
 
 @pytest.mark.slow
-def test_the_same_circuit() -> None:
+def test_the_same_circuit():
     half, full = (ss.circuit(model(dtype), max_repeats=64) for dtype in ("float16", "float32"))
     for name in ("sink_layer", "spike_by", "neurons", "carried_by", "repeats"):
         assert getattr(half, name) == getattr(full, name), name
 
 
 @pytest.mark.slow
-def test_the_same_repetitions() -> None:
+def test_the_same_repetitions():
     half, full = (ss.repeat(model(dtype), max_repeats=64) for dtype in ("float16", "float32"))
     assert half.sink_layer == full.sink_layer
     np.testing.assert_allclose(half.reading.repeats, full.reading.repeats, atol=2)
 
 
 @pytest.mark.slow
-def test_the_same_patch_with_the_same_effect() -> None:
+def test_the_same_patch_with_the_same_effect():
     """The norm of the last of many repeated tokens, over the first token's, without the patch and with it."""
     shares = {}
     for dtype in ("float16", "float32"):
@@ -68,7 +68,7 @@ def test_the_same_patch_with_the_same_effect() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_norms_and_sums_of_a_spike_are_of_float32(dtype: torch.dtype) -> None:
+def test_norms_and_sums_of_a_spike_are_of_float32(dtype):
     """A residual stream of norm 6,000 has a square beyond 65,504: every number that is reported stays finite."""
     live, _ = tiny_model("llama")
     live = live.to(dtype)

@@ -24,7 +24,7 @@ DOWN = "model.layers.2.mlp.down_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def saved(tmp_path_factory):
     """Two revisions of a model, saved in several shards."""
     folders = {}
     for revision, seed in (("main", 0), ("v2", 1)):
@@ -36,7 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waiting(monkeypatch):
     """The hub's client waits between its retries."""
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
 
@@ -45,7 +45,7 @@ def cached(cache: Path) -> list[Path]:
     return [f for f in (cache / "hub").rglob("*") if f.is_file() and "models--" in str(f) and ".lock" not in f.name]
 
 
-def test_full_download(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_full_download(saved, tmp_path):
     with hub(tmp_path) as server:
         commit = server.add("org/name", saved["main"])
         model = load("org/name", backend="hf")
@@ -65,7 +65,7 @@ def test_full_download(saved: dict[str, Path], tmp_path: Path) -> None:
     assert torch.equal(offline.lm_head.weight, model.lm_head.weight)
 
 
-def test_revision(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_revision(saved, tmp_path):
     with hub(tmp_path) as server:
         server.add("org/name", saved["main"])
         commit = server.add("org/name", saved["v2"], revision="v2")
@@ -83,7 +83,7 @@ def test_revision(saved: dict[str, Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "opened", [SafetensorsSource, lambda *a, **k: load(*a, backend="hf", **k)], ids=["stream", "load"]
 )
-def test_what_cannot_be_had(saved: dict[str, Path], tmp_path: Path, opened: Any, no_waiting: None) -> None:
+def test_what_cannot_be_had(saved, tmp_path, opened, no_waiting):
     with hub(tmp_path) as server:
         server.add("org/name", saved["main"])
         server.add("org/gated", saved["main"], gated=True)
@@ -112,7 +112,7 @@ def test_what_cannot_be_had(saved: dict[str, Path], tmp_path: Path, opened: Any,
         opened("org/name")
 
 
-def test_find_sinks_from_a_hub_and_from_its_cache(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_find_sinks_from_a_hub_and_from_its_cache(saved, tmp_path):
     """The cache of a finished download serves without a network, whether that is said or only so."""
     with hub(tmp_path) as server:
         commit = server.add("org/name", saved["main"])
@@ -124,7 +124,7 @@ def test_find_sinks_from_a_hub_and_from_its_cache(saved: dict[str, Path], tmp_pa
             assert (again.first_token_norm, again.model) == (online.first_token_norm, online.model)
 
 
-def test_another_kind_of_model_is_refused_before_its_weights_are_fetched(tmp_path: Path) -> None:
+def test_another_kind_of_model_is_refused_before_its_weights_are_fetched(tmp_path):
     folder = spoiled(tmp_path / "bert", model_type="bert", architectures=["BertForMaskedLM"])
     with hub(tmp_path / "cache") as server:
         server.add("org/bert", folder)
@@ -134,7 +134,7 @@ def test_another_kind_of_model_is_refused_before_its_weights_are_fetched(tmp_pat
         assert set(server.fetched()) == {"config.json"}
 
 
-def test_one_file_and_then_offline(tmp_path: Path) -> None:
+def test_one_file_and_then_offline(tmp_path):
     model, _ = tiny_model("llama", 0)
     model.save_pretrained(tmp_path / "model")
     with hub(tmp_path / "cache") as server:
@@ -145,7 +145,7 @@ def test_one_file_and_then_offline(tmp_path: Path) -> None:
     assert torch.equal(found, model.get_parameter(DOWN))
 
 
-def test_repo_without_config_or_weights(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_repo_without_config_or_weights(saved, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "README.md").write_text("words")
     (tmp_path / "bare").mkdir()
@@ -159,7 +159,7 @@ def test_repo_without_config_or_weights(saved: dict[str, Path], tmp_path: Path) 
             open_stream("org/bare")
 
 
-def test_broken_transfer_goes_on(saved: dict[str, Path], tmp_path: Path, no_waiting: None) -> None:
+def test_broken_transfer_goes_on(saved, tmp_path, no_waiting):
     with hub(tmp_path) as server:
         server.add("org/name", saved["main"])
         source = SafetensorsSource("org/name")
@@ -170,7 +170,7 @@ def test_broken_transfer_goes_on(saved: dict[str, Path], tmp_path: Path, no_wait
 
 
 @pytest.mark.parametrize("opened", [lambda: SafetensorsSource("org/name").tensors([DOWN]), lambda: load("org/name")])
-def test_transfer_that_stays_broken(saved: dict[str, Path], tmp_path: Path, no_waiting: None, opened: Any) -> None:
+def test_transfer_that_stays_broken(saved, tmp_path, no_waiting, opened):
     with hub(tmp_path) as server:
         server.add("org/name", saved["main"])
         shard = SafetensorsSource("org/name").weight_map[DOWN]
@@ -185,11 +185,9 @@ def test_transfer_that_stays_broken(saved: dict[str, Path], tmp_path: Path, no_w
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    each_other(["config.json", "model.safetensors.index.json", "tokenizer.json", "shard"], ["cut", "slow"]),
+    each_other(["config.json", "model.safetensors.index.json", "tokenizer.json", "shard"], ["cut", "slow"], 3),
 )
-def test_an_answer_that_is_cut_or_slow(
-    saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_waiting: None, name: str, way: str
-) -> None:
+def test_an_answer_that_is_cut_or_slow(saved, tmp_path, monkeypatch, no_waiting, name, way):
     """One line; nothing of it stays in the cache, and the next attempt goes on."""
     from huggingface_hub import constants
 
@@ -211,12 +209,12 @@ def test_an_answer_that_is_cut_or_slow(
         load("org/name", backend="hf")
 
 
-def test_streaming_downloads_only_needed_shards(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_streaming_downloads_only_needed_shards(saved, tmp_path):
     with hub(tmp_path) as server:
         server.add("org/name", saved["main"])
         target = open_stream("org/name")
         source = target.store.source
-        outputs: list[torch.Tensor] = []
+        outputs = []
 
         def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
             outputs.append(first_tensor(output))

@@ -58,15 +58,15 @@ def differing(model_type: str, model: Any) -> dict[str, Any]:
     return {name: pair(name) for name in names if pair(name)[0] != pair(name)[1]}
 
 
-@pytest.mark.parametrize("model_type", every_nth([name for name in MODEL_TYPES if name != "falcon"], 2))
-def test_the_rows_of_the_table_come_out_of_the_rule(model_type: str) -> None:
-    model: Any = tiny_model(model_type)[0]
+@pytest.mark.parametrize("model_type", every_nth([name for name in MODEL_TYPES if name != "falcon"], 4))
+def test_the_rows_of_the_table_come_out_of_the_rule(model_type):
+    model = tiny_model(model_type)[0]
     assert differing(model_type, model) == {}
     assert differing(model_type, model.to(torch.bfloat16)) == {}
 
 
-def test_inferring_leaves_the_model_as_it_was() -> None:
-    model: Any = tiny_model("gemma2")[0]
+def test_inferring_leaves_the_model_as_it_was():
+    model = tiny_model("gemma2")[0]
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     infer(model)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
@@ -75,7 +75,7 @@ def test_inferring_leaves_the_model_as_it_was() -> None:
     assert not any(vars(module)["_forward_pre_hooks"] for module in model.modules())
 
 
-def test_a_row_is_inferred_for_an_architecture_that_has_none_and_proved() -> None:
+def test_a_row_is_inferred_for_an_architecture_that_has_none_and_proved():
     target = Target.of(random_model("starcoder2", tie_word_embeddings=False))
     row = target.adapter
     assert (row.down, row.up, row.gate, row.o) == ("mlp.c_proj", "mlp.c_fc", None, "self_attn.o_proj")
@@ -84,7 +84,7 @@ def test_a_row_is_inferred_for_an_architecture_that_has_none_and_proved() -> Non
     assert probe(replace(target, adapter=replace(row, down="mlp.c_fc", up="mlp.c_proj"))).problem is not None
 
 
-def test_a_factor_on_what_an_mlp_writes_is_part_of_the_contribution() -> None:
+def test_a_factor_on_what_an_mlp_writes_is_part_of_the_contribution():
     model = random_model("granite", residual_multiplier=0.22, embedding_multiplier=12.0, attention_multiplier=0.1)
     target = Target.of(model)
     assert target.adapter.write_factor == pytest.approx(0.22)
@@ -103,14 +103,12 @@ def test_a_factor_on_what_an_mlp_writes_is_part_of_the_contribution() -> None:
         ),
     ],
 )
-def test_what_cannot_be_inferred_is_refused_with_the_reason(
-    model_type: str, config: dict[str, Any], reason: str
-) -> None:
+def test_what_cannot_be_inferred_is_refused_with_the_reason(model_type, config, reason):
     with pytest.raises(UnsupportedError, match=reason):
         Target.of(random_model(model_type, **config))
 
 
-def test_layers_of_several_kinds_have_parts_of_their_own_and_states_are_left_alone() -> None:
+def test_layers_of_several_kinds_have_parts_of_their_own_and_states_are_left_alone():
     model = decoder("qwen3_next")
     target = Target.of(model)
     assert [target.has_attention(layer) for layer in range(4)] == [False, True, False, True]
@@ -123,7 +121,7 @@ def test_layers_of_several_kinds_have_parts_of_their_own_and_states_are_left_alo
     with H2O(16).on(model):
         model.generate(ids, past_key_values=cache, max_new_tokens=4, min_new_tokens=4, pad_token_id=2)
     assert [type(layer) is kind for layer, kind in zip(cache.layers, kinds, strict=True)] == [True, False, True, False]
-    held: list[Any] = [cache.layers[1], cache.layers[3]]
+    held = [cache.layers[1], cache.layers[3]]
     assert [layer.keys.shape[-2] for layer in held] == [17, 17]
 
 
@@ -141,13 +139,13 @@ def test_layers_of_several_kinds_have_parts_of_their_own_and_states_are_left_alo
         ("gemma4_text", {"adds": True}),
     ],
 )
-def test_the_probe_is_not_fooled(model_type: str, fields: dict[str, Any]) -> None:
+def test_the_probe_is_not_fooled(model_type, fields):
     target = Target.of(decoder(model_type))
     assert probe(target).problem is None
     assert probe(replace(target, adapter=replace(target.adapter, **fields))).problem is not None
 
 
-def test_rows_are_those_of_the_keys_that_an_indexer_chose() -> None:
+def test_rows_are_those_of_the_keys_that_an_indexer_chose():
     model = decoder("deepseek_v32")
     ids = torch.arange(20, 101)[None]  # more than index_topk = 32
     rows = trace(model, ids, ["blocks.1.attn.hook_pattern"])["blocks.1.attn.hook_pattern"]

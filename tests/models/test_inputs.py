@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 from intervention_kit import bridge_of, nnsight_of
 from organisms import tiny_model
+from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
@@ -21,7 +21,7 @@ from sinkscope.trace import trace
 
 SITE = "blocks.2.hook_resid_post"
 TEXTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
-KINDS: dict[str, Callable[[Any, Any], Any]] = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
+KINDS = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
 
 
 def rows_of(tokenizer: Any) -> list[list[int]]:
@@ -33,20 +33,20 @@ def rows_of(tokenizer: Any) -> list[list[int]]:
     [(k, 1 if k == "hf" else 3) for k in KINDS]
     + [pytest.param(k, 1, marks=pytest.mark.slow) for k in KINDS if k != "hf"],
 )
-def test_every_form_gives_the_same(kind: str, step: int) -> None:
+def test_every_form_gives_the_same(kind, step):
     model, tokenizer = tiny_model("llama")
     one = rows_of(tokenizer)[0]
     plain = trace(model, torch.tensor([one]), [SITE])[SITE]
     continued = [r.tokens for r in generate(model, TEXTS, tokenizer=tokenizer, max_new_tokens=3)]
     other = KINDS[kind](model, tokenizer)
-    forms: list[Any] = [TEXTS[0], TEXTS[:1], (TEXTS[0],), one, tuple(one), [one], torch.tensor(one), np.array([one])]
+    forms = [TEXTS[0], TEXTS[:1], (TEXTS[0],), one, tuple(one), [one], torch.tensor(one), np.array([one])]
     forms += [tokenizer(TEXTS[0]), tokenizer(TEXTS[:1], return_tensors="pt"), dict(tokenizer(TEXTS[0]))]
     for form in forms[::step]:
         got = trace(other, form, [SITE], tokenizer=tokenizer)[SITE]
-        torch.testing.assert_close(got, plain, atol=1e-5, rtol=1e-4)
+        assert_close(got, plain, atol=1e-5, rtol=1e-4)
         assert generate(other, form, tokenizer=tokenizer, max_new_tokens=3)[0].tokens == continued[0]
     got = trace(other, sites=[SITE], **tokenizer(TEXTS[0], return_tensors="pt"))[SITE]
-    torch.testing.assert_close(got, plain, atol=1e-5, rtol=1e-4)
+    assert_close(got, plain, atol=1e-5, rtol=1e-4)
     tokenizer.padding_side = "left"
     inputs = tokenizer(TEXTS, return_tensors="pt", padding=True)
     made = generate(other, tokenizer=tokenizer, max_new_tokens=3, **inputs)
@@ -63,7 +63,7 @@ def test_every_form_gives_the_same(kind: str, step: int) -> None:
         for j, reduce in enumerate(["raw", "norm", "mean", "first", "last"])
     ],
 )
-def test_rows_of_several_lengths_are_what_they_are_alone(model_type: str, reduce: str) -> None:
+def test_rows_of_several_lengths_are_what_they_are_alone(model_type, reduce):
     model, tokenizer = tiny_model(model_type)
     rows = rows_of(tokenizer)
     sites = [SITE, "logits", "blocks.1.attn.hook_z", "blocks.1.attn.hook_pattern"]
@@ -78,11 +78,11 @@ def test_rows_of_several_lengths_are_what_they_are_alone(model_type: str, reduce
                 got = got[:, : len(row), : len(row)] if reduce == "raw" else got[:, : len(row)]
             elif reduce in ("raw", "norm"):
                 got = got[: len(row)]
-            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+            assert_close(got, want, atol=1e-5, rtol=1e-4)
     assert trace(model, TEXTS, SITE, tokenizer=tokenizer)[SITE].shape[1] == max(map(len, rows))
 
 
-def test_one_look_up_of_the_tokenizer(tmp_path: Any) -> None:
+def test_one_look_up_of_the_tokenizer(tmp_path):
     """Given, on the model, or beside the weights that a live model says it came from: the same for all."""
     from transformers import AutoModelForCausalLM
 
@@ -102,10 +102,10 @@ def test_one_look_up_of_the_tokenizer(tmp_path: Any) -> None:
     assert Target.of(model).need_tokenizer() is tokenizer
 
 
-def test_interventions_may_be_anything(tmp_path: Any) -> None:
+def test_interventions_may_be_anything(tmp_path):
     model, tokenizer = tiny_model("llama")
     patch = ss.SinkPatch(layer=1, neurons=[3], value=0.5)
-    settings: dict[str, Any] = {"tokenizer": tokenizer, "max_new_tokens": 6}
+    settings = {"tokenizer": tokenizer, "max_new_tokens": 6}
     patch.save(tmp_path / "patch.json")
     guard = LoopGuard(64, anchors=2, window=16)
     want = generate(model, TEXTS, interventions=patch | H2O(8) | guard, **settings)
@@ -147,7 +147,7 @@ def test_interventions_may_be_anything(tmp_path: Any) -> None:
         ([[1, 2]], {"attention_mask": [[2, 1]]}, ["1 at real tokens"]),
     ],
 )
-def test_what_cannot_be_read(tokens: Any, more: dict[str, Any], words: list[str]) -> None:
+def test_what_cannot_be_read(tokens, more, words):
     model, tokenizer = tiny_model("llama")
     for call in (
         lambda: trace(model, tokens, [SITE], tokenizer=tokenizer, **more),
@@ -158,14 +158,14 @@ def test_what_cannot_be_read(tokens: Any, more: dict[str, Any], words: list[str]
         assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), caught.value
 
 
-def test_no_site_is_an_error() -> None:
+def test_no_site_is_an_error():
     model, _ = tiny_model("llama")
     with pytest.raises(SinkscopeError, match="no site"):
         trace(model, [1, 2])
 
 
-def test_a_run_says_what_was_done() -> None:
-    model: Any = tiny_model("llama")[0]
+def test_a_run_says_what_was_done():
+    model = tiny_model("llama")[0]
     vars(model.generation_config)["eos_token_id"] = None
     ids = torch.tensor([[1, *[5, 6] * 10]])
     guard = LoopGuard.paper(24, anchors=2, window=16, variant="always", monitor={"warmup": 0, "every": 9})

@@ -16,6 +16,7 @@ from hub_server import hub
 from organisms.tiny import tiny_model
 from organisms.tokens import word_tokenizer
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -56,7 +57,7 @@ def test_default_is_a_bridge_and_the_module_holds_name_and_tokenizer():
     assert own is Target.of(bridge).tokenizer is not bridge.tokenizer
 
 
-def test_tokenizer_without_bos_stays_without(tmp_path: Path):
+def test_tokenizer_without_bos_stays_without(tmp_path):
     model, _ = tiny_model("llama")
     model.save_pretrained(tmp_path)
     word_tokenizer(96, bos=False).save_pretrained(tmp_path)
@@ -74,7 +75,7 @@ def test_bridge_tokenizes_as_transformer_lens_does():
     for prepend in (True, False):
         a, b = (m.to_tokens("poem book", prepend_bos=prepend) for m in (ours, theirs))
         assert a.tolist() == b.tolist()
-    torch.testing.assert_close(logits(ours), logits(theirs), atol=1e-6, rtol=0)
+    assert_close(logits(ours), logits(theirs), atol=1e-6, rtol=0)
 
 
 def test_live_objects_come_back_as_they_are():
@@ -91,7 +92,7 @@ def test_live_objects_come_back_as_they_are():
 
 
 @pytest.mark.parametrize("backend", ["bridge", "nnsight"])
-def test_a_live_model_is_wrapped_on_request_as_a_copy(backend: Any):
+def test_a_live_model_is_wrapped_on_request_as_a_copy(backend):
     model, tokenizer = tiny_model("llama")
     expected, parts, padding = logits(model), [type(m) for m in model.modules()], tokenizer.padding_side
     wrapped = load(model, backend=backend, tokenizer=tokenizer)
@@ -124,7 +125,7 @@ def test_a_bridge_becomes_nothing_else():
         {"tokenizer": object()},
     ],
 )
-def test_settings_are_not_silently_ignored_on_live_models(setting: dict[str, Any]):
+def test_settings_are_not_silently_ignored_on_live_models(setting):
     message = refused(tiny_model("llama")[0], **setting)
     assert next(iter(setting)) in message
     assert "LlamaForCausalLM" in message
@@ -164,7 +165,7 @@ def test_soft_cap_is_computed_whatever_transformers_would_choose():
         assert Target.of(loaded).config._attn_implementation == "eager"
 
 
-def test_dtype_of_the_checkpoint_is_kept(tmp_path: Path):
+def test_dtype_of_the_checkpoint_is_kept(tmp_path):
     model, tokenizer = tiny_model("llama")
     model.half().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -172,10 +173,10 @@ def test_dtype_of_the_checkpoint_is_kept(tmp_path: Path):
     assert bridge.original_model.dtype == bridge.cfg.dtype == torch.float16
 
 
-def test_device_map_and_quantization_config_pass_through(monkeypatch: pytest.MonkeyPatch):
+def test_device_map_and_quantization_config_pass_through(monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    seen: dict[str, Any] = {}
+    seen = {}
 
     def fake(*_args: Any, **kwargs: Any) -> Any:
         seen.update(kwargs)
@@ -195,13 +196,11 @@ def test_device_map_places_the_model():
     for backend in ("hf", "bridge"):
         model = load(checkpoint("llama"), backend=backend, device_map={"": "cpu"})
         assert Target.of(model).device == torch.device("cpu")
-        torch.testing.assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-5, rtol=0)
+        assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("stage", ["transfer", "boot"])
-def test_what_libraries_print_never_reaches_stdout(
-    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_what_libraries_print_never_reaches_stdout(stage, tmp_path, monkeypatch, capsys):
     from transformer_lens.model_bridge import TransformerBridge
 
     real = TransformerBridge.boot_transformers
@@ -219,7 +218,7 @@ def test_what_libraries_print_never_reaches_stdout(
     assert "noise" in err
 
 
-def test_nothing_on_stdout_and_nothing_on_stderr(capfd: pytest.CaptureFixture[str]):
+def test_nothing_on_stdout_and_nothing_on_stderr(capfd):
     for backend in ("bridge", "hf", "nnsight"):
         load(checkpoint("llama"), backend=backend, layers=2)
     out, err = capfd.readouterr()
@@ -230,7 +229,7 @@ def test_nothing_on_stdout_and_nothing_on_stderr(capfd: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("layers", [0, -1])
-def test_zero_layers_asked_for(layers: int):
+def test_zero_layers_asked_for(layers):
     assert re.search(rf"layers={layers}: .*at least 1", refused(checkpoint("llama"), layers=layers))
 
 
@@ -242,18 +241,18 @@ def test_more_layers_than_there_are():
 
 
 @pytest.fixture(scope="module")
-def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gguf(tmp_path_factory):
     pytest.importorskip("gguf")
     file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     write_gguf(file, *tiny_model("llama"))
     return file
 
 
-def test_gguf_computes_what_was_written(gguf: Path):
+def test_gguf_computes_what_was_written(gguf):
     expected = logits(tiny_model("llama")[0])
     for backend in ("bridge", "hf"):
         model = load(gguf, backend=backend)
-        torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
+        assert_close(logits(model), expected, atol=1e-5, rtol=0)
         target = Target.of(model)
         assert target.name == "tiny.gguf"
         assert target.tokenizer.bos_token_id == 1
@@ -269,7 +268,7 @@ def test_file_that_is_no_gguf():
 # -- names and hubs ------------------------------------------------------------------------------------------------
 
 
-def test_short_name_and_hub_id_are_downloaded(tmp_path: Path):
+def test_short_name_and_hub_id_are_downloaded(tmp_path):
     with hub(tmp_path) as server:
         commit = server.add("meta-llama/Llama-2-7b-hf", checkpoint("llama"))
         for spelled in ("llama-2-7b", "meta-llama/Llama-2-7b-hf"):
@@ -278,14 +277,14 @@ def test_short_name_and_hub_id_are_downloaded(tmp_path: Path):
             assert target.name == spelled.split("/")[-1]
             assert model.config._name_or_path == "meta-llama/Llama-2-7b-hf"
             assert model.config._commit_hash == commit
-            torch.testing.assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
+            assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
             assert target.tokenizer("poem")["input_ids"][0] == 1
         bridge = load("llama-2-7b")
         assert Target.of(bridge).kind == "bridge"
         assert not [path for _, path in server.log if ".bin" in path]
 
 
-def test_a_folder_that_shares_a_models_name_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_shares_a_models_name_does_not_hide_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()
     with hub(tmp_path / "home") as server:
@@ -304,13 +303,13 @@ def _nan(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_nan_in_a_layer_that_is_not_loaded_is_no_matter(tmp_path: Path):
+def test_nan_in_a_layer_that_is_not_loaded_is_no_matter(tmp_path):
     folder = spoiled(tmp_path / "m")
     _nan(folder)
     load(folder, backend="hf", layers=1)
 
 
-def test_overflow_to_infinity_is_found(tmp_path: Path):
+def test_overflow_to_infinity_is_found(tmp_path):
     model, tokenizer = tiny_model("llama")
     with torch.no_grad():
         model.model.norm.weight[0] = 1e6
@@ -320,7 +319,7 @@ def test_overflow_to_infinity_is_found(tmp_path: Path):
     load(tmp_path, backend="hf")
 
 
-def test_special_tokens_without_a_row_are_no_mismatch(tmp_path: Path):
+def test_special_tokens_without_a_row_are_no_mismatch(tmp_path):
     """Gemma 3 1B's tokenizer has a token for images beyond its embedding."""
     folder = spoiled(tmp_path / "m")
     tokenizer = word_tokenizer(96)
@@ -340,13 +339,13 @@ class _Code:
         self.path = path
 
 
-def test_pickled_weights_load_with_a_note_and_no_code_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_pickled_weights_load_with_a_note_and_no_code_runs(tmp_path, capsys):
     folder = spoiled(tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
     model = load(folder, backend="hf")
-    torch.testing.assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
+    assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("note: m has pickled weights (.bin), read with weights_only")
@@ -362,7 +361,7 @@ def test_pickled_weights_load_with_a_note_and_no_code_runs(tmp_path: Path, capsy
     assert capsys.readouterr() == ("", ""), "only what is loaded has a note"
 
 
-def test_no_tokenizer(tmp_path: Path):
+def test_no_tokenizer(tmp_path):
     folder = spoiled(tmp_path / "m")
     for file in folder.glob("tokenizer*"):
         file.unlink()
@@ -374,11 +373,11 @@ def test_no_tokenizer(tmp_path: Path):
 
 
 @pytest.mark.parametrize("dtype", ["float13", "int8", torch.int8, torch.float8_e4m3fn])
-def test_dtype_not_there(dtype: Any):
+def test_dtype_not_there(dtype):
     assert re.search(r"^dtype '\S+' .*expected float32, bfloat16, float16", refused(checkpoint("llama"), dtype=dtype))
 
 
-def test_device_that_is_there(monkeypatch: pytest.MonkeyPatch):
+def test_device_that_is_there(monkeypatch):
     from sinkscope.models.config import parse_device
 
     assert parse_device("cpu") == torch.device("cpu")
@@ -396,7 +395,7 @@ def test_device_and_device_map():
 
 
 @pytest.mark.parametrize(("backend", "package"), [("bridge", "transformer_lens"), ("nnsight", "nnsight")])
-def test_package_not_installed(backend: Any, package: str, monkeypatch: pytest.MonkeyPatch):
+def test_package_not_installed(backend, package, monkeypatch):
     import sys
 
     for name in [n for n in sys.modules if n.split(".")[0] == package]:
@@ -416,7 +415,7 @@ def test_package_not_installed(backend: Any, package: str, monkeypatch: pytest.M
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
     ],
 )
-def test_out_of_memory_says_what_to_try(error: Exception, monkeypatch: pytest.MonkeyPatch):
+def test_out_of_memory_says_what_to_try(error, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     def fail(*_args: Any, **_kwargs: Any) -> None:

@@ -40,7 +40,7 @@ def test_published_locations_are_consistent():
         ("mistral-7b-instruct-v0.1", {(1, 7310), (1, 8572)}, 1200),
     ],
 )
-def test_table_1_is_there(name: str, neurons: set[tuple[int, int]], repeats: int):
+def test_table_1_is_there(name, neurons, repeats):
     found = published_for(name)
     assert found is not None
     assert (set(found.neurons), found.repeats, found.secondary) == (neurons, repeats, False)
@@ -65,7 +65,7 @@ def test_secondary_sources_are_marked():
         "a/b/Llama-2-7b-hf/",
     ],
 )
-def test_published_by_every_spelling(spelling: str):
+def test_published_by_every_spelling(spelling):
     assert published_for(spelling).neurons == ((1, 7890), (1, 10411))
 
 
@@ -83,7 +83,7 @@ def test_base_name_of_a_hub_id_resolves():
     ("typed", "meant"),
     [("lama-2-7b", "llama-2-7b"), ("llama2-7b", "llama-2-7b"), ("gpt-2", "gpt2"), ("Qwen3-0.6", "qwen3-0.6b")],
 )
-def test_unknown_name_suggests_the_nearest(typed: str, meant: str):
+def test_unknown_name_suggests_the_nearest(typed, meant):
     with pytest.raises(SinkscopeError) as caught:
         resolve(typed)
     assert re.search(rf"unknown model '{typed}': did you mean {re.escape(meant)}\b", str(caught.value))

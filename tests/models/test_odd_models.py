@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -56,7 +54,7 @@ def of_context(folder: Path, context: int) -> Path:
     return folder
 
 
-MODELS: dict[str, Callable[[Path], Path]] = {
+MODELS = {
     "zero": lambda at: of_one_number(at, 0.0),
     "constant": lambda at: of_one_number(at, 0.01),
     "context 1": lambda at: of_context(at, 1),
@@ -72,7 +70,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
         for j, command in enumerate(COMMANDS)
     ],
 )
-def test_models_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, command: str) -> None:
+def test_models_of_nothing(tmp_path, capsys, model, command):
     code = main([command, "--model", str(MODELS[model](tmp_path / "m")), *COMMANDS[command]])
     out, err = capsys.readouterr()
     assert "nobody foresaw" not in err
@@ -83,7 +81,7 @@ def test_models_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
 
 
 @pytest.mark.parametrize("ends", ["x", [1.5], {"a": 1}, 10**30, [None], [], -1, 10**9, [1, 2]])
-def test_odd_ids_of_the_end(tmp_path: Path, ends: Any) -> None:
+def test_odd_ids_of_the_end(tmp_path, ends):
     folder = spoiled(tmp_path / "m")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     if (isinstance(ends, int) and ends < 10**20) or ends in ([], [1, 2]):
@@ -95,11 +93,11 @@ def test_odd_ids_of_the_end(tmp_path: Path, ends: Any) -> None:
         ss.generate(ss.load(folder, backend="hf"), "poem book", max_new_tokens=2)
 
 
-def test_attention_that_a_checkpoint_names_is_not_followed(tmp_path: Path) -> None:
+def test_attention_that_a_checkpoint_names_is_not_followed(tmp_path):
     names = dict.fromkeys(
         ("attn_implementation", "_attn_implementation", "experts_implementation"), "kernels-community/x"
     )
-    model: Any = ss.load(spoiled(tmp_path / "m", **names), backend="hf")
+    model = ss.load(spoiled(tmp_path / "m", **names), backend="hf")
     assert attention_name(model.config) == "sdpa" and model.config._experts_implementation != "kernels-community/x"
 
 
@@ -119,8 +117,8 @@ def test_attention_that_a_checkpoint_names_is_not_followed(tmp_path: Path) -> No
         (lambda model, tok: ss.load("x" * 5000), r"xx \.\.\. .*too long"),
     ],
 )
-def test_arguments_from_python(use: Callable[[Any, Any], Any], says: str) -> None:
-    model: Any = planted().model
+def test_arguments_from_python(use, says):
+    model = planted().model
     model.tokenizer = planted().tokenizer
     with pytest.raises(SinkscopeError, match=says) as caught:
         use(model, planted().tokenizer)
@@ -128,7 +126,7 @@ def test_arguments_from_python(use: Callable[[Any, Any], Any], says: str) -> Non
 
 
 @pytest.mark.parametrize("shards", [["a"], {"a": 1}, {"a": ["b"]}, {"a": None}, {}, None])
-def test_an_index_of_shards_that_is_none(tmp_path: Path, shards: Any) -> None:
+def test_an_index_of_shards_that_is_none(tmp_path, shards):
     folder = spoiled(tmp_path / "m")
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
@@ -140,6 +138,6 @@ def test_an_index_of_shards_that_is_none(tmp_path: Path, shards: Any) -> None:
 @pytest.mark.parametrize(
     "task", ["needle:lengths=100000000", "needle:samples=1000000000", "text:prompt=1000000000", "text:count=99999999"]
 )
-def test_nothing_of_any_length_is_built(task: str) -> None:
+def test_nothing_of_any_length_is_built(task):
     with pytest.raises(SinkscopeError, match=r"the context of|expected at most"):
         bench(task=task, methods=["full"])

@@ -32,7 +32,7 @@ def wrong(model_type: str, *, config: dict[str, Any] | None = None, **fields: An
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_sound_models_pass_and_numbers_are_small(model_type: str):
+def test_sound_models_pass_and_numbers_are_small(model_type):
     report = probe(tiny_model(model_type)[0])
     assert report.problem is None
     assert report.edit_error < 1e-5
@@ -50,12 +50,12 @@ def test_sound_models_pass_and_numbers_are_small(model_type: str):
         for j, dtype in enumerate([torch.bfloat16, torch.float16])
     ],
 )
-def test_half_precision_is_no_false_alarm(model_type: str, dtype: torch.dtype):
+def test_half_precision_is_no_false_alarm(model_type, dtype):
     assert probe(tiny_model(model_type)[0].to(dtype)).problem is None
 
 
 @pytest.mark.parametrize("seed", [1, 2, *(pytest.param(s, marks=pytest.mark.slow) for s in (0, 3, 4))])
-def test_other_weights_are_no_false_alarm(seed: int):
+def test_other_weights_are_no_false_alarm(seed):
     for model_type in ("llama", "qwen3", "gpt_neox", "mixtral"):
         report = probe(tiny_model(model_type, seed=seed, num_hidden_layers=1)[0])
         assert report.problem is None, (model_type, report)
@@ -97,7 +97,7 @@ def _silence(model: Any, norm: str, zero: float, layers: list[int]) -> None:
         for j, layers in enumerate([[0], [0, 1, 2]])
     ],
 )
-def test_gains_of_zero_are_no_false_alarm(model_type: str, norm: str, zero: float, layers: list[int]):
+def test_gains_of_zero_are_no_false_alarm(model_type, norm, zero, layers):
     """A layer that is switched off by its gain proves nothing: the next one is edited, and none where all are."""
     model = tiny_model(model_type)[0]
     assert len(model.model.layers) == 3
@@ -136,7 +136,7 @@ def test_what_is_wrong_behind_a_layer_that_is_switched_off_is_found():
     ],
     ids=str,
 )
-def test_wrong_paths_of_a_gated_mlp_are_found(fields: dict[str, Any]):
+def test_wrong_paths_of_a_gated_mlp_are_found(fields):
     report = wrong("llama", config=SQUARE, **fields)
     assert report.problem is not None
     assert report.edit_error > 0.05 or "did not run" in report.problem
@@ -146,7 +146,7 @@ def test_wrong_norm_after_the_mlp_is_found():
     assert wrong("gemma2", post_mlp_norm=None).edit_error > 0.05
 
 
-def test_exchanged_halves_of_a_fused_projection_are_found(monkeypatch: pytest.MonkeyPatch):
+def test_exchanged_halves_of_a_fused_projection_are_found(monkeypatch):
     """The second half is the linear factor; of a model that has it first, the edit would hit the gate."""
     from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
@@ -175,7 +175,7 @@ def test_columns_read_the_wrong_way_are_found():
         ("mixtral", {"mlp": "self_attn"}, r"does not change the layer as the adapter says"),
     ],
 )
-def test_what_is_wrong_is_said(model_type: str, fields: dict[str, Any], pattern: str):
+def test_what_is_wrong_is_said(model_type, fields, pattern):
     assert re.search(pattern, wrong(model_type, **fields).problem or "")
 
 
@@ -195,29 +195,29 @@ def spoil(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "gemma3_text", "olmo2"])
-def test_wrong_scaling_is_found(model_type: str, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_scaling_is_found(model_type, monkeypatch):
     spoil(monkeypatch, lambda real, a, k: real(*a, **{**k, "scaling": 0.9 * k["scaling"]}))
     report = probe(tiny_model(model_type)[0])
     assert report.attention_error > report.tolerance
     assert "differs from the model's own" in (report.problem or "")
 
 
-def test_rows_that_do_not_sum_to_one_are_found(monkeypatch: pytest.MonkeyPatch):
+def test_rows_that_do_not_sum_to_one_are_found(monkeypatch):
     spoil(monkeypatch, lambda real, a, k: 0.99 * real(*a, **k))
     assert "do not sum to one" in (probe(tiny_model("llama")[0]).problem or "")
 
 
-def test_forgotten_sink_logits_are_found(monkeypatch: pytest.MonkeyPatch):
+def test_forgotten_sink_logits_are_found(monkeypatch):
     spoil(monkeypatch, lambda real, a, k: real(*a, **{**k, "sinks": None}))
     assert "differs from the model's own" in (probe(tiny_model("gpt_oss")[0]).problem or "")
 
 
-def test_keys_of_the_wrong_group_are_found(monkeypatch: pytest.MonkeyPatch):
+def test_keys_of_the_wrong_group_are_found(monkeypatch):
     spoil(monkeypatch, lambda real, a, k: real(a[0], a[1].flip(1), *a[2:], **k))
     assert probe(tiny_model("llama")[0]).problem is not None
 
 
-def test_rows_out_of_order_are_found(monkeypatch: pytest.MonkeyPatch):
+def test_rows_out_of_order_are_found(monkeypatch):
     spoil(monkeypatch, lambda real, a, k: real(*a, **k).flip(2))
     assert probe(tiny_model("llama")[0]).problem is not None
 
@@ -226,7 +226,7 @@ def test_rows_out_of_order_are_found(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("sound", [True, False])
-def test_nothing_is_left_on_the_model(sound: bool):
+def test_nothing_is_left_on_the_model(sound):
     model = tiny_model("llama")[0]
     before = model(IDS).logits
     target = Target.of(model)
@@ -248,7 +248,7 @@ def test_a_model_that_cannot_run_is_a_problem_not_a_crash():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_load_refuses_what_the_probe_finds(monkeypatch: pytest.MonkeyPatch):
+def test_load_refuses_what_the_probe_finds(monkeypatch):
     monkeypatch.setitem(adapters.ADAPTERS, "llama", replace(adapters.ADAPTERS["llama"], down="self_attn.o_proj"))
     with pytest.raises(
         UnsupportedError, match=r"the load-time probe of this llama model failed \(bridge\): .*backend=\"hf\""

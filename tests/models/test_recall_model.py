@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import sinkscope as ss
 from experiments import make_recall
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks import recall as words
-from sinkscope.bench.tasks.recall import POSITIONS, Position, recall_dialogue, uneven
+from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue, uneven
 from sinkscope.models.target import Target
 
 FOLDER = Path(ss.__file__ or "").parent / "models/recall"
@@ -28,7 +29,7 @@ def model(dtype: str | None = None) -> Any:
 def answers(hf: Any, dialogue: Prompt) -> list[str]:
     """What plain greedy `generate` says in each turn, with right answers as the history."""
     tokenizer = hf.tokenizer
-    said: list[str] = []
+    said = []
     text = ""
     for turn in dialogue.turns:
         text = f"{text} {turn.text}"
@@ -48,7 +49,7 @@ def accuracy(hf: Any, dialogues: list[Prompt]) -> float:
     return sum(right) / len(right)
 
 
-def test_loads_by_name_as_a_small_float32_model_of_the_package() -> None:
+def test_loads_by_name_as_a_small_float32_model_of_the_package():
     hf = model()
     assert hf.sinkscope_name == "recall"
     assert hf.dtype == torch.float32
@@ -58,7 +59,7 @@ def test_loads_by_name_as_a_small_float32_model_of_the_package() -> None:
 
 
 @pytest.mark.parametrize("position", POSITIONS)
-def test_full_cache_accuracy_on_fresh_dialogues(position: Position) -> None:
+def test_full_cache_accuracy_on_fresh_dialogues(position):
     """Seeds from the system, so that nothing can have been tuned to them; unequal turns, chains of 1 to 3 hops."""
     seed = int(torch.empty((), dtype=torch.int64).random_(10**9).item())
     dialogues = [
@@ -69,19 +70,19 @@ def test_full_cache_accuracy_on_fresh_dialogues(position: Position) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("position", POSITIONS)
-def test_full_cache_accuracy_at_16_000_tokens(position: Position) -> None:
+def test_full_cache_accuracy_at_16_000_tokens(position):
     dialogue = recall_dialogue(1, tokens=(2000, 9000, 5000), hops=3, position=position)
     assert accuracy(model(), [dialogue]) == 1
 
 
 @pytest.mark.parametrize("position", POSITIONS)
-def test_what_was_never_stated_is_not_answered(position: Position) -> None:
+def test_what_was_never_stated_is_not_answered(position):
     seed = POSITIONS.index(position)
     dialogue = recall_dialogue(seed, turns=1, tokens=300, stated=False, position=position)
     assert answers(model(), dialogue)[-1] == f"{words.UNKNOWN} {words.END}"
 
 
-def test_the_answer_comes_from_the_fact_and_from_nowhere_else() -> None:
+def test_the_answer_comes_from_the_fact_and_from_nowhere_else():
     """Another value in the fact gives another answer; with the fact cut out, or its key exchanged, there is none."""
     hf = model()
     dialogue = recall_dialogue(4, turns=2, tokens=150, hops=1, position="begin")
@@ -105,29 +106,29 @@ def test_the_answer_comes_from_the_fact_and_from_nowhere_else() -> None:
     assert said(text.replace(fact, fact.replace(key, other_key))) == "unknown ."
 
 
-def test_script_makes_the_weights_of_the_package() -> None:
+def test_script_makes_the_weights_of_the_package():
     made = make_recall.build()
     shipped = model().state_dict()
     for name, weight in made.state_dict().items():
         # Random numbers are the same everywhere, the least-squares fit of recency is so to rounding.
-        torch.testing.assert_close(weight, shipped[name], atol=2e-3, rtol=2e-3, msg=name)
+        assert_close(weight, shipped[name], atol=2e-3, rtol=2e-3, msg=name)
     vocabulary = model().tokenizer.get_vocab()
     assert vocabulary == make_recall.ID
 
 
-def test_python_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_of_the_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[2] / "docs/recall_model.md").read_text(encoding="utf-8")
     source = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S))
     exec(compile(source, "recall_model", "exec"), {})
 
 
-def test_all_kinds_of_model_agree() -> None:
+def test_all_kinds_of_model_agree():
     text = recall_dialogue(0, turns=1, tokens=80).turns[0]
     hf = model()
     ids = hf.tokenizer(text.text, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         expected = hf(ids).logits
         bridge = ss.load("recall")
-        torch.testing.assert_close(bridge(ids), expected, atol=1e-2, rtol=1e-3)
+        assert_close(bridge(ids), expected, atol=1e-2, rtol=1e-3)
     assert Target.of(bridge).n_layers == 3

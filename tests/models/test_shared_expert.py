@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from organisms import tiny_model
 from organisms.hard import hard
 from raw_kit import zeroed
+from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate
@@ -31,7 +31,7 @@ LAYER = 1
 
 def _inside(target: Target, family: str) -> tuple[torch.Tensor, torch.Tensor]:
     """By plain hooks: what enters the shared down projection, and the weight of the shared expert, per token."""
-    layer, seen = target.layers[LAYER], dict[str, torch.Tensor]()
+    layer, seen = target.layers[LAYER], {}
     down = layer.get_submodule(f"{FAMILIES[family][0]}.down_proj")
     handles = [down.register_forward_pre_hook(lambda _m, args: seen.update(post=args[0].flatten(0, -2)))]
     if family == "qwen2_moe":
@@ -49,23 +49,23 @@ def _everywhere(target: Target) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_all_neurons_write_is_what_the_mlp_gives(family: str) -> None:
+def test_what_all_neurons_write_is_what_the_mlp_gives(family):
     """Routed ones first, `expert * d_mlp + neuron`, shared ones behind them; each weight as the model applies it."""
     target, (_, width, shared) = Target.of(tiny_model(family)[0]), FAMILIES[family]
     view = _everywhere(target)
     assert view.post.shape[1] == 4 * width + shared and view.routing is not None
     cols = columns(target, LAYER, torch.arange(view.post.shape[1]))
-    torch.testing.assert_close(view.post @ cols, view.mlp, atol=2e-6, rtol=1e-4)
-    torch.testing.assert_close(contribution_norms(target, view), view.post.abs() * cols.norm(dim=-1))
+    assert_close(view.post @ cols, view.mlp, atol=2e-6, rtol=1e-4)
+    assert_close(contribution_norms(target, view), view.post.abs() * cols.norm(dim=-1))
     post, weight = _inside(target, family)
-    torch.testing.assert_close(view.post[:, 4 * width :], post * weight)
-    torch.testing.assert_close(view.routing[:, -1:], weight)
+    assert_close(view.post[:, 4 * width :], post * weight)
+    assert_close(view.routing[:, -1:], weight)
     if family == "qwen2_moe":
         assert float(weight.max() - weight.min()) > 0.1, "the test needs a gate that differs between tokens"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_zeroed_in_rows_is_zeroed_alone(family: str) -> None:
+def test_zeroed_in_rows_is_zeroed_alone(family):
     """Many edits in one pass, of routed and shared neurons, give the norms of real passes with raw hooks."""
     model, _ = tiny_model(family)
     sets = [((LAYER, 40),), ((LAYER, 2, 3),), ((LAYER, 40), (LAYER, 2, 3), (LAYER, 0))]
@@ -74,17 +74,17 @@ def test_zeroed_in_rows_is_zeroed_alone(family: str) -> None:
     for sites, found in zip(sets, seen.norms, strict=True):
         with zeroed(model, sites), torch.no_grad():
             states = model(IDS, output_hidden_states=True).hidden_states[LAYER + 1]
-        torch.testing.assert_close(found[:, LAYER], states[:, 3].norm(dim=-1), rtol=1e-4, atol=1e-4)
+        assert_close(found[:, LAYER], states[:, 3].norm(dim=-1), rtol=1e-4, atol=1e-4)
         assert (found[:, LAYER:] - intact).abs().max() > 1e-3 or sites == ((LAYER, 2, 3),)  # may not be asked there
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_up_factor_and_written_values(family: str) -> None:
+def test_up_factor_and_written_values(family):
     """A written value against the column times the gate added by hand; the up factor at zero against a row of zeros."""
     model, _ = tiny_model(family)
     target = Target.of(model)
     post, weight = _inside(target, family)
-    kept: list[torch.Tensor] = []
+    kept = []
     mlp = target.sub(LAYER, "mlp").register_forward_hook(lambda _m, _a, out: kept.append(out.detach()))
     with torch.no_grad():
         model(IDS)
@@ -93,18 +93,18 @@ def test_up_factor_and_written_values(family: str) -> None:
     mlp.remove()
     at, column = [2, 8], target.w_out(LAYER, [40])  # position 2 of both rows
     change = (kept[1] - kept[0]).reshape(12, -1)
-    torch.testing.assert_close(change[at], weight[at] * (7.0 - post[at, 40, None]) * column, atol=1e-5, rtol=1e-4)
+    assert_close(change[at], weight[at] * (7.0 - post[at, 40, None]) * column, atol=1e-5, rtol=1e-4)
     change[at] = 0
     assert change.abs().max() == 0
     with Ablate(layer=LAYER, neurons=[40], site="up").on(model), torch.no_grad():
         edited = model(IDS).logits
-    up: Any = target.mlp_part(LAYER, "up")
+    up = target.mlp_part(LAYER, "up")
     with torch.no_grad():
         up.weight[40] = 0
-        torch.testing.assert_close(edited, model(IDS).logits, atol=1e-5, rtol=1e-4)
+        assert_close(edited, model(IDS).logits, atol=1e-5, rtol=1e-4)
 
 
-def test_the_probe_holds_the_shared_expert_to_its_gate() -> None:
+def test_the_probe_holds_the_shared_expert_to_its_gate():
     model, _ = tiny_model("qwen2_moe")
     target = Target.of(model)
     assert probe(target).problem is None
@@ -112,7 +112,7 @@ def test_the_probe_holds_the_shared_expert_to_its_gate() -> None:
         assert probe(replace(target, adapter=replace(target.adapter, **wrong))).problem is not None
 
 
-def test_a_neuron_that_the_shared_expert_lacks_is_refused() -> None:
+def test_a_neuron_that_the_shared_expert_lacks_is_refused():
     model, _ = tiny_model("qwen2_moe")
     for site, wanted in (((1, 48), "0 to 47"), ((1, 0, 40), "0 to 31"), ((1, 4, 0), "0 to 3")):
         with pytest.raises(SinkscopeError, match=wanted), Ablate(sites=[site]).on(model):
@@ -125,7 +125,7 @@ def test_a_neuron_that_the_shared_expert_lacks_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["moe_shared", pytest.param("moe_both", marks=pytest.mark.slow)])
-def test_streamed_equals_in_memory(kind: str, tmp_path: Path) -> None:
+def test_streamed_equals_in_memory(kind, tmp_path):
     h = hard(kind, "qwen2_moe", 1)
     h.model.save_pretrained(tmp_path / "m")
     h.tokenizer.save_pretrained(tmp_path / "m")

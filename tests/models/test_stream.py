@@ -14,6 +14,7 @@ import torch
 from organisms import MODEL_TYPES, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.testing import assert_close
 
 from experiments.make_shape import make_plan, write
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -31,7 +32,7 @@ def ids_and_mask() -> tuple[Tensor, Tensor]:
 
 def every_output(target: Target) -> list[Tensor]:
     """Output of each layer, and the last hidden state; counts on the way what a stream holds."""
-    outputs: list[Tensor] = []
+    outputs = []
 
     def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         outputs.append(first_tensor(output).clone())
@@ -53,7 +54,7 @@ def layers_read(target: StreamTarget) -> set[int]:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+def llama(tmp_path_factory):
     """A resident model of 6 layers, and the folder it was saved in, in several shards."""
     model, _ = tiny_model("llama", num_hidden_layers=6)
     folder = tmp_path_factory.mktemp("llama")
@@ -70,7 +71,7 @@ SAVED = [
 
 
 @pytest.mark.parametrize(("model_type", "half"), SAVED)
-def test_equals_the_resident_model(model_type: str, half: int, tmp_path: Path) -> None:
+def test_equals_the_resident_model(model_type, half, tmp_path):
     model, _ = tiny_model(model_type)
     (model.half() if half else model).save_pretrained(tmp_path, max_shard_size="20KB" if half else "1GB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 or not half
@@ -82,11 +83,11 @@ def test_equals_the_resident_model(model_type: str, half: int, tmp_path: Path) -
     expected, found = every_output(resident), every_output(streamed)
     assert len(expected) == len(found) == 1 + resident.n_layers
     for a, b in zip(expected, found, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+        assert_close(a, b, atol=1e-6, rtol=0)
     assert layers_read(streamed) == set(range(resident.n_layers))
     assert not [n for n in streamed.store.source.read if "lm_head" in n or "embed_out" in n]
     for layer in range(resident.n_layers):
-        torch.testing.assert_close(
+        assert_close(
             streamed.w_out_norms(layer, *expert(resident, layer)), resident.w_out_norms(layer, *expert(resident, layer))
         )
 
@@ -96,16 +97,16 @@ def expert(target: Target, layer: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("rule", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
-def test_dense_layers_among_mixtures(rule: dict[str, Any], tmp_path: Path) -> None:
+def test_dense_layers_among_mixtures(rule, tmp_path):
     model, _ = tiny_model("qwen3_moe", **rule)
     model.save_pretrained(tmp_path)
     resident, streamed = Target.of(model), open_stream(tmp_path)
     assert len({resident.is_mixture(i) for i in range(3)}) == 2, "the test needs both kinds"
     for a, b in zip(every_output(resident), every_output(streamed), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+        assert_close(a, b, atol=1e-6, rtol=0)
 
 
-def test_text_part_of_a_vision_language_model(tmp_path: Path) -> None:
+def test_text_part_of_a_vision_language_model(tmp_path):
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     text = tiny_model("gemma3_text")[0].config.to_dict()
@@ -125,11 +126,11 @@ def test_text_part_of_a_vision_language_model(tmp_path: Path) -> None:
     ids, mask = ids_and_mask()
     with torch.no_grad():
         expected = model.model.language_model(input_ids=ids, attention_mask=mask).last_hidden_state
-    torch.testing.assert_close(streamed.forward(ids, mask).last_hidden_state, expected, atol=1e-6, rtol=0)
+    assert_close(streamed.forward(ids, mask).last_hidden_state, expected, atol=1e-6, rtol=0)
     assert not [name for name in streamed.store.source.read if "vision" in name]
 
 
-def test_names_without_prefix_and_old_buffers(tmp_path: Path) -> None:
+def test_names_without_prefix_and_old_buffers(tmp_path):
     """As the published gpt2 has them."""
     model, _ = tiny_model("gpt2")
     model.save_pretrained(tmp_path)
@@ -137,10 +138,10 @@ def test_names_without_prefix_and_old_buffers(tmp_path: Path) -> None:
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     for a, b in zip(every_output(Target.of(model)), every_output(open_stream(tmp_path)), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+        assert_close(a, b, atol=1e-6, rtol=0)
 
 
-def test_reads_only_the_layers_that_are_called(llama: tuple[Any, Path]) -> None:
+def test_reads_only_the_layers_that_are_called(llama):
     streamed = open_stream(SafetensorsSource(llama[1]))
     assert layers_read(streamed) == set()
 
@@ -154,9 +155,9 @@ def test_reads_only_the_layers_that_are_called(llama: tuple[Any, Path]) -> None:
     assert source.read == wanted
 
 
-def test_a_layer_can_be_called_again_later(llama: tuple[Any, Path]) -> None:
+def test_a_layer_can_be_called_again_later(llama):
     streamed = open_stream(llama[1], resident=1)
-    calls: list[tuple[Any, ...]] = []
+    calls = []
 
     def keep(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         calls.append((module, args, kwargs, first_tensor(output).clone()))
@@ -171,7 +172,7 @@ def test_a_layer_can_be_called_again_later(llama: tuple[Any, Path]) -> None:
         assert held(streamed) == [index]
 
 
-def test_loaded_holds_a_layer_while_others_are_called(llama: tuple[Any, Path]) -> None:
+def test_loaded_holds_a_layer_while_others_are_called(llama):
     model, folder = llama
     streamed = open_stream(folder, resident=2)
     with streamed.loaded(3), streamed.loaded(3):
@@ -186,7 +187,7 @@ def test_loaded_holds_a_layer_while_others_are_called(llama: tuple[Any, Path]) -
         pass
 
 
-def test_leaves_random_numbers_and_logging_alone(llama: tuple[Any, Path]) -> None:
+def test_leaves_random_numbers_and_logging_alone(llama):
     from transformers.utils import logging
 
     level, state = logging.get_verbosity(), torch.get_rng_state()
@@ -194,14 +195,14 @@ def test_leaves_random_numbers_and_logging_alone(llama: tuple[Any, Path]) -> Non
     assert torch.equal(torch.get_rng_state(), state) and logging.get_verbosity() == level
 
 
-def test_no_logits(llama: tuple[Any, Path]) -> None:
+def test_no_logits(llama):
     with pytest.raises(UnsupportedError, match=r"no logits; load it whole with sinkscope\.load"):
         open_stream(llama[1]).hf(ids_and_mask()[0])
 
 
 def spoil(folder: Path, into: Path, change: Any) -> Path:
     """A copy of a checkpoint in one file, with `change` applied to its tensors."""
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for shard in folder.glob("*.safetensors"):
         tensors |= load_file(shard)
     change(tensors)
@@ -224,13 +225,13 @@ NORM, DOWN = "model.norm.weight", "model.layers.2.mlp.down_proj.weight"
         (lambda t: t[NORM][3].fill_(float("inf")), "tensor model.norm.weight of .* infinite"),
     ],
 )
-def test_broken_checkpoints(llama: tuple[Any, Path], change: Any, message: str, tmp_path: Path) -> None:
+def test_broken_checkpoints(llama, change, message, tmp_path):
     with pytest.raises(SinkscopeError, match=message) as caught:
         open_stream(spoil(llama[1], tmp_path, change)).forward(*ids_and_mask())
     assert "\n" not in str(caught.value)
 
 
-def test_refuses_what_it_cannot_stream(llama: tuple[Any, Path], tmp_path: Path) -> None:
+def test_refuses_what_it_cannot_stream(llama, tmp_path):
     with pytest.raises(SinkscopeError, match="resident=0: at least 1"):
         open_stream(llama[1], resident=0)
     config = json.loads((llama[1] / "config.json").read_text())
@@ -263,7 +264,7 @@ print(seen[1], seen[3], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 102
 
 
 @pytest.mark.slow
-def test_seven_billion_in_four_gigabytes(tmp_path: Path) -> None:
+def test_seven_billion_in_four_gigabytes(tmp_path):
     write(make_plan("llama-2-7b", 1, 0, None), tmp_path, "float16", "llama-2-7b")
     assert sum(f.stat().st_size for f in tmp_path.iterdir()) > 13e9
     done = subprocess.run(

@@ -47,9 +47,9 @@ class PlantedCircuit:
     later: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
 
-_MAKERS: dict[str, Callable[[_Build], dict[str, Any]]] = {}
-_SETTINGS: dict[str, dict[str, Any]] = {}
-CIRCUITS: dict[str, tuple[str, ...]] = {}
+_MAKERS = {}
+_SETTINGS = {}
+CIRCUITS = {}
 """Every kind, and the families that it is built in."""
 
 
@@ -92,7 +92,7 @@ def _key_bias(b: _Build) -> dict[str, Any]:
     inverse = next(m.inv_freq for m in b.model.modules() if hasattr(m, "inv_freq"))
     pair = next(p for p, speed in enumerate(inverse.tolist()) if speed < 0.0122)
     turned, force = pair + len(inverse), 2.0 / float(inverse[pair]) * math.sqrt(b.plan.head_dim)
-    reading: list[tuple[int, int]] = []
+    reading = []
     for index in range(1, b.plan.n_layers):
         layer = b.views.layers[index]
         assert layer.k_bias is not None and layer.q_bias is not None
@@ -249,7 +249,7 @@ def _effect(circuit: PlantedCircuit, ids: Tensor, at: int) -> float:
     h = circuit.hard
     usual = h.model.config._attn_implementation
     h.model.set_attn_implementation("eager")
-    out: Any = h.model(ids, output_attentions=True, output_hidden_states=True, use_cache=False)
+    out = h.model(ids, output_attentions=True, output_hidden_states=True, use_cache=False)
     h.model.set_attn_implementation(usual)
     if (h.truth.spike or h.name == "written_by_a_head") and not circuit.by_attention:
         norms = torch.stack([hidden.norm(dim=-1) for hidden in out.hidden_states[1:-1]])  # the last one is normed
@@ -261,7 +261,7 @@ def _effect(circuit: PlantedCircuit, ids: Tensor, at: int) -> float:
 @contextmanager
 def _without(h: HardModel, parts: tuple[str | Site, ...], at: int) -> Iterator[None]:
     seen = views(h.model)
-    tensors: list[Tensor] = []
+    tensors = []
     for part in parts:
         if part == "position embedding":
             assert seen.positions is not None

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCABULARY = 384
-_SIZES: dict[int, str] = {
+_SIZES = {
     1024: """max_position_embeddings n_positions n_ctx max_seq_len max_target_positions model_max_length
         max_sequence_length""",
     500: "ngram_vocab_size_base",
@@ -55,7 +55,7 @@ _SIZES: dict[int, str] = {
     0: "bos_token_id decoder_start_token_id cls_token_id start_token_id num_mtp_layers",
     VOCABULARY: "vocab_size vocab_size_per_layer_input unpadded_vocab_size n_vocab",
 }
-_SMALL: dict[str, Any] = {name: size for size, names in _SIZES.items() for name in names.split()}
+_SMALL = {name: size for size, names in _SIZES.items() for name in names.split()}
 _SMALL["initializer_range"] = 0.1
 _LEFT_OUT = set(
     """layer_types mlp_layer_types layers_block_type no_rope_layers moe_layers full_attn_idxs attention_layers
@@ -80,7 +80,7 @@ _INDEXER = {
     "indexer_compress_ratio": 4,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-_OWN: dict[str, dict[str, Any]] = {
+_OWN = {
     **{name: _WINDOWS for name in "gemma2 gemma3_text cohere2 exaone4 olmo3 ministral gpt_oss".split()},
     **dict.fromkeys(_LATENT_TYPES, _LATENT),
     **dict.fromkeys(_GRANITE, _MULTIPLIERS),
@@ -141,7 +141,7 @@ def _settings(config: Any, own: dict[str, Any]) -> dict[str, Any]:
     fields = config.to_dict()
     parts = set(getattr(config, "sub_configs", None) or {})
     parts |= {name for name, value in fields.items() if isinstance(value, dict) and name.endswith("_config")}
-    settings: dict[str, Any] = {}
+    settings = {}
     for name, value in fields.items():
         if name in _LEFT_OUT or name.startswith("_"):
             continue
@@ -180,7 +180,7 @@ def decoder(model_type: str, seed: int = 0) -> Any:
     def noise(tensor: torch.Tensor) -> torch.Tensor:
         return torch.randn(tensor.shape, generator=generator)
 
-    done = set[int]()
+    done = set()
     for module in model.modules():
         kind = type(module).__name__
         for name, tensor in module.named_parameters(recurse=False):

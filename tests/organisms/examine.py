@@ -29,7 +29,7 @@ from .decoders import byte_tokenizer, decoder
 NEURON = 7
 LENGTH = 81  # more than every window and top-k of the tiny configurations
 PLANTED = (12, 72)  # texts and tokens by which a neuron is planted: as long as those in which it is then looked for
-POLICIES: dict[str, Callable[[], Any]] = {
+POLICIES = {
     "h2o": lambda: ss.H2O(32),
     "streaming": lambda: ss.StreamingLLM(32),
     "loopguard": lambda: ss.LoopGuard(budget=48),
@@ -159,7 +159,7 @@ def _plant(target: Target) -> Planted:
         for part in target.layers[layer].modules():
             if isinstance(part, torch.nn.LayerNorm):
                 part.weight[5] = part.bias[5] = 0
-    seen: dict[str, Any] = {}
+    seen = {}
 
     def keep(_module: Any, args: Any, kwargs: Any) -> None:
         seen["in"], seen["kwargs"] = (*args, *kwargs.values())[0], kwargs
@@ -217,7 +217,7 @@ def expert_views(module: Any, expert: int) -> ExpertViews:
     rows, down = module.gate_up_proj[expert], module.down_proj[expert].T
     if getattr(module, "is_transposed", False):
         rows, down = rows.T, down.T
-    bias = list[Tensor]()
+    bias = []
     if getattr(module, "has_bias", False):
         bias = [module.gate_up_proj_bias[expert]]
     if getattr(module, "is_concatenated", True):
@@ -237,14 +237,14 @@ def _plant_dense(target: Target, layer: int, inputs: Tensor, written: Tensor) ->
         places.append(("gate", NEURON))
     for name, place in places:
         if adapter.up is None:  # a norm stands behind the product, and the row names neither factor
-            module: Any = target.sub(layer, f"{adapter.mlp}.{name}_proj")
+            module = target.sub(layer, f"{adapter.mlp}.{name}_proj")
         else:
             module = target.mlp_part(layer, name)  # type: ignore[arg-type]
         weight = module.weight.T if adapter.transposed_down else module.weight
         weight[place] = row
         if getattr(module, "bias", None) is not None:
             module.bias[place] = 0
-    down: Any = target.mlp_part(layer, "down")
+    down = target.mlp_part(layer, "down")
     _write(target, layer, down.weight if adapter.transposed_down else down.weight.T, written, None)
     return Planted(layer, None, down)
 
@@ -263,7 +263,7 @@ def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: in
     for other in range(target.n_experts(layer)):
         expert_views(target.sub(layer, target.adapter.experts or ""), other).down[:, 5] = 0
     if target.has_shared(layer):
-        shared: Any = target.mlp_part(layer, "down")
+        shared = target.mlp_part(layer, "down")
         shared.weight[5] = 0
     down[NEURON] = 0
     down[NEURON, 5] = amount
@@ -272,7 +272,7 @@ def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: in
 
 def _norm_at_the_end(target: Target, layer: int) -> Any:
     """The norm of the residual stream itself that gives the output of a layer (GIT); None if there is none."""
-    given: dict[Any, Tensor] = {}
+    given = {}
 
     def keep(module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         given[module] = first_tensor(output)
@@ -321,7 +321,7 @@ def _removed(target: Target, planted: Planted) -> float:
     where = target.layers[planted.layer]
     if target.has_part(planted.layer, target.adapter.post_mlp_norm) or not target.adapter.adds:
         where = module
-    outputs: list[Tensor] = []
+    outputs = []
 
     def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         outputs.append(first_tensor(output).reshape(-1, target.d_model)[0].clone())
@@ -363,8 +363,8 @@ def _check_attention(report: TypeReport, target: Target) -> None:
     if rows is None:
         return
     before = model.config._attn_implementation
-    own: dict[int, Tensor] = {}
-    hooks: list[Any] = []
+    own = {}
+    hooks = []
     for layer in layers:
 
         def keep(_module: Any, _args: Any, _kwargs: Any, output: Any, layer: int = layer) -> None:
@@ -392,7 +392,7 @@ def _check_attention(report: TypeReport, target: Target) -> None:
 
 def _check_learned_share(report: TypeReport, target: Target, layer: int, rows: Tensor) -> None:
     """Rows times values, and a constant, are what the output projection reads: a learned sink's share is out of it."""
-    kept: dict[str, Tensor] = {}
+    kept = {}
 
     def keep_values(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         kept["values"] = output

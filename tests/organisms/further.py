@@ -28,7 +28,7 @@ from .hard import (
 from .plant import MARK
 from .tokens import BOS, N_SPECIAL
 
-FURTHER: dict[str, tuple[str, ...]] = {}
+FURTHER = {}
 """Every kind, and the families that it is built in."""
 
 
@@ -56,7 +56,7 @@ class Further:
 
 
 Made = tuple[HardTruth, Further]
-_ABOUT: dict[str, Further] = {}
+_ABOUT = {}
 
 
 def further(name: str, family: str, seed: int = 0) -> tuple[HardModel, Further]:
@@ -180,7 +180,7 @@ def _turns(b: _Build) -> Made:
     b.probe = type(b.probe)(b.model, b.views.layers, b.tokens)
     in_half = (b.tokens[:, 0] < cut)[:, None] & b.first
     marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
-    size, sites = b.size(layer), list[Site]()
+    size, sites = b.size(layer), []
     for neuron, own, where in zip(b.plan.neurons, (b.flag, b.side), (in_half, b.first & ~in_half), strict=True):
         seen = b.seen(b.views.layers[layer].mlp_norm, where)
         const = b.space.const / (seen @ b.space.const)

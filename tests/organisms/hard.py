@@ -131,8 +131,8 @@ class _Kind:
     settings: dict[str, Any]
 
 
-_KINDS: dict[str, _Kind] = {}
-HARD: dict[str, tuple[str, ...]] = {}
+_KINDS = {}
+HARD = {}
 """Every kind of hard model, and the families that it is built in."""
 
 
@@ -480,7 +480,7 @@ def _with_backup(b: _Build, *later: int) -> HardTruth:
     """Backups are planted first, the last one before the others, each in a model without spike; then each is told to be
     silent where there is one already."""
     marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
-    size, backups, planted = b.size(layer), list[Site](), list[tuple[int, Tensor, Tensor]]()
+    size, backups, planted = b.size(layer), [], []
     for neuron, second in zip(b.spare, [layer + k for k in later], strict=False):
         site = b.write(second, neuron, b.on(second, b.space.mark), way, size)
         backups.append(site)
@@ -782,7 +782,7 @@ def _gradual(b: _Build) -> HardTruth:
     """Four layers in a row each add a quarter of the spike, independently of each other."""
     marking, way, early = b.mark(), b.space.sinks[0], range(1, 5)
     size, before = b.size(1), {layer: b.const(layer) for layer in early}
-    sites: list[Site] = []
+    sites = []
     for layer, share in zip(early, (0.28, 0.24, 0.24, 0.24), strict=True):
         rows = b.on(layer, b.space.mark)
         rows = rows if layer == 1 else b.steady(layer, rows, way, before[layer])
@@ -859,7 +859,7 @@ def _key_bias(b: _Build) -> HardTruth:
 
 def _read_bias(b: _Build) -> tuple[tuple[int, int], ...]:
     """The key is a bias on one rotary pair, and the query is turned so that the farthest key scores most."""
-    plan, half, reading = b.plan, b.plan.head_dim // 2, list[tuple[int, int]]()
+    plan, half, reading = b.plan, b.plan.head_dim // 2, []
     pair = next(p for p in range(half) if 1e6 ** (-p / half) < 0.0122)
     force = 2.0 * 1e6 ** (pair / half) * math.sqrt(plan.head_dim)
     for index in range(1, plan.n_layers):
@@ -912,7 +912,7 @@ def _calm(b: _Build, marking: Marking = ()) -> None:
 def _to_first(b: _Build) -> Tensor:
     usual = b.model.config._attn_implementation
     b.model.set_attn_implementation("eager")
-    out: Any = b.model(b.tokens, output_attentions=True, use_cache=False)
+    out = b.model(b.tokens, output_attentions=True, use_cache=False)
     b.model.set_attn_implementation(usual)
     return torch.stack([a[:, :, 4:, 0].mean((0, 2)) for a in out.attentions])
 

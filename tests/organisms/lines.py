@@ -80,14 +80,14 @@ def line_organism(seed: int = 0, window: int | None = None) -> LineOrganism:
     }
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
         if window is None:
-            model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**common))
+            model = LlamaForCausalLM(LlamaConfig(**common))
         else:
             model = MistralForCausalLM(MistralConfig(**common, sliding_window=window))
     model = model.float().eval()
     model.config.architectures = [type(model).__name__]
-    offsets: dict[tuple[int, int], int] = {}
-    vertical: set[tuple[int, int]] = set()
-    plain: set[tuple[int, int]] = set()
+    offsets = {}
+    vertical = set()
+    plain = set()
     g = torch.Generator().manual_seed(rng.getrandbits(40))
     with torch.no_grad():
         for name, weight in model.named_parameters():

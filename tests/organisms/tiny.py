@@ -11,7 +11,7 @@ from sinkscope.models.adapters import ADAPTERS
 
 from .tokens import BOS, EOS, PAD, tokenizer_for
 
-_SIZES: dict[str, Any] = {
+_SIZES = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -27,7 +27,7 @@ _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}  # not YaRN, which
 _GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16}
 
 # What a family needs beside the sizes, by the names of its own config; most need nothing.
-_OWN: dict[str, dict[str, Any]] = {
+_OWN = {
     "gpt2": {"n_inner": 64, **_OWN_MHA},
     "gpt_neox": _OWN_MHA,
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, **_OWN_MHA},

@@ -45,7 +45,7 @@ def word_tokenizer(vocab_size: int, *, bos: bool = True) -> PreTrainedTokenizerF
 def bpe_tokenizer(vocab_size: int, *, bos: bool = True) -> PreTrainedTokenizerFast:
     """Byte-level BPE: the letters, a space, and merges towards the same words until the vocabulary is full."""
     vocab = [*_special(bos), _SPACE, *"abcdefghijklmnopqrstuvwxyz"]
-    merges: list[tuple[str, str]] = []
+    merges = []
     known = set(vocab)
     for left, right in (step for word in _COMMON + _SYLLABLES for step in _merge_steps(word)):
         if len(vocab) < vocab_size and left + right not in known and left in known:

@@ -27,9 +27,9 @@ from .hard import (
 from .plant import MARK
 from .tokens import BOS
 
-UNSEEN: dict[str, tuple[str, ...]] = {}
+UNSEEN = {}
 """Every kind, and the families that it is built in."""
-BEYOND: dict[str, Beyond] = {}
+BEYOND = {}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def unseen(name: str, family: str, seed: int = 0) -> UnseenModel:
     return UnseenModel(model, BEYOND[name], tuple(_REPEATED))
 
 
-_REPEATED: list[Site] = []
+_REPEATED = []
 Make = Callable[[_Build], HardTruth]
 
 
@@ -151,7 +151,7 @@ def _two_delimiters(b: _Build) -> HardTruth:
     b.tokens[::2][b.tokens[::2] == tokens[0]] = tokens[1]  # half of the rows have the second
     layer = b.plan.sink_layer
     ways = (b.side, b.mark2)
-    sites: dict[int, tuple[Site, ...]] = {}
+    sites = {}
     flags = (b.flag, b.space.clean)
     for token, flag in zip(tokens, flags, strict=True):
         b.views.embed[token] += MARK * flag / (b.plan.d_model**0.5 if b.plan.family.model_type == "gemma2" else 1.0)

@@ -201,9 +201,9 @@ class Probe:
         inside = [list(block.parameters()) for block in self._blocks]
         known = {id(weight) for weights in inside for weight in weights}
         self._weights = [[weight for weight in model.parameters() if id(weight) not in known], *inside]
-        self._inputs: list[Tensor] = []
-        self._others: list[tuple[Any, Any]] = []  # what else a block is called with: masks and positions
-        self._written: list[int] = []  # how often what an input depends on had been written when it was computed
+        self._inputs = []
+        self._others = []  # what else a block is called with: masks and positions
+        self._written = []  # how often what an input depends on had been written when it was computed
 
     def __call__(self, module: nn.Module) -> Tensor:
         """The output of `module` (the first one, of several)."""

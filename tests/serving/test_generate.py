@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ def model_and_tokenizer() -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def test_a_policy_says_what_it_held_and_read() -> None:
+def test_a_policy_says_what_it_held_and_read():
     model, tokenizer = tiny_model("llama")
     whole = generate(model, PROMPTS[0], tokenizer=tokenizer, max_new_tokens=6)[0]
     few = generate(model, PROMPTS[0], policy="streaming:6", tokenizer=tokenizer, max_new_tokens=6)[0]
@@ -44,7 +43,7 @@ def until_end(tokens: list[int], end: int = 2) -> list[int]:
     return tokens[: tokens.index(end) + 1] if end in tokens else tokens
 
 
-def test_text_is_that_of_a_reference_loop() -> None:
+def test_text_is_that_of_a_reference_loop():
     model, tokenizer = model_and_tokenizer()
     results = generate(model, PROMPTS, patch=SinkPatch(sites=SITES), tokenizer=tokenizer, max_new_tokens=12)
     plain = generate(model, PROMPTS, tokenizer=tokenizer, max_new_tokens=12)
@@ -58,7 +57,7 @@ def test_text_is_that_of_a_reference_loop() -> None:
 
 
 @pytest.mark.parametrize(("make", "sizes"), [(bridge_of, (2,)), (nnsight_of, (1, 3))])
-def test_every_kind_of_model_and_batches_agree(make: Any, sizes: tuple[int, ...]) -> None:
+def test_every_kind_of_model_and_batches_agree(make, sizes):
     model, tokenizer = model_and_tokenizer()
     other = make(model, tokenizer)
     settings = {"interventions": Ablate(layer=0, neurons=[0], value=3.0), "max_new_tokens": 8}
@@ -73,10 +72,10 @@ def test_every_kind_of_model_and_batches_agree(make: Any, sizes: tuple[int, ...]
     assert {e.row for r in want for e in r.events} == {0, 1, 2}
 
 
-def test_pieces_arrive_in_order(tmp_path: Path) -> None:
+def test_pieces_arrive_in_order(tmp_path):
     model, tokenizer = model_and_tokenizer()
     SinkPatch(sites=SITES).save(tmp_path / "patch.json")
-    pieces: list[tuple[int, str]] = []
+    pieces = []
     results = generate(
         model,
         PROMPTS,
@@ -123,7 +122,7 @@ def of_the_plain_model() -> list[list[int]]:
 @pytest.mark.parametrize(
     ("make", "sizes"), [(lambda model, _: model, (1, 3)), (bridge_of, (3,)), (nnsight_of, (2,))], ids=["hf", "tl", "nn"]
 )
-def test_policy_and_guard(make: Any, sizes: tuple[int, ...]) -> None:
+def test_policy_and_guard(make, sizes):
     model, tokenizer = endless()
     other, rows = make(model, tokenizer), by_hand()
     settings = {"tokenizer": tokenizer, "max_new_tokens": 14}
@@ -147,7 +146,7 @@ def test_policy_and_guard(make: Any, sizes: tuple[int, ...]) -> None:
     assert [r.tokens for r in generate(other, PROMPTS, guard=True, **settings)] == of_the_plain_model()
 
 
-def test_sampling_follows_the_seed_and_leaves_the_callers_numbers_alone() -> None:
+def test_sampling_follows_the_seed_and_leaves_the_callers_numbers_alone():
     model, tokenizer = model_and_tokenizer()
     settings = {"tokenizer": tokenizer, "temperature": 1.0, "max_new_tokens": 12}
     torch.manual_seed(7)
@@ -157,7 +156,7 @@ def test_sampling_follows_the_seed_and_leaves_the_callers_numbers_alone() -> Non
     assert one == again != other and torch.equal(torch.rand(1), want)
 
 
-def test_bos() -> None:
+def test_bos():
     model, tokenizer = model_and_tokenizer()
     lengths = {
         bos: generate(model, "the dog", tokenizer=tokenizer, bos=bos, max_new_tokens=1)[0].prompt_tokens
@@ -186,7 +185,7 @@ def test_bos() -> None:
         ("the", {"patch": "nowhere.json"}, ["nowhere.json", "no such file"]),
     ],
 )
-def test_bad_input(prompts: Any, settings: dict[str, Any], words: list[str]) -> None:
+def test_bad_input(prompts, settings, words):
     model, tokenizer = tiny_model("llama")
     with pytest.raises(SinkscopeError) as caught:
         generate(model, prompts, **{"tokenizer": tokenizer, **settings})

@@ -31,7 +31,7 @@ ACTIONS = st.lists(st.sampled_from(["stop", "force"]), min_size=1, max_size=4)
 
 
 @pytest.fixture(autouse=True)
-def servers(monkeypatch: pytest.MonkeyPatch) -> None:
+def servers(monkeypatch):
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     kit.install(monkeypatch, kit.HOMES)
 
@@ -59,8 +59,8 @@ def alone(request: kit.Request, made: type, *, drafts: bool = False) -> tuple[li
     given = json.loads((request.params.extra_args or {}).get("sinkscope", "{}"))
     actions, tokens = given.get("actions", ["stop"]), given.get("tokens", [])
     monitor, kind, begun, taken, read = made(), "", 0, 0, 0
-    said: list[int] = []
-    acted: list[int] = []
+    said = []
+    acted = []
     for visible, size in request.log:
         due = False
         for token in said[read:visible]:
@@ -105,9 +105,7 @@ def check(server: Any, rng: Random, actions: list[str], **how: Any) -> list[kit.
 
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, actions=ACTIONS, late=st.booleans(), accepted=st.sampled_from([0, 0, 3]))
-def test_in_vllms_batch_each_request_is_watched_as_if_alone(
-    seed: int, actions: list[str], late: bool, accepted: int
-) -> None:
+def test_in_vllms_batch_each_request_is_watched_as_if_alone(seed, actions, late, accepted):
     """Added, removed, moved and swapped rows; lists that grow by several tokens or hold placeholders; preemption."""
     with mock.patch.object(loop_row, "Monitor", Fussy):
         processor = serving.VllmLoopProcessor(None, torch.device("cpu"), False)
@@ -117,7 +115,7 @@ def test_in_vllms_batch_each_request_is_watched_as_if_alone(
 
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS, actions=ACTIONS, drafts=st.sampled_from([0, 0, 1, 3]))
-def test_in_vllms_slots_each_request_is_watched_as_if_alone(seed: int, actions: list[str], drafts: int) -> None:
+def test_in_vllms_slots_each_request_is_watched_as_if_alone(seed, actions, drafts):
     """Recycled slots, rows in any order, requests that pause, rejected drafts, chunked prompts, preemption."""
     with mock.patch.object(loop_row, "Monitor", Fussy):
         server = kit.Slots(serving.VllmLoopProcessor, drafts=drafts)
@@ -130,7 +128,7 @@ def test_in_vllms_slots_each_request_is_watched_as_if_alone(seed: int, actions: 
     actions=ACTIONS,
     how=st.sampled_from([{}, {"overlap": True}, {"drafts": 2}, {"drafts": 2, "expanded": True}]),
 )
-def test_in_sglang_each_request_is_watched_as_if_alone(seed: int, actions: list[str], how: dict[str, Any]) -> None:
+def test_in_sglang_each_request_is_watched_as_if_alone(seed, actions, how):
     with mock.patch.object(loop_row, "Monitor", Fussy):
         server = kit.Overlapped(serving.SglangLoopProcessor.from_str(serving.SglangLoopProcessor.to_str()), **how)
         check(server, Random(seed), actions, drafts=True)
@@ -140,7 +138,7 @@ def looping(count: int = 600, period: int = 8) -> list[int]:
     return [1 + i % period for i in range(count)]
 
 
-def test_a_loop_is_stopped_and_its_neighbours_are_left_alone() -> None:
+def test_a_loop_is_stopped_and_its_neighbours_are_left_alone():
     """With the monitor as it comes: one request loops, one does not, one loops and asks for nothing."""
     rng = Random(0)
     sent = {"sinkscope": {}}
@@ -155,7 +153,7 @@ def test_a_loop_is_stopped_and_its_neighbours_are_left_alone() -> None:
     assert unasked.output == looping()[: len(unasked.output)] and len(unasked.output) > 590
 
 
-def test_tokens_that_the_server_takes_back_are_not_counted() -> None:
+def test_tokens_that_the_server_takes_back_are_not_counted():
     """After a failed transfer vLLM drops the last tokens of a list and generates them anew."""
     with mock.patch.object(loop_row, "Monitor", Fussy):
         row = LoopRow(ServingSettings(), kit.END)
@@ -186,7 +184,7 @@ def _trigger(tokens: list[int]) -> bool:
     return [monitor.update(token).trigger for token in tokens][-1]
 
 
-def test_what_the_server_forbids_stays_forbidden() -> None:
+def test_what_the_server_forbids_stays_forbidden():
     """A grammar, or min_tokens, has taken the end token away: nothing is changed until it is back."""
     row = LoopRow(ServingSettings(), 2)
     with mock.patch.object(row, "_due", [0]):
@@ -222,7 +220,7 @@ def test_what_the_server_forbids_stays_forbidden() -> None:
         ([1], "expected JSON such as"),
     ],
 )
-def test_bad_settings_are_refused_at_the_door(sent: Any, said: str) -> None:
+def test_bad_settings_are_refused_at_the_door(sent, said):
     for form in (sent, json.dumps(sent)) if not isinstance(sent, str) else (sent,):
         params = kit.SamplingParams(extra_args={"sinkscope": form})
         with pytest.raises(ValueError, match=said):  # vLLM answers such a request with this message
@@ -233,7 +231,7 @@ def test_bad_settings_are_refused_at_the_door(sent: Any, said: str) -> None:
     assert request.edited == []
 
 
-def test_probabilities_are_missed_only_where_they_would_vote() -> None:
+def test_probabilities_are_missed_only_where_they_would_vote():
     """Rule "repeats" asks no voters, and the paper's rule has two more: both are taken, and both stop a loop."""
     for monitor in ({"voters": ["p1"], "votes": 1}, vars(MonitorSettings.paper())):
         row = LoopRow(ServingSettings.of_request({"monitor": monitor}) or ServingSettings(), kit.END)
@@ -241,7 +239,7 @@ def test_probabilities_are_missed_only_where_they_would_vote() -> None:
         assert row.busy(600)
 
 
-def test_settings_of_the_environment_hold_for_requests_without_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_environment_hold_for_requests_without_their_own(monkeypatch):
     assert ServingSettings.of_request(None) is None and ServingSettings.of_request(False) is None
     assert ServingSettings.of_request({}) == ServingSettings.of_request("{}") == ServingSettings()
     monkeypatch.setenv(ENVIRONMENT, '{"actions": ["stop"], "end": 9, "monitor": {"warmup": 7}}')
@@ -255,7 +253,7 @@ def test_settings_of_the_environment_hold_for_requests_without_their_own(monkeyp
         ServingSettings.of_request(None)
 
 
-def test_the_module_needs_no_server() -> None:
+def test_the_module_needs_no_server():
     code = (
         "import sys, sinkscope.serving as s\n"
         "for name in ('VllmLoopProcessor', 'SglangLoopProcessor'):\n"
@@ -273,7 +271,7 @@ def test_the_module_needs_no_server() -> None:
 
 
 @pytest.mark.parametrize("homes", [list(kit.HOMES)[:1], list(kit.HOMES)[1:2], list(kit.HOMES)[:2]])
-def test_the_class_is_one_that_vllms_loaders_take(monkeypatch: pytest.MonkeyPatch, homes: list[str]) -> None:
+def test_the_class_is_one_that_vllms_loaders_take(monkeypatch, homes):
     """Each loader wants a subclass of its own interface under a name that it can import, and calls it its own way."""
     for name in kit.HOMES:
         monkeypatch.delitem(sys.modules, name)
@@ -293,7 +291,7 @@ def test_the_class_is_one_that_vllms_loaders_take(monkeypatch: pytest.MonkeyPatc
         )
 
 
-def test_without_drafts_no_step_asks_the_device() -> None:
+def test_without_drafts_no_step_asks_the_device():
     """The rows' positions on the device are read only if drafts make them uncertain and an action is in progress."""
 
     class Closed:
@@ -321,10 +319,10 @@ def test_without_drafts_no_step_asks_the_device() -> None:
             assert loop.output[-1] == kit.END
 
 
-def test_the_page_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_says_what_runs(monkeypatch):
     """The Python of docs/serving.md, with a vLLM whose model loops."""
     monkeypatch.setattr(kit, "VOCAB", 151_700)
-    answered: list[kit.Request] = []
+    answered = []
 
     class LLM:
         def __init__(self, model: str, logits_processors: list[str]) -> None:
@@ -340,7 +338,7 @@ def test_the_page_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kit.install(monkeypatch, {"vllm": {"LLM": LLM, "SamplingParams": kit.SamplingParams}})
     page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
+    names = {}
     for source in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
         exec(compile(source, "docs/serving.md", "exec", dont_inherit=True), names)
     (request,) = answered

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from sinkscope.sinks.first_token.neurons import verify_neurons
 
 
 @pytest.fixture(autouse=True)
-def _few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def _few_texts(monkeypatch):
     monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 8)  # the rate has its own tests
 
 
@@ -37,7 +36,7 @@ def context_of(shared: SharedSink, ids: Tensor | None = None, seed: int = 0) -> 
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_a_cause_takes_more_than_the_strongest_of_twenty_random_neurons(family: str, tmp_path: Path) -> None:
+def test_a_cause_takes_more_than_the_strongest_of_twenty_random_neurons(family, tmp_path):
     """The bystander is a candidate and takes a tenth of the norm with it, and some random neurons take more."""
     shared = shared_sink(family)
     o = shared.organism
@@ -54,7 +53,7 @@ def test_a_cause_takes_more_than_the_strongest_of_twenty_random_neurons(family: 
     assert result.set_control_drop == pytest.approx(shared.helper_drop, abs=0.02)
 
 
-def test_controls_count_at_the_repeated_token_too() -> None:
+def test_controls_count_at_the_repeated_token_too():
     """Nearly all of the repeated token's norm is one helper's work, and random neurons are helpers as often as not."""
     shared = shared_sink("llama")
     context = context_of(shared)
@@ -69,7 +68,7 @@ def test_controls_count_at_the_repeated_token_too() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
-def test_neutral_values_are_those_of_later_positions(family: str) -> None:
+def test_neutral_values_are_those_of_later_positions(family):
     """Half of the positions of these texts are first tokens, where sink neurons are on: they would move the median."""
     o = organism(family, 3)
     target, ids, layer = Target.of(o.model), o.natural(5, 2), o.truth.sink_layer
@@ -88,7 +87,7 @@ def test_neutral_values_are_those_of_later_positions(family: str) -> None:
     assert moved > 0.01
 
 
-def test_a_cause_takes_a_tenth_of_the_norm() -> None:
+def test_a_cause_takes_a_tenth_of_the_norm():
     """Random neurons write nothing here, so the bystander takes more than they do, and yet too little."""
     shared = make_shared_sink("llama", aside=0.3, support=0.0)
     sink, bystander = verify_neurons(context_of(shared), 2).neurons
@@ -97,14 +96,14 @@ def test_a_cause_takes_a_tenth_of_the_norm() -> None:
     assert sink.causal and not bystander.causal
 
 
-def test_the_control_is_the_strongest_of_enough_draws() -> None:
+def test_the_control_is_the_strongest_of_enough_draws():
     shared = shared_sink("llama")
     for seed in range(4):
         verified = verify_neurons(context_of(shared, seed=seed), 2)
         assert verified.neurons[0].control_drop == pytest.approx(shared.helper_drop, abs=0.02)
 
 
-def test_drops_are_means_over_texts() -> None:
+def test_drops_are_means_over_texts():
     """One of five texts begins with a token that is no sink even where it stands first."""
     shared = shared_sink("llama")
     ids = shared.organism.natural(5)
@@ -113,7 +112,7 @@ def test_drops_are_means_over_texts() -> None:
     assert verified.neurons[0].ablation_drop == pytest.approx(0.8 * shared.sink_drop, abs=0.02)
 
 
-def test_causes_of_another_stage_are_held_against_random_neurons_of_that_stage() -> None:
+def test_causes_of_another_stage_are_held_against_random_neurons_of_that_stage():
     """The layer after the sink layer stands in for the sink layer, so that the shared sink is an earlier stage."""
     shared = shared_sink("llama")
     context = context_of(shared)

@@ -40,7 +40,7 @@ def attack_once(family: str, seed: int, bos: bool = True) -> ClusterAttack:
     ("family", "seed", "bos"),
     [("llama", 1, False), ("qwen3_moe", 1, True), pytest.param("neox", 2, True, marks=pytest.mark.slow)],
 )
-def test_two_tokens_of_a_group_suffice_without_bos(family: str, seed: int, bos: bool) -> None:
+def test_two_tokens_of_a_group_suffice_without_bos(family, seed, bos):
     found = attack_once(family, seed, bos)
     place = found.contexts.index("no BOS"), 0
     assert found.first[place][CLUSTER] == 2 and found.positions[place][CLUSTER] == found.most[place][CLUSTER] == 1
@@ -50,13 +50,13 @@ def test_two_tokens_of_a_group_suffice_without_bos(family: str, seed: int, bos: 
         assert found.any[found.contexts.index("BOS"), 0, CLUSTER] == 0
 
 
-def test_a_wrong_assignment_makes_no_attack(tmp_path: Path) -> None:
+def test_a_wrong_assignment_makes_no_attack(tmp_path):
     o = organism("llama", 1, bos=False)
     wrong = attack(o, tmp_path, clusters=mixed_clusters(o))
     assert wrong.most[0, 0, CLUSTER] < 0.2 and wrong.positions[0, 0, CLUSTER] < 0.3
 
 
-def test_behind_bos_it_takes_as_many_tokens_as_a_repetition(tmp_path: Path) -> None:
+def test_behind_bos_it_takes_as_many_tokens_as_a_repetition(tmp_path):
     o = organism("qwen3", 50)  # its groups have more tokens than that
     found = attack(o, tmp_path, lengths=[70], sequences=8, bos=True)
     expected = o.truth.repeats_expected or 0
@@ -65,7 +65,7 @@ def test_behind_bos_it_takes_as_many_tokens_as_a_repetition(tmp_path: Path) -> N
     assert found.any[0, 0, CLUSTER] == 1 and found.any[0, 0, RANDOM] == 0
 
 
-def test_rates_are_counts_of_norms_of_plain_passes(tmp_path: Path) -> None:
+def test_rates_are_counts_of_norms_of_plain_passes(tmp_path):
     o = organism("llama", 0)
     found, layer = attack(o, tmp_path), o.truth.sink_layer
     assert layer is not None and found.contexts == ("BOS", "no BOS")
@@ -99,9 +99,7 @@ def pools_of(sizes: list[int]) -> dict[int, torch.Tensor]:
     count=st.integers(1, 9),
     seed=st.integers(0, 1 << 62),
 )
-def test_sequences_repeat_nothing_and_stay_in_their_cluster(
-    sizes: list[int], length: int, count: int, seed: int
-) -> None:
+def test_sequences_repeat_nothing_and_stay_in_their_cluster(sizes, length, count, seed):
     pools = pools_of(sizes)
     drawn = drawn_sequences(pools, length, count, seed)
     large = [set(pool.tolist()) for pool in pools.values() if len(pool) >= length]
@@ -111,14 +109,14 @@ def test_sequences_repeat_nothing_and_stay_in_their_cluster(
     assert repeated_first(drawn).tolist() == [[row[0]] * length for row in drawn.tolist()]
 
 
-def test_round_trip_sees_tokens_that_join() -> None:
+def test_round_trip_sees_tokens_that_join():
     tokenizer = organism("qwen2", 0).tokenizer  # pieces of words: some join when written side by side
     alone = tokenizer.convert_tokens_to_ids(["p", "o", "Ġ"])
     assert round_trip(tokenizer, torch.tensor([alone[:2], alone[2:] + alone[:1]])) < 1
     assert round_trip(organism("llama", 0).tokenizer, torch.tensor([[7, 9], [12, 8]])) == 1
 
 
-def test_no_sink_and_no_cluster_are_answers(tmp_path: Path) -> None:
+def test_no_sink_and_no_cluster_are_answers(tmp_path):
     none = attack(organism("llama", 3, kind="none"), tmp_path, clusters=None)
     assert none.sink_layer is None and none.rows() == [] and "no sink neurons to attack" in none.summary()
     empty = attack(organism("llama", 1), tmp_path, clusters={}, lengths=[4], sequences=4)
@@ -127,7 +125,7 @@ def test_no_sink_and_no_cluster_are_answers(tmp_path: Path) -> None:
         assert answer.figure() is not None
 
 
-def test_lengths_that_no_cluster_has(tmp_path: Path) -> None:
+def test_lengths_that_no_cluster_has(tmp_path):
     o = organism("llama", 1, bos=False)
     found = attack(o, tmp_path, lengths=[4, 60])
     assert np.isnan(found.positions[:, 1]).all() and len(found.rows()) == len(SOURCES)
@@ -145,13 +143,13 @@ def test_lengths_that_no_cluster_has(tmp_path: Path) -> None:
         ({"tokens": ["poem book"]}, "2 tokens"),
     ],
 )
-def test_bad_input(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_bad_input(options, message, tmp_path):
     with pytest.raises(SinkscopeError, match=message) as caught:
         attack(organism("llama", 1, bos=False), tmp_path, **options)
     assert "\n" not in str(caught.value)
 
 
-def test_no_bos_changes_what_stands_before_an_attack_and_not_what_counts_as_success(tmp_path: Path) -> None:
+def test_no_bos_changes_what_stands_before_an_attack_and_not_what_counts_as_success(tmp_path):
     both, without = attack_once("llama", 1), attack(organism("llama", 1), tmp_path, bos=False)
     assert without.reference == both.reference and without.settings["bos"] is False
     assert both.contexts == ("BOS", "no BOS") and without.contexts == ("no BOS",)

@@ -57,7 +57,7 @@ def mistakes(truth: PlantedCircuit, found: Circuit) -> list[str]:
         return ["no sink was found"]
     first = found.sinks[0]
     main = first.step(MARK) or first.step(KEYS)
-    wrong: list[str] = []
+    wrong = []
     if main is None or set(main.chosen) - set(truth.also) != set(truth.marks) or main.needed_alone == truth.together:
         wrong.append(f"marks {main and main.chosen}, planted {truth.marks}")
     neurons, early = first.step(NEURONS), first.step(EARLY)
@@ -83,7 +83,7 @@ def mistakes(truth: PlantedCircuit, found: Circuit) -> list[str]:
 
 def untrue(truth: PlantedCircuit) -> list[str]:
     """Where the plain model differs from what is said to be planted in it."""
-    wrong: list[str] = []
+    wrong = []
     if lost(truth, truth.marks) < 0.6:
         wrong.append(f"{lost(truth, truth.marks):.2f} is lost without {truth.marks}")
     for part in truth.marks:
@@ -103,7 +103,7 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case no
 
 
 @pytest.mark.parametrize(("name", "family", "seed"), [*FAST, *SLOW])
-def test_what_is_planted_is_what_is_reported(name: str, family: str, seed: int, tmp_path: Path) -> None:
+def test_what_is_planted_is_what_is_reported(name, family, seed, tmp_path):
     """First the model is shown to be as planted, by writing into its weights; then the tool is asked."""
     truth = planted(name, family, seed)
     assert untrue(truth) == []
@@ -120,9 +120,9 @@ SLOWER = [pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt_oss", 1
 
 
 @pytest.mark.parametrize(("family", "seed"), [("llama", 3), *SLOWER])
-def test_an_ordinary_circuit_is_found_from_end_to_end(family: str, seed: int, tmp_path: Path) -> None:
+def test_an_ordinary_circuit_is_found_from_end_to_end(family, seed, tmp_path):
     o = organism(family, seed)
-    truth, options = o.truth, dict[str, Any]()
+    truth, options = o.truth, {}
     if family == "llama":
         options = {"token": o.tokenizer.decode([o.tokens_of(1)[0]]), "max_repeats": 120}
     found = traced(o, tmp_path, **options)
@@ -144,7 +144,7 @@ def test_an_ordinary_circuit_is_found_from_end_to_end(family: str, seed: int, tm
 
 
 @pytest.mark.parametrize("rule", ["and", "or"])
-def test_marks_of_two_layers_are_told_apart(rule: str, tmp_path: Path) -> None:
+def test_marks_of_two_layers_are_told_apart(rule, tmp_path):
     """If both are needed, each is needed alone; if either suffices, none is, and the smallest set has both."""
     o = hard(f"{rule}_marking", "llama", 2)
     step = step_of(traced(o, tmp_path), MARK)
@@ -156,7 +156,7 @@ def test_marks_of_two_layers_are_told_apart(rule: str, tmp_path: Path) -> None:
         assert necessity > 0.9 if rule == "and" else necessity < 0.7
 
 
-def test_heads_that_read_the_mark_and_not_the_spike(tmp_path: Path) -> None:
+def test_heads_that_read_the_mark_and_not_the_spike(tmp_path):
     o = hard("decoupled", "neox", 2)
     found = traced(o, tmp_path)
     assert set(step_of(found, NEURONS).chosen) == {neuron_name(*site) for one in o.truth.sets for site in one}
@@ -165,14 +165,14 @@ def test_heads_that_read_the_mark_and_not_the_spike(tmp_path: Path) -> None:
     assert readers is not None and set(readers.carried_by) <= set(heads) and not readers.by_spike
 
 
-def test_no_circuit_is_an_answer(tmp_path: Path) -> None:
+def test_no_circuit_is_an_answer(tmp_path):
     found = traced(organism("llama", 3, kind="none"), tmp_path)
     assert found.rows() == [] and found.sinks == ()
     assert found.conclusion().startswith("No circuit: no norm stands out, and too few heads attend to any one position")
     assert "no circuit" in str(found.figure().layout)
 
 
-def test_a_component_gives_a_position_what_it_gives_at_another() -> None:
+def test_a_component_gives_a_position_what_it_gives_at_another():
     """Necessity and sufficiency of the token embedding are those of a text with the other token."""
     o = organism("llama", 3)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 12)
@@ -240,7 +240,7 @@ def claims(text: str, parts: tuple[CircuitStep, ...]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**9))
-def test_no_sentence_claims_what_its_numbers_do_not_carry(seed: int) -> None:
+def test_no_sentence_claims_what_its_numbers_do_not_carry(seed):
     rng = np.random.default_rng(seed)
     first, later = any_sink(rng, "the first token '<s>'"), any_sink(rng, "'.'")
     found = Circuit(first_token="<s>", sinks=(first, later), learned_share=0.3, first_share=0.2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,7 @@ def read_of(result: Repeat) -> DistanceReading:
     seed=st.integers(0, 50),
     prefix=st.sampled_from(["some prefix:", "poem", "dust bites one another and you", "is is is"]),
 )
-def test_no_head_ever_exceeds_the_bound(family: str, seed: int, prefix: str) -> None:
+def test_no_head_ever_exceeds_the_bound(family, seed, prefix):
     found = reading_of(organism(family, seed), 40, prefix=prefix, tokens=["cat", "dog"])
     assert found.outside is None and found.holds and found.closest.max() <= 1
     assert (found.distance[0] <= found.bound + 1e-6).all()
@@ -57,7 +56,7 @@ def test_no_head_ever_exceeds_the_bound(family: str, seed: int, prefix: str) -> 
 
 
 @pytest.mark.parametrize("family", ["gemma2", "neox"])
-def test_bound_and_distance_by_hand(family: str) -> None:
+def test_bound_and_distance_by_hand(family):
     """Per head from the eager attention, the value projection and W_O; Lemma D.1's own sum over the prefix."""
     o, count = organism(family, 1), 60
     result = measured(o.model, o.tokenizer, count, prefix="poem book", tokens=["cat"])
@@ -90,8 +89,8 @@ def test_bound_and_distance_by_hand(family: str) -> None:
     assert (found.closest[0] <= 1.01 * closest.numpy() + 1e-4).all()  # 0 where a distance is lost in rounding
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_oss"])
-def test_one_pass_is_n_passes(family: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt2", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_one_pass_is_n_passes(family):
     o = organism(family, 2)
     result = measured(o.model, o.tokenizer, 33, tokens=["cat", "dog"], prefix="poem book")
     found = read_of(result)
@@ -117,20 +116,20 @@ def test_one_pass_is_n_passes(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_absolute_positions_are_outside_and_do_not_vanish(family: str) -> None:
+def test_absolute_positions_are_outside_and_do_not_vanish(family):
     found = tiny_reading(family, 400)
     assert found.outside is not None and "absolute positions" in found.outside and found.holds is None
     assert np.isnan(found.bound).all() and np.isnan(found.closest).all()
     assert found.distance[0, :, -1].min() > 0.05 * found.distance[0, :, 0].max()
 
 
-def test_outside_the_window_the_distance_is_zero() -> None:
+def test_outside_the_window_the_distance_is_zero():
     model, tokenizer = tiny_model("mistral")  # a window of 16
     result = measured(model, tokenizer, 40, tokens=["cat"])
     found = read_of(result)
     sweep = found.sweep
     assert found.outside is not None and "window of 16" in found.outside and np.isnan(found.bound).all()
-    assert ((found.distance[0, 0] < 1e-6) == (sweep.counts >= 16)).all()
+    assert ((found.distance[0, 0] < 1e-5 * found.alone[0, 0]) == (sweep.counts >= 16)).all()
     assert "no bound applies" in result.summary()
     # it is zero but for rounding, as float64 shows
     double, site = copy.deepcopy(model).double(), "blocks.0.hook_attn_out"
@@ -140,20 +139,20 @@ def test_outside_the_window_the_distance_is_zero() -> None:
     assert far[15:].max() < 1e-13 and far[14] > 1e-3
 
 
-def test_a_window_that_holds_everything_changes_nothing() -> None:
+def test_a_window_that_holds_everything_changes_nothing():
     assert tiny_reading("mistral", 61, ["cat"], sliding_window=64).holds  # BOS and two tokens stand before
     assert tiny_reading("mistral", 62, ["cat"], sliding_window=64).outside is not None
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]
     assert tiny_reading("gemma3_text", 40, ["cat"], layer_types=kinds).outside is None
 
 
-def test_learned_sinks_are_outside() -> None:
+def test_learned_sinks_are_outside():
     found = tiny_reading("gpt_oss", 500, ["cat"], sliding_window=2048)
     assert found.outside is not None and "learned sink" in found.outside
     assert found.distance[0, 0, -1] > 0.05 * found.alone[0, 0]  # repetition gives the weight back
 
 
-def test_the_distance_of_marked_tokens_falls_at_every_step() -> None:
+def test_the_distance_of_marked_tokens_falls_at_every_step():
     o = organism("llama", 3)
     # BOS alone: a marking head gives it odds / (odds + n), odds at most 80
     result = measured(o.model, o.tokenizer, 1300, prefix="", tokens=["dog", "bla"])
@@ -164,7 +163,7 @@ def test_the_distance_of_marked_tokens_falls_at_every_step() -> None:
     assert len(found.distance) == o.model.config.num_hidden_layers
 
 
-def test_the_papers_words_and_prefix_are_the_defaults() -> None:
+def test_the_papers_words_and_prefix_are_the_defaults():
     o = organism("llama", 3)
     result = measured(o.model, o.tokenizer, 5)
     assert read_of(result).sweep.tokens == ("cat", "dog", "the", "bla")
@@ -172,7 +171,7 @@ def test_the_papers_words_and_prefix_are_the_defaults() -> None:
     assert read_of(measured(copy.deepcopy(o.model).bfloat16(), o.tokenizer, 20)).holds
 
 
-def test_from_disk_only_the_first_layer_is_read(tmp_path: Path) -> None:
+def test_from_disk_only_the_first_layer_is_read(tmp_path):
     o = organism("gemma2", 4)
     folder = o.save(tmp_path / "m")
     first = read_of(repeat(str(folder), read="distance", max_repeats=30, tokens=["cat"], dtype="float32"))
@@ -193,7 +192,7 @@ class Adapted(nn.Module):
         return self.inner[0](x)
 
 
-def test_projections_without_a_weight_are_asked() -> None:
+def test_projections_without_a_weight_are_asked():
     model, tokenizer = tiny_model("phi")  # with a bias, which is no part of any head
     expected = output_weights(Target.of(model, tokenizer))
     model.model.layers[0].self_attn.dense = Adapted(model.model.layers[0].self_attn.dense)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
+from covering import every_nth
 from organisms import organism
+from torch.testing import assert_close
 
 from sinkscope.interventions import Ablate
 from sinkscope.models.open import open_stream
@@ -22,7 +23,7 @@ def _long_way(target: Target, ids: torch.Tensor, at: int = 0) -> tuple[torch.Ten
     """Norms `[text layer]` and received attention `[text layer head]` of plain passes, one per text."""
     norms, received = [], []
     for row in ids:
-        rows: list[torch.Tensor] = []
+        rows = []
         with attention_rows(target, lambda _l, _f, p, rows=rows: rows.append(p[0, :, at + 1 :, at].mean(-1))):
             found = trace(target.model, row[None], ["blocks.*.hook_resid_post"], "norm")
         norms.append(torch.stack([found[f"blocks.{i}.hook_resid_post"][0, at] for i in range(target.n_layers)]))
@@ -30,18 +31,18 @@ def _long_way(target: Target, ids: torch.Tensor, at: int = 0) -> tuple[torch.Ten
     return torch.stack(norms), torch.stack(received)
 
 
-def test_a_drop_is_the_mean_over_texts() -> None:
+def test_a_drop_is_the_mean_over_texts():
     norms = torch.tensor([[[5.0, 1.0], [8.0, 3.0]]])
     no_attention = torch.zeros(2, 0, 1)
     edited = Effects(
         norms, no_attention[None], intact_norms=torch.tensor([[10.0, 2], [10, 30]]), intact_attention=no_attention
     )
-    torch.testing.assert_close(edited.drops(0), torch.tensor([(0.5 + 0.2) / 2]))
-    torch.testing.assert_close(edited.drops(1), torch.tensor([(0.5 + 0.9) / 2]))
+    assert_close(edited.drops(0), torch.tensor([(0.5 + 0.2) / 2]))
+    assert_close(edited.drops(1), torch.tensor([(0.5 + 0.9) / 2]))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mixtral"])
-def test_silenced_neurons_equal_ablation_and_leave_the_intact_row_alone(family: str) -> None:
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "mixtral"])
+def test_silenced_neurons_equal_ablation_and_leave_the_intact_row_alone(family):
     o = organism(family, 5)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 12)
     edits = [Edit(zero=o.truth.neurons), Edit(), Edit(zero=o.truth.neurons[:1])]
@@ -49,52 +50,52 @@ def test_silenced_neurons_equal_ablation_and_leave_the_intact_row_alone(family: 
     for number, sites in ((0, o.truth.neurons), (2, o.truth.neurons[:1])):
         with Ablate(sites=sites).on(o.model):
             norms, received = _long_way(target, ids)
-        torch.testing.assert_close(edited.norms[number], norms, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(edited.attention[number], received, rtol=1e-4, atol=1e-5)
+        assert_close(edited.norms[number], norms, rtol=1e-4, atol=1e-4)
+        assert_close(edited.attention[number], received, rtol=1e-4, atol=1e-5)
     norms, received = _long_way(target, ids)
     for measured in (edited.intact_norms, edited.norms[1]):
-        torch.testing.assert_close(measured, norms, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(edited.intact_attention, received, rtol=1e-4, atol=1e-5)
+        assert_close(measured, norms, rtol=1e-4, atol=1e-4)
+    assert_close(edited.intact_attention, received, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "neox", "gpt_oss"])
-def test_a_swapped_token_embedding_is_another_token(family: str) -> None:
+def test_a_swapped_token_embedding_is_another_token(family):
     o = organism(family, 2)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)
     edited = effects(target, ids, [Edit(swap=(Component("token embedding"),))], source=4, attention=True)
     other = ids.clone()
     other[:, 0] = ids[:, 4]
     norms, received = _long_way(target, other)
-    torch.testing.assert_close(edited.norms[0], norms, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(edited.attention[0], received, rtol=1e-4, atol=1e-5)
+    assert_close(edited.norms[0], norms, rtol=1e-4, atol=1e-4)
+    assert_close(edited.attention[0], received, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2"])
-def test_all_heads_of_a_layer_are_its_attention(family: str) -> None:
+def test_all_heads_of_a_layer_are_its_attention(family):
     o = organism(family, 3)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 10)
     heads = Edit(swap=tuple(Component("head", 0, h) for h in range(target.n_heads)))
     whole = Edit(swap=(Component("attention", 0),))
     edited = effects(target, ids, [heads, whole, Edit(swap=(Component("head", 0, 0),))], attention=True)
-    torch.testing.assert_close(edited.norms[0], edited.norms[1], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(edited.attention[0], edited.attention[1], rtol=1e-4, atol=1e-5)
+    assert_close(edited.norms[0], edited.norms[1], rtol=1e-4, atol=1e-4)
+    assert_close(edited.attention[0], edited.attention[1], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(edited.norms[1], edited.intact_norms), "the swap did something"
 
 
-def test_position_embeddings_are_those_of_other_position_ids() -> None:
+def test_position_embeddings_are_those_of_other_position_ids():
     o = organism("gpt2", 1)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 9)
     edited = effects(target, ids, [Edit(swap=(Component("position embedding"),))], source=6)
     places = torch.tensor([[6, *range(1, 9)]])
-    norms: list[torch.Tensor] = []
+    norms = []
     with target.hooks(
         *((layer, "post", lambda _m, _a, _k, out: norms.append(out[0, 0].norm())) for layer in target.layers)
     ):
         target.base(input_ids=ids, position_ids=places, use_cache=False)
-    torch.testing.assert_close(edited.norms[0, 0], torch.stack(norms), rtol=1e-4, atol=1e-4)
+    assert_close(edited.norms[0, 0], torch.stack(norms), rtol=1e-4, atol=1e-4)
 
 
-def test_a_key_bias_taken_away_is_a_bias_of_zero() -> None:
+def test_a_key_bias_taken_away_is_a_bias_of_zero():
     o = organism("qwen2", 4)
     with torch.no_grad():  # a bias large enough to matter behind the rotation
         o.model.model.layers[1].self_attn.k_proj.bias.uniform_(-3, 3)
@@ -105,11 +106,11 @@ def test_a_key_bias_taken_away_is_a_bias_of_zero() -> None:
     with torch.no_grad():
         bare.model.layers[1].self_attn.k_proj.bias.zero_()
     received = _long_way(Target.of(bare, o.tokenizer), ids)[1]
-    torch.testing.assert_close(edited.attention[0], received, rtol=1e-4, atol=1e-5)
+    assert_close(edited.attention[0], received, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(edited.intact_attention, received, atol=1e-3)
 
 
-def test_batches_of_edits_give_what_one_batch_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_edits_give_what_one_batch_gives(monkeypatch):
     o = organism("llama", 6)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 8)
     edits = [Edit(zero=((layer, n),)) for layer in range(2) for n in range(5)]
@@ -118,16 +119,18 @@ def test_batches_of_edits_give_what_one_batch_gives(monkeypatch: pytest.MonkeyPa
         "sinkscope.sinks.first_token.effects.BATCH_ELEMENTS", 3 * 2 * 8 * max(target.d_mlp, target.d_model)
     )
     parts = effects(target, ids, edits, without=[0, 3], attention=True)
-    torch.testing.assert_close(whole.norms, parts.norms)
-    torch.testing.assert_close(whole.attention, parts.attention)
+    assert_close(whole.norms, parts.norms)
+    assert_close(whole.attention, parts.attention)
     assert (effects(target, ids, []).intact_norms > whole.intact_norms).all(), "dimensions were left out"
 
 
 @pytest.mark.parametrize(
     ("family", "streamed"),
-    [("gemma2", False), ("gpt2", False), ("neox", False), ("gpt_oss", False), ("llama", True), ("mixtral", True)],
+    every_nth(
+        [("gemma2", False), ("gpt2", False), ("llama", True), ("neox", False), ("gpt_oss", False), ("mixtral", True)], 2
+    ),
 )
-def test_rows_that_part_at_a_layer_give_what_whole_passes_give(family: str, streamed: bool, tmp_path: Path) -> None:
+def test_rows_that_part_at_a_layer_give_what_whole_passes_give(family, streamed, tmp_path):
     o = organism(family, 5)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 12)
     last = target.n_layers - 1
@@ -141,16 +144,14 @@ def test_rows_that_part_at_a_layer_give_what_whole_passes_give(family: str, stre
     for chosen, behind in ((edits, layer + 1), (edits[2:3], last), (edits[1:2], last)):
         parts = effects(target, ids, chosen, attention=True, behind=behind, entering=entering)
         numbers = [edits.index(edit) for edit in chosen]
-        torch.testing.assert_close(parts.norms, whole.norms[numbers], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(parts.intact_norms, whole.intact_norms, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(
-            parts.attention[..., behind:, :], whole.attention[numbers][..., behind:, :], rtol=1e-5, atol=1e-6
-        )
+        assert_close(parts.norms, whole.norms[numbers], rtol=1e-5, atol=1e-5)
+        assert_close(parts.intact_norms, whole.intact_norms, rtol=1e-5, atol=1e-5)
+        assert_close(parts.attention[..., behind:, :], whole.attention[numbers][..., behind:, :], rtol=1e-5, atol=1e-6)
     assert all("forward" not in layer.__dict__ for layer in target.layers), "skipping left something behind"
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mixtral"])
-def test_added_vectors_are_added_to_what_the_mlp_gives(family: str) -> None:
+def test_added_vectors_are_added_to_what_the_mlp_gives(family):
     o = organism(family, 5)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)
     vectors = 5 * torch.randn(2, target.d_model, generator=torch.Generator().manual_seed(0))
@@ -165,5 +166,5 @@ def test_added_vectors_are_added_to_what_the_mlp_gives(family: str) -> None:
     with Ablate(sites=o.truth.neurons).on(o.model):
         norms = _long_way(target, ids, 4)[0]
     hook.remove()
-    torch.testing.assert_close(edited.norms[1], norms, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(edited.norms[0], edited.intact_norms)
+    assert_close(edited.norms[1], norms, rtol=1e-4, atol=1e-4)
+    assert_close(edited.norms[0], edited.intact_norms)

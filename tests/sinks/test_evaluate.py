@@ -61,11 +61,11 @@ def loud(o: Organism) -> SinkPatch:
 
 
 def evaluated(o: Organism, folder: Path, patch: Any, **changes: Any) -> PatchEvaluation:
-    options: dict[str, Any] = {"text": text_of(o, folder), "pieces": 5, "length": 24, "batch_size": 3}
+    options = {"text": text_of(o, folder), "pieces": 5, "length": 24, "batch_size": 3}
     return evaluate_patch(o.model, patch, tokenizer=o.tokenizer, **(options | changes))
 
 
-def test_perplexity_row_against_separate_passes(tmp_path: Path) -> None:
+def test_perplexity_row_against_separate_passes(tmp_path):
     o = organism("llama", 2)
     patch = loud(o)
     patch.save(tmp_path / "patch.json")
@@ -86,7 +86,7 @@ def test_perplexity_row_against_separate_passes(tmp_path: Path) -> None:
     assert list(shown.error_y.array) == [row["two_errors"], random_row["two_errors"]]
 
 
-def test_perplexity_is_that_of_single_rows(tmp_path: Path) -> None:
+def test_perplexity_is_that_of_single_rows(tmp_path):
     o = organism("llama", 3)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(5, 20)
     edit = Ablate(layer=0, neurons=list(range(10)))
@@ -111,7 +111,7 @@ def test_perplexity_is_that_of_single_rows(tmp_path: Path) -> None:
     assert whole.errors[1] == pytest.approx(float(errors_of(losses_of)) * whole.perplexity[1], rel=1e-3)
 
 
-def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path: Path) -> None:
+def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path):
     o = organism("llama", 2)
     path = tmp_path / "text.txt"
     path.write_text("poem book " * 300 + "cat dog " * 200)  # 2,048 characters are 409 words
@@ -124,7 +124,7 @@ def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("family", "seed"), [("llama", 2), ("mixtral", 1)])
-def test_random_patch_is_as_many_others_of_the_same_place(family: str, seed: int, tmp_path: Path) -> None:
+def test_random_patch_is_as_many_others_of_the_same_place(family, seed, tmp_path):
     o = organism(family, seed)
     made = Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path), seed=1)
     patch = SinkPatch(sites=[*o.truth.neurons, (*o.truth.neurons[0][:-1], 0)])
@@ -145,14 +145,14 @@ def test_random_patch_is_as_many_others_of_the_same_place(family: str, seed: int
         ({"text": "short.txt"}, "give a longer --text"),
     ],
 )
-def test_bad_input(options: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input(options, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("poem book " * 150)
     with pytest.raises(SinkscopeError, match=says):
         evaluated(organism("llama", 2), tmp_path, **({"patch": SinkPatch(layer=1, neurons=[0])} | options))
 
 
-def test_without_the_harness_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_harness_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     for name in [n for n in sys.modules if n.startswith("lm_eval.")]:
         monkeypatch.delitem(sys.modules, name)
@@ -165,7 +165,7 @@ def test_without_the_harness_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_harness_under_the_patch_against_countingby_hand(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_harness_under_the_patch_against_countingby_hand(tmp_path, capfd):
     pytest.importorskip("lm_eval")
     o = organism("llama", 2)
     rng = random.Random(3)

@@ -13,6 +13,7 @@ import torch
 from organisms import FAMILIES, KINDS, Organism, organism
 from organisms.plan import LEAST_LAYERS
 from torch import Tensor
+from torch.testing import assert_close
 
 from sinkscope.interventions import Ablate
 from sinkscope.models.open import open_stream
@@ -30,7 +31,7 @@ WITH_SINK = tuple(kind for kind in KINDS if kind not in ("none", "massive_dim"))
 
 
 @pytest.fixture(autouse=True)
-def _few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def _few_texts(monkeypatch):
     monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 8)  # the rate has its own tests
 
 
@@ -57,7 +58,7 @@ def check_random_organisms(folder: Path, count: int, *, shallow: bool) -> None:
     """Every kind with a sink as often; `shallow`: with the fewest layers that its kind needs, or one more."""
     seed = secrets.randbits(32)
     rng = random.Random(seed)
-    mistakes: list[str] = []
+    mistakes = []
     for number in range(count):
         kind = WITH_SINK[(seed + number) % len(WITH_SINK)]
         family = rng.choice([name for name, family in FAMILIES.items() if kind in family.kinds])
@@ -68,12 +69,12 @@ def check_random_organisms(folder: Path, count: int, *, shallow: bool) -> None:
     assert not wrong, f"seed {seed}: {len(wrong)} of {count} wrong:\n" + "\n".join(wrong)
 
 
-def test_recovers_random_organisms_of_every_kind(tmp_path: Path) -> None:
+def test_recovers_random_organisms_of_every_kind(tmp_path):
     check_random_organisms(tmp_path, len(WITH_SINK), shallow=True)
 
 
 @pytest.mark.slow
-def test_recovers_hundreds_of_random_organisms(tmp_path: Path) -> None:
+def test_recovers_hundreds_of_random_organisms(tmp_path):
     check_random_organisms(tmp_path, 200, shallow=False)
 
 
@@ -82,7 +83,7 @@ def everywhere(ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", "gate"), ("gemma2", "sink"), ("mixtral", "sink")])
-def test_same_layer_ablation_equals_a_real_ablated_pass(family: str, kind: str) -> None:
+def test_same_layer_ablation_equals_a_real_ablated_pass(family, kind):
     """`norm_without` takes columns away; Ablate zeroes activations in a forward pass. Also for random neurons."""
     o = organism(family, 3, kind=kind)
     target, layer, ids = Target.of(o.model, o.tokenizer), o.truth.sink_layer, o.natural(2, 12)
@@ -96,23 +97,23 @@ def test_same_layer_ablation_equals_a_real_ablated_pass(family: str, kind: str) 
         with Ablate(sites=sites[:count]).on(o.model):
             norm = trace(o.model, ids, [site], "norm")[site]
         fast = norm_without(target, view, sets, columns(target, layer, sets[0])[None])[0]
-        torch.testing.assert_close(fast, norm.flatten(), rtol=1e-4, atol=1e-4)
+        assert_close(fast, norm.flatten(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
-def test_contribution_is_post_times_column(family: str) -> None:
+def test_contribution_is_post_times_column(family):
     o = organism(family, 1)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 6)
     view = view_layer(target, 1, ids, everywhere(ids))
     every = columns(target, 1, torch.arange(view.post.shape[1]))
     written = (view.post[:, :, None] * every).norm(dim=-1)
-    torch.testing.assert_close(contribution_norms(target, view), written, rtol=1e-4, atol=1e-5)
+    assert_close(contribution_norms(target, view), written, rtol=1e-4, atol=1e-5)
     bias = None if target.is_mixture(1) else getattr(target.sub(1, target.adapter.down), "bias", None)
     whole = view.post @ every + (0 if bias is None else bias)
-    torch.testing.assert_close(whole, view.mlp, rtol=1e-4, atol=1e-4)  # the parts are the MLP's output
+    assert_close(whole, view.mlp, rtol=1e-4, atol=1e-4)  # the parts are the MLP's output
 
 
-def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median() -> None:
+def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median():
     """BOS's neighbour is a sink at its first occurrence: a median of 1 and 90 would say that 45 repetitions do it."""
     o = organism("llama", 2)
     expected, bos = o.truth.repeats_expected or 0, o.tokenizer.bos_token_id
@@ -120,7 +121,7 @@ def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median() -> 
     with torch.no_grad():
         o.model.get_input_embeddings().weight[twin] = o.model.get_input_embeddings().weight[bos]
     words = [o.tokenizer.decode([token]) for token in (twin, grouped, free)]
-    options: dict[str, Any] = {"tokenizer": o.tokenizer, "max_repeats": 2 * expected}
+    options = {"tokenizer": o.tokenizer, "max_repeats": 2 * expected}
     result = find_sinks(o.model, tokens=words, **options)
     repeats, text = result.repeats, result.text()
     assert [token.repeats == 1 for token in repeats.tokens] == [True, False, False]
@@ -133,7 +134,7 @@ def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median() -> 
     assert "No repeated token" not in alone.text() and "A repeated token reaches" not in alone.text()
 
 
-def test_repeats_are_those_of_one_long_pass() -> None:
+def test_repeats_are_those_of_one_long_pass():
     """Doubling must give what a single pass of full length shows, and tokens in no group must stay unreached."""
     o = organism("llama", 5)
     target, layer, expected = Target.of(o.model, o.tokenizer), o.truth.sink_layer, o.truth.repeats_expected
@@ -149,7 +150,7 @@ def test_repeats_are_those_of_one_long_pass() -> None:
     assert repeated.view is not None and len(repeated.view.resid) == 1
 
 
-def test_the_scan_stops_where_the_norm_stays_flat() -> None:
+def test_the_scan_stops_where_the_norm_stays_flat():
     o = organism("llama", 0, n_layers=8)
     target, ids, layer = Target.of(o.model, o.tokenizer), o.natural(), o.truth.sink_layer
     assert layer is not None
@@ -166,14 +167,14 @@ def reading(first: float, written: float = 0.0, typically_written: float = 0.0, 
     return LayerReading(norms, norms, [], first * spike, mlp_norms, mlp_raw, written * spike, sample)
 
 
-def test_a_stage_writes_far_more_along_the_spike_than_on_typical_text() -> None:
+def test_a_stage_writes_far_more_along_the_spike_than_on_typical_text():
     """Layers 2 and 3 write a tenth of the spike's size; layer 2 writes half of that on typical text, too."""
     layers = [reading(2.0), reading(50.0, 50.0), reading(50.0, 5.0, 2.5), reading(50.0, 5.0, 0.5)]
     scan = LayerScan(4, layers)
     assert scan.stages == [1, 3] and scan.sink_layer == 1
 
 
-def test_notebook_rule_needs_all_layers_and_six_of_them() -> None:
+def test_notebook_rule_needs_all_layers_and_six_of_them():
     layers = [reading(1.0, mlp_raw=100.0 if layer == 1 else 1.0) for layer in range(6)]
     assert LayerScan(5, layers[:5]).notebook_layer is None  # five values have z-scores of at most 1.79, see the rule
     assert LayerScan(6, layers).notebook_layer == 1
@@ -181,7 +182,7 @@ def test_notebook_rule_needs_all_layers_and_six_of_them() -> None:
 
 
 @pytest.mark.parametrize("needed", [{3}, {2, 5}, {0, 4, 9}, set(range(12)), {1, 40}])
-def test_the_smallest_set_is_found(needed: set[int]) -> None:
+def test_the_smallest_set_is_found(needed):
     """Of 12 candidates every pair is tried; of 50, and for larger sets, prefixes are cut down to what is needed."""
     candidates = range(50 if 40 in needed else 12)
 
@@ -193,9 +194,9 @@ def test_the_smallest_set_is_found(needed: set[int]) -> None:
     assert smallest_set(candidates[:1], remove) is None
 
 
-def test_a_neuron_that_attention_alone_needs_joins_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_neuron_that_attention_alone_needs_joins_the_set(tmp_path, monkeypatch):
     o = organism("llama", 1)
-    needed = set[tuple[int, ...]]()
+    needed = set()
 
     def attention_needs_two(target: Target, trials: list[Trial]) -> list[Effects]:
         answers = side_by_side(target, trials)
@@ -214,7 +215,7 @@ def test_a_neuron_that_attention_alone_needs_joins_the_set(tmp_path: Path, monke
     assert minimal is not None and len(needed) == 2 and {*minimal.edit_sites} == needed
 
 
-def test_a_deep_sink_is_found_in_three_walks_through_a_streamed_model(tmp_path: Path) -> None:
+def test_a_deep_sink_is_found_in_three_walks_through_a_streamed_model(tmp_path):
     """One walk scans, two repeat, two search from the sink layer on; only the sink layer is looked at more often."""
     o = organism("llama", 2, kind="gate", n_layers=12)
     live = find_in(o, tmp_path)
@@ -231,7 +232,7 @@ def test_a_deep_sink_is_found_in_three_walks_through_a_streamed_model(tmp_path: 
         assert one.heads_lost == other.heads_lost == 1
 
 
-def test_a_model_without_a_sink_has_none(tmp_path: Path) -> None:
+def test_a_model_without_a_sink_has_none(tmp_path):
     none = find_in(organism("llama", 0, kind="none"), tmp_path)
     assert none.sink_layer is None and none.neurons == () and none.set_drop is None and none.repeats.tokens == ()
     assert "Neither a norm spike nor an attention sink" in str(none)

@@ -6,8 +6,6 @@ import random
 import re
 import secrets
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +18,17 @@ from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
 CASES = [(name, family) for name, families in HARD.items() for family in families]
 # Of each kind one family, so that every family has its turn; the others, and other seeds, are slow. So are kinds that
-# differ little from one beside them, or that another test of the default run finds.
-LATER = {"small_stages", "double_backup", "or_marking", "delimiter_shared", "moe_shared", "moe_both", "two_rises"}
+# differ little from one beside them, or that another test of the default run finds (`backup_next` below).
+LATER = {
+    "small_stages",
+    "double_backup",
+    "or_marking",
+    "delimiter_shared",
+    "moe_shared",
+    "moe_both",
+    "two_rises",
+    "backup_next",
+}
 LARGE = dict.fromkeys(("many_neurons", "gradual", "many_decoys"), "neox")  # the family whose layers are the fastest
 FAST = [
     (name, LARGE.get(name, families[k % len(families)]))
@@ -77,7 +84,7 @@ def mistakes(h: HardModel, result: FindSinks) -> list[str]:
 
 def unproven(h: HardModel, result: FindSinks) -> list[str]:
     """Numbers that are no proof of what is said."""
-    truth, wrong, minimal = h.truth, list[str](), result.minimal
+    truth, wrong, minimal = h.truth, [], result.minimal
     if minimal is not None:
         drops = [minimal.drop_sink_layer, minimal.drop_last_layer]
         if truth.sink and truth.carried_by == "spike":
@@ -116,7 +123,7 @@ def misleading(h: HardModel, result: FindSinks) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "family"), FAST)
-def test_says_what_is_so(name: str, family: str) -> None:
+def test_says_what_is_so(name, family):
     """Of the seeds, the one with the fewest layers."""
     h = hard(name, family, min(SEEDS, key=lambda seed: depth(name, family, seed)))
     assert not (wrong := mistakes(h, look(h))), "\n".join([h.truth.note, *wrong])
@@ -124,12 +131,12 @@ def test_says_what_is_so(name: str, family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "family"), CASES)
-def test_says_what_is_so_of_more_seeds(name: str, family: str) -> None:
+def test_says_what_is_so_of_more_seeds(name, family):
     wrong = [f"seed {seed}: {m}" for seed in SEEDS for h in [hard(name, family, seed)] for m in mistakes(h, look(h))]
     assert not wrong, "\n".join(wrong)
 
 
-def test_streamed_layers_are_read_until_attention_agrees(tmp_path: Path) -> None:
+def test_streamed_layers_are_read_until_attention_agrees(tmp_path):
     """Layers 1 and 2 of 28 or more make a norm that stands out and stays flat for a third of the model."""
     h = hard("small_stages", "gpt2", 1)
     h.model.save_pretrained(tmp_path / "model")
@@ -146,14 +153,14 @@ def test_streamed_layers_are_read_until_attention_agrees(tmp_path: Path) -> None
         pytest.param("learned_logits", "gpt_oss", bridge_of, marks=pytest.mark.slow),
     ],
 )
-def test_other_kinds_of_model(name: str, family: str, kind: Callable[[Any, Any], Any]) -> None:
+def test_other_kinds_of_model(name, family, kind):
     h = hard(name, family, 1)
     result = find_in(kind(h.model, h.tokenizer), h.tokenizer, h.text())
     assert not (wrong := mistakes(h, result)), "\n".join(wrong)
 
 
 @pytest.mark.parametrize(("name", "family"), [("bos_only", "neox"), ("token_embedding", "gpt2")])
-def test_without_bos(name: str, family: str) -> None:
+def test_without_bos(name, family):
     """Texts that begin with a word: nothing where only BOS is marked."""
     h = hard(name, family, 1)
     result = look(h, bos=False)
@@ -162,7 +169,7 @@ def test_without_bos(name: str, family: str) -> None:
     assert result.conclusion().startswith("Neither a norm spike nor an attention sink")
 
 
-def test_a_sink_at_another_position_than_the_first() -> None:
+def test_a_sink_at_another_position_than_the_first():
     """The embeddings of positions 0 and 1 change places, so heads attend to position 1, whatever stands there."""
     h = hard("position", "gpt2", 0)
     with torch.no_grad():
@@ -191,7 +198,7 @@ def attended(o: Organism) -> int:
 def nothing_in(count: int, layers: tuple[int, ...]) -> None:
     """Of models with as many layers as one of these numbers."""
     seed = secrets.randbits(32)
-    rng, wrong, chance = random.Random(seed), list[str](), 0
+    rng, wrong, chance = random.Random(seed), [], 0
     for _ in range(count):
         family, kind, bos = rng.choice(list(FAMILIES)), rng.choice(["none", "massive_dim"]), rng.random() < 0.5
         number = rng.getrandbits(30)
@@ -207,10 +214,10 @@ def nothing_in(count: int, layers: tuple[int, ...]) -> None:
     assert not wrong and chance < 0.1 * count + 2, f"seed {seed}: {chance} by chance\n" + "\n".join(wrong)
 
 
-def test_four_ordinary_models_have_neither() -> None:
+def test_four_ordinary_models_have_neither():
     nothing_in(4, (4, 5))
 
 
 @pytest.mark.slow
-def test_a_hundred_ordinary_models_have_neither() -> None:
+def test_a_hundred_ordinary_models_have_neither():
     nothing_in(100, (4, 5, 6, 7, 8))

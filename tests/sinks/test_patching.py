@@ -42,7 +42,7 @@ def text_of(o: Organism, folder: Path, count: int = 1000) -> Path:
 
 def made_of(o: Organism, folder: Path, **changes: Any) -> PatchMade:
     most = 2 * (o.truth.repeats_expected or 50)
-    options: dict[str, Any] = {"max_repeats": most, "words": 3, "pieces": 6, "length": 48, "text": text_of(o, folder)}
+    options = {"max_repeats": most, "words": 3, "pieces": 6, "length": 48, "text": text_of(o, folder)}
     return make_patch(o.model, tokenizer=o.tokenizer, **(options | changes))
 
 
@@ -59,7 +59,7 @@ def made_once(family: str, seed: int, kind: str = "sink") -> tuple[Organism, Pat
 
 
 @pytest.fixture(autouse=True)
-def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_texts(monkeypatch):
     """The sink rate that `find_sinks` reports as well plays no part here."""
     monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 4)
 
@@ -72,7 +72,7 @@ def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("gemma2", "spread", 12, marks=pytest.mark.slow),
     ],
 )
-def test_patch_is_the_planted_neurons(family: str, kind: str, seed: int) -> None:
+def test_patch_is_the_planted_neurons(family, kind, seed):
     o, made = made_once(family, seed, kind)
     proof = proof_of(made)
     assert (made.verdict, set(made.sites)) == ("made", set(o.truth.neurons))
@@ -83,7 +83,7 @@ def test_patch_is_the_planted_neurons(family: str, kind: str, seed: int) -> None
     assert proof.repaired == [0, len(proof.words), 0]
 
 
-def test_the_proof_is_what_the_saved_patch_does(tmp_path: Path) -> None:
+def test_the_proof_is_what_the_saved_patch_does(tmp_path):
     """Norms and attention by `trace` under the loaded patch: the second way to the numbers of the table."""
     o, made = made_once("llama", 5)
     proof = proof_of(made)
@@ -92,7 +92,7 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path: Path) -> None:
     later = int(proof.layers[1])
     norm, pattern = f"blocks.{proof.layers[0]}.hook_resid_post", f"blocks.{later}.attn.hook_pattern"
     for condition, edit in enumerate((None, patch)):
-        attention: list[torch.Tensor] = []
+        attention = []
         for number, word in enumerate(proof.words):
             ids = o.repeated(proof.repeats, o.tokenizer(word, add_special_tokens=False)["input_ids"][0])
             with nullcontext() if edit is None else edit.on(o.model):
@@ -104,7 +104,7 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path: Path) -> None:
     assert abs(proof.perplexity[1] / proof.perplexity[0] - 1) < 1e-3
 
 
-def test_harmful_patch_is_refused(tmp_path: Path) -> None:
+def test_harmful_patch_is_refused(tmp_path):
     """The sink neuron also carries what the model says about ordinary text: its own samples become less likely."""
     o = new_organism("llama", 10, kind="up")  # to be changed
     [(layer, neuron)] = o.truth.neurons
@@ -145,7 +145,7 @@ def samples_of(o: Organism, rows: int, length: int) -> str:
     return " ".join(o.tokenizer.decode(row[1:]) for row in ids)
 
 
-def test_no_sink_and_no_repeats_are_answers(tmp_path: Path) -> None:
+def test_no_sink_and_no_repeats_are_answers(tmp_path):
     none = made_of(organism("llama", 0, kind="none"), tmp_path)
     position = made_of(organism("gpt2", 1), tmp_path, max_repeats=100)  # marked by its position
     assert (none.verdict, position.verdict) == ("no-sink", "no-repeats")
@@ -158,11 +158,11 @@ def test_no_sink_and_no_repeats_are_answers(tmp_path: Path) -> None:
 def backup_made(folder: Path) -> tuple[HardModel, PatchMade]:
     h = planted(*BACKUP)
     (folder / "text.txt").write_text(h.text(120))
-    options: dict[str, Any] = {"max_repeats": 600, "words": 2, "pieces": 4, "length": 32}
+    options = {"max_repeats": 600, "words": 2, "pieces": 4, "length": 32}
     return h, make_patch(h.model, tokenizer=h.tokenizer, text=folder / "text.txt", **options)
 
 
-def test_a_backup_neuron_is_patched_too(tmp_path: Path) -> None:
+def test_a_backup_neuron_is_patched_too(tmp_path):
     """Held still, the sink neuron alone is replaced by another in a later layer: the patch needs both."""
     h, made = backup_made(tmp_path)
     proof = proof_of(made)
@@ -185,7 +185,7 @@ def without(sites: set[Any]) -> Callable[..., SinkPatch]:
     return partial
 
 
-def test_a_sink_that_returns_is_not_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_that_returns_is_not_repaired(tmp_path, monkeypatch):
     """Without the backup the norm is typical in the sink's layer and high after the backup's."""
     backup = planted(*BACKUP).truth.backup
     monkeypatch.setattr(patching.SinkPatch, "from_result", without(set(backup)))
@@ -197,7 +197,7 @@ def test_a_sink_that_returns_is_not_repaired(tmp_path: Path, monkeypatch: pytest
         _ = made.patch
 
 
-def test_attention_that_does_not_come_back_is_not_repaired() -> None:
+def test_attention_that_does_not_come_back_is_not_repaired():
     """Heads that read the mark, not the spike, stay with the repeated tokens, whose norm is typical again."""
     _, made = made_once("llama", 5)
     proof = proof_of(made)
@@ -210,12 +210,12 @@ def test_attention_that_does_not_come_back_is_not_repaired() -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_make_then_eval(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_make_then_eval(here, capsys):
     o = organism("llama", 2)
     o.save("model")
     text_of(o, here)
@@ -235,7 +235,7 @@ def test_make_then_eval(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluated["result"]["neurons"] == [list(site) for site in o.truth.neurons]
 
 
-def test_a_patch_of_another_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_patch_of_another_model(here, capsys):
     """Of another name it is told, of another shape refused, before anything is measured."""
     o = organism("llama", 2)
     o.save("model")
@@ -253,9 +253,7 @@ def test_a_patch_of_another_model(here: Path, capsys: pytest.CaptureFixture[str]
     assert "was made for bundled, whose n_layers is 99, and that of model is" in err
 
 
-def test_refusal_is_an_error_and_no_sink_is_not(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusal_is_an_error_and_no_sink_is_not(here, capsys, monkeypatch):
     organism("llama", 0, kind="none").save("none")
     assert main("patch make --model none --out p.json --json made.json".split()) == 0
     out, err = capsys.readouterr()

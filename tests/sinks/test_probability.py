@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,7 @@ def repeated_word() -> int:
 
 def measured(**changes: Any) -> Repeat:
     o = repeater()
-    options: dict[str, Any] = {
+    options = {
         "read": "probability",
         "tokens": [o.tokenizer.decode([repeated_word()])],
         "prefix": PREFIX,
@@ -67,8 +66,8 @@ def read_of(result: Repeat) -> ProbabilityReading:
     return result.reading
 
 
-@pytest.mark.parametrize("prefix", ["", PREFIX])
-def test_it_repeats_until_the_sink_and_for_ever_with_the_patch(prefix: str) -> None:
+@pytest.mark.parametrize("prefix", [pytest.param("", marks=pytest.mark.slow), PREFIX])
+def test_it_repeats_until_the_sink_and_for_ever_with_the_patch(prefix):
     o, found = repeater(), plain(prefix)
     assert set(found.neurons) == set(o.truth.neurons) and found.conditions == ("intact", "patched")
     expected = o.truth.repeats_expected or 0
@@ -84,7 +83,7 @@ def test_it_repeats_until_the_sink_and_for_ever_with_the_patch(prefix: str) -> N
         assert (answer.follows == "") == (answer.kept == answer.tokens)
 
 
-def test_curve_against_a_pass_of_its_own() -> None:
+def test_curve_against_a_pass_of_its_own():
     o, word = repeater(), repeated_word()
     target = Target.of(o.model, o.tokenizer)
     head = o.tokenizer(PREFIX)["input_ids"]
@@ -107,7 +106,7 @@ def test_curve_against_a_pass_of_its_own() -> None:
     assert plain().probability[0, 0] == pytest.approx(p[plain().sweep.counts - 1].numpy(), rel=1e-5)
 
 
-def test_greedy_is_the_likeliest_token_step_by_step() -> None:
+def test_greedy_is_the_likeliest_token_step_by_step():
     o = repeater()
     target = Target.of(o.model, o.tokenizer)
     rows = o.natural(2, 9)
@@ -121,16 +120,16 @@ def test_greedy_is_the_likeliest_token_step_by_step() -> None:
         assert len(answer) == 6 or answer[-1] == o.tokenizer.eos_token_id
 
 
-def test_a_model_without_a_sink_is_measured_without_a_patch() -> None:
+def test_a_model_without_a_sink_is_measured_without_a_patch():
     o = organism("llama", 0, kind="none")
-    options: dict[str, Any] = {"max_repeats": 20, "answer_after": [3], "new_tokens": 3}
+    options = {"max_repeats": 20, "answer_after": [3], "new_tokens": 3}
     result = repeat(o.model, tokenizer=o.tokenizer, read="probability", **options)
     assert read_of(result).conditions == ("intact",)
     assert "no causal sink neuron" in result.summary()
     assert result.figure() is not None
 
 
-def test_a_patch_that_is_given_is_used(tmp_path: Path) -> None:
+def test_a_patch_that_is_given_is_used(tmp_path):
     SinkPatch(layer=1, neurons=[5], value=0.0).save(tmp_path / "p.json")
     result = measured(patch=tmp_path / "p.json", answer_after=[5], max_repeats=250, prefix="")
     found = read_of(result)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +70,7 @@ def attending(model: Any, ids: Tensor, least: float) -> int:
 
 
 @pytest.mark.parametrize(("model_type", "way"), CASES)
-def test_no_verdict_is_false(model_type: str, way: str, tmp_path: Path) -> None:
+def test_no_verdict_is_false(model_type, way, tmp_path):
     model, tokenizer = made(model_type, way)
     ids = chain(model.config.vocab_size, 24, 64, 1000)
     ids[:, 0] = tokenizer.bos_token_id

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
 from conclusion_kit import check_size
 from hypothesis import given, settings
@@ -77,7 +76,7 @@ def repeats_of(counts: list[int | None], middle: float | None) -> RepeatsNeeded:
 @st.composite
 def results(draw: st.DrawFn) -> FindSinks:
     spike = draw(st.none() | SPIKES)
-    sets = list[CausalSet]()
+    sets = []
     if spike is not None and 0 in spike.positions:
         sets = draw(st.lists(SETS, max_size=1))
         if sets and draw(st.booleans()):
@@ -89,7 +88,7 @@ def results(draw: st.DrawFn) -> FindSinks:
         later = [draw(LATER)]
     counts = draw(st.lists(st.none() | st.integers(1, 900), max_size=5))
     above_one = [count for count in counts if count is not None and count > 1]
-    changes: dict[str, Any] = {
+    changes = {
         "norm_spike": spike,
         "attention_sink": draw(st.none() | ATTENTION),
         "causal_sets": tuple(sets),
@@ -107,7 +106,7 @@ def results(draw: st.DrawFn) -> FindSinks:
 def written(value: object) -> set[str]:
     """Every form in which a sentence may write the numbers of a result, of its strings, and how many there are."""
     if isinstance(value, dict):
-        return set[str]().union(*map(written, value.values()))
+        return set().union(*map(written, value.values()))
     if isinstance(value, list | tuple):
         return {str(len(value))}.union(*map(written, value))
     if isinstance(value, str):
@@ -138,7 +137,7 @@ def allowed(result: FindSinks) -> set[str]:
 
 @settings(max_examples=60, deadline=None)
 @given(results())
-def test_every_number_and_every_name_stands_in_the_evidence_and_grammar_agrees(result: FindSinks) -> None:
+def test_every_number_and_every_name_stands_in_the_evidence_and_grammar_agrees(result):
     text = " ".join([result.conclusion(), *result.details()])
     assert not re.search(r"(?<![\w.,])1 (tokens|repetitions|layers|neurons|texts|heads)\b", text), text
     assert not re.search(r"\band [^ ,]+ (is a backup|makes|amplifies)\b", text), text

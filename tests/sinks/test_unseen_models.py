@@ -115,7 +115,7 @@ def mistakes(u: UnseenModel, result: FindSinks) -> list[str]:
     """Everything in which the result differs from what was planted."""
     truth, beyond, spike, sink = u.hard.truth, u.beyond, result.norm_spike, result.attention_sink
     assert sink is not None, result.conclusion()
-    tokens = {u.hard.tokenizer.decode([token]) for token in truth.later} if 0 not in truth.later else set[str]()
+    tokens = {u.hard.tokenizer.decode([token]) for token in truth.later} if 0 not in truth.later else set()
     positions = {place.position for place in sink.positions if not place.token or place.position == 0}
     attended = {place.token for place in sink.positions if place.position and place.token}
     sites = {frozenset(later.set.edit_sites) for later in result.later_sinks if later.set is not None}
@@ -166,7 +166,7 @@ def misleading(u: UnseenModel, result: FindSinks) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "family"), FAST)
-def test_says_what_is_so(name: str, family: str) -> None:
+def test_says_what_is_so(name, family):
     u = unseen(name, family)
     check_planted(u)
     assert not (wrong := mistakes(u, look(u))), "\n".join([u.hard.truth.note, *wrong])
@@ -174,8 +174,8 @@ def test_says_what_is_so(name: str, family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "family"), CASES)
-def test_says_what_is_so_of_every_family(name: str, family: str) -> None:
-    wrong: list[str] = []
+def test_says_what_is_so_of_every_family(name, family):
+    wrong = []
     for seed in range(2):
         u = unseen(name, family, seed)
         check_planted(u)
@@ -187,7 +187,7 @@ def test_says_what_is_so_of_every_family(name: str, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family: str) -> None:
+def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family):
     u = unseen("reads_the_mark", family)
     with text_of(u) as options:
         results = [
@@ -205,7 +205,7 @@ def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family: str) -
 
 
 @pytest.mark.slow
-def test_circuit_says_of_a_spike_without_neurons_and_of_a_second_way_what_is_so() -> None:
+def test_circuit_says_of_a_spike_without_neurons_and_of_a_second_way_what_is_so():
     u = unseen("embedded_delimiter", "qwen3")
     with text_of(u) as options:
         found = circuit(u.hard.model, max_repeats=4, **options)
@@ -223,7 +223,7 @@ def test_circuit_says_of_a_spike_without_neurons_and_of_a_second_way_what_is_so(
 @pytest.mark.parametrize(
     ("name", "family"), [("other_neurons", "llama"), pytest.param("other_layer", "neox", marks=pytest.mark.slow)]
 )
-def test_repetition_through_other_neurons_is_said_and_patched(name: str, family: str) -> None:
+def test_repetition_through_other_neurons_is_said_and_patched(name, family):
     u = unseen(name, family)
     check_planted(u)
     result = look(u)
@@ -239,7 +239,7 @@ def test_repetition_through_other_neurons_is_said_and_patched(name: str, family:
         assert norms(u.hard.model, row)[-1, 0, -1] < intact / 4
 
 
-def test_a_patch_without_the_neurons_of_repetition_is_refused() -> None:
+def test_a_patch_without_the_neurons_of_repetition_is_refused():
     u = unseen("other_neurons", "llama")
     result = look(u)
     assert result.repetition is not None
@@ -248,7 +248,7 @@ def test_a_patch_without_the_neurons_of_repetition_is_refused() -> None:
         SinkPatch.from_result(unknown)
 
 
-def test_repeat_zeroes_the_set_that_find_sinks_names() -> None:
+def test_repeat_zeroes_the_set_that_find_sinks_names():
     """Two neurons that stand in for each other: neither is causal alone, and every line is about both."""
     h = hard("redundant_pair", "llama", 0)
     u = UnseenModel(h, unseen("reads_the_mark", "llama").beyond)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from covering import every_nth
 from organisms.tiny import MODEL_TYPES, tiny_model
+from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.models.target import Target
@@ -16,7 +17,7 @@ from sinkscope.trace.attention import attention_rows
 
 
 def _rows(target: Target, ids: torch.Tensor, mask: torch.Tensor | None, chunk: int) -> dict[int, torch.Tensor]:
-    got: dict[int, list[torch.Tensor]] = {}
+    got = {}
     with attention_rows(
         target, lambda layer, _first, rows: got.setdefault(layer, []).append(rows), rows_per_chunk=chunk
     ):
@@ -32,8 +33,8 @@ def _reference(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch
     return eager(ids, attention_mask=mask, output_attentions=True).attentions
 
 
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 2, 1))
-def test_rows_equal_the_models_own_on_a_left_padded_batch(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4, 2))
+def test_rows_equal_the_models_own_on_a_left_padded_batch(model_type):
     model, tokenizer = tiny_model(model_type)
     ids = torch.randint(3, 90, (2, 37), generator=torch.Generator().manual_seed(1))  # longer than the windows of 16
     mask = torch.ones_like(ids)
@@ -45,17 +46,17 @@ def test_rows_equal_the_models_own_on_a_left_padded_batch(model_type: str) -> No
     reference = _reference(model, ids, mask)
     assert sorted(rows) == list(range(target.n_layers))
     for layer, own in enumerate(reference):
-        torch.testing.assert_close(rows[layer][:, :, 5:], own[:, :, 5:], atol=2e-6, rtol=0)
+        assert_close(rows[layer][:, :, 5:], own[:, :, 5:], atol=2e-6, rtol=0)
         assert (rows[layer][0, :, 5:, :5] == 0).all()  # padding is never attended to
     assert model.config._attn_implementation == before
-    torch.testing.assert_close(target.forward(ids, mask).last_hidden_state, plain, atol=0, rtol=0)
+    assert_close(target.forward(ids, mask).last_hidden_state, plain, atol=0, rtol=0)
 
 
-def test_chunks_and_layers() -> None:
+def test_chunks_and_layers():
     model, tokenizer = tiny_model("qwen2")
     target = Target.of(model, tokenizer)
     ids = torch.randint(3, 90, (1, 20), generator=torch.Generator().manual_seed(1))
-    seen: list[tuple[int, int, int]] = []
+    seen = []
     with attention_rows(
         target, lambda i, first, rows: seen.append((i, first, rows.shape[2])), layers=[1], rows_per_chunk=8
     ):
@@ -63,7 +64,7 @@ def test_chunks_and_layers() -> None:
     assert seen == [(1, 0, 8), (1, 8, 8), (1, 16, 4)]
 
 
-def test_an_exception_inside_restores_the_implementation() -> None:
+def test_an_exception_inside_restores_the_implementation():
     model, tokenizer = tiny_model("llama")
     target = Target.of(model, tokenizer)
     before = model.config._attn_implementation
@@ -77,7 +78,7 @@ def test_an_exception_inside_restores_the_implementation() -> None:
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
 
-def test_a_soft_cap_that_sdpa_drops_is_said() -> None:
+def test_a_soft_cap_that_sdpa_drops_is_said():
     model, _ = tiny_model("gemma2", attn_logit_softcapping=0.3)
     model.config._attn_implementation = "sdpa"
     with pytest.warns(SinkscopeWarning, match="soft cap of 0.3"):

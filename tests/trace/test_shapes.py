@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def shape_mask(first: int, local: int, rows: int, mask: Tensor) -> Tensor:
         (TriShape(first=2, local=4, dense_rows=30), 30),
     ],
 )
-def test_prompts_have_the_shape_and_decoding_sees_all(family: str, shape: Any, rows: int) -> None:
+def test_prompts_have_the_shape_and_decoding_sees_all(family, shape, rows):
     model = model_of(family)
     ids, mask = prompts(list(LENGTHS), 4)
     with shape.on(model) as run:
@@ -56,7 +57,7 @@ def test_prompts_have_the_shape_and_decoding_sees_all(family: str, shape: Any, r
         assert event.data["dense_heads"] == (4 if rows >= length else 0)
 
 
-def test_shapes_that_hold_the_whole_prompt_are_the_plain_model() -> None:
+def test_shapes_that_hold_the_whole_prompt_are_the_plain_model():
     model = model_of("llama")
     ids, mask = prompts(list(LENGTHS), 4)
     plain = decode(model, ids, mask, 40)
@@ -65,11 +66,11 @@ def test_shapes_that_hold_the_whole_prompt_are_the_plain_model() -> None:
             close(decode(model, ids, mask, 40), plain)
 
 
-def test_minference_follows_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minference_follows_its_lines(monkeypatch):
     """Of one layer: the lines of its own queries, and nothing else."""
     model = model_of("llama", num_hidden_layers=1, num_key_value_heads=4)
     ids, mask = prompts([300], 3)
-    found: list[tuple[Tensor, Tensor]] = []
+    found = []
     shape = MInference(vertical=32, slash=104, last=16, dense_above=9.0)
 
     def note(query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Any:
@@ -84,9 +85,13 @@ def test_minference_follows_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     sees = torch.ones(303, 303).tril().bool().expand(1, 4, -1, -1).clone()
     sees[0, :, :300, :300] = lines.rows(torch.arange(300))
     close(ours, dense(model, ids, mask, [sees])[:, 299:])
+    plain = decode(model, ids, mask, 300)
+    with replace(shape, dense_above=None).on(model) as run:  # lines that cost more than everything
+        close(decode(model, ids, mask, 300), plain)
+    assert run.events[0].data["dense_heads"] == 4
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     for make in (lambda: AShape(local=0), lambda: TriShape(dense_rows=-1), lambda: MInference(slash=0)):
         with pytest.raises(SinkscopeError, match="expected"):
             make()

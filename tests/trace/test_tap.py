@@ -16,7 +16,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 import sinkscope as ss
 from sinkscope.errors import UnsupportedError
-from sinkscope.interventions.base import Intervention
 from sinkscope.kv import H2O, TOVA, AShape, Full, Observe, StreamingLLM
 from sinkscope.lines.sums import scores_of
 from sinkscope.models.target import Target
@@ -30,7 +29,7 @@ class Shown:
     """Rows of every call, one tensor per layer, and the positions of the slots after the call."""
 
     def __init__(self) -> None:
-        self.calls: list[dict[int, list[Tensor]]] = []
+        self.calls = []
 
     def __call__(self, layer: int, first: int, rows: Tensor) -> None:
         if not self.calls or (layer == 0 and first == 0):
@@ -78,7 +77,7 @@ def shown_alone(family: str, chunk: int) -> tuple[Any, Shown, Tensor]:
         ("opt", "full", 7),
     ],
 )
-def test_rows_beside_what_evicts_nothing_are_those_without_it(family: str, name: str, chunk: int) -> None:
+def test_rows_beside_what_evicts_nothing_are_those_without_it(family, name, chunk):
     (model, alone, want), edit = shown_alone(family, chunk), EDITS[name]
     target = Target.of(model)
     for order in (1, -1):
@@ -119,14 +118,14 @@ def seen_by(model: Any, mask: Tensor, held: list[list[Tensor]], layer: int) -> T
     [(H2O(budget=8), "llama"), (TOVA(budget=9), "gemma2"), (Ragged(budget=6), "gpt_oss"), (Drawn(budget=6), "opt")],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_rows_under_a_policy_are_those_over_what_it_keeps(policy: Any, family: str) -> None:
+def test_rows_under_a_policy_are_those_over_what_it_keeps(policy, family):
     """Recomputed by stock modules in one pass over everything, under masks made of the positions that were kept."""
     model = model_of(family)
     target, (ids, mask) = Target.of(model), prompts(LENGTHS, STEPS)
     shown = Shown()
     logits, held = decoded(model, [policy.on(model), attention_rows(target, shown)])
     assert any(int((held[-1][layer] >= 0).sum(-1).max()) < PROMPT for layer in range(target.n_layers))
-    own: dict[int, Tensor] = {}
+    own = {}
     hooks = [
         (target.sub(i, target.adapter.attn), "post", lambda _m, _a, _k, out, i=i: own.__setitem__(i, out[1]))
         for i in range(target.n_layers)
@@ -147,7 +146,7 @@ def test_rows_under_a_policy_are_those_over_what_it_keeps(policy: Any, family: s
                     assert not rows[row, head, 0, where < 0].any()
 
 
-def test_what_a_measurement_refuses() -> None:
+def test_what_a_measurement_refuses():
     model = model_of("llama")
     target = Target.of(model)
     with pytest.raises(UnsupportedError, match="a cache policy has evicted some: measure the prompt"):
@@ -160,7 +159,7 @@ def test_what_a_measurement_refuses() -> None:
 @pytest.mark.parametrize(
     ("first", "second"), [(Drawn(budget=5), AShape()), (AShape(), ss.LoopGuard()), (ss.LoopGuard(), Full())]
 )
-def test_two_that_act_are_entered_together(first: Intervention, second: Intervention) -> None:
+def test_two_that_act_are_entered_together(first, second):
     model = model_of("llama")
     with first.on(model):
         with pytest.raises(UnsupportedError, match="already inside a `with` that acts on its cache"):
@@ -172,7 +171,7 @@ def test_two_that_act_are_entered_together(first: Intervention, second: Interven
         pass
 
 
-def test_only_the_model_that_is_tapped_is_seen() -> None:
+def test_only_the_model_that_is_tapped_is_seen():
     """Another model under a policy calls the same functions of transformers."""
     one, other = model_of("llama"), model_of("qwen3")
     ids, mask = prompts([9], 2)
@@ -185,10 +184,10 @@ def test_only_the_model_that_is_tapped_is_seen() -> None:
         assert len(shown.calls) == 3
 
 
-def test_the_extra_call_before_rotary_is_nobody_elses() -> None:
+def test_the_extra_call_before_rotary_is_nobody_elses():
     model = model_of("llama")
     target, (ids, _) = Target.of(model), prompts([9])
-    shown, seen = list[int](), list[bool]()
+    shown, seen = [], []
     rows = attention_rows(target, lambda layer, *_: shown.append(layer))
     watch = Observe(lambda _: shown.append(-1), layers=[0])
     with watch.on(model), rows, queries_and_keys(target, lambda _l, rotated, *_: seen.append(rotated), [0]):
@@ -196,7 +195,7 @@ def test_the_extra_call_before_rotary_is_nobody_elses() -> None:
     assert (sorted(shown), seen) == ([-1, 0, 1], [False, True])
 
 
-def test_exits_in_any_order_restore_the_models_attention() -> None:
+def test_exits_in_any_order_restore_the_models_attention():
     model = model_of("llama")
     target = Target.of(model)
     first, second = (attention_rows(target, lambda *_: None) for _ in range(2))
@@ -208,7 +207,7 @@ def test_exits_in_any_order_restore_the_models_attention() -> None:
     assert model.config._attn_implementation == "sdpa" and tap._STOCK == {}
 
 
-def test_names_of_transformers_that_are_not_public() -> None:
+def test_names_of_transformers_that_are_not_public():
     """Where one of them moves, `trace/internals.py` has to follow, and the range in pyproject.toml with it."""
     from transformers import GenerationMixin, LlamaForCausalLM, masking_utils
     from transformers.models.llama import modeling_llama

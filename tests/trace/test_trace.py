@@ -8,6 +8,7 @@ import pytest
 import torch
 from covering import every_nth
 from organisms.tiny import MODEL_TYPES, tiny_model
+from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.target import Target
@@ -16,21 +17,21 @@ from sinkscope.trace.run import site_names, trace
 IDS = torch.randint(3, 90, (3, 11), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 2))
-def test_residual_stream_is_the_sum_of_its_parts(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4))
+def test_residual_stream_is_the_sum_of_its_parts(model_type):
     """resid_post = resid_pre + attn_out + mlp_out at every layer, whatever norms and layouts lie between."""
     model, _ = tiny_model(model_type)
     sites = ["blocks.*.hook_resid_pre", "blocks.*.hook_attn_out", "blocks.*.hook_mlp_out", "blocks.*.hook_resid_post"]
     got = trace(model, IDS, sites)
     for i in range(3):
         parts = [got[f"blocks.{i}.{name}"] for name in ("hook_resid_pre", "hook_attn_out", "hook_mlp_out")]
-        torch.testing.assert_close(sum(parts), got[f"blocks.{i}.hook_resid_post"], atol=1e-5, rtol=1e-5)
+        assert_close(sum(parts), got[f"blocks.{i}.hook_resid_post"], atol=1e-5, rtol=1e-5)
         if i:
             assert torch.equal(got[f"blocks.{i}.hook_resid_pre"], got[f"blocks.{i - 1}.hook_resid_post"])
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "olmo2", "gpt2", "opt", "phi3"])
-def test_mlp_out_is_post_through_the_columns(model_type: str) -> None:
+def test_mlp_out_is_post_through_the_columns(model_type):
     model, _ = tiny_model(model_type)
     target = Target.of(model)
     got = trace(model, IDS, ["blocks.1.mlp.hook_post", "blocks.1.hook_mlp_out", "blocks.1.hook_resid_mid"])
@@ -41,61 +42,61 @@ def test_mlp_out_is_post_through_the_columns(model_type: str) -> None:
     raw = raw if bias is None else raw + bias
     if target.adapter.post_mlp_norm:
         raw = target.sub(1, target.adapter.post_mlp_norm)(raw)
-    torch.testing.assert_close(got["blocks.1.hook_mlp_out"], raw, atol=1e-5, rtol=1e-5)
+    assert_close(got["blocks.1.hook_mlp_out"], raw, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 2, 1))
-def test_behind_the_last_layer(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4, 1))
+def test_behind_the_last_layer(model_type):
     """`ln_final` is transformers' last hidden state, `logits` what the model returns; the unembedding leads there."""
     model, _ = tiny_model(model_type)
     got = trace(model, IDS, ["ln_final", "logits", "blocks.2.hook_resid_post"], batch_size=2)
     with torch.no_grad():
         out = model(IDS, output_hidden_states=True)
-    torch.testing.assert_close(got["ln_final"], out.hidden_states[-1])
-    torch.testing.assert_close(got["logits"], out.logits)
+    assert_close(got["ln_final"], out.hidden_states[-1])
+    assert_close(got["logits"], out.logits)
     if model_type not in ("gemma2", "gemma3_text"):  # they cap their logits
-        torch.testing.assert_close(model.get_output_embeddings()(got["ln_final"]), got["logits"])
+        assert_close(model.get_output_embeddings()(got["ln_final"]), got["logits"])
     assert got["blocks.2.hook_resid_post"].shape == got["ln_final"].shape
-    torch.testing.assert_close(trace(model, IDS, "logits", "last")["logits"], out.logits[:, -1])
+    assert_close(trace(model, IDS, "logits", "last")["logits"], out.logits[:, -1])
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "phi3", "opt"])
-def test_values_and_pattern_give_z(model_type: str) -> None:
+def test_values_and_pattern_give_z(model_type):
     """attn.hook_v and attn.hook_pattern, from different seams, make attn.hook_z."""
     model, _ = tiny_model(model_type)
     target = Target.of(model)
     got = trace(model, IDS, ["blocks.1.attn.hook_v", "blocks.1.attn.hook_pattern", "blocks.1.attn.hook_z"])
     values = got["blocks.1.attn.hook_v"].repeat_interleave(target.n_heads // target.n_kv_heads, 2)
     z = torch.einsum("bhqk,bkhd->bqhd", got["blocks.1.attn.hook_pattern"], values)
-    torch.testing.assert_close(z, got["blocks.1.attn.hook_z"], atol=1e-5, rtol=1e-5)
+    assert_close(z, got["blocks.1.attn.hook_z"], atol=1e-5, rtol=1e-5)
 
 
-def test_reducers_batches_and_functions_agree_with_raw() -> None:
+def test_reducers_batches_and_functions_agree_with_raw():
     model, _ = tiny_model("mistral")
     site = "blocks.2.hook_resid_post"
     raw = trace(model, IDS, [site])[site]
-    torch.testing.assert_close(trace(model, IDS, [site], "norm")[site], raw.norm(dim=-1))
-    torch.testing.assert_close(trace(model, IDS, [site], "mean", batch_size=2)[site], raw.mean(1))
-    torch.testing.assert_close(trace(model, IDS, [site], "last", batch_size=1)[site], raw[:, -1])
-    torch.testing.assert_close(trace(model, IDS, [site], lambda t: t.amax((1, 2)))[site], raw.amax((1, 2)))
+    assert_close(trace(model, IDS, [site], "norm")[site], raw.norm(dim=-1))
+    assert_close(trace(model, IDS, [site], "mean", batch_size=2)[site], raw.mean(1))
+    assert_close(trace(model, IDS, [site], "last", batch_size=1)[site], raw[:, -1])
+    assert_close(trace(model, IDS, [site], lambda t: t.amax((1, 2)))[site], raw.amax((1, 2)))
 
 
-def test_padding_changes_nothing() -> None:
+def test_padding_changes_nothing():
     model, _ = tiny_model("llama")
     site = "blocks.2.hook_resid_post"
     padded = torch.cat([torch.full((3, 4), 2), IDS], 1)
     mask = torch.cat([torch.zeros(3, 4, dtype=torch.long), torch.ones_like(IDS)], 1)
     target = Target.of(model)
     a = trace(target, padded, [site], attention_mask=mask)[site][:, 4:]
-    torch.testing.assert_close(a, trace(model, IDS, [site])[site], atol=1e-5, rtol=1e-4)  # rotary is relative
+    assert_close(a, trace(model, IDS, [site])[site], atol=1e-5, rtol=1e-4)  # rotary is relative
 
 
-def test_observers_see_every_row_once() -> None:
+def test_observers_see_every_row_once():
     class Largest:
         sites: Sequence[str] = ("blocks.*.hook_mlp_out",)
 
         def __init__(self) -> None:
-            self.seen: dict[tuple[str, int], float] = {}
+            self.seen = {}
 
         def observe(self, site: str, tensor: torch.Tensor, first_row: int) -> None:
             for i, row in enumerate(tensor):
@@ -110,9 +111,9 @@ def test_observers_see_every_row_once() -> None:
     assert observer.seen == pytest.approx(expected)
 
 
-def test_nothing_runs_behind_the_deepest_site_and_nothing_stays() -> None:
+def test_nothing_runs_behind_the_deepest_site_and_nothing_stays():
     model, _ = tiny_model("llama")
-    ran: list[int] = []
+    ran = []
     handle = model.model.layers[2].register_forward_pre_hook(lambda *_: ran.append(2))
     trace(model, IDS, ["blocks.1.hook_resid_post"])
     assert ran == []
@@ -120,7 +121,7 @@ def test_nothing_runs_behind_the_deepest_site_and_nothing_stays() -> None:
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
 
-def test_names_are_chosen_by_a_function_and_shown_as_a_table() -> None:
+def test_names_are_chosen_by_a_function_and_shown_as_a_table():
     model, _ = tiny_model("llama")
     traced = trace(model, IDS, lambda name: name.endswith("hook_z"), "last")
     assert list(traced) == [f"blocks.{layer}.attn.hook_z" for layer in range(3)]
@@ -131,7 +132,7 @@ def test_names_are_chosen_by_a_function_and_shown_as_a_table() -> None:
     assert f"blocks.1.attn.hook_z: {list(whole[:, -1].shape)} float32" in repr(traced)
 
 
-def test_bad_names_say_what_there_is() -> None:
+def test_bad_names_say_what_there_is():
     model, _ = tiny_model("llama")
     with pytest.raises(SinkscopeError, match=r"'blocks\.9\.hook_resid_post' matches nothing in a model of 3 layers"):
         trace(model, IDS, ["blocks.9.hook_resid_post"])

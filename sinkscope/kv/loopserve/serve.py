@@ -184,23 +184,27 @@ class LoopServe(Intervention):
             sharp=self.sharp,
             checked=self.checked,
             scaling=scaling,
-            dense_above=max(0.0, self._worth(query, keys)),
+            dense_above=max(0.0, self._limit(query) - self._cost(query, keys)),
         )
 
-    def _worth(self, query: Float[Tensor, "head query d_head"], keys: int) -> float:
-        """Share of dense attention above which computing lines costs more than it saves, the choice included."""
-        limit = self.dense_above
-        if limit is None:
-            limit = dense_limit(query.shape[-1], "auto", query.device)
+    def _limit(self, query: Float[Tensor, "head query d_head"]) -> float:
+        """Share of dense attention above which computing lines costs more than it saves."""
+        if self.dense_above is not None:
+            return self.dense_above
+        return dense_limit(query.shape[-1], "auto", query.device)
+
+    def _cost(self, query: Float[Tensor, "head query d_head"], keys: int) -> float:
+        """Cost of the choice, as a share of dense attention; 0 where it does not matter."""
         if not self.shortest:
-            return limit
-        return limit - choice_cost(query.shape[1], keys, self.sample, self.checked)
+            return 0.0
+        return choice_cost(query.shape[1], keys, self.sample, self.checked)
 
     def _pays(self, query: Float[Tensor, "head query d_head"], keys: int, flat: bool) -> bool:
         """Whether lines can save more than the choice costs; where none were found, whether the search costs little."""
-        if flat and self.shortest and choice_cost(query.shape[1], keys, self.sample, self.checked) > FLAT_COST:
+        cost = self._cost(query, keys)
+        if flat and cost > FLAT_COST:
             return False
-        return not self.shortest or self._worth(query, keys) > 0
+        return cost == 0 or cost < self._limit(query)
 
     def _held_out(self, queries: int, keys: int, layer: int) -> Int[Tensor, " row"]:
         """Queries that did not choose the lines."""
