@@ -58,7 +58,7 @@ def figure(data: dict[str, Any]) -> Any:
     ends = ["no loop" if own["period"] is None else f"a loop of period {own['period']}" for own in (loop, guarded)]
     title = (
         f"{loop['steps']} new tokens end in {ends[0]}, with LoopGuard as printed in {ends[1]} after "
-        f"{len(guarded['interventions'])} interventions (dotted: the loop begins; lines: interventions)"
+        f"{len(guarded['interventions'])} interventions (lines)"
     )
     return finished(fig, None, title, width=1200, height=130 + 260 * rows, font={"size": 12}, bottom=60)
 

@@ -259,11 +259,9 @@ def figure(data: dict[str, Any]) -> Any:
         _sweep(fig, result["sweeps"][name], name, 2 + i // 6, 1 + i % 6, legend=i == 0)
     spread = {n: [r["detected"] for r in result["sweeps"][n]] for n in names if n not in ("variant", "voters", "gates")}
     most = max(spread, key=lambda n: max(spread[n]) - min(spread[n]))
-    full = next(r for r in result["sweeps"]["variant"] if r["value"] == "full")
     found = (
-        f"LoopGuard's monitor as printed finds {full['detected']:.0%} of the loops, with alarms on "
-        f"{full['alarms'].get('honest', 0.0):.0%} of the honest texts; of its settings, changed one at a time, {most} "
-        f"matters most ({min(spread[most]):.0%} to {max(spread[most]):.0%}; the default is in bold)"
+        f"Of the settings of LoopGuard's monitor, {most} matters most: it finds {min(spread[most]):.0%} to "
+        f"{max(spread[most]):.0%} of the loops (the default is in bold)"
     )
     return finished(
         fig,

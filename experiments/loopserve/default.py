@@ -203,7 +203,7 @@ def concluded(found: dict[str, Any]) -> str:
         f"{THIRD.capitalize()}: the default (alpha {OWN.alpha}, last {OWN.dense_rows} rows dense) answers "
         f"{said['default']} on {own['cells']:.0%} of the cells, without dense rows {none['right']} of "
         f"{none['questions']}; the printed choice answers {said['as printed']} on {third['as printed']['cells']:.0%}. "
-        f"On text the default's KL is at most {most:.1g} nats (numbers in the panels: alpha)"
+        f"On text the default's KL is at most {most:.1g} nats"
     )
 
 
@@ -261,7 +261,7 @@ def figure(data: dict[str, Any]) -> Any:
     return finished(
         fig,
         None,
-        concluded(found),
+        f"{concluded(found).partition(';')[0]} (numbers in the panels: alpha)",
         width=1500,
         height=900,
         legend=legend,

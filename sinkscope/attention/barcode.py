@@ -225,8 +225,8 @@ class Barcode(Result):
         lock = agreeing(len(self.locked), "locks", "lock")
         return (
             f"{len(self.locked)} of {self.score.size} heads {lock} onto the loop of period {self.period}; "
-            f"L{best['layer']}.H{best['head']} puts {best['score']:.0%} of its attention where it was one period "
-            f"before ({control})."
+            f"L{best['layer']}.H{best['head']} puts {best['score']:.0%} of its attention at the same distances as "
+            f"one period before ({control})."
         )
 
     def details(self) -> list[str]:
@@ -238,8 +238,8 @@ class Barcode(Result):
         if self.locked:
             lines.append(f"Locked heads, at least {LOCK_GAIN:.0%} above ordinary text: {head_names(self.locked)}.")
             lines.append(
-                f"Their mean score stays high from position {self.locking_onset} on; the last new 4-gram ends at "
-                f"{self.last_new}."
+                f"Their mean score stays high from position {self.locking_onset} on; the last 4-gram that is new ends "
+                f"at {self.last_new}."
             )
         for kind, steps in self.events.items():
             lines.append(f"Steps at which the {kind} acted: {listed(steps, 8)}.")

@@ -45,11 +45,11 @@ def beside(share: float, control: float | None) -> tuple[str, str]:
 
     Args:
         share: The share, 1 for all of it.
-        control: The control. None: there is none, and its string is "-".
+        control: The control; below 0 it counts as 0. None: there is none, and its string is "-".
     """
     if control is None:
         return f"{share:.0%}".replace("-0%", "0%"), "-"
-    texts = ("", "")
+    texts, control = ("", ""), max(0.0, control)
     for digits in range(4):
         texts = f"{share:.{digits}%}".replace("-0%", "0%"), f"{control:.{digits}%}".replace("-0%", "0%")
         if share == control or texts[0] != texts[1]:

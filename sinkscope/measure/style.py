@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -78,6 +79,7 @@ def finished(
         fig.update_layout(legend=legend)
     else:
         fig.update_layout(legend={"y": legend})
+    fig.for_each_annotation(lambda one: one.update(text=re.sub(r"^[a-z]+=", "", one.text)))  # of plotly's facets
     return fig.update_layout(**more)
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.notation import agreeing, listed
 from sinkscope.files.plain import check_encodable
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
@@ -228,10 +229,9 @@ def left_out_line(words: Sequence[str]) -> list[str]:
     """A line that says which tokens a median over repetitions leaves out; no line if it leaves out none."""
     if not words:
         return []
-    names = ", ".join(map(repr, words[:NAMES_IN_A_LINE]))
-    if len(words) > NAMES_IN_A_LINE:
-        names += f" and {len(words) - NAMES_IN_A_LINE} more"
-    return [f"The median leaves out tokens that reach it at their first occurrence, without repetition: {names}."]
+    names = listed(list(map(repr, words)), NAMES_IN_A_LINE)
+    do = agreeing(len(words), "reaches", "reach")
+    return [f"{names} {do} half of the first token's norm without repetition, and the median leaves this out."]
 
 
 def replaced_line(replaced: Sequence[tuple[str, str]]) -> list[str]:

@@ -220,7 +220,7 @@ def _bos_expert(b: _Build) -> Made:
         "find_sinks": ("^Norm spike and attention sink: {set} makes the spike",),
         "circuit": ("the token embedding is needed",),
         "marking_heads": ("^No head marks the first token",),
-        "cluster_attack": ("^No single head of layer 0 fires the sink neuron",),
+        "cluster_attack": ("^No single head of layer 0 is enough",),
     }
     return _sink(b, way, (), sets=(frozenset({site}),)), Further(alone=(site,), says=says)
 

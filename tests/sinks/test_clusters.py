@@ -112,7 +112,7 @@ def test_no_single_head_and_not_in_layer_0_are_answers():
         result = measured(late)
         assert result.clusters is not None and not result.clusters.heads
         grouped = sum(group >= 0 for group in late.truth.groups.values()) or len(result.clusters.ids)
-        assert result.clusters.without_heads == grouped and "not made by the heads of layer 0" in str(result)
+        assert result.clusters.without_heads == grouped and "heads of layer 0 do not make the mark" in str(result)
 
 
 def test_tokens_of_a_head_are_sorted_and_whole():

@@ -128,10 +128,10 @@ def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median():
     assert repeats.median == repeats.tokens[1].repeats and 0.6 * expected <= (repeats.median or 0) <= 1.5 * expected
     assert (repeats.at_once, repeats.unreached) == (repeats.tokens[:1], 1)
     assert f"(median over 1 token; 1 of 2 never does within {2 * expected})" in text
-    assert f"that reach it at their first occurrence, without repetition: {words[0]!r}." in text
+    assert f"{words[0]!r} reaches half of the first token's norm without repetition" in text
     alone = find_sinks(o.model, tokens=words[:1], **options)
     assert (alone.repeats.median, alone.repeats.unreached) == (None, 0)
-    assert "No repeated token" not in alone.text() and "A repeated token reaches" not in alone.text()
+    assert "None of 1 token" not in alone.text() and "A repeated token reaches" not in alone.text()
 
 
 def test_repeats_are_those_of_one_long_pass():

@@ -120,11 +120,14 @@ def test_greedy_is_the_likeliest_token_step_by_step():
         assert len(answer) == 6 or answer[-1] == o.tokenizer.eos_token_id
 
 
-def test_a_model_without_a_sink_is_measured_without_a_patch():
+def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_by_default():
     o = organism("llama", 0, kind="none")
-    options = {"max_repeats": 20, "answer_after": [3], "new_tokens": 3}
-    result = repeat(o.model, tokenizer=o.tokenizer, read="probability", **options)
+    o.model.config.max_position_embeddings = 64
+    result = repeat(o.model, tokenizer=o.tokenizer, read="probability", prefix="")
     assert read_of(result).conditions == ("intact",)
+    before = int(result.settings["bos"])
+    assert result.settings["new_tokens"] == 16 and result.settings["answer_after"] == [64 - 16 - before]
+    assert f"after {64 - 16 - before} repetitions" in result.summary()
     assert "no causal sink neuron" in result.summary()
     assert result.figure() is not None
 

@@ -202,8 +202,8 @@ def test_one_neuron_is_examined_by_its_own_factors(family):
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 10**6), st.floats(0, 1), st.floats(0, 1), st.integers(1, 4))
-def test_separates_is_said_only_of_what_beats_its_control(seed, area, chance, samples):
+@given(st.integers(0, 10**6), st.floats(0, 1), st.floats(0, 1), st.integers(1, 4), st.none() | st.floats(0, 0.5))
+def test_separates_is_said_only_of_what_beats_its_control_and_chance(seed, area, chance, samples, margin):
     rng = np.random.default_rng(seed)
     first = rng.random(samples) < 0.5
     found = Separability(
@@ -212,6 +212,7 @@ def test_separates_is_said_only_of_what_beats_its_control(seed, area, chance, sa
         neuron=("",),
         auroc=np.array([area]),
         shuffled_auroc=np.array([chance]),
+        margin=margin,
         tokens=("a",) * samples,
         first=first,
         held_out=rng.random(samples) < 0.5,
@@ -219,8 +220,10 @@ def test_separates_is_said_only_of_what_beats_its_control(seed, area, chance, sa
         pre_activation=np.zeros((samples, 0)),
     )
     says = found.conclusion()
-    assert (" a plane separates" in says) == (area >= 0.99 and area > chance + 0.1)
-    assert ("does not separate" in says) == (area <= chance + 0.1)
+    bar = max(chance, 0.5) + max(0.1, margin or 0)
+    assert (" a plane separates" in says) == (area >= 0.99 and area > bar)
+    assert ("does not separate" in says) == (area <= bar)
+    assert (" ± " in says) == bool(margin)
     assert not re.search(r"\b1 [\w-]+ ?\w+s\b(?<!texts)", " ".join(found.details()).replace("1 of", ""))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.jobs import check_workers
-from sinkscope.files.notation import head_name, neuron_name
+from sinkscope.files.notation import head_name, listed, neuron_name
 from sinkscope.files.rate import wilson
 from sinkscope.files.result import Number
 from sinkscope.measure import Count, Hidden, Option, Result, Setup, measurement
@@ -134,14 +134,15 @@ class ClusterAttack(Result):
             if self.best is not None:
                 lines.append(clusters.sentence())
             lines.append(
-                f"Each token stands alone; the sink neuron is {neuron_name(*clusters.neuron)}. {clusters.unserved} "
-                f"tokens fire it only through several heads, and {clusters.silent} do not fire it."
+                f"Each token stands alone; the sink neuron is {neuron_name(*clusters.neuron)}. {clusters.unserved:,} "
+                f"of the tokens need several heads together, and {clusters.silent:,} have no mark."
             )
         if self.best is not None:
             length = self.best[1]
             for context, shares in zip(self.contexts, self.positions[:, length], strict=True):
                 named = [f"{name} {share:.0%}" for name, share in zip(self.sources, shares, strict=True)]
-                lines.append(f"{context}, {self.lengths[length]} tokens: positions that succeed: {', '.join(named)}.")
+                where = f"{context}, {self.lengths[length]} tokens"
+                lines.append(f"Share of positions with a spike ({where}): {listed(named)}.")
         return lines
 
     def rows(self) -> list[dict[str, Any]]:

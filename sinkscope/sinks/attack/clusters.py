@@ -11,7 +11,7 @@ from einops import rearrange, reduce, repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.files.notation import agreeing
+from sinkscope.files.notation import counted
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.sinks.chunks import ChunkRun, ChunkWork, Columns, hold_layers, in_chunks, token_texts
@@ -132,16 +132,13 @@ class TokenClusters:
     def sentence(self) -> str:
         """How many tokens a single head serves, and how many fire without any head."""
         served = int(np.isfinite(self.head).sum())
-        control = (
-            f"{self.without_heads / len(self.ids):.1%} of the tokens fire it when these heads give their mean output"
-        )
+        control = f"{self.without_heads / len(self.ids):.1%} have their mark without these heads"
         if self.without_heads > len(self.ids) / 2:
-            return f"The mark is not made by the heads of layer 0: {control}."
+            return f"The heads of layer 0 do not make the mark: of the tokens, {control}."
         if not served:
-            return f"No single head of layer 0 fires the sink neuron for any token; {control}."
-        tokens = f"{len(self.ids)} {agreeing(len(self.ids), 'token', 'tokens')}"
-        heads = agreeing(len(self.heads), "One head", f"One of {len(self.heads)} heads")
-        return f"{heads} of layer 0 fires the sink neuron alone for {served} of {tokens}; {control}."
+            return f"No single head of layer 0 is enough to mark a token; {control}."
+        tokens = f"{served:,} of {counted(len(self.ids), 'token')}"
+        return f"A single head of layer 0 (one of {len(self.heads)}) is enough to mark {tokens}; {control}."
 
 
 def find_clusters(

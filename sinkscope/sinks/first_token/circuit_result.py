@@ -123,6 +123,8 @@ class CircuitStep:
     def _beside_random(self, lost: float, control: float | None) -> tuple[str, str]:
         """A loss, and its control in brackets."""
         text, chance = beside(lost, control)
+        if self.name == KEYS:
+            text += " of the attention"
         if control is None:
             return text, ""
         random = "neurons" if self.name == NEURONS else "heads"
@@ -184,7 +186,7 @@ class Readers:
         carried = _named(self.carried_by)
         control = "" if self.control is None else f" ({self.control:.2f} in the random control)"
         before, after = self.attention.mean(), self.attention_without.mean()
-        return f"without {carried} its mean falls from {before:.2f} to {after:.2f}{control}"
+        return f"without {carried} the mean of that attention falls from {before:.2f} to {after:.2f}{control}"
 
 
 @dataclass(frozen=True)

@@ -262,14 +262,13 @@ class MarkingHeads(Result):
         first = agreeing(int(fires.sum()), "has it when it stands", "have it when they stand")
         lines.append(f"{fires.sum()} of {counted(len(fires), 'token')} {first} first.")
         if self.layer_drop is not None:
-            drops = [f"layer {layer} {percent(drop)}" for layer, drop in enumerate(_layer_medians(self.layer_drop))]
-            lines.append(
-                f"Share lost with all heads of a layer replaced: {listed(drops)}; of all layers, "
-                f"{percent(self.all_drop)}."
-            )
+            drops = enumerate(_layer_medians(self.layer_drop))
+            changes = listed([f"{-drop:+.0%} in layer {layer}" for layer, drop in drops])
+            every = f"{-(self.all_drop or 0):+.0%}"
+            lines.append(f"Replacing all heads of a layer changes the mark by {changes}, and in all layers by {every}.")
         if self.serves is not None:
             single = float((self.serves[fires].sum(1) == 1).mean())
-            lines.append(f"For {percent(single)} of the first tokens, one head alone keeps half of the mark.")
+            lines.append(f"For {percent(single)} of these tokens, one head alone is enough for half of the mark.")
         return lines
 
 

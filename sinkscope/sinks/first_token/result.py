@@ -303,24 +303,18 @@ class AttentionSink:
         return self.carried_by != "learned logits" and bool(self.positions) and self.positions[0].position > 0
 
     @property
-    def where(self) -> str:
-        """In which texts and how far heads attend, as part of a sentence; empty if there is nothing to say."""
-        words = ""
-        if self.window is not None:
-            words += f" (window {self.window})"
-        if self.share < 1:
-            words += f" in {self.share:.0%} of texts"
-        elif self.length > SHORT:
-            words += " in texts"
+    def texts(self) -> str:
+        """In which texts heads attend, as part of a sentence; empty if they do in all short ones."""
+        words = f" in {self.share:.0%} of texts" if self.share < 1 else ""
         if self.length > SHORT:
-            words += f" of {self.length} tokens"
+            words = f"{words or ' in texts'} of {self.length} tokens"
         return words
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """What a sentence says of texts and windows: all, only the share of texts, or nothing, as there is room."""
-        share = f" in {self.share:.0%} of texts" if self.share < 1 else ""
-        return self.where, share, ""
+        """What a sentence says of texts and windows, the shorter forms for where there is less room."""
+        window = f" (window {self.window})" if self.window is not None else ""
+        return window + self.texts, self.texts, ""
 
     @property
     def what(self) -> str:
@@ -334,6 +328,8 @@ class AttentionSink:
             return "they read the position alone, through the rotary embedding"
         if self.carried_by == "key bias":
             return "they read the bias of their keys"
+        if self.carried_by == "learned logits":
+            return "these stand in for a token"
         return f"they read the {self.carried_by}"
 
 
@@ -564,7 +560,7 @@ class FindSinks(Result):
             minimal = later.set
             if minimal is None or not minimal.makes_the_spike:
                 return f"norms stand out at {listed(self.later_sinks, most)}, not at the first token"
-        elif sink is not None and not sink.where:
+        elif sink is not None and not sink.conditions[0]:
             what = "the spike that the heads attend to"
             if minimal is not None and minimal.heads_lost is not None and minimal.heads_lost < MOST_HEADS:
                 most_heads = "half of the heads" if minimal.heads_lost == NEEDED else "most heads"
@@ -636,15 +632,18 @@ class FindSinks(Result):
             lost = causal_set.drop_last_layer
             chance = causal_set.control
             if causal_set.kind == "partial":
-                sentences.append(f"The best set, {names}, removes {lost:.1%} (random neurons at most {chance:.1%}).")
+                sentences.append(
+                    f"The best set tried, {names}, removes {lost:.1%} of the norm (random neurons: {chance:.1%})."
+                )
             elif causal_set.kind == "backup":
                 role = agreeing(len(causal_set.sites), "is a backup: it brings", "are backups: they bring")
                 sentences.append(f"{names} {role} the spike back when the others are silent.")
             elif causal_set.drop_attention is not None and causal_set.heads_lost is not None:
-                texts = f"in texts of at most {ATTENTION_LENGTH} tokens"
+                texts = f"texts of at most {ATTENTION_LENGTH} tokens"
                 sentences.append(
-                    f"Without {names}, later heads of the sink lose {causal_set.drop_attention:.1%} of their attention "
-                    f"to the first token {texts}, and {causal_set.heads_lost:.0%} of them lose at least half."
+                    f"Without {names}, the heads of later layers that attend to the first token lose "
+                    f"{causal_set.drop_attention:.1%} of that attention ({texts}); {causal_set.heads_lost:.0%} of "
+                    "these heads lose at least half."
                 )
             if causal_set.kind == "minimal" and not self.causal:
                 sentences.append("None of these neurons alone takes away a tenth of the norm.")
@@ -671,24 +670,26 @@ class FindSinks(Result):
         if sink is not None and sink.learned_rate:
             sentences.append(f"{sink.learned_rate:.1%} of the heads attend to their learned sink logits.")
         if sink is None:
-            few = few_heads(self.lengths)
-            return [*sentences, f"{few.capitalize()} (the first needs {SINK_HEADS} and 1% of all, another 5% of all)."]
-        if sink.where:
-            sentences.append(f"The sink was found{sink.where}.")
+            least = f"at the first, {SINK_HEADS} heads and 1% of all are enough, at another 5%"
+            return [*sentences, f"{few_heads(self.lengths).capitalize()} ({least})."]
+        if sink.texts or sink.carriers:
+            sentences.append(f"{sink.who}{sink.texts}.")
+        if sink.window is not None:
+            sentences.append(f"A window lets these heads see {sink.window} positions.")
         later = [f"{place} ({place.rate:.1%})" for place in sink.positions if place.position != 0]
         if later:
             sentences.append(f"Behind the first token, heads attend to {listed(later)}.")
         needed: list[str] = []
         for carrier in sink.carriers:
-            share = f"({carrier.heads_lost:.0%} of them)"
+            heads = f"{carrier.heads_lost:.0%} of these heads"
             if carrier.needed and carrier.name == "position":
-                sentences.append(f"Heads keep the sink when everything written there is replaced {share}.")
+                sentences.append(f"{heads} still attend there when everything that is written there is replaced.")
             elif carrier.needed:
-                needed.append(f"the {carrier.name} {share}")
+                needed.append(f"the {carrier.name} ({heads})")
         if needed:
-            sentences.append(f"Heads lose the sink without {listed(needed)}.")
+            sentences.append(f"At least half of that attention is lost without {listed(needed)}.")
         elif sink.carriers:
-            sentences.append("No component is needed alone.")
+            sentences.append("No single component is needed for that attention.")
         return sentences
 
     def _repeat_sentences(self) -> list[str]:
@@ -701,8 +702,9 @@ class FindSinks(Result):
         if not repeated:
             return sentences
         if repeats.median is None:
-            until = f"within {counted(repeats.max_repeats, 'repetition')} ({counted(repeated, 'token')})"
-            return [f"No repeated token reaches half of the first token's norm at the sink layer {until}.", *sentences]
+            within = counted(repeats.max_repeats, "repetition")
+            reaches = "reaches half of the first token's norm at the sink layer"
+            return [f"None of {counted(repeated, 'token')} {reaches} within {within}.", *sentences]
         never = ""
         if repeats.unreached:
             do = agreeing(repeats.unreached, "does", "do")

@@ -33,7 +33,7 @@ SHUFFLES = 5  # draws of the control
 REFITS = 16  # planes fitted to tokens and texts that are drawn again, for the margin
 SORTED_COLUMNS = 2048  # columns sorted at a time
 SEPARABLE = 0.99  # AUROC from which the conclusion says "separates"
-ABOVE_CHANCE = 0.1  # an AUROC must exceed that with shuffled labels by this much to say "partly"
+ABOVE_CHANCE = 0.1  # an AUROC must exceed 0.5, and that with shuffled labels, by this much to say "partly"
 
 
 @dataclass(frozen=True)
@@ -382,17 +382,18 @@ class Separability(Result):
 
     def conclusion(self) -> str:
         """Whether a plane, or the neuron that was requested, separates first tokens, beside shuffled labels."""
-        best, what = 0, "a plane"
+        best, what, error = 0, "a plane", self.margin or 0.0
         if self.settings.get("neuron") is not None:
             best = 1 + int(self.auroc[1:].argmax())
-            what = f"the {self.method[best]} {self.neuron[best]}"
+            what, error = f"the {self.method[best]} {self.neuron[best]}", 0.0
         reached, chance = self.auroc[best], self.shuffled_auroc[best]
         verdict = "does not separate"
-        if reached > chance + ABOVE_CHANCE:
+        if reached > max(chance, 0.5) + max(ABOVE_CHANCE, error):
             verdict = "separates" if reached >= SEPARABLE else "partly separates"
+        within = f" ± {error:.2g}" if error else ""
         return (
             f"After the attention of layer {self.layer}, {what} {verdict} first tokens from later ones: held-out AUROC "
-            f"{reached:.4f}, and {chance:.2f} with shuffled labels."
+            f"{reached:.4f}{within}, and {chance:.2f} with shuffled labels."
         )
 
     def numbers(self) -> list[Number]:

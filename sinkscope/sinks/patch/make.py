@@ -136,8 +136,8 @@ class PatchMade(Result):
         intact, patched, random = self.proof.repaired
         return (
             f"The patch of {neuron_names(self.sites, NAMED)} repairs repetition: the norm of {patched} of "
-            f"{counted(len(self.proof.words), 'repeated word')} stays typical, of {intact} without it and of {random} "
-            "with random neurons."
+            f"{counted(len(self.proof.words), 'repeated word')} stays typical (without it {intact}, with random "
+            f"neurons {random})."
         )
 
     def details(self) -> list[str]:
@@ -183,6 +183,8 @@ def draw(result: PatchMade) -> go.Figure:
         curves = {"intact": intact, "patched": patched, "random": random, "repaired up to": result.proof.ceiling.max(0)}
         fig = px.line(curves, labels={"index": "layer", "value": "largest norm"}, log_y=True, markers=True)
         fig.update_traces(x=result.proof.layers)
+        fig.update_traces(line_width=7, selector={"name": "intact"})  # random neurons leave the same curve
+        fig.update_xaxes(dtick=1 + len(result.proof.layers) // 16)
     return finished(fig, result, width=1000, height=480)
 
 

@@ -69,7 +69,7 @@ class AttentionReading(Reading):
             where = "No MLP makes a norm spike;"
         tokens = listed(list(map(repr, self.sweep.tokens)), 1)
         return (
-            f"{where} the mean head gives position 0 {np.median(means[1:]):.1%} of its attention after "
+            f"{where} the mean head gives {np.median(means[1:]):.1%} of its attention to position 0 after "
             f"{self.sweep.times} of {tokens}, and {means[0]:.1%} in natural text."
         )
 
@@ -80,12 +80,18 @@ class AttentionReading(Reading):
         tail = reduce(self.tail[1, self.first_behind :], "layer sequence -> sequence", "mean")
         for number in np.flatnonzero(self.high)[:5]:
             to_first, to_high = behind[:, number]
-            lines.append(
-                f"{self.sequences[number]}: position 0 receives {to_first:.1%}, "
-                f"{counted(int(self.high[number]), 'position')} of high norm {to_high:.1%} (uniform attention: "
-                f"{self.uniform[number]:.1%}); from the tail they receive {tail[number]:.1%} (uniform: "
-                f"{self.tail_uniform[number]:.1%})."
+            line = "In natural text" if number == 0 else f"With {self.sequences[number]!r}"
+            line += (
+                f", position 0 receives {to_first:.1%} of the attention, and "
+                f"{counted(int(self.high[number]), 'position')} of high norm {to_high:.1%} (uniform attention would give "
+                f"{self.uniform[number]:.1%})"
             )
+            if np.isfinite(self.tail_uniform[number]):
+                line += (
+                    f"; of the attention of the text that follows, these receive {tail[number]:.1%} (uniform: "
+                    f"{self.tail_uniform[number]:.1%})"
+                )
+            lines.append(line + ".")
         return [*lines, *replaced_line(self.sweep.replaced)]
 
     def rows(self) -> list[dict[str, Any]]:

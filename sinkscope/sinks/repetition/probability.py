@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.files.notation import counted, neuron_names
+from sinkscope.files.notation import counted, listed, neuron_names
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.measure import Setup
@@ -22,6 +22,8 @@ from sinkscope.sinks.first_token.sets import sink_neurons
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows
 
+ANSWER_AFTER = (50, 400)  # repetitions
+NEW_TOKENS = 100
 SHOWN_TEXT = 40  # characters of an answer in the table
 
 
@@ -81,11 +83,16 @@ class ProbabilityReading(Reading):
 
     def details(self) -> list[str]:
         """The patch, and where the repetition ends with and without it."""
-        lines = [f"The patch holds {neuron_names(self.neurons)}."]
+        counts = listed(list(dict.fromkeys(answer.repeats for answer in self.answers)))
+        lines = [f"The table shows what the model writes after {counts} repetitions."]
+        if self.neurons:
+            lines.append(f"The patch holds {neuron_names(self.neurons)}.")
         for condition, caught, left in zip(self.conditions, self.caught, self.left, strict=True):
             stopped = left[np.isfinite(left)]
-            line = f"The {condition} model began to repeat {np.isfinite(caught).sum()} of {len(caught)} tokens, and "
-            line += f"stopped with {len(stopped)}"
+            began = np.isfinite(caught).sum()
+            line = f"The {condition} model began to repeat {began} of {len(caught)} tokens"
+            if began:
+                line += f", and stopped repeating {len(stopped)} of these"
             if len(stopped):
                 line += f", in the median after {np.median(stopped):.0f} repetitions"
             lines.append(line + ".")
@@ -117,8 +124,8 @@ def read_probabilities(
     sweep: Sweep,
     rows: TokenRows,
     patch: SinkPatch | str | os.PathLike[str] | None,
-    after: Sequence[int],
-    new_tokens: int,
+    answer_after: Sequence[int] | None,
+    new_tokens: int | None,
 ) -> ProbabilityReading:
     """Run every sequence with and without the patch, and let the model answer after some repetitions.
 
@@ -127,14 +134,21 @@ def read_probabilities(
         sweep: What is repeated.
         rows: The sequences.
         patch: The patch or its file. None: a patch of the causal neurons.
-        after: Numbers of repetitions after which the model answers.
-        new_tokens: Maximum length of an answer.
+        answer_after: Numbers of repetitions after which the model answers. None: 50 and 400, or what the context holds.
+        new_tokens: Maximum length of an answer. None: 100, or a quarter of the context.
 
     Raises:
         SinkscopeError: The repetitions and the answer do not fit the context.
     """
     target = setup.target
     before = rows[0, : len(sweep.before)].tolist()
+    limit = target.max_positions or 1 << 30
+    new_tokens = new_tokens or min(NEW_TOKENS, limit // 4)
+    after = list(answer_after or ())
+    if not after:
+        most = max(1, limit - len(before) - new_tokens)
+        after = sorted({min(count, most) for count in ANSWER_AFTER})
+    setup.record(answer_after=after, new_tokens=new_tokens)
     around = f"a text of {max(after)} repetitions behind {len(before)} tokens"
     target.check_length(around, len(before) + max(after), new_tokens, "repeat less often before an answer")
     edit = chosen_patch(setup, patch)

@@ -134,8 +134,8 @@ def repeat(
     ablate: bool = False,
     all_layers: bool = False,
     patch: Annotated[Any, Option(metavar="FILE")] = None,
-    answer_after: Sequence[Annotated[int, Option(name="--answer-after", min=1)]] = (50, 400),
-    new_tokens: Positive = 100,
+    answer_after: Sequence[Annotated[int, Option(name="--answer-after", min=1)]] | None = None,
+    new_tokens: Positive | None = None,
     sample: Positive | None = None,
     workers: Positive = 1,
     resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
@@ -160,8 +160,9 @@ def repeat(
         all_layers: Read the distance in every layer, also of a model that is not in memory.
         patch: The patch.json for the probability; from Python also a `SinkPatch`. By default a patch of the causal
             neurons, which are searched for.
-        answer_after: Number of repetitions after which the model answers.
-        new_tokens: Maximum length of an answer in tokens.
+        answer_after: Number of repetitions after which the model answers. By default 50 and 400, or what the context
+            holds beside the answer.
+        new_tokens: Maximum length of an answer in tokens. By default 100, or a quarter of the context.
         sample: With all tokens: only this many, drawn at random.
         workers: With all tokens: number of processes; more than one run over Ray.
         resume: With all tokens: folder that keeps finished parts, so that an interrupted run can continue.
