@@ -81,10 +81,10 @@ class AttentionReading(Reading):
         for number in np.flatnonzero(self.high)[:5]:
             to_first, to_high = behind[:, number]
             line = "In natural text" if number == 0 else f"With {self.sequences[number]!r}"
+            places = counted(int(self.high[number]), "position")
             line += (
-                f", position 0 receives {to_first:.1%} of the attention, and "
-                f"{counted(int(self.high[number]), 'position')} of high norm {to_high:.1%} (uniform attention would give "
-                f"{self.uniform[number]:.1%})"
+                f", position 0 receives {to_first:.1%} of the attention, and {places} of high norm {to_high:.1%} "
+                f"(uniform attention would give {self.uniform[number]:.1%})"
             )
             if np.isfinite(self.tail_uniform[number]):
                 line += (
