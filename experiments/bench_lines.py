@@ -39,6 +39,7 @@ from sinkscope.files.output import write_atomic
 from sinkscope.lines.choice import top_lines
 from sinkscope.lines.sums import Scores, line_sums, scores_of
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 SHAPES = {  # hidden size, MLP, layers, query heads, kv heads
     "lines-512": (512, 1408, 2, 8, 4),
@@ -91,7 +92,7 @@ def made(shape: str, seed: int) -> Target:
                 else:
                     query[head, :FAST, 0] = force * torch.cos(angles * (head + 1))
                     query[head, half : half + FAST, 0] = -force * torch.sin(angles * (head + 1))
-    return Target.of(model, name=shape)
+    return target_of(model, name=shape)
 
 
 def ids_of(length: int, seed: int) -> Tensor:

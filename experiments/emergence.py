@@ -30,8 +30,8 @@ from experiments.drawn import save
 from experiments.record import record
 from sinkscope.files.console import ProgressBar
 from sinkscope.measure.style import BLUE, ORANGE, finished
-from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.attention_received import attention_received
 from sinkscope.trace import trace
 from sinkscope.trace.attention import attention_rows
@@ -90,12 +90,12 @@ def measure(model: Any, ids: Tensor, floor: float) -> dict[str, float]:
     def look(_layer: int, _first: int, rows: Tensor) -> None:
         attention.append((rows[..., 0] * idle[:, None]).sum((0, 2)) / idle.sum())
 
-    with attention_rows(Target.of(model), look):
-        Target.of(model).forward(ids)
+    with attention_rows(target_of(model), look):
+        target_of(model).forward(ids)
     return {
         "idle_attention": float(torch.stack(attention).max()),  # of the head that attends to it most
         "excess_loss": float(model(ids, labels=ids).loss) - floor,
-        "sink_rate": attention_received(Target.of(model), ids, EPS, batch=HELD_OUT).rate,
+        "sink_rate": attention_received(target_of(model), ids, EPS, batch=HELD_OUT).rate,
         "value_ratio": min(v for k, v in ratios.items() if k.endswith("hook_v")),  # of the most drained layer
         "residual_ratio": max(v for k, v in ratios.items() if k.endswith("resid_post")),  # of the highest peak
     }

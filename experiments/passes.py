@@ -21,12 +21,12 @@ import sinkscope as ss
 from experiments.record import record
 from sinkscope.app.commands import commands
 from sinkscope.files.output import write_atomic
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 
 def counted(run: Any) -> int:
     """Tokens that pass through all layers of the bundled model while `run` runs."""
-    example = Target.of(ss.load(None, backend="hf"))
+    example = target_of(ss.load(None, backend="hf"))
     kind, positions = type(example.layers[0]), 0
 
     def count(module: nn.Module, args: Any) -> None:

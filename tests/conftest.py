@@ -26,7 +26,7 @@ os.environ.pop("FORCE_COLOR", None)
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # compiled once, and not by every worker and every child
     sys.dont_write_bytecode = False
 gc.disable()  # what is imported makes no garbage; see pytest_collection_finish
-settings.register_profile("sinkscope", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("sinkscope", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("sinkscope")
 
 
@@ -85,33 +85,38 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 # Files whose few tests take long: they are handed out first, so that no worker is left with one of them at the end.
 FIRST = (
-    "test_parallel.py",
     "test_hard_models.py",
-    "test_measurements.py",
-    "test_types.py",
     "test_view.py",
-    "test_barcode.py",
+    "test_package.py",
+    "test_measurements.py",
     "test_cards.py",
+    "test_find_sinks.py",
+    "test_barcode.py",
+    "test_loopguard_organism.py",
+    "test_kv_session.py",
+    "test_loopguard.py",
+    "test_separability.py",
+    "test_conversation.py",
+    "test_docs.py",
     "test_circuit.py",
     "test_unseen_models.py",
     "test_patching.py",
-    "test_repeat.py",
-    "test_conversation.py",
-    "test_loopguard_organism.py",
-    "test_find_named.py",
-    "test_report_browser.py",
+    "test_hub.py",
+    "test_load.py",
+    "test_interventions.py",
+    "test_adapters.py",
+    "test_sink_patch.py",
     "test_sweep.py",
-    "test_leaks.py",
-    "test_package.py",
-    "test_loops_calibrate.py",
-    "test_organism.py",
+    "test_attack.py",
+    "test_manners.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests and notebooks may take longer than the time limit of the settings; what takes long comes first."""
     count = Counter(item.path for item in items)
-    items.sort(key=lambda item: (item.path.name not in FIRST, -count[item.path]))
+    place = {name: number for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: (place.get(item.path.name, len(FIRST)), -count[item.path]))
     for item in items:
         if item.get_closest_marker("slow") or not isinstance(item, pytest.Function):
             if item.get_closest_marker("timeout") is None:
@@ -126,6 +131,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()
+
+
+def pytest_sessionfinish():
+    """What is left goes with the process: pytest looks through it five times for errors of finalizers otherwise."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

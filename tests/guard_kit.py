@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.interventions import Event
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 KINDS = {"hf": lambda model, _tokenizer: model, "bridge": bridge_of, "nnsight": nnsight_of}
 SMALL = {"budget": 24, "anchors": 4, "window": 16}
@@ -34,7 +34,7 @@ def padded(*lengths: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def feed(model: Any, prompt: Tensor, mask: Tensor, tokens: Tensor, cache: DynamicCache | None = None) -> Tensor:
     """Prompt at once, then `tokens` `[row step]` one by one; logits at the end of the prompt and after each token."""
-    hf, cache = Target.of(model).hf, DynamicCache() if cache is None else cache
+    hf, cache = target_of(model).hf, DynamicCache() if cache is None else cache
     seen = cache.get_seq_length()
     mask = torch.cat([torch.ones(len(mask), seen, dtype=mask.dtype), mask], 1)
     logits = [hf(input_ids=prompt, attention_mask=mask, past_key_values=cache).logits[:, -1]]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 
 def bridge_of(model: Any, tokenizer: Any) -> Any:
@@ -39,7 +39,7 @@ def nnsight_of(model: Any, tokenizer: Any) -> Any:
 @torch.no_grad()
 def logits(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """Logits of any kind of model, each called in its own way."""
-    target = Target.of(model)
+    target = target_of(model)
     extra = {} if mask is None else {"attention_mask": mask}
     if target.kind == "bridge":
         return model(ids, **extra)
@@ -60,7 +60,7 @@ def set_values(
     model: Any, layer: int, neurons: list[int], column: int, value: float, site: str = "post"
 ) -> Iterator[None]:
     """By hand, for whole sequences without padding: neurons get `value` at one column."""
-    target = Target.of(model)
+    target = target_of(model)
 
     def edit(tensor: Tensor, offset: int) -> Tensor:
         tensor = tensor.clone()
@@ -84,7 +84,7 @@ def set_values(
 @contextmanager
 def listing_1(model: Any, sites: list[tuple[int, int]], site: str = "post") -> Iterator[None]:
     """The paper's listing for whole sequences without padding: the second value from the second position on."""
-    target, handles = Target.of(model), []
+    target, handles = target_of(model), []
 
     def patched(tensor: Tensor, neuron: int) -> Tensor:
         tensor = tensor.clone()
@@ -123,7 +123,7 @@ def residual_norms(model: Any, ids: Tensor, layer: int) -> Tensor:
     def keep(_module: Any, _args: Any, output: Any) -> None:
         seen.append((output[0] if isinstance(output, tuple) else output).norm(dim=-1))
 
-    handle = Target.of(model).layers[layer].register_forward_hook(keep)
+    handle = target_of(model).layers[layer].register_forward_hook(keep)
     try:
         logits(model, ids)
     finally:

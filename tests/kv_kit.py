@@ -6,19 +6,18 @@ head has its own bool mask query x key, made here from lists of positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from organisms.tiny import tiny_model
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from sinkscope.kv.policy import At, Policy
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 FAMILIES = (
     "gpt2",
@@ -41,17 +40,6 @@ FAMILIES = (
 )
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "phi3")
 """Their windows are 16; Phi-3 gets one by `model_of`."""
-
-
-def each_other(rows: Iterable[Any], columns: Iterable[Any], n: int = 2, *, always: Sequence[str] = ()) -> list[Any]:
-    """Pairs of the two, of which those of every `n`-th diagonal are quick, and those of `always`; the rest is slow."""
-    return [
-        pytest.param(
-            row, column, marks=[] if (i + j) % n == 0 or row in always or column in always else pytest.mark.slow
-        )
-        for i, row in enumerate(rows)
-        for j, column in enumerate(columns)
-    ]
 
 
 def model_of(family: str, **overrides: Any) -> Any:
@@ -191,7 +179,7 @@ def window_of(model: Any, layer: int) -> int | None:
 
 def masks_of(model: Any, policy: Drawn | None, mask: Tensor, prompt: int, every: int | None = 1) -> list[Tensor]:
     """What each query may see if the tokens after `prompt` columns come one by one, the policy acting before them."""
-    target, (rows, total) = Target.of(model), mask.shape
+    target, (rows, total) = target_of(model), mask.shape
     layers = []
     for layer in range(target.n_layers):
         sees = torch.zeros(rows, target.n_kv_heads, total, total, dtype=torch.bool)

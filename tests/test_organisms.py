@@ -10,6 +10,7 @@ import random
 
 import pytest
 import torch
+from covering import covering
 from organisms import FAMILIES, Organism, organism
 from raw_kit import norms, zeroed
 from torch import Tensor
@@ -51,7 +52,7 @@ def check(o: Organism, seed: int) -> None:
 
 def check_profile(o: Organism, tokens: Tensor, first: Tensor, typical: Tensor, rest: Tensor) -> None:
     sink = o.truth.sink_layer
-    assert sink is not None and 1 <= sink <= len(first) - 2
+    assert 1 <= sink <= len(first) - 2
     assert (first[sink:] > 15 * typical[sink:]).all() and first[sink] > 20 * typical[sink]
     assert (first[:sink] < 2.5 * typical[:sink]).all()
     assert rest.max() < first[sink] / 5  # nothing but the first token
@@ -96,10 +97,7 @@ def check_reading(o: Organism) -> None:
 # --- tests ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [pytest.param(family, kind, marks=[] if (family, kind) in FAST else pytest.mark.slow) for family, kind in CASES],
-)
+@pytest.mark.parametrize(("family", "kind"), covering(CASES, FAST))
 def test_truth(family, kind):
     bos = CASES.index((family, kind)) % 3 != 0  # both for every family and for every kind
     o = organism(family, 0, kind=kind, bos=bos)

@@ -22,7 +22,7 @@ from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.loops import Loops
 from sinkscope.files.rate import mean_known
 from sinkscope.loops.signals import tail_period
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 PERIODS, COPIES = (4, 16, 48), (1, 2, 4, 8, 16)
 OPENINGS, OPENING, STORY = 100, 12, 1000
@@ -85,7 +85,7 @@ def head_scores(
         "induction" and "previous_token", as `experiments.loopguard.ditto` defines them.
     """
     units = torch.randint(3, model.config.vocab_size, (rows, period), generator=torch.Generator().manual_seed(seed))
-    scores = induction_scores(Target.of(model), units, bos_id)
+    scores = induction_scores(target_of(model), units, bos_id)
     return dict(zip(("induction", "previous_token"), scores.numpy(), strict=True))
 
 

@@ -39,6 +39,7 @@ from sinkscope.kv import H2O, Full, SnapKV, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.models.load import load
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 METHODS = ("full", "streaming", "h2o", "snapkv", "loopguard", "loopguard-always", "loopguard-p1")
 
@@ -184,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     checkpoint = planted(args.shape, args.folder, "bfloat16") if made else nullcontext((args.model, None))
     with tempfile.TemporaryDirectory() as folder, checkpoint as (model, _):
         live = load(model, backend="hf", device=device, dtype=args.dtype, probe=not made)
-        target = Target.of(live)
+        target = target_of(live)
         generator = torch.Generator().manual_seed(0)
         vocab = int(target.hf.config.get_text_config().vocab_size)
         ids = torch.randint(vocab // 8, vocab, (1, args.prompt_tokens + args.new_tokens), generator=generator)
@@ -199,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             live = load(None, backend="hf", device=device, dtype="float32")
         began = time.perf_counter()
         rows["loopbench"] = loopbench(live, str(Path(folder) / "runs"), args)
-        rows["loopbench"]["model"] = Target.of(live).name
+        rows["loopbench"]["model"] = target_of(live).name
         rows["loopbench"]["seconds"] = round(time.perf_counter() - began, 1)
     print(rows["loopbench"].pop("text"))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

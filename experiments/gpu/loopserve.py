@@ -55,6 +55,7 @@ from sinkscope.lines.choice import HeadLines, recovered
 from sinkscope.lines.sparse import Kernel
 from sinkscope.models.load import load
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.trace.attention import Attention
 
 SECTIONS = ("prefill", "selection", "prompt", "decoding", "latency")
@@ -324,7 +325,7 @@ def model_of(args: argparse.Namespace) -> Target:
     """The model in memory, on the device."""
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     if args.model is not None:
-        return Target.of(load(args.model, backend="hf", device=device, dtype=args.dtype))
+        return target_of(load(args.model, backend="hf", device=device, dtype=args.dtype))
     with device:
         target = shape_of(args.shape, 0)
     for parameter in target.hf.parameters():  # buffers stay as they are: positions need float32

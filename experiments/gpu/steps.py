@@ -23,6 +23,7 @@ from sinkscope.files.console import note
 from sinkscope.files.output import write_atomic
 from sinkscope.models.load import load
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 T = TypeVar("T")
 
@@ -126,7 +127,7 @@ def planted(shape: str, folder: Path | None, dtype: str) -> Iterator[tuple[str, 
 
 def loaded(folder: str, device: torch.device, dtype: str) -> Target:
     """The checkpoint in memory; it has no unembedding, so nothing reaches its logits and the probe would refuse it."""
-    return Target.of(load(folder, backend="hf", device=device, dtype=dtype, probe=False))
+    return target_of(load(folder, backend="hf", device=device, dtype=dtype, probe=False))
 
 
 def measured(device: torch.device, run: Callable[[], T]) -> tuple[T, dict[str, float | int]]:

@@ -41,8 +41,8 @@ from sinkscope.loops import tail_period
 from sinkscope.loops.signals import WINDOW
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.models.load import load
-from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
+from sinkscope.models.wrapped import target_of
 from tests.organisms import loop_organism
 
 NEW, BUDGET = 64, 256
@@ -285,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     full = [r for r in folder.records if r.method == "full"]
     full = full[:: max(1, len(full) // args.prompts)][: args.prompts]
     model = load(None, backend="hf")
-    texts_by_id = {prompt.id: prompt.turns[0].text for prompt in Loops().prompts(Target.of(model))}
+    texts_by_id = {prompt.id: prompt.turns[0].text for prompt in Loops().prompts(target_of(model))}
     cases: dict[str, list[tuple[list[int], int]]] = {"at the first alarm": [], "at three quarters": []}
     for one in full:
         prompt = model.tokenizer(texts_by_id[one.prompt], verbose=False)["input_ids"]

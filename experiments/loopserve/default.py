@@ -40,6 +40,7 @@ from sinkscope.measure.style import BLUE, GREEN, RED, finished
 from sinkscope.models.load import load
 from sinkscope.models.names import BUNDLED
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 ALPHAS, ROWS, SEEDS, FIRST = (0.75, 0.9, 0.955), (0, 16, 64), (0, 1, 2), 300
 THIRD, SINGLE, LONGER = "third turn, 1,800 tokens", "one turn, 900 tokens", "one turn, 3,600 tokens"
@@ -102,7 +103,7 @@ def answered(target: Target, serve: LoopServe, questions: Sequence[tuple[str, st
 def needles(where: str) -> tuple[Target, list[tuple[str, str]]]:
     """The model and the prompts of a kind of `sinkscope bench --task needle`, with the string that is asked for."""
     name, task, tokens, count = NEEDLES[where]
-    target = Target.of(load(name, backend="hf"))
+    target = target_of(load(name, backend="hf"))
     wording = wording_of(name or BUNDLED)
     made = [
         needle_prompt(target.tokenizer, wording, task, tokens, depth, FIRST, number)
@@ -148,7 +149,7 @@ def followed(model: Any, ids: torch.Tensor, serve: LoopServe | None) -> tuple[to
 
 def measured() -> dict[str, list[dict[str, Any]]]:
     """All numbers."""
-    target = Target.of(load("recall", backend="hf"))
+    target = target_of(load("recall", backend="hf"))
     points, choices, text = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
     parts = list[dict[str, Any]]()
     asked_of = {THIRD: (target, asked(THIRD)), **{where: needles(where) for where in NEEDLES}}
@@ -178,7 +179,7 @@ def measured() -> dict[str, list[dict[str, Any]]]:
     model = load(None, backend="hf")
     tok: Any = model.tokenizer
     for length in LENGTHS:
-        texts = TextFidelity(count=TEXTS, prompt=length, answer=ANSWER).prompts(Target.of(model))
+        texts = TextFidelity(count=TEXTS, prompt=length, answer=ANSWER).prompts(target_of(model))
         rows = [tok(t.turns[0].text).input_ids for t in texts]
         more = [tok(t.turns[0].answers[0], add_special_tokens=False).input_ids[:ANSWER] for t in texts]
         ids = [torch.tensor([[*a, *b]]) for a, b in zip(rows, more, strict=True)]

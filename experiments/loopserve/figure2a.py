@@ -24,8 +24,8 @@ from sinkscope.lines.choice import attention_of, top_lines
 from sinkscope.lines.sums import Scores, line_sums, scores_of
 from sinkscope.measure.style import BLUE, ORANGE, finished
 from sinkscope.models.load import load
-from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows, typical_text
+from sinkscope.models.wrapped import target_of
 
 ETA = 0.05
 
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     started = time.perf_counter()
     torch.set_num_threads(1)
-    target = Target.of(load(None, backend="hf"))
+    target = target_of(load(None, backend="hf"))
     ids = text_rows(target.tokenizer, typical_text(None), 1, args.tokens, None)[0]
     found: dict[tuple[int, int], tuple[dict[str, list[int]], torch.Tensor]] = {}
 

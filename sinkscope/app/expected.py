@@ -14,7 +14,7 @@ from torch import nn
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import counted
-from sinkscope.models.config import float32_by_default, parse_device, parse_dtype, read_config
+from sinkscope.models.config import float32_by_default, new_model, parse_device, parse_dtype, read_config
 from sinkscope.models.hub import hub_folder
 from sinkscope.models.infer import stack_of
 from sinkscope.models.locate import locate
@@ -173,11 +173,9 @@ def expected_cost(
 @float32_by_default()
 def size_of(name: str, config: Any, dtype: torch.dtype) -> ModelSize:
     """Sizes of the model that a configuration describes. Nothing is allocated."""
-    from transformers import AutoModelForCausalLM
-
     text = config.get_text_config()
     with torch.device("meta"):
-        hf: Any = AutoModelForCausalLM.from_config(text, trust_remote_code=False)
+        hf = new_model(text)
     layers: nn.ModuleList = hf.get_submodule(stack_of(hf))
     embedding, unembedding = hf.get_input_embeddings(), hf.get_output_embeddings()
     computing = _parameters(hf)

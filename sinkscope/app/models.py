@@ -50,9 +50,9 @@ def _check(name: str) -> None:
     from sinkscope.models.load import load
     from sinkscope.models.probe import probe
     from sinkscope.models.scope import scope_of, shown_row
-    from sinkscope.models.target import Target
+    from sinkscope.models.wrapped import target_of
 
-    target = Target.of(load(name, backend="hf", probe=False))
+    target = target_of(load(name, backend="hf", probe=False))
     report = probe(target)
     verdict = "is not served"
     if report.problem is None:

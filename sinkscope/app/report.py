@@ -10,7 +10,6 @@ from typing import Annotated
 from sinkscope.app.card import CARD
 from sinkscope.app.commands import kind_modules
 from sinkscope.app.pages import Section, document, result_section, save_document
-from sinkscope.bench.table import bench_table
 from sinkscope.errors import SinkscopeError, one_line
 from sinkscope.files.console import Progress, note, silent
 from sinkscope.files.notation import counted
@@ -155,6 +154,8 @@ def _result(path: Path, name: str) -> Result:
     """The result in a file; of a folder of runs, its table, as `sinkscope bench table` makes it."""
     if path.is_file():
         return Result.from_dict(read_json(path), path.name)
+    from sinkscope.bench.table import bench_table  # imports torch, which the help need not wait for
+
     table = bench_table([path])
     argv = ("sinkscope", "bench", "table", name)
     provenance = replace(table.provenance, argv=argv, seconds=0.0, peak_memory_bytes=None)

@@ -32,6 +32,7 @@ from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Intervention
 from sinkscope.measure import Count, Hidden, Measurement, Option, Setup
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.circuit import Circuit
 from sinkscope.sinks.first_token.circuit_result import MARK, NEURONS
 
@@ -85,7 +86,7 @@ def loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
 def policies(setup: Setup, *, count: int, prompt: int) -> BenchTable:
     """How far each cache policy diverges from full attention at a quarter of the prompt; at more of a short one."""
     share = max(0.25, round(LEAST_BUDGET / prompt, 2))
-    methods = ["full", *(f"{name}:{share}" for name in ("streaming", "h2o", "snapkv", "tova"))]
+    methods = ["full", *(f"{name}:{share}" for name in ("random", "streaming", "h2o", "snapkv", "tova"))]
     return bench_model(setup.target, f"text:count={count}:prompt={prompt}", methods, seed=setup.seed)
 
 
@@ -377,7 +378,7 @@ def _label(model: object) -> str:
         return "bundled"
     if isinstance(model, str | os.PathLike):
         return Path(os.path.abspath(os.fspath(model))).name
-    return Target.of(model).name
+    return target_of(model).name
 
 
 def demo(

@@ -21,6 +21,7 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 
 from sinkscope.attention.texts import texts_of
+from sinkscope.files.notation import counted
 from sinkscope.files.records import Part, conform
 from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
@@ -113,7 +114,7 @@ class LineWeights(Result):
         i = self.shown_eta
         heads = self.mass[i]
         lines = [
-            f"{len(self.tokens)} texts of {min(self.tokens)} to {max(self.tokens)} tokens; {heads.size} heads.",
+            f"{counted(len(self.tokens), 'text')} of at most {max(self.tokens)} tokens; {heads.size} heads.",
             f"The lines cover {self.mean('cells')[i]:.1%} of the cells.",
             f"Added up line by line, with crossings counted twice, they carry {self.mean('line_sums')[i]:.1%}.",
             f"{(heads >= PAPER_MASS).sum()} of {heads.size} heads reach {PAPER_MASS:.0%}.",

@@ -28,6 +28,7 @@ from sinkscope.kv.session import Session
 from sinkscope.models.open import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.models.text.chat import chat_text
+from sinkscope.models.wrapped import target_of
 from sinkscope.serving.generate import ends_and_pad, padded
 
 
@@ -74,7 +75,7 @@ class BenchModel:
             SinkscopeError: The model carries no tokenizer.
         """
         opened = model.open() if isinstance(model, ModelByName) else model
-        target = Target.of(opened, tokenizer)
+        target = target_of(opened, tokenizer)
         target.need_tokenizer()
         ends, pad = ends_and_pad(target)
         return cls(target, fingerprint_of(target), ends, pad)

@@ -18,6 +18,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.notation import counted
 from sinkscope.interventions.positions import Call, Tracker
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.trace.internals import in_backward, replace_checkpointing
 
 if TYPE_CHECKING:
@@ -326,7 +327,7 @@ class Intervention(ABC):
             SinkscopeError: The model has no such layer or neuron.
             UnsupportedError: The model cannot be edited this way (compiled; no such site); the message says what can.
         """
-        return self._entered(Target.of(model))
+        return self._entered(target_of(model))
 
     @contextmanager
     def _entered(self, target: Target) -> Iterator[Run]:
@@ -349,7 +350,7 @@ class Intervention(ABC):
         Raises:
             UnsupportedError: This is no bridge, or has no hook point for this edit (experts); `.on(bridge)` works.
         """
-        target = Target.of(bridge)
+        target = target_of(bridge)
         if target.kind != "bridge":
             raise UnsupportedError(
                 f"fwd_hooks is for a TransformerBridge, this is a model of kind {target.kind!r}: use "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sinkscope.files.console import silent
+from sinkscope.files.notation import agreeing, counted
 from sinkscope.files.provenance import ModelInfo, Provenance, provenance
 from sinkscope.files.records import Natural, check_values
 from sinkscope.files.result import Result
@@ -85,7 +86,9 @@ class LoopCheck(Result):
         """How many records loop, and the diversity of looping and other records."""
         looping = [record for record in self.records if record.loop]
         others = [record for record in self.records if not record.loop]
-        finding = f"{self.loops} of {len(self.records)} outputs in {self.model.name} loop"
+        count = len(self.records)
+        loop = agreeing(count, "loops", "loop")
+        finding = f"{self.loops or 'None'} of {counted(count, 'output')} in {self.model.name} {loop}"
         ratio = _median(record.ttr for record in looping)
         if ratio is None:
             return f"{finding}."

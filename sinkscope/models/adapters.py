@@ -1,12 +1,13 @@
-"""Where each architecture keeps its parts: one row of data per `model_type`, and `register` for rows of your own.
+"""Where an architecture keeps its parts: one row of data per `model_type`, and `register` for rows of your own.
 
 All paths are those of the plain Hugging Face model. They also resolve below `bridge.original_model` and below an
-nnsight model, because both wrap modules in place and keep the names, so one table serves all three kinds.
+nnsight model, because both wrap modules in place and keep the names, so one row serves all three kinds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
 
 from sinkscope.errors import SinkscopeError
 
@@ -36,6 +37,7 @@ class Adapter:
     v: str | None = "self_attn.v_proj"  # (layer)
     o: str | None = "self_attn.o_proj"  # (layer) its input is `hook_z`, heads side by side
     fused_qkv: str | None = None  # (layer)
+    qkv_layout: Literal["beside", "by head"] | None = "beside"  # what `fused_qkv` gives: q, k, v, or these of each head
     mid: str | None = "post_attention_layernorm"  # (layer) the module whose *input* is `hook_resid_mid`
     post_attn_norm: str | None = None  # (layer) norm between the attention and the residual stream
     post_mlp_norm: str | None = None  # (layer) norm between the MLP and the residual stream
@@ -49,6 +51,7 @@ class Adapter:
     expert_factor: float = 1.0  # between a fused expert and what `mlp` gives
     shared_factor: float = 1.0  # between the down projection of the shared expert and what `mlp` gives
     write_factor: float = 1.0  # between what `mlp`, or the norm behind it, gives and what the layer adds
+    from_any_layer: bool = True  # a pass may begin at a layer: none reads what an earlier one kept
     adds: bool = True  # False: what `mlp` gives is not simply added, so the layer is called again to see its effect
 
     @property
@@ -62,133 +65,8 @@ class Adapter:
         return "|".join(filter(None, (self.post_attn_norm, self.attn)))
 
 
-_LLAMA = Adapter("llama")
-_SANDWICH = replace(
-    _LLAMA,
-    mid="pre_feedforward_layernorm",
-    post_attn_norm="post_attention_layernorm",
-    post_mlp_norm="post_feedforward_layernorm",
-)
-
-ADAPTERS: dict[str, Adapter] = {
-    a.model_type: a
-    for a in (
-        _LLAMA,
-        *(replace(_LLAMA, model_type=t) for t in ("mistral", "qwen2", "qwen3", "gemma", "olmo")),
-        *(replace(_SANDWICH, model_type=t) for t in ("gemma2", "gemma3_text")),
-        replace(
-            _SANDWICH,
-            model_type="gemma3",
-            base="model.language_model",
-            layers="model.language_model.layers",
-            embed="model.language_model.embed_tokens",
-        ),
-        replace(_SANDWICH, model_type="olmo2", mid="mlp"),
-        *(replace(_LLAMA, model_type=t, experts="mlp.experts") for t in ("mixtral", "qwen3_moe")),
-        replace(
-            _LLAMA,
-            model_type="qwen2_moe",
-            down="mlp.down_proj|mlp.shared_expert.down_proj",
-            up="mlp.up_proj|mlp.shared_expert.up_proj",
-            gate="mlp.gate_proj|mlp.shared_expert.gate_proj",
-            experts="mlp.experts",
-            shared_gate="mlp.shared_expert_gate",
-        ),
-        replace(
-            _LLAMA,
-            model_type="glm4_moe",
-            down="mlp.down_proj|mlp.shared_experts.down_proj",
-            up="mlp.up_proj|mlp.shared_experts.up_proj",
-            gate="mlp.gate_proj|mlp.shared_experts.gate_proj",
-            experts="mlp.experts",
-        ),
-        replace(_LLAMA, model_type="gpt_oss", experts="mlp.experts", learned_sinks=True),
-        replace(
-            _LLAMA,
-            model_type="phi3",
-            up="mlp.gate_up_proj",
-            gate=None,
-            fused_gate_up=True,
-            q=None,
-            k=None,
-            v=None,
-            fused_qkv="self_attn.qkv_proj",
-        ),
-        replace(
-            _LLAMA,
-            model_type="phi",
-            down="mlp.fc2",
-            up="mlp.fc1",
-            gate=None,
-            o="self_attn.dense",
-            mid=None,
-        ),
-        Adapter(
-            "gpt2",
-            base="transformer",
-            layers="transformer.h",
-            embed="transformer.wte",
-            attn="attn",
-            down="mlp.c_proj",
-            up="mlp.c_fc",
-            gate=None,
-            q=None,
-            k=None,
-            v=None,
-            fused_qkv="attn.c_attn",
-            o="attn.c_proj",
-            mid="ln_2",
-            transposed_down=True,
-            absolute_positions=True,
-        ),
-        Adapter(
-            "gpt_neox",
-            base="gpt_neox",
-            layers="gpt_neox.layers",
-            embed="gpt_neox.embed_in",
-            attn="attention",
-            down="mlp.dense_4h_to_h",
-            up="mlp.dense_h_to_4h",
-            gate=None,
-            q=None,
-            k=None,
-            v=None,
-            fused_qkv="attention.query_key_value",
-            o="attention.dense",
-            mid=None,
-        ),
-        Adapter(
-            "opt",
-            base="model.decoder",
-            layers="model.decoder.layers",
-            embed="model.decoder.embed_tokens",
-            mlp="fc2",
-            down="fc2",
-            up="fc1",
-            gate=None,
-            o="self_attn.out_proj",
-            mid="final_layer_norm",
-            absolute_positions=True,
-        ),
-        Adapter(
-            "falcon",
-            base="transformer",
-            layers="transformer.h",
-            embed="transformer.word_embeddings",
-            attn="self_attention",
-            down="mlp.dense_4h_to_h",
-            up="mlp.dense_h_to_4h",
-            gate=None,
-            q=None,
-            k=None,
-            v=None,
-            fused_qkv="self_attention.query_key_value",
-            o="self_attention.dense",
-            mid=None,
-            attention_interface=False,
-        ),
-    )
-}
+ADAPTERS: dict[str, Adapter] = {}
+"""Registered rows, by `model_type`. The package itself needs none: all that it serves can be inferred."""
 
 
 def register(adapter: Adapter) -> Adapter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +104,27 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 
 
 def causal_class(config: Any) -> Any:
-    """What loads a causal language model: the class that a configuration names where transformers lists none for it."""
-    import transformers
+    """What loads a causal language model: for text parts that transformers does not list, the class beside theirs."""
+    from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    for name in getattr(config, "architectures", None) or []:
-        if name.endswith("ForCausalLM") and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            return getattr(transformers, name, transformers.AutoModelForCausalLM)
-    return transformers.AutoModelForCausalLM
+    home = type(config).__module__
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and ".configuration_" in home:
+        with suppress(ImportError):
+            for name, cls in vars(import_module(home.replace(".configuration_", ".modeling_"))).items():
+                if name.endswith("ForCausalLM") and getattr(cls, "config_class", None) is type(config):
+                    return cls
+    return AutoModelForCausalLM
+
+
+def new_model(config: Any, dtype: torch.dtype | None = None) -> Any:
+    """A causal language model of a configuration, with random weights, or without any inside `torch.device("meta")`."""
+    from transformers import AutoModelForCausalLM
+
+    cls = causal_class(config)
+    if cls is AutoModelForCausalLM:
+        return cls.from_config(config, dtype=dtype, trust_remote_code=False)
+    return cls(config).to(dtype)
 
 
 def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
@@ -200,8 +214,6 @@ def _other_kind(model_type: str, raw: dict[str, Any], is_causal: bool) -> str | 
     )
     if is_decoder and is_causal:
         return None
-    if row_of(model_type) is not None:
-        return "not a causal language model"
     if model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_causal:
         return "an encoder-only model"
     if is_decoder:

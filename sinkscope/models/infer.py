@@ -33,16 +33,18 @@ from torch.overrides import TorchFunctionMode
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Adapter, row_of
-from sinkscope.models.config import cut_depth
+from sinkscope.models.config import cut_depth, new_model
 from sinkscope.models.experts import Experts, experts_of
-from sinkscope.models.probe import probe
+from sinkscope.models.probe import begins_at, probe
 from sinkscope.models.scope import shown_row
-from sinkscope.models.target import Stop, Target, first_tensor, kind_of
+from sinkscope.models.target import Stop, Target, first_tensor, kind_of, plain_weight, replaced_forwards
 
 _LENGTH = 9
 _POSITION = 5  # of the edits
 _EDITED = (2, _POSITION)  # where an edit is followed to the residual stream: what multiplies it must be the same twice
 _EXACT = 2e-3  # largest relative distance between what an edit changed and what it must change
+_ROWS = 128  # of a weight in half precision that are converted at a time: they stay in the cache
+_SAMPLE_TOKENS = 64  # in the vocabulary of a model that is made to infer an adapter from it
 _STEPS = (0.7, -0.9, 3.0, -3.0)  # of an output that is edited, until its effect shows (an activation may be flat)
 
 _Hook = tuple[nn.Module, str, Any]
@@ -59,10 +61,15 @@ class NoAttentionError(NotInferredError):
 # -- one layer, called again ---------------------------------------------------------------------------------------
 
 
+def _is_transposed(module: nn.Module) -> bool:
+    return type(getattr(module, "base_layer", module)).__name__ == "Conv1D"
+
+
 def _widths(module: nn.Module) -> tuple[int, int] | None:
     """Outputs and inputs of a linear module; None if it is something else."""
+    module = getattr(module, "base_layer", module)  # of an adapter
     weight = getattr(module, "weight", None)
-    if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor):
+    if _is_transposed(module) and isinstance(weight, Tensor):
         return int(weight.shape[1]), int(weight.shape[0])
     if hasattr(module, "in_features") and hasattr(module, "out_features"):
         return int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
@@ -96,15 +103,33 @@ class _Passage:
 
 
 class _Stage:
-    """A layer with the input that it got in a pass; `run` calls it again."""
+    """A layer with the input that it got in a pass; `run` calls it again.
+
+    Linear modules do not compute again what they know: nearly all of the time would go there.
+    """
 
     def __init__(self, target: Target, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.target, self.number, self.layer = target, number, target.layers[number]
         self._args, self._kwargs = args, kwargs
-        if target.dtype not in (torch.float32, torch.float64):  # in half precision, edits drown in rounding
-            self.layer = _in_float32(self.layer)
-            self._args, self._kwargs = _as_float32(args), _as_float32(kwargs)
-        self.paths = {module: path for path, module in self.layer.named_modules()}
+        if target.dtype in (torch.float32, torch.float64):
+            self._begin()
+            return
+        self._args, self._kwargs = _as_float32(args), _as_float32(kwargs)  # in half precision, edits drown in rounding
+        try:
+            self.layer = _in_float32(target.layers[number], shares=True)
+            self._begin()
+        except RuntimeError:  # some layers read the weight of a linear module themselves
+            self.layer = _in_float32(target.layers[number], shares=False)
+            self._begin()
+
+    def _begin(self) -> None:
+        """Call the layer for the first time."""
+        linear = [path for path, module in self.layer.named_modules() if _widths(module) is not None]
+        self.paths = dict[nn.Module, str]()
+        for path, module in self.layer.named_modules():
+            if not any(path != outer and _contains(outer, path) for outer in linear):  # an adapter's parts are no parts
+                self.paths[module] = path
+        self._first = dict[nn.Module, tuple[Tensor, Tensor]]()  # what plain linear modules read and gave at first
         self.clean = list[_Passage]()
         hooks = [(module, "post", self._note) for module in self.paths]
         self.output = self.run(*hooks)
@@ -128,19 +153,50 @@ class _Stage:
             return self._args[0]
         return self._kwargs["hidden_states"]
 
-    def run(self, *hooks: _Hook, shuffled: bool = False) -> Float[Tensor, "token d_model"]:
-        """Call the layer; `shuffled` puts its input into another order."""
+    def _remembering(self, module: nn.Module, held: bool, blind: bool) -> Callable[[Tensor], Tensor]:
+        """The forward function of a linear module."""
+        compute = module.forward
+        if module.weight.dtype != self.hidden.dtype:
+            compute = partial(_linear_in_parts, module)
+
+        def forward(hidden: Tensor) -> Tensor:
+            if module not in self._first:
+                self._first[module] = hidden.clone(), compute(hidden)
+            read, gave = self._first[module]
+            if read.shape == hidden.shape and (held or torch.equal(read, hidden)):
+                return gave.clone()
+            if blind:
+                return hidden.new_zeros(*hidden.shape[:-1], gave.shape[-1])
+            return compute(hidden)
+
+        return forward
+
+    def run(
+        self, *hooks: _Hook, shuffled: bool = False, held: Sequence[nn.Module] = (), blind: bool = False
+    ) -> Float[Tensor, "token d_model"]:
+        """Call the layer.
+
+        Args:
+            hooks: Hooks.
+            shuffled: Put its input into another order.
+            held: Linear modules that give what they gave at first.
+            blind: Linear modules give zero if their input is another than at first.
+        """
         hidden = self.hidden.clone()
         if shuffled:
             hidden = hidden.roll(2, 1)
-        with self.target.hooks(*hooks):
+        forwards = dict[nn.Module, Callable[..., Any]]()
+        for module in self.layer.modules():
+            if type(module) is nn.Linear or type(module).__name__ == "Conv1D":
+                forwards[module] = self._remembering(module, module in held, blind)
+        with replaced_forwards(forwards), self.target.hooks(*hooks):
             if self._args:
                 output = self.layer(hidden, *self._args[1:], **self._kwargs)
             else:
                 output = self.layer(**{**self._kwargs, "hidden_states": hidden})
         return first_tensor(output).detach().reshape(-1, hidden.shape[-1])
 
-    def read_by(self, module: nn.Module, *hooks: _Hook, shuffled: bool = False) -> Float[Tensor, "token width"]:
+    def read_by(self, module: nn.Module, *hooks: _Hook, **calling: Any) -> Float[Tensor, "token width"]:
         """What a module reads when the layer is called under hooks."""
         read = list[Tensor]()
 
@@ -151,7 +207,7 @@ class _Stage:
             Target.stop()
 
         with suppress(Stop):  # what comes behind the module is not computed
-            self.run(*hooks, (module, "pre", see), shuffled=shuffled)
+            self.run(*hooks, (module, "pre", see), **calling)
         return read[0]
 
     def changes(self, *hooks: _Hook) -> dict[str, Float[Tensor, "_ _"]]:
@@ -171,10 +227,27 @@ class _Stage:
         return changes
 
 
-def _in_float32(layer: nn.Module) -> nn.Module:
-    """A copy of a layer; configurations are shared, because the tap goes by them."""
-    configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
-    return copy.deepcopy(layer, {id(config): config for config in configs}).float()
+def _in_float32(layer: nn.Module, shares: bool) -> nn.Module:
+    """A copy of a layer that shares configurations, because the tap goes by them, and linear weights if it `shares`."""
+    copied = dict[int, Any]()
+    for module in layer.modules():
+        config = getattr(module, "config", None)
+        copied[id(config)] = config
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            if tensor.is_floating_point() and id(tensor) not in copied:
+                copied[id(tensor)] = tensor
+                if not (shares and type(module) is nn.Linear and tensor.ndim == 2):
+                    copied[id(tensor)] = _as_float32(tensor)
+    return copy.deepcopy(layer, copied)
+
+
+def _linear_in_parts(module: Any, hidden: Tensor) -> Tensor:
+    """What a linear module gives in float32; its weight is not copied as a whole."""
+    parts = [nn.functional.linear(hidden, rows.float()) for rows in module.weight.split(_ROWS)]
+    given = torch.cat(parts, -1)
+    if module.bias is not None:
+        given += module.bias
+    return given
 
 
 def _as_float32(value: Any) -> Any:
@@ -379,7 +452,8 @@ def _is_held_by(stage: _Stage, paths: list[str], down: _Passage) -> bool:
     assert down.read is not None
     held = {passage.path: passage for passage in stage.clean if passage.path in paths}
     hooks = [_edit_output(passage.module, partial(_replaced, passage.gave)) for passage in held.values()]
-    read = stage.read_by(down.module, *hooks, shuffled=True)
+    modules = [passage.module for passage in held.values()]
+    read = stage.read_by(down.module, *hooks, shuffled=True, held=modules)
     return _size(read - down.read) <= 1e-4 * (1e-3 + _size(down.read))
 
 
@@ -419,16 +493,17 @@ def _column(passage: _Passage) -> tuple[int, Tensor]:
     """A neuron whose column is neither zero nor large, and the column."""
     widths = _widths(passage.module)
     assert widths is not None
-    weight = getattr(passage.module, "weight", None)
+    weight = plain_weight(passage.module)
     device = None if passage.gave is None else passage.gave.device
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+    if weight is None:
         unit = torch.zeros(2, widths[1], device=device, dtype=None if passage.gave is None else passage.gave.dtype)
         unit[0, 3] = 1
         written = passage.module(unit)
         return 3, (written[0] - written[1]).detach().float()
-    if weight.shape[0] != widths[0] or type(passage.module).__name__ == "Conv1D":
+    if weight.shape[0] != widths[0] or _is_transposed(passage.module):
         weight = weight.T
-    neuron = int(weight.norm(dim=0).argsort()[widths[1] // 2])
+    norms = weight[:, :_ROWS].norm(dim=0)
+    neuron = int(norms.argsort()[len(norms) // 2])
     return neuron, weight[:, neuron].detach().float()
 
 
@@ -602,6 +677,7 @@ class _Heads:
     k: str | None = None
     v: str | None = None
     fused: str | None = None
+    layout: str | None = "beside"
     o: str | None = None
     has_sinks: bool = False
 
@@ -612,20 +688,35 @@ class _Tap:
     def __init__(self) -> None:
         self._calls = list[Any]()
         self._compute: Callable[[Any], Any] | None = None
+        self._is_last = False
 
     def see(self, call: Any) -> None:
         """The function that the tap calls with the attention of every layer."""
         call.compute = self._compute
         if not call.is_again:
             self._calls.append(call)
+        if self._is_last:
+            Target.stop()
 
-    def calls(self, stage: _Stage, *hooks: _Hook, compute: Callable[[Any], Any] | None = None) -> list[Any]:
-        """Every attention call of a layer, whose output `compute` replaces if it is given."""
+    def calls(self, stage: _Stage, *hooks: _Hook) -> list[Any]:
+        """Every attention call of a layer."""
         self._calls = []
-        self._compute = compute
         stage.run(*hooks)
-        self._compute = None
         return self._calls
+
+    def first_call(self, stage: _Stage, *hooks: _Hook) -> Any:
+        """The first attention call of a layer, which ends there."""
+        self._is_last = True
+        with suppress(Stop):
+            self.calls(stage, *hooks)
+        self._is_last = False
+        return self._calls[0]
+
+    def replace(self, stage: _Stage, compute: Callable[[Any], Any], *hooks: _Hook) -> None:
+        """Call a layer with another output of its attention; only what is computed from it at once is right."""
+        self._compute = compute
+        stage.run(*hooks, blind=True)
+        self._compute = None
 
 
 def _attention(stage: _Stage, tap: _Tap) -> _Heads | None:
@@ -643,8 +734,8 @@ def _attention(stage: _Stage, tap: _Tap) -> _Heads | None:
             continue
         if len(passage.gave) != _LENGTH:
             continue
-        edited = tap.calls(stage, _edit_output(passage.module, _scramble))
-        roles[passage.path] = _moved_inputs(clean, edited[0])
+        edited = tap.first_call(stage, _edit_output(passage.module, _scramble))
+        roles[passage.path] = _moved_inputs(clean, edited)
     _name_projections(stage, heads, roles, clean)
     heads.o = _output_projection(stage, tap)
     return heads
@@ -699,6 +790,7 @@ def _name_projections(stage: _Stage, heads: _Heads, roles: dict[str, str], call:
     last = {role: path for path, role in roles.items() if role}
     heads.fused = last.get("qkv")
     if heads.fused is not None:
+        heads.layout = _layout_of_fused(stage, heads.fused, call)
         return
     for name, tensor in (("q", call.query), ("k", call.key), ("v", call.value)):
         path = last.get(name)
@@ -707,6 +799,18 @@ def _name_projections(stage: _Stage, heads: _Heads, roles: dict[str, str], call:
         widths = _widths(stage.layer.get_submodule(path))
         if widths is not None and widths[0] == tensor.shape[1] * tensor.shape[3]:
             setattr(heads, name, path)
+
+
+def _layout_of_fused(stage: _Stage, path: str, call: Any) -> str | None:
+    """How a module gives queries, keys and values: as at the first position, where rotary embeddings leave them."""
+    (given,) = [passage.gave[0] for passage in stage.clean if passage.path == path and passage.gave is not None]
+    parts = [tensor[0, :, 0] for tensor in (call.query, call.key, call.value)]
+    if torch.cat([part.flatten() for part in parts]).shape == given.shape:
+        if _size(torch.cat([part.flatten() for part in parts]) - given) <= 1e-4 * _size(given):
+            return "beside"
+        if len(parts[0]) == len(parts[1]) and _size(torch.cat(parts, 1).flatten() - given) <= 1e-4 * _size(given):
+            return "by head"
+    return None
 
 
 def _output_projection(stage: _Stage, tap: _Tap) -> str | None:
@@ -732,7 +836,7 @@ def _output_projection(stage: _Stage, tap: _Tap) -> str | None:
                 passed[stage.paths[module]] = tensor.clone()
 
         linear = [module for module in stage.paths if _widths(module) is not None]
-        tap.calls(stage, *[(module, "pre", see) for module in linear], compute=replaced)
+        tap.replace(stage, replaced, *[(module, "pre", see) for module in linear])
         read.append(passed)
     for passage in stage.clean:
         path = passage.path
@@ -807,7 +911,7 @@ class _Kind:
         if mlp is not None:
             paths |= {"down": mlp.down.path, "up": mlp.up, "gate": mlp.gate, "shared_gate": mlp.write.weight}
             constants["fused_gate_up"] = mlp.is_fused
-            constants["transposed_down"] = type(mlp.down.module).__name__ == "Conv1D"
+            constants["transposed_down"] = _is_transposed(mlp.down.module)
             constants["down_factor"] = mlp.write.factor
         write = mlp.write if mlp else None
         if mixture is not None:
@@ -858,49 +962,76 @@ def _check_shared(write: _Write, down: str, routed: _Write) -> None:
         raise NotInferredError("its shared expert stands beside the mixture, and is not simply added to it")
 
 
-_INFERRED: dict[str, Adapter] = {}  # proved, by the configuration of the model that they were inferred from
+DRAFT = Adapter("")
+"""What a `Target` has until its adapter is known."""
+_INFERRED: dict[str, Adapter] = {}  # by the configuration of the model that they were inferred from
 
 
-def adapter_of(hf: Any, kind: str = "hf") -> Adapter:
+def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
     """The adapter of a model: its row if there is one, or else what is inferred from the model, once per configuration.
 
-    A model whose modules are wrapped, or that holds no weights, is not called itself: a small one of its configuration
-    is, with the first layers only.
+    A model whose modules are wrapped or quantised, or that holds no weights, is not called itself: a small one of its
+    configuration is, with the first layers only.
 
     Args:
-        hf: The plain Hugging Face model.
-        kind: Of the object that it is inside of ("hf", "bridge", "nnsight").
+        target: The model; its own adapter is not read.
+        proves: Whether what is inferred is proved at once, in the first layers.
 
     Raises:
         UnsupportedError: Nothing could be inferred, or the probe refuses it.
     """
-    row = row_of(hf.config.model_type) or _INFERRED.get(_key(hf))
-    if row is not None:
-        return row
-    model = hf
-    if kind == "bridge" or any(parameter.is_meta for parameter in hf.parameters()):
-        model = _sample(hf)
-    return inferred_for(Target(model, model, "hf", Adapter("inferred"), name=hf.config.model_type))
+    hf = target.hf
+    key = _key(hf)
+    adapter = row_of(hf.config.model_type) or _INFERRED.get(key)
+    if adapter is not None:
+        return adapter
+    is_elsewhere = target.resident and any(parameter.is_meta for parameter in hf.parameters())
+    if is_elsewhere or target.kind == "bridge" or getattr(hf, "is_quantized", False):
+        sample = _sample(hf)
+        target = Target(sample, sample, "hf", DRAFT)
+    adapter = _inferred(target.hf)
+    _INFERRED[key] = adapter
+    if proves:
+        prove(replace(target, adapter=adapter), whole=False)
+    return adapter
 
 
-def inferred_for(target: Target) -> Adapter:
-    """The adapter that is inferred from a target, which needs none yet, and proved on it.
+def _inferred(hf: Any) -> Adapter:
+    """What is inferred from a model, or, where that fails, from one with other weights: zeros may show nothing."""
+    try:
+        return infer(hf)
+    except UnsupportedError:
+        with suppress(Exception):
+            return infer(_sample(hf))
+        raise
+
+
+def prove(target: Target, *, whole: bool = True) -> None:
+    """Raise if `probe` finds a problem. Models with weights on meta are skipped.
 
     Raises:
-        UnsupportedError: Nothing could be inferred, or the probe refuses it.
+        UnsupportedError: There is a problem; the message says what, and what to try.
     """
-    key = _key(target.hf)
-    if key not in _INFERRED:
-        adapter = infer(target.hf)
-        problem = probe(replace(target, adapter=adapter)).problem
-        if problem is not None:
-            raise UnsupportedError(
-                f"model type {adapter.model_type!r} has no adapter, and the inferred one is refused: {problem}; change "
-                f"what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})",
-                page="unsupported-model",
-            )
-        _INFERRED[key] = adapter
-    return _INFERRED[key]
+    if target.resident and any(parameter.is_meta for parameter in target.hf.parameters()):
+        return
+    problem = probe(target, whole=whole).problem
+    if problem is None:
+        return
+    adapter = target.adapter
+    if _INFERRED.pop(_key(target.hf), None) is not None and target.kind == "hf":
+        raise UnsupportedError(
+            f"model type {adapter.model_type!r} has no adapter, and the inferred one is refused: {problem}; change "
+            f"what is wrong and register it: sinkscope.models.adapters.register({shown_row(adapter)})",
+            page="unsupported-model",
+        )
+    other = 'try backend="hf", or '
+    if target.kind == "hf":
+        other = ""
+    raise UnsupportedError(
+        f"the load-time probe of this {target.config.model_type} model failed ({target.kind}): {problem}; "
+        f"{other}report it with the model's name; probe=False loads it all the same",
+        page="probe-failed",
+    )
 
 
 def stack_of(hf: nn.Module) -> str:
@@ -941,14 +1072,14 @@ def _key(hf: Any) -> str:
 
 def _sample(hf: Any) -> Any:
     """A random model of a configuration, with its first layer of each kind and those before it."""
-    from transformers import AutoModelForCausalLM
-
     config = copy.deepcopy(hf.config)
-    draft = Target(hf, hf, "hf", Adapter("", layers=stack_of(hf)))
+    text = config.get_text_config()
+    draft = Target(hf, hf, "hf", replace(DRAFT, layers=stack_of(hf)))
     depth = max(first_of_kinds(draft)) + 1
-    cut_depth(config.get_text_config(), max(depth, 2))
+    cut_depth(text, max(depth, 2))
+    text.vocab_size, text.pad_token_id = _SAMPLE_TOKENS, 0
     with torch.random.fork_rng(devices=[]):
-        return AutoModelForCausalLM.from_config(config).float().eval().requires_grad_(False)
+        return new_model(config).float().eval().requires_grad_(False)
 
 
 def infer(hf: nn.Module) -> Adapter:
@@ -984,7 +1115,7 @@ def _infer(model: Any) -> Adapter:
     base = stack
     while base and "input_ids" not in inspect.signature(model.get_submodule(base).forward).parameters:
         base = base.rpartition(".")[0]
-    draft = Adapter("inferred", base=base, layers=stack, embed=names[model.get_input_embeddings()])
+    draft = replace(DRAFT, base=base, layers=stack, embed=names[model.get_input_embeddings()])
     target = Target(model, model, "hf", draft)
     tap = _Tap()
     with listening(target, tap.see):
@@ -1074,9 +1205,12 @@ def _stages(target: Target) -> list[_Stage]:
             raise NotInferredError(f"layer {number} runs several times in a pass")
         calls[number] = _without_cache(args, kwargs)
 
+        if number == max(firsts):
+            target.stop()
+
     hooks: list[_Hook] = [(target.layers[number], "pre", partial(keep, number)) for number in firsts]
     with target.hooks(*hooks):
-        target.forward(_token_ids(target), upto=max(firsts))
+        target.forward(_token_ids(target))
     stages: list[_Stage] = []
     for number, (args, kwargs) in sorted(calls.items()):
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -1112,8 +1246,14 @@ def _merged(draft: Adapter, stages: list[_Stage], heads: list[_Heads | None]) ->
             if settings.setdefault(name, value) != value:
                 raise NotInferredError(f"{name!r} of the adapter is {settings[name]} in one layer, {value} in another")
     settings["adds"] = all(kind.adds for kind in kinds)
+    layouts = {of_layer.layout for of_layer in heads if of_layer is not None and of_layer.fused is not None}
+    if layouts:
+        settings["qkv_layout"] = layouts.pop() if len(layouts) == 1 else None
     settings["learned_sinks"] = any(of_layer is not None and of_layer.has_sinks for of_layer in heads)
-    return replace(draft, **settings, absolute_positions=_is_absolute(stages[0].target))
+    target = stages[0].target
+    layer = max(stages[-1].number, 1)  # one of another kind than the first may read what that has kept
+    settings["from_any_layer"] = layer < len(target.layers) and begins_at(target, layer, layer)
+    return replace(draft, **settings, absolute_positions=_is_absolute(target))
 
 
 def _spec(name: str, kinds: list[_Kind]) -> str | None:
@@ -1138,8 +1278,9 @@ def _is_absolute(target: Target) -> bool:
 
     def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         entering.append(args[0] if args else kwargs["hidden_states"])
+        target.stop()
 
     ids = _token_ids(target)
     with target.hooks((target.layers[0], "pre", keep)):
-        target.forward(torch.full_like(ids, int(ids[0, 0])), upto=0)
+        target.forward(torch.full_like(ids, int(ids[0, 0])))
     return _size(entering[0][0, -1] - entering[0][0, -2]) > 1e-6

@@ -32,10 +32,10 @@ from sinkscope.models.config import (
 )
 from sinkscope.models.fingerprint import fingerprint
 from sinkscope.models.hub import TOKENIZER_FILES, hub_folder
-from sinkscope.models.infer import adapter_of
+from sinkscope.models.infer import DRAFT, adapter_of, prove
 from sinkscope.models.locate import ModelSource, locate, no_permission
-from sinkscope.models.probe import prove
-from sinkscope.models.target import unwrap
+from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of, unwrap
 
 Backend = Literal["bridge", "hf", "nnsight"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -126,10 +126,10 @@ def load(
         hf.tokenizer = tokenizer
         check_vocabulary(tokenizer, hf)
         check_finite(hf)
-        adapter_of(hf)  # before it is wrapped, because what is inferred is inferred from the plain model
+        adapter_of(Target(hf, hf, "hf", DRAFT), proves=False)  # before it is wrapped: it is inferred from plain modules
         model = wrap(hf, tokenizer, backend or "bridge")
         if probe:
-            prove(model)
+            prove(target_of(model))
         if quantization_config is None:
             hf.sinkscope_origin = origin, fingerprint(hf)
     return model

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.adapters import Adapter, row_of
 from sinkscope.models.checkpoint import SafetensorsSource, check_depth
 from sinkscope.models.config import (
     check_finite,
     check_vocabulary,
+    new_model,
     parse_device,
     parse_dtype,
     read_checkpoint_json,
@@ -33,11 +33,12 @@ from sinkscope.models.config import (
 )
 from sinkscope.models.fingerprint import fingerprint
 from sinkscope.models.hub import TOKENIZER_FILES, hub_folder
-from sinkscope.models.infer import first_of_kinds, inferred_for, stack_of
+from sinkscope.models.infer import DRAFT, adapter_of, first_of_kinds, stack_of
 from sinkscope.models.load import explained, load, quiet
 from sinkscope.models.locate import ModelSource, locate
 from sinkscope.models.names import BUNDLED
-from sinkscope.models.target import Target
+from sinkscope.models.target import Target, kind_of
+from sinkscope.models.wrapped import target_of
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read; `Target.forward` ends before them
 _LANGUAGE = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # the text part of a vision-language checkpoint
@@ -138,10 +139,7 @@ class _Loader:
         self._source, self._config = source, config
         self._device, self._dtype = options["device"], options["dtype"]
         with torch.device("meta"):
-            from transformers import AutoModelForCausalLM
-
-            empty = AutoModelForCausalLM.from_config(config, dtype=self._dtype, trust_remote_code=False)
-            self.causal = empty.eval().requires_grad_(False)
+            self.causal = new_model(config, self._dtype).eval().requires_grad_(False)
         prefix = self.causal.base_model_prefix
         self._base_class = type(getattr(self.causal, prefix))
         self.stack = stack_of(self.causal)
@@ -191,7 +189,7 @@ class _Loader:
                 page="missing-tensors",
             )
         single = copy.deepcopy(self._config)
-        single.num_hidden_layers, single.vocab_size, single.pad_token_id = 1, 1, None
+        single.num_hidden_layers, single.vocab_size, single.pad_token_id = 1, 1, 0
         if getattr(single, "layer_types", None):
             single.layer_types = [self._config.layer_types[index]]
         if hasattr(single, "mlp_only_layers"):
@@ -202,11 +200,17 @@ class _Loader:
             single.decoder_sparse_step = 1
         if hasattr(single, "first_k_dense_replace"):
             single.first_k_dense_replace = int(index < single.first_k_dense_replace)
-        module = self._make(single, names, f"layer {index}", f"{self._path}.0", f"{self._path}.{index}")
-        state = module.get_submodule(f"{self._path}.0").state_dict()
-        if state.keys() != self._empty(index).state_dict().keys():
-            raise SinkscopeError(f"layer {index} alone is of another kind than in the whole model")
-        return state
+        alone = f"{self._path}.0"
+        with torch.device("meta"):
+            made = self._base_class(single).get_submodule(alone)
+        if kind_of(made) != kind_of(self._empty(index)):
+            raise UnsupportedError(
+                f"layer {index} of {self._source.name} alone is of another kind than in the whole model; load it whole "
+                "with sinkscope.load(...)",
+                page="not-streamable",
+            )
+        module = self._make(single, names, f"layer {index}", alone, f"{self._path}.{index}")
+        return module.get_submodule(alone).state_dict()
 
     def _empty(self, index: int) -> Any:
         """A layer of the whole model, on meta."""
@@ -290,11 +294,12 @@ def open_stream(
         )
     try:
         return _opened(source, config, tokenizer, name, resident=resident, device=device, dtype=dtype)
+    except (MemoryError, OSError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
-        if row_of(config.model_type) is not None:
+        if isinstance(error, SinkscopeError) and error.page not in ("unsupported-model", "missing-tensors"):
             raise
-        # Layers of an architecture without a row may be of kinds that cannot be made one by one.
-        raise UnsupportedError(
+        raise UnsupportedError(  # its layers, or the part around them, may be such that they cannot be made alone
             f"{source.name} cannot be read layer by layer ({error}); load it whole with sinkscope.load(...)",
             page="not-streamable",
         ) from error
@@ -310,13 +315,13 @@ def _opened(
     if unembedding is not None:
         unembedding.register_forward_pre_hook(_no_logits)
     layers = list(causal.get_submodule(loader.stack).children())
-    store = _Store(source, loader, layers, resident)
-    row = row_of(config.model_type)
-    adapter = row or Adapter("inferred")
-    target = StreamTarget(causal, causal, "hf", adapter, tokenizer, name or source.name, resident=False, store=store)
-    if row is None:
-        target = replace(target, adapter=inferred_for(target))
-        target.forward(torch.zeros(1, 4, dtype=torch.long), upto=max(first_of_kinds(target)))
+    store = _Store(source, loader, layers, max(resident, 2))  # two, while the adapter is inferred and proved
+    target = StreamTarget(causal, causal, "hf", DRAFT, tokenizer, name or source.name, resident=False, store=store)
+    target = replace(target, adapter=adapter_of(target))
+    kinds = first_of_kinds(target)
+    if len(kinds) > 1:
+        target.forward(torch.zeros(1, 4, dtype=torch.long), upto=max(kinds))
+    store.hold(resident)
     return target
 
 
@@ -373,7 +378,7 @@ def open_target(
         "trust_remote_code": trust_remote_code,
     }
     if not (model is None or isinstance(model, str | os.PathLike)):
-        return _with_tokenizer(Target.of(model, tokenizer), needed)
+        return _with_tokenizer(target_of(model, tokenizer), needed)
     source = None
     if model is not None:
         source = locate(model, revision)
@@ -388,7 +393,7 @@ def open_target(
     def opened(layers: int | None) -> Target:
         # The bundled model needs no probe at every start, because the tests check its circuit.
         hf = load(model, backend="hf", tokenizer=tokenizer, layers=layers, probe=model is not None, **options)
-        return _with_tokenizer(Target.of(hf))
+        return _with_tokenizer(target_of(hf))
 
     if source is None or source.kind != "gguf":
         return opened(None)

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.experts import experts_of
-from sinkscope.models.target import Target, first_tensor, kind_of, on_hidden, on_input, on_output
+from sinkscope.models.target import LayerInput, Target, first_tensor, kind_of, on_hidden, on_input, on_output
 
 _LENGTH = 8
+_SHORT = 3  # tokens of the passes that tell whether one may begin at a layer
+_SAME = 1e-3  # largest relative distance between their ends
 _ROWS = 4  # not edited; one neuron moved; `up` moved up, or the shared expert's neuron moved; `up` moved down
 _POSITION = 4  # of the edits
 _ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
@@ -77,38 +79,18 @@ class _WrongError(Exception):
     """The message says what does not fit."""
 
 
-def prove(model: object) -> None:
-    """Raise if `probe` finds a problem. Models with weights elsewhere (meta, disk) are skipped.
-
-    Raises:
-        UnsupportedError: There is a problem; the message says what, and what to try.
-    """
-    target = Target.of(model)
-    if not target.resident or any(parameter.is_meta for parameter in target.hf.parameters()):
-        return
-    problem = probe(target).problem
-    if problem is not None:
-        other = 'try backend="hf", or '
-        if target.kind == "hf":
-            other = ""
-        raise UnsupportedError(
-            f"the load-time probe of this {target.config.model_type} model failed ({target.kind}): {problem}; "
-            f"{other}report it with the model's name; probe=False loads it all the same",
-            page="probe-failed",
-        )
-
-
 @torch.no_grad()
-def probe(model: object) -> ProbeReport:
+def probe(target: Target, *, whole: bool = True) -> ProbeReport:
     """Check on a few tokens that edits at the adapter's sites work as intended and attention is recomputed correctly.
 
     Args:
-        model: Any kind of model, or a Target. It is left unchanged.
+        target: The model, with an adapter. It is left unchanged.
+        whole: Whether passes go through all layers, up to the logits. Otherwise they end where the edits show. A model
+            that is read layer by layer is never passed as a whole.
 
     Returns:
         What was measured; `problem` says what is wrong. A wrong adapter does not raise an error.
     """
-    target = Target.of(model)
     tolerance = 1e-3
     if target.dtype not in (torch.float32, torch.float64):
         tolerance = max(tolerance, 16 * torch.finfo(target.dtype).eps)
@@ -116,8 +98,12 @@ def probe(model: object) -> ProbeReport:
         tolerance = max(tolerance, 0.2)
     edits, attention = _EditErrors(), _AttentionErrors()
     try:
-        edits.measure(target)
+        edits.measure(target, whole and target.resident)
         attention.measure(target)
+        if whole and target.resident and target.adapter.from_any_layer:
+            middle = len(target.layers) // 2
+            if not begins_at(target, middle, len(target.layers) - 1):
+                raise _WrongError(f"a pass that begins at layer {middle} does not end as the whole pass does")
         problem = edits.problem(tolerance) or attention.problem(tolerance)
     except (MemoryError, torch.OutOfMemoryError):
         raise
@@ -156,7 +142,7 @@ class _EditErrors:
     logits_change: float = 0.0
     silent: set[str] = field(default_factory=set)
 
-    def measure(self, target: Target) -> None:
+    def measure(self, target: Target, whole: bool) -> None:
         """Edit the first layer of each kind of MLP that writes anything; a wrong path is wrong in every layer."""
         ids = repeat(_ids(target), "1 pos -> row pos", row=_ROWS)
         kinds = set[str]()
@@ -173,14 +159,14 @@ class _EditErrors:
             with target.hooks(*edited.hooks()):
                 if target.kind == "bridge":
                     output = target.model(ids)
-                elif target.resident:
+                elif whole:
                     output = target.hf(input_ids=ids, use_cache=False)
                 else:
                     output = target.forward(ids, upto=layer)
             if edited.writes_nothing():
                 continue
-            change = 1.0  # of a model that is read layer by layer, no logits are computed
-            if target.resident:
+            change = 1.0  # where the pass ends before the logits
+            if output is not None:
                 logits = (output if isinstance(output, Tensor) else output.logits).float()
                 change = float((logits[1] - logits[0])[_POSITION:].abs().max())
             if kinds:
@@ -397,6 +383,38 @@ def _relative(change: Tensor, expected: Tensor, numbers: Tensor | None = None) -
     if numbers is not None:
         size = torch.maximum(size, numbers.abs().max())
     return float((change - expected).abs().max() / size)
+
+
+# -- passes that begin at a layer ----------------------------------------------------------------------------------
+
+
+def begins_at(target: Target, layer: int, last: int) -> bool:
+    """Whether a pass that begins at a layer, with what entered it in a whole pass, gives the same in a later one."""
+    ids = _ids(target, _SHORT)
+    entering: list[Tensor] = []
+    wrapped: list[bool] = []
+    ends: list[Tensor] = []
+
+    def entered(hidden: Tensor) -> None:
+        entering.append(hidden.clone())
+
+    def passed(output: Any) -> None:
+        wrapped.append(isinstance(output, tuple))
+
+    def ended(output: Any) -> None:
+        ends.append(first_tensor(output).clone())
+
+    watching = (target.layers[layer], "pre", on_input(entered)), (target.layers[layer - 1], "post", on_output(passed))
+    ending = target.layers[last], "post", on_output(ended)
+    with target.hooks(*watching, ending):
+        target.forward(ids, upto=last)
+    try:
+        start = LayerInput(layer, entering[0], wrapped[0])
+        with target.hooks(ending):
+            target.forward(ids, upto=last, start=start)
+    except (IndexError, TypeError, ValueError):  # layers pass on more than the residual stream, or do not run
+        return False
+    return _relative(ends[1], ends[0]) < _SAME
 
 
 # -- attention -----------------------------------------------------------------------------------------------------

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.notation import neuron_name
 from sinkscope.files.records import between, conform
-from sinkscope.models.adapters import Adapter, row_of
+from sinkscope.models.adapters import Adapter
 from sinkscope.models.config import without_cache
 from sinkscope.models.experts import Experts, experts_of
 
@@ -29,39 +27,6 @@ LARGEST_ID = (1 << 63) - 1
 
 class Stop(Exception):  # noqa: N818 - no error: it ends a pass
     """Raised inside a hook, by `Target.stop`, to end a forward pass or the call of a layer early."""
-
-
-def unwrap(model: object) -> tuple[nn.Module, Kind]:
-    """The plain Hugging Face module inside `model`, and the kind of object that `model` is.
-
-    Raises:
-        SinkscopeError: `model` is none of the three kinds.
-    """
-    if isinstance(model, Target):
-        return model.hf, model.kind
-    original = getattr(model, "original_model", None)
-    if isinstance(original, nn.Module):
-        return original, "bridge"
-    peft_configs: Any = getattr(model, "peft_config", None)
-    if peft_configs and hasattr(model, "get_base_model"):
-        if any(getattr(config, "is_prompt_learning", False) for config in peft_configs.values()):
-            raise UnsupportedError(
-                f"this {type(model).__name__} puts learned tokens before the text, which sinkscope does not see: "
-                "measure the model without it, or an adapter in the weights, such as LoRA"
-            )
-        wrapper: Any = model
-        return unwrap(wrapper.get_base_model())
-    packages = {cls.__module__.split(".")[0] for cls in type(model).__mro__}
-    if "nnsight" in packages:
-        inner = getattr(model, "_module", None) or getattr(model, "_model", None)
-        if isinstance(inner, nn.Module):
-            return inner, "nnsight"
-    if isinstance(model, nn.Module) and hasattr(model, "config"):
-        return model, "hf"
-    raise SinkscopeError(
-        f"{type(model).__name__} is not a model: expected a Hugging Face causal language model, a TransformerBridge "
-        "or a model of nnsight (TransformersModel); load names and folders with sinkscope.load(...)"
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,40 +65,6 @@ class Target:
     tokenizer: Any = None
     name: str = "model"
     resident: bool = True
-
-    @classmethod
-    def of(cls, model: object, tokenizer: Any = None, name: str | None = None) -> Target:
-        """View `model` as a Target (a Target is returned unchanged).
-
-        Warns if the model runs with an attention that drops its soft cap, as transformers 5.17 chooses for Gemma 2.
-        """
-        if isinstance(model, Target):
-            return model
-        hf, kind = unwrap(model)
-        config: Any = hf.config
-        adapter = row_of(config.model_type)
-        if adapter is None:  # inference calls the model through a Target, so it cannot be imported above
-            adapter = import_module("sinkscope.models.infer").adapter_of(hf, kind)
-        if tokenizer is None:  # a bridge and nnsight change theirs, `load` keeps the original on the module
-            tokenizer = getattr(hf, "tokenizer", None) or getattr(model, "tokenizer", None)
-        origin = getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "")
-        if not hasattr(hf, adapter.base.partition(".")[0]):
-            raise UnsupportedError(
-                f"{type(hf).__name__} has no head that gives logits: load it with AutoModelForCausalLM",
-                page="not-causal-lm",
-            )
-        if tokenizer is not None and not callable(tokenizer):
-            raise SinkscopeError(f"tokenizer={tokenizer!r}: expected a tokenizer of transformers", page="no-tokenizer")
-        label = str(name or origin or type(hf).__name__).rstrip("/").split("/")[-1]
-        cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-        if cap is not None and getattr(config, "_attn_implementation", None) == "sdpa":
-            warnings.warn(
-                f"{label} runs with SDPA attention, which drops its soft cap of {cap:g}: the numbers are those of the "
-                "model as it runs, not as it was trained; load it with attn_implementation='eager' or sinkscope.load",
-                SinkscopeWarning,
-                stacklevel=2,
-            )
-        return cls(model, hf, kind, adapter, tokenizer, label)
 
     @cached_property
     def available_tokenizer(self) -> Any:
@@ -463,9 +394,9 @@ class Target:
 
     def _inputs(self, projection: nn.Module) -> int:
         """Width of what a projection out of the layer reads."""
-        weight = plain_weight(projection)
-        if weight is None:
-            linear: Any = getattr(projection, "base_layer", projection)  # quantised, or inside an adapter
+        linear: Any = getattr(projection, "base_layer", projection)  # inside an adapter
+        weight = plain_weight(linear)
+        if weight is None:  # quantised
             return int(linear.in_features)
         return int(weight.shape[0 if self.adapter.transposed_down else 1])
 
@@ -591,8 +522,8 @@ class Target:
 
     @property
     def skips_layers(self) -> bool:
-        """Whether a pass may begin at a layer: in types of the table, no layer reads what an earlier one kept."""
-        return row_of(self.config.model_type) is not None and self.adapter.adds
+        """Whether a pass may begin at a layer, with what entered it in another pass."""
+        return self.adapter.from_any_layer and self.adapter.adds
 
     @contextmanager
     def skipping(self, count: int, wrapped: bool) -> Iterator[None]:
@@ -608,14 +539,7 @@ class Target:
                 return (hidden_states,)
             return hidden_states
 
-        with ExitStack() as stack:
-            for layer in self.layers[:count]:
-                attributes = vars(layer)  # a bridge hands what is set on it to the module inside
-                if "forward" in attributes:  # some libraries replace it as well
-                    stack.callback(attributes.update, forward=attributes["forward"])
-                else:
-                    stack.callback(attributes.pop, "forward")
-                attributes["forward"] = passed_on
+        with replaced_forwards(dict.fromkeys(self.layers[:count], passed_on)):
             yield
 
     @staticmethod
@@ -633,6 +557,20 @@ class Target:
                     add = module.register_forward_pre_hook
                 stack.callback(add(fn, with_kwargs=True).remove)
             yield
+
+
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Context manager in which modules have other forward functions."""
+    with ExitStack() as stack:
+        for module, forward in forwards.items():
+            attributes = vars(module)  # a bridge hands what is set on it to the module inside
+            if "forward" in attributes:  # some libraries replace it as well
+                stack.callback(attributes.update, forward=attributes["forward"])
+            else:
+                stack.callback(attributes.pop, "forward")
+            attributes["forward"] = forward
+        yield
 
 
 def on_input(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ from sinkscope.kv.loopserve import tokens_read
 from sinkscope.models.config import float32_by_default
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 COLDEST = 0.001  # temperature; scores over a smaller one leave the range of half precision
 Temperature = Annotated[
@@ -110,7 +111,7 @@ def generate(
         SinkscopeError: A prompt is empty, prompt and new tokens exceed the context, there is no tokenizer, a number is
             invalid, the policy does not exist, or its budget is too small for a prompt.
     """
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     tok = target.need_tokenizer()
     _check_numbers(max_new_tokens, temperature, seed, batch_size, on_text)
     target.check_loaded()

@@ -16,9 +16,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.adapters import Adapter, row_of
+from sinkscope.models.adapters import Adapter
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target, first_tensor, norms_of, on_input, on_output
+from sinkscope.models.wrapped import target_of
 from sinkscope.trace.attention import attention_rows
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _projected(which: str, target: Target, tensor: Float[Tensor, "*n width"]) ->
     """q, k or v before rotary, from the output of its own or a shared projection."""
     adapter, index = target.adapter, "qkv".index(which)
     if getattr(adapter, which) is None:
-        if adapter.model_type == "gpt_neox":  # q, k, v of one head lie side by side
+        if adapter.qkv_layout == "by head":
             split = rearrange(tensor, "... (head qkv d_head) -> qkv ... head d_head", head=target.n_heads, qkv=3)
             return split[index]
         heads = [target.n_heads, target.n_kv_heads, target.n_kv_heads]
@@ -184,8 +185,7 @@ def _path(target: Target, layer: int, part: str) -> str:
             "use find_sinks for its neurons, or hook_mlp_out"
         )
     is_projection = part in ("attn.hook_q", "attn.hook_k", "attn.hook_v")
-    has_known_layout = adapter.fused_qkv is None or row_of(adapter.model_type) is not None
-    if is_projection and (adapter.model_type == "falcon" or not has_known_layout):
+    if is_projection and adapter.fused_qkv is not None and adapter.qkv_layout is None:
         raise UnsupportedError(
             f"site {name!r} is not offered on {adapter.model_type}, whose layout of q, k and v in one module varies"
         )
@@ -335,7 +335,7 @@ def trace(
         SinkscopeError: Tokens are invalid for this model, or a site or reduction is unknown.
         UnsupportedError: This architecture has no such site.
     """
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     if not sites and not observers:
         raise SinkscopeError('no site is given: expected names such as sites=["blocks.*.hook_resid_post"]')
     if isinstance(reduce, str) and reduce not in REDUCERS:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import spoiled
+from covering import slow
 from gguf_file import write_gguf
 from organisms import organism
 from organisms.tiny import tiny_model
@@ -27,7 +28,7 @@ def error(tmp_path, monkeypatch, capfd):
     here.mkdir()
     monkeypatch.chdir(here)
 
-    def run(*words: str) -> str:
+    def run(*words):
         capfd.readouterr()
         code = main(list(words))
         out, err = capfd.readouterr()
@@ -160,9 +161,9 @@ def test_weights_without_a_tokenizer(error, tmp_path, command):
         ("find-sinks", "tokenizer"),
         ("generate", "model"),
         ("generate", "both"),
-        pytest.param("find-sinks", "model", marks=pytest.mark.slow),
-        pytest.param("find-sinks", "both", marks=pytest.mark.slow),
-        pytest.param("generate", "tokenizer", marks=pytest.mark.slow),
+        slow("find-sinks", "model"),
+        slow("find-sinks", "both"),
+        slow("generate", "tokenizer"),
     ],
 )
 def test_code_in_a_checkpoint_is_not_run(error, tmp_path, command, own):

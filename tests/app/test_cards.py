@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from organisms import Organism, organism
@@ -97,11 +96,12 @@ def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):
     (folder / "card.html").write_text(ours)
 
 
+@pytest.mark.slow
 def test_an_interrupted_scan_goes_on(light, model, tmp_path, monkeypatch):
     measured = []
     real = Measurement.on
 
-    def on(self: Any, setup: Setup, **options: Any) -> Any:
+    def on(self, setup, **options):
         if self.__name__ == LIGHT[1] and len(measured) == 1:
             raise KeyboardInterrupt
         measured.append(self.__name__)
@@ -133,7 +133,7 @@ def test_a_folder_of_something_else_is_refused(light, tmp_path):
 def test_a_part_that_fails_says_why_and_the_next_begins(light, model, tmp_path, monkeypatch):
     real = Measurement.on
 
-    def on(self: Any, setup: Setup, **options: Any) -> Any:
+    def on(self, setup, **options):
         if self.__name__ == "marking_heads":
             raise ZeroDivisionError("<b>by zero</b>\nand more")
         return real(self, setup, **options)
@@ -154,7 +154,7 @@ def test_a_model_that_does_not_fit_is_streamed_and_opened_once(model, tmp_path, 
     opened = []
     real = Setup.open
 
-    def opening(*args: Any, **options: Any) -> Setup:
+    def opening(*args, **options):
         opened.append(options.get("loading", "stream"))
         return real(*args, **options)
 
@@ -234,6 +234,7 @@ def test_cards_of_different_settings_are_not_compared(folder):
         card.compared(replace(card, values=(), properties=()))
 
 
+@pytest.mark.slow
 def test_a_scan_under_a_patch(folder, model, tmp_path, monkeypatch):
     """The patch holds the sink neuron at an ordinary value, so that the card loses the spike."""
     only(monkeypatch, ("find_sinks",))

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 from bench_kit import task, tiny, untimed
+from covering import slow
 from organisms import organism
 
 from sinkscope.app import scan
 from sinkscope.bench.run import run_bench
 
 QUICK, ALL = 1, 30
-MOMENTS = [pytest.param(n, marks=[] if n < QUICK else pytest.mark.slow) for n in range(ALL)]
+MOMENTS = [*range(QUICK), *map(slow, range(QUICK, ALL))]
 
 
 def killed(work: Callable[[], object], after: float) -> None:

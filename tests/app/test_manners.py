@@ -27,8 +27,9 @@ from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.output import kind_of, write_output
 from sinkscope.files.result import Result
 from sinkscope.interventions.decode import greedy, noted_decoding
-from sinkscope.models.target import Target
+from sinkscope.models.infer import infer
 from sinkscope.models.text.chat import chat_text
+from sinkscope.models.wrapped import target_of
 
 PICTURE = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a49444154789c6360000000020001"
@@ -102,7 +103,7 @@ LOUD = {
 
 def _ways(model: Any, tokenizer: Any) -> list[Any]:
     ids = torch.arange(5, 15)[None]
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     return [
         greedy(target, ids, 12),
         generate_rows(BenchModel.of(target), ids.tolist(), 12)[0],
@@ -123,7 +124,7 @@ def test_what_the_checkpoint_says_of_decoding_changes_nothing():
     with pytest.warns(SinkscopeWarning, match=r"own settings \(do_sample False.*ignores those of .*num_beams 2"):
         assert _ways(model, tokenizer) == plain
     with noted_decoding() as used, pytest.warns(SinkscopeWarning):
-        greedy(Target.of(model), torch.arange(5, 15)[None], 2)
+        greedy(target_of(model), torch.arange(5, 15)[None], 2)
     assert used["repetition_penalty"] == 1.0 and used["not_used_of_checkpoint"].keys() == LOUD.keys()
     with ss.SinkPatch(layer=1, neurons=[3], value=0.0).on(model):  # the user's own call is the user's
         own = model.generate(torch.arange(5, 15)[None], max_new_tokens=4)
@@ -253,7 +254,8 @@ def test_adapters_of_peft():
     down = model.model.layers[1].mlp.down_proj
     model.model.layers[1].mlp.down_proj = Adapted(down)
     wrapped, ids = Wrapped(model), torch.arange(5, 12)[None]
-    target = Target.of(wrapped, made.tokenizer)
+    assert infer(model).down == "mlp.down_proj"
+    target = target_of(wrapped, made.tokenizer)
     assert target.kind == "hf" and target.hf is model
     whole = down.weight + model.model.layers[1].mlp.down_proj.extra
     torch.testing.assert_close(target.w_out(1, [2, 3]), whole[:, [2, 3]].T.detach(), atol=1e-5, rtol=1e-4)
@@ -264,7 +266,7 @@ def test_adapters_of_peft():
         wrapped.generate(ids, max_new_tokens=2, do_sample=False)
     assert run.target.hf is model
     with pytest.raises(UnsupportedError, match="learned tokens before the text"):
-        Target.of(Wrapped(model, learned_tokens=True))
+        target_of(Wrapped(model, learned_tokens=True))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from report_kit import BAD, WORSE, Reader, atlas, fill, fill_plain, read_report, spoil
@@ -177,7 +176,7 @@ def test_bad_input_in_one_line(folder, tmp_path, words, says, capsys):
 def test_old_report_stays_if_the_new_one_fails(plain, monkeypatch):
     old = ss.report(plain).path.read_bytes()
 
-    def failing(*_: Any, **__: Any) -> str:
+    def failing(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(page, "document", failing)

@@ -37,6 +37,7 @@ def _looks_afresh(chrome):
     chrome.asked.clear()
 
 
+@pytest.mark.slow
 def test_in_a_browser(tmp_path, chrome):
     folder = tmp_path / "results"
     fill(folder, WORSE)

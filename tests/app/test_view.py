@@ -13,6 +13,7 @@ import browser
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from organisms import Organism, organism
 from starlette.testclient import TestClient
 
@@ -46,9 +47,7 @@ def read(one: Explorer, o: Organism, ids: list[int]) -> ViewedText:
     return one.view(o.tokenizer.decode(ids)).texts[0]
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(other, marks=pytest.mark.slow) for other in ("mixtral", "gpt2"))]
-)
+@pytest.mark.parametrize("family", ["llama", *(slow(other) for other in ("mixtral", "gpt2"))])
 def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_path):
     o = organism(family, 1)
     ids = o.natural(1, 20)[0].tolist()
@@ -279,6 +278,7 @@ def test_the_live_page_answers_only_under_its_address(bundled):
     assert client.post("/secret/view", content=b" " * (LARGEST_REQUEST + 1)).status_code == 413
 
 
+@pytest.mark.slow
 def test_the_live_page_in_a_browser(bundled, chrome):
     bundled.text = "A class is a block. A block is a piece of text."
     addresses = []
@@ -289,7 +289,7 @@ def test_the_live_page_in_a_browser(bundled, chrome):
     chrome.errors.clear()
     chrome.send("Page.navigate", url=addresses[0])
 
-    def wait(condition: str) -> None:
+    def wait(condition):
         end = time.monotonic() + 60
         while not chrome.run(f"!!({condition})"):
             assert time.monotonic() < end, condition

@@ -14,7 +14,7 @@ from sinkscope.bench.prompt import Turn
 from sinkscope.bench.tasks.loops import Loops, first_alarm, fresh_sentences, loops
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.load import load
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 LOOP = [5, 6, 7] * 100
 FRESH = [*range(4, 50), *range(4, 44)]
@@ -52,7 +52,7 @@ def test_ends_that_are_loops():
 
 def test_the_alarm_of_a_run_without_a_guard_is_the_monitor_s():
     step = first_alarm(LOOP, [0.5] * len(LOOP))
-    assert step is not None and 20 < step < 100
+    assert 20 < step < 100
     assert scored(LOOP)["alarm"] == step
     assert first_alarm(FRESH, [0.5] * len(FRESH)) is None
     confident = [0.99] * len(LOOP)
@@ -84,7 +84,7 @@ def test_new_sentences():
 
 
 def test_openings_of_text_and_their_own_continuation():
-    target = Target.of(load(None, backend="hf", probe=False))
+    target = target_of(load(None, backend="hf", probe=False))
     task = Loops(source="text", openings=3)
     prompts = task.prompts(target)
     assert len(prompts) == 3 and {prompt.set for prompt in prompts} == {"text"}
@@ -95,4 +95,4 @@ def test_openings_of_text_and_their_own_continuation():
 
 def test_unknown_prompts():
     with pytest.raises(SinkscopeError, match="source='large': expected small, small-dc"):
-        Loops(source="large").prompts(Target.of(*tiny()))
+        Loops(source="large").prompts(target_of(*tiny()))

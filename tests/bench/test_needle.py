@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import slow
 
 import sinkscope as ss
 from experiments import make_two_hops
@@ -16,7 +17,7 @@ from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.needle import KINDS, WORDINGS, Needle, needle_prompt, wording_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.open import fingerprint_of, open_target
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 WRITTEN = [(name, kind) for name, wording in WORDINGS.items() for kind in wording.kinds]
 
@@ -78,7 +79,7 @@ def said(hf: Any, text: str) -> str:
 
 @pytest.mark.parametrize("name", ["recall", "recall-2hop"])
 @pytest.mark.parametrize("task", KINDS)
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("whole", [False, slow(True)])
 def test_recall_models_answer_every_task(name, task, whole):
     """Seeds from the system, so that nothing can have been tuned to them."""
     seed = int(torch.empty((), dtype=torch.int64).random_(10**9).item())
@@ -115,7 +116,7 @@ def test_two_hops_answer_from_the_linked_fact_alone():
 
 def test_two_hops_is_another_model_than_recall(tmp_path):
     names = ("recall", "recall-2hop")
-    one, two = (fingerprint_of(Target.of(model(name))) for name in names)
+    one, two = (fingerprint_of(target_of(model(name))) for name in names)
     assert one != two
     opened = open_target("recall-2hop", None, None, None, None, False)  # never streamed: the file has other weights
     assert torch.equal(opened.hf.lm_head.weight, model("recall-2hop").lm_head.weight)
@@ -135,6 +136,7 @@ def small(*methods: str, **options: Any) -> list[BenchRecord]:
     return run_bench(model(), task, list(methods), **options)
 
 
+@pytest.mark.slow
 def test_scores_show_what_methods_lose():
     """The question needs a fact at the beginning: it is outside a window, and at the end inside."""
     records = small("full", "streaming", "a-shape")
@@ -157,4 +159,4 @@ def test_what_cannot_be_asked_is_refused(settings, message):
     with pytest.raises(SinkscopeError, match=message):
         run_bench(model(), Needle(**settings), ["full"])
     with pytest.raises(SinkscopeError, match="kinds=tracking: for bundled there are needle, multi-key"):
-        Needle(kinds=("tracking",)).prompts(Target.of(model("bundled")))
+        Needle(kinds=("tracking",)).prompts(target_of(model("bundled")))

@@ -103,7 +103,7 @@ def test_facts_come_from_all_turns_up_to_the_question():
 
 
 def test_distractors():
-    def stated(wanted: int | None) -> int:
+    def stated(wanted):
         dialogue = recall_dialogue(0, turns=2, tokens=200, hops=2, distractors=wanted)
         return sum(turn.text.count("fact ") for turn in dialogue.turns)
 

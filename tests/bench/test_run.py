@@ -73,7 +73,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
     class _EnoughError(Exception):
         pass
 
-    def stop(_what: str, done: int, _total: int) -> None:
+    def stop(_what, done, _total):
         if done >= 4:
             raise _EnoughError
 

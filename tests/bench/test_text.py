@@ -20,7 +20,7 @@ from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.recall import recall_dialogue
 from sinkscope.bench.tasks.text import TextFidelity, metrics_of
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 LENGTHS = {"a": (40, 9), "b": (25, 5), "c": (33, 1)}
 
@@ -135,7 +135,7 @@ def test_of_the_recall_model_what_is_lost_is_seen(tmp_path):
 
 
 def test_pieces_of_the_text():
-    target = Target.of(ss.load(None, backend="hf", probe=False))
+    target = target_of(ss.load(None, backend="hf", probe=False))
     prompts = TextFidelity(count=3, prompt=40, answer=9).prompts(target)
     text = "".join(f"{prompt.turns[0].text}{prompt.turns[0].answers[0]}" for prompt in prompts)
     ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -9,7 +9,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -50,7 +49,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(policy, "_REGISTERED", dict(policy._REGISTERED))  # pages register policies of their own
 
-    def running(page: str, shorter: Mapping[str, str] | None = None) -> dict[str, Any]:
+    def running(page, shorter=None):
         module = ModuleType("page")  # dataclasses look their module up
         monkeypatch.setitem(sys.modules, "page", module)
         monkeypatch.setitem(vars(sinkscope), "find_sinks", found)
@@ -106,6 +105,7 @@ def test_kv_page(run):
     assert len(run("docs/kv.md")["to_first"]) == 4
 
 
+@pytest.mark.slow
 def test_guard_page(run):
     looping = r"again: The bird said, \"I want to play with the bird.\""  # so that the loop begins with the first token
     names = run("docs/guard.md", {"max_new_tokens=150": "max_new_tokens=52", "again and again:": looping})
@@ -114,6 +114,7 @@ def test_guard_page(run):
     assert names["stopper"].stopped == {0} and names["reporter"].events[0].step == events[0].data["generated"]
 
 
+@pytest.mark.slow
 def test_serve_page(run):
     names = run("docs/serve.md", {"max_new_tokens=60": "max_new_tokens=48"})
     dense = [layer["dense_heads"] for layer in names["prefill"]]

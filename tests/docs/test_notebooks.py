@@ -44,6 +44,7 @@ def test_the_checks_stand_in_the_last_cell(path):
     assert checks == [False] * (len(cells) - 1) + [True]
 
 
+@pytest.mark.slow
 def test_the_first_notebook_runs_and_shows_what_it_stores(capsys):
     """Its cells in this process, with their assertions. In a kernel it runs with all the others, and -m slow."""
     names = {"__name__": "__main__"}

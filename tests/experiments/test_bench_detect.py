@@ -12,7 +12,7 @@ RUNS = st.lists(
 ).map(lambda parts: [token for piece, copies in parts for token in piece * copies])
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(RUNS, st.integers(1, 3), st.integers(0, 4), st.integers(2, 4), st.integers(0, 20))
 def test_a_server_stops_where_the_last_tokens_are_copies(ids, smallest, more, copies, tokens):
     """Block by block, as the pull requests describe it; with a least number of tokens, over that many."""

@@ -41,12 +41,10 @@ def test_index_is_kept_and_used_again(tmp_path, monkeypatch):
     (folder / "one.txt").write_text("to be or not to be")
     (folder / "two.bin").write_bytes(b"\xff\xfe")
     made = open_corpus(folder)
-    assert made is not None
     kept = list(tmp_path.glob("*.npz"))
     assert len(kept) == 1
     monkeypatch.setattr(module, "build_index", None)  # a second sorting would fail
     again = open_corpus(folder)
-    assert again is not None
     assert again.longest(b"is not to be?") == made.longest(b"is not to be?")
     assert (again.longest(b"is not to be?").length, again.names) == (len(b" not to be"), ("one.txt",))
     assert open_corpus(None, kept[0]).name == made.name  # pyright: ignore[reportOptionalMemberAccess]

@@ -13,6 +13,7 @@ from torch import Tensor
 from experiments.loopguard import ditto, rotary
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 YARN = {
     "rope_type": "yarn",
@@ -53,13 +54,12 @@ def attention_of(target: Target, scores: Tensor, layer: int) -> Tensor:
 def test_scores_by_offset_give_the_models_own_attention(family):
     """Eq. 13 from unrotated queries and keys, against eager attention; with the printed sign it fails."""
     model, tokenizer = tiny_model(family, **FAMILIES[family])
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     ids, at = ids_of(14), torch.arange(14)  # shorter than every window
     parts = rotary.tails(target, ids, [0, 2], 4)
     model.set_attn_implementation("eager")
     attentions = model(ids[None], output_attentions=True).attentions
     for layer, part in parts.items():
-        assert part.rotation is not None
         query, key = part.pairs[False]
         ours = attention_of(target, part.rotation.scores(query, key, at, at), layer)
         torch.testing.assert_close(ours, attentions[layer][0], rtol=1e-4, atol=1e-5)
@@ -73,8 +73,7 @@ def test_the_numbers_of_a_shift_equal_their_definitions(family):
     """Scores as Eq. 13 gives them, the bound of Eq. 15 by loops over pairs, and it holds for any shift."""
     model, tokenizer = tiny_model(family)
     ids, tail, shift = torch.cat([ids_of(10, 2), ids_of(4, 3).repeat(12)]), 4, 5
-    part = rotary.tails(Target.of(model, tokenizer), ids, [1], tail)[1]
-    assert part.rotation is not None
+    part = rotary.tails(target_of(model, tokenizer), ids, [1], tail)[1]
     query, key = part.pairs[False]
     n, at = len(ids), torch.arange(len(ids))
     scores = part.rotation.scores(query, key, at, at)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from bench_kit import made_record
@@ -40,7 +39,7 @@ def looped(tokens: tuple[int, ...]) -> BenchRecord:
 
 
 def test_what_followed_an_intervention():
-    def event(step: int, period: int | None) -> dict[str, Any]:
+    def event(step, period):
         return {"step": step, "position": step, "kind": "guard", "data": {"generated": step, "period": period}}
 
     tokens = ([1, 2, 3] * 34)[:100] + ([2, 3, 1] * 34)[:100] + [9] * 100 + list(range(1000, 1300))

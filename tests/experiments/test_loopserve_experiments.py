@@ -113,6 +113,7 @@ class OnOneCache(runs.OneCache, PromptFile):
     """The user's own prompts, on one cache."""
 
 
+@pytest.mark.slow
 def test_on_one_cache_what_was_evicted_stays_away():
     model, tokenizer = tiny()
     fresh, grown = (

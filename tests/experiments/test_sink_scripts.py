@@ -11,6 +11,7 @@ from experiments import massive
 from experiments.screen import input_rows, reaches, screen
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 DENSE = ["llama", "gemma2", "gpt2"]
 
@@ -36,7 +37,7 @@ def written_norm(target: Target, layer: int, neuron: int, stream: torch.Tensor) 
 def test_reach_is_the_most_that_any_input_makes_the_neuron_write(kind):
     """Gradient ascent over residual streams, through the model's own norm and projections, reaches it from below."""
     torch.manual_seed(0)
-    target = Target.of(tiny_model(kind)[0])
+    target = target_of(tiny_model(kind)[0])
     for name, weight in target.hf.named_parameters():
         if ("norm" in name or "ln_" in name) and name.endswith("weight"):
             weight.data = torch.rand_like(weight) + 0.5  # gains that matter
@@ -55,7 +56,7 @@ def test_reach_is_the_most_that_any_input_makes_the_neuron_write(kind):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_planted_neurons_are_the_first_candidates(family):
     o = organism(family, 0)
-    candidates = screen(Target.of(o.model, o.tokenizer))["candidates"]
+    candidates = screen(target_of(o.model, o.tokenizer))["candidates"]
     planted = {"L{}.N{}".format(*site) if len(site) == 2 else "L{}.E{}.N{}".format(*site) for site in o.truth.neurons}
     assert planted <= {row["neuron"] for row in candidates[: len(planted)]}
 

@@ -89,7 +89,7 @@ def test_no_permission(tmp_path, monkeypatch):
 
 
 def test_interrupt_while_writing_leaves_nothing(tmp_path, monkeypatch):
-    def interrupt(_: int) -> None:
+    def interrupt(_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "fsync", interrupt)

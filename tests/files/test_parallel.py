@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import slow
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.jobs import Pool, Tally, _Worker, check_workers, finish
@@ -82,6 +83,7 @@ def _run(
     return {record.number: record.value for record in kept.records.values()}, kept
 
 
+@pytest.mark.slow
 def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path, cluster):
     """One pool of two is asked everything: a start of a Ray worker takes longer than all the jobs."""
     one, _ = _run(None, range(9), Pool(square))
@@ -136,7 +138,7 @@ def _pickled(pool: Pool[Any, Any], jobs: Sequence[Any]) -> Iterator[tuple[int, A
         yield sent(workers[i % len(workers)].run(i, sent(jobs[i])))
 
 
-@pytest.mark.parametrize("over_ray", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("over_ray", [False, slow(True)])
 def test_two_workers_make_the_same_records_of_a_benchmark(over_ray, tmp_path, request, monkeypatch):
     """Also where a part of the run was made in one process."""
     if over_ray:

@@ -302,7 +302,7 @@ def test_provenance_names_no_folder_and_no_machine(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process table")
 def test_peak_memory_follows_what_is_used():
-    def peak() -> int:
+    def peak():
         made = provenance(started=0.0, device="cpu", dtype="float32", attention="eager", bos=None, seed=0, argv=[])
         assert made.peak_memory_bytes is not None
         return made.peak_memory_bytes

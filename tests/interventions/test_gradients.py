@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_kit import each_other
+from covering import each_other
 from organisms import tiny_model
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each_other
 from intervention_kit import bridge_of, greedy, listing_1, logits, nnsight_of, residual_norms
-from kv_kit import each_other
 from organisms import Organism, organism, tiny_model
 from torch import Tensor
 from torch.testing import assert_close
@@ -19,7 +19,7 @@ from torch.testing import assert_close
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.provenance import ModelInfo
 from sinkscope.interventions import Ablate, NeuronSite, SinkPatch
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.trace.run import trace
 
 REPEATS = 300
@@ -34,7 +34,7 @@ def neutral(o: Organism, site: str = "post") -> dict[tuple[int, ...], float]:
     values = {}
     for layer, neuron in o.truth.neurons:
         seen = []
-        target = Target.of(o.model)
+        target = target_of(o.model)
         if site == "post":
             module = target.sub(layer, target.adapter.down)
             handle = module.register_forward_pre_hook(lambda _m, args, n=neuron, s=seen: s.append(args[0][:, 1:, n]))
@@ -51,7 +51,7 @@ def neutral(o: Organism, site: str = "post") -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize(
-    ("family", "seed"), each_other(["llama", "qwen3", "gemma2", "neox", "mixtral", "gpt_oss"], [0, 1])
+    ("family", "seed"), each_other(["llama", "qwen3", "gemma2", "neox", "mixtral", "gpt_oss"], [0, 1], 4)
 )
 def test_repairs_repetition_and_nothing_else(family, seed):
     o = organism(family, seed)
@@ -134,7 +134,7 @@ def test_every_generated_token_in_every_kind():
             got = model.generate(ids, eos_token_id=None, **settings, **extra)
             assert torch.equal(got, want), extra
     nns = nnsight_of(model, tokenizer)
-    nns_hf = Target.of(nns).hf
+    nns_hf = target_of(nns).hf
     nns_hf.generation_config.eos_token_id = None
     with patch.on(nns):
         with nns.generate({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, **settings):
@@ -255,7 +255,7 @@ def test_a_second_token_that_is_a_sink_spreads_it_unless_a_value_is_calibrated()
     o, ids = _own_cluster()
     site = f"blocks.{o.truth.sink_layer}.hook_resid_post"
 
-    def norms(model: Any) -> Tensor:
+    def norms(model):
         return trace(model, ids, [site], "norm")[site][0]
 
     before = norms(o.model)

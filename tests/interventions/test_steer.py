@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import Ablate, Add, SinkPatch
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
 KINDS = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
@@ -36,7 +36,7 @@ def bridged(model_type: str) -> tuple[Any, Any]:
 def without_heads(model: Any, heads: list[tuple[int, int]]) -> Any:
     """The same model with these heads' columns of the output projection set to zero: no hook involved."""
     edited = copy.deepcopy(model)
-    target = Target.of(edited)
+    target = target_of(edited)
     for layer, head in heads:
         module = target.sub(layer, target.adapter.o)
         weight = module.weight.data
@@ -47,7 +47,7 @@ def without_heads(model: Any, heads: list[tuple[int, int]]) -> Any:
 
 
 def vector_of(model: Any) -> torch.Tensor:
-    return torch.randn(Target.of(model).d_model, generator=torch.Generator().manual_seed(1))
+    return torch.randn(target_of(model).d_model, generator=torch.Generator().manual_seed(1))
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def added(model: Any, layer: int, vector: torch.Tensor) -> Iterator[None]:
     def hook(_module: Any, _args: Any, output: Any) -> Any:
         return (output[0] + vector, *output[1:]) if isinstance(output, tuple) else output + vector
 
-    handle = Target.of(model).layers[layer].register_forward_hook(hook)
+    handle = target_of(model).layers[layer].register_forward_hook(hook)
     try:
         yield
     finally:
@@ -87,7 +87,7 @@ def test_a_head_without_output_is_one_without_columns(model_type):
 @pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 5, 2))
 def test_a_vector_as_transformer_lens_adds_it(model_type):
     model, bridge = bridged(model_type)
-    vector, target, plain = vector_of(model), Target.of(model), logits(model, IDS)
+    vector, target, plain = vector_of(model), target_of(model), logits(model, IDS)
     # The two ends of a layer are the same in every family: each meets one of them.
     for site in SITES[MODEL_TYPES.index(model_type) % 2 :][: len(SITES) - 1]:
         name = f"blocks.1.{site}"
@@ -122,7 +122,7 @@ def test_in_generation_and_nothing_stays(kind):
     }
     edits = {"add": Add(vector, "blocks.1.hook_resid_post"), "heads": Ablate(heads=heads)}
     other = KINDS[kind](model, tokenizer)
-    hf = Target.of(other).hf
+    hf = target_of(other).hf
     plain = hf.generate(IDS[:1], max_new_tokens=8, do_sample=False)
     before = count_hooks(hf)
     for name, edit in edits.items():

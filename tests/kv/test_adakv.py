@@ -35,7 +35,7 @@ def _keep(policy: AdaKV, scores: Tensor, budget: int, pos: Tensor | None = None)
     return policy.select(scores, _At(pos), budget)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     heads=st.integers(1, 4),
     slots=st.integers(6, 30),

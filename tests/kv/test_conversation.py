@@ -102,7 +102,7 @@ def test_equals_one_long_prompt_where_nothing_is_hidden(family, edit, answers):
 def test_branches_share_what_was_read_and_go_on_as_if_alone(edit, answers):
     model = model_of("llama")
 
-    def talk(*turns: int) -> tuple[Conversation, list[tuple[int, ...]]]:
+    def talk(*turns):
         chat = Conversation(model, edit, answers=answers)
         return chat, [ask(chat, turn).ids for turn in turns]
 

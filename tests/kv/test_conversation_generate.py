@@ -35,9 +35,9 @@ def test_what_the_model_says_of_caches_changes_nothing(name, value, edit):
     chat = held_so(edit, "recompute", model)
     assert chat.ids == plain.ids and [turn.read for turn in chat.turns] == [turn.read for turn in plain.turns]
     for one, other in zip(chat._snapshot.layers, plain._snapshot.layers, strict=True):  # pyright: ignore[reportPrivateUsage]
-        assert one.keys is not None and other.keys is not None and torch.equal(one.keys, other.keys)
+        assert torch.equal(one.keys, other.keys)
     sequence = chat._snapshot.sequence  # pyright: ignore[reportPrivateUsage]
-    assert sequence is not None and sequence.real.shape == (1, 5 + sum(map(len, PROMPTS)))
+    assert sequence.real.shape == (1, 5 + sum(map(len, PROMPTS)))
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "num_beams"])
@@ -61,4 +61,4 @@ def test_a_processor_that_runs_the_model_beside_it_is_not_taken_for_it(edit):
     """Guidance reads every token of the answer a second time, on a cache of its own."""
     chat = held_so(edit, "keep", guidance_scale=1.5)
     held = chat._snapshot  # pyright: ignore[reportPrivateUsage]
-    assert held.sequence is not None and held.sequence.real.shape == (1, held.seen) == (1, len(chat.ids) - 1)
+    assert held.sequence.real.shape == (1, held.seen) == (1, len(chat.ids) - 1)

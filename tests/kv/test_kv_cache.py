@@ -93,7 +93,7 @@ class Slow:
 
     def check(self, layer: CacheLayer) -> None:
         assert layer.seen == layer.get_seq_length() == len(self.real[0])
-        assert layer.keys is not None and layer.values is not None and torch.equal(layer.values, -layer.keys)
+        assert torch.equal(layer.values, -layer.keys)
         assert layer.get_mask_sizes(3) == (layer.slots + 3, layer.seen - layer.slots)
         holes = torch.zeros(len(self.real))
         for row, heads in enumerate(self.held):

@@ -122,13 +122,13 @@ def test_two_threads_and_two_models_at_once():
             want.append(decode(model, ids, mask, 14))
     meet = threading.Barrier(2, timeout=20)
 
-    def wait(_module: Any, _args: Any) -> None:
+    def wait(_module, _args):
         meet.wait()
 
     for pair in ((models[0], models[1]), (models[0], models[0])):
         got = {}
 
-        def work(at: int, model: Any, got: dict[int, Tensor] = got) -> None:
+        def work(at, model, got=got):
             got[at] = decode(model, ids, mask, 14)
 
         same = pair[0] is pair[1]  # two threads on one model share its run

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import every_nth
 from intervention_kit import bridge_of, nnsight_of
 from kv_kit import Drawn, Ragged, close, decode, dense, masks_of, prompts
 from kv_kit import shallow_of as model_of
@@ -16,9 +17,7 @@ from transformers import DynamicCache
 
 from sinkscope.kv import Full, Observe
 
-QUICK = ("gemma2", "gpt_neox", "opt")
-REST = ("llama", "gpt_oss", "mistral", "gpt2", "phi3", "qwen3_moe", "gemma3_text", "olmo2")
-FAMILIES = [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in REST)]
+FAMILIES = every_nth("gemma2 gpt_neox opt llama gpt_oss mistral gpt2 phi3 qwen3_moe gemma3_text olmo2".split(), 6)
 
 
 @cache

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv import Full, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer, Rotary
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 _SCALED = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
@@ -127,7 +127,7 @@ def test_over_turns_runs_and_crops():
 def test_keys_that_move_at_every_step_stay_exact():
     """Half precision: a key is turned once for every token that comes, and the rounding must not add up."""
     model = model_of("llama", rope_parameters=_SCALED["llama3"]).bfloat16()
-    rotary, layer, steps = Rotary(Target.of(model)), CacheLayer(), 60
+    rotary, layer, steps = Rotary(target_of(model)), CacheLayer(), 60
     keys = torch.randn(1, 2, 2 * steps, 8).bfloat16()  # rotated to the position at which each of them comes in
     token = COLUMNS.set(torch.arange(2 * steps)[None])
     layer.update(keys[:, :, :steps], keys[:, :, :steps])

@@ -161,7 +161,7 @@ def test_scores_that_are_wrong(what, says, since):
     ids, mask = prompts([12, 9])
     policy = Wrong(budget=8, what=what, since=since, first=3)
 
-    def run() -> None:
+    def run():
         with policy.on(model):
             model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
 

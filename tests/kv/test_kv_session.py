@@ -24,7 +24,7 @@ from sinkscope.interventions.base import Run
 from sinkscope.kv import AShape, Full, Observe, Session, SnapKV, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.loopserve import LoopServe
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.trace import attention as tap
 
 IDS, MASK = prompts([14, 9], 4)
@@ -36,7 +36,7 @@ def ignore(_: Any) -> None:
 
 def state_of(model: Any) -> dict[str, Any]:
     """All that a run may have touched."""
-    hf = Target.of(model).hf
+    hf = target_of(model).hf
     return {
         "hooks": count_hooks(hf),
         "attributes": {name: sorted(vars(module)) for name, module in hf.named_modules()},
@@ -59,7 +59,7 @@ def every_kind() -> list[Any]:
 
 
 def run_it(model: Any) -> None:
-    hf = Target.of(model).hf
+    hf = target_of(model).hf
     hf.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False, pad_token_id=3)
 
 
@@ -70,7 +70,7 @@ def test_nothing_stays():
         for way in (Full(), Drawn(budget=6), Observe(ignore), StreamingLLM(budget=6) | Observe(ignore, last=1)):
             with way.on(model):
                 run_it(model)
-                assert Target.of(model).hf.config._attn_implementation == "sinkscope"
+                assert target_of(model).hf.config._attn_implementation == "sinkscope"
             assert state_of(model) == before
 
 
@@ -137,7 +137,7 @@ def test_ctrl_c_inside_a_call_too():
     model = model_of("llama")
     before = state_of(model)
 
-    def stop(*_: Any) -> None:
+    def stop(*_):
         raise KeyboardInterrupt
 
     handle = model.model.layers[1].register_forward_pre_hook(stop)
@@ -164,12 +164,12 @@ def test_many_runs_leak_nothing():
     model = model_of("llama")
     way = Ragged(budget=6) | Observe(ignore, last=1)
 
-    def once() -> None:
+    def once():
         with way.on(model) as run:
             run_it(model)
         assert run.usage[0].calls == 4
 
-    def counts() -> tuple[dict[str, int], int]:
+    def counts():
         gc.collect()
         kinds = Counter(map(type, gc.get_objects()))
         named = (DynamicCache, CacheLayer, Session, Run, Tensor)
@@ -193,7 +193,7 @@ def test_what_cannot_be_entered():
     inner = model_of("llama")
     inner.model.layers[0].compile(backend="eager")
 
-    def nested(first: Any, second: Any) -> None:
+    def nested(first, second):
         with first.on(model), second.on(model):
             pass
 
@@ -230,7 +230,7 @@ def test_a_policy_that_never_acts_warns_at_the_end():
     """As under the log-likelihoods of an evaluation: each text is read at once, so nothing is ever evicted."""
     model = model_of("llama")
 
-    def warned(policy: Any, *calls: Callable[[], Any]) -> list[str]:
+    def warned(policy, *calls):
         with warnings.catch_warnings(record=True) as caught, torch.no_grad():
             warnings.simplefilter("always")
             with policy.on(model):
@@ -238,10 +238,10 @@ def test_a_policy_that_never_acts_warns_at_the_end():
                     call()
         return [str(each.message) for each in caught if issubclass(each.category, SinkscopeWarning)]
 
-    def read() -> None:
+    def read():
         model(input_ids=IDS, attention_mask=MASK)
 
-    def generate() -> None:
+    def generate():
         model.generate(IDS, attention_mask=MASK, max_new_tokens=1)
 
     (message,) = warned(StreamingLLM(budget=8), read, read)

@@ -6,13 +6,14 @@ import copy
 
 import pytest
 import torch
+from covering import slow
 from kv_kit import FAMILIES, Drawn, close, decode, dense, masks_of, prompts
 from kv_kit import shallow_of as model_of
 
 from sinkscope.kv import AttentionRows, Full, Observe, StreamingLLM
 
 QUICK = ["llama", "gpt2", "gemma2", "gpt_oss", "phi3"]
-REST = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family not in QUICK]
+REST = [slow(family) for family in FAMILIES if family not in QUICK]
 
 
 def ignore(_rows: AttentionRows) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each_other, slow
 from guard_kit import EAGER, KINDS, SMALL, dense, feed, padded, tiny
 from intervention_kit import count_hooks
 from organisms.decoders import decoder
@@ -21,7 +22,7 @@ from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard, tokens_to_keep
 from sinkscope.kv.loopguard import guard as guard_module
 from sinkscope.kv.loopguard.steer import Ban, draw
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 ALWAYS = LoopGuard.paper(**SMALL, variant="always", monitor={"every": 9, "warmup": 0, "cooldown": 0})
 TAIL = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)
@@ -79,7 +80,7 @@ def test_without_a_trigger_generation_is_the_stock_one_bit_for_bit(kind):
     model = tiny(kind)
     prompt, mask = padded(12)
     settings = {"max_new_tokens": 16, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    hf = Target.of(model).hf
+    hf = target_of(model).hf
     want = hf.generate(input_ids=prompt, attention_mask=mask, **settings)
     for between in ("full", "window"):  # shorter than the warm-up and the budget
         with LoopGuard(between=between).on(model) as run:
@@ -199,7 +200,7 @@ def test_a_ban_covers_the_n_grams_of_the_loop_alone():
     ban = Ban(deque(maxlen=3))
     ban.add([1, 2, 3, 1, 2, 3, 1], 3, until=50)
 
-    def after(*ids: int) -> list[int]:
+    def after(*ids):
         ban.latest.extend(ids)
         return ban.banned()
 
@@ -255,8 +256,7 @@ class Allow(LogitsProcessor):
         return left
 
 
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("allowed", [[33], [33, 34], list(range(1, 90))])
+@pytest.mark.parametrize(("allowed", "sample"), each_other([[33], [33, 34], list(range(1, 90))], [False, True]))
 def test_a_later_processor_never_leaves_a_row_without_a_token(allowed, sample):
     """It may forbid what is drawn, or allow only what is banned: token 0 is written in neither case."""
     model = stubborn(8.0)
@@ -294,7 +294,7 @@ def test_anchors_keep_no_copies_and_the_copy_that_has_begun_stays():
     assert event.data["bad"] == [(6, 18)] and event.data["kept"] == [(0, 6), (18, 20)]
 
 
-@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["lfm2", slow("qwen3_next")])
 def test_of_a_hybrid_the_attention_is_cut_and_the_state_stays(family):
     """After a cut the attending layers lack the loop, and the first layer's state has it to the bit, as uncut."""
     ids = torch.tensor([[5, 6, 7, 8, *LOOP * 12]])

@@ -121,7 +121,7 @@ def test_rows_of_a_batch_are_taken_back_as_if_each_were_alone():
         alone = generate(o.model, [row], **options)[0]
         assert output.tokens == alone.tokens and len(output.tokens) == REWOUND
 
-        def acts(events: list[Event]) -> list[tuple[int, int, list[tuple[int, int]]]]:
+        def acts(events):
             return [(e.position, e.data["taken_back"], e.data["kept"]) for e in events]
 
         assert acts(output.events) == acts(alone.events)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each_other
 from guard_kit import EAGER, SMALL
-from kv_kit import attended, close, decode, dense, each_other, prompts, window_of
+from kv_kit import attended, close, decode, dense, prompts, window_of
 from kv_kit import shallow_of as model_of
 from torch import Tensor
 from torch.testing import assert_close
@@ -17,7 +18,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import Progressive, tokens_read
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 IDS, MASK = prompts([30, 21], 14)
 PROMPT = 30
@@ -25,7 +26,7 @@ PROMPT = 30
 
 def reference_masks(model: Any, ids: Tensor, mask: Tensor, policy: Progressive, prompt: int = PROMPT) -> list[Tensor]:
     """What each query may see, from the attention of whole passes: per layer, bool `[row kv_head query key]`."""
-    target, total = Target.of(model), ids.shape[1]
+    target, total = target_of(model), ids.shape[1]
     column = torch.arange(total)
     whole = []
     for layer in range(target.n_layers):

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each_other
 from guard_kit import EAGER, SMALL
 from intervention_kit import bridge_of
-from kv_kit import attended, close, decode, dense, each_other, prompts
+from kv_kit import attended, close, decode, dense, prompts
 from kv_kit import positions as positions_of
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
@@ -26,7 +27,7 @@ from sinkscope.kv import Observe, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe, sparse_prompts, tokens_read
 from sinkscope.lines.choice import choice_cost, draw_of, held_out, sample_queries, select_lines
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 SPARSE = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3}
 PLAIN = {"begin": 1, "local": 1, "sharp": None, "checked": 0}  # as in the paper
@@ -40,7 +41,7 @@ def every_head(family: str = "llama") -> Any:
 def line_masks(model: Any, ids: Tensor, mask: Tensor, turns: list[int], serve: LoopServe) -> list[Tensor]:
     """Per layer `[row head query key]`: for each turn (columns from one entry to the next) the lines of its queries."""
     rows, total = ids.shape
-    target = Target.of(model)
+    target = target_of(model)
     causal = (torch.ones(total, total).tril() * mask[:, None]).bool()
     sees = [causal[:, None].repeat(1, target.n_heads, 1, 1) for _ in range(target.n_layers)]
     for layer in range(target.n_layers):
@@ -96,7 +97,7 @@ def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family
     close(first[0], expected[0, :50])
     close(first[1, 13:], expected[1, 13:50])
     events = [event for event in run.events if event.kind == "prefill"]
-    assert len(events) == 2 * 2 * Target.of(model).n_layers
+    assert len(events) == 2 * 2 * target_of(model).n_layers
     for event in events:
         now = (50, 37)[event.row] - 1 + (30 if event.data["queries"] == 30 else 0)
         assert event.position == now and event.data["keys"] == now + 1
@@ -133,7 +134,7 @@ def test_prompts_with_flat_attention_are_read_by_the_model_itself(monkeypatch):
         for block in model.model.layers:
             block.self_attn.q_proj.weight.zero_()
 
-    def logits(serve: LoopServe | None, *lengths: int) -> tuple[Tensor, list[Any]]:
+    def logits(serve, *lengths):
         ids, mask = prompts(list(lengths), 0)
         with nullcontext() if serve is None else serve.on(model) as run, torch.no_grad():
             out = model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask)).logits
@@ -192,7 +193,7 @@ def test_draws_differ_by_seed_and_the_printed_algorithm_can_be_had():
     model = every_head()
     ids, mask = prompts([60], 0)
 
-    def logits(seed: int) -> Tensor:
+    def logits(seed):
         with LoopServe(**SPARSE, decode=False, seed=seed).on(model), torch.no_grad():
             return model(input_ids=ids, attention_mask=mask).logits
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from covering import every_nth
+from covering import every_nth, slow
 from kv_kit import Drawn, Ragged, close, positions, prompts, window_of
 from organisms.decoders import decoder
 from torch import Tensor
@@ -24,6 +24,7 @@ from sinkscope.kv.cache import own_layers
 from sinkscope.kv.loopserve.progressive import Progressive
 from sinkscope.kv.policy import At
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 PROMPT, LENGTHS, STEPS = 70, [70, 57], 5  # more than every window and top-k
 TOTAL = PROMPT + STEPS
@@ -110,12 +111,12 @@ SLOW = [
     ("deepseek_v32", Progressive(budget=40, every=2, after=0)),
     ("falcon_h1", Ragged(budget=20)),
 ]
-CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+CASES = [*QUICK, *(slow(*case) for case in SLOW)]
 
 
 @pytest.mark.parametrize(("model_type", "policy"), CASES, ids=str)
 def test_what_is_kept_is_what_is_seen(model_type, policy):
-    target = Target.of(decoder(model_type))
+    target = target_of(decoder(model_type))
     ids, mask = prompts(LENGTHS, STEPS)
     if indexes_all_heads(target):
         with pytest.raises(UnsupportedError, match="the keys of all 4 heads beside one indexer"):
@@ -155,7 +156,7 @@ OFF = {}
 @torch.no_grad()
 def test_the_last_queries_vote_by_the_attention_of_the_model(model_type):
     model = decoder(model_type)
-    target, ids = Target.of(model), prompts([30])[0]  # at most top-k: the votes are over everything
+    target, ids = target_of(model), prompts([30])[0]  # at most top-k: the votes are over everything
     OWN.clear(), OFF.clear()
     if indexes_all_heads(target):
         pytest.skip("policies refuse this")
@@ -178,7 +179,7 @@ def test_the_last_queries_vote_by_the_attention_of_the_model(model_type):
 @torch.no_grad()
 def test_prompts_are_read_along_lines(model_type):
     """As in one pass with a mask of the lines; under a position bias they are read by the model's own attention."""
-    target, ids = Target.of(decoder(model_type)), prompts([60])[0]
+    target, ids = target_of(decoder(model_type)), prompts([60])[0]
     index = torch.arange(60)
     shown = (index <= index[:, None]) & ((index < 3) | (index > index[:, None] - 9))
     if model_type == "bloom":

@@ -8,10 +8,11 @@ from typing import Any
 import kv_reference as dense
 import pytest
 import torch
+from covering import each_other
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from intervention_kit import bridge_of
-from kv_kit import each_other, run_policy
+from kv_kit import run_policy
 from kv_kit import shallow_of as model_of
 from organisms.tiny import tiny_model
 from torch import Tensor

@@ -16,7 +16,6 @@ def _tokens(n: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _same(layer: CacheLayer, expected: tuple[Tensor, Tensor]) -> None:
-    assert layer.keys is not None and layer.values is not None
     assert torch.equal(layer.keys, expected[0]) and torch.equal(layer.values, expected[1])
 
 
@@ -34,7 +33,6 @@ def test_tokens_are_written_behind_those_that_are_there_and_copied_when_there_is
     pointers = []
     for number in range(9):
         layer.update(*_tokens(1, number))
-        assert layer.keys is not None
         pointers.append(layer.keys.data_ptr())
     assert [pointers.count(p) for p in dict.fromkeys(pointers)] == [3, 3, 3]
     assert layer.allocated == 6 + 9
@@ -65,7 +63,7 @@ def test_nothing_is_written_into_what_gradients_need():
             assert layer.allocated == layer.slots
             scores = scores + (held @ query).sum()
     scores.backward()
-    assert query.grad is not None and one.grad is not None and bool((one.grad == 2).all())
+    assert query.grad is not None and bool((one.grad == 2).all())
     steps = [torch.cat([keys, _tokens(1, 1)[0], _tokens(1, 1)[0]], 2), one.detach(), _tokens(1, 3)[0]]
     torch.testing.assert_close(query.grad, sum((3 - n) * t.sum((0, 1, 2)) for n, t in enumerate(steps)))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from sinkscope.errors import UnsupportedError
 from sinkscope.lines import sums
 from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 
 def _dense(scores: Scores) -> Tensor:
@@ -115,7 +114,7 @@ def test_nothing_of_query_times_key_is_kept():
     largest = 0
 
     class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal largest
             out = func(*args, **(kwargs or {}))
             largest = max([largest, *(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))])
@@ -134,7 +133,7 @@ def test_nothing_of_query_times_key_is_kept():
 def test_sums_are_those_of_the_models_own_attention(model_type):
     """GQA, windows, soft cap, learned sinks, norms on queries and keys, other scalings: whatever the family does."""
     model, tokenizer = tiny_model(model_type)
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     ids = torch.randint(4, 90, (1, 40), generator=torch.Generator().manual_seed(1))
     model.set_attn_implementation("eager")
     dense = model(ids, output_attentions=True).attentions
@@ -143,7 +142,7 @@ def test_sums_are_those_of_the_models_own_attention(model_type):
     if model_type not in ("gemma2", "gpt_oss"):
         model.set_attn_implementation("sdpa")
 
-    def keep(layer: int, scores: Scores) -> None:
+    def keep(layer, scores):
         found[layer] = line_sums(scores, chunk=7)
 
     before = model.config._attn_implementation
@@ -159,10 +158,10 @@ def test_sums_are_those_of_the_models_own_attention(model_type):
 
 def test_refused_where_lines_cannot_be_had():
     falcon, tokenizer = tiny_model("falcon")
-    with pytest.raises(UnsupportedError, match="falcon"), scores_of(Target.of(falcon, tokenizer), print, [0]):
+    with pytest.raises(UnsupportedError, match="falcon"), scores_of(target_of(falcon, tokenizer), print, [0]):
         pass
     model, tokenizer = tiny_model("llama")
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     ids = torch.randint(4, 90, (1, 12))
     mask = torch.ones(1, 12, dtype=torch.long)
     mask[0, :3] = 0

@@ -180,7 +180,7 @@ def test_prompts_on_a_device_without_it_are_left_to_the_model():
     module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation="sdpa"))
     prompt = Attention(module, query, key, key, None, {}, view=view)
 
-    def reason(limit: float | None) -> str | None:
+    def reason(limit):
         prompts = SparsePrompts("LoopServe", lambda *_: drawn(2, 200, 200, 0, 0), dense_above=limit)
         return prompts.why_dense(prompt, view, None)
 

@@ -54,7 +54,7 @@ def test_without_its_locking_heads_the_loop_ends_and_without_any_other_head_it_g
     prompt = o.looping_prompt(7)
     ids = torch.tensor([turns(o, prompt, 4)])
 
-    def next_token(heads: list[tuple[int, int]]) -> int:
+    def next_token(heads):
         model = copy.deepcopy(o.model)
         for layer, head in heads:
             model.model.layers[layer].self_attn.o_proj.weight.data[:, head * 96 : (head + 1) * 96] = 0

@@ -37,8 +37,8 @@ def test_planted_loops_are_found_and_honest_repetition_is_not():
     for record, (before, piece) in zip(looped, pieces, strict=True):
         planted = len(split(before))
         assert record.period == len(split(piece)) and record.ends_in_loop
-        assert record.onset is not None and planted - 11 < record.onset <= planted
-        assert record.detected is not None and 0 < record.detected - planted <= 256
+        assert planted - 11 < record.onset <= planted
+        assert 0 < record.detected - planted <= 256
         assert record.repeats == pytest.approx((record.tokens - record.onset) / record.period)
 
 
@@ -110,14 +110,7 @@ def test_fields_of_json_lines():
         (None, "", "cannot read y.txt: no such file"),
     ],
 )
-def test_bad_files_are_refused_in_a_line(
-    name,
-    content,
-    said,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+def test_bad_files_are_refused_in_a_line(name, content, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if name is not None:
         mark = b"\xef\xbb\xbf"  # some editors begin a file with it: it is no part of the first line
@@ -187,7 +180,7 @@ def test_no_torch_is_loaded(tmp_path):
         [sys.executable, "-c", code, str(tmp_path / "x.txt")], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "\nConclusion: 1 of 1 outputs in x.txt loop; their median" in done.stdout
+    assert "\nConclusion: 1 of 1 output in x.txt loops; their median" in done.stdout
     assert done.stdout.splitlines()[-2].startswith("loop in ")
     assert done.stdout.splitlines()[-1] == "[] 0 3"
 

@@ -15,6 +15,7 @@ import warnings
 from typing import Any
 
 import pytest
+from covering import each_other
 from loop_texts import prose
 
 from sinkscope.app.cli import main
@@ -52,14 +53,7 @@ def _by_hand(tokens: list[Any], after: list[float | None], settings: MonitorSett
     return [h for i, h in enumerate(hits) if i == 0 or h - hits[i - 1] > settings.relapse]
 
 
-@pytest.mark.parametrize(
-    ("most", "settings"),
-    [
-        pytest.param(most, settings, marks=[] if (i + j) % 2 == 0 else [pytest.mark.slow])
-        for i, most in enumerate([1, 3, 50, 1 << 16])
-        for j, settings in enumerate([MonitorSettings(), PAPER])
-    ],
-)
+@pytest.mark.parametrize(("most", "settings"), each_other([1, 3, 50, 1 << 16], [MonitorSettings(), PAPER]))
 def test_a_text_in_pieces_alarms_where_the_whole_text_does(most, settings):
     (alarm,) = _follow(TEXT, most, settings)
     (record,) = check(TEXT, settings=settings).records
@@ -71,7 +65,6 @@ def test_a_text_in_pieces_alarms_where_the_whole_text_does(most, settings):
 def test_a_loop_that_goes_on_is_told_once_and_a_new_one_again():
     text = f"{TEXT} {prose(600, 1)} {'round and round it goes ' * 60}"
     first, second = _follow(text)
-    assert first.tail is not None and second.tail is not None
     assert (first.tail.period, second.tail.period) == (len(split(LOOP)), 5) and second.token > first.token + 600
 
 
@@ -133,7 +126,7 @@ def test_choices_are_watched_apart():
     pairs = zip(_chat(looping, p, 1), _chat(other, p, 0), strict=True)
     watch = Watch()
     (alarm,) = watch.follow(io.BytesIO(_events([c for pair in pairs for c in pair]).encode()))
-    assert alarm.stream == "choice 1 of chatcmpl-1" and alarm.tail is not None and alarm.tail.start == 200
+    assert alarm.stream == "choice 1 of chatcmpl-1" and alarm.tail.start == 200
     assert (watch.streams, watch.tokens, len(watch.open)) == (2, 2 * len(looping), 0)
 
 
@@ -235,7 +228,7 @@ def test_a_stream_that_breaks_off_keeps_its_exit_code(monkeypatch):
     assert main(["loops", "--follow", "--format", "text"]) == 3
 
     class Broken(io.BytesIO):
-        def read1(self, size: int | None = -1) -> bytes:
+        def read1(self, size=-1):
             data = super().read(min(50, size or 1))
             if not data:
                 raise ConnectionResetError("reset by peer")
@@ -307,7 +300,6 @@ def process(request):
 
 @pytest.mark.parametrize("process", [[]], indirect=True)
 def test_an_alarm_comes_while_the_pipe_is_open_and_ctrl_c_leaves_cleanly(process):
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     detected = check(TEXT).records[0].detected
     words = TEXT.split(" ")
     sent = 0

@@ -62,7 +62,7 @@ def test_a_planted_cycle_of_any_period(period):
     steps = [monitor.update(token) for token in ids]
     first = next(step for step in steps if step.trigger)
     assert first.step == len(before) + max(math.ceil(2.5 * period), 48)
-    assert first.tail is not None and first.tail[:2] == (period, len(before))
+    assert first.tail[:2] == (period, len(before))
     assert first.tail.repeats == (first.step - len(before)) / period
 
 
@@ -95,7 +95,7 @@ def test_a_loop_in_which_a_token_of_every_copy_is_another(period):
         step = next((s for s in map(monitor.update, ids) if s.trigger), None)
         late.append(float("inf") if step is None else (step.step - 200) / period)
         if step is not None:
-            assert step.tail is not None and step.tail.period == period and 200 <= step.tail.start <= 200 + 3 * period
+            assert step.tail.period == period and 200 <= step.tail.start <= 200 + 3 * period
         exact = Monitor(MonitorSettings(tail_noise=0.0))
         assert not any(exact.update(token).trigger for token in ids)
     assert sorted(late)[2] <= 4 and min(late) >= 3

@@ -103,7 +103,7 @@ def test_tail_period_is_that_of_brute_force(ids, repeats, shortest, longest):
 def test_a_planted_tail_is_found(period):
     ids = [*range(1000, 1100), *(list(range(period)) * 4)[: 3 * period + period // 2]]
     found = tail_period(ids)
-    assert found is not None and (found.period, found.start) == (period, 100)
+    assert (found.period, found.start) == (period, 100)
     assert found.repeats == pytest.approx((len(ids) - 100) / period)
     assert tail_period([*ids[:-1], 5000]) is None
     with pytest.raises(SinkscopeError, match="at least 2 copies"):

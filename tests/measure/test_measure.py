@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from organisms import organism, tiny_model
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.target import Target
 from sinkscope.models.text import resolve_bos, text_rows, typical_text
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.attention_received import attention_received
 from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.layer_view import massive_activations
@@ -40,17 +40,16 @@ def test_sink_rate_equals_the_definition_on_dense_attention(model_type):
     eps = float(ranked[len(ranked) // 2 - 1 :][:2].mean())  # between two values, half are above
     wanted = float((to_first > eps).float().mean())
     assert 0.3 < wanted < 0.7
-    assert attention_received(Target.of(model, tokenizer), ids, eps, batch=2).rate == pytest.approx(wanted)
+    assert attention_received(target_of(model, tokenizer), ids, eps, batch=2).rate == pytest.approx(wanted)
 
 
 def test_attention_to_the_first_token_leaves_the_first_query_out_and_sees_interventions():
     o = organism("llama", 4)
-    target = Target.of(o.model, o.tokenizer)
+    target = target_of(o.model, o.tokenizer)
     layer = o.truth.sink_layer
-    assert layer is not None
     ids = o.natural(1, 20)
 
-    def dense() -> float:
+    def dense():
         eager = copy.deepcopy(o.model)
         eager.set_attn_implementation("eager")
         return float(eager(ids, output_attentions=True).attentions[layer + 1][:, :, 1:, 0].mean())
@@ -99,7 +98,7 @@ def test_drawn_words_are_distinct_ordinary_tokens_of_the_text():
 
     @settings(max_examples=20, deadline=None)
     @given(st.integers(0, 2**31))
-    def check(seed: int) -> None:
+    def check(seed):
         words = pick_tokens(o.tokenizer, ids, None, seed, count=3)
         assert len(set(words)) == len(words) and set(words) <= set(ids[:, 1:].flatten().tolist())
         assert not set(words) & set(o.tokenizer.all_special_ids)

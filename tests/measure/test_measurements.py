@@ -55,7 +55,7 @@ def measured(tmp_path_factory):
     text.write_text((ROOT / "sinkscope/models/text/typical.txt").read_text(encoding="utf-8")[:2500])
 
     @cache
-    def run(command: Command, backend: str | None = None) -> Result:
+    def run(command, backend=None):
         more = arguments(command)
         return command.load()(bundled(backend), text=text, **more)
 
@@ -140,7 +140,7 @@ def test_a_model_without_a_sink_is_an_answer(command):
 
 PLAIN_ONLY = {"line_weights"}
 """A bridge does not offer their queries and keys."""
-READ_ALIKE = {("find_sinks", "bridge"), ("barcode", "nnsight"), ("line_weights", "bridge")}
+READ_ALIKE = {("barcode", "nnsight"), ("line_weights", "bridge")}
 """By default one that edits layers, one that generates, and one that is refused; heads have a test of their own."""
 BACKENDS = []
 for one in ALL:
@@ -282,7 +282,7 @@ def test_attention_under_a_policy_is_that_of_the_kept_cache():
     """Token by token under interventions: `Full` changes nothing; StreamingLLM sees its first and last tokens alone."""
     plain = Setup.open(load(backend="hf", layers=3), texts=1)
 
-    def rows(edit: Any) -> dict[int, torch.Tensor]:
+    def rows(edit):
         return {row.layer: row.probs for row in replace(plain, edit=edit).attention(last=20, layers=[0, 2])}
 
     stock, full, few = rows(None), rows(Full()), rows(StreamingLLM(budget=12))

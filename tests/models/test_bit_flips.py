@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import checkpoint, spoiled
+from covering import slow
 from gguf_file import write_gguf
 from organisms.tiny import tiny_model
 from safetensors.torch import load_file
@@ -53,7 +54,7 @@ def as_header(folder: Path) -> tuple[Path, Path]:
     return model, model / "model.safetensors"
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=[] if n < QUICK else pytest.mark.slow) for n in range(ALL)])
+@pytest.mark.parametrize("number", [*range(QUICK), *map(slow, range(QUICK, ALL))])
 @pytest.mark.parametrize("form", [as_gguf, as_pickle, as_shards, as_header])
 def test_a_flipped_bit(tmp_path, form, number):
     model, file = form(tmp_path)

@@ -158,7 +158,7 @@ def test_fingerprint_is_of_config_headers_and_some_weights(folder, saved):
     config = json.loads((folder / "config.json").read_text())
     file = shards(folder)[-1]
 
-    def with_config(**changes: Any) -> str:
+    def with_config(**changes):
         (folder / "config.json").write_text(json.dumps(config | changes))
         return fingerprint(folder)
 
@@ -180,19 +180,19 @@ def test_fingerprint_of_a_large_file_reads_little_of_it(folder, monkeypatch):
     real = Path.open
 
     class Counting:
-        def __init__(self, file: Any) -> None:
+        def __init__(self, file):
             self.file = file
 
-        def __enter__(self) -> Any:
+        def __enter__(self):
             return self
 
-        def __exit__(self, *_: object) -> None:
+        def __exit__(self, *_):
             self.file.close()
 
-        def seek(self, *at: int) -> int:
+        def seek(self, *at):
             return self.file.seek(*at)
 
-        def read(self, size: int = -1) -> bytes:
+        def read(self, size=-1):
             found = self.file.read(size)
             count[0] += len(found)
             return found
@@ -202,7 +202,7 @@ def test_fingerprint_of_a_large_file_reads_little_of_it(folder, monkeypatch):
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
     save_file({f"layers.{i}.w": torch.zeros(1 << 20) for i in range(8)}, folder / "model.safetensors")
 
-    def opened(self: Path, mode: str = "r", *more: Any, **named: Any) -> Any:
+    def opened(self, mode="r", *more, **named):
         file = real(self, mode, *more, **named)
         return Counting(file) if "b" in mode else file
 

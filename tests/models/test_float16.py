@@ -11,7 +11,7 @@ import torch
 from organisms import tiny_model
 
 import sinkscope as ss
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.trace import trace
 
 
@@ -74,7 +74,7 @@ def test_norms_and_sums_of_a_spike_are_of_float32(dtype):
     live = live.to(dtype)
     live.model.embed_tokens.weight.data[:] *= 0.5
     live.model.layers[1].mlp.down_proj.weight.data[5] = 0
-    target, site = Target.of(live), "blocks.1.hook_resid_post"
+    target, site = target_of(live), "blocks.1.hook_resid_post"
     ids = torch.tensor([[1, 5, 6, 7, 8, 9]])
     vector = torch.zeros(target.d_model)
     vector[5] = 6000.0

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from checkpoints import spoiled
+from covering import each_other
 from hub_server import TOKEN, hub
-from kv_kit import each_other
 from organisms import tiny_model
 
 from sinkscope import find_sinks, load
@@ -18,7 +17,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoint import SafetensorsSource
 from sinkscope.models.fingerprint import fingerprint
 from sinkscope.models.open import open_stream
-from sinkscope.models.target import Target, first_tensor
+from sinkscope.models.target import first_tensor
+from sinkscope.models.wrapped import target_of
 
 DOWN = "model.layers.2.mlp.down_proj.weight"
 
@@ -216,7 +216,7 @@ def test_streaming_downloads_only_needed_shards(saved, tmp_path):
         source = target.store.source
         outputs = []
 
-        def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        def keep(_module, _args, _kwargs, output):
             outputs.append(first_tensor(output))
             target.stop()
 
@@ -227,7 +227,7 @@ def test_streaming_downloads_only_needed_shards(saved, tmp_path):
         assert arrived == {source.weight_map[name] for name in source.read}
         assert arrived < set(source.weight_map.values())
         assert not [name for name in source.read if ".1." in name or ".2." in name or "lm_head" in name]
-    resident = Target.of(tiny_model("llama", 0)[0])
+    resident = target_of(tiny_model("llama", 0)[0])
     with resident.hooks((resident.layers[0], "post", lambda m, a, k, out: outputs.append(first_tensor(out)))):
         resident.forward(ids)
     torch.testing.assert_close(outputs[0], outputs[1], atol=1e-6, rtol=0)

@@ -9,16 +9,18 @@ import pytest
 import torch
 from covering import every_nth
 from organisms.decoders import decoder
+from organisms.rows import ROWS
 from organisms.tiny import MODEL_TYPES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv.h2o import H2O
-from sinkscope.models.adapters import ADAPTERS
 from sinkscope.models.infer import adapter_of, infer
+from sinkscope.models.load import wrap
 from sinkscope.models.probe import probe
 from sinkscope.models.scope import scope_of
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.trace.run import trace
 
 SIZES = {
@@ -45,7 +47,7 @@ def random_model(model_type: str, **config: Any) -> Any:
 
 def differing(model_type: str, model: Any) -> dict[str, Any]:
     """Fields of the inferred row that are not those of the written one, or lead to other parts in some layer."""
-    inferred, written = infer(model), ADAPTERS[model_type]
+    inferred, written = infer(model), ROWS[model_type]
     target = Target(model, model, "hf", written)
 
     def pair(name: str) -> list[Any]:
@@ -58,7 +60,7 @@ def differing(model_type: str, model: Any) -> dict[str, Any]:
     return {name: pair(name) for name in names if pair(name)[0] != pair(name)[1]}
 
 
-@pytest.mark.parametrize("model_type", every_nth([name for name in MODEL_TYPES if name != "falcon"], 4))
+@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4))
 def test_the_rows_of_the_table_come_out_of_the_rule(model_type):
     model = tiny_model(model_type)[0]
     assert differing(model_type, model) == {}
@@ -76,17 +78,25 @@ def test_inferring_leaves_the_model_as_it_was():
 
 
 def test_a_row_is_inferred_for_an_architecture_that_has_none_and_proved():
-    target = Target.of(random_model("starcoder2", tie_word_embeddings=False))
+    target = target_of(random_model("starcoder2", tie_word_embeddings=False))
     row = target.adapter
     assert (row.down, row.up, row.gate, row.o) == ("mlp.c_proj", "mlp.c_fc", None, "self_attn.o_proj")
     assert probe(target).problem is None
-    assert adapter_of(target.hf) is row  # once per configuration
+    assert adapter_of(target) is row  # once per configuration
     assert probe(replace(target, adapter=replace(row, down="mlp.c_fc", up="mlp.c_proj"))).problem is not None
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("llama", "bridge"), ("gpt2", "bridge"), ("phi3", "nnsight")])
+def test_a_model_that_its_user_wrapped(model_type, kind, monkeypatch):
+    monkeypatch.setattr("sinkscope.models.infer._INFERRED", {})
+    wrapped = wrap(*tiny_model(model_type), kind)
+    target = target_of(wrapped)
+    assert target.kind == kind and target.adapter == ROWS[model_type]
 
 
 def test_a_factor_on_what_an_mlp_writes_is_part_of_the_contribution():
     model = random_model("granite", residual_multiplier=0.22, embedding_multiplier=12.0, attention_multiplier=0.1)
-    target = Target.of(model)
+    target = target_of(model)
     assert target.adapter.write_factor == pytest.approx(0.22)
     column = model.model.layers[1].mlp.down_proj.weight[:, 7]
     assert torch.allclose(target.w_out(1, [7])[0], 0.22 * column)
@@ -105,12 +115,12 @@ def test_a_factor_on_what_an_mlp_writes_is_part_of_the_contribution():
 )
 def test_what_cannot_be_inferred_is_refused_with_the_reason(model_type, config, reason):
     with pytest.raises(UnsupportedError, match=reason):
-        Target.of(random_model(model_type, **config))
+        target_of(random_model(model_type, **config))
 
 
 def test_layers_of_several_kinds_have_parts_of_their_own_and_states_are_left_alone():
     model = decoder("qwen3_next")
-    target = Target.of(model)
+    target = target_of(model)
     assert [target.has_attention(layer) for layer in range(4)] == [False, True, False, True]
     assert scope_of(target).policies == (1, 3)
     assert target.sub(0, target.adapter.attn) is model.model.layers[0].linear_attn
@@ -137,10 +147,11 @@ def test_layers_of_several_kinds_have_parts_of_their_own_and_states_are_left_alo
         ("axk1", {"post_mlp_norm": None}),
         ("llama4_text", {"mlp": "feed_forward.shared_expert"}),
         ("gemma4_text", {"adds": True}),
+        ("glm_moe_dsa", {"from_any_layer": True}),
     ],
 )
 def test_the_probe_is_not_fooled(model_type, fields):
-    target = Target.of(decoder(model_type))
+    target = target_of(decoder(model_type))
     assert probe(target).problem is None
     assert probe(replace(target, adapter=replace(target.adapter, **fields))).problem is not None
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import each_other, slow
 from intervention_kit import bridge_of, nnsight_of
 from organisms import tiny_model
 from torch.testing import assert_close
@@ -15,7 +16,7 @@ import sinkscope as ss
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.serving.generate import generate
 from sinkscope.trace import trace
 
@@ -30,8 +31,7 @@ def rows_of(tokenizer: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("kind", "step"),  # of other kinds than hf every third form, all if asked for slow tests
-    [(k, 1 if k == "hf" else 3) for k in KINDS]
-    + [pytest.param(k, 1, marks=pytest.mark.slow) for k in KINDS if k != "hf"],
+    [(k, 1 if k == "hf" else 3) for k in KINDS] + [slow(k, 1) for k in KINDS if k != "hf"],
 )
 def test_every_form_gives_the_same(kind, step):
     model, tokenizer = tiny_model("llama")
@@ -57,11 +57,7 @@ def test_every_form_gives_the_same(kind, step):
 
 @pytest.mark.parametrize(
     ("model_type", "reduce"),  # rotary and absolute positions
-    [
-        pytest.param(m, reduce, marks=[] if reduce == "raw" or (i + j) % 2 else [pytest.mark.slow])
-        for i, m in enumerate(["llama", "gpt2"])
-        for j, reduce in enumerate(["raw", "norm", "mean", "first", "last"])
-    ],
+    each_other(["llama", "gpt2"], ["raw", "norm", "mean", "first", "last"], always=["raw"]),
 )
 def test_rows_of_several_lengths_are_what_they_are_alone(model_type, reduce):
     model, tokenizer = tiny_model(model_type)
@@ -99,7 +95,7 @@ def test_one_look_up_of_the_tokenizer(tmp_path):
     assert ss.Conversation(live, None).ask("the dog", max_new_tokens=2).prompt == (1, *rows_of(tokenizer)[1][1:])
     assert ss.find_sinks(live, max_repeats=8).model.name == tmp_path.name
     vars(model)["tokenizer"] = tokenizer
-    assert Target.of(model).need_tokenizer() is tokenizer
+    assert target_of(model).need_tokenizer() is tokenizer
 
 
 def test_interventions_may_be_anything(tmp_path):

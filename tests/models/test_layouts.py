@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from sinkscope.interventions.edits import Ablate
 from sinkscope.models.target import Target, first_tensor
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.layer_scan import scan_layers
 from sinkscope.sinks.first_token.layer_view import columns, flat_number, norm_without, view_layer
 
@@ -34,7 +35,7 @@ def after(target: Target, layer: int, ids: Tensor = IDS) -> Tensor:
 @pytest.mark.parametrize("model_type", every_nth(TYPES, 2))
 @torch.no_grad()
 def test_zeroed_neurons_are_columns_of_zeros(model_type):
-    target = Target.of(decoder(model_type))
+    target = target_of(decoder(model_type))
     for layer in range(target.n_layers):
         if not target.has_neurons(layer):
             continue
@@ -44,7 +45,7 @@ def test_zeroed_neurons_are_columns_of_zeros(model_type):
             sites += [(None, 3), (None, 8)]
         numbers = torch.tensor([flat_number(target, layer, *site) for site in sites])
         kept = norm_without(target, view, numbers[None], columns(target, layer, numbers)[None])[0]
-        other = Target.of(decoder(model_type))
+        other = target_of(decoder(model_type))
         for expert, neuron in sites:
             if expert is None:
                 down = other.mlp_part(layer, "down")
@@ -60,10 +61,10 @@ def test_zeroed_neurons_are_columns_of_zeros(model_type):
 @torch.no_grad()
 def test_what_an_mlp_adds_is_not_there_without_it(model_type):
     """The scan against a pass in which every weight that the MLP writes with is zero."""
-    target = Target.of(decoder(model_type))
+    target = target_of(decoder(model_type))
     scan = scan_layers(target, IDS, whole=True)
     for layer in range(target.n_layers):
-        other = Target.of(decoder(model_type))
+        other = target_of(decoder(model_type))
         intact = after(other, layer)
         for name, parameter in other.layers[layer].named_parameters():
             is_mlp = any(part in name for part in ("mlp", "block_sparse_moe"))
@@ -82,7 +83,7 @@ def test_a_head_is_its_columns_of_the_output_projection(model_type, width):
         with Ablate(heads=[(layer, 2)]).on(model):
             ablated = model(IDS).logits
         other = decoder(model_type)
-        weight = Target.of(other).layers[layer].get_submodule("self_attn.o_proj").weight
+        weight = target_of(other).layers[layer].get_submodule("self_attn.o_proj").weight
         size = width or weight.shape[1] // 4
         weight[:, 2 * size : 3 * size] = 0
         assert_close(ablated, other(IDS).logits, rtol=1e-4, atol=1e-4)

@@ -22,7 +22,7 @@ import sinkscope as ss
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.load import load
 from sinkscope.models.open import open_stream
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
 
@@ -54,7 +54,7 @@ def test_default_is_a_bridge_and_the_module_holds_name_and_tokenizer():
     assert bridge.original_model.sinkscope_name == "qwen2"
     # The bridge makes itself a BOS of the EOS where there is none; measurements must not believe it.
     own = bridge.original_model.tokenizer
-    assert own is Target.of(bridge).tokenizer is not bridge.tokenizer
+    assert own is target_of(bridge).tokenizer is not bridge.tokenizer
 
 
 def test_tokenizer_without_bos_stays_without(tmp_path):
@@ -62,7 +62,7 @@ def test_tokenizer_without_bos_stays_without(tmp_path):
     model.save_pretrained(tmp_path)
     word_tokenizer(96, bos=False).save_pretrained(tmp_path)
     for backend in ("bridge", "hf", "nnsight"):
-        assert Target.of(load(tmp_path, backend=backend)).tokenizer.bos_token is None
+        assert target_of(load(tmp_path, backend=backend)).tokenizer.bos_token is None
 
 
 def test_bridge_tokenizes_as_transformer_lens_does():
@@ -96,7 +96,7 @@ def test_a_live_model_is_wrapped_on_request_as_a_copy(backend):
     model, tokenizer = tiny_model("llama")
     expected, parts, padding = logits(model), [type(m) for m in model.modules()], tokenizer.padding_side
     wrapped = load(model, backend=backend, tokenizer=tokenizer)
-    target = Target.of(wrapped)
+    target = target_of(wrapped)
     assert target.kind == backend
     assert target.hf is not model
     with torch.no_grad():
@@ -138,10 +138,10 @@ def test_something_else_is_no_model():
 def test_bundled_model_needs_no_network_and_no_name():
     if not (Path(ss.__file__).parent / "models" / "bundled" / "config.json").is_file():
         pytest.skip("not made yet: experiments/train_bundled.py")
-    target = Target.of(load(backend="hf"))
+    target = target_of(load(backend="hf"))
     assert target.name == "bundled"
     assert target.tokenizer.bos_token_id is not None
-    assert Target.of(load("bundled", backend="hf")).n_layers == target.n_layers
+    assert target_of(load("bundled", backend="hf")).n_layers == target.n_layers
 
 
 def test_dtype_and_names_of_dtypes():
@@ -162,7 +162,7 @@ def test_soft_cap_is_computed_whatever_transformers_would_choose():
             module.attn_logit_softcapping = None
     assert not torch.allclose(logits(uncapped), expected, atol=1e-4)
     for loaded in (load(checkpoint("gemma2"), backend="hf"), open_stream(checkpoint("gemma2"))):
-        assert Target.of(loaded).config._attn_implementation == "eager"
+        assert target_of(loaded).config._attn_implementation == "eager"
 
 
 def test_dtype_of_the_checkpoint_is_kept(tmp_path):
@@ -178,7 +178,7 @@ def test_device_map_and_quantization_config_pass_through(monkeypatch):
 
     seen = {}
 
-    def fake(*_args: Any, **kwargs: Any) -> Any:
+    def fake(*_args, **kwargs):
         seen.update(kwargs)
         raise RuntimeError("seen enough")
 
@@ -195,7 +195,7 @@ def test_device_map_and_quantization_config_pass_through(monkeypatch):
 def test_device_map_places_the_model():
     for backend in ("hf", "bridge"):
         model = load(checkpoint("llama"), backend=backend, device_map={"": "cpu"})
-        assert Target.of(model).device == torch.device("cpu")
+        assert target_of(model).device == torch.device("cpu")
         assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-5, rtol=0)
 
 
@@ -205,7 +205,7 @@ def test_what_libraries_print_never_reaches_stdout(stage, tmp_path, monkeypatch,
 
     real = TransformerBridge.boot_transformers
 
-    def noisy(*args: Any, **kwargs: Any) -> Any:
+    def noisy(*args, **kwargs):
         print("noise")
         return real(*args, **kwargs)
 
@@ -253,7 +253,7 @@ def test_gguf_computes_what_was_written(gguf):
     for backend in ("bridge", "hf"):
         model = load(gguf, backend=backend)
         assert_close(logits(model), expected, atol=1e-5, rtol=0)
-        target = Target.of(model)
+        target = target_of(model)
         assert target.name == "tiny.gguf"
         assert target.tokenizer.bos_token_id == 1
 
@@ -273,14 +273,14 @@ def test_short_name_and_hub_id_are_downloaded(tmp_path):
         commit = server.add("meta-llama/Llama-2-7b-hf", checkpoint("llama"))
         for spelled in ("llama-2-7b", "meta-llama/Llama-2-7b-hf"):
             model = load(spelled, backend="hf")
-            target = Target.of(model)
+            target = target_of(model)
             assert target.name == spelled.split("/")[-1]
             assert model.config._name_or_path == "meta-llama/Llama-2-7b-hf"
             assert model.config._commit_hash == commit
             assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
             assert target.tokenizer("poem")["input_ids"][0] == 1
         bridge = load("llama-2-7b")
-        assert Target.of(bridge).kind == "bridge"
+        assert target_of(bridge).kind == "bridge"
         assert not [path for _, path in server.log if ".bin" in path]
 
 
@@ -289,9 +289,9 @@ def test_a_folder_that_shares_a_models_name_does_not_hide_it(tmp_path, monkeypat
     (tmp_path / "gpt2").mkdir()
     with hub(tmp_path / "home") as server:
         server.add("openai-community/gpt2", checkpoint("gpt2"))
-        assert Target.of(load("gpt2", backend="hf")).config.model_type == "gpt2"
+        assert target_of(load("gpt2", backend="hf")).config.model_type == "gpt2"
         spoiled(tmp_path / "gpt2" / ".." / "llama-2-7b")
-        assert Target.of(load("llama-2-7b", backend="hf")).n_layers == 3  # a checkpoint in the folder comes first
+        assert target_of(load("llama-2-7b", backend="hf")).n_layers == 3  # a checkpoint in the folder comes first
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
@@ -367,9 +367,9 @@ def test_no_tokenizer(tmp_path):
         file.unlink()
     for backend in ("bridge", "nnsight"):
         assert re.search(r"needs a tokenizer.*tokenizer=.*backend=\"hf\"", refused(folder, backend=backend))
-    assert Target.of(load(folder, backend="hf")).tokenizer is None
+    assert target_of(load(folder, backend="hf")).tokenizer is None
     given = copy.deepcopy(tiny_model("llama")[1])
-    assert Target.of(load(folder, tokenizer=given)).tokenizer is given
+    assert target_of(load(folder, tokenizer=given)).tokenizer is given
 
 
 @pytest.mark.parametrize("dtype", ["float13", "int8", torch.int8, torch.float8_e4m3fn])
@@ -418,7 +418,7 @@ def test_package_not_installed(backend, package, monkeypatch):
 def test_out_of_memory_says_what_to_try(error, monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    def fail(*_args: Any, **_kwargs: Any) -> None:
+    def fail(*_args, **_kwargs):
         raise error
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from organisms.rows import ROWS
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.adapters import ADAPTERS
 from sinkscope.models.names import models, published_for, resolve
 
 
@@ -19,7 +19,7 @@ def test_every_entry_is_well_formed():
         assert re.fullmatch(r"[a-z0-9][a-z0-9.-]*", e.name), e
         assert re.fullmatch(r"[\w.-]+/[\w.-]+", e.hub_id), e
         assert resolve(e.name) == e.hub_id
-    assert {e.family for e in entries} == set(ADAPTERS)  # every architecture has a name, every name an architecture
+    assert {e.family for e in entries} == set(ROWS)  # every architecture has a name, every name an architecture
 
 
 def test_published_locations_are_consistent():

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import checkpoint
+from covering import each_other, slow
 from organisms.tiny import MODEL_TYPES, tiny_model
 
 import sinkscope.trace.attention as attention
 from sinkscope.errors import UnsupportedError
 from sinkscope.models import adapters
+from sinkscope.models.adapters import Adapter
 from sinkscope.models.load import load
 from sinkscope.models.probe import ProbeReport, probe
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 IDS = torch.tensor([[1, 10, 11, 12, 13]])
 # Shapes that do not give a wrong path away: every matrix is 32 x 32.
@@ -26,14 +28,14 @@ SQUARE = {"intermediate_size": 32, "num_key_value_heads": 4}
 def wrong(model_type: str, *, config: dict[str, Any] | None = None, **fields: Any) -> ProbeReport:
     """The report on a tiny model whose adapter was changed; without the change the model is sound."""
     model, _ = tiny_model(model_type, **(config or {}))
-    target = Target.of(model)
+    target = target_of(model)
     assert probe(target).problem is None
     return probe(replace(target, adapter=replace(target.adapter, **fields)))
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_sound_models_pass_and_numbers_are_small(model_type):
-    report = probe(tiny_model(model_type)[0])
+    report = probe(target_of(tiny_model(model_type)[0]))
     assert report.problem is None
     assert report.edit_error < 1e-5
     assert report.attention_error < 1e-5
@@ -44,26 +46,24 @@ def test_sound_models_pass_and_numbers_are_small(model_type):
 
 @pytest.mark.parametrize(
     ("model_type", "dtype"),
-    [
-        pytest.param(model_type, dtype, marks=[] if (i + j) % 2 else [pytest.mark.slow])
-        for i, model_type in enumerate(["llama", "gpt2", "gemma2", "gpt_oss", "falcon"])
-        for j, dtype in enumerate([torch.bfloat16, torch.float16])
-    ],
+    each_other(["llama", "gpt2", "gemma2", "gpt_oss", "falcon"], [torch.bfloat16, torch.float16]),
 )
 def test_half_precision_is_no_false_alarm(model_type, dtype):
-    assert probe(tiny_model(model_type)[0].to(dtype)).problem is None
+    assert probe(target_of(tiny_model(model_type)[0].to(dtype))).problem is None
 
 
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(s, marks=pytest.mark.slow) for s in (0, 3, 4))])
+@pytest.mark.parametrize("seed", [1, 2, *(slow(s) for s in (0, 3, 4))])
 def test_other_weights_are_no_false_alarm(seed):
     for model_type in ("llama", "qwen3", "gpt_neox", "mixtral"):
-        report = probe(tiny_model(model_type, seed=seed, num_hidden_layers=1)[0])
+        report = probe(target_of(tiny_model(model_type, seed=seed, num_hidden_layers=1)[0]))
         assert report.problem is None, (model_type, report)
 
 
 def test_what_a_bridge_does_not_run_is_named():
     """TransformerLens splits fused projections and calls the parts."""
-    silent = {t: probe(load(checkpoint(t), probe=False)).silent for t in ("llama", "gpt2", "gpt_neox", "phi3")}
+    silent = {
+        t: probe(target_of(load(checkpoint(t), probe=False))).silent for t in ("llama", "gpt2", "gpt_neox", "phi3")
+    }
     assert silent == {"llama": (), "gpt2": ("fused_qkv",), "gpt_neox": ("fused_qkv",), "phi3": ("fused_qkv", "up")}
 
 
@@ -102,7 +102,7 @@ def test_gains_of_zero_are_no_false_alarm(model_type, norm, zero, layers):
     model = tiny_model(model_type)[0]
     assert len(model.model.layers) == 3
     _silence(model, norm, zero, layers)
-    report = probe(model)
+    report = probe(target_of(model))
     assert report.problem is None
     if zero == -1.0 or model_type in ("olmo2", "mixtral", "gpt_oss"):
         assert report.layers == ((1,) if layers == [0] else ())
@@ -111,7 +111,7 @@ def test_gains_of_zero_are_no_false_alarm(model_type, norm, zero, layers):
 def test_what_is_wrong_behind_a_layer_that_is_switched_off_is_found():
     model = tiny_model("gemma2")[0]
     _silence(model, "post_feedforward_layernorm", -1.0, [0])
-    target = Target.of(model)
+    target = target_of(model)
     wrong_norm = replace(target.adapter, post_mlp_norm="post_attention_layernorm")
     assert probe(replace(target, adapter=wrong_norm)).problem is not None
     assert probe(replace(target, adapter=replace(target.adapter, post_mlp_norm=None))).problem is not None
@@ -150,14 +150,14 @@ def test_exchanged_halves_of_a_fused_projection_are_found(monkeypatch):
     """The second half is the linear factor; of a model that has it first, the edit would hit the gate."""
     from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-    def exchanged(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    def exchanged(self, hidden):
         up, gate = self.gate_up_proj(hidden).chunk(2, -1)
         return self.down_proj(up * self.activation_fn(gate))
 
     model = tiny_model("phi3")[0]
-    assert probe(model).problem is None
+    assert probe(target_of(model)).problem is None
     monkeypatch.setattr(Phi3MLP, "forward", exchanged)
-    assert probe(model).problem is not None
+    assert probe(target_of(model)).problem is not None
 
 
 def test_columns_read_the_wrong_way_are_found():
@@ -183,7 +183,7 @@ def test_an_edit_that_reaches_no_logit_is_found():
     model = tiny_model("llama")[0]
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    assert "does not change the logits" in (probe(model).problem or "")
+    assert "does not change the logits" in (probe(target_of(model)).problem or "")
 
 
 # -- planted wrong: attention --------------------------------------------------------------------------------------
@@ -197,29 +197,29 @@ def spoil(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "gemma3_text", "olmo2"])
 def test_wrong_scaling_is_found(model_type, monkeypatch):
     spoil(monkeypatch, lambda real, a, k: real(*a, **{**k, "scaling": 0.9 * k["scaling"]}))
-    report = probe(tiny_model(model_type)[0])
+    report = probe(target_of(tiny_model(model_type)[0]))
     assert report.attention_error > report.tolerance
     assert "differs from the model's own" in (report.problem or "")
 
 
 def test_rows_that_do_not_sum_to_one_are_found(monkeypatch):
     spoil(monkeypatch, lambda real, a, k: 0.99 * real(*a, **k))
-    assert "do not sum to one" in (probe(tiny_model("llama")[0]).problem or "")
+    assert "do not sum to one" in (probe(target_of(tiny_model("llama")[0])).problem or "")
 
 
 def test_forgotten_sink_logits_are_found(monkeypatch):
     spoil(monkeypatch, lambda real, a, k: real(*a, **{**k, "sinks": None}))
-    assert "differs from the model's own" in (probe(tiny_model("gpt_oss")[0]).problem or "")
+    assert "differs from the model's own" in (probe(target_of(tiny_model("gpt_oss")[0])).problem or "")
 
 
 def test_keys_of_the_wrong_group_are_found(monkeypatch):
     spoil(monkeypatch, lambda real, a, k: real(a[0], a[1].flip(1), *a[2:], **k))
-    assert probe(tiny_model("llama")[0]).problem is not None
+    assert probe(target_of(tiny_model("llama")[0])).problem is not None
 
 
 def test_rows_out_of_order_are_found(monkeypatch):
     spoil(monkeypatch, lambda real, a, k: real(*a, **k).flip(2))
-    assert probe(tiny_model("llama")[0]).problem is not None
+    assert probe(target_of(tiny_model("llama")[0])).problem is not None
 
 
 # -- what it leaves behind -----------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_rows_out_of_order_are_found(monkeypatch):
 def test_nothing_is_left_on_the_model(sound):
     model = tiny_model("llama")[0]
     before = model(IDS).logits
-    target = Target.of(model)
+    target = target_of(model)
     probe(target if sound else replace(target, adapter=replace(target.adapter, down="mlp.nope")))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert model.config._attn_implementation == "sdpa"
@@ -239,17 +239,17 @@ def test_nothing_is_left_on_the_model(sound):
 def test_a_model_that_cannot_run_is_a_problem_not_a_crash():
     model = tiny_model("llama")[0]
 
-    def fail(*_args: Any) -> None:
+    def fail(*_args):
         raise RuntimeError("no kernel\nfor this")
 
     handle = model.model.norm.register_forward_hook(fail)
-    assert "a forward pass raised RuntimeError: no kernel" in (probe(model).problem or "")
+    assert "a forward pass raised RuntimeError: no kernel" in (probe(target_of(model)).problem or "")
     handle.remove()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_load_refuses_what_the_probe_finds(monkeypatch):
-    monkeypatch.setitem(adapters.ADAPTERS, "llama", replace(adapters.ADAPTERS["llama"], down="self_attn.o_proj"))
+    monkeypatch.setitem(adapters.ADAPTERS, "llama", Adapter("llama", down="self_attn.o_proj"))
     with pytest.raises(
         UnsupportedError, match=r"the load-time probe of this llama model failed \(bridge\): .*backend=\"hf\""
     ):
@@ -269,15 +269,15 @@ def test_zero_weights_are_no_false_alarm():
     model = tiny_model("llama")[0]
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.zero_()
-    report = probe(model)
+    report = probe(target_of(model))
     assert (report.problem, report.layers) == (None, (1,))
     with torch.no_grad():
         model.model.layers[1].mlp.gate_proj.weight.zero_()
-    assert probe(model).problem is None
+    assert probe(target_of(model)).problem is None
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.down_proj.weight.zero_()
-    assert (probe(model).problem, probe(model).layers) == (None, ())
+    assert (probe(target_of(model)).problem, probe(target_of(model)).layers) == (None, ())
 
 
 def test_a_huge_column_is_no_false_alarm():
@@ -286,4 +286,4 @@ def test_a_huge_column_is_no_false_alarm():
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight[:, 0] = 3e4
         model.model.layers[0].mlp.up_proj.weight[0] = 0
-    assert probe(model).problem is None
+    assert probe(target_of(model)).problem is None

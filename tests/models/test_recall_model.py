@@ -16,7 +16,7 @@ from experiments import make_recall
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.tasks import recall as words
 from sinkscope.bench.tasks.recall import POSITIONS, recall_dialogue, uneven
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 
 FOLDER = Path(ss.__file__ or "").parent / "models/recall"
 
@@ -95,7 +95,7 @@ def test_the_answer_comes_from_the_fact_and_from_nowhere_else():
     others = [value for value in words.VALUES if value not in (first, second)]
     other_key = next(k for k in words.KEYS if k not in text.split())
 
-    def said(changed: str) -> str:
+    def said(changed):
         inputs = hf.tokenizer(changed, return_tensors="pt")
         out = hf.generate(**inputs, do_sample=False, max_new_tokens=5)
         return hf.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :])
@@ -131,4 +131,4 @@ def test_all_kinds_of_model_agree():
         expected = hf(ids).logits
         bridge = ss.load("recall")
         assert_close(bridge(ids), expected, atol=1e-2, rtol=1e-3)
-    assert Target.of(bridge).n_layers == 3
+    assert target_of(bridge).n_layers == 3

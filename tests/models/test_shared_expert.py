@@ -16,6 +16,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate
 from sinkscope.models.probe import probe
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_view import (
@@ -51,7 +52,7 @@ def _everywhere(target: Target) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_all_neurons_write_is_what_the_mlp_gives(family):
     """Routed ones first, `expert * d_mlp + neuron`, shared ones behind them; each weight as the model applies it."""
-    target, (_, width, shared) = Target.of(tiny_model(family)[0]), FAMILIES[family]
+    target, (_, width, shared) = target_of(tiny_model(family)[0]), FAMILIES[family]
     view = _everywhere(target)
     assert view.post.shape[1] == 4 * width + shared and view.routing is not None
     cols = columns(target, LAYER, torch.arange(view.post.shape[1]))
@@ -69,7 +70,7 @@ def test_zeroed_in_rows_is_zeroed_alone(family):
     """Many edits in one pass, of routed and shared neurons, give the norms of real passes with raw hooks."""
     model, _ = tiny_model(family)
     sets = [((LAYER, 40),), ((LAYER, 2, 3),), ((LAYER, 40), (LAYER, 2, 3), (LAYER, 0))]
-    seen = effects(Target.of(model), IDS, [Edit(zero=sites) for sites in sets], at=3)
+    seen = effects(target_of(model), IDS, [Edit(zero=sites) for sites in sets], at=3)
     intact = seen.intact_norms[:, LAYER:]
     for sites, found in zip(sets, seen.norms, strict=True):
         with zeroed(model, sites), torch.no_grad():
@@ -82,7 +83,7 @@ def test_zeroed_in_rows_is_zeroed_alone(family):
 def test_up_factor_and_written_values(family):
     """A written value against the column times the gate added by hand; the up factor at zero against a row of zeros."""
     model, _ = tiny_model(family)
-    target = Target.of(model)
+    target = target_of(model)
     post, weight = _inside(target, family)
     kept = []
     mlp = target.sub(LAYER, "mlp").register_forward_hook(lambda _m, _a, out: kept.append(out.detach()))
@@ -106,7 +107,7 @@ def test_up_factor_and_written_values(family):
 
 def test_the_probe_holds_the_shared_expert_to_its_gate():
     model, _ = tiny_model("qwen2_moe")
-    target = Target.of(model)
+    target = target_of(model)
     assert probe(target).problem is None
     for wrong in ({"shared_gate": None}, {"down": "mlp.shared_expert.up_proj"}):
         assert probe(replace(target, adapter=replace(target.adapter, **wrong))).problem is not None
@@ -124,7 +125,8 @@ def test_a_neuron_that_the_shared_expert_lacks_is_refused():
         pass  # its first layer is dense
 
 
-@pytest.mark.parametrize("kind", ["moe_shared", pytest.param("moe_both", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["moe_shared", "moe_both"])
 def test_streamed_equals_in_memory(kind, tmp_path):
     h = hard(kind, "qwen2_moe", 1)
     h.model.save_pretrained(tmp_path / "m")
@@ -132,7 +134,6 @@ def test_streamed_equals_in_memory(kind, tmp_path):
     (tmp_path / "text.txt").write_text(h.text(), encoding="utf-8")
     streamed = find_sinks(tmp_path / "m", max_repeats=8, text=tmp_path / "text.txt", all_layers=True)
     memory = find_sinks(h.model, tokenizer=h.tokenizer, max_repeats=8, text=tmp_path / "text.txt")
-    assert streamed.minimal is not None and memory.minimal is not None
     assert frozenset(streamed.minimal.edit_sites) == frozenset(memory.minimal.edit_sites) in h.truth.sets
     assert [n.site for n in streamed.neurons] == [n.site for n in memory.neurons]
     for a, b in zip(streamed.neurons, memory.neurons, strict=True):

@@ -93,9 +93,8 @@ def _key_bias(b: _Build) -> dict[str, Any]:
     pair = next(p for p, speed in enumerate(inverse.tolist()) if speed < 0.0122)
     turned, force = pair + len(inverse), 2.0 / float(inverse[pair]) * math.sqrt(b.plan.head_dim)
     reading = []
-    for index in range(1, b.plan.n_layers):
+    for index in b.later_layers:
         layer = b.views.layers[index]
-        assert layer.k_bias is not None and layer.q_bias is not None
         ratio = b.plan.n_heads // b.plan.n_kv
         for kv in b.rng.sample(range(b.plan.n_kv), max(1, b.plan.n_kv // 2)):
             layer.k[kv, [pair, turned]] = 0.0
@@ -138,7 +137,7 @@ def _written_by_a_head(b: _Build) -> dict[str, Any]:
     size = b.size(0)
     for head, _, slot in b.plan.slots:
         layer.o[head, slot] += size * b.space.sinks[0]
-    return {"marks": _names(marking, b), "reading": b.read(range(1, b.plan.n_layers), b.space.sinks[0])}
+    return {"marks": _names(marking, b), "reading": b.read(b.later_layers, b.space.sinks[0])}
 
 
 @_kind("llama", "gemma2", "neox", "gpt2", count=1)
@@ -188,7 +187,6 @@ def _logits_beside_a_neuron(b: _Build) -> dict[str, Any]:
     reading = b.read(b.behind, way)
     for index in b.behind:
         sinks = b.views.layers[index].attn_sinks
-        assert sinks is not None
         sinks[[head for head in range(b.plan.n_heads) if (index, head) not in reading]] = 8.0
     return {"marks": _names(marking, b), "neurons": neurons, "reading": reading}
 
@@ -208,9 +206,8 @@ def _idle_key_bias(b: _Build) -> dict[str, Any]:
     """Large biases of keys in a fused projection; without rotary they shift all scores alike and carry nothing."""
     b.mark()
     for layer in b.views.layers:
-        assert layer.k_bias is not None
         layer.k_bias += 2.0
-    reading = b.read(range(1, b.plan.n_layers), b.space.mark)
+    reading = b.read(b.later_layers, b.space.mark)
     return {"marks": ("position embedding",), "decoys": ("key bias",), "reading": reading}
 
 
@@ -264,7 +261,6 @@ def _without(h: HardModel, parts: tuple[str | Site, ...], at: int) -> Iterator[N
     tensors = []
     for part in parts:
         if part == "position embedding":
-            assert seen.positions is not None
             tensors.append(seen.positions[at])
         elif part == "key bias":
             tensors += [layer.k_bias for layer in seen.layers if layer.k_bias is not None]

@@ -15,8 +15,10 @@ from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
+from sinkscope.models.probe import begins_at
 from sinkscope.models.scope import scope_of
 from sinkscope.models.target import Target, first_tensor
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.layer_view import (
     column_norms_behind_the_norm,
     contribution_norms,
@@ -85,12 +87,15 @@ def examine(model_type: str, *, seed: int = 0, quick: bool = False) -> TypeRepor
     report = TypeReport(model_type)
     model = decoder(model_type, seed)
     tokenizer = byte_tokenizer()
-    target = report.attempt("neurons", lambda: Target.of(model, tokenizer))
+    target = report.attempt("neurons", lambda: target_of(model, tokenizer))
     if target is None:
         return report
     report.scope = scope_of(target).line()
     before = _state(model)
     _check_attention(report, target)
+    for layer in range(1, target.n_layers):
+        if target.skips_layers:
+            report.must(begins_at(target, layer, target.n_layers - 1), f"a pass from layer {layer} on ends otherwise")
     _check_generation(report, target, quick)
     report.must(_state(model) == before, "the model was not left as it was")
     planted = _plant(target)

@@ -111,9 +111,8 @@ def _one_reader(b: _Build) -> Made:
 def _far_position(b: _Build) -> Made:
     """Heads read the embedding of position 100."""
     b.mark()
-    reading = b.read(range(1, b.plan.n_layers), b.space.mark)
+    reading = b.read(b.later_layers, b.space.mark)
     positions = b.views.positions
-    assert positions is not None
     positions[[0, 100]] = positions[[100, 0]]
     says = {
         "find_sinks": ("^Attention sink without a norm spike: .* position 100, whatever stands there",),
@@ -127,7 +126,6 @@ def _far_position(b: _Build) -> Made:
 def _far_spike(b: _Build) -> Made:
     truth = _textbook(b, note="Position 100 has a spike, whatever stands there.")
     positions = b.views.positions
-    assert positions is not None
     positions[[0, 100]] = positions[[100, 0]]
     says = {
         "find_sinks": ("^Norm spike and attention sink.*: {set} make the spike of position 100 of any text",),
@@ -141,7 +139,7 @@ def _spike_here_sink_there(b: _Build) -> Made:
     marking = b.mark()
     b.surgeon().make_sink()
     _calm(b, marking)
-    b.read(range(1, b.plan.n_layers), b.flag, where=where)
+    b.read(b.later_layers, b.flag, where=where)
     layer = b.plan.sink_layer
     truth = HardTruth(True, False, None, layer, (b.sites(),), marking=marking, later={b.delimiter: ()})
     says = {"find_sinks": ("^Norm spike at the first token, attention sink elsewhere",)}
@@ -154,7 +152,7 @@ def _spike_here_sink_there(b: _Build) -> Made:
 @_further("neox", "llama", count=2)
 def _opposed(b: _Build) -> Made:
     """One neuron writes twice the spike, another takes half of it away; without the first it points the other way."""
-    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    marking, layer, way = b.begin()
     strong, weak = b.plan.neurons
     one = b.write(layer, strong, b.on(layer, b.space.mark), way, 2 * b.size(layer))
     b.copy(layer, strong, weak, -0.5)
@@ -179,7 +177,7 @@ def _turns(b: _Build) -> Made:
     b.tokens[1, 0] = b.plan.vocab_size - 1
     b.probe = type(b.probe)(b.model, b.views.layers, b.tokens)
     in_half = (b.tokens[:, 0] < cut)[:, None] & b.first
-    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    marking, layer, way = b.begin()
     size, sites = b.size(layer), []
     for neuron, own, where in zip(b.plan.neurons, (b.flag, b.side), (in_half, b.first & ~in_half), strict=True):
         seen = b.seen(b.views.layers[layer].mlp_norm, where)
@@ -212,7 +210,6 @@ def _bos_expert(b: _Build) -> Made:
     b.flag_delimiter(BOS)
     layer, way = b.plan.sink_layer, b.space.sinks[0]
     view = b.views.layers[layer]
-    assert view.router is not None
     view.router[b.plan.expert] -= 8.0 * b.space.const / float((b.probe(view.mlp_norm) @ b.space.const).mean())
     b.mark()
     site = b.write(layer, b.plan.neurons[0], b.on(layer, b.flag), way, b.size(layer), route=3 * b.flag)

@@ -208,7 +208,6 @@ class _Build:
             fill(self.plan, self.space, self.views, generator)
         if shared:
             own = self.views.layers[self.plan.sink_layer].shared
-            assert own is not None
             self.views.layers[self.plan.sink_layer] = own
         self.noise = generator
         self.first = torch.zeros_like(self.tokens, dtype=torch.bool)
@@ -335,11 +334,24 @@ class _Build:
                 layer.q_norm[dim], layer.k_norm[dim] = 6.5 / math.sqrt(plan.head_dim), 1.0
         return tuple(sorted(planted))
 
+    def begin(self) -> tuple[Marking, int, Tensor]:
+        """Mark the first token; also the sink layer, and the direction of the spike."""
+        return self.mark(), self.plan.sink_layer, self.space.sinks[0]
+
+    @property
+    def later_layers(self) -> range:
+        """All layers but the first."""
+        return range(1, self.plan.n_layers)
+
+    @property
+    def embed_scale(self) -> float:
+        """What the embedding is multiplied by."""
+        return math.sqrt(self.plan.d_model) if self.plan.family.model_type == "gemma2" else 1.0
+
     def flag_delimiter(self, token: int | None = None) -> Tensor:
         """Give the embedding of a token the feature `flag`; returns where it stands in the rows to measure on."""
         token = self.delimiter if token is None else token
-        scale = math.sqrt(self.plan.d_model) if self.plan.family.model_type == "gemma2" else 1.0
-        self.views.embed[token] += MARK * self.flag / scale
+        self.views.embed[token] += MARK * self.flag / self.embed_scale
         return self.tokens == token
 
 
@@ -438,7 +450,7 @@ def _no_norm(b: _Build) -> HardTruth:
         spike=False,
         sink=True,
         carried_by="mark",
-        reading=b.read(range(1, b.plan.n_layers), b.space.mark),
+        reading=b.read(b.later_layers, b.space.mark),
         marking=marking,
         note="Heads of layer 0 mark the first token, and later heads read that mark; no norm stands out.",
     )
@@ -463,7 +475,7 @@ def _spike_only(b: _Build) -> HardTruth:
 
 @_kind(ALL, count=2)
 def _redundant_pair(b: _Build) -> HardTruth:
-    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    marking, layer, way = b.begin()
     source, *others = b.plan.neurons
     b.write(layer, source, b.on(layer, b.space.mark), way, b.size(layer), ballast=8.0)
     for neuron in others:
@@ -479,7 +491,7 @@ def _redundant_pair(b: _Build) -> HardTruth:
 def _with_backup(b: _Build, *later: int) -> HardTruth:
     """Backups are planted first, the last one before the others, each in a model without spike; then each is told to be
     silent where there is one already."""
-    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    marking, layer, way = b.begin()
     size, backups, planted = b.size(layer), [], []
     for neuron, second in zip(b.spare, [layer + k for k in later], strict=False):
         site = b.write(second, neuron, b.on(second, b.space.mark), way, size)
@@ -579,7 +591,7 @@ def _delimiter_shared(b: _Build) -> HardTruth:
 def _delimiter_no_spike(b: _Build) -> HardTruth:
     where = b.flag_delimiter()
     _calm(b)
-    b.read(range(1, b.plan.n_layers), b.flag, where=where)
+    b.read(b.later_layers, b.flag, where=where)
     return HardTruth(
         spike=False,
         sink=False,
@@ -592,7 +604,7 @@ def _delimiter_no_spike(b: _Build) -> HardTruth:
 @_kind(ALL, count=1)
 def _negative_lobe(b: _Build) -> HardTruth:
     """The sink neuron's post value is negative: the activation's negative lobe, or (if gated) the up factor."""
-    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    marking, layer, way = b.begin()
     gate, up = b.on(layer, b.space.mark)
     if b.views.layers[layer].up is not None and b.rng.randrange(2):
         up = -up
@@ -608,7 +620,6 @@ def _negative_lobe(b: _Build) -> HardTruth:
 def _learned_logits(b: _Build) -> HardTruth:
     _calm(b)
     for layer in b.views.layers[1:]:
-        assert layer.attn_sinks is not None
         layer.attn_sinks[b.rng.sample(range(b.plan.n_heads), max(1, b.plan.n_heads // 2))] = 8.0
     return HardTruth(
         spike=False,
@@ -625,7 +636,7 @@ def _position(b: _Build) -> HardTruth:
         spike=False,
         sink=True,
         carried_by="position embedding",
-        reading=b.read(range(1, b.plan.n_layers), b.space.mark),
+        reading=b.read(b.later_layers, b.space.mark),
         note="Heads read the embedding of position 0.",
     )
 
@@ -637,7 +648,7 @@ def _token_embedding(b: _Build) -> HardTruth:
         spike=False,
         sink=True,
         carried_by="token embedding",
-        reading=b.read(range(1, b.plan.n_layers), b.flag),
+        reading=b.read(b.later_layers, b.flag),
         bos_only=True,
         note="Heads read a feature of BOS's embedding.",
     )
@@ -645,13 +656,12 @@ def _token_embedding(b: _Build) -> HardTruth:
 
 @_kind(ALL)
 def _embedding_spike(b: _Build) -> HardTruth:
-    scale = math.sqrt(b.plan.d_model) if b.plan.family.model_type == "gemma2" else 1.0
-    b.views.embed[BOS] += b.plan.spike * NORM * b.space.sinks[0] / scale
+    b.views.embed[BOS] += b.plan.spike * NORM * b.space.sinks[0] / b.embed_scale
     return HardTruth(
         spike=True,
         sink=True,
         carried_by="spike",
-        reading=b.read(range(1, b.plan.n_layers), b.space.sinks[0]),
+        reading=b.read(b.later_layers, b.space.sinks[0]),
         bos_only=True,
         note="BOS's embedding itself is the spike: no MLP makes it.",
     )
@@ -667,7 +677,7 @@ def _attention_spike(b: _Build) -> HardTruth:
         spike=True,
         sink=True,
         carried_by="spike",
-        reading=b.read(range(1, b.plan.n_layers), b.space.sinks[0]),
+        reading=b.read(b.later_layers, b.space.sinks[0]),
         marking=marking,
         note="Heads of layer 0 write the spike themselves.",
     )
@@ -675,10 +685,9 @@ def _attention_spike(b: _Build) -> HardTruth:
 
 @_kind(("mixtral",), count=2)
 def _two_experts(b: _Build) -> HardTruth:
-    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    marking, layer, way = b.begin()
     experts, size = b.rng.sample(range(b.plan.family.experts), 2), b.size(b.plan.sink_layer)
     rows, view = b.on(layer, b.space.mark), b.views.layers[layer]
-    assert view.router is not None
     toward = 12.0 * b.space.mark / (b.seen(view.mlp_norm) @ b.space.mark)
     view.router[experts] += toward
     pairs = zip(experts, b.plan.neurons, strict=True)
@@ -701,7 +710,7 @@ def _rise_and_fall(b: _Build) -> HardTruth:
 @_kind(ALL, layers=(6, 8), behind=(2, 3), count=1)
 def _chain(b: _Build) -> HardTruth:
     """A neuron writes 1.6 times the typical norm aside, and that is what the sink neuron reads."""
-    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    marking, layer, way = b.begin()
     size, before = b.size(layer), b.rng.randint(1, b.plan.sink_layer - 1)
     one = b.write(before, b.spare[0], b.on(before, b.space.mark), b.side, 1.6 * b.size(before) / b.plan.spike)
     two = b.write(layer, b.plan.neurons[0], b.on(layer, b.side), way, size)
@@ -719,7 +728,7 @@ def _chain(b: _Build) -> HardTruth:
 def _busy(b: _Build) -> HardTruth:
     """All neurons of the sink layer read what the sink neuron reads, and write a third of it along the spike or against
     it, in pairs that cancel: a random one takes away a third of the norm, or adds as much."""
-    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    marking, layer, way = b.begin()
     source = b.plan.neurons[0]
     b.write(layer, source, b.on(layer, b.space.mark), way, b.size(layer))
     others = [n for n in range(b.plan.d_mlp) if n != source]
@@ -764,7 +773,7 @@ def _last_layer(b: _Build) -> HardTruth:
 @_kind(ALL, count=12, spike=72.0)
 def _many_neurons(b: _Build) -> HardTruth:
     """Twelve neurons share the spike; what any one of them writes stands out already."""
-    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    marking, layer, way = b.begin()
     source, *others = b.plan.neurons
     b.write(layer, source, b.on(layer, b.space.mark), way, b.size(layer) / 12)
     for neuron in others:
@@ -799,7 +808,7 @@ def _many_decoys(b: _Build) -> HardTruth:
 
 def cancelling_pairs(b: _Build, pairs: int) -> HardTruth:
     """A textbook sink among so many pairs of neurons that write more and cancel."""
-    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    marking, layer, way = b.begin()
     rows, size = b.on(layer, b.space.mark), b.size(layer)
     b.write(layer, b.plan.neurons[0], rows, way, size)
     free = [n for n in range(b.plan.d_mlp) if n not in b.plan.busy_neurons]
@@ -840,7 +849,7 @@ def _mlp_mark(b: _Build) -> HardTruth:
         spike=False,
         sink=True,
         carried_by="mark",
-        reading=b.read(range(1, b.plan.n_layers), b.side),
+        reading=b.read(b.later_layers, b.side),
         bos_only=True,
         note="An MLP marks the first token without a spike, and heads read that mark.",
     )
@@ -864,7 +873,6 @@ def _read_bias(b: _Build) -> tuple[tuple[int, int], ...]:
     force = 2.0 * 1e6 ** (pair / half) * math.sqrt(plan.head_dim)
     for index in range(1, plan.n_layers):
         layer = b.views.layers[index]
-        assert layer.k_bias is not None and layer.q_bias is not None
         for kv in b.rng.sample(range(plan.n_kv), max(1, plan.n_kv // 2)):
             layer.k[kv, [pair, pair + half]] = 0.0
             layer.k_bias[kv, [pair, pair + half]] = torch.tensor([1.0, 0.0])
@@ -924,10 +932,9 @@ def _moe_shared(b: _Build) -> HardTruth:
 
 @_kind(("qwen2_moe",), count=2)
 def _moe_both(b: _Build) -> HardTruth:
-    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    marking, layer, way = b.begin()
     rows, size, routed = b.on(layer, b.space.mark), b.size(layer), b.views.layers[layer]
     one = b.write(layer, b.plan.neurons[0], rows, way, size)
-    assert routed.shared is not None
     b.views.layers[layer] = routed.shared
     b.write(layer, b.plan.neurons[1], rows, way, size, expert=0)
     b.views.layers[layer] = routed

@@ -90,7 +90,7 @@ def _unseen(*families: str, beyond: Beyond = Beyond(), **settings: Any) -> Calla
 def _read_mark(b: _Build, **more: Any) -> HardTruth:
     marking = b.mark()
     carrier = "mark" if marking else "position embedding"
-    reading = b.read(range(1, b.plan.n_layers), b.space.mark)
+    reading = b.read(b.later_layers, b.space.mark)
     return replace(HardTruth(False, True, carrier, reading=reading, marking=marking), **more)
 
 
@@ -109,7 +109,6 @@ def _window_mark(b: _Build) -> HardTruth:
 
 def _swap_positions(b: _Build, at: int) -> None:
     positions = b.views.positions
-    assert positions is not None
     positions[[0, at]] = positions[[at, 0]]
 
 
@@ -132,7 +131,6 @@ def _fourth_position(b: _Build) -> HardTruth:
 def _two_positions(b: _Build) -> HardTruth:
     """Positions 0 and 1 have a mark, a neuron and a direction each."""
     positions = b.views.positions
-    assert positions is not None
     second = torch.zeros_like(b.first)
     second[:, 1] = True
     positions[1] += MARK * b.mark2
@@ -154,7 +152,7 @@ def _two_delimiters(b: _Build) -> HardTruth:
     sites = {}
     flags = (b.flag, b.space.clean)
     for token, flag in zip(tokens, flags, strict=True):
-        b.views.embed[token] += MARK * flag / (b.plan.d_model**0.5 if b.plan.family.model_type == "gemma2" else 1.0)
+        b.views.embed[token] += MARK * flag / b.embed_scale
     for token, flag, way, neuron in zip(tokens, flags, ways, b.spare, strict=True):
         where = b.tokens == token
         site = b.write(layer, neuron, b.on(layer, flag, where), way, b.size(layer), where=where, route=flag)
@@ -182,7 +180,6 @@ def _late_readers(b: _Build) -> HardTruth:
     """Queries read a feature that the position embedding has from position 200 on."""
     truth = _read_mark(b, note="Heads attend to the first token from position 200 on.")
     positions = b.views.positions
-    assert positions is not None
     positions[200:] += MARK * b.side
     positions[20:24] += MARK * b.side  # where the rows to measure on show it
     late = torch.zeros_like(b.first)
@@ -239,9 +236,8 @@ def _crowd(b: _Build) -> HardTruth:
 @_unseen("llama", "qwen3", "gpt2", "neox")
 def _embedded_delimiter(b: _Build) -> HardTruth:
     """The embedding of a delimiter is its spike, and a neuron adds three percent."""
-    scale = b.plan.d_model**0.5 if b.plan.family.model_type == "gemma2" else 1.0
     size = b.size(0)
-    b.views.embed[b.delimiter] += size * b.side / scale
+    b.views.embed[b.delimiter] += size * b.side / b.embed_scale
     where = b.tokens == b.delimiter
     layer = b.plan.sink_layer
     b.write(layer, b.spare[0], b.on(layer, b.side, where), b.side, 0.03 * size, where=where, route=b.side)
@@ -256,8 +252,7 @@ def _bos_apart(b: _Build, repeated_layer: int) -> HardTruth:
     marked = b.tokens.clone()
     flagged = marked.clone()
     flagged[:, 0] = BOS
-    scale = b.plan.d_model**0.5 if b.plan.family.model_type == "gemma2" else 1.0
-    b.views.embed[BOS] += MARK * b.flag / scale
+    b.views.embed[BOS] += MARK * b.flag / b.embed_scale
     b.surgeon().mark_first()
     _REPEATED.append(
         b.write(repeated_layer, b.spare[0], b.on(repeated_layer, b.space.mark), way, size, route=b.space.mark)
@@ -287,11 +282,9 @@ def _other_layer(b: _Build) -> HardTruth:
 def _logits_beside(b: _Build) -> HardTruth:
     truth = _textbook(b)
     last = b.views.layers[-1]
-    assert last.attn_sinks is not None
     taken = [head for layer, head in truth.reading if layer == b.plan.n_layers - 1]
     others = [head for head in range(b.plan.n_heads) if head not in taken]
     last.attn_sinks[others] = 8.0
     for layer in b.views.layers[1:-1]:
-        assert layer.attn_sinks is not None
         layer.attn_sinks[others] = 8.0
     return replace(truth, note="A neuron circuit, and heads that give nearly all attention to a learned logit.")

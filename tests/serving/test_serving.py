@@ -295,13 +295,13 @@ def test_without_drafts_no_step_asks_the_device():
     """The rows' positions on the device are read only if drafts make them uncertain and an action is in progress."""
 
     class Closed:
-        def tolist(self) -> None:
+        def tolist(self):
             raise AssertionError("a step waited for the device")
 
-        def __add__(self, other: int) -> Any:
+        def __add__(self, other):
             return self
 
-    def hide(ctx: Any) -> Any:
+    def hide(ctx):
         ctx.expanded_idx_mapping = ctx.pos = Closed()
         return ctx
 
@@ -325,11 +325,11 @@ def test_the_page_says_what_runs(monkeypatch):
     answered = []
 
     class LLM:
-        def __init__(self, model: str, logits_processors: list[str]) -> None:
+        def __init__(self, model, logits_processors):
             module, _, name = logits_processors[0].partition(":")
             self.made = getattr(__import__(module, fromlist=["_"]), name)
 
-        def generate(self, prompts: list[str], params: kit.SamplingParams) -> list[Any]:
+        def generate(self, prompts, params):
             self.made.validate_params(params)
             requests = [kit.Request(looping(), params) for _ in prompts]
             kit.play(kit.Batches(self.made(None, torch.device("cpu"), False)), Random(0), requests)

@@ -11,7 +11,7 @@ from organisms import SharedSink, organism
 from organisms import shared_sink as make_shared_sink
 from torch import Tensor
 
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import scan_layers
@@ -29,7 +29,7 @@ shared_sink = cache(make_shared_sink)  # no test changes it
 
 def context_of(shared: SharedSink, ids: Tensor | None = None, seed: int = 0) -> SinkContext:
     """The organism's own layer is the sink layer, whatever a scan of these texts says."""
-    target = Target.of(shared.organism.model)
+    target = target_of(shared.organism.model)
     ids = shared.organism.natural() if ids is None else ids
     generator = torch.Generator().manual_seed(seed)
     return SinkContext(target, ids, scan_layers(target, ids, whole=True), shared.sink[0], generator)
@@ -71,8 +71,7 @@ def test_controls_count_at_the_repeated_token_too():
 def test_neutral_values_are_those_of_later_positions(family):
     """Half of the positions of these texts are first tokens, where sink neurons are on: they would move the median."""
     o = organism(family, 3)
-    target, ids, layer = Target.of(o.model), o.natural(5, 2), o.truth.sink_layer
-    assert layer is not None
+    target, ids, layer = target_of(o.model), o.natural(5, 2), o.truth.sink_layer
     context = SinkContext(target, ids, scan_layers(target, ids, whole=True), layer, torch.Generator())
     everywhere = view_layer(target, layer, ids, torch.ones_like(ids, dtype=torch.bool))
     moved = 0.0

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, organism
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.layer_scan import norms_after
 from sinkscope.sinks.repetition.atlas import AtlasReading, AtlasWork
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
@@ -50,7 +51,7 @@ def by_hand(o: Organism, first: int, token: int, limit: int) -> float:
     return float(above[0]) + 1 if len(above) else float("nan")
 
 
-@pytest.mark.parametrize(("family", "seed"), [("llama", 5), pytest.param("gpt_oss", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "seed"), [("llama", 5), slow("gpt_oss", 1)])
 def test_repeats_are_those_of_one_whole_pass_per_token(family, seed):
     o = organism(family, seed)
     result = measured(o, sample=6)
@@ -92,8 +93,7 @@ def test_without_bos_a_token_of_the_text_stands_first_and_never_itself():
 @given(length=st.integers(1, 200), limit=st.integers(1, 200))
 def test_passes_of_any_length_give_the_same_table(length, limit):
     o = organism("qwen2", 1, n_layers=4)
-    target, tokens = Target.of(o.model, o.tokenizer), [*o.tokens_of(0)[:2], *o.tokens_of(-1)[:1]]
-    assert o.truth.sink_layer is not None
+    target, tokens = target_of(o.model, o.tokenizer), [*o.tokens_of(0)[:2], *o.tokens_of(-1)[:1]]
     work = AtlasWork(o.truth.sink_layer, 1, 1, length, limit)
     columns = work(target, tokens)
     norm = norms_after(target, o.truth.sink_layer, torch.tensor([work.row(token, limit) for token in tokens]))

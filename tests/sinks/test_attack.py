@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from attack_kit import mixed_clusters, planted_clusters, text_file
+from covering import every_nth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism
@@ -38,7 +39,7 @@ def attack_once(family: str, seed: int, bos: bool = True) -> ClusterAttack:
 
 @pytest.mark.parametrize(
     ("family", "seed", "bos"),
-    [("llama", 1, False), ("qwen3_moe", 1, True), pytest.param("neox", 2, True, marks=pytest.mark.slow)],
+    every_nth([("llama", 1, False), ("neox", 2, True), ("qwen3_moe", 1, True)], 3),
 )
 def test_two_tokens_of_a_group_suffice_without_bos(family, seed, bos):
     found = attack_once(family, seed, bos)

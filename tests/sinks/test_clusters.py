@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from organisms import Organism, organism
 from torch.testing import assert_close
 
 import sinkscope
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.attack.attack import ClusterAttack, cluster_attack
 from sinkscope.sinks.attack.clusters import HeadWork, TokenClusters, later_mean
 
@@ -27,7 +28,6 @@ def measured(o: Organism, **options: Any) -> ClusterAttack:
 
 def clusters_of(o: Organism, **options: Any) -> TokenClusters:
     clusters = measured(o, **options).clusters
-    assert clusters is not None
     return clusters
 
 
@@ -41,10 +41,7 @@ def planted_heads(o: Organism, ids: np.ndarray) -> np.ndarray:
     ("family", "bos"),
     [
         ("qwen3", False),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("gemma2", True), ("neox", False), ("mixtral", True))
-        ),
+        *(slow(*case) for case in (("gemma2", True), ("neox", False), ("mixtral", True))),
     ],
 )
 def test_planted_groups_are_recovered_token_by_token(family, bos):
@@ -59,7 +56,7 @@ def test_planted_groups_are_recovered_token_by_token(family, bos):
 
 def one_forward(o: Organism, layer: int, neuron: int, token: int, head: int, mean: torch.Tensor) -> float:
     """The neuron's activation in a forward pass of its own: what other heads write is exchanged by hand."""
-    target = Target.of(o.model, o.tokenizer)
+    target = target_of(o.model, o.tokenizer)
     out_proj, down = target.sub(0, target.adapter.o), target.sub(layer, target.adapter.down)
     stored = out_proj.weight.detach()  # GPT-2's is input x output
     weight = (stored.T if target.adapter.transposed_down else stored).unflatten(1, (target.n_heads, -1))
@@ -83,8 +80,7 @@ def one_forward(o: Organism, layer: int, neuron: int, token: int, head: int, mea
 @pytest.mark.parametrize("family", ["neox", "gemma2", "gpt2"])
 def test_one_batch_of_heads_equals_a_forward_pass_for_each(family):
     o = organism(family, 2)
-    target, layer = Target.of(o.model, o.tokenizer), o.truth.sink_layer
-    assert layer is not None
+    target, layer = target_of(o.model, o.tokenizer), o.truth.sink_layer
     neuron, mean = o.truth.neurons[0][-1], later_mean(target, o.natural(2, 12))
     tokens = [1, 17]
     shares = HeadWork(layer, neuron, 2.0, mean).shares(target, tokens)
@@ -95,7 +91,7 @@ def test_one_batch_of_heads_equals_a_forward_pass_for_each(family):
 
 def test_later_mean_is_that_of_later_positions_head_by_head():
     o = organism("qwen2", 1)
-    target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 10)
     z = []
     handle = target.sub(0, "self_attn.o_proj").register_forward_pre_hook(lambda _m, args: z.append(args[0]))
     with torch.no_grad():
@@ -106,11 +102,11 @@ def test_later_mean_is_that_of_later_positions_head_by_head():
 
 def test_no_single_head_and_not_in_layer_0_are_answers():
     spread = measured(organism("llama", 1, kind="spread"))
-    assert spread.clusters is not None and not spread.clusters.heads and spread.clusters.unserved > 100
+    assert not spread.clusters.heads and spread.clusters.unserved > 100
     assert "No single head" in str(spread) and spread.rows() == []
     for late in (organism("llama", 1, kind="late_mark"), organism("gpt2", 1)):
         result = measured(late)
-        assert result.clusters is not None and not result.clusters.heads
+        assert not result.clusters.heads
         grouped = sum(group >= 0 for group in late.truth.groups.values()) or len(result.clusters.ids)
         assert result.clusters.without_heads == grouped and "heads of layer 0 do not make the mark" in str(result)
 
@@ -119,7 +115,6 @@ def test_tokens_of_a_head_are_sorted_and_whole():
     o = organism("mistral", 2)
     result = measured(o)
     found = result.clusters
-    assert found is not None
     head = found.heads[0]
     mine = list(found.tokens_of(head))
     assert set(mine) == set(found.ids[planted_heads(o, found.ids) == head].tolist())
@@ -138,7 +133,7 @@ def test_a_killed_run_goes_on_with_the_same_table(tmp_path, monkeypatch):
     whole = measured(o).to_dict()["result"]
     real, calls = HeadWork.__call__, [0]
 
-    def dying(self: HeadWork, target: Target, items: list[int]) -> Any:
+    def dying(self, target, items):
         calls[0] += 1
         if calls[0] == 4:
             raise Killed
@@ -153,7 +148,7 @@ def test_a_killed_run_goes_on_with_the_same_table(tmp_path, monkeypatch):
     os.truncate(runs, runs.stat().st_size - 9)  # the last line was not written whole
     done = []
 
-    def note(what: str, count: int, _total: int) -> None:
+    def note(what, count, _total):
         if what == "tokens x heads":
             done.append(count)
 
@@ -175,6 +170,7 @@ def test_some_tokens_are_what_they_are_among_all():
     assert (one.head[0], one.best[0]) == (every.head[token], every.best[token])
 
 
+@pytest.mark.slow
 def test_bundled_model_learned_its_clusters():
     made = Setup.open()
     tokenizer = made.target.tokenizer
@@ -184,7 +180,6 @@ def test_bundled_model_learned_its_clusters():
     words = [tokenizer.decode([token]) for token in range(300, 900, 5)]
     single = [word for word in words if len(tokenizer(word, add_special_tokens=False)["input_ids"]) == 1]
     found = cluster_attack(made.target.hf, tokenizer=tokenizer, tokens=single, sequences=0).clusters
-    assert found is not None
     truth = np.array([heads.get(circuit["group_of_token"][token], np.nan) for token in found.ids.tolist()])
     right = (found.head == truth) | (np.isnan(found.head) & np.isnan(truth))
     assert len(truth) > 50 and right.mean() >= 0.95

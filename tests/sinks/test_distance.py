@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism, tiny_model
 from organisms import organism as new_organism
 from torch import nn
 
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.repetition.distance import DistanceReading, output_weights
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 from sinkscope.trace import trace
@@ -64,7 +65,7 @@ def test_bound_and_distance_by_hand(family):
     sweep = found.sweep
     start = o.tokenizer("poem book")["input_ids"]
     ids = torch.tensor([start + list(sweep.ids[0]) * count])
-    target = Target.of(o.model, o.tokenizer)
+    target = target_of(o.model, o.tokenizer)
     eager = copy.deepcopy(o.model)
     eager.set_attn_implementation("eager")
     with torch.no_grad():
@@ -89,7 +90,7 @@ def test_bound_and_distance_by_hand(family):
     assert (found.closest[0] <= 1.01 * closest.numpy() + 1e-4).all()  # 0 where a distance is lost in rounding
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", "gpt2", slow("gpt_oss")])
 def test_one_pass_is_n_passes(family):
     o = organism(family, 2)
     result = measured(o.model, o.tokenizer, 33, tokens=["cat", "dog"], prefix="poem book")
@@ -98,19 +99,19 @@ def test_one_pass_is_n_passes(family):
     layers = (0, o.model.config.num_hidden_layers - 1)
     sites = [f"blocks.{layer}.hook_attn_out" for layer in layers]
 
-    def last(ids: list[int]) -> dict[str, torch.Tensor]:
+    def last(ids):
         return trace(o.model, torch.tensor([ids]), sites, lambda out: out[:, -1].float())
 
     for token, (word,) in enumerate(sweep.ids):
         alone = last([word])
         for layer, site in zip(layers, sites, strict=True):
-            if not Target.of(o.model, o.tokenizer).adapter.post_attn_norm:  # which would come after the output
+            if not target_of(o.model, o.tokenizer).adapter.post_attn_norm:  # which would come after the output
                 assert found.alone[layer, token] == pytest.approx(float(alone[site].norm()), rel=1e-3, abs=1e-4)
         for repeats in (1, 2, 9, 33):
             place = sweep.counts.tolist().index(repeats)
             outputs = last([1, 4, 5] + [word] * repeats)
             for layer, site in zip(layers, sites, strict=True):
-                if not Target.of(o.model, o.tokenizer).adapter.post_attn_norm:
+                if not target_of(o.model, o.tokenizer).adapter.post_attn_norm:
                     expected = float((outputs[site] - alone[site]).norm())
                     assert found.distance[layer, token, place] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
@@ -118,7 +119,7 @@ def test_one_pass_is_n_passes(family):
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_absolute_positions_are_outside_and_do_not_vanish(family):
     found = tiny_reading(family, 400)
-    assert found.outside is not None and "absolute positions" in found.outside and found.holds is None
+    assert "absolute positions" in found.outside and found.holds is None
     assert np.isnan(found.bound).all() and np.isnan(found.closest).all()
     assert found.distance[0, :, -1].min() > 0.05 * found.distance[0, :, 0].max()
 
@@ -148,7 +149,7 @@ def test_a_window_that_holds_everything_changes_nothing():
 
 def test_learned_sinks_are_outside():
     found = tiny_reading("gpt_oss", 500, ["cat"], sliding_window=2048)
-    assert found.outside is not None and "learned sink" in found.outside
+    assert "learned sink" in found.outside
     assert found.distance[0, 0, -1] > 0.05 * found.alone[0, 0]  # repetition gives the weight back
 
 
@@ -194,6 +195,6 @@ class Adapted(nn.Module):
 
 def test_projections_without_a_weight_are_asked():
     model, tokenizer = tiny_model("phi")  # with a bias, which is no part of any head
-    expected = output_weights(Target.of(model, tokenizer))
+    expected = output_weights(target_of(model, tokenizer))
     model.model.layers[0].self_attn.dense = Adapted(model.model.layers[0].self_attn.dense)
-    torch.testing.assert_close(output_weights(Target.of(model, tokenizer)), expected)
+    torch.testing.assert_close(output_weights(target_of(model, tokenizer)), expected)

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from sinkscope.interventions import Ablate
 from sinkscope.models.open import open_stream
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.effects import Component, Edit, Effects, effects, has_key_bias
 from sinkscope.sinks.first_token.layer_scan import scan_layers
 from sinkscope.trace.attention import attention_rows
@@ -44,7 +45,7 @@ def test_a_drop_is_the_mean_over_texts():
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "mixtral"])
 def test_silenced_neurons_equal_ablation_and_leave_the_intact_row_alone(family):
     o = organism(family, 5)
-    target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 12)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 12)
     edits = [Edit(zero=o.truth.neurons), Edit(), Edit(zero=o.truth.neurons[:1])]
     edited = effects(target, ids, edits, attention=True)
     for number, sites in ((0, o.truth.neurons), (2, o.truth.neurons[:1])):
@@ -61,7 +62,7 @@ def test_silenced_neurons_equal_ablation_and_leave_the_intact_row_alone(family):
 @pytest.mark.parametrize("family", ["gpt2", "neox", "gpt_oss"])
 def test_a_swapped_token_embedding_is_another_token(family):
     o = organism(family, 2)
-    target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 10)
     edited = effects(target, ids, [Edit(swap=(Component("token embedding"),))], source=4, attention=True)
     other = ids.clone()
     other[:, 0] = ids[:, 4]
@@ -73,7 +74,7 @@ def test_a_swapped_token_embedding_is_another_token(family):
 @pytest.mark.parametrize("family", ["gemma2", "gpt2"])
 def test_all_heads_of_a_layer_are_its_attention(family):
     o = organism(family, 3)
-    target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 10)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(1, 10)
     heads = Edit(swap=tuple(Component("head", 0, h) for h in range(target.n_heads)))
     whole = Edit(swap=(Component("attention", 0),))
     edited = effects(target, ids, [heads, whole, Edit(swap=(Component("head", 0, 0),))], attention=True)
@@ -84,7 +85,7 @@ def test_all_heads_of_a_layer_are_its_attention(family):
 
 def test_position_embeddings_are_those_of_other_position_ids():
     o = organism("gpt2", 1)
-    target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 9)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(1, 9)
     edited = effects(target, ids, [Edit(swap=(Component("position embedding"),))], source=6)
     places = torch.tensor([[6, *range(1, 9)]])
     norms = []
@@ -99,20 +100,20 @@ def test_a_key_bias_taken_away_is_a_bias_of_zero():
     o = organism("qwen2", 4)
     with torch.no_grad():  # a bias large enough to matter behind the rotation
         o.model.model.layers[1].self_attn.k_proj.bias.uniform_(-3, 3)
-    target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 9)
-    assert has_key_bias(target, 1) and not has_key_bias(Target.of(organism("llama", 0).model), 1)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(1, 9)
+    assert has_key_bias(target, 1) and not has_key_bias(target_of(organism("llama", 0).model), 1)
     edited = effects(target, ids, [Edit(swap=(Component("key bias", 1),))], attention=True)
     bare = copy.deepcopy(o.model)
     with torch.no_grad():
         bare.model.layers[1].self_attn.k_proj.bias.zero_()
-    received = _long_way(Target.of(bare, o.tokenizer), ids)[1]
+    received = _long_way(target_of(bare, o.tokenizer), ids)[1]
     assert_close(edited.attention[0], received, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(edited.intact_attention, received, atol=1e-3)
 
 
 def test_batches_of_edits_give_what_one_batch_gives(monkeypatch):
     o = organism("llama", 6)
-    target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 8)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 8)
     edits = [Edit(zero=((layer, n),)) for layer in range(2) for n in range(5)]
     whole = effects(target, ids, edits, without=[0, 3], attention=True)
     monkeypatch.setattr(
@@ -132,7 +133,7 @@ def test_batches_of_edits_give_what_one_batch_gives(monkeypatch):
 )
 def test_rows_that_part_at_a_layer_give_what_whole_passes_give(family, streamed, tmp_path):
     o = organism(family, 5)
-    target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 12)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 12)
     last = target.n_layers - 1
     component = Component("attention", last)
     edits = [Edit(zero=o.truth.neurons), Edit(), Edit(swap=(component,)), Edit(zero=o.truth.neurons, swap=(component,))]
@@ -153,12 +154,12 @@ def test_rows_that_part_at_a_layer_give_what_whole_passes_give(family, streamed,
 @pytest.mark.parametrize("family", ["gemma2", "mixtral"])
 def test_added_vectors_are_added_to_what_the_mlp_gives(family):
     o = organism(family, 5)
-    target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 10)
     vectors = 5 * torch.randn(2, target.d_model, generator=torch.Generator().manual_seed(0))
     edited = effects(target, ids, [Edit(), Edit(zero=o.truth.neurons, add=((1, vectors),))], at=4)
     rows = iter(vectors)
 
-    def add(_module: object, _args: object, out: torch.Tensor) -> torch.Tensor:
+    def add(_module, _args, out):
         out[:, 4] += next(rows)
         return out
 

@@ -18,7 +18,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.measure import Setup
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.patch.evaluate import (
     PatchEvaluation,
     errors_of,
@@ -73,7 +73,7 @@ def test_perplexity_row_against_separate_passes(tmp_path):
     made = Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path), seed=4)
     ids = held_out(made, 5, 24)
     control = random_patch(made, patch)
-    target = Target.of(o.model, o.tokenizer)
+    target = target_of(o.model, o.tokenizer)
     plain, patched, drawn = (float(losses(target, ids, e).mean().exp()) for e in (None, patch, control))
     assert found.perplexity == pytest.approx((plain, patched, drawn), rel=1e-5)
     none, row, random_row = found.rows()
@@ -88,11 +88,11 @@ def test_perplexity_row_against_separate_passes(tmp_path):
 
 def test_perplexity_is_that_of_single_rows(tmp_path):
     o = organism("llama", 3)
-    target, ids = Target.of(o.model, o.tokenizer), o.natural(5, 20)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(5, 20)
     edit = Ablate(layer=0, neurons=list(range(10)))
     before, after = losses(target, ids), losses(target, ids, edit, batch_size=2)
 
-    def loss(row: torch.Tensor) -> float:
+    def loss(row):
         logits = o.model(row[None]).logits[0].log_softmax(-1)
         return -sum(float(logits[i, row[i + 1]]) for i in range(1, 19)) / 18
 

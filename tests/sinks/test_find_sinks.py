@@ -17,9 +17,9 @@ from torch.testing import assert_close
 
 from sinkscope.interventions import Ablate
 from sinkscope.models.open import open_stream
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.context import SinkContext
-from sinkscope.sinks.first_token.effects import Effects, Trial, side_by_side
+from sinkscope.sinks.first_token.effects import side_by_side
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerReading, LayerScan, scan_layers
 from sinkscope.sinks.first_token.layer_view import columns, contribution_norms, norm_without, view_layer
@@ -86,8 +86,7 @@ def everywhere(ids: Tensor) -> Tensor:
 def test_same_layer_ablation_equals_a_real_ablated_pass(family, kind):
     """`norm_without` takes columns away; Ablate zeroes activations in a forward pass. Also for random neurons."""
     o = organism(family, 3, kind=kind)
-    target, layer, ids = Target.of(o.model, o.tokenizer), o.truth.sink_layer, o.natural(2, 12)
-    assert layer is not None
+    target, layer, ids = target_of(o.model, o.tokenizer), o.truth.sink_layer, o.natural(2, 12)
     view = view_layer(target, layer, ids, everywhere(ids))
     sites = [*o.truth.neurons, (layer, 0, 1) if target.is_mixture(layer) else (layer, 1)]
     numbers = [site[-1] + (site[1] * target.d_mlp if len(site) == 3 else 0) for site in sites]
@@ -103,7 +102,7 @@ def test_same_layer_ablation_equals_a_real_ablated_pass(family, kind):
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
 def test_contribution_is_post_times_column(family):
     o = organism(family, 1)
-    target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 6)
+    target, ids = target_of(o.model, o.tokenizer), o.natural(1, 6)
     view = view_layer(target, 1, ids, everywhere(ids))
     every = columns(target, 1, torch.arange(view.post.shape[1]))
     written = (view.post[:, :, None] * every).norm(dim=-1)
@@ -137,8 +136,7 @@ def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median():
 def test_repeats_are_those_of_one_long_pass():
     """Doubling must give what a single pass of full length shows, and tokens in no group must stay unreached."""
     o = organism("llama", 5)
-    target, layer, expected = Target.of(o.model, o.tokenizer), o.truth.sink_layer, o.truth.repeats_expected
-    assert layer is not None and expected is not None
+    target, layer, expected = target_of(o.model, o.tokenizer), o.truth.sink_layer, o.truth.repeats_expected
     grouped, free, bos = o.tokens_of(0)[0], o.tokens_of(-1)[0], o.tokenizer.bos_token_id
     limit = min(4 * expected + 64, o.model.config.max_position_embeddings - 1)
     context = SinkContext(target, o.natural(), LayerScan(target.n_layers, []), layer, torch.Generator())
@@ -147,13 +145,12 @@ def test_repeats_are_those_of_one_long_pass():
     norm = trace(o.model, o.repeated(limit, grouped), [site], "norm")[site][0]
     first = int((norm[1:] >= norm[0] / 2).nonzero()[0]) + 1
     assert repeated.repeats == [first, None] and 0.6 * expected <= first <= 1.5 * expected
-    assert repeated.view is not None and len(repeated.view.resid) == 1
+    assert len(repeated.view.resid) == 1
 
 
 def test_the_scan_stops_where_the_norm_stays_flat():
     o = organism("llama", 0, n_layers=8)
-    target, ids, layer = Target.of(o.model, o.tokenizer), o.natural(), o.truth.sink_layer
-    assert layer is not None
+    target, ids, layer = target_of(o.model, o.tokenizer), o.natural(), o.truth.sink_layer
     scan, whole = scan_layers(target, ids, whole=False), scan_layers(target, ids, whole=True)
     assert len(scan.layers) == min(8, layer + 1 + 3)
     assert whole.first_norm[: len(scan.layers)] == scan.first_norm and whole.stages == scan.stages == [layer]
@@ -186,11 +183,11 @@ def test_the_smallest_set_is_found(needed):
     """Of 12 candidates every pair is tried; of 50, and for larger sets, prefixes are cut down to what is needed."""
     candidates = range(50 if 40 in needed else 12)
 
-    def remove(sets: list[tuple[int, ...]]) -> list[Removal]:
+    def remove(sets):
         return [Removal(needed <= {*members}, len(needed & {*members}) / len(needed)) for members in sets]
 
     smallest = smallest_set(candidates, remove)
-    assert smallest is not None and {*smallest} == needed
+    assert {*smallest} == needed
     assert smallest_set(candidates[:1], remove) is None
 
 
@@ -198,7 +195,7 @@ def test_a_neuron_that_attention_alone_needs_joins_the_set(tmp_path, monkeypatch
     o = organism("llama", 1)
     needed = set()
 
-    def attention_needs_two(target: Target, trials: list[Trial]) -> list[Effects]:
+    def attention_needs_two(target, trials):
         answers = side_by_side(target, trials)
         for number, (trial, answer) in enumerate(zip(trials, answers, strict=True)):
             if trial.attention and trial.edits:
@@ -212,7 +209,7 @@ def test_a_neuron_that_attention_alone_needs_joins_the_set(tmp_path, monkeypatch
 
     monkeypatch.setattr("sinkscope.sinks.first_token.sets.side_by_side", attention_needs_two)
     minimal = find_in(o, tmp_path).minimal
-    assert minimal is not None and len(needed) == 2 and {*minimal.edit_sites} == needed
+    assert len(needed) == 2 and {*minimal.edit_sites} == needed
 
 
 def test_a_deep_sink_is_found_in_three_walks_through_a_streamed_model(tmp_path):
@@ -223,7 +220,7 @@ def test_a_deep_sink_is_found_in_three_walks_through_a_streamed_model(tmp_path):
     target = open_stream(tmp_path / "model", resident=1, tokenizer=o.tokenizer)
     streamed = find_sinks(target, text=tmp_path / "text.txt", max_repeats=256)
     reads, (layer, _) = target.store.reads, o.truth.neurons[0]
-    assert layer >= 5 and streamed.repeats.median is not None and streamed.repeats.median > 128
+    assert layer >= 5 and streamed.repeats.median > 128
     assert max(count for number, count in reads.items() if number != layer) <= 3 and reads[layer] <= 5
     assert [neuron.site for neuron in streamed.neurons] == [neuron.site for neuron in live.neurons]
     for one, other in zip(streamed.causal_sets, live.causal_sets, strict=True):

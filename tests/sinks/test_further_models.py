@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from conclusion_kit import check_size
+from covering import covering
 from organisms.further import FURTHER, Further, further, natural
 from organisms.hard import HardModel, Site
 from raw_kit import norms, zeroed
@@ -29,11 +30,7 @@ COMMANDS = {
     "repeat": lambda model, n, options: repeat(model, ablate=True, max_repeats=n, **options),
 }
 FAST = (("opposed", "neox"), ("turned", "gpt2"))
-CASES = [
-    pytest.param(name, family, marks=() if (name, family) in FAST else pytest.mark.slow)
-    for name, families in FURTHER.items()
-    for family in families
-]
+CASES = covering([(name, family) for name, families in FURTHER.items() for family in families], FAST)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from organisms import Organism
 from organisms import organism as new_organism
 from organisms.hard import HardModel, hard
@@ -47,7 +48,6 @@ def made_of(o: Organism, folder: Path, **changes: Any) -> PatchMade:
 
 
 def proof_of(made: PatchMade) -> PatchProof:
-    assert made.proof is not None
     return made.proof
 
 
@@ -69,7 +69,7 @@ def few_texts(monkeypatch):
     [
         ("llama", "sink", 5),
         ("mixtral", "up", 6),
-        pytest.param("gemma2", "spread", 12, marks=pytest.mark.slow),
+        slow("gemma2", "spread", 12),
     ],
 )
 def test_patch_is_the_planted_neurons(family, kind, seed):
@@ -145,14 +145,12 @@ def samples_of(o: Organism, rows: int, length: int) -> str:
     return " ".join(o.tokenizer.decode(row[1:]) for row in ids)
 
 
-def test_no_sink_and_no_repeats_are_answers(tmp_path):
-    none = made_of(organism("llama", 0, kind="none"), tmp_path)
+def test_no_repeats_are_an_answer(tmp_path):
     position = made_of(organism("gpt2", 1), tmp_path, max_repeats=100)  # marked by its position
-    assert (none.verdict, position.verdict) == ("no-sink", "no-repeats")
+    assert position.verdict == "no-repeats"
     assert "none of 3 words reaches half of the first token's norm when it is repeated 100 times" in position.reason
-    for made in (none, position):
-        assert made.proof is None and Result.from_dict(made.to_dict()).to_dict() == made.to_dict()
-        made.figure()
+    assert position.proof is None and Result.from_dict(position.to_dict()).to_dict() == position.to_dict()
+    position.figure()
 
 
 def backup_made(folder: Path) -> tuple[HardModel, PatchMade]:
@@ -256,6 +254,7 @@ def test_a_patch_of_another_model(here, capsys):
 def test_refusal_is_an_error_and_no_sink_is_not(here, capsys, monkeypatch):
     organism("llama", 0, kind="none").save("none")
     assert main("patch make --model none --out p.json --json made.json".split()) == 0
+    Result.load("made.json").figure()
     out, err = capsys.readouterr()
     assert "no MLP makes a norm spike" in out
     assert err == "p.json was not written: there is nothing to patch\n"

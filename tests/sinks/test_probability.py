@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from organisms import Organism, organism
 
 from sinkscope.files.result import Result
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.repetition.probability import ProbabilityReading
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 
@@ -66,7 +67,7 @@ def read_of(result: Repeat) -> ProbabilityReading:
     return result.reading
 
 
-@pytest.mark.parametrize("prefix", [pytest.param("", marks=pytest.mark.slow), PREFIX])
+@pytest.mark.parametrize("prefix", [slow(""), PREFIX])
 def test_it_repeats_until_the_sink_and_for_ever_with_the_patch(prefix):
     o, found = repeater(), plain(prefix)
     assert set(found.neurons) == set(o.truth.neurons) and found.conditions == ("intact", "patched")
@@ -85,7 +86,7 @@ def test_it_repeats_until_the_sink_and_for_ever_with_the_patch(prefix):
 
 def test_curve_against_a_pass_of_its_own():
     o, word = repeater(), repeated_word()
-    target = Target.of(o.model, o.tokenizer)
+    target = target_of(o.model, o.tokenizer)
     head = o.tokenizer(PREFIX)["input_ids"]
     patch = SinkPatch(sites=o.truth.neurons)
     for edit in (None, patch):
@@ -108,7 +109,7 @@ def test_curve_against_a_pass_of_its_own():
 
 def test_greedy_is_the_likeliest_token_step_by_step():
     o = repeater()
-    target = Target.of(o.model, o.tokenizer)
+    target = target_of(o.model, o.tokenizer)
     rows = o.natural(2, 9)
     answers = greedy(target, rows, 6)
     for row, answer in zip(rows, answers, strict=True):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from organisms.tiny import tiny_model
 from torch import Tensor
 
@@ -15,11 +17,7 @@ from sinkscope.sinks.first_token.find import find_sinks
 TYPES = ("llama", "gpt2", "gpt_neox", "gemma2", "qwen3", "mixtral", "gpt_oss", "phi3", "olmo2", "qwen2", "phi", "opt")
 WAYS = ("as made", "large weights", "20 steps", "150 steps")
 FAST = {("gpt2", "as made"), ("gpt_neox", "large weights"), ("llama", "20 steps")}
-CASES = [
-    pytest.param(model_type, way, marks=() if (model_type, way) in FAST else pytest.mark.slow)
-    for way in WAYS
-    for model_type in TYPES
-]
+CASES = covering(product(TYPES, WAYS), FAST)
 SLACK = 1.3  # between the tool's thresholds and those of the truth, which is read on other texts
 
 

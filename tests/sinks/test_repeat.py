@@ -18,8 +18,8 @@ from experiments.repeated_token import table1
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
-from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows, typical_text
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.layer_view import columns, norm_without, view_layer
 from sinkscope.sinks.repetition.attention import TAIL, AttentionReading
 from sinkscope.sinks.repetition.norm import NormReading
@@ -121,7 +121,7 @@ def test_ablation_takes_the_planted_neurons_and_equals_taking_columns_away(two):
     assert set(norm.zeroed[1]) == set(two.truth.neurons)
     assert len(norm.zeroed[2]) == len(norm.zeroed[1]) and not set(norm.zeroed[2]) & set(two.truth.neurons)
     assert sweep.ids[2] == sweep.ids[0] + sweep.ids[1]
-    target = Target.of(two.model, two.tokenizer)
+    target = target_of(two.model, two.tokenizer)
     for token, ids in enumerate(sweep.ids):
         row = [two.tokenizer.bos_token_id, *(ids * count)[:count]]
         view = view_layer(target, layer, torch.tensor([row]), torch.ones(1, len(row), dtype=torch.bool))
@@ -270,7 +270,7 @@ def test_bad_input_is_refused_in_one_line(llama, options, message):
 
 
 @pytest.mark.parametrize(
-    "option", every_nth(["--ablate", "--read=attention", "--read=probability", "--read=distance"], 2)
+    "option", every_nth(["--ablate", "--read=attention", "--read=probability", "--read=distance"], 4)
 )
 def test_the_command_gives_what_the_function_gives_also_streamed(two, option, tmp_path):
     word, read = word_of(two, 0), option.removeprefix("--read=")
@@ -324,6 +324,7 @@ def table_of(text: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows[2:]}
 
 
+@pytest.mark.slow
 def test_table1_measures_the_weights_it_is_given(two, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 4)
     folder = two.save(tmp_path / "weights")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism
@@ -21,7 +22,7 @@ from organisms.plan import make_plan
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token import separate
 from sinkscope.sinks.first_token.separate import (
     CLEAR,
@@ -71,7 +72,7 @@ def test_the_planted_mark_separates_perfectly_and_its_reader_is_found():
     assert "separates first tokens from later ones: held-out AUROC 1.0000" in found.conclusion()
 
 
-@pytest.mark.parametrize("family", ["neox", "mixtral", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["neox", "mixtral", slow("gemma2")])
 def test_other_architectures(family):
     _, found = with_defaults(family, 1)
     assert found.auroc[0] > 0.999
@@ -92,7 +93,7 @@ def test_tokens_without_a_group_are_missed_and_bos_is_not():
 def test_a_mark_of_a_later_layer_is_not_there_before():
     o = organism("llama", 1, kind="late_mark", bos=False)
     layer = o.truth.marking_layer
-    assert layer is not None and layer > 0
+    assert layer > 0
     assert measured(o, layer=layer).auroc[0] == 1 and measured(o, layer=layer - 1).auroc[0] < 0.7
 
 
@@ -103,7 +104,7 @@ def test_without_a_sink_nothing_separates_and_the_control_shows_a_leak(monkeypat
     assert honest.auroc.max() < 0.7 and np.abs(honest.shuffled_auroc - 0.5).max() < 0.15
     assert "does not separate" in honest.conclusion()
 
-    def leaky(*args: Any) -> Any:
+    def leaky(*args):
         split = split_tokens(*args)
         coin = torch.randint(2, (len(split.later),), generator=torch.Generator().manual_seed(0)).bool()
         return replace(split, later_held=coin)
@@ -177,7 +178,7 @@ def test_places_are_read_in_order(family):
     o = organism(family, 0)
     ids = o.natural(70, 9)
     places = torch.tensor([[3, 2], [68, 8], [4, 0], [3, 1]])
-    resid, factors = layer_samples(Target.of(o.model, o.tokenizer), 1, ids, places)
+    resid, factors = layer_samples(target_of(o.model, o.tokenizer), 1, ids, places)
     names = ["blocks.1.hook_resid_pre", "blocks.1.hook_attn_out"]
     both = trace(o.model, ids, names)
     wanted = (both[names[0]] + both[names[1]])[places[:, 0], places[:, 1]]

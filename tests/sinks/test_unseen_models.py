@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering, slow
 from organisms.hard import hard
 from organisms.unseen import UNSEEN, UnseenModel, unseen
 from raw_kit import norms, zeroed
@@ -25,14 +26,13 @@ from sinkscope.sinks.first_token.marking_heads import marking_heads
 from sinkscope.sinks.repetition.norm import NormReading
 from sinkscope.sinks.repetition.repeat import repeat
 
-CASES = [(name, family) for name, families in UNSEEN.items() for family in families]
+CASES = [(name, family, seed) for name, families in UNSEEN.items() for family in families for seed in range(2)]
 FAST = (
-    ("second_position", "gpt2"),
-    ("some_first_tokens", "mixtral"),
-    ("late_readers", "gpt2"),
-    ("other_windows", "gemma2"),
-    ("amplified", "llama"),
-    ("embedded_delimiter", "qwen3"),
+    ("second_position", "gpt2", 0),
+    ("some_first_tokens", "mixtral", 0),
+    ("other_windows", "gemma2", 0),
+    ("amplified", "llama", 0),
+    ("embedded_delimiter", "qwen3", 0),
 )
 
 
@@ -165,28 +165,17 @@ def misleading(u: UnseenModel, result: FindSinks) -> list[str]:
     return [f"conclusion: {text} {wrong}"]
 
 
-@pytest.mark.parametrize(("name", "family"), FAST)
-def test_says_what_is_so(name, family):
-    u = unseen(name, family)
+@pytest.mark.parametrize(("name", "family", "seed"), covering(CASES, FAST))
+def test_says_what_is_so(name, family, seed):
+    u = unseen(name, family, seed)
     check_planted(u)
-    assert not (wrong := mistakes(u, look(u))), "\n".join([u.hard.truth.note, *wrong])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "family"), CASES)
-def test_says_what_is_so_of_every_family(name, family):
-    wrong = []
-    for seed in range(2):
-        u = unseen(name, family, seed)
-        check_planted(u)
-        wrong += [f"seed {seed}: {mistake}" for mistake in mistakes(u, look(u))]
-    assert not wrong, "\n".join(wrong)
+    assert mistakes(u, look(u)) == [], u.hard.truth.note
 
 
 # --- what other commands say ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", slow("gpt_oss")])
 def test_no_command_denies_a_sink_that_heads_have_without_a_spike(family):
     u = unseen("reads_the_mark", family)
     with text_of(u) as options:
@@ -220,9 +209,7 @@ def test_circuit_says_of_a_spike_without_neurons_and_of_a_second_way_what_is_so(
     assert "needed alone" not in says
 
 
-@pytest.mark.parametrize(
-    ("name", "family"), [("other_neurons", "llama"), pytest.param("other_layer", "neox", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "family"), [("other_neurons", "llama"), slow("other_layer", "neox")])
 def test_repetition_through_other_neurons_is_said_and_patched(name, family):
     u = unseen(name, family)
     check_planted(u)
@@ -242,7 +229,6 @@ def test_repetition_through_other_neurons_is_said_and_patched(name, family):
 def test_a_patch_without_the_neurons_of_repetition_is_refused():
     u = unseen("other_neurons", "llama")
     result = look(u)
-    assert result.repetition is not None
     unknown = replace(result, repetition=replace(result.repetition, set=None, neurons=()))
     with pytest.raises(SinkscopeError, match="repeated"):
         SinkPatch.from_result(unknown)

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeWarning
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.trace.attention import attention_rows
 
 
@@ -39,7 +40,7 @@ def test_rows_equal_the_models_own_on_a_left_padded_batch(model_type):
     ids = torch.randint(3, 90, (2, 37), generator=torch.Generator().manual_seed(1))  # longer than the windows of 16
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     before = model.config._attn_implementation
     plain = target.forward(ids, mask).last_hidden_state
     rows = _rows(target, ids, mask, chunk=7)
@@ -54,7 +55,7 @@ def test_rows_equal_the_models_own_on_a_left_padded_batch(model_type):
 
 def test_chunks_and_layers():
     model, tokenizer = tiny_model("qwen2")
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     ids = torch.randint(3, 90, (1, 20), generator=torch.Generator().manual_seed(1))
     seen = []
     with attention_rows(
@@ -66,10 +67,10 @@ def test_chunks_and_layers():
 
 def test_an_exception_inside_restores_the_implementation():
     model, tokenizer = tiny_model("llama")
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     before = model.config._attn_implementation
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise RuntimeError("observer")
 
     with pytest.raises(RuntimeError, match="observer"), attention_rows(target, fail):
@@ -82,4 +83,4 @@ def test_a_soft_cap_that_sdpa_drops_is_said():
     model, _ = tiny_model("gemma2", attn_logit_softcapping=0.3)
     model.config._attn_implementation = "sdpa"
     with pytest.warns(SinkscopeWarning, match="soft cap of 0.3"):
-        Target.of(model)
+        target_of(model)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import placed
 import pytest
 import torch
@@ -66,7 +64,7 @@ def test_layers_on_two_devices():
     ids = torch.arange(24).view(2, 12) + 4
 
     @torch.no_grad()
-    def read(one: Any, edit: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+    def read(one, edit, ids):
         with edit.on(one):
             cache = DynamicCache(config=one.config)
             parts = (ids, ids[:, :1], ids[:, 1:2])

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.trace import attention_rows, trace
 from sinkscope.trace.attention import queries_and_keys
 
@@ -33,7 +34,7 @@ def _collect(target: Target, ids: Tensor) -> dict[tuple[int, bool], tuple[Tensor
 @pytest.mark.parametrize("model_type", every_nth([m for m in MODEL_TYPES if m != "falcon"], 4))
 def test_rotary_keeps_lengths_and_what_stands_at_one_position(model_type):
     model, tokenizer = tiny_model(model_type)
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     ids = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(1))
     whole = target.forward(ids).last_hidden_state
     seen = _collect(target, ids)
@@ -51,7 +52,7 @@ def test_rotary_keeps_lengths_and_what_stands_at_one_position(model_type):
 
 def test_before_rotary_is_the_projection_and_after_it_gives_the_attention_rows():
     model, tokenizer = tiny_model("llama")
-    target = Target.of(model, tokenizer)
+    target = target_of(model, tokenizer)
     ids = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(1))
     seen = _collect(target, ids)
     rows = []
@@ -67,5 +68,5 @@ def test_before_rotary_is_the_projection_and_after_it_gives_the_attention_rows()
 
 def test_refused_where_attention_is_not_transformers_own():
     model, tokenizer = tiny_model("falcon")
-    with pytest.raises(UnsupportedError, match="falcon"), queries_and_keys(Target.of(model, tokenizer), print, [0]):
+    with pytest.raises(UnsupportedError, match="falcon"), queries_and_keys(target_of(model, tokenizer), print, [0]):
         pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -73,7 +72,7 @@ def test_minference_follows_its_lines(monkeypatch):
     found = []
     shape = MInference(vertical=32, slash=104, last=16, dense_above=9.0)
 
-    def note(query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Any:
+    def note(query, key, *rest, **kwargs):
         found.append((query, key))
         return minference_lines(query, key, *rest, **kwargs)
 

@@ -18,7 +18,7 @@ import sinkscope as ss
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv import H2O, TOVA, AShape, Full, Observe, StreamingLLM
 from sinkscope.lines.sums import scores_of
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.trace import attention as tap
 from sinkscope.trace import attention_rows, internals, queries_and_keys
 
@@ -64,7 +64,7 @@ EDITS = {"full": Full(), "guard": ss.LoopGuard(), "observe": Observe(id, last=2)
 def shown_alone(family: str, chunk: int) -> tuple[Any, Shown, Tensor]:
     """A model, its rows beside nothing, and its logits."""
     model, alone = model_of(family), Shown()
-    return model, alone, decoded(model, [attention_rows(Target.of(model), alone, rows_per_chunk=chunk)])[0]
+    return model, alone, decoded(model, [attention_rows(target_of(model), alone, rows_per_chunk=chunk)])[0]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def shown_alone(family: str, chunk: int) -> tuple[Any, Shown, Tensor]:
 )
 def test_rows_beside_what_evicts_nothing_are_those_without_it(family, name, chunk):
     (model, alone, want), edit = shown_alone(family, chunk), EDITS[name]
-    target = Target.of(model)
+    target = target_of(model)
     for order in (1, -1):
         beside = Shown()
         ways = [edit.on(model), attention_rows(target, beside, rows_per_chunk=chunk)]
@@ -121,7 +121,7 @@ def seen_by(model: Any, mask: Tensor, held: list[list[Tensor]], layer: int) -> T
 def test_rows_under_a_policy_are_those_over_what_it_keeps(policy, family):
     """Recomputed by stock modules in one pass over everything, under masks made of the positions that were kept."""
     model = model_of(family)
-    target, (ids, mask) = Target.of(model), prompts(LENGTHS, STEPS)
+    target, (ids, mask) = target_of(model), prompts(LENGTHS, STEPS)
     shown = Shown()
     logits, held = decoded(model, [policy.on(model), attention_rows(target, shown)])
     assert any(int((held[-1][layer] >= 0).sum(-1).max()) < PROMPT for layer in range(target.n_layers))
@@ -148,7 +148,7 @@ def test_rows_under_a_policy_are_those_over_what_it_keeps(policy, family):
 
 def test_what_a_measurement_refuses():
     model = model_of("llama")
-    target = Target.of(model)
+    target = target_of(model)
     with pytest.raises(UnsupportedError, match="a cache policy has evicted some: measure the prompt"):
         decoded(model, [StreamingLLM(budget=6).on(model), scores_of(target, lambda *_: None, [0])])
     with pytest.raises(UnsupportedError, match="write into the cache twice: run the model with use_cache=False"):
@@ -177,7 +177,7 @@ def test_only_the_model_that_is_tapped_is_seen():
     ids, mask = prompts([9], 2)
     want = decode(one, ids, mask, 9)
     shown = Shown()
-    with H2O(budget=5).on(one), attention_rows(Target.of(other), shown):
+    with H2O(budget=5).on(one), attention_rows(target_of(other), shown):
         assert not torch.allclose(decode(one, ids, mask, 9), want)
         assert shown.calls == []
         decode(other, ids, mask, 9)
@@ -186,7 +186,7 @@ def test_only_the_model_that_is_tapped_is_seen():
 
 def test_the_extra_call_before_rotary_is_nobody_elses():
     model = model_of("llama")
-    target, (ids, _) = Target.of(model), prompts([9])
+    target, (ids, _) = target_of(model), prompts([9])
     shown, seen = [], []
     rows = attention_rows(target, lambda layer, *_: shown.append(layer))
     watch = Observe(lambda _: shown.append(-1), layers=[0])
@@ -197,7 +197,7 @@ def test_the_extra_call_before_rotary_is_nobody_elses():
 
 def test_exits_in_any_order_restore_the_models_attention():
     model = model_of("llama")
-    target = Target.of(model)
+    target = target_of(model)
     first, second = (attention_rows(target, lambda *_: None) for _ in range(2))
     first.__enter__()
     second.__enter__()

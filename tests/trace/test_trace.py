@@ -11,7 +11,7 @@ from organisms.tiny import MODEL_TYPES, tiny_model
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.target import Target
+from sinkscope.models.wrapped import target_of
 from sinkscope.trace.run import site_names, trace
 
 IDS = torch.randint(3, 90, (3, 11), generator=torch.Generator().manual_seed(2))
@@ -33,7 +33,7 @@ def test_residual_stream_is_the_sum_of_its_parts(model_type):
 @pytest.mark.parametrize("model_type", ["gemma2", "olmo2", "gpt2", "opt", "phi3"])
 def test_mlp_out_is_post_through_the_columns(model_type):
     model, _ = tiny_model(model_type)
-    target = Target.of(model)
+    target = target_of(model)
     got = trace(model, IDS, ["blocks.1.mlp.hook_post", "blocks.1.hook_mlp_out", "blocks.1.hook_resid_mid"])
     post = got["blocks.1.mlp.hook_post"]
     assert post.shape == (3, 11, target.d_mlp)
@@ -64,7 +64,7 @@ def test_behind_the_last_layer(model_type):
 def test_values_and_pattern_give_z(model_type):
     """attn.hook_v and attn.hook_pattern, from different seams, make attn.hook_z."""
     model, _ = tiny_model(model_type)
-    target = Target.of(model)
+    target = target_of(model)
     got = trace(model, IDS, ["blocks.1.attn.hook_v", "blocks.1.attn.hook_pattern", "blocks.1.attn.hook_z"])
     values = got["blocks.1.attn.hook_v"].repeat_interleave(target.n_heads // target.n_kv_heads, 2)
     z = torch.einsum("bhqk,bkhd->bqhd", got["blocks.1.attn.hook_pattern"], values)
@@ -86,7 +86,7 @@ def test_padding_changes_nothing():
     site = "blocks.2.hook_resid_post"
     padded = torch.cat([torch.full((3, 4), 2), IDS], 1)
     mask = torch.cat([torch.zeros(3, 4, dtype=torch.long), torch.ones_like(IDS)], 1)
-    target = Target.of(model)
+    target = target_of(model)
     a = trace(target, padded, [site], attention_mask=mask)[site][:, 4:]
     assert_close(a, trace(model, IDS, [site])[site], atol=1e-5, rtol=1e-4)  # rotary is relative
 
@@ -95,10 +95,10 @@ def test_observers_see_every_row_once():
     class Largest:
         sites: Sequence[str] = ("blocks.*.hook_mlp_out",)
 
-        def __init__(self) -> None:
+        def __init__(self):
             self.seen = {}
 
-        def observe(self, site: str, tensor: torch.Tensor, first_row: int) -> None:
+        def observe(self, site, tensor, first_row):
             for i, row in enumerate(tensor):
                 assert (site, first_row + i) not in self.seen
                 self.seen[site, first_row + i] = float(row.abs().max())

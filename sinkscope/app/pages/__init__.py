@@ -208,7 +208,9 @@ def plot(figure: Any, file: str = "") -> str:
     drawing = _ESCAPED.sub(r"\1\\\\u\2", visible(_TAG.sub("&lt;", figure.to_json())))
     name = f"plot-{hashlib.sha256((file + drawing).encode(errors='replace')).hexdigest()[:12]}"
     safe = import_module("plotly.io").from_json(drawing, skip_invalid=True)
-    html = safe.to_html(full_html=False, include_plotlyjs=False, div_id=name, config={"displaylogo": False})
+    safe.update_layout(width=None)  # it takes the width of the page
+    config = {"displaylogo": False, "responsive": True}
+    html = safe.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)
     return f'<div class="plot">{html}</div>'
 
 

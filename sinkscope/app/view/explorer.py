@@ -158,16 +158,14 @@ class Explorer:
 
     def measure_sinks(self) -> FindSinks:
         """Find the sink neurons, once."""
-        with self.lock:
-            if self.sinks is None:
-                self.sinks = find_sinks.on(self.setup)
-            return self.sinks
+        if self.sinks is None:
+            self.sinks = find_sinks.on(self.setup)
+        return self.sinks
 
     def measure_circuit(self) -> None:
         """Trace the circuit of the sink, once."""
-        with self.lock:
-            if self.circuit is None:
-                self.circuit = circuit.on(self.setup)
+        if self.circuit is None:
+            self.circuit = circuit.on(self.setup)
 
     @property
     def layer(self) -> int:
@@ -189,13 +187,12 @@ class Explorer:
     @property
     def marks(self) -> list[tuple[int, int]]:
         """The heads that mark the first token, and those that mark a repetition."""
-        heads: list[tuple[int, int]] = []
-        if self.circuit is not None:
-            for sink in self.circuit.sinks[:1]:
-                for step in (sink.step(MARK), sink.step(REPETITION)):
-                    names = () if step is None else step.chosen
-                    heads += [read_head(name) for name in names if ".H" in name]
-        return list(dict.fromkeys(heads))
+        heads: dict[tuple[int, int], None] = {}
+        for sink in self.circuit.sinks[:1] if self.circuit is not None else ():
+            for step in (sink.step(MARK), sink.step(REPETITION)):
+                names = () if step is None else step.chosen
+                heads |= {read_head(name): None for name in names if ".H" in name}
+        return list(heads)
 
     def switches(self) -> list[Switch]:
         """The edits that this model has."""
@@ -212,30 +209,30 @@ class Explorer:
 
     def switch(self, name: str, neurons: Sequence[tuple[int, ...]], heads: Sequence[tuple[int, int]]) -> Switch:
         """Zero some neurons and replace some heads by their mean; the control does the same to random ones."""
-        random_neurons, random_heads = self.random_neurons(neurons), self.random_heads(heads)
+        widths = [self.setup.target.width(site[0], *site[1:-1]) for site in neurons]
+        other_neurons = self.random_others(neurons, widths)
+        other_heads = self.random_others(heads, [self.setup.n_heads] * len(heads))
         control, words = None, "random neurons zeroed"
         if heads:
             words = "random heads replaced"
         if neurons and heads:
             words = "random neurons and heads"
-        if len(random_neurons) == len(neurons) and len(random_heads) == len(heads):
-            control = _off(random_neurons, random_heads)
+        if len(other_neurons) == len(neurons) and len(other_heads) == len(heads):
+            control = _off(other_neurons, other_heads)
         return Switch(name, _off(neurons, heads), control, words)
 
-    def random_neurons(self, neurons: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """As many other neurons of the same layers and experts."""
-        return self._drawn(neurons, lambda site: self.setup.target.width(site[0], *site[1:-1]))
+    def random_others(self, places: Sequence[tuple[int, ...]], widths: Sequence[int]) -> list[tuple[int, ...]]:
+        """As many other neurons or heads of the same layers and experts, as far as there are any.
 
-    def random_heads(self, heads: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-        """As many other heads of the same layers, as far as there are any."""
-        return self._drawn(heads, lambda _: self.setup.n_heads)
-
-    def _drawn(self, places: Sequence[tuple[int, ...]], width: Any) -> list[tuple[int, ...]]:
+        Args:
+            places: The neurons or heads.
+            widths: How many there are where each of them is.
+        """
         generator = torch.Generator().manual_seed(self.setup.seed)
-        taken = {tuple(place) for place in (*places, *self.neurons, *self.marks)}
+        taken = {*places, *self.neurons, *self.marks}
         drawn: list[tuple[int, ...]] = []
-        for place in places:
-            for number in torch.randperm(width(place), generator=generator).tolist():
+        for place, width in zip(places, widths, strict=True):
+            for number in torch.randperm(width, generator=generator).tolist():
                 other = (*place[:-1], number)
                 if other not in taken:
                     taken.add(other)
@@ -293,10 +290,9 @@ class Explorer:
 
     def view(self, text: str | None = None) -> ModelView:
         """The model on a text, or on the default texts, intact and under its switches."""
-        with self.lock:
-            self.measure_sinks()
-            switches = [None, *self.switches()]
-            return self.result([self.viewed(one, switches) for one in self.texts(text, len(switches))])
+        self.measure_sinks()
+        switches = [None, *self.switches()]
+        return self.result([self.viewed(one, switches) for one in self.texts(text, len(switches))])
 
     @cached_property
     def origin(self) -> tuple[ModelInfo, dict[str, Any], Provenance]:
@@ -507,22 +503,19 @@ class Explorer:
 
     def generation(self, new: int = NEW_TOKENS) -> Generation:
         """What the model writes after the beginning of typical text, with and without the guard."""
-        with self.lock:
-            setup, prompt = self.setup, self.setup.ids[0, :PROMPT_TOKENS].tolist()
-            free = barcode.on(setup, prompt=prompt, max_new_tokens=new, control=True)
-            head = free.shown[0]
-            guarded_setup = replace(setup, edit=LoopGuard())
-            guarded = barcode.on(
-                guarded_setup, prompt=prompt, max_new_tokens=new, heads=[read_head(head)], control=False
-            )
-            sides: list[Writing] = []
-            copied: list[int] = []
-            for name, edit, result in (("without", None, free), ("with", guarded_setup.edit, guarded)):
-                tokens, events = decode(setup.target, prompt, new, edit)
-                alarms = [event.step for event in events if event.kind == "guard"]
-                sides.append(_writing(setup, f"{name} the guard", tokens, alarms, result))
-                onset = Loop.of([*prompt, *tokens], len(prompt)).onset
-                copied.append(0 if onset is None else len(prompt) + len(tokens) - max(onset, len(prompt)))
+        setup, prompt = self.setup, self.setup.ids[0, :PROMPT_TOKENS].tolist()
+        free = barcode.on(setup, prompt=prompt, max_new_tokens=new, control=True)
+        head = free.shown[0]
+        guarded_setup = replace(setup, edit=LoopGuard())
+        guarded = barcode.on(guarded_setup, prompt=prompt, max_new_tokens=new, heads=[read_head(head)], control=False)
+        sides: list[Writing] = []
+        copied: list[int] = []
+        for name, edit, result in (("without", None, free), ("with", guarded_setup.edit, guarded)):
+            tokens, events = decode(setup.target, prompt, new, edit)
+            alarms = [event.step for event in events if event.kind == "guard"]
+            sides.append(_writing(setup, f"{name} the guard", tokens, alarms, result))
+            onset = Loop.of([*prompt, *tokens], len(prompt)).onset
+            copied.append(0 if onset is None else len(prompt) + len(tokens) - max(onset, len(prompt)))
         sentence = (
             f"Without the guard, {copied[0]} of {len(sides[0].tokens)} new tokens belong to a repetition at the end; "
             f"with it, {copied[1]} of {len(sides[1].tokens)}."

@@ -26,8 +26,8 @@ from sinkscope.kv.session import Moment, Session
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.config import float32_by_default
 from sinkscope.models.inputs import read_row
-from sinkscope.models.target import Target
 from sinkscope.models.text.chat import chat_text
+from sinkscope.models.wrapped import target_of
 
 Answers = Literal["recompute", "keep"]
 _SET_BY_US = (
@@ -218,7 +218,7 @@ class Conversation:
             raise SinkscopeError(f'answers={answers!r}: expected "recompute" or "keep"')
         if edit is not None and not isinstance(edit, Intervention):
             raise SinkscopeError(f"edit={edit!r}: expected LoopServe(...), a policy, patch or guard, or None")
-        self.target = Target.of(model, tokenizer)
+        self.target = target_of(model, tokenizer)
         self.tokenizer = self.target.available_tokenizer if tokenizer is None else tokenizer
         if chat and not getattr(self.tokenizer, "chat_template", None):
             raise SinkscopeError(f"the tokenizer of {self.target.name} has no chat template: leave out chat")

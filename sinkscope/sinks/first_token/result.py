@@ -674,8 +674,6 @@ class FindSinks(Result):
             return [*sentences, f"{few_heads(self.lengths).capitalize()} ({least})."]
         if sink.texts or sink.carriers:
             sentences.append(f"{sink.who}{sink.texts}.")
-        if sink.window is not None:
-            sentences.append(f"A window lets these heads see {sink.window} positions.")
         later = [f"{place} ({place.rate:.1%})" for place in sink.positions if place.position != 0]
         if later:
             sentences.append(f"Behind the first token, heads attend to {listed(later)}.")

@@ -109,11 +109,11 @@ class AtlasReading(Reading):
         repeated = self.repeats[self.repeats > 1]
         lines: list[str] = []
         if len(repeated):
-            lines.append(f"The median of these is {np.median(repeated):.0f} repetitions.")
+            lines.append(f"In the median, a token needs {np.median(repeated):.0f} repetitions.")
         if resists.any() and not resists.all():
             lines.append(
-                f"One head of layer 0 serves {served[resists].mean():.1%} of the {resists.sum()} tokens that never "
-                f"reach it and {served[~resists].mean():.1%} of the others."
+                f"A single head of layer 0 is enough to mark {served[resists].mean():.1%} of the {resists.sum()} "
+                f"tokens that never reach it, and {served[~resists].mean():.1%} of the others."
             )
         return lines
 

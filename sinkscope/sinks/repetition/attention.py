@@ -74,10 +74,9 @@ class AttentionReading(Reading):
         )
 
     def details(self) -> list[str]:
-        """Attention of all queries and of the tail, sequence by sequence, if there are positions of high norm."""
+        """Attention of all queries, sequence by sequence, if there are positions of high norm."""
         lines: list[str] = []
         behind = reduce(self.mean[:, self.first_behind :], "to layer sequence -> to sequence", "mean")
-        tail = reduce(self.tail[1, self.first_behind :], "layer sequence -> sequence", "mean")
         for number in np.flatnonzero(self.high)[:5]:
             to_first, to_high = behind[:, number]
             line = "In natural text" if number == 0 else f"With {self.sequences[number]!r}"
@@ -86,11 +85,6 @@ class AttentionReading(Reading):
                 f", position 0 receives {to_first:.1%} of the attention, and {places} of high norm {to_high:.1%} "
                 f"(uniform attention would give {self.uniform[number]:.1%})"
             )
-            if np.isfinite(self.tail_uniform[number]):
-                line += (
-                    f"; of the attention of the text that follows, these receive {tail[number]:.1%} (uniform: "
-                    f"{self.tail_uniform[number]:.1%})"
-                )
             lines.append(line + ".")
         return [*lines, *replaced_line(self.sweep.replaced)]
 

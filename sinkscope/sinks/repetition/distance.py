@@ -77,7 +77,7 @@ class DistanceReading(Reading):
             bound = f"Theorem 4.1 does not apply to this model: {self.outside}."
         return [
             f"{len(self.sweep.before)} tokens stand before the repetitions; the distances are medians over "
-            f"{len(self.sweep.tokens)} tokens of {counted(len(self.distance), 'layer')}.",
+            f"{counted(len(self.sweep.tokens), 'token')} in {counted(len(self.distance), 'layer')}.",
             bound,
             *replaced_line(self.sweep.replaced),
         ]
