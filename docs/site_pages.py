@@ -43,7 +43,7 @@ def interactive_figures(root: Path) -> Iterator[tuple[str, str]]:
     from experiments.gallery import figure_of, pictures
 
     for picture in pictures(root / "figures"):
-        yield f"{picture.stem}.html", figure_of(picture).to_html(include_plotlyjs=PLOTLY)
+        yield f"{picture.stem}.html", figure_of(picture).update_layout(width=None).to_html(include_plotlyjs=PLOTLY)
         INTERACTIVE.add(picture.stem)
     yield PLOTLY, get_plotlyjs()
 

@@ -71,7 +71,6 @@ RUNS = {
     "needle_recall": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall"),
     "needle_recall_2hop": BenchFigure("score", "needle:lengths=640,1024,2048", NEEDLE, "recall-2hop"),
     "cache_loss": BenchFigure("kl", "text:prompt=767", ",".join(LOSSES)),
-    "text_fidelity": BenchFigure("kl", "text:count=8:prompt=512:answer=64", NEEDLE),
 }
 
 

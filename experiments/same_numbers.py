@@ -47,7 +47,6 @@ COMMANDS = {
     "repeat-probability": "repeat --read probability --max-repeats 256 --answer-after 20 --new-tokens 16 {all}",
     "repeat-all": "repeat --tokens all --sample 64 --max-repeats 256 {all}",
     "heads": "heads --count 8 {all}",
-    "separate": "separate --count 64 --texts 8 {all}",
     "attack": "attack --length 8 --length 24 --sequences 16 {all}",
     "patch-make": "patch make --out patch.json --max-repeats 256 --pieces 2 --length 64 {all}",
     "patch-eval": "patch eval --patch patch.json --pieces 4 --length 64 {all}",

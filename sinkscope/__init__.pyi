@@ -36,7 +36,6 @@ from sinkscope.sinks.attack.attack import cluster_attack as cluster_attack
 from sinkscope.sinks.first_token.circuit import circuit as circuit
 from sinkscope.sinks.first_token.find import find_sinks as find_sinks
 from sinkscope.sinks.first_token.marking_heads import marking_heads as marking_heads
-from sinkscope.sinks.first_token.separate import separability as separability
 from sinkscope.sinks.patch.evaluate import evaluate_patch as evaluate_patch
 from sinkscope.sinks.patch.make import make_patch as make_patch
 from sinkscope.sinks.repetition.repeat import repeat as repeat

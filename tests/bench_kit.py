@@ -46,7 +46,7 @@ def dialogues(count: int = 3, turns: int = 2) -> tuple[Prompt, ...]:
     return tuple(prompts)
 
 
-def task(prompts: tuple[Prompt, ...] | None = None, **settings: Any) -> PromptFile:
+def task(prompts: tuple[Prompt, ...] | None = None, **settings) -> PromptFile:
     """A task of these prompts with short answers."""
     options = {"new": 6, **settings}
     return PromptFile(given=dialogues() if prompts is None else prompts, **options)
@@ -57,7 +57,7 @@ def untimed(records: list[BenchRecord]) -> list[BenchRecord]:
     return [replace(record, metrics={**record.metrics, "seconds": None}) for record in records]
 
 
-def made_record(method: str = "full", prompt: str = "p0", **changes: Any) -> BenchRecord:
+def made_record(method: str = "full", prompt: str = "p0", **changes) -> BenchRecord:
     """A record made by hand."""
     metrics = {"score": 1.0, "read": 9.0, "cells": None, "cached_peak": 10.0, "seconds": 1.0}
     settings = {"set": "s", "part": "a", "temperature": 0.0, **changes.pop("settings", {})}

@@ -43,7 +43,7 @@ def found() -> str | None:
 class Browser:
     """One page. `errors` gathers what the console said of warnings and errors, and exceptions; `asked` addresses."""
 
-    def __init__(self, seconds: float = 120.0) -> None:
+    def __init__(self, seconds: float = 120.0):
         self.errors = []
         self.asked = []
         self._until = time.monotonic() + seconds
@@ -75,7 +75,7 @@ class Browser:
             self.send(f"{domain}.enable")
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None):
         os.close(self._out)  # a closed pipe ends it
         try:
             self._process.wait(10)
@@ -85,7 +85,7 @@ class Browser:
         os.close(self._in)
         self._folder.cleanup()
 
-    def send(self, method: str, **params: Any) -> Any:
+    def send(self, method: str, **params):
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         if hasattr(self, "_session"):
@@ -97,7 +97,7 @@ class Browser:
                 assert "error" not in answer, (method, answer["error"])
                 return answer["result"]
 
-    def open(self, path: Path, width: int, height: int = 900, *, dark: bool = False, phone: bool = False) -> None:
+    def open(self, path: Path, width: int, height: int = 900, *, dark: bool = False, phone: bool = False):
         """Load a file in a window of this size, and wait until it is loaded."""
         self.send(
             "Emulation.setDeviceMetricsOverride",
@@ -114,7 +114,7 @@ class Browser:
         while not self._loaded:
             self._receive()
 
-    def run(self, script: str) -> Any:
+    def run(self, script: str):
         """The value of an expression, awaited."""
         done = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in done, done["exceptionDetails"]
@@ -133,7 +133,7 @@ class Browser:
         self._note(message.get("method", ""), message.get("params", {}))
         return message
 
-    def _note(self, method: str, params: dict[str, Any]) -> None:
+    def _note(self, method: str, params: dict[str, Any]):
         if method == "Page.loadEventFired":
             self._loaded = True
         elif method == "Network.requestWillBeSent":

@@ -8,7 +8,6 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from organisms.tiny import tiny_model
 
@@ -26,7 +25,7 @@ def checkpoint(model_type: str, shard_size: str = "1GB") -> Path:
     return folder
 
 
-def spoiled(folder: Path, base: str = "llama", /, **config: Any) -> Path:
+def spoiled(folder: Path, base: str = "llama", /, **config) -> Path:
     """A copy of a tiny checkpoint in `folder`, to be spoiled; `config` changes entries of config.json (None: out)."""
     shutil.copytree(checkpoint(base), folder)
     file = folder / "config.json"

@@ -7,7 +7,7 @@ import re
 CONDITIONS = r"heaviest [\d.]+%| in \d+% of (?:all )?texts|\([^()]*\)(?! take)"  # where something holds, and asides
 
 
-def check_size(conclusion: str) -> None:
+def check_size(conclusion: str):
     """Conditions (the share of texts, asides in brackets) are no part of the finding."""
     assert conclusion.strip() and len(conclusion.split()) <= 30, (len(conclusion.split()), conclusion)
     shares = re.findall(r"-?\d[\d.]*%", re.sub(CONDITIONS, "", conclusion))

@@ -30,7 +30,7 @@ settings.register_profile("sinkscope", deadline=None, max_examples=25, suppress_
 settings.load_profile("sinkscope")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config: pytest.Config):
     """What imports and runs tests has the checks; the process that only hands tests out to workers imports no torch."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", default=None):
         from shape_checks import install
@@ -95,7 +95,6 @@ FIRST = (
     "test_loopguard_organism.py",
     "test_kv_session.py",
     "test_loopguard.py",
-    "test_separability.py",
     "test_conversation.py",
     "test_docs.py",
     "test_circuit.py",
@@ -112,7 +111,7 @@ FIRST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]):
     """Slow tests and notebooks may take longer than the time limit of the settings; what takes long comes first."""
     count = Counter(item.path for item in items)
     place = {name: number for number, name in enumerate(FIRST)}
@@ -123,7 +122,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(3600))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Garbage is looked for among what the tests make, and not again and again among a million imported objects."""
     import torch
 

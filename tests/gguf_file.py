@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 
-def write_gguf(path: Path, model: Any, tokenizer: Any) -> None:
+def write_gguf(path: Path, model, tokenizer):
     """Write float32 weights and the vocabulary, as llama.cpp's converter lays them out."""
     import gguf
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from intervention_kit import bridge_of, nnsight_of
 from organisms import tiny_model
@@ -18,7 +16,7 @@ SMALL = {"budget": 24, "anchors": 4, "window": 16}
 EAGER = {"warmup": 0, "tail_shortest": 6, "cooldown": 8}  # a monitor that fires after two or three short copies
 
 
-def tiny(kind: str = "hf", model_type: str = "llama", **overrides: Any) -> Any:
+def tiny(kind: str = "hf", model_type: str = "llama", **overrides):
     model, tokenizer = tiny_model(model_type, **{"num_hidden_layers": 2, **overrides})
     return KINDS[kind](model, tokenizer)
 
@@ -32,7 +30,7 @@ def padded(*lengths: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def feed(model: Any, prompt: Tensor, mask: Tensor, tokens: Tensor, cache: DynamicCache | None = None) -> Tensor:
+def feed(model, prompt: Tensor, mask: Tensor, tokens: Tensor, cache: DynamicCache | None = None) -> Tensor:
     """Prompt at once, then `tokens` `[row step]` one by one; logits at the end of the prompt and after each token."""
     hf, cache = target_of(model).hf, DynamicCache() if cache is None else cache
     seen = cache.get_seq_length()
@@ -45,7 +43,7 @@ def feed(model: Any, prompt: Tensor, mask: Tensor, tokens: Tensor, cache: Dynami
 
 
 @torch.no_grad()
-def dense(model: Any, row: Tensor, events: list[Event], lag: int = 0) -> Tensor:
+def dense(model, row: Tensor, events: list[Event], lag: int = 0) -> Tensor:
     """Logits of a stock model for one unpadded row, computed at once, without what the events took from the cache.
 
     Tokens after an event (and `lag` more) do not see positions before it that it did not keep.

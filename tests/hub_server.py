@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from unittest import mock
 from urllib.parse import unquote, urlsplit
 
@@ -112,13 +111,13 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # else a body waits 40 ms for the answer to its headers
     hub: Hub
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self._send(body_too=False)
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self._send(body_too=True)
 
-    def _send(self, body_too: bool) -> None:
+    def _send(self, body_too: bool):
         self.hub.log.append((self.command, self.path))
         status, headers, body = self.hub.answer(self.path, self.headers.get("Authorization", ""))
         wanted = self.headers.get("Range")
@@ -141,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body[: lengths[0] if len(lengths) == 1 else lengths.pop(0)])
         self.close_connection = True
 
-    def log_message(self, *_args: Any) -> None:
+    def log_message(self, *_args):
         """Silent."""
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sinkscope.models.wrapped import target_of
 
 
-def bridge_of(model: Any, tokenizer: Any) -> Any:
+def bridge_of(model, tokenizer):
     """A bridge of a copy: booting changes the model in place."""
     from transformer_lens.model_bridge import TransformerBridge
 
@@ -30,14 +30,14 @@ def bridge_of(model: Any, tokenizer: Any) -> Any:
     return TransformerBridge.boot_transformers(folder, hf_model=inner, tokenizer=tokenizer)
 
 
-def nnsight_of(model: Any, tokenizer: Any) -> Any:
+def nnsight_of(model, tokenizer):
     from nnsight import TransformersModel
 
     return TransformersModel(copy.deepcopy(model), tokenizer=tokenizer, task="text-generation")
 
 
 @torch.no_grad()
-def logits(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+def logits(model, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """Logits of any kind of model, each called in its own way."""
     target = target_of(model)
     extra = {} if mask is None else {"attention_mask": mask}
@@ -56,9 +56,7 @@ def count_hooks(model: nn.Module) -> int:
 
 
 @contextmanager
-def set_values(
-    model: Any, layer: int, neurons: list[int], column: int, value: float, site: str = "post"
-) -> Iterator[None]:
+def set_values(model, layer: int, neurons: list[int], column: int, value: float, site: str = "post") -> Iterator[None]:
     """By hand, for whole sequences without padding: neurons get `value` at one column."""
     target = target_of(model)
 
@@ -82,7 +80,7 @@ def set_values(
 
 
 @contextmanager
-def listing_1(model: Any, sites: list[tuple[int, int]], site: str = "post") -> Iterator[None]:
+def listing_1(model, sites: list[tuple[int, int]], site: str = "post") -> Iterator[None]:
     """The paper's listing for whole sequences without padding: the second value from the second position on."""
     target, handles = target_of(model), []
 
@@ -107,7 +105,7 @@ def listing_1(model: Any, sites: list[tuple[int, int]], site: str = "post") -> I
 
 
 @torch.no_grad()
-def greedy(model: Any, ids: Tensor, steps: int, around: Callable[[], AbstractContextManager[Any]]) -> Tensor:
+def greedy(model, ids: Tensor, steps: int, around: Callable[[], AbstractContextManager[Any]]) -> Tensor:
     """Greedy decoding the slow way: the whole sequence again for every token, under an edit done by hand."""
     for _ in range(steps):
         with around():
@@ -116,11 +114,11 @@ def greedy(model: Any, ids: Tensor, steps: int, around: Callable[[], AbstractCon
 
 
 @torch.no_grad()
-def residual_norms(model: Any, ids: Tensor, layer: int) -> Tensor:
+def residual_norms(model, ids: Tensor, layer: int) -> Tensor:
     """Norm of the residual stream after a layer: [row, position]."""
     seen = []
 
-    def keep(_module: Any, _args: Any, output: Any) -> None:
+    def keep(_module, _args, output):
         seen.append((output[0] if isinstance(output, tuple) else output).norm(dim=-1))
 
     handle = target_of(model).layers[layer].register_forward_hook(keep)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from organisms.tiny import tiny_model
@@ -42,7 +42,7 @@ WINDOWED = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "phi3")
 """Their windows are 16; Phi-3 gets one by `model_of`."""
 
 
-def model_of(family: str, **overrides: Any) -> Any:
+def model_of(family: str, **overrides):
     if family == "phi3":
         overrides = {"sliding_window": 16, "partial_rotary_factor": 0.5, **overrides}
     model = tiny_model(family, **overrides)[0]
@@ -51,7 +51,7 @@ def model_of(family: str, **overrides: Any) -> Any:
     return model
 
 
-def shallow_of(family: str, **overrides: Any) -> Any:
+def shallow_of(family: str, **overrides):
     """`model_of` with two layers: each kind of attention once, and a cache that depends on what another one lacks."""
     if family == "gemma3_text":
         overrides = {"layer_types": ["sliding_attention", "full_attention"], **overrides}
@@ -74,7 +74,7 @@ def positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
-def worth(pos: Any, layer: int, head: Any, row: Any) -> Any:
+def worth(pos, layer: int, head, row):
     """A number that looks random, of any integers or integer tensors."""
     return (pos * 7919 + head * 104729 + layer * 1299709 + row * 15485863 + 12345) * 2654435761 % 4294967296 % 100003
 
@@ -85,7 +85,7 @@ class Drawn(Policy):
 
     rows: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
 
-    def scores(self, at: At) -> Any:
+    def scores(self, at: At):
         pos = at.kv.pos
         head = torch.arange(pos.shape[1])[None, :, None]
         return worth(pos, at.layer, head, torch.tensor(self.rows)[: len(pos), None, None]).float()
@@ -97,7 +97,7 @@ class Ragged(Drawn):
 
     bar: int = 50000
 
-    def select(self, scores: Any, at: At, budget: Any) -> Any:
+    def select(self, scores, at: At, budget):
         return ((scores > self.bar) | (at.kv.pos >= at.length[:, None, None] - 2)) & (at.kv.pos >= 0)
 
 
@@ -107,7 +107,7 @@ class Everywhere(Policy):
 
     UNIFORM: ClassVar[bool] = True
 
-    def scores(self, at: At) -> Any:
+    def scores(self, at: At):
         return worth(at.kv.pos, 0, 0, 0).float()
 
 
@@ -125,7 +125,7 @@ def held_after(policy: Drawn, held: list[int], layer: int, head: int, row: int, 
 _RULE = {}
 
 
-def _reference_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **kwargs: Any) -> Any:
+def _reference_attention(module, query: Tensor, key: Tensor, value: Tensor, _mask, **kwargs):
     sees = _RULE[module.layer_idx].repeat_interleave(query.shape[1] // _RULE[module.layer_idx].shape[1], 1)
     groups = query.shape[1] // key.shape[1]
     scaling = kwargs.get("scaling")
@@ -143,7 +143,7 @@ def _reference_attention(module: Any, query: Tensor, key: Tensor, value: Tensor,
 
 
 @contextmanager
-def under(model: Any, sees: list[Tensor]) -> Iterator[None]:
+def under(model, sees: list[Tensor]) -> Iterator[None]:
     """The model attends by `sees`: per layer, bool `[batch kv_head query key]`."""
     AttentionInterface.register("kv-reference", _reference_attention)
     AttentionMaskInterface.register("kv-reference", lambda **_: None)
@@ -158,11 +158,11 @@ def under(model: Any, sees: list[Tensor]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def attended(model: Any, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor, float]]:
+def attended(model, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor, float]]:
     """Queries, keys and values `[row head pos d_head]` of every layer, and its scaling, in a pass under masks."""
     found = []
 
-    def keep(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kwargs: Any) -> Any:
+    def keep(module, query: Tensor, key: Tensor, value: Tensor, *rest, **kwargs):
         found.append((query, key, value, kwargs["scaling"]))
         return _reference_attention(module, query, key, value, *rest, **kwargs)
 
@@ -172,12 +172,12 @@ def attended(model: Any, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> list[
     return found
 
 
-def window_of(model: Any, layer: int) -> int | None:
+def window_of(model, layer: int) -> int | None:
     window, kinds = getattr(model.config, "sliding_window", None), getattr(model.config, "layer_types", None)
     return window if kinds is None or kinds[layer] == "sliding_attention" else None
 
 
-def masks_of(model: Any, policy: Drawn | None, mask: Tensor, prompt: int, every: int | None = 1) -> list[Tensor]:
+def masks_of(model, policy: Drawn | None, mask: Tensor, prompt: int, every: int | None = 1) -> list[Tensor]:
     """What each query may see if the tokens after `prompt` columns come one by one, the policy acting before them."""
     target, (rows, total) = target_of(model), mask.shape
     layers = []
@@ -203,16 +203,14 @@ def masks_of(model: Any, policy: Drawn | None, mask: Tensor, prompt: int, every:
 
 
 @torch.no_grad()
-def dense(model: Any, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> Tensor:
+def dense(model, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> Tensor:
     """Logits of one pass over everything without a cache."""
     with under(model, sees):
         return model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
 
 
 @torch.no_grad()
-def decode(
-    model: Any, ids: Tensor, mask: Tensor, prompt: int, cache: Any = None, chunks: list[int] | None = None
-) -> Tensor:
+def decode(model, ids: Tensor, mask: Tensor, prompt: int, cache=None, chunks: list[int] | None = None) -> Tensor:
     """Logits from the last prompt token on: the prompt (in chunks of these lengths), then token by token."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     at, total = cache.get_seq_length(), ids.shape[1]
@@ -233,12 +231,12 @@ def decode(
     return torch.stack(logits, 1)
 
 
-def close(a: Tensor, b: Tensor, atol: float = 1e-5) -> None:
+def close(a: Tensor, b: Tensor, atol: float = 1e-5):
     """Equal up to rounding, on the scale of the numbers themselves (random models reach logits of tens)."""
     torch.testing.assert_close(a, b, atol=atol * max(1.0, float(b.abs().max())), rtol=0)
 
 
-def read_columns(layer: Any, mask: Tensor) -> Tensor:
+def read_columns(layer, mask: Tensor) -> Tensor:
     rows, columns = mask.shape
     pad = (mask == 0).sum(1)[:, None, None]
     at = torch.where(layer.readable, layer.pos + pad, columns)
@@ -248,7 +246,7 @@ def read_columns(layer: Any, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def run_policy(
-    policy: Policy | None, model: Any, ids: Tensor, mask: Tensor, chunks: tuple[int, ...]
+    policy: Policy | None, model, ids: Tensor, mask: Tensor, chunks: tuple[int, ...]
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """Logits from the last prompt token on, and what each step read: bool `[step][layer][batch kv_head column]`."""
     kept, logits, end = [], [], 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from kv_kit import positions, under, window_of
@@ -29,7 +28,7 @@ class Reference:
 
 @torch.no_grad()
 def dense_run(
-    model: Any,
+    model,
     ids: Tensor,
     prompt: int,
     budgets: list[int],
@@ -76,7 +75,7 @@ def dense_run(
     return Reference(kept, torch.stack(logits, 1))
 
 
-def forward(model: Any, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> Any:
+def forward(model, ids: Tensor, mask: Tensor, sees: list[Tensor]):
     """One pass over everything, in which each layer's kv heads see what they may."""
     given = {"attention_mask": mask.long(), "position_ids": positions(mask.long())}
     with under(model, sees):

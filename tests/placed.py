@@ -37,14 +37,14 @@ class Placed(Tensor):
         return self.place
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {})
 
 
 class _Made(TorchFunctionMode):
     """`torch.tensor` asks torch itself for the device."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func in (torch.tensor, torch.as_tensor) and (device := kwargs.pop("device", None)) is not None:
             made = func(*args, **kwargs)
@@ -62,11 +62,11 @@ def places() -> Iterator[None]:
 
 
 class _Places(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {})
 
 
-def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _run(func, args, kwargs: dict[str, Any]):
     name = func.__name__.partition(".")[0]
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     asked, kwargs = kwargs.get("device"), dict(kwargs)
@@ -85,7 +85,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in MOVES and asked is None:
         where = tensors[0].device
 
-    def back(x: Any) -> Any:
+    def back(x):
         if not isinstance(x, Tensor) or isinstance(x, Placed):
             return x
         return of.get(id(x), x if where.type == "cpu" else Placed(x, where))
@@ -93,7 +93,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(back, real)
 
 
-def _real(x: Any) -> Any:
+def _real(x):
     return x.held if isinstance(x, Placed) else x
 
 
@@ -102,7 +102,7 @@ def to(x: Tensor, device: str) -> Tensor:
     return Placed(x.detach().clone(), torch.device(device))
 
 
-def spread(model: Any, places: list[str]) -> None:
+def spread(model, places: list[str]):
     """Put each layer on a device, and everything else on that of the first, as `device_map="auto"` does."""
     layers = model.model.layers
     for name, module in model.named_modules():
@@ -118,9 +118,9 @@ def spread(model: Any, places: list[str]) -> None:
     model.model.norm.register_forward_pre_hook(_bring(places[0]), with_kwargs=True)
 
 
-def _bring(place: str) -> Any:
-    def hook(_module: Any, args: Any, kwargs: Any) -> Any:
-        def move(x: Any) -> Any:
+def _bring(place: str):
+    def hook(_module, args, kwargs):
+        def move(x):
             return x.to(place) if isinstance(x, Tensor) else x
 
         return tree_map(move, args), {k: v if k == "past_key_values" else tree_map(move, v) for k, v in kwargs.items()}

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-def blocks(model: Any) -> nn.ModuleList:
+def blocks(model) -> nn.ModuleList:
     if hasattr(model, "transformer"):
         return model.transformer.h
     return (model.gpt_neox if hasattr(model, "gpt_neox") else model.model).layers
 
 
-def part(block: Any, *names: str) -> Any:
+def part(block, *names: str):
     """The first of these submodules (dotted) that the block has."""
     for name in names:
         try:
@@ -26,7 +25,7 @@ def part(block: Any, *names: str) -> Any:
     raise AttributeError(names)
 
 
-def down(block: Any) -> nn.Module:
+def down(block) -> nn.Module:
     shared = ("mlp.shared_expert.down_proj", "mlp.shared_experts.down_proj")
     return part(block, "mlp.down_proj", "mlp.dense_4h_to_h", "mlp.c_proj", *shared)
 
@@ -41,11 +40,11 @@ def inputs_edited(module: nn.Module, edit: Callable[[Tensor], Tensor]) -> Iterat
 
 
 @torch.no_grad()
-def norms(model: Any, tokens: Tensor) -> Tensor:
+def norms(model, tokens: Tensor) -> Tensor:
     """Norm of the residual stream after each layer: [layer, row, position]."""
     seen = []
 
-    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+    def hook(_module: nn.Module, _args, output):
         seen.append((output[0] if isinstance(output, tuple) else output).norm(dim=-1))
 
     handles = [block.register_forward_hook(hook) for block in blocks(model)]
@@ -56,7 +55,7 @@ def norms(model: Any, tokens: Tensor) -> Tensor:
 
 
 @contextmanager
-def zeroed(model: Any, sites: tuple[tuple[int, ...], ...]) -> Iterator[None]:
+def zeroed(model, sites: tuple[tuple[int, ...], ...]) -> Iterator[None]:
     """Neurons set to zero at the input of the down projection; an expert's through its weights, the same thing."""
     with ExitStack() as stack:
         for layer, *expert, neuron in sites:
@@ -73,5 +72,5 @@ def zeroed(model: Any, sites: tuple[tuple[int, ...], ...]) -> Iterator[None]:
         yield
 
 
-def is_gpt_oss(model: Any) -> bool:
+def is_gpt_oss(model) -> bool:
     return model.config.model_type == "gpt_oss"

@@ -52,7 +52,7 @@ def atlas(token: str) -> Repeat:
     return Repeat(model=found.model, provenance=found.provenance, read="norm", sink_layer=1, reading=reading)
 
 
-def fill(folder: Path, text: str) -> None:
+def fill(folder: Path, text: str):
     """Results of every form, with `text` wherever a tokenizer or a file could have put it."""
     folder.mkdir()
     found = sample_find_sinks(
@@ -69,7 +69,7 @@ def fill(folder: Path, text: str) -> None:
     fill_plain(folder / "below", text)
 
 
-def fill_plain(folder: Path, text: str) -> None:
+def fill_plain(folder: Path, text: str):
     made = sample_find_sinks()
     Plain(word=text, share=0.125, model=made.model, settings={text: text}, provenance=made.provenance).save(
         folder / "plain.json"
@@ -78,7 +78,7 @@ def fill_plain(folder: Path, text: str) -> None:
 
 
 class Reader(HTMLParser):
-    def __init__(self, document: str) -> None:
+    def __init__(self, document: str):
         super().__init__()
         self.tags = []
         self.attributes = []
@@ -88,13 +88,13 @@ class Reader(HTMLParser):
         self._type = None
         self.feed(document)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]):
         self.tags.append(tag)
         self.attributes += attrs
         if tag == "script":
             self._type = dict(attrs).get("type", "run")
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data: str):
         if self.cdata_elem == "script":
             if self._type == "application/json":
                 assert "<" not in data  # nothing that could end the block, or begin a comment in it
@@ -115,7 +115,7 @@ def read_report(path: Path) -> Reader:
     return Reader(path.read_text(encoding="utf-8"))
 
 
-def spoil(folder: Path) -> None:
+def spoil(folder: Path):
     (folder / "cut.json").write_text((folder / "atlas.json").read_text()[:200])
     (folder / "foreign.json").write_text('{"a": 1}')
     (folder / "list.json").write_text("[1, 2]")

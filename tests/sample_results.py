@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.sinks.first_token.find import FindSinks
@@ -33,7 +32,7 @@ NEURONS = (
 MADE = CausalSet((Member(2, None, 412), Member(2, None, 77)), 0.99, 0.98, 0.9, 1.0, 0.01, "minimal")
 
 
-def sample_find_sinks(**changes: Any) -> FindSinks:
+def sample_find_sinks(**changes) -> FindSinks:
     """Six layers, four of them read, a sink in layer 2."""
     made = FindSinks(
         model=ModelInfo("tiny", "llama", 6, 64, 512, "abc"),

@@ -64,13 +64,13 @@ class Server:
 
     running: list[Request]
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.unknown = {}
 
-    def step(self, rng: Random, left: list[Request], new: list[Request]) -> None:
+    def step(self, rng: Random, left: list[Request], new: list[Request]):
         raise NotImplementedError
 
-    def settle(self, request: Request) -> None:
+    def settle(self, request: Request):
         """Write the real tokens over the placeholders."""
         if known := self.unknown.pop(request, None):
             request.output[request.output.index(-1) :] = known
@@ -96,10 +96,10 @@ class BatchProcessor(ABC):
     """vllm.v1.sample.logits_processor.LogitsProcessor"""
 
     @classmethod  # noqa: B027
-    def validate_params(cls, sampling_params: Any) -> None: ...
+    def validate_params(cls, sampling_params): ...
 
     @abstractmethod
-    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None: ...
+    def __init__(self, vllm_config, device, is_pin_memory: bool): ...
 
     @abstractmethod
     def apply(self, logits: torch.Tensor) -> torch.Tensor: ...
@@ -108,24 +108,24 @@ class BatchProcessor(ABC):
     def is_argmax_invariant(self) -> bool: ...
 
     @abstractmethod
-    def update_state(self, batch_update: BatchUpdate | None) -> None: ...
+    def update_state(self, batch_update: BatchUpdate | None): ...
 
 
 class SlotProcessor(ABC):
     """vllm.v1.worker.gpu.sample.logits_processor.LogitsProcessor"""
 
-    def __init__(self, vllm_config: Any, req_states: Any) -> None: ...  # noqa: B027
+    def __init__(self, vllm_config, req_states): ...  # noqa: B027
 
     @classmethod  # noqa: B027
-    def validate_params(cls, sampling_params: Any) -> None: ...
+    def validate_params(cls, sampling_params): ...
 
-    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+    def add_request(self, req_idx: int, sampling_params) -> bool:
         return True
 
-    def apply_staged_writes(self) -> None: ...  # noqa: B027
+    def apply_staged_writes(self): ...  # noqa: B027
 
     @abstractmethod
-    def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor: ...
+    def apply(self, logits: torch.Tensor, ctx) -> torch.Tensor: ...
 
 
 class CustomLogitProcessor(ABC):
@@ -139,7 +139,7 @@ class CustomLogitProcessor(ABC):
         return json.dumps({"callable": dill.dumps(cls).hex()})
 
     @classmethod
-    def from_str(cls, json_str: str) -> Any:
+    def from_str(cls, json_str: str):
         return dill.loads(bytes.fromhex(json.loads(json_str)["callable"]))()
 
 
@@ -150,7 +150,7 @@ HOMES = {
 }
 
 
-def install(monkeypatch: pytest.MonkeyPatch, homes: dict[str, dict[str, Any]]) -> None:
+def install(monkeypatch: pytest.MonkeyPatch, homes: dict[str, dict[str, Any]]):
     """Make modules importable that hold these names, and forget processors made for others."""
     from sinkscope import serving
 
@@ -173,7 +173,7 @@ class Batches(Server):
         accepted: up to this many further tokens of a step come from drafts, which the processor does not see.
     """
 
-    def __init__(self, processor: Any, *, placeholders: bool = False, accepted: int = 0) -> None:
+    def __init__(self, processor, *, placeholders: bool = False, accepted: int = 0):
         self.processor, self.placeholders, self.accepted = processor, placeholders, accepted
         super().__init__()
         self.batch = []
@@ -202,7 +202,7 @@ class Batches(Server):
                 del self.batch[hole:]
         return removed, added, moved
 
-    def step(self, rng: Random, left: list[Request], new: list[Request]) -> None:
+    def step(self, rng: Random, left: list[Request], new: list[Request]):
         removed, added, moved = self._places(left, new)
         for _ in range(rng.choice((0, 0, 1, 2)) if len(self.batch) > 1 else 0):
             a, b = rng.sample(range(len(self.batch)), 2)
@@ -234,7 +234,7 @@ class Slots(Server):
         drafts: rows of a request beside its first; each checks one drafted token.
     """
 
-    def __init__(self, make: Any, *, drafts: int = 0, slots: int = 4, length: int = 200) -> None:
+    def __init__(self, make, *, drafts: int = 0, slots: int = 4, length: int = 200):
         def zeros(*shape: int) -> SimpleNamespace:
             tensor = torch.zeros(shape, dtype=torch.int32)
             return SimpleNamespace(gpu=tensor, np=tensor.numpy())
@@ -259,7 +259,7 @@ class Slots(Server):
     def running(self) -> list[Request]:
         return list(self.slots.values())
 
-    def step(self, rng: Random, left: list[Request], new: list[Request]) -> None:
+    def step(self, rng: Random, left: list[Request], new: list[Request]):
         self.slots = {slot: request for slot, request in self.slots.items() if request not in left}
         for request in new:
             slot = rng.choice([s for s in range(self.states.max_num_reqs) if s not in self.slots])
@@ -287,7 +287,7 @@ class Slots(Server):
         if rows:
             self._sample(rng, slots, rows, lengths)
 
-    def _sample(self, rng: Random, slots: list[int], rows: list[tuple[int, int, int]], lengths: list[int]) -> None:
+    def _sample(self, rng: Random, slots: list[int], rows: list[tuple[int, int, int]], lengths: list[int]):
         owners = [self.slots[slot] for slot, _, _ in rows]
         at = [len(r.output) + j for r, (_, j, _) in zip(owners, rows, strict=True)]
         drafted = [rng.choice((r.stream[p], r.stream[p], 0)) for r, p in zip(owners, at, strict=True)]
@@ -332,7 +332,7 @@ class Overlapped(Server):
         expanded: the list of parameters has an entry for each row, and not one for each request.
     """
 
-    def __init__(self, processor: Any, *, overlap: bool = False, drafts: int = 0, expanded: bool = False) -> None:
+    def __init__(self, processor, *, overlap: bool = False, drafts: int = 0, expanded: bool = False):
         self.processor, self.overlap, self.drafts, self.expanded = processor, overlap, drafts, expanded
         super().__init__()
         self.shown = {}
@@ -341,7 +341,7 @@ class Overlapped(Server):
     def running(self) -> list[Request]:
         return list(self.shown)
 
-    def step(self, rng: Random, left: list[Request], new: list[Request]) -> None:
+    def step(self, rng: Random, left: list[Request], new: list[Request]):
         for request in left:
             del self.shown[request]
         for request in new:
@@ -377,7 +377,7 @@ class Overlapped(Server):
             request.log.append((len(self.shown[request].output_ids), len(request.output) - before))
 
 
-def play(server: Server, rng: Random, requests: list[Request], *, room: int = 4, preempt: bool = False) -> None:
+def play(server: Server, rng: Random, requests: list[Request], *, room: int = 4, preempt: bool = False):
     """Let requests come, go, and come back at random, until all of them are over."""
     waiting = list(requests)
     for _ in range(2000):

@@ -28,7 +28,7 @@ def first_drop(o: Organism, sites: tuple[tuple[int, ...], ...], intact: Tensor, 
 # --- what every organism must do -----------------------------------------------------------------------------------
 
 
-def check(o: Organism, seed: int) -> None:
+def check(o: Organism, seed: int):
     tokens = o.natural(n=4, length=40, seed=seed)
     profile = norms(o.model, tokens)
     first, rest = profile[:, :, 0].mean(1), profile[:, :, 1:]
@@ -50,7 +50,7 @@ def check(o: Organism, seed: int) -> None:
     check_reading(o)
 
 
-def check_profile(o: Organism, tokens: Tensor, first: Tensor, typical: Tensor, rest: Tensor) -> None:
+def check_profile(o: Organism, tokens: Tensor, first: Tensor, typical: Tensor, rest: Tensor):
     sink = o.truth.sink_layer
     assert 1 <= sink <= len(first) - 2
     assert (first[sink:] > 15 * typical[sink:]).all() and first[sink] > 20 * typical[sink]
@@ -64,7 +64,7 @@ def check_profile(o: Organism, tokens: Tensor, first: Tensor, typical: Tensor, r
         assert 0.01 < (first[early] ** 2 - without**2).sqrt() / first[sink] < 0.04
 
 
-def check_neurons(o: Organism, tokens: Tensor, profile: Tensor, seed: int) -> None:
+def check_neurons(o: Organism, tokens: Tensor, profile: Tensor, seed: int):
     sink, sites = o.truth.sink_layer, o.truth.neurons
     intact, tokens = profile[sink, :, 0], tokens[:, :1]  # nothing later reaches the first token
     single = [first_drop(o, (site,), intact, tokens) for site in sites]
@@ -82,7 +82,7 @@ def check_neurons(o: Organism, tokens: Tensor, profile: Tensor, seed: int) -> No
         assert abs(drop) < 0.25
 
 
-def check_reading(o: Organism) -> None:
+def check_reading(o: Organism):
     o.model.set_attn_implementation("eager")
     with torch.no_grad():
         attention = o.model(o.natural(2, 64), output_attentions=True, use_cache=False).attentions

@@ -85,7 +85,7 @@ def test_functions_named_like_their_modules_stay_callable():
         assert os.waitpid(child, 0)[1] == 0, first
 
 
-def _check_names(first: str) -> None:
+def _check_names(first: str):
     for name in [name for name in sys.modules if name.partition(".")[0] == "sinkscope"]:
         del sys.modules[name]
     ss = importlib.import_module("sinkscope")

@@ -25,11 +25,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {  # words of the command: (module:f
         "Sinks",
         "Find the heads that mark the first token.",
     ),
-    "separate": (
-        "sinkscope.sinks.first_token.separate:separability",
-        "Sinks",
-        "Separate first from later tokens by a direction.",
-    ),
     "patch make": (
         "sinkscope.sinks.patch.make:make_patch",
         "Sinks",
@@ -46,7 +41,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {  # words of the command: (module:f
         "Repetition",
         "Make sinks with different tokens that one head marks.",
     ),
-    "loops": ("sinkscope.app.loops:check_loops", "Loops", "Check outputs for repetition, watch a stream, calibrate."),
+    "loops": ("sinkscope.app.loops:check_loops", "Loops", "Check outputs for repetition, or watch a stream."),
     "barcode": ("sinkscope.attention.barcode:barcode", "Loops", "Show attention in a loop, and what locks onto it."),
     "lines": ("sinkscope.attention.lines:line_weights", "Dialogues", "Measure attention on the heaviest lines."),
     "bench": ("sinkscope.bench.run:bench", "Benchmark", "Compare methods on prompts: scores beside costs."),
@@ -62,7 +57,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {  # words of the command: (module:f
 KIND_MODULES = {  # kinds of results that no command returns under the name of its function
     "bench": "sinkscope.bench.table",
     "line-weights": "sinkscope.attention.lines",
-    "loop-calibration": "sinkscope.loops.calibrate",
     "loops": "sinkscope.loops.check",
     "patch-eval": "sinkscope.sinks.patch.evaluate",
     "patch-make": "sinkscope.sinks.patch.make",

@@ -1,24 +1,23 @@
-"""`sinkscope loops`: check files for repetition, watch a stream, or fit the monitor to a vocabulary. Loads no torch."""
+"""`sinkscope loops`: check files for repetition, or watch a stream. Loads no torch."""
 
 from __future__ import annotations
 
 import gc
 import html
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import silent
 from sinkscope.files.options import Hidden, Option
 from sinkscope.files.output import read_text
 from sinkscope.files.plain import visible
-from sinkscope.loops import LoopCalibration, LoopCheck, MonitorSettings, Watch, calibrate, check
+from sinkscope.loops import LoopCheck, MonitorSettings, Watch, check
 from sinkscope.loops.check import CheckedOutput
 from sinkscope.loops.forms import StreamForm
 from sinkscope.loops.outputs import parse
-from sinkscope.loops.streams import monitor_settings, open_bytes, read_outputs
+from sinkscope.loops.streams import monitor_settings, open_bytes
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -31,64 +30,46 @@ def check_loops(
     file: Annotated[str | None, Option(argument=True, metavar="FILE|-")] = None,
     *,
     follow: bool = False,
-    calibrate: bool = False,
     form: Annotated[StreamForm, Option("--format")] = "auto",
     settings: Annotated[str | None, Option(metavar="FILE")] = None,
     variant: str = "repeats",
     max_new: int | None = None,
     first: bool = False,
-    tokenizer: Annotated[str | None, Option(metavar="NAME")] = None,
-    rate: float | None = None,
     progress: Hidden = None,
-) -> LoopCheck | LoopCalibration | None:
+) -> LoopCheck | None:
     """Check whether outputs repeat themselves: diversity, redundancy, period and onset of each record. Loads no model.
 
     Args:
         file: Text, or JSON lines with text, output or tokens; - is standard input.
         follow: Watch a stream instead, print each loop as it occurs, and exit with status 3 if there was one.
-        calibrate: Fit the monitor to a vocabulary instead: settings with few false alarms on ordinary text.
         form: What the file is. By default .jsonl and .ndjson are JSON lines, anything else is one text; with --follow
-            and --calibrate the first line decides, and it may also be server-sent events (sse).
-        settings: Settings of the monitor, as --calibrate writes them with --json.
+            the first line decides, and it may also be server-sent events (sse).
+        settings: Settings of the monitor, a JSON object such as {"window": 128}.
         variant: Which monitor decides. "repeats" finds repetitions of anything, "tolerant" also lists that count up and
             copies that differ more, "full" is the paper's.
         max_new: Tokens that were allowed: adds the loop rule with length.
         first: With --follow: stop at the first loop.
-        tokenizer: With --calibrate: the model whose vocabulary it is. By default text is split into words.
-        rate: With --calibrate: false alarms per million tokens that are accepted; 10 by default.
         progress: Called as `progress(what, done, total)`.
 
     Example:
         sinkscope loops answers.jsonl --max-new 2500
         tail -f server.log | sinkscope loops --follow
-        sinkscope loops ordinary.txt --calibrate --json settings.json
     """
     monitor = monitor_settings(settings, variant)
-    options = {"--max-new": max_new, "--first": first, "--tokenizer": tokenizer, "--rate": rate}
-    if follow and calibrate:
-        raise SinkscopeError("--follow and --calibrate are two commands: give one of them at a time")
     source = "-"
     if file is not None:
         source = file
     if follow:
-        _refuse_others(options, "--follow", ("--first",))
+        if max_new is not None:
+            raise SinkscopeError("--max-new has no effect with --follow: leave it out")
         return _follow(source, form, monitor, first)
-    if calibrate:
-        _refuse_others(options, "--calibrate", ("--tokenizer", "--rate"))
-        return _calibrate(source, form, monitor, tokenizer, 10.0 if rate is None else rate, progress or silent)
-    _refuse_others(options, "a check", ("--max-new",))
+    if first:
+        raise SinkscopeError("--first has no effect without --follow: leave it out")
     if file is None or form == "sse":
         raise SinkscopeError("give the file to check, or - for standard input; --format sse is for --follow")
     name = _name(file)
     records = parse(read_text(file), name, form)
     return check(records, settings=monitor, max_new=max_new, name=name, progress=progress)
-
-
-def _refuse_others(options: dict[str, Any], mode: str, usable: tuple[str, ...]) -> None:
-    """Refuse an option that has no effect in this mode."""
-    for option, value in options.items():
-        if value not in (None, False) and option not in usable:
-            raise SinkscopeError(f"{option} has no effect with {mode}: leave it out")
 
 
 def _name(file: str) -> str:
@@ -111,20 +92,6 @@ def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool) 
             raise
     if watch.alarms:
         raise click.exceptions.Exit(LOOP_IN_STREAM)
-
-
-def _calibrate(
-    file: str, form: StreamForm, monitor: MonitorSettings, tokenizer: str | None, rate: float, progress: Any
-) -> LoopCalibration:
-    encode = None
-    if tokenizer is not None:
-        from sinkscope.models.load import open_tokenizer
-
-        encode = open_tokenizer(tokenizer)
-    text = read_outputs(file, form, encode)
-    return calibrate(
-        text.outputs, vocabulary=text.vocabulary, rate=rate, settings=monitor, name=_name(file), progress=progress
-    )
 
 
 def draw_check(result: LoopCheck) -> go.Figure:

@@ -94,7 +94,6 @@ PARTS: tuple[ScanPart, ...] = (
     ScanPart("sinkscope.sinks.first_token.find:find_sinks", "find-sinks", {"all_layers": True}),
     ScanPart("sinkscope.sinks.first_token.circuit:circuit", "circuit", quick={"max_repeats": 300}, streams=False),
     ScanPart("sinkscope.sinks.first_token.marking_heads:marking_heads", "heads", quick={"count": 8}),
-    ScanPart("sinkscope.sinks.first_token.separate:separability", "separate", quick={"count": 128, "texts": 32}),
     ScanPart("sinkscope.sinks.repetition.repeat:repeat", "repeat --ablate", {"ablate": True}, {"ablate": True}),
     ScanPart("sinkscope.sinks.attack.attack:cluster_attack", "attack", quick={"sequences": 20}, streams=False),
     ScanPart("sinkscope.sinks.patch.make:make_patch", "patch make", quick=None, streams=False),

@@ -1,6 +1,5 @@
 """Repetition in plain token ids: signals, LoopGuard's online monitor, and a checker of texts. Loads no torch."""
 
-from sinkscope.loops.calibrate import LoopCalibration, calibrate
 from sinkscope.loops.check import CheckedOutput, LoopCheck, check
 from sinkscope.loops.monitor import VARIANTS, Monitor, MonitorSettings, Step
 from sinkscope.loops.signals import (
@@ -20,14 +19,12 @@ __all__ = [
     "VARIANTS",
     "Alarm",
     "CheckedOutput",
-    "LoopCalibration",
     "LoopCheck",
     "Monitor",
     "MonitorSettings",
     "Step",
     "Tail",
     "Watch",
-    "calibrate",
     "check",
     "collapse_point",
     "compression_ratio",

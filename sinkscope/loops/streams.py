@@ -16,7 +16,7 @@ from sinkscope.files.output import read_json
 from sinkscope.files.plain import parse_json
 from sinkscope.loops.forms import FILE_FIELDS, Piece, StreamForm, pieces_of, shown
 from sinkscope.loops.monitor import Monitor, MonitorSettings
-from sinkscope.loops.outputs import number, split
+from sinkscope.loops.outputs import split
 from sinkscope.loops.signals import Tail
 
 OPEN_STREAMS = 4096  # at most; of more, the one that was silent for longest is forgotten
@@ -157,11 +157,10 @@ class Watch:
             name: Name of the source in alarms and errors.
 
         Raises:
-            SinkscopeError: The source is empty, holds no output, or is not UTF-8 text; or a server reports an error
-                before any output.
+            SinkscopeError: The source is empty, holds no output, or is not UTF-8 text.
         """
         try:
-            for piece in pieces(source, form, name, self):
+            for piece in _pieces(source, form, name, self):
                 yield from self._take(piece)
         except UnicodeDecodeError as error:
             if error.reason != "unexpected end of data" and not self.streams:
@@ -211,15 +210,8 @@ def _warn(problem: str) -> None:
     warnings.warn(problem, SinkscopeWarning, stacklevel=3)
 
 
-def pieces(source: Any, form: StreamForm, name: str, watch: Watch | None = None) -> Iterator[Piece]:
-    """Yield the pieces that a byte stream adds to each output, as soon as they arrive; see `Watch.follow`.
-
-    Args:
-        source: The stream.
-        form: Its format.
-        name: Its name.
-        watch: Counts lines that cannot be read. None: they are errors.
-    """
+def _pieces(source: Any, form: StreamForm, name: str, watch: Watch) -> Iterator[Piece]:
+    """The pieces that a byte stream adds to each output, as soon as they arrive; `watch` counts what cannot be read."""
     start = b""
     while form == "auto":
         byte = source.read1(1)
@@ -233,18 +225,10 @@ def pieces(source: Any, form: StreamForm, name: str, watch: Watch | None = None)
         start += source.readline()
     for place, line in enumerate(chain([start], source), 1):
         text = line.decode("utf-8-sig").strip()
-        problem = f"{name} line {place} is no output of a model"
         try:
             yield from _line(text, form, place)
-        except _ServerError as error:
-            if watch is None or not watch.streams:
-                raise SinkscopeError(f"{problem}: {error}; it is {shown(text)}") from None
-            watch.skip(f"{name} line {place}: {error}")
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            problem = f"{problem}: {error}; it is {shown(text)}"
-            if watch is None:
-                raise SinkscopeError(problem) from None
-            watch.skip(problem)
+            watch.skip(f"{name} line {place} is no output of a model: {error}; it is {shown(text)}")
 
 
 def _texts(start: bytes, source: Any) -> Iterator[str]:
@@ -261,10 +245,6 @@ def _texts(start: bytes, source: Any) -> Iterator[str]:
         yield text
         data = source.read1(1 << 16)
     decoder.decode(b"", final=True)  # a character that was cut off is an error
-
-
-class _ServerError(Exception):
-    """A server reported an error in its stream."""
 
 
 def _form(start: bytes, *, ended: bool) -> StreamForm:
@@ -295,7 +275,7 @@ def _line(line: str, form: StreamForm, place: int) -> list[Piece]:
     data = parse_json(line)
     problem = data.get("error")
     if problem:
-        raise _ServerError(f"the server reports an error, {shown(str(problem), 200)}")
+        raise ValueError(f"the server reports an error, {shown(str(problem), 200)}")
     outputs = pieces_of(data, place)
     if outputs is not None:
         return outputs
@@ -309,7 +289,7 @@ def monitor_settings(file: str | None, variant: str) -> MonitorSettings:
 
     Args:
         variant: As for `MonitorSettings.variant`.
-        file: File that `loops --calibrate` writes with `--json`, or an object of names and values.
+        file: JSON file with an object of names and values.
 
     Raises:
         SinkscopeError: The file cannot be read or has another content, or a value is invalid.
@@ -317,10 +297,8 @@ def monitor_settings(file: str | None, variant: str) -> MonitorSettings:
     data: Any = {}
     if file is not None:
         data = read_json(file)
-    if isinstance(data, dict) and data.get("kind") == "loop-calibration":
-        data = data["result"]["monitor"]
     if not isinstance(data, dict) or "schema" in data:
-        raise SinkscopeError(f"{file} holds no settings: expected what loops --calibrate writes with --json")
+        raise SinkscopeError(f'{file} holds no settings: expected an object such as {{"window": 128}}')
     return MonitorSettings.variant(variant).with_(**data)
 
 
@@ -337,45 +315,3 @@ def open_bytes(file: str) -> Any:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise SinkscopeError(f"cannot read {file}: {reason}; give another path") from None
-
-
-class OutputIds(NamedTuple):
-    """Outputs as token ids.
-
-    Attributes:
-        outputs: Ids of each output.
-        vocabulary: Size of their vocabulary.
-    """
-
-    outputs: list[list[int]]
-    vocabulary: int
-
-
-def read_outputs(file: str, form: StreamForm, tokenizer: Any = None) -> OutputIds:
-    """Token ids of the outputs in a file.
-
-    Args:
-        file: A text, JSON lines or server-sent events, as for `loops --follow`.
-        form: Format of the file.
-        tokenizer: Tokenizer of the intended model. None: ids are used as they are, and text is split into words.
-
-    Raises:
-        SinkscopeError: The file cannot be read.
-    """
-    texts: dict[str, str] = {}
-    tokens: dict[str, list[object]] = {}
-    for piece in pieces(open_bytes(file), form, file):
-        texts[piece.stream] = texts.get(piece.stream, "") + piece.text
-        if piece.key is not None:
-            tokens.setdefault(piece.stream, []).append(piece.key)
-    outputs: list[list[int]] = []
-    for stream, text in texts.items():
-        if tokenizer is not None:
-            outputs.append(tokenizer(text, add_special_tokens=False)["input_ids"])
-        elif stream in tokens:
-            outputs.append(number(tokens[stream]))
-        else:
-            outputs.append(number(split(text)))
-    if tokenizer is not None:
-        return OutputIds(outputs, len(tokenizer))
-    return OutputIds(outputs, len({token for ids in outputs for token in ids}))

@@ -12,7 +12,6 @@ import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.output import read_json
-from sinkscope.models.adapters import row_of
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _SHORT = {
@@ -168,7 +167,7 @@ def check_kind(name: str, raw: Any, *, trust_remote_code: bool = False) -> None:
 def _check_known(name: str, model_type: str) -> None:
     from transformers import CONFIG_MAPPING, __version__
 
-    if model_type not in CONFIG_MAPPING and row_of(model_type) is None:
+    if model_type not in CONFIG_MAPPING:
         raise UnsupportedError(
             f"{name} has the model type {model_type!r}, which transformers {__version__} does not know: install a "
             "version that does",
@@ -207,11 +206,7 @@ def _other_kind(model_type: str, raw: dict[str, Any], is_causal: bool) -> str | 
 
     if raw.get("is_encoder_decoder"):
         return "an encoder-decoder model"
-    is_decoder = (
-        row_of(model_type) is not None
-        or model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        or reads_images(model_type)
-    )
+    is_decoder = model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or reads_images(model_type)
     if is_decoder and is_causal:
         return None
     if model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_causal:

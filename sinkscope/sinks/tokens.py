@@ -143,25 +143,21 @@ def words_to_repeat(
     before = set(encode(setup, prefix))
     if tokens:
         return pick_tokens(tokenizer, setup.ids, tokens, setup.seed), ()
-    papers_ids: list[int | None] = []
-    for string in paper:
-        token = known_token(tokenizer, string)
-        papers_ids.append(None if token in papers_ids else token)
+    known = {known_token(tokenizer, string) for string in paper}
     drawn = pick_tokens(tokenizer, setup.ids, None, setup.seed, count=count + len(before) + 2 * len(paper))
-    spare = [t for t in drawn if t not in papers_ids and t not in before]
+    spare = [t for t in drawn if t not in known and t not in before]
     if not paper:
         return spare[:count] or drawn[:count], ()
-    lacking = [string for string, token in zip(paper, papers_ids, strict=True) if token is None]
-    if len(spare) < len(lacking):
-        names = ", ".join(map(repr, lacking))
-        raise SinkscopeError(
-            f"{names}: not one token each for this tokenizer, and the text has too few words to take instead; give "
-            "--token, or a longer --text"
-        )
     ids = list[int]()
     replaced = list[tuple[str, str]]()
-    for string, token in zip(paper, papers_ids, strict=True):
-        if token is None:
+    for string in paper:
+        token = known_token(tokenizer, string)
+        if token is None or token in ids:
+            if not spare:
+                raise SinkscopeError(
+                    f"{string!r} is not one token of its own here, and the text has too few words to take "
+                    "instead; give --token, or a longer --text"
+                )
             token = spare.pop(0)
             replaced.append((string, tokenizer.decode([token])))
         ids.append(token)

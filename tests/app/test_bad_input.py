@@ -46,7 +46,7 @@ def nobos(tmp_path_factory):
     return organism("llama", 0, bos=False).save(tmp_path_factory.mktemp("saved") / "nobos")
 
 
-def _tensor(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def _tensor(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]):
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -57,7 +57,7 @@ def _nan(name: str) -> Callable[[Path], None]:
 
 
 def _pickle(content: bytes) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
+    def change(folder: Path):
         (folder / "model.safetensors").unlink()
         (folder / "pytorch_model.bin").write_bytes(content)
 
@@ -68,7 +68,7 @@ def _without(*names: str) -> Callable[[Path], None]:
     return lambda folder: [(folder / name).unlink() for name in names] and None
 
 
-def _cut(folder: Path) -> None:
+def _cut(folder: Path):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
 
@@ -77,11 +77,11 @@ def _written(name: str, text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text(text) and None
 
 
-def _unpacked(folder: Path) -> None:
+def _unpacked(folder: Path):
     (folder / "model.safetensors").write_bytes((10**6).to_bytes(8, "little") + b"{[")
 
 
-def _same(_folder: Path) -> None:
+def _same(_folder: Path):
     pass
 
 

@@ -20,11 +20,11 @@ from sinkscope.files.result import Result
 from sinkscope.interventions import SinkPatch
 from sinkscope.measure import Measurement, Setup
 
-FEW = ("find_sinks", "marking_heads", "separability")
-LIGHT = ("marking_heads", "separability")
+FEW = ("find_sinks", "marking_heads", "repeat")
+LIGHT = ("marking_heads", "repeat")
 
 
-def only(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
+def only(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]):
     """Scan with these parts alone."""
     by_name = {part.name: part for part in PARTS}
     monkeypatch.setattr(scanning, "PARTS", tuple(by_name[name] for name in names))

@@ -14,7 +14,6 @@ import sys
 import time
 from email.message import Message
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -62,8 +61,8 @@ def calls(monkeypatch, tmp_path):
     return arguments
 
 
-def _raise(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
+def _raise(monkeypatch: pytest.MonkeyPatch, error: BaseException):
+    def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(Measurement, "__call__", fail)

@@ -31,7 +31,7 @@ def _text(o: Organism, folder: Path) -> Path:
     return file
 
 
-def _agrees(result: FindSinks, o: Organism) -> None:
+def _agrees(result: FindSinks, o: Organism):
     assert result.sink_layer == o.truth.sink_layer
     assert {n.site for n in result.causal} == set(o.truth.neurons)
     assert result.layers_read == o.truth.sink_layer + 1 + math.ceil(LAYERS / 3)

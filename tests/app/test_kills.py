@@ -23,7 +23,7 @@ QUICK, ALL = 1, 30
 MOMENTS = [*range(QUICK), *map(slow, range(QUICK, ALL))]
 
 
-def killed(work: Callable[[], object], after: float) -> None:
+def killed(work: Callable[[], object], after: float):
     """Do the work in another process, and kill it with SIGKILL after so many seconds."""
     child = os.fork()
     if child == 0:
@@ -36,7 +36,7 @@ def killed(work: Callable[[], object], after: float) -> None:
     os.waitpid(child, 0)
 
 
-def bench(folder: Path) -> Any:
+def bench(folder: Path):
     model, tokenizer = tiny()
     records = run_bench(
         model, task(), ["full", "h2o:16", "loopguard:48"], tokenizer=tokenizer, out=folder, batch_size=2
@@ -44,7 +44,7 @@ def bench(folder: Path) -> Any:
     return untimed(records)
 
 
-def scanned(folder: Path) -> Any:
+def scanned(folder: Path):
     """A scan of a planted model by three of its parts; what its card holds of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scan, "PARTS", [part for part in scan.PARTS if part.name in ("find_sinks", "circuit", "repeat")])
@@ -54,13 +54,13 @@ def scanned(folder: Path) -> Any:
 
 
 @cache
-def planted() -> Any:
+def planted():
     made = organism("llama", 3)
     made.model.tokenizer = made.tokenizer
     return made.model
 
 
-def carried_on(work: Callable[[Path], Any], tmp_path: Path, number: int) -> None:
+def carried_on(work: Callable[[Path], Any], tmp_path: Path, number: int):
     began = time.monotonic()
     want = work(tmp_path / "whole")
     seconds = time.monotonic() - began

@@ -101,7 +101,7 @@ LOUD = {
 }
 
 
-def _ways(model: Any, tokenizer: Any) -> list[Any]:
+def _ways(model, tokenizer) -> list[Any]:
     ids = torch.arange(5, 15)[None]
     target = target_of(model, tokenizer)
     return [
@@ -219,32 +219,32 @@ def test_a_chat_template_is_written():
 class Adapted(nn.Module):
     """A linear layer with an adapter beside it, as peft makes it."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base: nn.Linear):
         super().__init__()
         self.base_layer = base
         self.extra = nn.Parameter(torch.randn_like(base.weight) * 0.05)
 
     @property
-    def weight(self) -> Any:
+    def weight(self):
         return self.base_layer.weight
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return self.base_layer(x) + nn.functional.linear(x, self.extra)
 
 
 class Wrapped(nn.Module):
     """A model around a model, as peft makes it."""
 
-    def __init__(self, model: Any, learned_tokens: bool = False) -> None:
+    def __init__(self, model, learned_tokens: bool = False):
         super().__init__()
         self.base_model = model
         self.config = model.config
         self.peft_config = {"default": SimpleNamespace(is_prompt_learning=learned_tokens)}
 
-    def get_base_model(self) -> Any:
+    def get_base_model(self):
         return self.base_model
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args, **kwargs):
         return self.base_model.generate(*args, **kwargs)
 
 

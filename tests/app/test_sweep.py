@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -46,7 +45,7 @@ Case = tuple[str, ...]
 LOADED = [command.load() for command in commands().values()]  # before another test replaces what they are made of
 
 
-def _values(option: Any) -> tuple[str, ...]:
+def _values(option) -> tuple[str, ...]:
     """Values that an option has to refuse; the prompt of `generate` may be any text."""
     if isinstance(option, click.Argument) and option.name == "prompt":
         return ()

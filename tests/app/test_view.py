@@ -171,7 +171,7 @@ def chrome():
         yield tab
 
 
-def opened(chrome: browser.Browser, page: Path, width: int, **how: bool) -> None:
+def opened(chrome: browser.Browser, page: Path, width: int, **how: bool):
     chrome.open(page, width, **how)
     until = time.monotonic() + 20
     while not chrome.run(LOADED):

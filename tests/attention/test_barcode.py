@@ -6,7 +6,6 @@ import re
 import secrets
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ loop_organism = partial(new_loop_organism, n_layers=3, vocab_size=1024)
 PROMPT = [1, *range(10, 30)]
 
 
-def measured(organism: LoopOrganism, prompt: Tensor, new: int, **options: Any) -> Barcode:
+def measured(organism: LoopOrganism, prompt: Tensor, new: int, **options) -> Barcode:
     """A barcode beside a walk on the ring, which for an organism is ordinary text."""
     walk = organism.healthy_prompt(prompt.shape[1] + new, start=400)[0].tolist()
     options = {"control": walk, **options}
@@ -45,7 +44,7 @@ def of_a_loop() -> tuple[LoopOrganism, Barcode]:
 
 
 @torch.no_grad()
-def eager_attention(model: Any, ids: list[int]) -> list[Tensor]:
+def eager_attention(model, ids: list[int]) -> list[Tensor]:
     """Attention `[head query key]` of each layer, by the model itself."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")

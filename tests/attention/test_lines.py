@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +42,7 @@ def test_planted_lines_come_out_on_top(seed, window):
     assert result.inputs is None and "Between two texts" not in str(result)
 
 
-def eager_attention(model: Any, ids: list[int]) -> list[Tensor]:
+def eager_attention(model, ids: list[int]) -> list[Tensor]:
     """Attention `[head query key]` of each layer, by the model itself."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")

@@ -20,7 +20,7 @@ LOOP = [5, 6, 7] * 100
 FRESH = [*range(4, 50), *range(4, 44)]
 
 
-def scored(tokens: list[int], method: str = "full", ended: Any = "cap", **changes: Any) -> dict[str, Any]:
+def scored(tokens: list[int], method: str = "full", ended="cap", **changes) -> dict[str, Any]:
     model = BenchModel.of(*tiny())
     ids = tiny()[1](words(8))["input_ids"]
     answer = Answer(len(ids), tokens, model.decode(tokens), ended, (), [], [9.0], None, 1.0, [0.5] * len(tokens))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,15 +22,15 @@ WRITTEN = [(name, kind) for name, wording in WORDINGS.items() for kind in wordin
 
 
 @cache
-def model(name: str = "recall") -> Any:
+def model(name: str = "recall"):
     return ss.load(name, backend="hf", probe=False)
 
 
-def tokenizer_of(form: str) -> Any:
+def tokenizer_of(form: str):
     return model("recall" if form == "recall" else "bundled").tokenizer
 
 
-def place_of(form: str, prompt: Any) -> float:
+def place_of(form: str, prompt) -> float:
     """Where the answer is first stated, as a share of the text."""
     text = prompt.turns[0].text
     return text.index(prompt.turns[0].answers[0]) / len(text)
@@ -70,7 +69,7 @@ def test_forms_belong_to_models():
     ]
 
 
-def said(hf: Any, text: str) -> str:
+def said(hf, text: str) -> str:
     """What plain greedy `generate` says: nothing of this package takes part."""
     inputs = hf.tokenizer(text, return_tensors="pt")
     output = hf.generate(**inputs, do_sample=False, max_new_tokens=8)
@@ -130,7 +129,7 @@ def test_script_makes_the_numbers_of_the_package():
         assert all(np.array_equal(made[name], kept[name], equal_nan=True) for name in made)
 
 
-def small(*methods: str, **options: Any) -> list[BenchRecord]:
+def small(*methods: str, **options) -> list[BenchRecord]:
     """Chains at the beginning and at the end."""
     task = Needle(lengths=(360,), depths=(0.0, 1.0), kinds=("chain",))
     return run_bench(model(), task, list(methods), **options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ from sinkscope.bench.tasks.recall import Recall
 from sinkscope.errors import SinkscopeError
 
 
-def written(path: Path, *rows: Any) -> Path:
+def written(path: Path, *rows) -> Path:
     path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
     return path
 

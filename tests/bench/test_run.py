@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 import pytest
 from bench_kit import dialogues, task, tiny, untimed
@@ -17,12 +16,12 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.kv import H2O
 
 
-def run(methods: list[str], given: Any = None, **options: Any) -> list[BenchRecord]:
+def run(methods: list[str], given=None, **options) -> list[BenchRecord]:
     model, tokenizer = tiny()
     return run_bench(model, task() if given is None else given, methods, tokenizer=tokenizer, **options)
 
 
-def plain(text: str, new: int = 6, edit: Any = None) -> list[int]:
+def plain(text: str, new: int = 6, edit=None) -> list[int]:
     """Greedy `generate`, without the benchmark."""
     model, tokenizer = tiny()
     inputs = tokenizer(text, return_tensors="pt")

@@ -15,7 +15,7 @@ from sinkscope.files.rate import wilson
 from sinkscope.files.result import Result
 
 
-def table(*records: object, by: str = "part") -> BenchTable:
+def table(*records, by: str = "part") -> BenchTable:
     return tabulate_records([(list(records), SETTINGS)], by)  # type: ignore[arg-type]
 
 

@@ -25,7 +25,7 @@ from sinkscope.models.wrapped import target_of
 LENGTHS = {"a": (40, 9), "b": (25, 5), "c": (33, 1)}
 
 
-def compared(folder: Path, methods: list[str], *, answers: bool = True, **options: Any) -> dict[Any, BenchRecord]:
+def compared(folder: Path, methods: list[str], *, answers: bool = True, **options) -> dict[Any, BenchRecord]:
     """Records by method and prompt, along given answers or along those of the full cache."""
     rows = []
     for name, (prompt, answer) in LENGTHS.items():

@@ -12,7 +12,6 @@ import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +37,7 @@ def blocks(page: str) -> list[str]:
 
 
 @cache
-def found() -> Any:
+def found():
     """What `find_sinks()` says of the model in the package, for all pages."""
     return commands()["find-sinks"].load()()
 
@@ -81,7 +80,7 @@ def test_extending(run, monkeypatch):
     keeps_smallest_keys(names["KeyNorm"], names["model"], names["tokens"])
 
 
-def keeps_smallest_keys(policy: Any, model: Any, tokens: torch.Tensor) -> None:
+def keeps_smallest_keys(policy, model, tokens: torch.Tensor):
     """The example of a policy keeps what its text says, in every layer and head."""
     from transformers import DynamicCache
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
@@ -16,7 +15,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 EVERY = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-def stored(path: Path) -> Any:
+def stored(path: Path):
     notebook = nbformat.read(path, as_version=4)
     if "sinkscope" not in notebook.metadata:
         pytest.skip(f"no outputs are stored: python -m experiments.notebooks {path.name[:2]}")

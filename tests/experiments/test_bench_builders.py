@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bench_kit import made_record
@@ -50,7 +49,7 @@ def records(count: int) -> list[LongBenchRecord]:
 class Words:
     """A tokenizer of words."""
 
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+    def __call__(self, text: str, **_) -> dict[str, list[int]]:
         return {"input_ids": [len(word) for word in text.split()]}
 
 

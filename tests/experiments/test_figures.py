@@ -11,7 +11,7 @@ from sinkscope.app.pages import check_png, save_png
 from sinkscope.errors import SinkscopeError
 
 
-def _traces(figure: Any) -> dict[str, Any]:
+def _traces(figure) -> dict[str, Any]:
     return {trace["name"]: trace for trace in json.loads(figure.to_json())["data"] if trace.get("name")}
 
 

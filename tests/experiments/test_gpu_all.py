@@ -15,7 +15,7 @@ from experiments.gpu import all as script
 from experiments.gpu.all import Part
 
 
-def part(name: str, source: str, **more: Any) -> Part:
+def part(name: str, source: str, **more) -> Part:
     return Part(name, (), (sys.executable, "-c", source, "{json}", "{dir}"), **more)
 
 

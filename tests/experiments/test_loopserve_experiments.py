@@ -7,7 +7,6 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 from bench_kit import dialogues, made_record, tiny
@@ -23,7 +22,7 @@ from sinkscope.files.provenance import ModelInfo
 ROOT = Path(__file__).parents[2]
 
 
-def said(position: str = "end", dialogue: str = "recall-0", **changed: Any) -> BenchRecord:
+def said(position: str = "end", dialogue: str = "recall-0", **changed) -> BenchRecord:
     """An answer made by hand."""
     settings = {"part": position, **changed.pop("settings", {})}
     metrics = {"score": 0.0, "prefix": 0.0, "prompt_tokens": 100, "seconds": 0.1, **changed.pop("metrics", {})}

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Literal
 
 import pytest
+from refusals import refused
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, Number, Share, Whole, checked, conform
@@ -21,7 +22,7 @@ class Settings:
     names: tuple[Literal["a", "b"], ...] = ("a",)
     value: Literal["second"] | Number = "second"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if self.count > 100:
             raise SinkscopeError("count is above 100: use a smaller one", page="kv-budget")
 
@@ -42,9 +43,8 @@ class Settings:
     ],
 )
 def test_a_field_that_does_not_fit_is_named_with_what_was_expected(given, said):
-    with pytest.raises(SinkscopeError) as error:
+    with refused(words=[said]):
         Settings(**given)
-    assert said in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(SinkscopeError, match=r"is "):
         replace(Settings(), **given)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
@@ -75,9 +76,8 @@ def test_a_record_may_be_cut_anywhere(tmp_path):
 def test_what_cannot_be_read_is_one_line(tmp_path, monkeypatch, name, read):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
-    with pytest.raises(SinkscopeError, match=r"cannot read .*; take another") as caught:
+    with refused(r"cannot read .*; take another"):
         read(name, "take another")
-    assert "\n" not in str(caught.value)
 
 
 def test_pipes_are_written_only_if_a_shell_made_them(tmp_path):

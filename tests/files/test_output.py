@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import check_writable, write_atomic
@@ -69,9 +70,8 @@ def test_refused_in_one_line(tmp_path, monkeypatch, name, says, what):
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     Path("file").write_text("kept")
-    with pytest.raises(SinkscopeError, match=says) as caught:
+    with refused(says):
         what(name)
-    assert "\n" not in str(caught.value)
     assert Path("file").read_text() == "kept"
     assert sorted(os.listdir()) == ["file", "folder"]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from covering import slow
+from refusals import refused
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.jobs import Pool, Tally, _Worker, check_workers, finish
@@ -98,9 +99,8 @@ def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path,
             (-1, "-1 is negative: give another"),
             (1001, "a Ray worker ended before its work was done"),
         ):
-            with pytest.raises(SinkscopeError, match=says) as refused:
+            with refused(says):
                 list(pool.map([Square(number)]))
-            assert "\n" not in str(refused.value)
     all_, kept = _run(tmp_path / "r", range(9), Pool(square))  # goes on from those that are kept
     assert all_ == one
     assert {record.number for record in kept.records.values() if record.process == os.getpid()} == {6, 7, 8}
@@ -109,7 +109,7 @@ def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path,
     assert calls == []
 
 
-def _never_start(elsewhere: Callable[[], Callable[[Square], list[Squared]]], workers: int) -> None:
+def _never_start(elsewhere: Callable[[], Callable[[Square], list[Squared]]], workers: int):
     began = time.monotonic()
     with pytest.raises(SinkscopeError, match=rf"\d of {workers} Ray workers did not start within 1 s"):
         _run(None, range(4), Pool(square, elsewhere, workers=workers, patience=0.9))
@@ -119,16 +119,15 @@ def _never_start(elsewhere: Callable[[], Callable[[Square], list[Squared]]], wor
 @pytest.mark.slow  # Ray takes its time
 def test_workers_that_cannot_begin_are_an_error(cluster):
     _never_start(slow_to_make, 1)
-    with pytest.raises(SinkscopeError, match="there is no such model: give another") as refused:
+    with refused("there is no such model: give another"):
         _run(None, range(1), Pool(square, cannot_make, workers=2))
-    assert "\n" not in str(refused.value)
 
 
 def _pickled(pool: Pool[Any, Any], jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
     """What Ray does, in this process: all that reaches a worker or comes back is pickled; the last job ends first."""
     pickle = pytest.importorskip("ray.cloudpickle")
 
-    def sent(thing: Any) -> Any:
+    def sent(thing):
         return pickle.loads(pickle.dumps(thing))
 
     workers = [_Worker(threads=1) for _ in range(pool._workers)]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import pathless, plain
@@ -89,7 +90,7 @@ samples = st.builds(
 )
 
 
-def example(**changes: Any) -> Sample:
+def example(**changes) -> Sample:
     origin = Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5, None)
     sample = Sample(
         model=ModelInfo("tiny", "llama", 4, 64, 128, "abc"),
@@ -176,7 +177,7 @@ def test_older_files_take_defaults_and_newer_keys_are_ignored():
     assert Result.from_dict(data) == example()
 
 
-def _broken(**changes: Any) -> str:
+def _broken(**changes) -> str:
     data = example().to_dict()
     for path, value in changes.items():
         *steps, last = path.split("__")
@@ -207,9 +208,8 @@ def _broken(**changes: Any) -> str:
 def test_bad_files_in_one_line(tmp_path, content, says):
     path = tmp_path / "f.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(SinkscopeError, match=says) as caught:
+    with refused(says):
         Result.load(path)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_kind_has_one_class():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -30,14 +29,14 @@ EDITS = {
 }
 
 
-def model_of(family: str, reentrant: bool | None) -> Any:
+def model_of(family: str, reentrant: bool | None):
     model = tiny_model(family)[0].train()
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     return model
 
 
-def gradients(model: Any) -> dict[str, torch.Tensor]:
+def gradients(model) -> dict[str, torch.Tensor]:
     model.zero_grad()
     model(IDS, labels=IDS).loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

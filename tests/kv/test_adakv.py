@@ -17,12 +17,12 @@ from sinkscope.kv.snapkv import AdaKV
 
 
 class _Layer:
-    def __init__(self, pos: Tensor) -> None:
+    def __init__(self, pos: Tensor):
         self.pos = pos
 
 
 class _At(At):
-    def __init__(self, pos: Tensor) -> None:
+    def __init__(self, pos: Tensor):
         vars(self).update(kv=_Layer(pos), session=SimpleNamespace(anchors=0))
 
     @property

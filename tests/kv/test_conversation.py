@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ def said(turn: int, length: int | None = None) -> list[int]:
     return torch.randint(5, 96, (LENGTHS[turn] if length is None else length,), generator=generator).tolist()
 
 
-def ask(chat: Conversation, turn: int, **more: Any) -> Turn:
+def ask(chat: Conversation, turn: int, **more) -> Turn:
     return chat.ask(said(turn), max_new_tokens=NEW, output_logits=True, return_dict_in_generate=True, **more)
 
 
@@ -192,15 +191,15 @@ def test_a_patch_knows_the_second_token_in_every_turn():
 class _Stops:
     """A streamer that is interrupted at the third token."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = 0
 
-    def put(self, value: Tensor) -> None:
+    def put(self, value: Tensor):
         self.count += 1
         if self.count == 4:  # the prompt came first
             raise KeyboardInterrupt
 
-    def end(self) -> None:
+    def end(self):
         pass
 
 

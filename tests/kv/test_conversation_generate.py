@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from kv_kit import shallow_of as model_of
@@ -18,7 +16,7 @@ SMALL = LoopServe(alpha=0.8, shortest=0, dense_above=9.0, sample=5, budget=8, fi
 EDITS = pytest.mark.parametrize("edit", [None, SMALL])
 
 
-def held_so(edit: Intervention | None, answers: str, model: Any = None, **generation: Any) -> Conversation:
+def held_so(edit: Intervention | None, answers: str, model=None, **generation) -> Conversation:
     chat = Conversation(model_of("llama") if model is None else model, edit, answers=answers)
     for prompt in PROMPTS:
         chat.ask(prompt, max_new_tokens=5, **generation)

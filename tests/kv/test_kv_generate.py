@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from sinkscope.kv import Full, Observe, StreamingLLM
 
 
 @torch.no_grad()
-def logprob(model: Any, policy: Drawn, ids: Tensor, mask: Tensor, prompt: int) -> Tensor:
+def logprob(model, policy: Drawn, ids: Tensor, mask: Tensor, prompt: int) -> Tensor:
     """Of what follows the prompt, `[row]`."""
     logits = dense(model, ids, mask, masks_of(model, policy, mask, prompt))[:, prompt - 1 : -1]
     return logits.log_softmax(-1).gather(2, ids[:, prompt:, None]).sum((1, 2))

@@ -27,7 +27,7 @@ def bridge_and_model(family: str) -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-def by_bridge(bridge: Any, ids: Tensor, mask: Tensor, prompt: int, chunks: tuple[int, ...] = ()) -> Tensor:
+def by_bridge(bridge, ids: Tensor, mask: Tensor, prompt: int, chunks: tuple[int, ...] = ()) -> Tensor:
     """As `kv_kit.decode`. A bridge makes the positions of padded rows itself, from the mask."""
     cache, at, logits = DynamicCache(config=bridge.original_model.config), 0, []
     for step in [*(chunks or [prompt]), *[1] * (ids.shape[1] - prompt)]:

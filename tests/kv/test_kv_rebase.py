@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -47,7 +46,7 @@ def kept_of(policy: Everywhere, held: list[int], length: int) -> list[int]:
 
 
 @torch.no_grad()
-def fresh(model: Any, row: Tensor, policy: Everywhere, prompt: int, until: int) -> tuple[Tensor, Tensor, Tensor]:
+def fresh(model, row: Tensor, policy: Everywhere, prompt: int, until: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, keys and values of a run on nothing but what is held when token `until` of the row is read."""
     held = list(range(prompt))
     for new in range(prompt, until + 1):
@@ -78,7 +77,7 @@ def test_a_fresh_run_on_what_is_kept(family, settings):
         assert float((decode(model, ids, mask, 20) - got).abs().max()) > 1e-3
 
 
-def _apply_rotary(rotary: Any, keys: Tensor, pos: Tensor) -> Tensor:
+def _apply_rotary(rotary, keys: Tensor, pos: Tensor) -> Tensor:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     cos, sin = rotary(keys, pos[None])

@@ -16,7 +16,7 @@ QUICK = ["llama", "gpt2", "gemma2", "gpt_oss", "phi3"]
 REST = [slow(family) for family in FAMILIES if family not in QUICK]
 
 
-def ignore(_rows: AttentionRows) -> None:
+def ignore(_rows: AttentionRows):
     pass
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -168,7 +167,7 @@ def test_a_fraction_of_the_prompt():
 
 
 @torch.no_grad()
-def feed_greedily(model: Any, prompt: Any, mask: Any, steps: int) -> list[int]:
+def feed_greedily(model, prompt, mask, steps: int) -> list[int]:
     settings = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return model.generate(input_ids=prompt, attention_mask=mask, **settings)[0, prompt.shape[1] :].tolist()
 
@@ -210,7 +209,7 @@ def test_a_ban_covers_the_n_grams_of_the_loop_alone():
     assert after(9, 2, 3) == [1, 7] and ban.until == 60
 
 
-def stubborn(bias: float) -> Any:
+def stubborn(bias: float):
     """A model that always prefers token 33, whatever is in its cache: only a ban or a drawn token help."""
     model = tiny(num_hidden_layers=1)
     vocab = len(model.lm_head.weight)
@@ -220,7 +219,7 @@ def stubborn(bias: float) -> Any:
     return model
 
 
-def eager_guard(**fields: Any) -> LoopGuard:
+def eager_guard(**fields) -> LoopGuard:
     monitor = {"warmup": 0, "tail_shortest": 12, "cooldown": 20}
     return LoopGuard(**{"budget": 64, "anchors": 4, "window": 64, "monitor": monitor, "ends": (), **fields})
 
@@ -247,10 +246,10 @@ def test_what_is_done_when_an_alarm_comes(escalate, monkeypatch):
 class Allow(LogitsProcessor):
     """A processor that comes after the guard and forbids everything else."""
 
-    def __init__(self, allowed: list[int]) -> None:
+    def __init__(self, allowed: list[int]):
         self._allowed = allowed
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
+    def __call__(self, input_ids, scores):
         left = torch.full_like(scores, -torch.inf)
         left[:, self._allowed] = scores[:, self._allowed]
         return left

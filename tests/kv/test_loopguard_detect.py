@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from guard_kit import padded, tiny
@@ -22,7 +20,7 @@ LOOPS = [11, 12, 13] * 20
 class Write(LogitsProcessor):
     """Each row writes its own tokens."""
 
-    def __init__(self, rows: list[list[int]], prompt: int) -> None:
+    def __init__(self, rows: list[list[int]], prompt: int):
         self.rows, self.prompt = rows, prompt
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -32,7 +30,7 @@ class Write(LogitsProcessor):
         return out
 
 
-def run(model: Any, ids: Tensor, mask: Tensor, *processors: Any, criteria: Any = (), **settings: Any) -> Tensor:
+def run(model, ids: Tensor, mask: Tensor, *processors, criteria=(), **settings) -> Tensor:
     settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **settings}
     return model.generate(
         input_ids=ids,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from covering import each_other
@@ -24,7 +22,7 @@ IDS, MASK = prompts([30, 21], 14)
 PROMPT = 30
 
 
-def reference_masks(model: Any, ids: Tensor, mask: Tensor, policy: Progressive, prompt: int = PROMPT) -> list[Tensor]:
+def reference_masks(model, ids: Tensor, mask: Tensor, policy: Progressive, prompt: int = PROMPT) -> list[Tensor]:
     """What each query may see, from the attention of whole passes: per layer, bool `[row kv_head query key]`."""
     target, total = target_of(model), ids.shape[1]
     column = torch.arange(total)

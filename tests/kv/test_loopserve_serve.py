@@ -6,7 +6,6 @@ import warnings
 from contextlib import nullcontext
 from copy import deepcopy
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -33,12 +32,12 @@ SPARSE = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense
 PLAIN = {"begin": 1, "local": 1, "sharp": None, "checked": 0}  # as in the paper
 
 
-def every_head(family: str = "llama") -> Any:
+def every_head(family: str = "llama"):
     """As many kv heads as query heads, since the reference masks are per kv head."""
     return model_of(family, num_key_value_heads=4) if family != "gpt2" else model_of(family)
 
 
-def line_masks(model: Any, ids: Tensor, mask: Tensor, turns: list[int], serve: LoopServe) -> list[Tensor]:
+def line_masks(model, ids: Tensor, mask: Tensor, turns: list[int], serve: LoopServe) -> list[Tensor]:
     """Per layer `[row head query key]`: for each turn (columns from one entry to the next) the lines of its queries."""
     rows, total = ids.shape
     target = target_of(model)

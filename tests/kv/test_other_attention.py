@@ -39,7 +39,7 @@ def options(target: Target, mask: Tensor, part: slice) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def decoded(target: Target, policy: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, list[dict[int, Tensor]]]:
+def decoded(target: Target, policy, ids: Tensor, mask: Tensor) -> tuple[Tensor, list[dict[int, Tensor]]]:
     """Logits of a prompt and of single tokens after it, and the positions `[call][layer]` held in each call."""
     cache, logits, held = None, [], []
     with policy.on(target):
@@ -69,7 +69,7 @@ def sees(held: list[dict[int, Tensor]], mask: Tensor, layer: int, window: int | 
     return shown
 
 
-def masked(model_type: str, shown: Tensor, heads: int) -> Any:
+def masked(model_type: str, shown: Tensor, heads: int):
     """A hook that gives an attention module a mask of the kind that it takes."""
     if shown.shape[1] > 1:
         shown = shown.repeat_interleave(heads // shown.shape[1], 1)
@@ -138,10 +138,10 @@ def test_what_is_kept_is_what_is_seen(model_type, policy):
 class Voting(Drawn):
     """Compares the attention of the last queries with weights that are known."""
 
-    def watch(self, session: Any, key: int) -> None:
+    def watch(self, session, key: int):
         session.window_queries(4)
 
-    def scores(self, at: At) -> Any:
+    def scores(self, at: At):
         OFF[at.layer] = float((at.session.window_rows(at.moment, at.layer, 4) - OWN[at.layer][:, :, -4:]).abs().max())
         return super().scores(at)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import kv_reference as dense
 import pytest
@@ -41,7 +40,7 @@ def batch(rows: int = 2, pad: int = 7, prompt: int = PROMPT, steps: int = STEPS)
     return ids, real
 
 
-def run(policy: Any, model: Any, ids: Tensor, real: Tensor) -> tuple[list[list[Tensor]], Tensor]:
+def run(policy, model, ids: Tensor, real: Tensor) -> tuple[list[list[Tensor]], Tensor]:
     """Kept columns `[step][layer]` bool `[batch kv_head column]` before each token after the prompt, and logits."""
     prompt = real.shape[1]
     mask = torch.cat([real, torch.ones(len(ids), ids.shape[1] - prompt, dtype=torch.long)], 1)
@@ -49,7 +48,7 @@ def run(policy: Any, model: Any, ids: Tensor, real: Tensor) -> tuple[list[list[T
     return [[layer[..., : prompt + step] for layer in layers] for step, layers in enumerate(kept)], logits
 
 
-def assert_same(got: tuple[list[list[Tensor]], Tensor], reference: dense.Reference) -> None:
+def assert_same(got: tuple[list[list[Tensor]], Tensor], reference: dense.Reference):
     assert len(got[0]) == len(reference.kept)
     for step, (ours, theirs) in enumerate(zip(got[0], reference.kept, strict=True)):
         for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -58,7 +57,7 @@ def assert_same(got: tuple[list[list[Tensor]], Tensor], reference: dense.Referen
 
 
 def reference_of(
-    policy: Policy, choose: dense.Choose, model: Any, ids: Tensor, real: Tensor, budgets: list[int] | None = None
+    policy: Policy, choose: dense.Choose, model, ids: Tensor, real: Tensor, budgets: list[int] | None = None
 ) -> dense.Reference:
     every = None if policy.every == "prefill" else int(policy.every)
     return dense.dense_run(model, ids, real.shape[1], budgets or [int(policy.budget)] * len(ids), choose, real, every)

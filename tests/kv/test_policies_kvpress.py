@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ def model():
 
 
 @torch.no_grad()
-def kept(model: Any, policy: Policy, ids: Tensor, prompt: int) -> list[list[list[list[int]]]]:
+def kept(model, policy: Policy, ids: Tensor, prompt: int) -> list[list[list[list[int]]]]:
     """Positions `[step][layer][kv_head]` that are held when each token after the prompt comes in."""
     cache, out = DynamicCache(), []
     with policy.on(model):
@@ -44,7 +43,7 @@ def kept(model: Any, policy: Policy, ids: Tensor, prompt: int) -> list[list[list
     return out
 
 
-def at_prefill(model: Any, policy: Policy, length: int) -> list[list[list[int]]]:
+def at_prefill(model, policy: Policy, length: int) -> list[list[list[int]]]:
     ids = torch.cat([recorded.prompt(length, length), torch.tensor([[3]])], 1)
     return kept(model, policy, ids, length)[0]
 

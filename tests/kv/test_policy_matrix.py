@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -53,14 +52,14 @@ def test_every_family_meets_policies_and_every_policy_families():
     assert all(sum(family == quick for _, family in cells) >= 2 for quick in QUICK)
 
 
-def policy_of(name: str, **options: Any) -> Policy:
+def policy_of(name: str, **options) -> Policy:
     if name in OURS:
         return replace(OURS[name], **options)
     return make_policy(name, **{"budget": BUDGET, **SMALLER.get(name, {}), **options})
 
 
 @cache
-def model_for(family: str) -> Any:
+def model_for(family: str):
     return model_of(family)
 
 

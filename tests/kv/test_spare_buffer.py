@@ -15,7 +15,7 @@ def _tokens(n: int, seed: int) -> tuple[Tensor, Tensor]:
     return torch.rand(2, 3, n, 4, generator=generator), torch.rand(2, 3, n, 5, generator=generator)
 
 
-def _same(layer: CacheLayer, expected: tuple[Tensor, Tensor]) -> None:
+def _same(layer: CacheLayer, expected: tuple[Tensor, Tensor]):
     assert torch.equal(layer.keys, expected[0]) and torch.equal(layer.values, expected[1])
 
 

@@ -124,7 +124,6 @@ def test_bad_files_are_refused_in_a_line(name, content, said, tmp_path, monkeypa
     ("option", "said"),
     [
         (["--variant", "p2"], "unknown variant 'p2': there are repeats, tolerant, full"),
-        (["--follow", "--calibrate"], "two commands"),
         (["--max-new", "0"], "max_new=0: expected a whole number from 1"),
     ],
 )

@@ -32,7 +32,7 @@ PAPER = MonitorSettings.paper()
 class Slow(io.BytesIO):
     """A pipe that never has more than a few bytes."""
 
-    def __init__(self, data: bytes, most: int) -> None:
+    def __init__(self, data: bytes, most: int):
         super().__init__(data)
         self._most = most
 
@@ -40,7 +40,7 @@ class Slow(io.BytesIO):
         return super().read(min(self._most, size or 1))
 
 
-def _follow(data: str | bytes, most: int = 7, settings: MonitorSettings | None = None, **more: Any) -> list[Alarm]:
+def _follow(data: str | bytes, most: int = 7, settings: MonitorSettings | None = None, **more) -> list[Alarm]:
     raw = data.encode() if isinstance(data, str) else data
     return list(Watch(settings).follow(Slow(raw, most), **more))
 
@@ -284,7 +284,7 @@ def _start(*words: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "sinkscope", "loops", "--follow", *words]
     pipe = subprocess.PIPE
 
-    def heed() -> None:  # a shell lets what runs in the background ignore Ctrl-C
+    def heed():  # a shell lets what runs in the background ignore Ctrl-C
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, preexec_fn=heed)

@@ -16,7 +16,6 @@ from sinkscope.sinks.attack.attack import ClusterAttack
 from sinkscope.sinks.attack.clusters import TokenClusters
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.marking_heads import MarkingHeads
-from sinkscope.sinks.first_token.separate import Separability
 from sinkscope.sinks.patch.evaluate import PatchEvaluation
 from sinkscope.sinks.patch.make import PatchMade, PatchProof
 from sinkscope.sinks.repetition.atlas import AtlasReading
@@ -150,24 +149,6 @@ def patch(rng: Rng) -> Result:
     )
 
 
-def separate(rng: Rng) -> Result:
-    methods = ("plane", "gate neuron", "up neuron")
-    return Separability(
-        model=MODEL,
-        settings={"neuron": "L0.N7" if rng.random() < 0.5 else None},
-        layer=0,
-        method=methods,
-        neuron=("", "L0.E2.N7", "L0.E2.N7"),
-        auroc=rng.random(3),
-        shuffled_auroc=rng.uniform(0.4, 0.6, 3),
-        tokens=(),
-        first=np.array([], bool),
-        held_out=np.array([], bool),
-        score=np.array([]),
-        pre_activation=np.zeros((0, 2)),
-    )
-
-
 def barcode(rng: Rng) -> Result:
     score = rng.random((2, 3))
     loops = bool(rng.integers(2))
@@ -210,7 +191,7 @@ def evaluation(rng: Rng) -> Result:
     )
 
 
-CHECKED = (heads, repeated, vocabulary, attack, patch, evaluation, separate, barcode, card)
+CHECKED = (heads, repeated, vocabulary, attack, patch, evaluation, barcode, card)
 
 
 @pytest.mark.parametrize("make", CHECKED)

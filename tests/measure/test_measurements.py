@@ -38,7 +38,6 @@ MARKUP = "<img src=x onerror=alert(1)>"
 LESS = {  # forms and rounding need less than a quick run
     "barcode": {"max_new_tokens": 8, "layers": [0]},
     "circuit": {"max_repeats": 16, "texts": 1},
-    "separability": {"count": 32, "texts": 8},
     "cluster_attack": {"tokens": "the of and a in to is that it was he for on as with his at be this from".split()},
 }
 
@@ -63,7 +62,7 @@ def measured(tmp_path_factory):
 
 
 @cache
-def bundled(backend: str | None) -> Any:
+def bundled(backend: str | None):
     if backend is None:
         return None
     return load(backend=backend)
@@ -159,7 +158,7 @@ def test_every_kind_of_model_gives_the_same(command, backend, measured):
     assert _differences(plain.to_dict()["result"], other.to_dict()["result"]) == []
 
 
-def _differences(a: Any, b: Any, where: str = "") -> list[str]:
+def _differences(a, b, where: str = "") -> list[str]:
     """Paths at which two results differ by more than rounding."""
     paths = []
     if isinstance(a, dict) and isinstance(b, dict):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -61,7 +60,7 @@ def _has(model: torch.nn.Module, path: str) -> bool:
     return True
 
 
-def outputs(target: Target, run: Any) -> list[torch.Tensor]:
+def outputs(target: Target, run) -> list[torch.Tensor]:
     """Output of each layer while `run()` runs."""
     seen = []
     hook = lambda _m, _a, _k, out: seen.append(first_tensor(out).detach())  # noqa: E731
@@ -70,11 +69,11 @@ def outputs(target: Target, run: Any) -> list[torch.Tensor]:
     return seen
 
 
-def steps(model: Any, target: Target) -> tuple[torch.Tensor, list[int], list[int]]:
+def steps(model, target: Target) -> tuple[torch.Tensor, list[int], list[int]]:
     """Logits of one forward; lengths of the ids that the base sees in it, and in three generated tokens."""
     seen = []
 
-    def hook(_module: Any, args: Any, kwargs: Any) -> None:
+    def hook(_module, args, kwargs):
         ids = args[0] if args else kwargs.get("input_ids")  # GPT-2 passes them by position
         seen.append((ids if ids is not None else kwargs["inputs_embeds"]).shape[1])
 

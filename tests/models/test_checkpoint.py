@@ -40,7 +40,7 @@ def shards(folder: Path) -> list[Path]:
 
 
 def cut(keep: Callable[[int], int]) -> Callable[[Path], Any]:
-    def change(folder: Path) -> None:
+    def change(folder: Path):
         file = shards(folder)[1]
         with file.open("r+b") as f:
             f.truncate(keep(file.stat().st_size))
@@ -53,7 +53,7 @@ def rewrite(content: bytes, name: str = "") -> Callable[[Path], Any]:
 
 
 def only_weights(*names: str) -> Callable[[Path], Any]:
-    def change(folder: Path) -> None:
+    def change(folder: Path):
         for file in [*shards(folder), folder / INDEX]:
             file.unlink()
         for name in names:
@@ -62,11 +62,11 @@ def only_weights(*names: str) -> Callable[[Path], Any]:
     return change
 
 
-def drop_one_shard(folder: Path) -> None:
+def drop_one_shard(folder: Path):
     shards(folder)[2].unlink()
 
 
-def shards_of_other_index(folder: Path) -> None:
+def shards_of_other_index(folder: Path):
     a, b = shards(folder)[:2]
     a.write_bytes(b.read_bytes())
 
@@ -74,7 +74,7 @@ def shards_of_other_index(folder: Path) -> None:
 BIN_INDEX = json.dumps({"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}).encode()
 
 
-def bin_without_shard(folder: Path) -> None:
+def bin_without_shard(folder: Path):
     only_weights()(folder)
     (folder / "pytorch_model.bin.index.json").write_bytes(BIN_INDEX)
 

@@ -42,7 +42,7 @@ def default():
     torch.set_default_dtype(torch.float32)
 
 
-def measured(command: Command, **options: Any) -> dict[str, Any]:
+def measured(command: Command, **options) -> dict[str, Any]:
     text = Path(__file__).parents[2] / "sinkscope/models/text/typical.txt"
     arguments = {**command.load().quick, **LESS.get(command.name, {}), **options}
     return command.load()(text=text, **arguments).to_dict()["result"]

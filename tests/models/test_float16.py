@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +15,12 @@ from sinkscope.trace import trace
 
 
 @cache
-def model(dtype: str) -> Any:
+def model(dtype: str):
     return ss.load(backend="hf", dtype=dtype)
 
 
 @cache
-def found(dtype: str) -> Any:
+def found(dtype: str):
     return ss.find_sinks(model(dtype), max_repeats=64)
 
 

@@ -34,7 +34,7 @@ SIZES = {
 }
 
 
-def random_model(model_type: str, **config: Any) -> Any:
+def random_model(model_type: str, **config):
     """A random model of an architecture that has no row."""
     made = AutoConfig.for_model(model_type, **{**SIZES, "bos_token_id": 1, "eos_token_id": 2, **config})
     made.pad_token_id = None
@@ -45,7 +45,7 @@ def random_model(model_type: str, **config: Any) -> Any:
     return model
 
 
-def differing(model_type: str, model: Any) -> dict[str, Any]:
+def differing(model_type: str, model) -> dict[str, Any]:
     """Fields of the inferred row that are not those of the written one, or lead to other parts in some layer."""
     inferred, written = infer(model), ROWS[model_type]
     target = Target(model, model, "hf", written)

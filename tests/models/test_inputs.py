@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from covering import each_other, slow
 from intervention_kit import bridge_of, nnsight_of
 from organisms import tiny_model
+from refusals import refused
 from torch.testing import assert_close
 
 import sinkscope as ss
@@ -25,7 +24,7 @@ TEXTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
 KINDS = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
 
 
-def rows_of(tokenizer: Any) -> list[list[int]]:
+def rows_of(tokenizer) -> list[list[int]]:
     return [tokenizer(text)["input_ids"] for text in TEXTS]
 
 
@@ -149,9 +148,8 @@ def test_what_cannot_be_read(tokens, more, words):
         lambda: trace(model, tokens, [SITE], tokenizer=tokenizer, **more),
         lambda: generate(model, tokens, tokenizer=tokenizer, **more),
     ):
-        with pytest.raises(SinkscopeError) as caught:
+        with refused(words=words):
             call()
-        assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), caught.value
 
 
 def test_no_site_is_an_error():

@@ -6,7 +6,6 @@ import copy
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from sinkscope.models.wrapped import target_of
 IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
 
 
-def refused(*args: Any, **kwargs: Any) -> str:
+def refused(*args, **kwargs) -> str:
     """The error `load` gives; it is one line."""
     with pytest.raises(SinkscopeError) as caught:
         load(*args, **kwargs)
@@ -36,7 +35,7 @@ def refused(*args: Any, **kwargs: Any) -> str:
     return message
 
 
-def logits(model: Any) -> torch.Tensor:
+def logits(model) -> torch.Tensor:
     with torch.no_grad():
         out = model(IDS)
     return out if isinstance(out, torch.Tensor) else out.logits
@@ -297,7 +296,7 @@ def test_a_folder_that_shares_a_models_name_does_not_hide_it(tmp_path, monkeypat
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
-def _nan(folder: Path) -> None:
+def _nan(folder: Path):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -332,10 +331,10 @@ def test_special_tokens_without_a_row_are_no_mismatch(tmp_path):
 
 
 class _Code:
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.mkdir, (self.path,)
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str):
         self.path = path
 
 

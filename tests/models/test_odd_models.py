@@ -23,13 +23,12 @@ COMMANDS = {
     "find-sinks": SHORT,
     "circuit": SHORT,
     "heads": ("--count", "4"),
-    "separate": ("--count", "32", "--texts", "8"),
     "repeat": SHORT,
     "attack": ("--sequences", "4"),
     "barcode": ("--max-new-tokens", "8", "--no-control"),
     "lines": ("--count", "2", "--length", "64"),
 }
-QUICK = ("find-sinks", "separate", "repeat")
+QUICK = ("find-sinks", "repeat")
 
 
 @cache

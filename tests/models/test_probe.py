@@ -25,7 +25,7 @@ IDS = torch.tensor([[1, 10, 11, 12, 13]])
 SQUARE = {"intermediate_size": 32, "num_key_value_heads": 4}
 
 
-def wrong(model_type: str, *, config: dict[str, Any] | None = None, **fields: Any) -> ProbeReport:
+def wrong(model_type: str, *, config: dict[str, Any] | None = None, **fields) -> ProbeReport:
     """The report on a tiny model whose adapter was changed; without the change the model is sound."""
     model, _ = tiny_model(model_type, **(config or {}))
     target = target_of(model)
@@ -78,7 +78,7 @@ GAINS = [
 ]
 
 
-def _silence(model: Any, norm: str, zero: float, layers: list[int]) -> None:
+def _silence(model, norm: str, zero: float, layers: list[int]):
     for layer in layers:
         for name, module in model.model.layers[layer].named_modules():
             if name.endswith(norm):
@@ -189,7 +189,7 @@ def test_an_edit_that_reaches_no_logit_is_found():
 # -- planted wrong: attention --------------------------------------------------------------------------------------
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+def spoil(monkeypatch: pytest.MonkeyPatch, change):
     real = attention.attention_probs
     monkeypatch.setattr(attention, "attention_probs", lambda *args, **kwargs: change(real, args, kwargs))
 

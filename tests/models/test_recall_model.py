@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,11 +21,11 @@ FOLDER = Path(ss.__file__ or "").parent / "models/recall"
 
 
 @cache
-def model(dtype: str | None = None) -> Any:
+def model(dtype: str | None = None):
     return ss.load("recall", backend="hf", dtype=dtype)
 
 
-def answers(hf: Any, dialogue: Prompt) -> list[str]:
+def answers(hf, dialogue: Prompt) -> list[str]:
     """What plain greedy `generate` says in each turn, with right answers as the history."""
     tokenizer = hf.tokenizer
     said = []
@@ -40,7 +39,7 @@ def answers(hf: Any, dialogue: Prompt) -> list[str]:
     return said
 
 
-def accuracy(hf: Any, dialogues: list[Prompt]) -> float:
+def accuracy(hf, dialogues: list[Prompt]) -> float:
     right = [
         said == turn.answers[0]
         for dialogue in dialogues

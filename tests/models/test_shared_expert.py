@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ def _inside(target: Target, family: str) -> tuple[torch.Tensor, torch.Tensor]:
     return seen["post"], seen.get("weight", torch.ones(IDS.numel(), 1))
 
 
-def _everywhere(target: Target) -> Any:
+def _everywhere(target: Target):
     return view_layer(target, LAYER, IDS, torch.ones_like(IDS, dtype=torch.bool))
 
 

@@ -7,12 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from organisms import MODEL_TYPES, tiny_model
 from organisms.decoders import decoder
+from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
@@ -36,7 +36,7 @@ def every_output(target: Target) -> list[Tensor]:
     """Output of each layer, and the last hidden state; counts on the way what a stream holds."""
     outputs = []
 
-    def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+    def keep(_module, _args, _kwargs, output):
         outputs.append(first_tensor(output).clone())
         if isinstance(target, StreamTarget):
             assert len(held(target)) <= 2
@@ -209,7 +209,7 @@ def test_no_logits(llama):
         open_stream(llama[1]).hf(ids_and_mask()[0])
 
 
-def spoil(folder: Path, into: Path, change: Any) -> Path:
+def spoil(folder: Path, into: Path, change) -> Path:
     """A copy of a checkpoint in one file, with `change` applied to its tensors."""
     tensors = {}
     for shard in folder.glob("*.safetensors"):
@@ -235,9 +235,8 @@ NORM, DOWN = "model.norm.weight", "model.layers.2.mlp.down_proj.weight"
     ],
 )
 def test_broken_checkpoints(llama, change, message, tmp_path):
-    with pytest.raises(SinkscopeError, match=message) as caught:
+    with refused(message):
         open_stream(spoil(llama[1], tmp_path, change)).forward(*ids_and_mask())
-    assert "\n" not in str(caught.value)
 
 
 def test_refuses_what_it_cannot_stream(llama, tmp_path):

@@ -25,7 +25,7 @@ COVERING = (  # each has something that those before it do not have
 RECORDED = json.loads(DATA.read_text())["result"]
 
 
-def examined(model_type: str, quick: bool) -> None:
+def examined(model_type: str, quick: bool):
     """Nothing is wrong, and what is served stays served, by the version of transformers of the record."""
     if model_type not in RECORDED["types"]:
         pytest.skip("it cannot be built small")

@@ -53,7 +53,7 @@ CIRCUITS = {}
 """Every kind, and the families that it is built in."""
 
 
-def _kind(*families: str, **settings: Any) -> Callable[[Any], Any]:
+def _kind(*families: str, **settings) -> Callable[[Any], Any]:
     def register(make: Callable[[_Build], dict[str, Any]]) -> Callable[[_Build], dict[str, Any]]:
         name = make.__name__.strip("_")
         CIRCUITS[name], _MAKERS[name], _SETTINGS[name] = families, make, settings
@@ -81,7 +81,7 @@ def _names(marking: Marking, b: _Build) -> tuple[str, ...]:
     return tuple(f"L{layer}.H{head}" for layer, heads in marking for head in sorted(own) if head in heads)
 
 
-def _neuron(b: _Build, rows: Any, way: Tensor, route: Tensor, layer: int | None = None) -> tuple[Site, ...]:
+def _neuron(b: _Build, rows, way: Tensor, route: Tensor, layer: int | None = None) -> tuple[Site, ...]:
     layer = b.plan.sink_layer if layer is None else layer
     return (b.write(layer, b.plan.neurons[0], rows, way, b.size(layer), route=route),)
 

@@ -136,7 +136,7 @@ _OWN["deepseek_v2"] = _LATENT | {"topk_method": "greedy", "n_group": 1, "topk_gr
 _OWN["dots1"] = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
 
 
-def _settings(config: Any, own: dict[str, Any]) -> dict[str, Any]:
+def _settings(config, own: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of a small configuration, from a default one."""
     fields = config.to_dict()
     parts = set(getattr(config, "sub_configs", None) or {})
@@ -157,7 +157,7 @@ def _settings(config: Any, own: dict[str, Any]) -> dict[str, Any]:
     return settings | own
 
 
-def decoder_config(model_type: str) -> Any:
+def decoder_config(model_type: str):
     """A small configuration of a type; a test of a type that this version of transformers lacks is skipped."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
@@ -170,7 +170,7 @@ def decoder_config(model_type: str) -> Any:
 
 
 @torch.no_grad()
-def decoder(model_type: str, seed: int = 0) -> Any:
+def decoder(model_type: str, seed: int = 0):
     """A random causal language model of a type; nothing is zero, and nothing is tiny."""
     state = torch.get_rng_state()
     torch.manual_seed(seed)

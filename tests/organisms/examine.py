@@ -58,7 +58,7 @@ class TypeReport:
             return "in full"
         return "in part" if served else "refused"
 
-    def attempt(self, part: str, fn: Callable[[], Any]) -> Any:
+    def attempt(self, part: str, fn: Callable[[], Any]):
         """Call a function; a refusal is noted, anything else that is raised is wrong."""
         try:
             result = fn()
@@ -71,7 +71,7 @@ class TypeReport:
         self.parts.setdefault(part, "")
         return result
 
-    def must(self, holds: bool, what: str) -> None:
+    def must(self, holds: bool, what: str):
         """Note what does not hold."""
         if not holds:
             self.wrong.append(what)
@@ -109,7 +109,7 @@ def examine(model_type: str, *, seed: int = 0, quick: bool = False) -> TypeRepor
     return report
 
 
-def _check_folder(report: TypeReport, model: Any, tokenizer: Any, planted: Planted) -> None:
+def _check_folder(report: TypeReport, model, tokenizer, planted: Planted):
     with tempfile.TemporaryDirectory() as where:
         model.save_pretrained(where)
         tokenizer.save_pretrained(where)
@@ -119,7 +119,7 @@ def _check_folder(report: TypeReport, model: Any, tokenizer: Any, planted: Plant
         report.must(first == planted.site, f"by folder, the first neuron is {first}, planted is {planted.site}")
 
 
-def _state(model: Any) -> list[Any]:
+def _state(model) -> list[Any]:
     """Hooks, attention and weights of a model."""
     hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
     sums = [float(parameter.sum()) for parameter in model.parameters()]
@@ -166,11 +166,11 @@ def _plant(target: Target) -> Planted:
                 part.weight[5] = part.bias[5] = 0
     seen = {}
 
-    def keep(_module: Any, args: Any, kwargs: Any) -> None:
+    def keep(_module, args, kwargs):
         seen["in"], seen["kwargs"] = (*args, *kwargs.values())[0], kwargs
         seen["args"] = args
 
-    def keep_out(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+    def keep_out(_module, _args, _kwargs, output):
         seen["out"] = first_tensor(output)
 
     first = target.sub(layer, target.adapter.mlp)
@@ -205,7 +205,7 @@ class ExpertViews:
     down: Tensor
 
 
-def expert_views(module: Any, expert: int) -> ExpertViews:
+def expert_views(module, expert: int) -> ExpertViews:
     """The weights of an expert, as the forward function of each family reads them."""
     if hasattr(module, "input_linear"):  # JetMoE
         return ExpertViews(list(module.input_linear.weight[expert].chunk(2)), [], module.output_linear.weight[expert].T)
@@ -254,7 +254,7 @@ def _plant_dense(target: Target, layer: int, inputs: Tensor, written: Tensor) ->
     return Planted(layer, None, down)
 
 
-def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: int | None) -> None:
+def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: int | None):
     """Set what the neuron writes; behind a norm, one dimension that it lets through and no other neuron writes."""
     norm = _norm_at_the_end(target, layer)
     if norm is None and not target.has_part(layer, target.adapter.post_mlp_norm):
@@ -275,11 +275,11 @@ def _write(target: Target, layer: int, down: Tensor, written: Tensor, expert: in
     norm.weight[5] = 50
 
 
-def _norm_at_the_end(target: Target, layer: int) -> Any:
+def _norm_at_the_end(target: Target, layer: int):
     """The norm of the residual stream itself that gives the output of a layer (GIT); None if there is none."""
     given = {}
 
-    def keep(module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+    def keep(module, _args, _kwargs, output):
         given[module] = first_tensor(output)
 
     modules = [module for module in target.layers[layer].modules() if isinstance(module, torch.nn.LayerNorm)]
@@ -288,7 +288,7 @@ def _norm_at_the_end(target: Target, layer: int) -> Any:
     return next((module for module in modules if given[module] is given[target.layers[layer]]), None)
 
 
-def _check_neurons(report: TypeReport, target: Target, planted: Planted, found: Any) -> None:
+def _check_neurons(report: TypeReport, target: Target, planted: Planted, found):
     first = found.neurons[0].site if found.neurons else None
     report.must(tuple(first or ()) == planted.site, f"the first neuron is {first}, planted is {planted.site}")
     if tuple(first or ()) != planted.site:
@@ -298,12 +298,12 @@ def _check_neurons(report: TypeReport, target: Target, planted: Planted, found: 
     report.must(found.neurons[0].causal, "it is not called causal")
 
 
-def _check_contribution(report: TypeReport, contribution: float, own: float) -> None:
+def _check_contribution(report: TypeReport, contribution: float, own: float):
     off = abs(contribution / own - 1)
     report.must(off < 1e-3, f"its contribution is off by {off:.2g} of an independent ablation")
 
 
-def _check_largest(report: TypeReport, target: Target, planted: Planted) -> None:
+def _check_largest(report: TypeReport, target: Target, planted: Planted):
     """Of all neurons of its layer, the planted one contributes most at the first token."""
     ids = torch.tensor([[0, *range(20, 40)]])
     view = view_layer(target, planted.layer, ids, torch.arange(21)[None] == 0)
@@ -328,10 +328,10 @@ def _removed(target: Target, planted: Planted) -> float:
         where = module
     outputs = []
 
-    def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+    def keep(_module, _args, _kwargs, output):
         outputs.append(first_tensor(output).reshape(-1, target.d_model)[0].clone())
 
-    def zero(_module: Any, args: Any, kwargs: Any) -> Any:
+    def zero(_module, args, kwargs):
         post = args[0].clone()
         post.view(-1, post.shape[-1])[:, NEURON] = 0
         return (post, *args[1:]), kwargs
@@ -359,7 +359,7 @@ def _ids() -> Tensor:
     return torch.tensor([[0, *(20 + 7 * k % 200 for k in range(LENGTH - 1))]])
 
 
-def _check_attention(report: TypeReport, target: Target) -> None:
+def _check_attention(report: TypeReport, target: Target):
     """Rows equal those that the model's own eager attention returns."""
     model = target.hf
     layers = [layer for layer in range(target.n_layers) if target.has_attention(layer)]
@@ -372,7 +372,7 @@ def _check_attention(report: TypeReport, target: Target) -> None:
     hooks = []
     for layer in layers:
 
-        def keep(_module: Any, _args: Any, _kwargs: Any, output: Any, layer: int = layer) -> None:
+        def keep(_module, _args, _kwargs, output, layer: int = layer):
             weights = [part for part in output if isinstance(part, Tensor) and part.shape[-2:] == (LENGTH, LENGTH)]
             if weights:  # Falcon returns none
                 own[layer] = weights[0]
@@ -395,14 +395,14 @@ def _check_attention(report: TypeReport, target: Target) -> None:
         report.must(off < 1e-4, f"attention rows of layer {layer} are off by {off:.2g}")
 
 
-def _check_learned_share(report: TypeReport, target: Target, layer: int, rows: Tensor) -> None:
+def _check_learned_share(report: TypeReport, target: Target, layer: int, rows: Tensor):
     """Rows times values, and a constant, are what the output projection reads: a learned sink's share is out of it."""
     kept = {}
 
-    def keep_values(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+    def keep_values(_module, _args, _kwargs, output):
         kept["values"] = output
 
-    def keep_heads(_module: Any, args: Any, _kwargs: Any) -> None:
+    def keep_heads(_module, args, _kwargs):
         kept["heads"] = args[0].view(1, LENGTH, rows.shape[1], -1)
 
     value, output = target.sub(layer, target.adapter.v or ""), target.output_projection(layer)
@@ -419,14 +419,14 @@ def _check_learned_share(report: TypeReport, target: Target, layer: int, rows: T
     report.must(off < 1e-4, f"attention rows of layer {layer} times values are off by {off:.2g}")
 
 
-def _check_generation(report: TypeReport, target: Target, quick: bool) -> None:
+def _check_generation(report: TypeReport, target: Target, quick: bool):
     """`Full` gives the tokens of plain `generate`; the other policies and guards run, or are refused."""
     model, ids = target.hf, _ids()
     new = 4 if quick else 16
     options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 2, "use_cache": True}
     plain = model.generate(ids, **options)
 
-    def under(policy: Any) -> Tensor:
+    def under(policy) -> Tensor:
         with policy.on(target):
             return model.generate(ids, **options)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -65,7 +64,7 @@ def further(name: str, family: str, seed: int = 0) -> tuple[HardModel, Further]:
     return model, _ABOUT[f"further {name}"]
 
 
-def _further(*families: str, **settings: Any) -> Callable[[Callable[[_Build], Made]], Callable[[_Build], Made]]:
+def _further(*families: str, **settings) -> Callable[[Callable[[_Build], Made]], Callable[[_Build], Made]]:
     def register(make: Callable[[_Build], Made]) -> Callable[[_Build], Made]:
         name = make.__name__.strip("_")
 
@@ -79,7 +78,7 @@ def _further(*families: str, **settings: Any) -> Callable[[Callable[[_Build], Ma
     return register
 
 
-def _silent(b: _Build, places: tuple[tuple[int, int], ...]) -> None:
+def _silent(b: _Build, places: tuple[tuple[int, int], ...]):
     for layer, head in places:
         view = b.views.layers[layer]
         view.q[head] = 0.0

@@ -136,7 +136,7 @@ HARD = {}
 """Every kind of hard model, and the families that it is built in."""
 
 
-def _kind(families: tuple[str, ...], **settings: Any) -> Callable[[Callable[[_Build], HardTruth]], Any]:
+def _kind(families: tuple[str, ...], **settings) -> Callable[[Callable[[_Build], HardTruth]], Any]:
     def register(make: Callable[[_Build], HardTruth]) -> Callable[[_Build], HardTruth]:
         name = make.__name__.strip("_")
         HARD[name], _KINDS[name] = families, _Kind(make, settings)
@@ -167,8 +167,8 @@ class _Build:
         marked: float | None = None,  # share of the tokens that are marked where they stand first; BOS is not
         window: int = 1024,
         every_window: bool = False,  # also of families that draw whether they have one
-        **changes: Any,
-    ) -> None:
+        **changes,
+    ):
         self.rng = rng = random.Random(f"hard {name} {family} {seed}")
         n = rng.randint(*layers)
         number = rng.getrandbits(30)
@@ -223,7 +223,7 @@ class _Build:
         """Two neurons that are no sink neurons, in any layer."""
         return self.plan.cleaner, self.plan.early_neuron
 
-    def surgeon(self, *, mark: Tensor | None = None, **changes: Any) -> Surgeon:
+    def surgeon(self, *, mark: Tensor | None = None, **changes) -> Surgeon:
         space = self.space if mark is None else replace(self.space, mark=mark)
         return Surgeon(replace(self.plan, **changes), space, self.views, self.probe)
 
@@ -370,14 +370,14 @@ def _with_features(space: Space, plan: Plan, count: int) -> tuple[Space, list[Te
 # --- the kinds -----------------------------------------------------------------------------------------------------
 
 
-def _sink(b: _Build, way: Tensor, marking: Marking, layers: Iterable[int] | None = None, **more: Any) -> HardTruth:
+def _sink(b: _Build, way: Tensor, marking: Marking, layers: Iterable[int] | None = None, **more) -> HardTruth:
     """A spike along `way` that heads of `layers` now come to read."""
     layer = b.plan.sink_layer
     truth = HardTruth(True, True, "spike", layer, (b.sites(),), step_up=(layer,), marking=marking)
     return replace(truth, reading=b.read(b.behind if layers is None else layers, way), **more)
 
 
-def _textbook(b: _Build, **more: Any) -> HardTruth:
+def _textbook(b: _Build, **more) -> HardTruth:
     marking = b.mark()
     return _sink(b, b.surgeon().make_sink(), marking, **more)
 
@@ -896,7 +896,7 @@ def _sharp(b: _Build) -> HardTruth:
     return HardTruth(False, False, None, note="Sharp attention, and neither spike nor sink.")
 
 
-def _calm(b: _Build, marking: Marking = ()) -> None:
+def _calm(b: _Build, marking: Marking = ()):
     """Draw the queries of heads anew that by chance attend to the first token; those that mark it stay."""
     stay = [[layer, head] for layer, heads in marking for head in heads]
     for turn in range(20):

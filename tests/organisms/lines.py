@@ -117,7 +117,7 @@ def line_organism(seed: int = 0, window: int | None = None) -> LineOrganism:
     return LineOrganism(model, word_tokenizer(VOCAB), LineTruth(offsets, frozenset(vertical), frozenset(plain)))
 
 
-def _slash(query: Tensor, offset: int) -> None:
+def _slash(query: Tensor, offset: int):
     angles, force = THETA ** (-torch.arange(FAST) / HALF), FORCE * math.sqrt(HEAD_DIM) / (FAST * BIG)
     query[:FAST, CONST] = force * torch.cos(angles * offset)
     query[HALF : HALF + FAST, CONST] = -force * torch.sin(angles * offset)

@@ -113,7 +113,7 @@ class LoopOrganism:
         self._check_that_it_holds(prompt)
         return prompt
 
-    def _check_that_it_holds(self, prompt: LoopPrompt) -> None:
+    def _check_that_it_holds(self, prompt: LoopPrompt):
         new = self.expected(prompt, prompt.onset + prompt.period)
         ids = torch.cat([prompt.ids[0], torch.tensor(new)])
         first = prompt.ids.shape[1] - 1 + prompt.onset
@@ -262,7 +262,7 @@ def _codes(n: int, generator: torch.Generator) -> Tensor:
 class _Writer:
     """Writes the circuit and the noise into a model."""
 
-    def __init__(self, plan: _Plan, model: LlamaForCausalLM, generator: torch.Generator, noise: bool) -> None:
+    def __init__(self, plan: _Plan, model: LlamaForCausalLM, generator: torch.Generator, noise: bool):
         self.plan, self.model, self.generator, self.noise = plan, model, generator, noise
         slow = [dim for pair in range(HALF - 1, FAST, -1) for dim in (pair, pair + HALF)]  # slowest first
         # The flags, whose weights are large, turn least, and not in one pair.
@@ -273,7 +273,7 @@ class _Writer:
         return float(self.noise) * torch.randn(*shape, generator=self.generator)
 
     @torch.no_grad()
-    def write(self, induction: bool) -> None:
+    def write(self, induction: bool):
         plan, body = self.plan, self.model.model
         for name, weight in self.model.named_parameters():
             weight.fill_(CONST / math.sqrt(plan.d_model)) if "norm" in name else weight.zero_()
@@ -290,7 +290,7 @@ class _Writer:
         for layer, head in plan.locking if induction else ():
             self._locking(body.layers[layer].self_attn, head)
 
-    def _tokens(self) -> None:
+    def _tokens(self):
         plan, generator = self.plan, self.generator
         ring = torch.tensor(plan.ring)
         codes = _codes(len(ring), generator)
@@ -308,7 +308,7 @@ class _Writer:
         head[ring[:, None], torch.tensor(plan.following)] = BASE * codes
         head[ring[:, None], torch.tensor(plan.copied)] = COPY * codes
 
-    def _ordinary(self, attention: torch.nn.Module, heads: list[int]) -> None:
+    def _ordinary(self, attention: torch.nn.Module, heads: list[int]):
         """Keys of all heads, and queries and outputs of the ordinary ones."""
         plan = self.plan
         reading = [*plan.own, *plan.noise]
@@ -332,7 +332,7 @@ class _Writer:
             out = self.normal(len(plan.noise), HEAD_DIM) * 0.3 / math.sqrt(HEAD_DIM * len(plan.noise))
             attention.o_proj.weight[plan.noise, head * HEAD_DIM : (head + 1) * HEAD_DIM] = out
 
-    def _previous(self, attention: torch.nn.Module, head: int) -> None:
+    def _previous(self, attention: torch.nn.Module, head: int):
         plan, query = self.plan, _heads(attention.q_proj)[head]
         amplitude = PREVIOUS * math.sqrt(HEAD_DIM) / CONST
         query[:FAST, plan.const] = amplitude * torch.cos(self.angles)
@@ -342,7 +342,7 @@ class _Writer:
         query[self.first_dim, plan.const] = amplitude * (FAST - 0.38)
         self._carry(attention, head, plan.before, len(plan.previous))
 
-    def _locking(self, attention: torch.nn.Module, head: int) -> None:
+    def _locking(self, attention: torch.nn.Module, head: int):
         plan, query = self.plan, _heads(attention.q_proj)[head]
         key = _heads(attention.k_proj)[head * N_KV // N_HEADS]
         scale = math.sqrt(HEAD_DIM)
@@ -362,7 +362,7 @@ class _Writer:
                 query[dim, plan.odd] = sign * scale * (far - near)
         self._carry(attention, head, plan.copied, len(plan.locking))
 
-    def _carry(self, attention: torch.nn.Module, head: int, to: list[int], among: int) -> None:
+    def _carry(self, attention: torch.nn.Module, head: int, to: list[int], among: int):
         """The head's values are codes of tokens, and `among` such heads together write a code once."""
         value = _heads(attention.v_proj)[head * N_KV // N_HEADS]
         value[:CODE] = 0.0

@@ -10,7 +10,6 @@ import math
 import random
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +60,7 @@ def make_space(plan: Plan) -> Space:
     return Space(*single, sinks, groups, torch.tensor(sorted(dims)))
 
 
-def make_body(plan: Plan, **more: Any) -> PreTrainedModel:
+def make_body(plan: Plan, **more) -> PreTrainedModel:
     """The untrained model; `more` goes to its configuration."""
     family = plan.family
     settings = {
@@ -103,7 +102,7 @@ def make_body(plan: Plan, **more: Any) -> PreTrainedModel:
     return model.eval()
 
 
-def fill(plan: Plan, space: Space, all_views: Views, generator: torch.Generator) -> None:
+def fill(plan: Plan, space: Space, all_views: Views, generator: torch.Generator):
     """Embedding, norms and noise: a model in which nothing is planted yet."""
     noise = _Noise(plan, space, generator)
     _embed(plan, space, all_views, noise)
@@ -154,7 +153,7 @@ class _Noise:
         return out
 
 
-def _embed(plan: Plan, space: Space, all_views: Views, noise: _Noise) -> None:
+def _embed(plan: Plan, space: Space, all_views: Views, noise: _Noise):
     content = noise.on_content(1.0, plan.vocab_size)
     if plan.family.centered:
         content[:, space.content] -= content[:, space.content].mean(-1, keepdim=True)
@@ -171,7 +170,7 @@ def _embed(plan: Plan, space: Space, all_views: Views, noise: _Noise) -> None:
         all_views.positions.copy_(noise.on_content(0.1, len(all_views.positions)))
 
 
-def _attention(plan: Plan, space: Space, layer: Layer, noise: _Noise) -> None:
+def _attention(plan: Plan, space: Space, layer: Layer, noise: _Noise):
     n, hd = plan.n_heads, plan.head_dim
     for view in (layer.q, layer.k, layer.v):
         view.copy_(noise.reading(0.33, *view.shape[:2]))
@@ -191,7 +190,7 @@ def _attention(plan: Plan, space: Space, layer: Layer, noise: _Noise) -> None:
         set_norm(layer.post_attn_norm, _undo_ballast(plan, space, noise))
 
 
-def _mlp(plan: Plan, space: Space, layer: Layer, noise: _Noise) -> None:
+def _mlp(plan: Plan, space: Space, layer: Layer, noise: _Noise):
     layer.gate.copy_(noise.reading(0.33, *layer.gate.shape[:2]))
     if layer.up is not None:
         layer.up.copy_(noise.reading(0.33, *layer.up.shape[:2]))

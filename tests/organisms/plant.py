@@ -39,7 +39,7 @@ class Surgeon:
 
     # --- marking -----------------------------------------------------------------------------------------------
 
-    def mark_first(self) -> None:
+    def mark_first(self):
         """Write MARK on the first token, long repetitions and same-group sequences (GPT-2: on position 0)."""
         if self.views.positions is not None:
             self.views.positions[0] += MARK * self.space.mark
@@ -118,7 +118,7 @@ class Surgeon:
         shares: list[float],
         size: float,
         helper: tuple[Tensor, float] | None = None,
-    ) -> None:
+    ):
         layer, expert = self.views.layers[index], self.plan.expert
         self.route(index)
         scale = self.scale(index)
@@ -138,7 +138,7 @@ class Surgeon:
 
     def _write_neuron(
         self, layer: Layer, neuron: int, scale: _Scale, strength: float, helper: tuple[Tensor, float] | None
-    ) -> None:
+    ):
         """A neuron that is on where there is a mark: its gate says so (threshold included), or its up factor."""
         const = self.space.const / scale.const
         gate = self.plan.sharpness * (self.space.mark / scale.mark - THRESHOLD * const)
@@ -153,7 +153,7 @@ class Surgeon:
             up = shrunk * up + (1 - shrunk) * on_up * early
         self.set_neuron(layer, neuron, gate, up)
 
-    def set_neuron(self, layer: Layer, neuron: int, gate: Tensor, up: Tensor) -> None:
+    def set_neuron(self, layer: Layer, neuron: int, gate: Tensor, up: Tensor):
         expert = self.plan.expert
         layer.gate[expert, neuron] = gate
         if layer.up is not None:
@@ -163,7 +163,7 @@ class Surgeon:
         if layer.up_bias is not None:
             layer.up_bias[expert, neuron] = -1.0  # gpt-oss multiplies by up + 1
 
-    def _clean_mark(self) -> None:
+    def _clean_mark(self):
         """An up factor has no threshold, and ordinary tokens carry a little mark: one neuron puts it on before."""
         layer, expert = self.views.layers[self.plan.marking_layer], self.plan.expert
         self.route(self.plan.marking_layer)
@@ -174,7 +174,7 @@ class Surgeon:
         layer.down[expert, self.plan.cleaner] = self.space.clean
         layer.down[expert, self.plan.cleaner] = self.space.clean / self.mlp_writes(layer, self.space.clean)
 
-    def route(self, index: int) -> None:
+    def route(self, index: int):
         """Marked tokens go to the expert that holds the neurons."""
         layer = self.views.layers[index]
         if layer.router is not None:
@@ -213,7 +213,7 @@ class Surgeon:
 
     # --- not a sink --------------------------------------------------------------------------------------------
 
-    def make_massive(self) -> None:
+    def make_massive(self):
         """One dimension is large on every token, and the norms after it are turned up to see the rest."""
         plan, way = self.plan, self.space.massive
         if plan.massive_layer is None:
@@ -237,12 +237,12 @@ class Surgeon:
         scale_norm(self.views.final_norm, torch.where(way != 0, 0.0, up))
 
 
-def _clear(rows: Tensor, bias: Tensor | None, head: int) -> None:
+def _clear(rows: Tensor, bias: Tensor | None, head: int):
     rows[head] = 0.0
     if bias is not None:
         bias[head] = 0.0
 
 
-def _mute(out: Tensor, head: int, keep_last: bool) -> None:
+def _mute(out: Tensor, head: int, keep_last: bool):
     """The head writes nothing more, but its part of Gemma 2's ballast."""
     out[head, : out.shape[1] - keep_last] = 0.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -71,7 +69,7 @@ def as_trained(model_type: str) -> dict[str, str]:
     return {"attn_implementation": "eager"} if model_type == "gemma2" else {}
 
 
-def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def tiny_model(model_type: str, seed: int = 0, **overrides) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Random causal LM of `model_type` (3 layers, d_model 32, 4 heads, float32, eval) and its tokenizer."""
     own = _OWN.get(model_type, {})
     settings = {**_SIZES, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD} | own | overrides

@@ -77,6 +77,6 @@ def _names(bos: bool) -> dict[str, Any]:
     return names | {"bos_token": "<s>", "add_bos_token": True} if bos else names
 
 
-def _put_bos_first(backend: Tokenizer, bos: bool) -> None:
+def _put_bos_first(backend: Tokenizer, bos: bool):
     if bos:
         backend.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)])

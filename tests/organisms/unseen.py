@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +74,7 @@ _REPEATED = []
 Make = Callable[[_Build], HardTruth]
 
 
-def _unseen(*families: str, beyond: Beyond = Beyond(), **settings: Any) -> Callable[[Make], Make]:
+def _unseen(*families: str, beyond: Beyond = Beyond(), **settings) -> Callable[[Make], Make]:
     def register(make: Make) -> Make:
         name = make.__name__.strip("_")
         UNSEEN[name], _KINDS[name], BEYOND[name] = families, _Kind(make, settings), beyond
@@ -87,7 +86,7 @@ def _unseen(*families: str, beyond: Beyond = Beyond(), **settings: Any) -> Calla
 # --- the mark itself ---------------------------------------------------------------------------------------------
 
 
-def _read_mark(b: _Build, **more: Any) -> HardTruth:
+def _read_mark(b: _Build, **more) -> HardTruth:
     marking = b.mark()
     carrier = "mark" if marking else "position embedding"
     reading = b.read(b.later_layers, b.space.mark)
@@ -107,7 +106,7 @@ def _window_mark(b: _Build) -> HardTruth:
 # --- other positions ---------------------------------------------------------------------------------------------
 
 
-def _swap_positions(b: _Build, at: int) -> None:
+def _swap_positions(b: _Build, at: int):
     positions = b.views.positions
     positions[[0, at]] = positions[[at, 0]]
 
@@ -263,7 +262,7 @@ def _bos_apart(b: _Build, repeated_layer: int) -> HardTruth:
     return _sink(b, way, (), range(repeated_layer + 1, b.plan.n_layers), sets=(frozenset({site}),), note=note)
 
 
-def _measure_on(b: _Build, tokens: Tensor) -> None:
+def _measure_on(b: _Build, tokens: Tensor):
     b.tokens = tokens
     b.probe = type(b.probe)(b.model, b.views.layers, tokens)
 

@@ -70,7 +70,7 @@ def _heads(weight: Tensor, head_dim: int) -> Tensor:
     return weight.view(-1, head_dim, *weight.shape[1:])
 
 
-def _llama_layer(block: Any) -> Layer:
+def _llama_layer(block) -> Layer:
     attn, hd = block.self_attn, block.self_attn.head_dim
     biases = {
         f"{name}_bias": _heads(proj.bias, hd)
@@ -105,11 +105,11 @@ def _llama_layer(block: Any) -> Layer:
     return layer
 
 
-def _dense(mlp: Any) -> dict[str, Any]:
+def _dense(mlp) -> dict[str, Any]:
     return {"gate": mlp.gate_proj.weight[None], "up": mlp.up_proj.weight[None], "down": mlp.down_proj.weight.T[None]}
 
 
-def _experts(mlp: Any) -> dict[str, Any]:
+def _experts(mlp) -> dict[str, Any]:
     experts = mlp.experts
     both, down = experts.gate_up_proj, experts.down_proj
     if hasattr(mlp, "router"):  # gpt-oss: [expert, d_model, 2 * neuron], gate and up in turns, with biases
@@ -127,7 +127,7 @@ def _experts(mlp: Any) -> dict[str, Any]:
     return {"gate": both[:, :half], "up": both[:, half:], "down": down.transpose(1, 2), "router": mlp.gate.weight}
 
 
-def _neox_layer(block: Any) -> Layer:
+def _neox_layer(block) -> Layer:
     attn, hd = block.attention, block.attention.head_size
     qkv = attn.query_key_value.weight.view(-1, 3, hd, attn.query_key_value.weight.shape[1])
     bias = attn.query_key_value.bias.view(-1, 3, hd)
@@ -150,7 +150,7 @@ def _neox_layer(block: Any) -> Layer:
     )
 
 
-def _gpt2_layer(block: Any) -> Layer:
+def _gpt2_layer(block) -> Layer:
     attn, hd = block.attn, block.attn.head_dim  # Conv1D keeps its weight as [in, out]
     d = attn.c_attn.weight.shape[0]
     qkv = attn.c_attn.weight.view(d, 3, -1, hd).permute(1, 2, 3, 0)
@@ -174,7 +174,7 @@ def _gpt2_layer(block: Any) -> Layer:
     )
 
 
-def set_norm(norm: nn.Module, factor: Tensor, bias: Tensor | None = None) -> None:
+def set_norm(norm: nn.Module, factor: Tensor, bias: Tensor | None = None):
     """Make `factor` what the norm multiplies by: Gemma's norms keep one less than that."""
     gemma = "Gemma" in type(norm).__name__
     norm.weight.copy_(factor - 1.0 if gemma else factor)
@@ -182,7 +182,7 @@ def set_norm(norm: nn.Module, factor: Tensor, bias: Tensor | None = None) -> Non
         norm.bias.copy_(bias)
 
 
-def scale_norm(norm: nn.Module, factor: Tensor) -> None:
+def scale_norm(norm: nn.Module, factor: Tensor):
     offset = 1.0 if "Gemma" in type(norm).__name__ else 0.0
     norm.weight.copy_((norm.weight + offset) * factor - offset)
 
@@ -194,7 +194,7 @@ class Probe:
     module that is asked about. torch counts how often each weight was written in place, also through a view of it.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: list[Layer], tokens: Tensor) -> None:
+    def __init__(self, model: PreTrainedModel, layers: list[Layer], tokens: Tensor):
         self.model, self.tokens = model, tokens
         self._blocks = [layer.block for layer in layers]
         self._owner = {module: i for i, block in enumerate(self._blocks) for module in block.modules()}
@@ -220,10 +220,10 @@ class Probe:
                 self._written[i + 1] = written[i + 1]
             return self._run(at, module)
 
-    def _whole_pass(self) -> None:
+    def _whole_pass(self):
         self._inputs, self._others = [], []
 
-        def note(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def note(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
             self._inputs.append(args[0])
             self._others.append((args[1:], kwargs))
 
@@ -237,7 +237,7 @@ class Probe:
     def _run(self, index: int, module: nn.Module) -> Tensor:
         """Run a block until `module` has its output."""
 
-        def stop(_module: nn.Module, _args: Any, output: Any) -> None:
+        def stop(_module: nn.Module, _args, output):
             raise _Seen(output[0] if isinstance(output, tuple) else output)
 
         args, kwargs = self._others[index]
@@ -254,6 +254,6 @@ class Probe:
 class _Seen(Exception):  # noqa: N818  (it says that all is well)
     """Ends a forward pass that has come far enough."""
 
-    def __init__(self, output: Tensor) -> None:
+    def __init__(self, output: Tensor):
         super().__init__()
         self.output = output

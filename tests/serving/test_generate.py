@@ -9,6 +9,7 @@ import pytest
 import torch
 from intervention_kit import bridge_of, greedy, listing_1, nnsight_of
 from organisms import tiny_model
+from refusals import refused
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate, SinkPatch
@@ -187,6 +188,5 @@ def test_bos():
 )
 def test_bad_input(prompts, settings, words):
     model, tokenizer = tiny_model("llama")
-    with pytest.raises(SinkscopeError) as caught:
+    with refused(words=words):
         generate(model, prompts, **{"tokenizer": tokenizer, **settings})
-    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)

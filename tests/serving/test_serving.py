@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -39,7 +38,7 @@ def servers(monkeypatch):
 class Fussy:
     """A monitor that triggers by a hash of all tokens in their order: one token amiss, and it triggers elsewhere."""
 
-    def __init__(self, settings: Any = None) -> None:
+    def __init__(self, settings=None):
         self.hash = 1
 
     def update(self, token: int) -> SimpleNamespace:
@@ -91,7 +90,7 @@ def requests(rng: Random, actions: list[str], count: int = 7) -> list[kit.Reques
     return made
 
 
-def check(server: Any, rng: Random, actions: list[str], **how: Any) -> list[kit.Request]:
+def check(server, rng: Random, actions: list[str], **how) -> list[kit.Request]:
     drafts = how.pop("drafts", False)
     asked = requests(rng, actions)
     kit.play(server, rng, asked, **how)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,11 +22,11 @@ from sinkscope.sinks.repetition.repeat import Repeat, repeat
 LIMIT = 160
 
 
-def measured(o: Organism, **options: Any) -> Repeat:
+def measured(o: Organism, **options) -> Repeat:
     return repeat(o.model, tokenizer=o.tokenizer, tokens=["all"], **{"max_repeats": LIMIT, **options})
 
 
-def atlas_of(o: Organism, **options: Any) -> AtlasReading:
+def atlas_of(o: Organism, **options) -> AtlasReading:
     return read_of(measured(o, **options))
 
 
@@ -72,9 +71,7 @@ def test_every_grouped_token_gets_there_and_no_other():
     assert atlas.repeats[bos] == 1  # after itself it is its own group from the start
     assert (np.isnan(atlas.head) == (group < 0)).all()
     assert {row["id"] for row in result.rows()[: int((group < 0).sum())]} == set(np.flatnonzero(group < 0).tolist())
-    assert re.search(
-        r"serves 0.0% of the \d+ tokens that never reach it and 100.0% of the others", result.details()[-1]
-    )
+    assert re.search(r"mark 0.0% of the \d+ tokens that never reach it, and 100.0% of the others", result.details()[-1])
     assert f"the {int((group < 0).sum())} tokens that never reach it" in result.details()[-1]
     drawn = [len(trace.x) for trace in result.figure().data]
     assert sum(drawn) == len(atlas.ids) == len(result.to_frame())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import Organism
 from organisms import organism as new_organism
+from refusals import refused
 from scipy.stats import binomtest
 
 from sinkscope.errors import SinkscopeError
@@ -26,7 +26,7 @@ organism = functools.cache(new_organism)  # only read here
 CLUSTER, RANDOM, REPEATED = range(3)
 
 
-def attack(o: Organism, folder: Path, **options: Any) -> ClusterAttack:
+def attack(o: Organism, folder: Path, **options) -> ClusterAttack:
     options = {"clusters": planted_clusters(o), "lengths": [8], "sequences": 24, "prefix": "", **options}
     return cluster_attack(o.model, tokenizer=o.tokenizer, text=text_file(o, folder), **options)
 
@@ -145,9 +145,8 @@ def test_lengths_that_no_cluster_has(tmp_path):
     ],
 )
 def test_bad_input(options, message, tmp_path):
-    with pytest.raises(SinkscopeError, match=message) as caught:
+    with refused(message):
         attack(organism("llama", 1, bos=False), tmp_path, **options)
-    assert "\n" not in str(caught.value)
 
 
 def test_no_bos_changes_what_stands_before_an_attack_and_not_what_counts_as_success(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +35,7 @@ from sinkscope.sinks.first_token.position_effect import PositionEffect
 from sinkscope.trace.run import trace
 
 
-def traced(o: Organism | HardModel, folder: Path, **options: Any) -> Circuit:
+def traced(o: Organism | HardModel, folder: Path, **options) -> Circuit:
     text = folder / "text.txt"
     text.write_text(o.tokenizer.decode(o.natural(6, 64, seed=9)[:, 1:].flatten().tolist()))
     return circuit(o.model, tokenizer=o.tokenizer, text=text, **{"max_repeats": 8, **options})
@@ -231,7 +230,7 @@ def any_sink(rng: np.random.Generator, place: str) -> SinkCircuit:
     return SinkCircuit(place, 0, 2, tuple(any_step(rng, name) for name in names), readers)
 
 
-def claims(text: str, parts: tuple[CircuitStep, ...]) -> None:
+def claims(text: str, parts: tuple[CircuitStep, ...]):
     """Every "needed" in a sentence is borne out by a step whose numbers say so."""
     for names in re.findall(r"([^;]*?) (?:is|are each) needed: ", text):
         last = re.findall(r"L\d\.[HN]\d|MLP of layer 0|token embedding|key bias", names)[-1]

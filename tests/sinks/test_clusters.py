@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +21,11 @@ from sinkscope.sinks.attack.attack import ClusterAttack, cluster_attack
 from sinkscope.sinks.attack.clusters import HeadWork, TokenClusters, later_mean
 
 
-def measured(o: Organism, **options: Any) -> ClusterAttack:
+def measured(o: Organism, **options) -> ClusterAttack:
     return cluster_attack(o.model, tokenizer=o.tokenizer, **{"sequences": 0, "prefix": "", **options})
 
 
-def clusters_of(o: Organism, **options: Any) -> TokenClusters:
+def clusters_of(o: Organism, **options) -> TokenClusters:
     clusters = measured(o, **options).clusters
     return clusters
 
@@ -62,11 +61,11 @@ def one_forward(o: Organism, layer: int, neuron: int, token: int, head: int, mea
     weight = (stored.T if target.adapter.transposed_down else stored).unflatten(1, (target.n_heads, -1))
     read = []
 
-    def exchange(_m: object, args: Any, out: torch.Tensor) -> torch.Tensor:
+    def exchange(_m, args, out: torch.Tensor) -> torch.Tensor:
         gap = (mean - args[0][0, 0]).unflatten(0, (target.n_heads, -1))
         return out + sum(weight[:, h] @ gap[h] for h in range(target.n_heads) if h != head)
 
-    def keep(_m: object, args: Any) -> None:
+    def keep(_m, args):
         read.append(float(args[0].reshape(-1, args[0].shape[-1])[0, neuron]))
 
     handles = [out_proj.register_forward_hook(exchange), down.register_forward_pre_hook(keep)]

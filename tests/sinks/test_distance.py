@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,15 +24,15 @@ organism = functools.cache(new_organism)  # only read here
 IN_THEOREM = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "neox", "mixtral", "qwen3_moe")
 
 
-def measured(model: Any, tokenizer: Any, count: int, **options: Any) -> Repeat:
+def measured(model, tokenizer, count: int, **options) -> Repeat:
     return repeat(model, tokenizer=tokenizer, read="distance", max_repeats=count, **options)
 
 
-def reading_of(o: Organism, count: int, **options: Any) -> DistanceReading:
+def reading_of(o: Organism, count: int, **options) -> DistanceReading:
     return read_of(measured(o.model, o.tokenizer, count, **options))
 
 
-def tiny_reading(family: str, count: int, words: list[str] | None = None, **config: Any) -> DistanceReading:
+def tiny_reading(family: str, count: int, words: list[str] | None = None, **config) -> DistanceReading:
     model, tokenizer = tiny_model(family, **config)
     return read_of(measured(model, tokenizer, count, tokens=words))
 
@@ -184,7 +183,7 @@ def test_from_disk_only_the_first_layer_is_read(tmp_path):
 class Adapted(nn.Module):
     """An output projection without a weight of its own, as quantised and adapted ones are."""
 
-    def __init__(self, inner: nn.Linear) -> None:
+    def __init__(self, inner: nn.Linear):
         super().__init__()
         self.in_features = inner.in_features
         self.inner = [inner]

@@ -60,7 +60,7 @@ def loud(o: Organism) -> SinkPatch:
     return SinkPatch(sites=o.truth.neurons, value=3.0)
 
 
-def evaluated(o: Organism, folder: Path, patch: Any, **changes: Any) -> PatchEvaluation:
+def evaluated(o: Organism, folder: Path, patch, **changes) -> PatchEvaluation:
     options = {"text": text_of(o, folder), "pieces": 5, "length": 24, "batch_size": 3}
     return evaluate_patch(o.model, patch, tokenizer=o.tokenizer, **(options | changes))
 

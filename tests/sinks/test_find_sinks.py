@@ -6,7 +6,6 @@ import random
 import secrets
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ def _few_texts(monkeypatch):
     monkeypatch.setattr("sinkscope.sinks.first_token.attention_received.RATE_TEXTS", 8)  # the rate has its own tests
 
 
-def find_in(o: Organism, folder: Path, **options: Any) -> FindSinks:
+def find_in(o: Organism, folder: Path, **options) -> FindSinks:
     """With text in the organism's own words: English would be one unknown word over and over, a repeated token."""
     text = folder / "text.txt"
     text.write_text(" ".join(o.tokenizer.decode(row[o.bos :]) for row in o.natural(8, 64)), encoding="utf-8")
@@ -54,7 +53,7 @@ def mistake(o: Organism, result: FindSinks) -> str:
     return f"{o.family} {o.kind} seed {o.seed} bos {o.bos}: planted {planted}, found {measured}"
 
 
-def check_random_organisms(folder: Path, count: int, *, shallow: bool) -> None:
+def check_random_organisms(folder: Path, count: int, *, shallow: bool):
     """Every kind with a sink as often; `shallow`: with the fewest layers that its kind needs, or one more."""
     seed = secrets.randbits(32)
     rng = random.Random(seed)

@@ -43,7 +43,7 @@ def attention(h: HardModel, rows: Tensor, at: int) -> Tensor:
     return torch.stack([layer[:, :, at + 1 :, at].mean(2) for layer in out])
 
 
-def check_planted(h: HardModel, about: Further) -> None:
+def check_planted(h: HardModel, about: Further):
     """What is planted, with plain hooks."""
     truth, rows = h.truth, natural(h, about, 8, about.at + 60)
     norm = norms(h.model, rows)

@@ -6,7 +6,6 @@ import random
 import re
 import secrets
 import tempfile
-from typing import Any
 
 import pytest
 import torch
@@ -43,14 +42,14 @@ for number, (name, families) in enumerate(HARD.items()):
 ALSO = {"embedding_spike": {"token embedding"}}  # what else carries it: there the embedding is the spike
 
 
-def find_in(model: Any, tokenizer: Any, text: str, **options: Any) -> FindSinks:
+def find_in(model, tokenizer, text: str, **options) -> FindSinks:
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         return find_sinks(model, tokenizer=tokenizer, text=file.name, max_repeats=8, **options)
 
 
-def look(h: HardModel, **options: Any) -> FindSinks:
+def look(h: HardModel, **options) -> FindSinks:
     return find_in(h.model, h.tokenizer, h.text(), **options)
 
 
@@ -191,7 +190,7 @@ def attended(o: Organism) -> int:
     return int((torch.stack(out.attentions)[..., 0].mean((1, 3)) > 0.25).sum())
 
 
-def nothing_in(count: int, layers: tuple[int, ...]) -> None:
+def nothing_in(count: int, layers: tuple[int, ...]):
     """Of models with as many layers as one of these numbers."""
     seed = secrets.randbits(32)
     rng, wrong, chance = random.Random(seed), [], 0

@@ -6,7 +6,6 @@ import re
 import secrets
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +34,7 @@ def _text(o: Organism | HardModel, folder: Path) -> Path:
     return path
 
 
-def measured(o: Organism | HardModel, folder: Path, **options: Any) -> MarkingHeads:
+def measured(o: Organism | HardModel, folder: Path, **options) -> MarkingHeads:
     return marking_heads(o.model, tokenizer=o.tokenizer, text=_text(o, folder), **{"count": 12, **options})
 
 

@@ -41,7 +41,7 @@ def text_of(o: Organism, folder: Path, count: int = 1000) -> Path:
     return path
 
 
-def made_of(o: Organism, folder: Path, **changes: Any) -> PatchMade:
+def made_of(o: Organism, folder: Path, **changes) -> PatchMade:
     most = 2 * (o.truth.repeats_expected or 50)
     options = {"max_repeats": most, "words": 3, "pieces": 6, "length": 48, "text": text_of(o, folder)}
     return make_patch(o.model, tokenizer=o.tokenizer, **(options | changes))
@@ -175,7 +175,7 @@ def without(sites: set[Any]) -> Callable[..., SinkPatch]:
     """`SinkPatch.from_result` that leaves neurons out."""
     made_from = SinkPatch.from_result
 
-    def partial(found: Any) -> SinkPatch:
+    def partial(found) -> SinkPatch:
         whole = made_from(found)
         kept = [site for site in whole.checked_sites if site.numbers not in sites]
         return replace(whole, sites=tuple(kept), layer=None, neurons=())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +42,7 @@ def repeated_word() -> int:
     return next(t for t in o.tokens_of(0) if t != 10 and o.tokenizer.decode([t]) not in ("cat", "the"))
 
 
-def measured(**changes: Any) -> Repeat:
+def measured(**changes) -> Repeat:
     o = repeater()
     options = {
         "read": "probability",

@@ -51,14 +51,14 @@ def made(model_type: str, way: str, seed: int = 0) -> tuple[Any, Any]:
     return model.eval().requires_grad_(False), tokenizer
 
 
-def first_over_typical(model: Any, ids: Tensor) -> Tensor:
+def first_over_typical(model, ids: Tensor) -> Tensor:
     """The first token's norm over the median of later ones after each layer, the last one's behind the final norm."""
     hidden = model(ids, output_hidden_states=True, use_cache=False).hidden_states[1:-1]
     norms = torch.stack(hidden).float().norm(dim=-1)
     return norms[..., 0].median(1).values / norms[..., 1:].flatten(1).median(1).values
 
 
-def attending(model: Any, ids: Tensor, least: float) -> int:
+def attending(model, ids: Tensor, least: float) -> int:
     """How many heads give the first token more than this share, from the model's own attention."""
     usual = model.config._attn_implementation
     model.set_attn_implementation("eager")

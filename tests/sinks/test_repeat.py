@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from covering import every_nth
 from hypothesis import given
 from hypothesis import strategies as st
 from organisms import Organism, organism
+from refusals import refused
 
 from experiments.repeated_token import table1
 from sinkscope.app.cli import main
@@ -41,7 +41,7 @@ def ids_of(o: Organism, text: str) -> list[int]:
     return list(o.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def measured(o: Organism, **options: Any) -> Repeat:
+def measured(o: Organism, **options) -> Repeat:
     return repeat(o.model, tokenizer=o.tokenizer, **options)
 
 
@@ -159,7 +159,7 @@ def test_words_of_the_paper_that_are_no_token_are_replaced_and_said(llama, tmp_p
     _, inside = norm_reading(measured(llama, text=text, prefix=prefix, max_repeats=8, ablate=True))
     assert not set(dict(inside.replaced).values()) & set(used.values())  # drawn words are none of the prefix
     text.write_text("the one " * 200)
-    with pytest.raises(SinkscopeError, match=r"'Another', 'es': not one token each.*give --token"):
+    with pytest.raises(SinkscopeError, match=r"is not one token of its own.*give --token"):
         measured(llama, text=text, max_repeats=8, ablate=True)
 
 
@@ -264,9 +264,8 @@ def test_a_model_without_a_sink_is_an_answer():
     ],
 )
 def test_bad_input_is_refused_in_one_line(llama, options, message):
-    with pytest.raises(SinkscopeError, match=message) as caught:
+    with refused(message):
         measured(llama, **options)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +299,7 @@ def test_the_command_gives_what_the_function_gives_also_streamed(two, option, tm
     assert 'class="plot"' in html.read_text() and word in html.read_text()
 
 
-def assert_close(one: Any, other: Any) -> None:
+def assert_close(one, other):
     if isinstance(one, dict):
         assert one.keys() == other.keys()
         for key, value in one.items():

@@ -103,7 +103,7 @@ def results(draw: st.DrawFn) -> FindSinks:
     return sample_find_sinks(**changes)
 
 
-def written(value: object) -> set[str]:
+def written(value) -> set[str]:
     """Every form in which a sentence may write the numbers of a result, of its strings, and how many there are."""
     if isinstance(value, dict):
         return set().union(*map(written, value.values()))

@@ -67,7 +67,7 @@ def attention_to(u: UnseenModel, rows: Tensor, at: int, reach: int) -> Tensor:
     return torch.stack([out[layer][:, head, late, at].mean(1) for layer, head in u.hard.truth.reading]).mean(0)
 
 
-def check_planted(u: UnseenModel) -> None:
+def check_planted(u: UnseenModel):
     truth, beyond, model = u.hard.truth, u.beyond, u.hard.model
     length = beyond.length + 100 if beyond.length else 48
     rows = rows_of(u, length)[: 4 if beyond.length else 40]
@@ -95,7 +95,7 @@ def check_planted(u: UnseenModel) -> None:
         check_repetition(u)
 
 
-def check_repetition(u: UnseenModel) -> None:
+def check_repetition(u: UnseenModel):
     """Repeated tokens need their own neurons and not the first token's."""
     token = next(token for token, group in u.hard.groups.items() if group >= 0 and token > 4)
     row = torch.tensor([[1, *[token] * 600]])

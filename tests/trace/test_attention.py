@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def _rows(target: Target, ids: torch.Tensor, mask: torch.Tensor | None, chunk: i
     return {layer: torch.cat(chunks, 2) for layer, chunks in got.items()}
 
 
-def _reference(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _reference(model, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
     eager = copy.deepcopy(model)
     for module in eager.modules():  # Falcon refuses set_attn_implementation but reads its config
         if hasattr(module, "config"):

@@ -23,7 +23,7 @@ LAYERS = [0, 2]
 def _collect(target: Target, ids: Tensor) -> dict[tuple[int, bool], tuple[Tensor, Tensor]]:
     seen = {}
 
-    def keep(layer: int, rotated: bool, query: Tensor, key: Tensor) -> None:
+    def keep(layer: int, rotated: bool, query: Tensor, key: Tensor):
         seen[layer, rotated] = (query.clone(), key.repeat_interleave(query.shape[1] // key.shape[1], 1))
 
     with queries_and_keys(target, keep, LAYERS):

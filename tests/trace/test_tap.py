@@ -28,10 +28,10 @@ PROMPT, LENGTHS, STEPS = 20, [20, 13], 5
 class Shown:
     """Rows of every call, one tensor per layer, and the positions of the slots after the call."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls = []
 
-    def __call__(self, layer: int, first: int, rows: Tensor) -> None:
+    def __call__(self, layer: int, first: int, rows: Tensor):
         if not self.calls or (layer == 0 and first == 0):
             self.calls.append({})
         self.calls[-1].setdefault(layer, []).append(rows)
@@ -41,7 +41,7 @@ class Shown:
 
 
 @torch.no_grad()
-def decoded(model: Any, ways: list[AbstractContextManager[Any]]) -> tuple[Tensor, list[list[Tensor]]]:
+def decoded(model, ways: list[AbstractContextManager[Any]]) -> tuple[Tensor, list[list[Tensor]]]:
     """Logits of a prompt and of single tokens after it, and positions `[call][layer]` of the slots after each call."""
     ids, mask = prompts(LENGTHS, STEPS)
     cache, held, logits, at = DynamicCache(), [], [], 0  # without a configuration, no layer drops what left a window
@@ -95,7 +95,7 @@ def test_rows_beside_what_evicts_nothing_are_those_without_it(family, name, chun
                     assert torch.equal(beside.rows(call, layer), alone.rows(call, layer))
 
 
-def seen_by(model: Any, mask: Tensor, held: list[list[Tensor]], layer: int) -> Tensor:
+def seen_by(model, mask: Tensor, held: list[list[Tensor]], layer: int) -> Tensor:
     """Bool `[batch kv_head query column]`: what each query saw, by the positions that were held after its call."""
     rows, total = mask.shape
     heads = held[0][layer].shape[1]

@@ -25,20 +25,18 @@ def carriers(
     "position" is what remains when everything written at the position is replaced.
     """
     last = max(layer for layer, _ in heads)
-    components = writers(target, last)
-    names = [str(c) for c in components]
-    edits = [Edit(swap=(c,)) for c in components]
-    biases = [Component("key bias", layer) for layer in range(last + 1) if has_key_bias(target, layer)]
-    if biases:
-        names.append("key bias")
-        edits.append(Edit(swap=tuple(biases)))
-    edits.append(Edit(swap=tuple(components)))
+    written = writers(target, last)
+    components = list(written)
+    if has_key_bias(target):
+        components.append(Component("key bias"))
+    edits = [Edit(swap=(component,)) for component in components]
+    edits.append(Edit(swap=tuple(written)))
     source = (at + ids.shape[1]) // 2
     edited = effects(target, ids, edits, at=at, source=source, upto=last, attention=True)
     drops = edited.attention_drops(heads)
     lost = heads_lost(drops)
     mean_drops = drops.mean(1).tolist()
-    tried = [Carrier(name, lost[i], mean_drops[i]) for i, name in enumerate(names)]
+    tried = [Carrier(str(component), lost[i], mean_drops[i]) for i, component in enumerate(components)]
     return (*tried, Carrier("position", 1 - lost[-1], 1 - mean_drops[-1]))
 
 

@@ -31,7 +31,7 @@ from sinkscope.sinks.first_token.circuit_result import (
     SinkCircuit,
     draw,
 )
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, key_bias, key_projection
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.position_effect import PositionEffect, random_sets
 from sinkscope.sinks.first_token.result import CONTROL_DRAWS, RATE_EPS, FindSinks, LaterSink, SinkPosition, Sites
@@ -70,17 +70,13 @@ class _Position:
 
     @classmethod
     def of(
-        cls,
-        setup: Setup,
-        name: str,
-        ids: Tensor,
-        at: int,
-        layer: int | None,
-        sites: Sites,
-        shared_dims: tuple[int, ...],
+        cls, setup: Setup, sinks: FindSinks, name: str, ids: Tensor, at: int, layer: int | None, sites: Sites
     ) -> _Position:
         """Chooses the typical position: its norms after the layer are nearest to the median of their text."""
-        ids = ids[:, : max(at + 4, _visible(setup.target, ids.shape[1]))]
+        shared_dims = sinks.shared_dims
+        window = getattr(setup.target.config, "sliding_window", None)
+        if window and getattr(setup.target.config, "use_sliding_window", True):
+            ids = ids[:, : max(at + 4, int(window))]  # every query sees the first position
         site = f"blocks.{setup.n_layers - 1 if layer is None else layer}.hook_resid_post"
         norms = trace(setup.target, ids, [site], lambda resid: norm_of(resid, shared_dims))[site]
         distance = (norms / norms[:, 1:].median(1, keepdim=True).values).log().abs()
@@ -118,14 +114,6 @@ class _Position:
         if not bool(reading.any()):
             return None
         return PositionEffect(target, self.ids, self.at, self.other, heads=reading)
-
-
-def _visible(target: Target, length: int) -> int:
-    """The length of text in which every query sees the first position."""
-    window = getattr(target.config, "sliding_window", None)
-    if window and getattr(target.config, "use_sliding_window", True):
-        return min(length, int(window))
-    return length
 
 
 def _mark_step(
@@ -258,7 +246,7 @@ def _with_random_heads(
     if not chosen:
         return []
     controls = random_sets(position.heads(depth, chosen), len(chosen), position.setup.seed)
-    return [effect.edit(members) for members in (chosen, *controls)]
+    return [Edit(swap=tuple(members)) for members in (chosen, *controls)]
 
 
 def _with_its_texts(setup: Setup, sinks: FindSinks) -> Setup:
@@ -281,13 +269,13 @@ def _first_sink(setup: Setup, sinks: FindSinks) -> _Position:
         layer = None
         if spike is not None and spike.plateau is not None:
             layer = spike.plateau[0]
-        return _Position.of(setup, name, ids, 0, layer, (), sinks.shared_dims)
+        return _Position.of(setup, sinks, name, ids, 0, layer, ())
     sites: list[tuple[int, ...]] = []
     if sinks.causal_sets and (sinks.minimal is not None or not sinks.causal):  # else a set that is larger than its part
         sites += sinks.causal_sets[0].edit_sites
     sites += [neuron.site for neuron in sinks.causal if neuron.site not in sites]
     layer = max(sinks.sink_layer, *(site[0] for site in sites), 0)
-    return _Position.of(setup, name, ids, 0, layer, tuple(sites), sinks.shared_dims)
+    return _Position.of(setup, sinks, name, ids, 0, layer, tuple(sites))
 
 
 def _later_sinks(setup: Setup, sinks: FindSinks) -> list[_Position]:
@@ -312,7 +300,7 @@ def _later_sinks(setup: Setup, sinks: FindSinks) -> list[_Position]:
                 continue
             row, at = min(where.tolist(), key=lambda found: (found[1] != place.position, found[1]))
             ids = setup.ids[row : row + 1]
-        positions.append(_Position.of(setup, name, ids, at, layer, sites, sinks.shared_dims))
+        positions.append(_Position.of(setup, sinks, name, ids, at, layer, sites))
     return positions
 
 
@@ -364,8 +352,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
 def _untested(target: Target) -> tuple[str, ...]:
     """What may carry a sink and cannot be replaced: a bias of keys that cannot be taken apart."""
     for layer in range(target.n_layers):
-        path = target.adapter.k or target.adapter.fused_qkv or ""
-        if getattr(target.sub(layer, path), "bias", None) is not None and not has_key_bias(target, layer):
+        if getattr(key_projection(target, layer), "bias", None) is not None and key_bias(target, layer) is None:
             return ("the bias of the keys",)
     return ()
 

@@ -96,6 +96,8 @@ class CircuitStep:
             return f"nothing tried is needed{self._largest()}"
         count, names = len(self.chosen), _named(self.chosen)
         lost, control = self._beside_random(self.together or 0.0, self.together_control)
+        if self.name == KEYS:
+            lost += " of the attention"
         if self.name == MARK and count == 1 and self.alone[0] < NEEDED:  # which is a loss of attention
             return f"{lost} is lost without {names}{control}, but the attention stays"
         alone = self._needed_alone()
@@ -123,8 +125,6 @@ class CircuitStep:
     def _beside_random(self, lost: float, control: float | None) -> tuple[str, str]:
         """A loss, and its control in brackets."""
         text, chance = beside(lost, control)
-        if self.name == KEYS:
-            text += " of the attention"
         if control is None:
             return text, ""
         random = "neurons" if self.name == NEURONS else "heads"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -60,21 +61,17 @@ class Edit(NamedTuple):
     Attributes:
         zero: Neurons silenced at every position, as (layer, neuron) or (layer, expert, neuron).
         swap: Components that write at the position what they write at the source position of the intact text. A key
-            bias is instead removed at every position.
-        add: A (layer, vectors `[text d_model]`) pair; the vectors are added at the position to the output of that
-            layer's MLP.
+            bias is instead removed at every position, in all layers.
     """
 
     zero: Sites = ()
     swap: tuple[Component, ...] = ()
-    add: tuple[tuple[int, Tensor], ...] = ()
 
     @property
     def first_layer(self) -> int | None:
         """The first layer in which something differs; None if nothing does."""
         layers = [site[0] for site in self.zero]
         layers += [component.layer or 0 for component in self.swap]
-        layers += [layer for layer, _ in self.add]
         return min(layers, default=None)
 
 
@@ -241,31 +238,32 @@ def writers(target: Target, count: int) -> list[Component]:
     return components
 
 
-def has_key_bias(target: Target, layer: int) -> bool:
-    """Whether the keys of a layer have a bias that can be removed, their own or a part of a fused projection's bias."""
-    return _key_columns(target, layer) is not None
-
-
-def _key_columns(target: Target, layer: int) -> Int[Tensor, " column"] | None:
-    """Where a projection with a bias writes the keys; None if there is no bias, or if it cannot be taken apart."""
-    adapter = target.adapter
-    bias = _bias(target.sub(layer, adapter.k or adapter.fused_qkv or ""))
-    if bias is None:
+def key_projection(target: Target, layer: int) -> Any:
+    """The module that gives the keys of a layer, alone or with queries and values; None if there are no keys."""
+    path = target.adapter.k or target.adapter.fused_qkv or ""
+    if not target.has_part(layer, path):
         return None
-    columns = torch.arange(len(bias), dtype=torch.float32)
-    if adapter.k is not None:
-        return columns.long()
-    if target.kind == "bridge" or not adapter.attention_interface:  # fused projections are split, or keys hidden
+    return target.sub(layer, path)
+
+
+def key_bias(target: Target, layer: int) -> Tensor | None:
+    """The bias of the keys, zero where the module gives something else; None if there is none or it is not known."""
+    module = key_projection(target, layer)
+    bias = getattr(getattr(module, "original_component", module), "bias", None)  # also below a bridge's wrapper
+    if bias is None or target.adapter.k is not None:
+        return bias
+    if target.kind == "bridge" or not target.adapter.attention_interface:  # fused projections are split, or keys hidden
         return None
     with suppress(UnsupportedError):  # the layout of the projection is not known
         (site,) = resolve(target, [f"blocks.{layer}.attn.hook_k"])
-        return site.cut(columns).flatten().long()
+        columns = site.cut(torch.arange(len(bias), dtype=torch.float32)).flatten().long()
+        return torch.zeros_like(bias).index_copy(0, columns, bias.detach()[columns])
     return None
 
 
-def _bias(module: Any) -> Tensor | None:
-    """The bias of a linear module, also below a bridge's wrapper."""
-    return getattr(getattr(module, "original_component", module), "bias", None)
+def has_key_bias(target: Target) -> bool:
+    """Whether some layer's keys have a bias that can be removed."""
+    return any(key_bias(target, layer) is not None for layer in range(target.n_layers))
 
 
 class _EditedRows:
@@ -339,32 +337,24 @@ class _EditedRows:
 
     def hooks(self) -> list[Hook]:
         """The hooks that carry out all edits, each on its own rows."""
-        silenced: dict[tuple[int, int | None], dict[int, list[slice]]] = {}  # (layer, expert) -> neuron -> rows
+        silenced: dict[tuple[int, ...], list[tuple[int, slice]]] = {}  # (layer) or (layer, expert) -> neuron, rows
         swapped: dict[Component, list[slice]] = {}
-        added: dict[int, list[tuple[slice, Tensor]]] = {}
         for number, edit in enumerate(self.edits):
             rows = self.rows_of(number)
             for site in edit.zero:
-                layer = site[0]
-                neuron = site[-1]
-                expert = site[1] if len(site) == 3 else None
-                silenced.setdefault((layer, expert), {}).setdefault(neuron, []).append(rows)
+                silenced.setdefault(site[:-1], []).append((site[-1], rows))
             for component in edit.swap:
                 swapped.setdefault(component, []).append(rows)
-            for layer, vectors in edit.add:
-                added.setdefault(layer, []).append((rows, vectors))
-        hooks = [self._silence(layer, expert, neurons) for (layer, expert), neurons in silenced.items()]
-        hooks += [self._add(layer, vectors) for layer, vectors in added.items()]
+        hooks = [self._silence(mlp, neurons) for mlp, neurons in silenced.items()]
         for component, its_rows in swapped.items():
             hooks += self._swap(component, its_rows)
         return hooks
 
-    def _silence(self, layer: int, expert: int | None, neurons: dict[int, list[slice]]) -> Hook:
-        numbers = list(neurons)
-        mask = torch.zeros(self.count, 1, len(neurons), dtype=torch.bool)
-        for column, neuron in enumerate(numbers):
-            for rows in neurons[neuron]:
-                mask[rows, :, column] = True
+    def _silence(self, mlp: tuple[int, ...], neurons: list[tuple[int, slice]]) -> Hook:
+        numbers = list(dict.fromkeys(neuron for neuron, _ in neurons))
+        mask = torch.zeros(self.count, 1, len(numbers), dtype=torch.bool)
+        for neuron, rows in neurons:
+            mask[rows, :, numbers.index(neuron)] = True
 
         def zeroed(values: Tensor) -> Tensor:
             return self.by_row(values).masked_fill(mask.to(values.device), 0).reshape(values.shape)
@@ -373,25 +363,14 @@ class _EditedRows:
             index = torch.tensor(numbers, device=post.device)
             return post.index_copy(-1, index, zeroed(post[..., index]))
 
-        if expert is None:
-            return self.target.mlp_part(layer, "down"), "pre", on_input(before)
-        experts = self.target.experts(layer)
-        return experts.module, "post", expert_hook(experts, expert, numbers, "post", zeroed)
-
-    def _add(self, layer: int, vectors: list[tuple[slice, Tensor]]) -> Hook:
-        def added(output: Tensor) -> Tensor:
-            whole = self.by_row(output).clone()
-            for rows, vector in vectors:
-                whole[rows, self.at] += vector.to(whole.device, whole.dtype)
-            return whole.reshape(output.shape)
-
-        return self.target.sub(layer, self.target.adapter.mlp), "post", on_hidden(added)
+        if len(mlp) == 1:
+            return self.target.mlp_part(mlp[0], "down"), "pre", on_input(before)
+        experts = self.target.experts(mlp[0])
+        return experts.module, "post", expert_hook(experts, mlp[1], numbers, "post", zeroed)
 
     def _swap(self, component: Component, swapped_rows: list[slice]) -> list[Hook]:
         target = self.target
-        adapter = self.target.adapter
         layer = component.layer or 0
-        keys_from = target.sub(layer, adapter.k or adapter.fused_qkv or "")
 
         def replaced(output: Tensor) -> Tensor:
             """What a component writes, with the source's value at the position."""
@@ -405,14 +384,12 @@ class _EditedRows:
             heads[component.head or 0] = replaced(heads[component.head or 0])
             return torch.cat(heads, -1)
 
-        def unbiased(keys: Tensor) -> Tensor:
+        def unbiased(number: int, keys: Tensor) -> Tensor:
             without = keys.clone()
-            bias, columns = _bias(keys_from), _key_columns(target, layer)
-            assert bias is not None and columns is not None
-            of_keys = torch.zeros_like(bias)
-            of_keys[columns] = bias[columns]
+            bias = key_bias(target, number)  # a streamed layer is there only now
+            assert bias is not None
             for rows in swapped_rows:
-                without[rows] -= of_keys
+                without[rows] -= bias
             return without
 
         match component.kind:
@@ -421,9 +398,13 @@ class _EditedRows:
             case "head":
                 return [(target.output_projection(layer), "pre", on_input(head_replaced))]
             case "key bias":
-                return [(keys_from, "post", on_output(unbiased))]
+                hooks: list[Hook] = []
+                for number in range(target.n_layers):
+                    if key_bias(target, number) is not None:
+                        hooks.append((key_projection(target, number), "post", on_output(partial(unbiased, number))))
+                return hooks
             case "attention":
-                return [(target.sub(layer, adapter.attn), "post", on_hidden(replaced))]
+                return [(target.sub(layer, target.adapter.attn), "post", on_hidden(replaced))]
             case "mlp":
                 return [(writer, "post", on_hidden(replaced)) for writer in target.mlp_writers(layer)]
             case _:

@@ -21,25 +21,29 @@ WIDTHS = (0.24, 0.18, 0.27, 0.31)
 
 def draw(result: FindSinks) -> go.Figure:
     """Norms and attention per layer, contributions of the neurons, and their ablation against the control."""
-    if not result.neurons:
-        fig = panels(TITLES[:2], spacing=0.06)
-        _draw_norms(fig, result)
-        _draw_attention(fig, result)
-        return finished(fig, result, width=1000, height=460)
-    fig = panels(TITLES, WIDTHS, spacing=0.06)
+    shown = 4 if result.neurons else 2
+    fig = panels(TITLES[:shown], WIDTHS[:shown], spacing=0.06)
     _draw_norms(fig, result)
-    _draw_attention(fig, result)
-    _draw_contributions(fig, result)
-    _draw_ablation(fig, result)
-    return finished(fig, result, width=1600, height=460, barmode="group", bargap=0.25)
+    rates: list[float] = []
+    if result.attention_sink is not None:
+        rates += result.attention_sink.by_layer
+    hover = "layer %{x}: %{y:.0%} of the heads<extra></extra>"
+    layers = list(range(len(rates)))
+    fig.add_bar(x=layers, y=rates, marker_color=BLUE, hovertemplate=hover, showlegend=False, row=1, col=2)
+    fig.update_yaxes(title_text="share of the layer's heads", tickformat=".0%", range=[0.0, 1.02], col=2)
+    dtick = max(1, len(result.first_token_norm) // 12)
+    for col in (1, 2):
+        fig.update_xaxes(title_text="layer", dtick=dtick, col=col)
+    if result.neurons:
+        _draw_neurons(fig, result)
+    width = 1600 if result.neurons else 1000
+    return finished(fig, result, width=width, height=460, barmode="group", bargap=0.25)
 
 
 def _draw_norms(fig: Any, result: FindSinks) -> None:
-    n_layers = len(result.first_token_norm)
-    layers = list(range(n_layers))
+    layers = list(range(len(result.first_token_norm)))
     read = layers[: result.layers_read]
-    low, high = result.typical_low[: len(read)], result.typical_high[: len(read)]
-    outline = [*high, *low[::-1]]
+    outline = [*result.typical_high[: len(read)], *result.typical_low[: len(read)][::-1]]
     area = {"fill": "toself", "fillcolor": BAND, "mode": "none", "hoverinfo": "skip"}
     fig.add_scatter(x=[*read, *read[::-1]], y=outline, name="typical text, 5-95 %", **area, row=1, col=1)
     grey, blue = {"color": GREY}, {"color": BLUE, "width": 3}
@@ -51,42 +55,21 @@ def _draw_norms(fig: Any, result: FindSinks) -> None:
     if result.sink_layer is not None:
         name = f"layer {result.sink_layer}"
         fig.add_vline(result.sink_layer, line={"color": RED, "dash": "dash"}, annotation_text=name, row=1, col=1)
-    fig.update_xaxes(title_text="layer", dtick=max(1, n_layers // 12), col=1)
     fig.update_yaxes(title_text="L2 norm", type="log", exponentformat="power", nticks=8, col=1)
 
 
-def _draw_attention(fig: Any, result: FindSinks) -> None:
-    """The sink rate of each layer at position 0 (Gu et al. 2024)."""
-    rates: list[float] = []
-    if result.attention_sink is not None:
-        rates += result.attention_sink.by_layer
-    hover = "layer %{x}: %{y:.0%} of the heads<extra></extra>"
-    layers = list(range(len(rates)))
-    fig.add_bar(x=layers, y=rates, marker_color=BLUE, hovertemplate=hover, showlegend=False, row=1, col=2)
-    fig.update_xaxes(title_text="layer", dtick=max(1, len(result.first_token_norm) // 12), col=2)
-    fig.update_yaxes(title_text="share of the layer's heads", tickformat=".0%", range=[0.0, 1.02], col=2)
-
-
-def _names(result: FindSinks) -> list[str]:
-    return [str(neuron).replace(".", "<br>") for neuron in result.neurons]
-
-
-def _draw_contributions(fig: Any, result: FindSinks) -> None:
-    norms = [neuron.contribution_norm for neuron in result.neurons]
-    shares = [f"{neuron.share:.0%}" for neuron in result.neurons]
-    colours: list[str] = []
-    for neuron in result.neurons:
-        colours.append(ORANGE if neuron.causal else GREY)
-    label = {"text": shares, "textposition": "outside", "cliponaxis": False}
-    hover = "%{x}: norm %{y:.4g}, %{text} of the MLP's<extra></extra>"
-    look: dict[str, Any] = {"marker_color": colours, "hovertemplate": hover, "showlegend": False}
-    fig.add_bar(x=_names(result), y=norms, **label, **look, row=1, col=3)
-    fig.update_xaxes(title_text="neuron (orange: causal; label: share)", type="category", tickangle=0, col=3)
+def _draw_neurons(fig: Any, result: FindSinks) -> None:
+    neurons = result.neurons
+    names = [str(neuron).replace(".", "<br>") for neuron in neurons]
+    label = {"textposition": "outside", "cliponaxis": False}
+    look: dict[str, Any] = {
+        "text": [f"{neuron.share:.0%}" for neuron in neurons],
+        "marker_color": [ORANGE if neuron.causal else GREY for neuron in neurons],
+        "hovertemplate": "%{x}: norm %{y:.4g}, %{text} of the MLP's<extra></extra>",
+    }
+    norms = [neuron.contribution_norm for neuron in neurons]
+    fig.add_bar(x=names, y=norms, showlegend=False, **label, **look, row=1, col=3)
     fig.update_yaxes(title_text="norm of its contribution", col=3)
-
-
-def _draw_ablation(fig: Any, result: FindSinks) -> None:
-    names, neurons = _names(result), result.neurons
     drops = [neuron.ablation_drop for neuron in neurons]
     repeat_drops = [neuron.repeat_drop for neuron in neurons]
     controls = [neuron.control_drop for neuron in neurons]
@@ -97,11 +80,12 @@ def _draw_ablation(fig: Any, result: FindSinks) -> None:
         controls.append(result.set_control_drop)
     fig.add_bar(x=names, y=drops, name="lost at the first token", marker_color=BLUE, row=1, col=4)
     fig.add_bar(x=names, y=repeat_drops, name="lost at the last repeated token", marker_color=GREEN, row=1, col=4)
-    labels = [f"{drop:.0%}" for drop in controls]  # most bars of the control are too low to be seen
-    label = {"text": labels, "textposition": "outside", "textangle": 0, "cliponaxis": False}
+    label |= {"text": [f"{drop:.0%}" for drop in controls], "textangle": 0}  # most of these bars are too low to be seen
     name = "lost in the control: largest of 20 random draws"
     fig.add_bar(x=names, y=controls, name=name, marker_color=GREY, **label, row=1, col=4)
     fig.add_hline(CAUSAL_DROP, line={"color": RED, "dash": "dot", "width": 1}, row=1, col=4)
     lowest = max(1.1 * min(0.0, *drops), -1.0)
-    fig.update_xaxes(title_text="neuron (dotted: least drop of a causal one)", type="category", tickangle=0, col=4)
     fig.update_yaxes(title_text="share of the norm lost", tickformat=".0%", range=[lowest, 1.05], col=4)
+    axes = ("neuron (orange: causal; label: share)", "neuron (dotted: least drop of a causal one)")
+    for col, title in enumerate(axes, start=3):
+        fig.update_xaxes(title_text=title, type="category", tickangle=0, col=col)

@@ -313,9 +313,8 @@ def _repeats_needed(setup: Setup, words: list[int], repeated: RepeatedSinks | No
     """The median leaves out words whose first occurrence is a sink already."""
     if repeated is None:
         return RepeatsNeeded((), None, 0, limit)
-    rows: list[RepeatedToken] = []
-    for word, count in zip(words, repeated.repeats, strict=True):
-        rows.append(RepeatedToken(setup.tokenizer.decode([word]), word, count))
+    pairs = zip(words, repeated.repeats, strict=True)
+    rows = [RepeatedToken(setup.tokenizer.decode([word]), word, count) for word, count in pairs]
     by_repetition = [count for count in repeated.repeats if count is not None and count > 1]
     middle = float(median(by_repetition)) if by_repetition else None
     return RepeatsNeeded(tuple(rows), middle, repeated.repeats.count(None), limit)
@@ -325,10 +324,10 @@ def _published(name: str, layer: int | None, verified: VerifiedNeurons) -> Publi
     published = published_for(name)
     if published is None:
         return None
+    matches = {*verified.massive_dims}.issuperset(published.residual_dims)
     if published.neurons:
         causal = {(neuron.layer, neuron.neuron) for neuron in verified.causal}
         matches = layer in published.layers and causal.issuperset(published.neurons)
-        return PublishedSink(published.source, matches)
-    if published.residual_dims:
-        return PublishedSink(published.source, {*verified.massive_dims}.issuperset(published.residual_dims))
-    return None
+    elif not published.residual_dims:
+        return None
+    return PublishedSink(published.source, matches)

@@ -71,58 +71,46 @@ def view_layer(
     """
     adapter = target.adapter
     chosen = where.flatten()
-    resid = list[Tensor]()
-    mlp = list[Tensor]()
-    post = list[Tensor]()
-    up = list[Tensor]()
-    routing = list[Tensor]()
-    shared = list[Tensor]()
-    shared_weight = list[Tensor]()
+    parts: dict[str, Tensor] = {}
+    calls: list[LayerCall] = []
 
-    def pick(tensor: Tensor) -> Tensor:
-        return tensor.detach().flatten(0, -2)[chosen.to(tensor.device)]
+    def pick(tensor: Tensor) -> Float[Tensor, "n d"]:
+        return tensor.detach().flatten(0, -2)[chosen.to(tensor.device)].float()
 
-    def keep_input(values: list[Tensor]) -> Any:
-        return on_input(lambda entering: values.append(pick(entering)))
+    def keep(part: str, read: Callable[[Any], Tensor] = first_tensor) -> Callable[[Any], None]:
+        def see(value: Any) -> None:
+            parts[part] = pick(read(value))
 
-    def keep_output(values: list[Tensor], read: Callable[[Any], Tensor] = first_tensor) -> Any:
-        return on_output(lambda output: values.append(pick(read(output))))
+        return see
 
     def experts_done(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
         experts = target.experts(layer)
         routed = experts.routed(args, kwargs)
-        routing.append(pick(routed.weight).float())
-        post.append(_expert_activations(experts, routed, chosen))
+        parts["routing"] = pick(routed.weight)
+        parts["post"] = _expert_activations(experts, routed, chosen)
 
-    calls: list[LayerCall] = []
-    hooks = [
-        *target.on_mlp(layer, lambda given: mlp.append(pick(given))),
-        (target.layers[layer], "post", keep_output(resid)),
-    ]
+    hooks = [*target.on_mlp(layer, keep("mlp")), (target.layers[layer], "post", on_output(keep("resid")))]
     if not adapter.adds:
         hooks.append(keep_call(target, layer, calls))
     if not target.is_mixture(layer):
-        hooks.append((target.sub(layer, adapter.down), "pre", keep_input(post)))
+        hooks.append((target.sub(layer, adapter.down), "pre", on_input(keep("post"))))
         if adapter.fused_gate_up or target.has_part(layer, adapter.gate):
             factors = 2 if adapter.fused_gate_up else 1  # the up factor comes last
-            last_factor = keep_output(up, lambda output: output.chunk(factors, -1)[-1])
+            last_factor = on_output(keep("up", lambda output: output.chunk(factors, -1)[-1]))
             hooks.append((target.sub(layer, adapter.up or ""), "post", last_factor))
     else:
         hooks.append((target.sub(layer, adapter.experts or ""), "post", experts_done))
         if target.has_shared(layer):
-            hooks.append((target.mlp_part(layer, "down"), "pre", keep_input(shared)))
+            hooks.append((target.mlp_part(layer, "down"), "pre", on_input(keep("shared"))))
             if adapter.shared_gate is not None:
-                hooks.append(
-                    (target.sub(layer, adapter.shared_gate), "post", keep_output(shared_weight, torch.sigmoid))
-                )
+                shared_weight = on_output(keep("shared weight", torch.sigmoid))
+                hooks.append((target.sub(layer, adapter.shared_gate), "post", shared_weight))
     with target.hooks(*hooks):
         target.forward(ids, upto=layer, start=start)
-    if shared:
-        weight = torch.ones_like(shared[0][:, :1])
-        if shared_weight:
-            weight = shared_weight[0]
-        post = [torch.cat([post[0], shared[0].float() * weight.float()], 1)]
-        routing = [torch.cat([routing[0], weight.float()], 1)]
+    if "shared" in parts:
+        weight = parts.get("shared weight", torch.ones_like(parts["shared"][:, :1]))
+        parts["post"] = torch.cat([parts["post"], parts["shared"] * weight], 1)
+        parts["routing"] = torch.cat([parts["routing"], weight], 1)
 
     def less(written: Float[Tensor, "n d_model"]) -> Float[Tensor, "n d_model"]:
         def change(given: Tensor) -> Tensor:
@@ -130,15 +118,15 @@ def view_layer(
             flat[chosen.to(flat.device)] -= written.to(flat)
             return flat.view_as(given)
 
-        return pick(calls[0].output(change)).float()
+        return pick(calls[0].output(change))
 
     return LayerView(
         layer,
-        resid=resid[0].float(),
-        mlp=mlp[0].float() * adapter.write_factor,
-        post=post[0].float(),
-        up=up[0].float() if up else None,
-        routing=routing[0] if routing else None,
+        resid=parts["resid"],
+        mlp=parts["mlp"] * adapter.write_factor,
+        post=parts["post"],
+        up=parts.get("up"),
+        routing=parts.get("routing"),
         again=less if calls else None,
     )
 

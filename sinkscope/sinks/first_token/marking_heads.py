@@ -74,22 +74,14 @@ class Replacement:
         sites = [f"blocks.{layer}.attn.hook_z" for layer in range(sink_layer + 1)]
         outputs = trace(target, ids, sites, lambda z: z[:, 1:].float().mean(1))  # row head d_head
         means = reduce(list(outputs.values()), "layer row head d_head -> layer head d_head", "mean")
-        numbers: list[int] = []
-        for neuron in neurons:
-            if neuron.layer == sink_layer:
-                numbers.append(flat_number(target, neuron.layer, neuron.expert, neuron.neuron))
+        here = [neuron for neuron in neurons if neuron.layer == sink_layer]
+        numbers = [flat_number(target, sink_layer, neuron.expert, neuron.neuron) for neuron in here]
         flat = torch.tensor(numbers, dtype=torch.long)
         cols = torch.zeros(0, target.d_model)
         if numbers:
             with target.loaded(sink_layer):
                 cols = columns(target, sink_layer, flat).cpu()
         return cls(target, sink_layer, means, flat, cols, progress)
-
-    def edits(self, layer: int, heads: Bool[Tensor, "*n head"]) -> Bool[Tensor, "*n layer head"]:
-        """Edits that replace heads of one layer."""
-        edits = torch.zeros(*heads.shape[:-1], *self.means.shape[:2], dtype=torch.bool)
-        edits[..., layer, :] = heads
-        return edits
 
     def written(
         self, ids: Int[Tensor, "row pos"], replaced: Bool[Tensor, "row layer head"]
@@ -199,13 +191,13 @@ class MarkingHeads(Result):
         """One row per head, marking heads first."""
         if self.drop is None:
             return []
+        drop = np.asarray(np.nanmean(self.drop, 0, dtype=np.float64))
+        serves = np.zeros(drop.shape, int)
+        if self.serves is not None:
+            serves[self.marking_layer] = self.serves.sum(0)
         rows: list[dict[str, Any]] = []
-        mean_drop = np.asarray(np.nanmean(self.drop, 0, dtype=np.float64))
-        for layer, head in np.ndindex(mean_drop.shape):
-            row: dict[str, Any] = {"head": head_name(layer, head), "serves": 0, "drop": float(mean_drop[layer, head])}
-            if layer == self.marking_layer and self.serves is not None:
-                row["serves"] = int(self.serves[:, head].sum())
-            rows.append(row)
+        for place in np.ndindex(drop.shape):
+            rows.append({"head": head_name(*place), "serves": int(serves[place]), "drop": float(drop[place])})
         return sorted(rows, key=lambda row: (-row["serves"], -row["drop"]))
 
     def shown_rows(self) -> list[dict[str, Any]]:
@@ -215,10 +207,8 @@ class MarkingHeads(Result):
     def conclusion(self) -> str:
         """Which heads mark the first token, and what other heads lose."""
         if self.sink_layer is None:
-            consequence = "a mark cannot be read at sink neurons"
-            if self.absence is None:
-                return f"No MLP makes a norm spike at the first token, so {consequence}."
-            return self.absence.sentence(consequence)
+            assert self.absence is not None
+            return self.absence.sentence("a mark cannot be read at sink neurons")
         if self.layer_drop is None:
             return "None of the tokens given fires the sink neurons when it stands first; give other tokens."
         if self.serves is None:
@@ -338,9 +328,27 @@ def marking_heads(setup: Setup, *, tokens: Sequence[str] | None = None, count: P
         tokens=tuple(setup.tokenizer.decode([word]) for word in words),
         activation=activation.numpy(),
     )
-    if bool(fires.any()):
-        return _Marks(bench, firsts, fires, intact[fires]).added_to(result, setup.seed)
-    return result
+    if not bool(fires.any()):
+        return result
+    marks = _Marks(bench, firsts, fires, intact[fires])
+    every_layer = repeat(
+        torch.eye(len(bench.means), dtype=torch.bool), "edit layer -> edit layer head", head=setup.n_heads
+    )
+    every_head = torch.eye(every_layer[0].numel(), dtype=torch.bool).view(-1, *every_layer.shape[1:])
+    edits = torch.cat([torch.ones_like(every_head[:1]), every_layer, every_head])
+    all_drop, layer_drop, drop = (1 - marks.kept(edits)).split([1, len(every_layer), len(every_head)], 1)
+    drop = rearrange(drop, "token (layer head) -> token layer head", layer=len(every_layer))
+    result = replace(
+        result,
+        all_drop=float(all_drop.median()),
+        layer_drop=marks.of_all(layer_drop),
+        drop=marks.of_all(drop),
+    )
+    medians = layer_drop.median(0).values
+    if float(medians.max()) < NEEDED:
+        return result
+    layer = int(medians.argmax())
+    return replace(result, marking_layer=layer, **marks.sets(layer, drop[:, layer], setup.seed))
 
 
 @dataclass(frozen=True)
@@ -357,10 +365,16 @@ class _Marks:
         tokens = self.firsts[self.fires]
         edits = edits.expand(len(tokens), *edits.shape[-3:])
         ids = repeat(tokens, "token -> (token edit) 1", edit=edits.shape[1])
-        written = self.bench.written(ids, rearrange(edits, "token edit layer head -> (token edit) layer head"))
+        written = self.bench.written(ids, edits.flatten(0, 1))
         written = rearrange(written, "(token edit) d_model -> token edit d_model", token=len(tokens))
         along = einsum(written, self.intact, "token edit d_model, token d_model -> token edit")
         return along / self.intact.square().sum(-1, keepdim=True)
+
+    def kept_in(self, layer: int, heads: Bool[Tensor, "*firing edit head"]) -> Float[Tensor, "firing edit"]:
+        """The same with heads of one layer replaced."""
+        edits = torch.zeros(*heads.shape[:-1], *self.bench.means.shape[:2], dtype=torch.bool)
+        edits[..., layer, :] = heads
+        return self.kept(edits)
 
     def of_all(self, values: Float[Tensor, "firing ..."]) -> Float[np.ndarray, "token ..."]:
         """Values of the tokens that fire, with NaN for the others."""
@@ -368,50 +382,28 @@ class _Marks:
         spread[self.fires] = values
         return spread.numpy()
 
-    def added_to(self, result: MarkingHeads, seed: int) -> MarkingHeads:
-        """What is lost without the heads of each layer and without each head, and the sets of the marking layer."""
-        n_layers, n_heads, _ = self.bench.means.shape
-        every_head = torch.eye(n_layers * n_heads, dtype=torch.bool)
-        every_head = rearrange(every_head, "edit (layer head) -> edit layer head", layer=n_layers)
-        every_layer = repeat(torch.eye(n_layers, dtype=torch.bool), "edit layer -> edit layer head", head=n_heads)
-        lost = 1 - self.kept(torch.cat([torch.ones_like(every_head[:1]), every_layer, every_head]))
-        layer_drop = lost[:, 1 : 1 + n_layers]
-        drop = rearrange(lost[:, 1 + n_layers :], "token (layer head) -> token layer head", layer=n_layers)
-        result = replace(
-            result,
-            all_drop=float(lost[:, 0].median()),
-            layer_drop=self.of_all(layer_drop),
-            drop=self.of_all(drop),
-        )
-        medians = layer_drop.median(0).values
-        if float(medians.max()) < NEEDED:
-            return result
-        layer = int(medians.argmax())
-        return self.with_sets(replace(result, marking_layer=layer), drop[:, layer], seed)
-
-    def with_sets(self, result: MarkingHeads, drop: Float[Tensor, "firing head"], seed: int) -> MarkingHeads:
+    def sets(self, layer: int, drop: Float[Tensor, "firing head"], seed: int) -> dict[str, Any]:
         """For each token, the smallest set of the layer's best heads that keeps half, against as many other heads."""
-        layer, n_heads = result.marking_layer or 0, drop.shape[1]
-        alone = self.kept(self.bench.edits(layer, ~torch.eye(n_heads, dtype=torch.bool)))
+        n_heads = drop.shape[1]
+        alone = self.kept_in(layer, ~torch.eye(n_heads, dtype=torch.bool))
         rank = (drop + alone).argsort(1, descending=True).argsort(1)  # rank of each head; 0 is the best
         sizes = torch.arange(1, n_heads + 1)
         without_best = rearrange(rank, "token head -> token 1 head") >= rearrange(sizes, "size -> size 1")
-        enough = self.kept(self.bench.edits(layer, without_best)) >= PRESENT
+        enough = self.kept_in(layer, without_best) >= PRESENT
         enough[:, -1] = True  # nothing is replaced there
         size = enough.int().argmax(1) + 1
         heads = rank < rearrange(size, "token -> token 1")
         generator = torch.Generator().manual_seed(seed)
-        edits = torch.zeros(len(drop), CONTROL_DRAWS + 1, n_heads, dtype=torch.bool)
+        edits = repeat(torch.zeros_like(heads), "token head -> token draw head", draw=CONTROL_DRAWS + 1).clone()
         edits[:, 0] = heads
-        for token, n in enumerate(size.tolist()):
-            others = (~heads[token]).nonzero().flatten()
-            for draw_number in range(1, CONTROL_DRAWS + 1):
-                chosen = others[torch.randperm(len(others), generator=generator)[:n]]
-                edits[token, draw_number, chosen] = True
-        lost = 1 - self.kept(self.bench.edits(layer, edits))
-        return replace(
-            result,
-            serves=self.of_all(heads.float()) == 1,
-            set_drop=self.of_all(lost[:, 0]),
-            control_drop=self.of_all(torch.where(n_heads - size >= size, lost[:, 1:].amax(1), torch.nan)),
-        )
+        for token, others in enumerate(~heads):
+            for chosen in edits[token, 1:]:
+                order = torch.randperm(int(others.sum()), generator=generator)
+                chosen[others.nonzero().flatten()[order[: size[token]]]] = True
+        lost = 1 - self.kept_in(layer, edits)
+        control = torch.where(n_heads - size >= size, lost[:, 1:].amax(1), torch.nan)
+        return {
+            "serves": self.of_all(heads.float()) == 1,
+            "set_drop": self.of_all(lost[:, 0]),
+            "control_drop": self.of_all(control),
+        }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,7 +66,7 @@ def repeat_until_half(
     """
     target = context.target
     repeats: list[int | None] = [None] * len(tokens)
-    views: dict[int, LayerView] = {}
+    views: dict[int, tuple[Tensor, ...]] = {}
     entering: dict[int, Entering] = {}
     lengths = [min(FIRST_LENGTH, max_repeats)]
     while lengths[-1] < max_repeats:
@@ -88,16 +89,10 @@ def repeat_until_half(
         progress("repetitions", length, max_repeats)
         if None not in repeats:
             break
-    reached = [views[place] for place in sorted(views)]
-    if not reached:
+    if not views:
         return RepeatedSinks(repeats, None, {})
-    together = LayerView(
-        context.layer,
-        resid=torch.cat([view.resid for view in reached]),
-        mlp=torch.cat([view.mlp for view in reached]),
-        post=torch.cat([view.post for view in reached]),
-    )
-    return RepeatedSinks(repeats, together, entering)
+    resid, mlp, post = map(torch.cat, zip(*(views[place] for place in sorted(views)), strict=True))
+    return RepeatedSinks(repeats, LayerView(context.layer, resid, mlp, post), entering)
 
 
 @dataclass(frozen=True)
@@ -141,12 +136,10 @@ class _RepeatedRows:
         repeats = [repeats_until_half(of_row[1:], of_row[0]) for of_row in norms]
         return cls(repeats, ends, view, Entering(streams, wrapped))
 
-    def view_of(self, row: int) -> LayerView:
-        """The view of a row at the first of the ends that suffices."""
-        count = self.repeats[row] or 0
-        place = row * len(self.ends) + next(number for number, end in enumerate(self.ends) if end >= count)
-        here = slice(place, place + 1)
-        return LayerView(self.view.layer, self.view.resid[here], self.view.mlp[here], self.view.post[here])
+    def view_of(self, row: int) -> tuple[Tensor, ...]:
+        """The residual stream, the MLP and its activations of a row at the first of the ends that suffices."""
+        place = row * len(self.ends) + bisect_left(self.ends, self.repeats[row] or 0)
+        return tuple(part[place : place + 1] for part in (self.view.resid, self.view.mlp, self.view.post))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sinkscope.measure.evidence import NEEDED
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, writers
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, key_bias, writers
 from sinkscope.sinks.first_token.result import CONTROL_DRAWS
 from sinkscope.sinks.first_token.sets import Removal, smallest_set
 
@@ -109,27 +109,17 @@ class PositionEffect:
         """The share of the effect that is lost when components are replaced together."""
         if not sets:
             return []
-        return self.shares(self.removed([self.edit(members) for members in sets]))
+        return self.shares(self.removed([Edit(swap=tuple(members)) for members in sets]))
 
     def sufficiency(self, sets: Sequence[Sequence[Component]]) -> list[float]:
         """The share of the effect that components give to the typical position together; NaN for the bias of keys."""
-        possible = [members for members in sets if all(component.kind != "key bias" for component in members)]
-        shares: list[float] = []
-        if possible:
-            shares = self.shares(self.given([self.edit(members) for members in possible]))
-        gained = iter(shares)
-        return [next(gained) if members in possible else float("nan") for members in sets]
-
-    def edit(self, members: Sequence[Component]) -> Edit:
-        """An edit that replaces all of these components; a key bias without a layer stands for those of all layers."""
-        swap: list[Component] = []
-        for component in members:
-            if component == Component("key bias"):
-                layers = range(self.target.n_layers)
-                swap += [Component("key bias", layer) for layer in layers if has_key_bias(self.target, layer)]
-            else:
-                swap.append(component)
-        return Edit(swap=tuple(swap))
+        if not sets:
+            return []
+        shares = self.shares(self.given([Edit(swap=tuple(members)) for members in sets]))
+        for place, members in enumerate(sets):
+            if Component("key bias") in members:
+                shares[place] = float("nan")
+        return shares
 
     def marks(self, depth: int) -> Marks:
         """The components that make the effect, with heads in place of attention layers.
@@ -139,7 +129,7 @@ class PositionEffect:
         candidates = writers(self.target, depth)
         if self.heads is None:
             candidates.append(Component("attention", depth))
-        elif has_key_bias(self.target, depth):
+        elif key_bias(self.target, depth) is not None:
             candidates.append(Component("key bias"))
         alone = self.necessity([(component,) for component in candidates])
         bar = min(EFFECTIVE, max(alone))

@@ -319,18 +319,16 @@ class AttentionSink:
     @property
     def what(self) -> str:
         """What the heads read, as part of a sentence."""
-        if self.carried_by is None:
-            return "no single component carries it"
         if self.carried_by == "mark":
             writers = [c.name for c in self.carriers if c.needed and "layer" in c.name]
             return f"they read a mark by the {writers[-1]}"
-        if self.carried_by == "position":
-            return "they read the position alone, through the rotary embedding"
-        if self.carried_by == "key bias":
-            return "they read the bias of their keys"
-        if self.carried_by == "learned logits":
-            return "these stand in for a token"
-        return f"they read the {self.carried_by}"
+        words = {
+            None: "no single component carries it",
+            "position": "they read the position alone, through the rotary embedding",
+            "key bias": "they read the bias of their keys",
+            "learned logits": "these stand in for a token",
+        }
+        return words.get(self.carried_by, f"they read the {self.carried_by}")
 
 
 @dataclass(frozen=True)
@@ -481,13 +479,9 @@ class FindSinks(Result):
     @property
     def typical_ratio(self) -> float | None:
         """The 95 % quantile of typical norms at the sink layer divided by their median."""
-        if self.sink_layer is None:
+        if self.sink_layer is None or not self.typical_norm[self.sink_layer]:
             return None
-        high = self.typical_high[self.sink_layer]
-        median = self.typical_norm[self.sink_layer]
-        if not high or not median:
-            return None
-        return high / median
+        return (self.typical_high[self.sink_layer] or 0.0) / (self.typical_norm[self.sink_layer] or 1.0)
 
     def numbers(self) -> list[Number]:
         """What zeroing the neurons takes away, and how far the norm stands out."""
@@ -532,7 +526,7 @@ class FindSinks(Result):
             verdict = "Norm spike at the first token, attention sink elsewhere"
             return brief(f"{verdict}: {sink.who}{where}; {read}." for where in sink.conditions)
         if sink.carried_by != "spike":
-            ignored = f"but {self._who_ignores_it()} do not need the spike: {sink.what}"
+            ignored = f"but most heads do not need the spike: {sink.what}"
             return brief(f"Norm spike and attention sink{where}, {ignored}." for where in sink.conditions)
         return self._made("Norm spike and attention sink", sink.conditions)
 
@@ -540,12 +534,6 @@ class FindSinks(Result):
         """A verdict and who makes the spike, with as many conditions and names as there is room for."""
         choices = product(conditions, (" of its norm", ""), NAMED)
         return brief(f"{verdict}{where}: {self._who_makes_the_spike(norm, most)}." for where, norm, most in choices)
-
-    def _who_ignores_it(self) -> str:
-        """Some heads lose part of their attention with the spike: then it is most heads that do not need it."""
-        if self.minimal is not None and self.minimal.heads_lost:
-            return "most heads"
-        return "heads"
 
     def _who_makes_the_spike(self, of_norm: str, most: int) -> str:
         """What makes the spike, as the middle of a sentence that names at most so many neurons."""
@@ -563,8 +551,7 @@ class FindSinks(Result):
         elif sink is not None and not sink.conditions[0]:
             what = "the spike that the heads attend to"
             if minimal is not None and minimal.heads_lost is not None and minimal.heads_lost < MOST_HEADS:
-                most_heads = "half of the heads" if minimal.heads_lost == NEEDED else "most heads"
-                what = f"the spike that {most_heads} need"
+                what = "the spike that at least half of the heads need"
         if minimal is not None and minimal.makes_the_spike:
             count = len(minimal.sites)
             makes = f"{agreeing(count, 'makes', 'make')} {what}"

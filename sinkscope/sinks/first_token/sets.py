@@ -108,8 +108,14 @@ def _smallest_prefix(
     ending = [prefix for prefix, removal in zip(prefixes, remove(prefixes), strict=True) if removal.gone]
     if not ending:
         return None
-    members = ending[0]
-    while len(members) > 1:
+    return without_unneeded(ending[0], remove, least=1)
+
+
+def without_unneeded(
+    members: tuple[Candidate, ...], remove: Callable[[list[tuple[Candidate, ...]]], list[Removal]], least: int = 0
+) -> tuple[Candidate, ...]:
+    """Leave out members of a set, one after another, while the removal of the others ends the effect."""
+    while len(members) > least:
         fewer = _most_effective_of([[members[:i] + members[i + 1 :] for i in range(len(members))]], remove)
         if fewer is None:
             break
@@ -169,23 +175,6 @@ class CausalSets:
         if self.minimal is None:
             return ()
         return tuple(n for n in self.neurons if n.site in self.minimal.edit_sites)
-
-
-@dataclass(frozen=True)
-class _RemovedNorms:
-    """Norms of the spike with each of several sets silenced."""
-
-    norms: Float[Tensor, "set text layer"]
-    intact: Float[Tensor, "text layer"]
-
-    @property
-    def lost(self) -> Float[Tensor, "set text layer"]:
-        """Share of the intact norm that each set takes away in each text."""
-        return 1 - self.norms / self.intact
-
-    def drops(self, layer: int) -> list[float]:
-        """This share at a layer, mean over texts."""
-        return self.lost[..., layer].mean(1).tolist()
 
 
 @dataclass(frozen=True)
@@ -255,12 +244,20 @@ class _SpikeSearch:
             self.asked[edit.zero] = norms
         return answers
 
-    def remove(self, sets: Sequence[Sites]) -> _RemovedNorms:
-        """Silence each set."""
+    def remove(self, sets: Sequence[Sites]) -> Float[Tensor, "set text layer"]:
+        """The norms with each set silenced."""
         trial = self.norm_trial([(), *sets])
         if trial.edits:
             self.answer(trial)
-        return _RemovedNorms(torch.stack([self.asked[sites] for sites in sets]), self.asked[()])
+        return torch.stack([self.asked[sites] for sites in sets])
+
+    def lost(self, sets: Sequence[Sites]) -> Float[Tensor, "set text layer"]:
+        """Share of the intact norm that each set takes away."""
+        return 1 - self.remove(sets) / self.asked[()]
+
+    def drops(self, sets: Sequence[Sites], layer: int) -> list[float]:
+        """This share at a layer, mean over texts."""
+        return self.lost(sets)[..., layer].mean(1).tolist()
 
     def smallest(self, sites: Sites, *layers: int) -> Sites | None:
         """The smallest set that takes the spike away at these layers; None if no set that was tried does."""
@@ -273,14 +270,13 @@ class _SpikeSearch:
             """The spike is gone if, in nearly all texts that have it, the norm is as before it or stands out no more,
             and most of the rise is gone.
             """
-            removed = self.remove(sets)
-            norms = removed.norms[..., index]
-            intact = removed.intact[:, index]
+            norms = self.remove(sets)[..., index]
+            intact = self.asked[()][:, index]
             low = norms <= most_left
             most = intact - norms >= NEEDED * (intact - rest)
             gone = (low & (most | (intact <= most_left))).all(2)
             of_most = (gone.float().mean(1) >= ALL_TEXTS).tolist()
-            return [Removal(*both) for both in zip(of_most, removed.drops(layers[-1]), strict=True)]
+            return list(map(Removal, of_most, self.drops(sets, layers[-1])))
 
         return smallest_set(sites, remove)
 
@@ -292,27 +288,19 @@ class _SpikeSearch:
 
     def grown(self, chosen: Sites, others: Sites) -> Sites:
         """The set and those of the other candidates that attention needs as well."""
-        while others:
-            fewer = [others[:i] + others[i + 1 :] for i in range(len(others))]
-            (edited,) = side_by_side(self.context.target, [self.attention_trial([chosen + some for some in fewer], 1)])
-            lost = heads_lost(edited.attention_drops(self.heads))
-            if max(lost) < NEEDED:
-                break
-            others = fewer[lost.index(max(lost))]
-        return chosen + others
 
-    def controls(self, chosen: Sites, excluded: Sites) -> list[Sites]:
-        """Random sets of as many other neurons."""
-        target = self.context.target
-        generator = self.context.generator
-        return [random_sites(target, chosen, excluded, generator) for _ in range(CONTROL_DRAWS)]
+        def remove(sets: list[Sites]) -> list[Removal]:
+            (edited,) = side_by_side(self.context.target, [self.attention_trial([chosen + some for some in sets], 1)])
+            return [Removal(lost >= NEEDED, lost) for lost in heads_lost(edited.attention_drops(self.heads))]
+
+        return chosen + without_unneeded(others, remove)
 
     def partial(self, chosen: Sites, candidates: Sites) -> CausalSet | None:
         """The part of a set that takes most of what the set takes, though not the spike; compared with random sets."""
-        alone = self.remove([(site,) for site in chosen]).drops(self.layer)
+        alone = self.drops([(site,) for site in chosen], self.layer)
         order = sorted(range(len(chosen)), key=lambda place: -alone[place])
         parts = [tuple(chosen[place] for place in order[:size]) for size in range(1, len(chosen) + 1)]
-        drops = self.remove(parts).drops(self.layer)
+        drops = self.drops(parts, self.layer)
         chosen = next(part for part, drop in zip(parts, drops, strict=True) if drop >= PART * max(drops))
         return self._compared(chosen, candidates, (), "partial")
 
@@ -332,15 +320,15 @@ class _SpikeSearch:
             others: Candidates that join the set if attention needs them as well.
             kind: The kind of the set.
         """
-        controls = self.controls(chosen, excluded)
+        target, generator = self.context.target, self.context.generator
+        controls = [random_sites(target, chosen, excluded, generator) for _ in range(CONTROL_DRAWS)]
         trials = [self.norm_trial([(), chosen, *controls])]
         if self.heads:
             trials.append(self.attention_trial([chosen, *controls, chosen + others], 1))
             trials.append(self.attention_trial([chosen], len(self.longer)))
         read = self.answer(*trials)
-        removed = self.remove([chosen, *controls])
-        at_sink_layer = removed.drops(self.layer)
-        at_last_layer = removed.drops(self.last)
+        at_sink_layer = self.drops([chosen, *controls], self.layer)
+        at_last_layer = self.drops([chosen, *controls], self.last)
         control = max(*at_sink_layer[1:], *at_last_layer[1:])
         drop_attention = None
         margin_attention = None
@@ -365,7 +353,7 @@ class _SpikeSearch:
             lost,
             control,
             kind,
-            margin_norm=margin_of(removed.lost[0, self.rows, self.layer].numpy()),
+            margin_norm=margin_of(self.lost([chosen])[0, self.rows, self.layer].numpy()),
             margin_attention=margin_attention,
         )
 
@@ -373,28 +361,12 @@ class _SpikeSearch:
         """The part of the minimal set that writes a spike only when the rest is silenced."""
         every = minimal.edit_sites
         rest = tuple(site for site in every if site not in backups)
-        without_rest, without_all = self.remove([rest, every]).norms
+        without_rest, without_all = self.remove([rest, every])
         drops = (1 - without_all / without_rest).mean(0).tolist()
         members = tuple(Member.of(site) for site in backups)
         return CausalSet(members, drops[self.layer], drops[self.last], None, None, minimal.control, "backup")
 
-    def with_backups(self, here: Sites) -> _SetWithBackups:
-        """The smallest set out of `here` and the neurons that bring the spike back while `here` is silent."""
-        backups = Sites()
-        tried = list[Neuron]()
-        for _ in range(BACKUP_ROUNDS):
-            silent = here + backups
-            returning = self._returning(silent)
-            if not returning:
-                break
-            tried += returning
-            backups += tuple(neuron.site for neuron in returning)
-            members = self.smallest(here + backups, self.layer, self.last)
-            if members is not None:
-                return _SetWithBackups(members, tuple(site for site in members if site not in here), tried)
-        return _SetWithBackups(None, backups, tried)
-
-    def _returning(self, silent: Sites) -> list[Neuron]:
+    def returning(self, silent: Sites) -> list[Neuron]:
         """Neurons of later layers that make a spike while these neurons are silent."""
         neurons: list[Neuron] = []
         with Ablate(sites=silent).on(self.context.target):
@@ -404,15 +376,6 @@ class _SpikeSearch:
                 if stage > self.layer:
                     neurons += stage_neurons(without, stage, BACKUP_CANDIDATES)
         return [neuron for neuron in neurons if neuron.site not in silent]
-
-
-@dataclass(frozen=True)
-class _SetWithBackups:
-    """A set that removes the spike for good (None if none does), its backups, and all neurons that were tried."""
-
-    members: Sites | None
-    backups: Sites
-    tried: list[Neuron]
 
 
 def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Sequence[tuple[int, int]] = ()) -> CausalSets:
@@ -442,22 +405,26 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Sequence
         entering_longer=context.entering.part(slice(ATTENTION_TEXTS), ATTENTION_LENGTH),
     )
     candidates = list(neurons)
-    sites = tuple(neuron.site for neuron in neurons if neuron.layer <= search.last)
-    minimal = search.smallest(sites, layer, search.last)
-    here = minimal or search.smallest(sites, layer)
-    if here is None:  # try more neurons of the sink layer than the first candidates
-        more = stage_neurons(context, layer, MORE_CANDIDATES)
-        candidates += more
-        sites = tuple(dict.fromkeys([*sites, *(neuron.site for neuron in more)]))
-        here = search.smallest(sites, layer)
+    here, minimal, sites, backups = None, None, (), ()
+    for more in (False, True):  # than the first candidates of the sink layer
+        if more:
+            candidates += stage_neurons(context, layer, MORE_CANDIDATES)
+        sites = tuple(dict.fromkeys(neuron.site for neuron in candidates if neuron.layer <= search.last))
+        minimal = search.smallest(sites, layer, search.last)
+        here = minimal or search.smallest(sites, layer)
         if here is not None:
-            minimal = search.smallest(sites, layer, search.last)
-    backups: Sites = ()
-    if here is not None and minimal is None:
-        with_backups = search.with_backups(here)
-        minimal = with_backups.members
-        backups = with_backups.backups
-        candidates += with_backups.tried
+            break
+    for _ in range(BACKUP_ROUNDS):  # neurons that bring the spike back while `here` is silent
+        if here is None or minimal is not None:
+            break
+        returning = search.returning(here + backups)
+        if not returning:
+            break
+        candidates += returning
+        backups += tuple(neuron.site for neuron in returning)
+        minimal = search.smallest(here + backups, layer, search.last)
+    if here is not None and minimal is not None:
+        backups = tuple(site for site in minimal if site not in here)
     sets: list[CausalSet] = []
     if minimal is None:
         best = search.partial(here or sites, sites + backups)
@@ -500,12 +467,11 @@ def sink_neurons(setup: Setup) -> SinkNeurons:
     """The neurons that make the first token's spike; they are searched once for a setup."""
     key = (sink_neurons, setup.seed, len(setup.ids))
     if key not in setup.memory:
-        setup.memory[key] = neurons_of(SinkContext.read(setup))
+        setup.memory[key] = _search_sink_neurons(SinkContext.read(setup))
     return setup.memory[key]
 
 
-def neurons_of(context: SinkContext) -> SinkNeurons:
-    """The neurons that make the spike of a model whose layers were scanned."""
+def _search_sink_neurons(context: SinkContext) -> SinkNeurons:
     if context.sink_layer is None:
         return SinkNeurons(None, (), (), SpikeAbsence.of(context))
     received = attention_received(context.target, context.ids, RATE_EPS, layers=len(context.scan.layers))
@@ -544,15 +510,12 @@ def later_sinks(context: SinkContext) -> tuple[LaterSink, ...]:
 def _later_sink(context: SinkContext, token: str, row: int, at: int) -> LaterSink:
     """A spike, and the smallest set that makes it."""
     scan = context.scan
-    ratios = [
-        float(norms[row, at]) / max(typical, SMALLEST_NORM)
-        for norms, typical in zip(scan.norms, scan.typical_norm, strict=True)
-    ]
+    norms = torch.stack(scan.norms)[:, row, at].double()
+    ratio = float((norms / torch.tensor(scan.typical_norm).double().clamp(min=SMALLEST_NORM)).max())
     made = set_at_position(context, scan, context.ids[row : row + 1], row, at)
-    minimal = None
-    if made is not None and made.set.kind == "minimal":
-        minimal = made.set
-    return LaterSink(token, at, max(ratios), minimal)
+    if made is None or made.set.kind != "minimal":
+        return LaterSink(token, at, ratio, None)
+    return LaterSink(token, at, ratio, made.set)
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,21 @@
-"""`sinkscope loops --calibrate`: rates on texts whose repetitions are planted, and settings that can be read back."""
+"""Calibration of the monitor: rates on texts whose repetitions are planted, and settings that can be read back."""
 
 from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 from loop_texts import prose
-from transformers import AutoTokenizer
 
-from sinkscope import loops
+from experiments.loopguard import calibrate as script
+from experiments.loopguard.calibrate import calibrate
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.result import Result
-from sinkscope.loops import LoopCalibration, Monitor, MonitorSettings
+from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.loops.streams import monitor_settings
 
 RATE = 500.0
-BUNDLED = Path(loops.__file__).parents[1] / "models/bundled"
 
 
 def _ruled(seed: int, blocks: int) -> tuple[list[int], list[int]]:
@@ -40,7 +37,7 @@ def _alarms(ids: list[int], settings: MonitorSettings) -> int:
 @pytest.fixture(scope="module")
 def made():
     fit, held = _ruled(1, 12), _ruled(2, 12)
-    found = loops.calibrate([fit[0], held[0]], vocabulary=320, rate=RATE, name="rulers")
+    found = calibrate([fit[0], held[0]], RATE)
     assert (found.fitted, found.held_out) == (7200, 7200)
     return found, held[1]
 
@@ -79,32 +76,28 @@ def test_thresholds_follow_the_vocabulary():
     """Of fewer different tokens ordinary text has fewer types in a window, so its threshold is lower."""
     rng = random.Random(0)
     small, large = ([[rng.randrange(size) for _ in range(4100)] for _ in range(2)] for size in (60, 3000))
-    low, high = (loops.calibrate(ids, vocabulary=1).monitor["theta_ttr"] for ids in (small, large))
+    low, high = (calibrate(ids).monitor["theta_ttr"] for ids in (small, large))
     assert low <= 60 / 256 < 0.8 < high
 
 
 def test_a_short_text_promises_only_what_it_can_show():
     """Without an alarm in n tokens, the 95 % limit is 3.0 / n."""
     ids = [random.Random(1).randrange(500) for _ in range(8400)]
-    found = loops.calibrate([ids], vocabulary=500, rate=1.0)
+    found = calibrate([ids], 1.0)
     assert found.promised == pytest.approx(2.9957e6 / found.fitted, rel=1e-3) and found.fitted + found.held_out == 8400
     with pytest.raises(SinkscopeError, match="has 5000 tokens: expected at least 8192"):
-        loops.calibrate([ids[:5000]], vocabulary=500)
-    with pytest.raises(SinkscopeError, match=r"rate=0\.0: expected false alarms"):
-        loops.calibrate([ids], vocabulary=500, rate=0.0)
+        calibrate([ids[:5000]])
 
 
-def test_settings_are_written_and_read_back(tmp_path, capsys):
+def test_settings_are_written_and_read_back(tmp_path, monkeypatch, capsys):
     text, out, odd = tmp_path / "ordinary.txt", tmp_path / "c.json", tmp_path / "odd.json"
     text.write_text(prose(4500))
-    words = ["loops", str(text), "--calibrate", "--tokenizer", "bundled", "--rate", "1000"]
-    assert main([*words, "--json", str(out)]) == 0
-    found = Result.load(out)
-    assert isinstance(found, LoopCalibration)
-    assert found.vocabulary == len(AutoTokenizer.from_pretrained(BUNDLED))
-    printed = capsys.readouterr().out
-    assert json.dumps(found.monitor) in printed
-    assert vars(monitor_settings(str(out), "repeats")) == vars(MonitorSettings(**found.monitor))
+    words = ["calibrate", str(text), "--tokenizer", "bundled", "--rate", "1000", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", words)
+    script.main()
+    assert out.read_text().strip() in capsys.readouterr().out
+    fit = calibrate(script.read_ids(text, "bundled"), 1000.0)
+    assert vars(monitor_settings(str(out), "repeats")) == vars(MonitorSettings(**fit.monitor))
     looping = tmp_path / "loop.txt"
     looping.write_text(f"{prose(200)} {'so it goes ' * 40}")
     assert main(["loops", "--follow", str(looping), "--settings", str(out)]) == 3

@@ -1,0 +1,19 @@
+"""Errors that users see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from sinkscope.errors import SinkscopeError
+
+
+@contextmanager
+def refused(match: str | None = None, words: tuple[str, ...] | list[str] = ()) -> Iterator[None]:
+    """What is done inside has to end in an error of one line that matches, and that has all the words."""
+    with pytest.raises(SinkscopeError, match=match) as caught:
+        yield
+    message = str(caught.value)
+    assert "\n" not in message and all(word in message for word in words), message
