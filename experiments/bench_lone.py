@@ -62,7 +62,7 @@ def by_c() -> LoneLoops:
         numbers = [ctypes.c_int64(n) for n in (len(offsets), start, len(probs))]
         library.lone_sums(*at(probs, value, offsets), *numbers, *at(out), ctypes.c_int64(probs.stride(0)))
 
-    return LoneLoops(True, 1.5, scores, sums)
+    return LoneLoops(1.5, scores, sums)
 
 
 def by_inductor() -> LoneLoops:
@@ -86,7 +86,7 @@ def by_inductor() -> LoneLoops:
     def sums(probs: Tensor, value: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
         out += weighted(probs[:, : len(offsets)], value, offsets, start)
 
-    return LoneLoops(True, 1.5, scores, sums)
+    return LoneLoops(1.5, scores, sums)
 
 
 def measured(lengths: list[int], rounds: int) -> list[dict[str, Any]]:

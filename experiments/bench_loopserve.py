@@ -180,7 +180,6 @@ def stages() -> Iterator[Counter[str]]:
         "sample": (choice, "attention_of"),
         "line sums": (choice, "slash_sums"),
         "sparse": (sparse_prompts, "sparse_attention"),
-        "planning": (sparse, "plan_of"),
     }
     with ExitStack() as stack:
         for name, (module, function) in places.items():
@@ -194,7 +193,7 @@ def stages() -> Iterator[Counter[str]]:
             stack.enter_context(patch.object(module, function, timed))
         yield took
     took["greedy search"] = took.pop("choice") - took["sample"] - took["line sums"]
-    took["sparse attention"] = took.pop("sparse", 0.0) - took["planning"]  # of flat models the model itself reads
+    took["sparse attention"] = took.pop("sparse", 0.0)  # of flat models the model itself reads
 
 
 @torch.no_grad()
@@ -393,8 +392,8 @@ def figure(data: dict[str, Any]) -> Any:
     fig.update_xaxes(type="log", tickvals=LENGTHS, ticktext=[f"{n // 1024}k" for n in LENGTHS], row=1, col=3)
     fig.update_yaxes(title="times faster than the model alone", rangemode="tozero", row=1, col=3)
     rows = [row for row in result["model"] if (row["model"], row["alpha"]) == ("lines", 0.995)]
-    names = ("sample", "line sums", "greedy search", "planning", "sparse attention", "rest of the model")
-    for name, colour in zip(names, (BLUE, purple, ORANGE, RED, GREEN, "#d0d0d0"), strict=True):
+    names = ("sample", "line sums", "greedy search", "sparse attention", "rest of the model")
+    for name, colour in zip(names, (BLUE, purple, ORANGE, GREEN, "#d0d0d0"), strict=True):
         fig.add_bar(
             x=[f"{row['n'] // 1024}k" for row in rows],
             y=[row["seconds"].get(name, 0.0) / sum(row["seconds"].values()) for row in rows],

@@ -41,7 +41,15 @@ from sinkscope.models.load import load
 from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
 
-METHODS = ("full", "streaming", "h2o", "snapkv", "loopguard", "loopguard-always", "loopguard-p1")
+METHODS = (
+    "full",
+    "streaming",
+    "h2o",
+    "snapkv",
+    "loopguard",
+    "loopguard:paper:variant=always",
+    "loopguard:paper:variant=p1",
+)
 
 
 @torch.no_grad()

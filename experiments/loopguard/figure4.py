@@ -5,7 +5,7 @@
 Each RUN is a folder of `sinkscope bench --task loops` with the methods `loopguard:paper` (as printed), `loopguard` (the
 default) or both; interventions of several runs are added up. Grey areas show the paper's ranges. The controls are both
 monitors on texts that repeat honestly (`experiments.loopguard.honest`) and on ordinary text, and
-pruning without any signal (`loopguard-always`), if it was run.
+pruning without any signal (`loopguard:paper:variant=always`), if it was run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from experiments.drawn import save
 from experiments.loopguard.honest import alarms, honest_texts
+from experiments.loopguard.paper import without_budget
 from experiments.record import record
-from sinkscope.bench.methods import name_of
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.tasks.loops import EARLY
 from sinkscope.errors import SinkscopeError
@@ -35,7 +35,7 @@ PAPER: dict[str, Any] = {"counts": (3, 5), "mode": 5, "positions": (800, 1300), 
 BIN = 100
 DRAWN = {"loopguard:paper": "LoopGuard as printed", "loopguard": "LoopGuard by default"}
 MONITORS = {"loopguard:paper": "full", "loopguard": "repeats"}  # variants of the monitor
-NAMES = (*DRAWN, "loopguard-always")
+NAMES = (*DRAWN, "loopguard:paper:variant=always")
 
 
 def ordinary_alarms(length: int) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def measure(folders: Sequence[Path]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     runs = [read_run(folder) for folder in folders]
     for name in NAMES:
-        records = [record for run in runs for record in run.records if _name(record.method) == name]
+        records = [record for run in runs for record in run.records if without_budget(record.method) == name]
         if records:
             new = max(int(run.settings["max_new_tokens"]) for run in runs)
             model = runs[0].settings["model"]["name"]
@@ -100,11 +100,6 @@ def guard_row(records: Sequence[BenchRecord], new: int) -> dict[str, Any]:
         "first": statistics.median([min(each) for each in steps if each] or [0]),
         "median_gap": statistics.median(between) if between else None,
     }
-
-
-def _name(method: str) -> str:
-    """The method without its budget."""
-    return f"{name_of(method)}:paper" if ":paper" in method else name_of(method)
 
 
 def figure(data: dict[str, Any]) -> Any:

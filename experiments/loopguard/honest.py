@@ -43,7 +43,7 @@ class HonestText:
 
 def honest_texts() -> list[HonestText]:
     """The texts, sorted by name; each has a few hundred words."""
-    return read_records(FILE, HonestText, "the file beside make_honest.py", key="id")
+    return read_records(FILE, HonestText, "the file beside make_honest.py")
 
 
 def alarms(model: Any, texts: Sequence[HonestText], detectors: Sequence[str] = DETECTORS) -> dict[str, list[str]]:

@@ -32,8 +32,8 @@ TABLE1: dict[tuple[str, str], dict[str, tuple[float, float, float, float]]] = { 
 TABLE2 = {"full": 50.49, "streaming": 21.05, "h2o": 33.73, "loopguard:paper": 53.61}  # F1; the model is not named
 TABLE3: dict[str, tuple[float, float, float | None]] = {  # loop rate, interventions, early; set and model not named
     "full": (1.0, 0.0, None),
-    "loopguard-always": (0.798, 12.5, 0.576),
-    "loopguard-p1": (0.354, 7.6, 0.212),
+    "loopguard:paper:variant=always": (0.798, 12.5, 0.576),
+    "loopguard:paper:variant=p1": (0.354, 7.6, 0.212),
     "loopguard:paper": (0.013, 4.8, 0.017),
 }
 
@@ -42,3 +42,8 @@ def published_model(name: str) -> str | None:
     """The paper's name for a model; None if the paper has no numbers for it."""
     plain = "".join(c for c in name.lower() if c.isalnum())
     return next((m for m in MODELS if "".join(c for c in m.lower() if c.isalnum()) == plain), None)
+
+
+def without_budget(method: str) -> str:
+    """A method without its budget, as the tables here name it."""
+    return ":".join(part for part in method.split(":") if not part[0].isdigit())

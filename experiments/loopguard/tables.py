@@ -13,14 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.loopguard import paper
-from sinkscope.bench.methods import name_of
 from sinkscope.bench.table import BenchGroup, bench_table
-
-
-def method_of(group: BenchGroup) -> str:
-    """The paper's name of a method, without its budget."""
-    name = name_of(group.method)
-    return f"{name}:paper" if ":paper" in group.method else name
+from sinkscope.files.tables import percent
 
 
 def table1(groups: Sequence[BenchGroup]) -> list[str]:
@@ -31,7 +25,7 @@ def table1(groups: Sequence[BenchGroup]) -> list[str]:
         if group.set not in ("dc", "ri"):
             continue
         model = paper.published_model(group.model) or ""
-        method = method_of(group)
+        method = paper.without_budget(group.method)
         measured.add((group.set, model, method))
         printed = paper.TABLE1.get((group.set, model), {}).get(method)
         theirs = f"paper: loop {printed[3]:.1%}" if printed else "paper: -"
@@ -54,13 +48,13 @@ def table2(groups: Sequence[BenchGroup]) -> list[str]:
     lines: list[str] = []
     for group in groups:
         if group.set == "2wiki":
-            printed = paper.TABLE2.get(method_of(group), "-")
-            same = "-" if group.same is None else f"{group.same:.0%}"
+            printed = paper.TABLE2.get(paper.without_budget(group.method), "-")
+            same = percent(group.metrics["same"])
             lines.append(
                 f"{group.model} {group.method}: F1 {100 * group.score:.2f}, same as full {same}; paper: {printed}"
             )
     for method, f1 in paper.TABLE2.items():
-        if not any(group.set == "2wiki" and method_of(group) == method for group in groups):
+        if not any(group.set == "2wiki" and paper.without_budget(group.method) == method for group in groups):
             lines.append(f"{method}: not run; paper: F1 {f1}")
     return lines
 
@@ -69,15 +63,15 @@ def table3(groups: Sequence[BenchGroup]) -> list[str]:
     """Loop rate and interventions of the variants; the paper names neither model nor set."""
     lines: list[str] = []
     for group in groups:
-        if group.set in ("dc", "ri") and method_of(group) in {*paper.TABLE3, "loopguard"}:
-            printed = paper.TABLE3.get(method_of(group))
+        if group.set in ("dc", "ri") and paper.without_budget(group.method) in {*paper.TABLE3, "loopguard"}:
+            printed = paper.TABLE3.get(paper.without_budget(group.method))
             theirs = f"loop {printed[0]:.1%}, {printed[1]} interventions" if printed else "-"
             steps = group.metrics["interventions"] or 0.0
             lines.append(
                 f"{group.set} {group.method}: loop {group.metrics['loop_paper']:.1%}, {steps:.1f}; paper: {theirs}"
             )
     for method, (loop, steps, _) in paper.TABLE3.items():
-        if not any(method_of(group) == method for group in groups):
+        if not any(paper.without_budget(group.method) == method for group in groups):
             lines.append(f"{method}: not run; paper: loop {loop:.1%}, {steps} interventions")
     return lines
 

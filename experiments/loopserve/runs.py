@@ -24,7 +24,7 @@ from sinkscope.bench.answer import Answer, Batch, BenchModel, cells_of, row_even
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.record import BenchRecord
 from sinkscope.bench.run import run_bench
-from sinkscope.bench.task import Dialogues
+from sinkscope.bench.task import Task
 from sinkscope.bench.tasks.recall import POSITIONS, Recall
 from sinkscope.files.console import ProgressBar
 from sinkscope.files.rate import mean_known, wilson
@@ -55,12 +55,8 @@ CONTROLS = {"random": "RandomKeep", "random-progressive": "RandomProgressive"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneCache(Dialogues):
+class OneCache(Task):
     """Dialogues on one cache that grows over the turns; the history answers each turn after the method has."""
-
-    def conditions(self) -> dict[str, Any]:
-        """Those of dialogues, and that the cache grows."""
-        return {**super().conditions(), "cache": "grow"}
 
     def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
         """Answer all turns of the prompts, prompt after prompt."""
@@ -82,7 +78,8 @@ class OneCache(Dialogues):
                     cells=cells_of(asked.events, 0),
                     seconds=0.0,
                 )
-                records.append(self.record(model, batch, prompt, number, [], answer))
+                metrics = self.score(model, batch, turn, answer)
+                records.append(batch.record(batch.methods[0], prompt, number, answer, metrics))
                 if number + 1 < len(prompt.turns):
                     talk.say(text, self.gold(prompt, number))
         return records

@@ -17,11 +17,10 @@ from transformers import LogitsProcessor
 from sinkscope.bench.methods import Method
 from sinkscope.bench.prompt import Prompt
 from sinkscope.bench.record import BenchRecord, Ending, Metrics
-from sinkscope.bench.samplers import PerRow, RowProcessor, row_processor, sampled
 from sinkscope.files.plain import plain
 from sinkscope.files.provenance import ModelInfo
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.interventions.decode import decoding, noted_decoding
+from sinkscope.interventions.decode import ForcedAnswer, decoding, noted_decoding
 from sinkscope.kv.loopguard.detect import largest_probability
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
@@ -160,9 +159,7 @@ class Batch:
         """Number of answers."""
         return len(self.keys)
 
-    def record(
-        self, method: Method, prompt: Prompt, turn: int, answer: Answer, metrics: Any, steps: Any
-    ) -> BenchRecord:
+    def record(self, method: Method, prompt: Prompt, turn: int, answer: Answer, metrics: Metrics) -> BenchRecord:
         """The record of an answer."""
         settings = {"set": prompt.set, "part": prompt.part, "temperature": self.temperature, **prompt.about}
         return BenchRecord(
@@ -178,7 +175,7 @@ class Batch:
             text=answer.text,
             ended=answer.ended,
             events=answer.events,
-            steps=steps,
+            steps=answer.steps,
         )
 
 
@@ -196,7 +193,7 @@ class Answer:
         cached: Tokens in the cache after each step, mean over layers and kv heads.
         cells: Share of the prompt's causal cells that attention covered; None if the method does not change prompts.
         seconds: Wall-clock time of its batch, divided by the rows.
-        top1: Probability of the model's top prediction at each step.
+        steps: Numbers for each new token, by name.
     """
 
     prompt_tokens: int
@@ -208,7 +205,7 @@ class Answer:
     cached: list[float]
     cells: float | None
     seconds: float
-    top1: list[float] = field(default_factory=list)
+    steps: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def costs(self) -> Metrics:
         """Numbers of the cost, as records hold them."""
@@ -248,126 +245,88 @@ class CacheCounts(Intervention):
         self.readable.append(torch.stack(readable).mean(0))
 
 
-class TopProbabilities:
-    """Probability of the top prediction at every step, as the model gives it, before any sampler."""
-
-    def __init__(self) -> None:
-        self.values: list[Float[Tensor, " row"]] = []
-
-    def __call__(self, _module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
-        """Keep the probability after a call of the model."""
-        self.values.append(largest_probability(output.logits[:, -1]).cpu())
+Measure = Callable[[Float[Tensor, "row vocab"]], dict[str, Float[Tensor, " row"]]]
+"""Numbers of each row by name, from the model's logits at a step, before any sampler."""
 
 
-def generate_rows(
+def answer_rows(
     model: BenchModel,
     rows: Sequence[list[int]],
     new: int,
     edit: Intervention | None = None,
-    hook: Callable[..., None] | None = None,
-    **options: Any,
-) -> tuple[list[list[int]], list[Event]]:
-    """Generate after prompts that are padded on the left.
+    *,
+    measure: Measure | None = None,
+    samplers: Sequence[LogitsProcessor] = (),
+    along: Sequence[list[int]] = (),
+) -> list[Answer]:
+    """Answer prompts, which are padded on the left.
 
     Args:
         model: The model.
         rows: Ids of the prompts.
         new: Maximum number of new tokens.
-        edit: The intervention to apply to the model.
-        hook: Called after each pass of the causal model.
-        options: Further options of transformers' `generate`.
-
-    Returns:
-        The new ids of each row, and what the intervention did.
+        edit: The intervention to apply to the model. None: its own full cache.
+        measure: Numbers to keep of each step.
+        samplers: What chooses tokens; without any, decoding is greedy.
+        along: The answers, whatever the model would have generated.
     """
+    started = time.perf_counter()
     target = model.target
     ids, mask = padded(rows, model.pad, target.device)
-    hooks: list[Any] = []
-    if hook is not None:
-        hooks.append((target.hf, "post", hook))
+    processors = list(samplers)
+    if along:
+        new = max(map(len, along))
+        processors.append(ForcedAnswer(list(along), ids.shape[1], model.pad))
+    values: dict[str, list[Tensor]] = {}
+
+    def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        if measure is not None:
+            for name, value in measure(output.logits[:, -1].float()).items():
+                values.setdefault(name, []).append(value.double().cpu())
+
+    counts = CacheCounts()
     entered: Any = nullcontext()
     if edit is not None:
-        entered = edit.on(target)
-    with entered as run, target.hooks(*hooks), torch.no_grad():
+        entered = (edit | counts).on(target)
+    with entered as run, target.hooks((target.hf, "post", keep)), torch.no_grad():
         output = target.hf.generate(
             input_ids=ids,
             attention_mask=mask,
             max_new_tokens=new,
-            **decoding(target, do_sample=False, pad_token_id=model.pad, **options),
+            logits_processor=processors,
+            **decoding(target, do_sample=False, pad_token_id=model.pad),
         )
-        events = [] if run is None else run.events
-    return output[:, ids.shape[1] :].tolist(), events
-
-
-def answer_rows(
-    model: BenchModel,
-    method: Method,
-    rows: Sequence[list[int]],
-    prompts: Sequence[Prompt],
-    batch: Batch,
-) -> list[Answer]:
-    """Answer prompts by one method."""
-    started = time.perf_counter()
-    processors = _processors(method, rows, prompts, batch)
-    counts = CacheCounts()
-    edit = method.make()
-    if edit is not None:
-        edit = edit | counts
-    top = TopProbabilities()
-    written, events = generate_rows(model, rows, batch.new, edit, top, logits_processor=processors)
+        events: list[Event] = [] if run is None else run.events
     seconds = (time.perf_counter() - started) / len(rows)
-    probabilities = torch.stack(top.values, 1).tolist()
     answers: list[Answer] = []
-    for row, ids in enumerate(written):
-        tokens, ended = model.cut(ids)
+    for row, written in enumerate(output[:, ids.shape[1] :].tolist()):
+        tokens, ended = model.cut(written)
+        if along:
+            tokens, ended = along[row], False
+        cached = [float(len(rows[row]) + step) for step in range(len(tokens))]
+        read = [count + 1 for count in cached[:-1]]  # the first token is the prompt's; the last goes through no call
+        if edit is not None:
+            cached = [float(count[row]) for count in counts.held[: len(tokens)]]
+            read = [float(count[row]) for count in counts.readable[1 : len(tokens)]]
         answer = Answer(
             prompt_tokens=len(rows[row]),
             tokens=tokens,
             text=model.decode(tokens),
             ended="eos" if ended else "cap",
             events=row_events(events, row, len(tokens)),
-            read=read_counts(counts.readable, row, len(rows[row]), len(tokens)),
-            cached=held_counts(counts.held, row, len(rows[row]), len(tokens)),
+            read=read,
+            cached=cached,
             cells=cells_of(events, row),
             seconds=seconds,
-            top1=[round(value, 4) for value in probabilities[row][: len(tokens)]],
+            steps={name: tuple(round(float(step[row]), 6) for step in values[name][: len(tokens)]) for name in values},
         )
         answers.append(answer)
     return answers
 
 
-def _processors(
-    method: Method, rows: Sequence[list[int]], prompts: Sequence[Prompt], batch: Batch
-) -> list[LogitsProcessor]:
-    """What samples the rows, as `generate` takes it."""
-    lengths = [len(row) for row in rows]
-    processors: list[LogitsProcessor] = []
-    if method.kind.block == "sampler":
-        chosen: list[RowProcessor] = []
-        for prompt in prompts:
-            chosen.append(row_processor(method.name, batch.seed, prompt.id))
-        processors.append(PerRow(chosen, lengths))
-    if batch.temperature:
-        drawn = [sampled(batch.temperature, batch.seed, prompt.id) for prompt in prompts]
-        processors.append(PerRow(drawn, lengths))
-    return processors
-
-
-def read_counts(readable: Sequence[Tensor], row: int, prompt: int, tokens: int) -> list[float]:
-    """Tokens that each decoding step attended to, its own included; without counts, those of the full cache.
-
-    The first token of an answer comes from the prompt, and the last one goes through no call.
-    """
-    if not readable:
-        return [float(prompt + step) for step in range(1, tokens)]
-    return [float(count[row]) for count in readable[1:tokens]]
-
-
-def held_counts(held: Sequence[Tensor], row: int, prompt: int, tokens: int) -> list[float]:
-    """Tokens in the cache after the prompt and after each decoding step; without counts, those of the full cache."""
-    if not held:
-        return [float(prompt + step) for step in range(tokens)]
-    return [float(count[row]) for count in held[:tokens]]
+def top_probability(logits: Float[Tensor, "row vocab"]) -> dict[str, Float[Tensor, " row"]]:
+    """The probability of the top prediction."""
+    return {"top1": largest_probability(logits).double().round(decimals=4)}
 
 
 def cells_of(events: Sequence[Event], row: int) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import conform, read_rows, refuse_twins
+from sinkscope.files.records import conform, read_rows
 
 FILE = 'JSON lines with "prompt" (or "turns", each with a "prompt") and "answers"'
 
@@ -78,7 +78,6 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
         SinkscopeError: The file cannot be read, or a line has no prompt (names the line).
     """
     prompts: list[Prompt] = []
-    places: list[tuple[str, Any]] = []
     for where, row in read_rows(path, FILE):
         if not isinstance(row, dict):
             raise SinkscopeError(f"{where} is no object: give {FILE}")
@@ -92,8 +91,6 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
             about={key: value for key, value in row.items() if key not in _FIELDS},
         )
         prompts.append(prompt)
-        places.append((where, prompt.id))
-    refuse_twins(places, "id", FILE)
     return prompts
 
 

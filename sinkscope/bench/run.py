@@ -13,16 +13,16 @@ from sinkscope.bench.answer import Batch, BenchModel, ModelByName, check_prompt
 from sinkscope.bench.methods import Method, read_methods
 from sinkscope.bench.record import BenchRecord, open_run
 from sinkscope.bench.table import BenchTable, tabulate_records
-from sinkscope.bench.task import Task, check_methods, read_task
+from sinkscope.bench.task import Task, read_task
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.console import Progress
-from sinkscope.files.jobs import Pool, Tally, check_workers, finish
+from sinkscope.files.jobs import Workers, check_workers, finish
 from sinkscope.files.options import Count, Hidden, Option, Positive
 from sinkscope.files.records import Natural, Whole, check_values
 from sinkscope.models.config import float32_by_default
 from sinkscope.serving.generate import Temperature
 
-VERSION = 3
+VERSION = 4
 """Version of the records; a change of what they hold is another setting."""
 
 
@@ -146,7 +146,8 @@ def _run(
     check_values(Temperature, temperature=temperature)
     check_values(Whole, seed=seed)
     methods = read_methods(specs, task.budget)
-    check_methods(task, methods)
+    for method in methods:
+        method.make()  # impossible settings are refused before the run
     opened = BenchModel.of(model, tokenizer)
     prompts = task.prompts(opened.target)
     _check_ids([prompt.id for prompt in prompts])
@@ -171,11 +172,10 @@ def _run(
         "task": task.name,
         "max_new_tokens": new,
         "temperature": temperature,
-        **task.conditions(),
+        "history": task.history,
+        "chat": task.chat,
     }
-    tally = Tally("answers", sum(batch.size for batch in batches), progress)
-    work: Callable[[Batch], list[BenchRecord]] = partial(task.answers, opened)
-    elsewhere = None
+    elsewhere: Workers | None = None
     if workers > 1 or ray is not None:
         if not isinstance(model, ModelByName) and opened.target.kind != "hf":
             raise UnsupportedError(
@@ -183,14 +183,11 @@ def _run(
                 f"{type(model).__name__}: give its name, or workers=1"
             )
         sent = model if isinstance(model, ModelByName) else opened.target.hf
-        elsewhere = partial(_open_worker, sent, opened.target.tokenizer, task)
-    gpu = opened.target.device.type == "cuda"
-    with (
-        open_run(out, settings, prompts) as folder,
-        Pool(work, elsewhere, workers=workers, address=ray, gpu=gpu) as pool,
-    ):
-        finish(pool, batches, folder, tally)
-        records: list[BenchRecord] = []
+        opener = partial(_open_worker, sent, opened.target.tokenizer, task)
+        elsewhere = Workers(opener, workers, ray, gpu=opened.target.device.type == "cuda")
+    records: list[BenchRecord] = []
+    with open_run(out, settings, prompts) as folder:
+        finish(partial(task.answers, opened), batches, folder, "answers", progress, elsewhere)
         for batch in batches:
             records += [folder.records[key] for key in batch.keys]
     return records, settings

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-RowProcessor = Callable[[Tensor, Tensor, int], Tensor]
-"""(ids `[pos]` without padding, scores `[vocab]`, prompt tokens among the ids) -> scores `[vocab]`."""
+RowProcessor = Callable[[Tensor, Tensor], Tensor]
+"""(ids `[pos]` without padding, scores `[vocab]`) -> scores `[vocab]`."""
 
 
 class PerRow(LogitsProcessor):
@@ -29,30 +29,43 @@ class PerRow(LogitsProcessor):
 
     def __init__(self, processors: Sequence[RowProcessor], prompts: Sequence[int]) -> None:
         self._processors = processors
-        self._prompts = prompts
-        self._width = max(prompts)
+        self._padding = [max(prompts) - length for length in prompts]
 
     def __call__(self, input_ids: Int[Tensor, "batch pos"], scores: Float[Tensor, "batch vocab"]) -> Any:
         """Scores of the next token."""
         processed: list[Tensor] = []
         for row, processor in enumerate(self._processors):
-            ids = input_ids[row, self._width - self._prompts[row] :]
-            processed.append(processor(ids, scores[row], self._prompts[row]))
+            processed.append(processor(input_ids[row, self._padding[row] :], scores[row]))
         return torch.stack(processed)
 
 
-def row_processor(name: str, seed: int, prompt: str) -> RowProcessor:
-    """What a sampler of `sinkscope.bench.methods` does to the scores of one row."""
+def samplers(
+    name: str, temperature: float, seed: int, prompts: Sequence[str], lengths: Sequence[int]
+) -> list[LogitsProcessor]:
+    """What chooses the tokens of some prompts, as `generate` takes it.
+
+    Args:
+        name: Name of a method; those that are no samplers change nothing.
+        temperature: Temperature of every method; 0 is greedy.
+        seed: Seed of the sampling.
+        prompts: Ids of the prompts.
+        lengths: Tokens of each prompt.
+    """
+    chosen: list[list[RowProcessor]] = []
     if name == "repetition-penalty":
-        return stock(RepetitionPenaltyLogitsProcessor(1.1))
+        chosen.append([stock(RepetitionPenaltyLogitsProcessor(1.1))] * len(prompts))
     if name == "no-repeat-4-gram":
-        return stock(NoRepeatNGramLogitsProcessor(4))
-    return sampled(1.0, seed, prompt)
+        chosen.append([stock(NoRepeatNGramLogitsProcessor(4))] * len(prompts))
+    if name == "sampling":
+        chosen.append([sampled(1.0, seed, prompt) for prompt in prompts])
+    if temperature:
+        chosen.append([sampled(temperature, seed, prompt) for prompt in prompts])
+    return [PerRow(processors, lengths) for processors in chosen]
 
 
 def stock(processor: LogitsProcessor) -> RowProcessor:
     """A transformers processor for one row."""
-    return lambda ids, scores, _: processor(ids[None].long(), scores[None])[0]  # pyright: ignore[reportArgumentType]
+    return lambda ids, scores: processor(ids[None].long(), scores[None])[0]  # pyright: ignore[reportArgumentType]
 
 
 def sampled(temperature: float, seed: int, prompt: str) -> RowProcessor:
@@ -64,7 +77,7 @@ def sampled(temperature: float, seed: int, prompt: str) -> RowProcessor:
     digest = hashlib.sha256(f"{seed}/{prompt}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
 
-    def process(_ids: Tensor, scores: Tensor, _prompt: int) -> Tensor:
+    def process(_ids: Tensor, scores: Tensor) -> Tensor:
         exponential = torch.empty(scores.shape[-1], dtype=torch.float64).exponential_(generator=generator)
         return scores / temperature - exponential.log().to(scores)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Annotated, Any, ClassVar
@@ -17,19 +17,14 @@ from sinkscope.files.options import Option
 from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.files.rate import mean_known, wilson
 from sinkscope.files.result import Number, Result
-from sinkscope.files.tables import Grid, cell
+from sinkscope.files.tables import Grid, strings
 
 CONTROLS = (FULL, "random", "sampling")
 """Methods that a conclusion does not name as the best."""
-EXPONENTIAL = {"perplexity": "nll"}
-"""Columns that are exp of the mean of a metric."""
-MEDIAN = ("alarm", "collapse")
-"""Columns that are medians, because the metric does not exist for every run."""
-NUMBERS = frozenset(
-    "read time cached_peak temperature answers ttr cr length interventions alarm perplexity collapse kl".split()
-)
+NUMBERS = frozenset("read time cached_peak temperature answers ttr cr length interventions alarm kl window".split())
 """Columns that are no shares."""
-PERCENT = frozenset("loop tail_loop loop_paper eos early fresh chance prefix score agree same cells".split())
+PERCENT = frozenset("loop tail_loop loop_paper eos early chance prefix score agree same cells".split())
+_KEY = ("task", "model", "set", "temperature", "method")
 
 
 @dataclass(frozen=True)
@@ -47,12 +42,8 @@ class BenchGroup:
         low: Lower end of its 95 % interval: Wilson's for a share, otherwise from the standard error over prompts.
         high: Upper end of that interval.
         parts: Mean of the main metric for each part of the set.
-        metrics: Mean of each further metric; None where no answer has it.
-        same: Share of answers that equal those of the full cache token for token; None if it was not run.
-        read: Cached tokens that a decoding step attends to, mean over layers and kv heads.
-        cells: Share of a prompt's causal cells that attention covers; None if the method leaves prompts to the model.
-        time: Seconds per new token, divided by those of the full cache; None if it was not run.
-        cached_peak: Largest number of cached tokens, mean over answers.
+        metrics: What it cost, and the task's further metrics; None where no answer has it, or the full cache, with
+            which `time` and `same` compare, was not run.
     """
 
     model: str
@@ -66,12 +57,18 @@ class BenchGroup:
     high: float
     parts: dict[str, float] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
-    same: float | None = None
-    read: float | None = None
-    cells: float | None = None
-    window: float | None = None
-    time: float | None = None
-    cached_peak: float | None = None
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """What methods are compared on."""
+        return self.task, self.set, self.model
+
+    @property
+    def title(self) -> str:
+        """The task, and its set of prompts if that has a name of its own."""
+        if self.set.startswith(self.task):
+            return self.set
+        return f"{self.task} {self.set}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,36 +83,35 @@ class BenchTable(Result):
     drawing: ClassVar[Any] = "sinkscope.bench.draw:draw_bench"
     page: ClassVar[str] = "bench"
 
+    glossary: ClassVar[dict[str, str]] = {
+        "read": "Cached tokens that a decoding step attends to, mean over layers and kv heads",
+        "cells": "Share of a prompt's causal cells that attention covers; a dash if prompts are left to the model",
+        "window": "Mean window of answers whose budget had no room for the usual one",
+        "time": "Seconds per new token, divided by those of the full cache",
+        "cached_peak": "Largest number of cached tokens, mean over answers",
+        "same": "Share of answers that equal those of the full cache token for token",
+    }
+
     groups: tuple[BenchGroup, ...]
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per group."""
         rows: list[dict[str, Any]] = []
         for group in self.groups:
-            main = task_class(group.task).main
-            row = {"task": group.task, "model": group.model, "set": group.set, "method": group.method}
-            row |= {main: group.score, "low": group.low, "high": group.high, **group.parts}
-            row |= {"read": group.read, "cells": group.cells, "time": group.time, "cached_peak": group.cached_peak}
-            row["window"] = group.window
-            row |= {"same": group.same, "answers": group.answers, "temperature": group.temperature, **group.metrics}
-            rows.append(row)
+            row = {name: getattr(group, name) for name in ("task", "model", "set", "method")}
+            row |= {task_class(group.task).main: group.score, "low": group.low, "high": group.high, **group.parts}
+            rows.append(row | group.metrics | {"answers": group.answers, "temperature": group.temperature})
         return rows
 
     def grids(self) -> list[Grid]:
         """A table for each task."""
         grids: list[Grid] = []
-        rows_by_task: dict[str, list[dict[str, Any]]] = {}
-        for row in self.rows():
-            rows_by_task.setdefault(row["task"], []).append(row)
-        for task, rows in rows_by_task.items():
-            columns: dict[str, list[str]] = {}
-            for name in rows[0]:
-                values = [row.get(name) for row in rows]
-                if values.count(None) < len(values):
-                    share = name in PERCENT or (task_class(task).main in PERCENT and name not in NUMBERS)
-                    columns[name] = [cell(value, percent=share) for value in values]
-            head = list(columns)
-            cells = [list(row) for row in zip(*columns.values(), strict=True)]
+        for task in dict.fromkeys(group.task for group in self.groups):
+            rows = [row for row in self.rows() if row["task"] == task]
+            percent = PERCENT
+            if task_class(task).main in PERCENT:
+                percent = PERCENT.union(rows[0]) - NUMBERS
+            head, cells = strings(rows, [*percent])
             grids.append(Grid(head, cells, columns=("set", "method", *head[4:])))
         return grids
 
@@ -128,16 +124,14 @@ class BenchTable(Result):
         control = f"{task.control} was not run"
         compared: list[BenchGroup] = []
         for group in self.groups:
-            if (group.task, group.set, group.model) != (first.task, first.set, first.model):
-                continue
             name = name_of(group.method)
-            if name == task.control:
+            if group.place == first.place and name == task.control:
                 control = f"{group.method}, the control, {task.said.format(group.score)}"
-            elif name not in CONTROLS:
+            elif group.place == first.place and name not in CONTROLS:
                 compared.append(group)
-        where = f"Task {_place(first)}:"
+        where = f"Task {first.title}:"
         if any(group.model != first.model for group in self.groups):
-            where = f"Task {_place(first)}, model {first.model}:"
+            where = f"Task {first.title}, model {first.model}:"
         if not compared:
             return f"{where} {control}; no other method was run."
         compared.sort(key=lambda group: group.score, reverse=not task.low_is_good)
@@ -148,24 +142,13 @@ class BenchTable(Result):
 
     def numbers(self) -> list[Number]:
         """The score of each method beside that of the full cache."""
-        scores: dict[tuple[str, str, str], float] = {}
-        for group in self.groups:
-            if group.method == FULL:
-                scores[group.model, group.task, group.set] = group.score
+        scores = {group.place: group.score for group in self.groups if group.method == FULL}
         numbers: list[Number] = []
         for group in self.groups:
-            label = f"{_place(group)}, {group.method}: {task_class(group.task).main}"
-            control = scores.get((group.model, group.task, group.set))
+            label = f"{group.title}, {group.method}: {task_class(group.task).main}"
             margin = (group.high - group.low) / 2 or None  # of a single sample there is no error
-            numbers.append(Number(label, group.score, control, margin))
+            numbers.append(Number(label, group.score, scores.get(group.place), margin))
         return numbers
-
-
-def _place(group: BenchGroup) -> str:
-    """The task of a group, and its set of prompts if that has a name of its own."""
-    if group.set.startswith(group.task):
-        return group.set
-    return f"{group.task} {group.set}"
 
 
 def bench_table(
@@ -186,11 +169,8 @@ def bench_table(
     Example:
         sinkscope bench table runs --by turn
     """
-    runs: list[tuple[Sequence[BenchRecord], dict[str, Any]]] = []
-    for folder in folders:
-        run = read_run(folder)
-        runs.append((run.records, run.settings))
-    return tabulate_records(runs, by)
+    runs = [read_run(folder) for folder in folders]
+    return tabulate_records([(run.records, run.settings) for run in runs], by)
 
 
 def tabulate_records(runs: Sequence[tuple[Sequence[BenchRecord], dict[str, Any]]], by: str = "part") -> BenchTable:
@@ -201,150 +181,80 @@ def tabulate_records(runs: Sequence[tuple[Sequence[BenchRecord], dict[str, Any]]
         by: As for `bench_table`.
     """
     started = time.perf_counter()
-    names: dict[str, str] = {}
-    for _, settings in runs:
-        names[settings["model"]["fingerprint"]] = settings["model"]["name"]
     grouped: dict[tuple[Any, ...], list[BenchRecord]] = {}
-    seeds: set[int] = set()
-    for records, _ in runs:
+    for records, settings in runs:
         for record in records:
             about = record.settings
-            key = (record.task, names[record.model], about["set"], about["temperature"], record.method)
+            key = (record.task, settings["model"]["name"], about["set"], about["temperature"], record.method)
             grouped.setdefault(key, []).append(record)
-            seeds.add(record.seed)
-    keys = sorted(grouped, key=lambda key: (*key[:4], order_of(key[4])))
     groups: list[BenchGroup] = []
-    for key in keys:
+    for key in sorted(grouped, key=lambda key: (*key[:4], order_of(key[4]))):
         full = grouped.get((*key[:4], FULL), [])
-        groups.append(_group(key, grouped[key], full, by))
-    settings = [settings for _, settings in runs]
-    first = settings[0]
+        groups.append(_group(dict(zip(_KEY, key, strict=True)), grouped[key], full, by))
+    first = runs[0][1]
+    origin = provenance(
+        started=started,
+        device=first["device"],
+        dtype=first["dtype"],
+        attention=first["attention"],
+        bos=None,
+        seed=min((record.seed for records, _ in runs for record in records), default=0),
+    )
     return BenchTable(
         model=ModelInfo(**first["model"]),
-        settings={"runs": settings},
-        provenance=provenance(
-            started=started,
-            device=first["device"],
-            dtype=first["dtype"],
-            attention=first["attention"],
-            bos=None,
-            seed=min(seeds, default=0),
-        ),
+        settings={"runs": [settings for _, settings in runs]},
+        provenance=origin,
         groups=tuple(groups),
     )
 
 
-def _group(key: tuple[Any, ...], records: Sequence[BenchRecord], full: Sequence[BenchRecord], by: str) -> BenchGroup:
-    task_name, model, set_name, temperature, method = key
-    task = task_class(task_name)
-    values: list[float] = []
-    values_by_part: dict[str, list[float]] = {}
+def _group(key: dict[str, Any], records: Sequence[BenchRecord], full: Sequence[BenchRecord], by: str) -> BenchGroup:
+    """The row of a method, beside the records of the full cache."""
+    task = task_class(key["task"])
+    values = _values(task.main, records)
+    records_by_part: dict[str, list[BenchRecord]] = {}
     for record in records:
-        value = record.metrics.get(task.main)
-        if value is None:
-            continue
-        values.append(float(value))
-        part = str(record.settings.get(by, ""))
-        if by == "turn":
-            part = str(record.turn + 1)
-        if part:
-            values_by_part.setdefault(part, []).append(float(value))
-    parts: dict[str, float] = {}
-    for part, part_values in values_by_part.items():
-        parts[part] = fmean(part_values)
-    metrics: Metrics = {}
-    for column in task.columns:
-        metrics[column] = _column(column, records)
-    group = BenchGroup(
-        model=model,
-        task=task_name,
-        set=set_name,
-        method=method,
-        temperature=temperature,
-        answers=len(records),
-        score=math.nan,
-        low=math.nan,
-        high=math.nan,
-        parts=parts,
-        metrics=metrics,
-        same=_same(records, full),
-        read=_mean("read", records),
-        cells=_mean("cells", records),
-        window=_window(records),
-        time=_time(records, full),
-        cached_peak=_mean("cached_peak", records),
+        part = str({"turn": record.turn + 1, **record.settings}.get(by, ""))
+        if part and record.metrics.get(task.main) is not None:
+            records_by_part.setdefault(part, []).append(record)
+    parts = {part: fmean(_values(task.main, mine)) for part, mine in records_by_part.items()}
+    metrics: Metrics = {"read": mean_known(_values("read", records)), "cells": mean_known(_values("cells", records))}
+    metrics["time"] = None
+    if _seconds_per_token(full):
+        metrics["time"] = _seconds_per_token(records) / _seconds_per_token(full)
+    metrics["cached_peak"] = mean_known(_values("cached_peak", records))
+    windows = [event["data"]["window"] for record in records for event in record.events if event["kind"] == "window"]
+    metrics["window"] = mean_known(windows)
+    answers = {(record.prompt, record.turn, record.seed): record.tokens for record in full}
+    same = [answers.get((record.prompt, record.turn, record.seed)) for record in records]
+    metrics["same"] = mean_known(
+        tokens == record.tokens for tokens, record in zip(same, records, strict=True) if tokens is not None
     )
-    if not values:
-        return group
-    score = fmean(values)
-    if min(values) >= 0 and max(values) <= 1 and not task.together:
+    for column in task.columns:
+        metrics[column] = mean_known(_values(column, records))
+    if metrics.get("alarm") is not None:
+        metrics["alarm"] = median(_values("alarm", records))  # not every run has one
+    score, half = math.nan, math.nan
+    if values:
+        score = fmean(values)
+        half = 1.96 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    low, high = score - half, score + half
+    if values and min(values) >= 0 and max(values) <= 1 and not task.together:
         rate = wilson(sum(values), len(values))
-        return replace(group, score=score, low=rate.low, high=rate.high)
-    half = 0.0
-    if len(values) > 1:
-        half = 1.96 * stdev(values) / math.sqrt(len(values))
-    return replace(group, score=score, low=score - half, high=score + half)
+        low, high = rate.low, rate.high
+    return BenchGroup(**key, answers=len(records), score=score, low=low, high=high, parts=parts, metrics=metrics)
 
 
-def _window(records: Sequence[BenchRecord]) -> float | None:
-    """Mean window of answers whose budget had no room for the usual one."""
-    windows: list[float] = []
-    for record in records:
-        for event in record.events:
-            if event["kind"] == "window":
-                windows.append(float(event["data"]["window"]))
-    return mean_known(windows)
-
-
-def _mean(metric: str, records: Sequence[BenchRecord]) -> float | None:
-    return mean_known(record.metrics.get(metric) for record in records)
-
-
-def _column(column: str, records: Sequence[BenchRecord]) -> float | None:
-    """The value of a column: the mean of its metric, unless the column is a median or exp of a mean."""
-    if column in EXPONENTIAL:
-        mean = _mean(EXPONENTIAL[column], records)
-        if mean is None:
-            return None
-        return math.exp(mean)
-    if column not in MEDIAN:
-        return _mean(column, records)
+def _values(metric: str, records: Sequence[BenchRecord]) -> list[float]:
+    """A metric of those answers that have it."""
     values: list[float] = []
     for record in records:
-        value = record.metrics.get(column)
+        value = record.metrics.get(metric)
         if value is not None:
             values.append(float(value))
-    if not values:
-        return None
-    return median(values)
-
-
-def _same(records: Sequence[BenchRecord], full: Sequence[BenchRecord]) -> float | None:
-    tokens: dict[tuple[str, int, int], tuple[int, ...]] = {}
-    for record in full:
-        tokens[record.prompt, record.turn, record.seed] = record.tokens
-    equal: list[bool] = []
-    for record in records:
-        other = tokens.get((record.prompt, record.turn, record.seed))
-        if other is not None:
-            equal.append(record.tokens == other)
-    return mean_known(equal)
-
-
-def _time(records: Sequence[BenchRecord], full: Sequence[BenchRecord]) -> float | None:
-    ours = _seconds_per_token(records)
-    whole = _seconds_per_token(full)
-    if not ours or not whole:
-        return None
-    return ours / whole
+    return values
 
 
 def _seconds_per_token(records: Sequence[BenchRecord]) -> float:
-    seconds = 0.0
-    tokens = 0
-    for record in records:
-        seconds += record.metrics.get("seconds") or 0.0
-        tokens += len(record.tokens)
-    if not tokens:
-        return 0.0
-    return seconds / tokens
+    tokens = sum(len(record.tokens) for record in records)
+    return sum(_values("seconds", records)) / max(tokens, 1)

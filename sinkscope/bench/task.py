@@ -8,10 +8,11 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from sinkscope.bench.answer import Answer, Batch, BenchModel, answer_rows
-from sinkscope.bench.methods import FULL, Method
+from sinkscope.bench.answer import Answer, Batch, BenchModel, answer_rows, top_probability
+from sinkscope.bench.methods import FULL
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts, with_controls
 from sinkscope.bench.record import BenchRecord, Metrics
+from sinkscope.bench.samplers import samplers
 from sinkscope.bench.scores import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
@@ -29,7 +30,7 @@ TASKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """Base of all tasks: a frozen dataclass of settings.
+    """Base of all tasks: a frozen dataclass of settings. Prompts may have several turns.
 
     Attributes:
         name: Name in records and tables.
@@ -41,6 +42,9 @@ class Task(ABC):
         budget: Budget of methods that state none.
         model: Model that answers by default; None for the bundled model.
         together: Whether all methods answer a batch in one pass.
+        metric: Score of turns that name none, see `sinkscope.bench.scores`.
+        history: "gold": turns follow the first correct answers. "model": turns follow the method's own answers.
+        chat: Whether turns are wrapped in the tokenizer's chat template.
     """
 
     name: ClassVar[str]
@@ -48,10 +52,14 @@ class Task(ABC):
     low_is_good: ClassVar[bool] = False
     said: ClassVar[str] = "scores {:.0%}"
     control: ClassVar[str] = FULL
-    columns: ClassVar[tuple[str, ...]] = ()
+    columns: ClassVar[tuple[str, ...]] = ("chance",)
     budget: ClassVar[Budget] = 0.125
     model: ClassVar[str | None] = None
     together: ClassVar[bool] = False
+    metric: ClassVar[str] = "contains"
+
+    history: Literal["gold", "model"] = "gold"
+    chat: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -64,55 +72,6 @@ class Task(ABC):
     def new_tokens(self, target: Target) -> int:
         """Maximum length of an answer, if the user gives none."""
 
-    @abstractmethod
-    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
-        """Metrics of an answer to a prompt of these ids; `main` is among them."""
-
-    def encode(self, model: BenchModel, texts: Sequence[str]) -> list[int]:
-        """Ids of a prompt after earlier prompts and answers."""
-        return model.encode(texts)
-
-    def conditions(self) -> dict[str, Any]:
-        """Settings of the task beside its prompts that determine the records."""
-        return {}
-
-    def turn_lengths(self, model: BenchModel, prompt: Prompt, new: int) -> list[int]:
-        """Largest length of each turn of a prompt, so that what cannot fit is refused before the run."""
-        return [len(self.encode(model, [turn.text])) for turn in prompt.turns]
-
-    def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
-        """Answer a batch; the default answers single turns."""
-        method = batch.methods[0]
-        rows = [self.encode(model, [prompt.turns[0].text]) for prompt in batch.prompts]
-        records: list[BenchRecord] = []
-        for prompt, ids, answer in zip(
-            batch.prompts, rows, answer_rows(model, method, rows, batch.prompts, batch), strict=True
-        ):
-            records.append(self.record(model, batch, prompt, 0, ids, answer))
-        return records
-
-    def record(
-        self, model: BenchModel, batch: Batch, prompt: Prompt, turn: int, ids: list[int], answer: Answer
-    ) -> BenchRecord:
-        """The record of an answer by the batch's method."""
-        metrics = self.score(model, batch, ids, prompt.turns[turn], answer)
-        return batch.record(batch.methods[0], prompt, turn, answer, metrics, {"top1": tuple(answer.top1)})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dialogues(Task):
-    """Base of tasks whose prompts may have several turns.
-
-    Attributes:
-        history: "gold": turns follow the first correct answers. "model": turns follow the method's own answers.
-        chat: Whether turns are wrapped in the tokenizer's chat template.
-    """
-
-    columns: ClassVar[tuple[str, ...]] = ("chance",)
-
-    history: Literal["gold", "model"] = "gold"
-    chat: bool = False
-
     def encode(self, model: BenchModel, texts: Sequence[str]) -> list[int]:
         """Ids of a conversation that ends with a prompt."""
         return model.encode(texts, self.chat)
@@ -120,10 +79,6 @@ class Dialogues(Task):
     def spoken(self, model: BenchModel, answer: Answer) -> str:
         """An answer as the next turn reads it."""
         return answer.text
-
-    def conditions(self) -> dict[str, Any]:
-        """History, and whether a chat template is used."""
-        return {"history": self.history, "chat": self.chat}
 
     def turn_lengths(self, model: BenchModel, prompt: Prompt, new: int) -> list[int]:
         """Length of each turn with all turns before it; the model's own answers may be as long as is allowed."""
@@ -158,23 +113,29 @@ class Dialogues(Task):
 
     def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
         """Answer all turns of the prompts, turn after turn."""
+        method = batch.methods[0]
         texts: dict[str, list[str]] = {prompt.id: [] for prompt in batch.prompts}
         records: list[BenchRecord] = []
         for number in range(max(len(prompt.turns) for prompt in batch.prompts)):
             prompts = [prompt for prompt in batch.prompts if number < len(prompt.turns)]
             rows = [self.encode(model, [*texts[prompt.id], prompt.turns[number].text]) for prompt in prompts]
-            written = answer_rows(model, batch.methods[0], rows, prompts, batch)
-            for prompt, ids, answer in zip(prompts, rows, written, strict=True):
-                records.append(self.record(model, batch, prompt, number, ids, answer))
+            ids = [prompt.id for prompt in prompts]
+            chosen = samplers(method.name, batch.temperature, batch.seed, ids, [len(row) for row in rows])
+            written = answer_rows(model, rows, batch.new, method.make(), measure=top_probability, samplers=chosen)
+            for prompt, answer in zip(prompts, written, strict=True):
+                turn = prompt.turns[number]
+                records.append(batch.record(method, prompt, number, answer, self.score(model, batch, turn, answer)))
+                said = self.spoken(model, answer)
                 if self.history == "gold":
-                    spoken = self.gold(prompt, number)
-                else:
-                    spoken = self.spoken(model, answer)
-                texts[prompt.id] += [prompt.turns[number].text, spoken]
+                    said = self.gold(prompt, number)
+                texts[prompt.id] += [turn.text, said]
         return records
 
-    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
-        """The score against the correct answers, and against those of another prompt, which is the control."""
+    def score(self, model: BenchModel, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
+        """Metrics of an answer; `main` is among them.
+
+        By default the score against the correct answers, and against those of another prompt, which is the control.
+        """
         return {
             "score": self.compare(answer, turn.answers, turn.metric) if turn.answers else None,
             "chance": self.compare(answer, turn.control, turn.metric) if turn.control else None,
@@ -182,11 +143,11 @@ class Dialogues(Task):
 
     def compare(self, answer: Answer, answers: Sequence[str], metric: str) -> float:
         """The score against these correct answers."""
-        return score(metric or "contains", answer.text, answers)
+        return score(metric or self.metric, answer.text, answers)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptFile(Dialogues):
+class PromptFile(Task):
     """The user's own prompts (see `read_prompts`).
 
     Attributes:
@@ -258,13 +219,3 @@ def task_class(name: str) -> type[Task]:
         return PromptFile
     module, _, cls_name = TASKS[name].partition(":")
     return getattr(import_module(module), cls_name)
-
-
-def check_methods(task: Task, methods: Sequence[Method]) -> None:
-    """Make every method once, so that impossible settings are refused before the run.
-
-    Raises:
-        SinkscopeError: Settings are invalid together.
-    """
-    for method in methods:
-        method.make()

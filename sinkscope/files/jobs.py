@@ -7,21 +7,18 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.console import Progress
+from sinkscope.files.console import Progress, silent
 from sinkscope.files.store import Folder
 
-PATIENCE = 600.0
-"""Seconds after which all Ray workers must have started."""
 CLUSTER_ANSWERS_WITHIN = 10.0
 """Seconds."""
 
 
-@runtime_checkable
 class Job(Protocol):
     """Records that are made together, all or none. Jobs are pickled for other processes."""
 
@@ -37,36 +34,6 @@ class Job(Protocol):
 
 
 J = TypeVar("J", bound=Job)
-J_ = TypeVar("J_")
-R_ = TypeVar("R_", covariant=True)
-P = TypeVar("P", bound="Pool[Any, Any]")  # typing.Self is refused by the shape checks of the tests
-
-
-@dataclass
-class Tally:
-    """How much of the work is done.
-
-    Attributes:
-        what: Name of the work.
-        total: Total amount of work.
-        progress: Called as `progress(what, done, total)`.
-        done: Amount of work finished.
-    """
-
-    what: str
-    total: int
-    progress: Progress | None = None
-    done: int = 0
-
-    def add(self, size: int) -> None:
-        """Something was finished."""
-        self.done += size
-        self.show()
-
-    def show(self, more: int = 0) -> None:
-        """Report what is done, with `more` of a job that is not finished yet."""
-        if self.progress is not None:
-            self.progress(self.what, self.done + more, self.total)
 
 
 def check_workers(workers: int, address: str | None = None) -> None:
@@ -81,67 +48,43 @@ def check_workers(workers: int, address: str | None = None) -> None:
         _ray()
 
 
-class Pool(Generic[J_, R_]):
-    """Runs jobs in this process, or on Ray. Use it in a `with`; Ray workers start with the first jobs.
+@dataclass(frozen=True)
+class Workers:
+    """Ray workers that run jobs. The user's own Ray (`ray.init`, or `RAY_ADDRESS`) is used if there is one.
 
-    The user's own Ray (`ray.init`, or the cluster named by `RAY_ADDRESS`) is used if there is one.
-
-    Args:
-        here: Runs a job in this process.
-        elsewhere: Called once in each Ray worker (to open the model, say); returns the function that runs jobs
-            there. It is pickled. None runs all jobs in this process.
-        workers: Number of Ray workers.
+    Attributes:
+        open: Called once in each worker (to open the model, say); returns the function that runs jobs there. It is
+            pickled.
+        count: Number of workers.
         address: Address of a Ray cluster, as for `ray.init`. None: `RAY_ADDRESS`, or a cluster on this machine.
         gpu: Each worker needs a GPU, or a share of one.
         patience: Seconds within which all of them must have started.
-
-    Raises:
-        SinkscopeError: Ray is not installed, the cluster does not answer, or workers do not start in time.
     """
 
-    def __init__(
-        self,
-        here: Callable[[J_], R_],
-        elsewhere: Callable[[], Callable[[J_], R_]] | None = None,
-        *,
-        workers: int = 1,
-        address: str | None = None,
-        gpu: bool = False,
-        patience: float = PATIENCE,
-    ) -> None:
-        self._here, self._elsewhere = here, elsewhere
-        self._workers, self._address, self._gpu = workers, address, gpu
-        self._patience = patience
-        self._actors: list[Any] = []
-        self._ours = False
+    open: Callable[[], Callable[[Any], Any]]
+    count: int
+    address: str | None = None
+    gpu: bool = False
+    patience: float = 600.0
 
-    def __enter__(self: P) -> P:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for actor in self._actors:
-            _ray().kill(actor)
-        if self._ours:
-            _ray().shutdown()
-        self._actors, self._ours = [], False
-
-    def map(self, jobs: Sequence[J_]) -> Iterator[tuple[int, R_]]:
-        """Yield the index and result of each job as jobs finish; in this process, in their order.
+    def run(self, jobs: Sequence[Any], store: Callable[[int, Any], None]) -> None:
+        """Run the jobs, and call `store` with the index and result of each as it finishes.
 
         Raises:
-            SinkscopeError: Workers do not start, or one ends.
+            SinkscopeError: The cluster does not answer, workers do not start, or one ends.
         """
-        if self._elsewhere is None:
-            for index, job in enumerate(jobs):
-                yield index, self._here(job)
-            return
-        if not jobs:
-            return
         ray = _ray()
+        ours = not ray.is_initialized()
+        if ours:
+            self._join(ray)
+        actors: list[Any] = []
         try:
-            self._start(ray, min(self._workers, len(jobs)))
-            pool = ray.util.ActorPool(self._actors)
-            yield from pool.map_unordered(lambda actor, index: actor.run.remote(index, jobs[index]), range(len(jobs)))
+            self._start(ray, actors, min(self.count, len(jobs)))
+            pool = ray.util.ActorPool(actors)
+            for index, result in pool.map_unordered(
+                lambda actor, index: actor.run.remote(index, jobs[index]), range(len(jobs))
+            ):
+                store(index, result)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, SinkscopeError):
                 raise error.cause from None
@@ -151,92 +94,100 @@ class Pool(Generic[J_, R_]):
                 f"a Ray worker ended before its work was done ({str(error).splitlines()[0]:.80}): if memory ran out, "
                 "give fewer workers; finished parts that are kept in a folder are not done again"
             ) from None
+        finally:
+            for actor in actors:
+                ray.kill(actor)
+            if ours:
+                ray.shutdown()
 
-    def _start(self, ray: Any, count: int) -> None:
-        """Have `count` workers that have opened what they work on."""
-        missing = count - len(self._actors)
-        if missing < 1:
-            return
-        if not self._actors:
-            self._join(ray)
-        gpus = ray.cluster_resources().get("GPU", 0)
+    def _start(self, ray: Any, actors: list[Any], count: int) -> None:
+        """Add `count` workers that have opened what they work on and share the machines' CPUs and GPUs equally."""
+        there = ray.cluster_resources()
         share_of_gpu = 0.0
-        if self._gpu and gpus:
-            share_of_gpu = 1 / math.ceil(count / gpus)
-        worker = ray.remote(num_cpus=1, num_gpus=share_of_gpu)(_Worker)
-        threads = _threads(ray, count, self._ours)
-        actors = [worker.remote(threads) for _ in range(missing)]
-        self._actors += actors
-        opener = ray.put(self._elsewhere)
+        if self.gpu and there.get("GPU"):
+            share_of_gpu = 1 / math.ceil(count / there["GPU"])
+        worker = ray.remote(num_cpus=1, num_gpus=share_of_gpu)(Worker)
+        actors += [worker.remote() for _ in range(count)]
+        opener = ray.put(self.open)
+        threads = max(1, int(there["CPU"]) // count)
         try:
-            ray.get([actor.open.remote(opener) for actor in actors], timeout=self._patience)
+            ray.get([actor.open.remote(opener, threads) for actor in actors], timeout=self.patience)
         except ray.exceptions.GetTimeoutError:
             free = ray.available_resources()
             raise SinkscopeError(
-                f"{missing} of {count} Ray workers did not start within {self._patience:.0f} s (free: "
-                f"{free.get('CPU', 0):.0f} CPUs, {free.get('GPU', 0):.2g} GPUs): give fewer workers, or wait until the "
-                "machines are less busy"
+                f"{count} Ray workers did not start within {self.patience:.0f} s ({free.get('CPU', 0):.0f} CPUs and "
+                f"{free.get('GPU', 0):.2g} GPUs are free): give fewer workers, or wait until the machines are less busy"
             ) from None
 
     def _join(self, ray: Any) -> None:
         """Join a cluster, or start one on this machine."""
-        if ray.is_initialized():
-            return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere
-        address = self._address or os.environ.get("RAY_ADDRESS")
-        where: dict[str, Any] = {"num_cpus": self._workers, "include_dashboard": False}
+        address = self.address or os.environ.get("RAY_ADDRESS")
+        where: dict[str, Any] = {"num_cpus": max(self.count, os.cpu_count() or 1), "include_dashboard": False}
         if address:
             where = {"address": address}
         try:
-            _reach(address)
+            host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+            if port.isdecimal():  # Ray itself would retry for many minutes
+                socket.create_connection((host, int(port)), timeout=CLUSTER_ANSWERS_WITHIN).close()
             ray.init(log_to_driver=False, logging_level="ERROR", **where)
         except (OSError, ValueError, RuntimeError) as error:
             raise SinkscopeError(
                 f"--ray {address}: no Ray cluster can be joined there ({str(error).splitlines()[0]:.80}); start one "
                 "with `ray start --head`, or leave out --ray"
             ) from None
-        self._ours = True
 
 
-def finish(pool: Pool[J, Sequence[Any]], jobs: Sequence[J], kept: Folder[Any], tally: Tally) -> None:
-    """Run the jobs that have missing records, and store their records as they arrive.
-
-    Args:
-        pool: Runs a job and returns its records.
-        jobs: All jobs; finished ones are not run again.
-        kept: Where records are found and stored.
-        tally: How much is done.
-    """
-    left: list[J] = []
-    finished = 0
-    for job in jobs:
-        if all(key in kept.records for key in job.keys):
-            finished += job.size
-        else:
-            left.append(job)
-    if len(left) < len(jobs):
-        tally.add(finished)
-    for index, records in pool.map(left):
-        kept.append(records)
-        tally.add(left[index].size)
-
-
-class _Worker:
+class Worker:
     """One Ray worker, with what it works on."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._run: Callable[[Any], Any] | None = None
-
-    def open(self, make: Callable[[], Callable[[Any], Any]]) -> None:
+    def open(self, make: Callable[[], Callable[[Any], Any]], threads: int) -> None:
         """Prepare what the jobs work on. Errors here reach the caller, unlike errors in `__init__`."""
         self._run = make()
         if torch := sys.modules.get("torch"):
-            torch.set_num_threads(self._threads)
+            torch.set_num_threads(threads)
 
     def run(self, index: int, job: Any) -> tuple[int, Any]:
-        assert self._run is not None
+        """The index of a job, and its records."""
         return index, self._run(job)
+
+
+def finish(
+    work: Callable[[J], Sequence[Any]],
+    jobs: Sequence[J],
+    kept: Folder[Any],
+    what: str,
+    progress: Progress | None = None,
+    workers: Workers | None = None,
+) -> None:
+    """Run the jobs that have missing records, and store their records as they arrive.
+
+    Args:
+        work: Runs a job in this process and returns its records.
+        jobs: All jobs; finished ones are not run again.
+        kept: Where records are found and stored.
+        what: Name of the work, for the progress.
+        progress: Called as `progress(what, done, total)`.
+        workers: Run the jobs elsewhere, instead of `work`.
+    """
+    report = progress or silent
+    total = sum(job.size for job in jobs)
+    left = [job for job in jobs if not all(key in kept.records for key in job.keys)]
+    done = total - sum(job.size for job in left)
+    if done:
+        report(what, done, total)
+
+    def store(index: int, records: Sequence[Any]) -> None:
+        nonlocal done
+        kept.append(records)
+        done += left[index].size
+        report(what, done, total)
+
+    if workers is not None and left:
+        workers.run(left, store)
+        return
+    for index, job in enumerate(left):
+        store(index, work(job))
 
 
 def _ray() -> Any:
@@ -246,24 +197,3 @@ def _ray() -> Any:
         raise SinkscopeError(
             'more than one worker needs Ray: pip install "sinkscope[ray]", or leave out --workers'
         ) from None
-
-
-def _threads(ray: Any, count: int, ours: bool) -> int:
-    """CPU threads of a worker: this machine's or the cluster's, divided equally."""
-    torch = sys.modules.get("torch")
-    if ours and torch:
-        cpus = torch.get_num_threads()
-    else:
-        cpus = int(ray.cluster_resources().get("CPU", 1))
-    return max(1, cpus // count)
-
-
-def _reach(address: str | None) -> None:
-    """Check that something listens there, because Ray itself would retry for many minutes.
-
-    Raises:
-        OSError: Nothing answers.
-    """
-    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
-    if port.isdecimal():
-        socket.create_connection((host, int(port)), timeout=CLUSTER_ANSWERS_WITHIN).close()

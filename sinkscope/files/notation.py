@@ -38,30 +38,19 @@ def head_name(layer: int, head: int) -> str:
 
 
 def neuron_names(sites: Sequence[Any], most: int = 8) -> str:
-    """Names in a list, and how many more there are.
-
-    Args:
-        sites: (layer, neuron), (layer, expert, neuron), or objects with these attributes.
-        most: Names that are written out.
-    """
-    names: list[str] = []
-    for site in sites:
-        if isinstance(site, tuple | list):
-            names.append(neuron_name(*site))
-        else:
-            names.append(neuron_name(site.layer, site.expert, site.neuron))
-    return listed(names, most)
+    """Names in a list, and how many more there are; sites are tuples, or objects with layer, expert and neuron."""
+    return listed([neuron_name(*_place(site, "expert", "neuron")) for site in sites], most)
 
 
 def head_names(sites: Sequence[Any], most: int = 8) -> str:
-    """Names in a list, and how many more there are; sites are (layer, head), or objects with these."""
-    names: list[str] = []
-    for site in sites:
-        if isinstance(site, tuple | list):
-            names.append(head_name(*site))
-        else:
-            names.append(head_name(site.layer, site.head))
-    return listed(names, most)
+    """Names in a list, and how many more there are; sites are tuples, or objects with layer and head."""
+    return listed([head_name(*_place(site, "head")) for site in sites], most)
+
+
+def _place(site: Any, *names: str) -> tuple[int, ...]:
+    if isinstance(site, tuple | list):
+        return tuple(site)
+    return tuple(getattr(site, name) for name in ("layer", *names))
 
 
 def listed(things: Sequence[object], most: int = 12) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import between, conform
 
 
@@ -29,7 +28,6 @@ class Option:
         required: Whether the command line requires it although it has a default in Python.
         own: Whether it belongs to the measurement alone although an option that opens the model has the same name.
         writes: Whether it names a file or folder to write.
-        many: Whether it takes several values although its type does not say so.
     """
 
     name: str | None = None
@@ -42,7 +40,6 @@ class Option:
     required: bool = False
     own: bool = False
     writes: bool = False
-    many: bool = False
 
 
 Positive = Annotated[int, Option(min=1)]
@@ -52,9 +49,7 @@ Count = Annotated[int, Option(min=0)]
 Hidden = Annotated[Any, Option(hidden=True)]
 """Anything; only callers from Python can give it."""
 
-LARGEST_FLOAT = 1e300
-LARGEST_INT = (1 << 31) - 1
-LARGEST_SEED = (1 << 63) - 1
+LARGEST = {float: 1e300, int: (1 << 31) - 1}
 
 
 @dataclass(frozen=True)
@@ -108,30 +103,13 @@ class Parameter:
         Raises:
             SinkscopeError: The value is too small, too large, or not a number.
         """
-        if value is None or self.type not in (int, float):
+        if value is None or self.type not in LARGEST:
             return
-        values = [value]
-        if self.many and isinstance(value, Sequence):
-            values = list(value)
-        for number in values:
-            self._check_number(number)
-
-    def _check_number(self, number: Any) -> None:
         limited = self.option.min is not None or self.option.max is not None
-        if not limited and not isinstance(number, int | float):
-            return  # an annotation may be one of several types
-        kind = self.type
-        if not limited:
-            kind = float
-        high = self.option.max
-        if high is None and self.type is float:
-            high = LARGEST_FLOAT
-        elif high is None and self.name == "seed":
-            high = LARGEST_SEED
-        elif high is None:
-            high = LARGEST_INT
-        range_ = between(kind, self.option.min, high)
-        conform(range_, number, f"{self.flag} ", strict=limited, then=f" ({self.name}=... in Python)")
+        range_ = between(self.type if limited else float, self.option.min, self.option.max or LARGEST[self.type])
+        for number in value if self.many and isinstance(value, Sequence) else [value]:
+            if limited or isinstance(number, int | float):  # an annotation may be one of several types
+                conform(range_, number, f"{self.flag} ", strict=limited, then=f" ({self.name}=... in Python)")
 
 
 def parameters_of(function: Callable[..., Any], *, without: Sequence[str] = ()) -> tuple[Parameter, ...]:
@@ -177,7 +155,7 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "") -> Paramete
         elif len(parts) == 2 and parts[1] == Sequence[parts[0]]:  # one value, or several
             hint = parts[1]
         else:
-            return Parameter(name, hint, option, default, help, many or option.many)
+            return Parameter(name, hint, option, default, help, many)
 
 
 def described(doc: str, title: str) -> dict[str, str]:
@@ -208,18 +186,3 @@ def example_lines(doc: str) -> list[str]:
     if section is None:
         return []
     return [line.strip() for line in section[1].splitlines()]
-
-
-def refuse_unused(reason: str, **options: Any) -> None:
-    """Refuse options that have no effect in this run.
-
-    Args:
-        reason: When the option has an effect, such as "give --follow, too".
-        options: Values by name of the option; None, False and empty ones were not given.
-
-    Raises:
-        SinkscopeError: One of them was given.
-    """
-    for name, value in options.items():
-        if value not in (None, False, ()):
-            raise SinkscopeError(f"--{name.replace('_', '-')} has no effect here: {reason}, or leave it out")

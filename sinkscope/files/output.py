@@ -25,17 +25,6 @@ MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, PNG
 )
 OF_THE_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 """Pipes that a shell makes, as in `<(command)`."""
-LARGEST_DEVICE = 1 << 28
-"""Bytes that are read of what is no regular file."""
-REMEDIES = {
-    errno.ENOSPC: "the disk is full; make room or choose another place",
-    errno.EDQUOT: "your quota is used up; make room or choose another place",
-    errno.EFBIG: "the file is larger than allowed here; choose another place",
-    errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
-    errno.EACCES: "no permission; choose another place",
-    errno.ENOTDIR: "a part of the path is a file, not a folder; choose another place",
-    errno.EROFS: "the disk is read-only; choose another place",
-}
 
 
 def write_output(path: str | os.PathLike[str], data: bytes | str, *, force: bool = False) -> Path:
@@ -136,10 +125,11 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
             not a folder.
     """
     name = os.fspath(path)
-    if not _is_file_name(name):
-        raise SinkscopeError(f"{name!r} is not a file name: give the name of a file to write")
     try:
         target = Path(name)
+        name.encode()
+        if not name:
+            raise FileNotFoundError(errno.ENOENT, "a file needs a name")
         if not name.startswith(OF_THE_SHELL):  # those lead to names that no file system knows
             target = Path(os.path.realpath(name))  # a link stays a link: its target is replaced
         if not folder and (target.is_dir() or name.endswith(("/", os.sep))):
@@ -150,21 +140,18 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
         while not home.is_dir():
             home = home.parent
         if target.exists() and not os.access(target, os.W_OK):
-            raise SinkscopeError(f"cannot write {name}: no permission; choose another file")
+            raise PermissionError(errno.EACCES, "permission denied")
         if target.is_fifo() and not name.startswith(OF_THE_SHELL):  # nobody may ever read it
             raise SinkscopeError(f"cannot write {name}: it is a named pipe; choose a file, or redirect standard output")
         if target.is_dir() or not _is_device(target):
             tempfile.TemporaryFile(dir=home).close()  # the only sure way to know
     except OSError as error:
         raise _cannot_write(name, error) from None
+    except SinkscopeError:
+        raise
+    except ValueError:  # a zero byte, or bytes of the command line that are not UTF-8
+        raise SinkscopeError(f"{name!r} is not a file name: give the name of a file to write") from None
     return target
-
-
-def _is_file_name(name: str) -> bool:
-    try:
-        return bool(name.encode()) and "\0" not in name
-    except UnicodeEncodeError:  # bytes of the command line that are not UTF-8
-        return False
 
 
 def _is_device(target: Path) -> bool:
@@ -214,16 +201,12 @@ def _write_and_rename(target: Path, content: bytes) -> None:
 
 def _cannot_write(name: str, error: OSError) -> SinkscopeError:
     """One line on what the file system reported and what to do about it."""
-    remedy = REMEDIES.get(error.errno or 0, f"{reason_of(error)}; choose another place")
-    shown = name
-    if len(name) > 120:
-        shown = f"{name[:60]}..."
-    return SinkscopeError(f"cannot write {shown}: {remedy}")
+    return SinkscopeError(f"cannot write {name:.120}: {reason_of(error)}; choose another place")
 
 
-def reason_of(error: OSError) -> str:
+def reason_of(error: Exception) -> str:
     """What the file system reported, in lower case."""
-    return (error.strerror or str(error)).lower()
+    return (getattr(error, "strerror", None) or str(error)).lower().rstrip(".")
 
 
 def path_of(name: str | os.PathLike[str], remedy: str = "give the path of a file or folder") -> Path:
@@ -234,14 +217,10 @@ def path_of(name: str | os.PathLike[str], remedy: str = "give the path of a file
     """
     try:
         path = Path(name).expanduser()
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return Path(name).expanduser()
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            path.stat()
     except (OSError, RuntimeError, ValueError) as error:  # too long; no such home folder; a zero byte
-        reason = str(error)
-        if isinstance(error, OSError):
-            reason = reason_of(error)
-        raise SinkscopeError(f"cannot read {os.fspath(name)!r}: {reason.rstrip('.')}; {remedy}") from None
+        raise SinkscopeError(f"cannot read {os.fspath(name)!r}: {reason_of(error)}; {remedy}") from None
     return path
 
 
@@ -254,31 +233,22 @@ def read_bytes(path: str | os.PathLike[str], remedy: str, *, page: str | None = 
         page: Documentation page to name in errors.
 
     Raises:
-        SinkscopeError: The file cannot be read, is a pipe that is not the shell's, or never ends.
+        SinkscopeError: The file cannot be read, or is a device, or a pipe that is not the shell's.
     """
     name = os.fspath(path)
+    if name == "-":
+        raw = getattr(sys.stdin, "buffer", None)
+        if raw is not None:
+            return raw.read()
+        return (sys.stdin or StringIO()).read().encode()  # None: it is closed
     shown = pathless(name) or "a file without a name"
+    file = path_of(name, remedy)
     try:
-        if name == "-":
-            raw = getattr(sys.stdin, "buffer", None)
-            if raw is not None:
-                return raw.read()
-            return (sys.stdin or StringIO()).read().encode()  # None: it is closed
-        file = path_of(name, remedy)
-        is_pipe = stat.S_ISFIFO(file.stat().st_mode)
-        if is_pipe and not name.startswith(OF_THE_SHELL):  # nobody may ever write to it
-            raise SinkscopeError(f"cannot read {shown}: it is a named pipe; {remedy}", page=page)
-        if file.is_file():
+        if stat.S_ISREG(file.stat().st_mode) or file.is_dir() or name.startswith(OF_THE_SHELL):
             return file.read_bytes()
-        with file.open("rb") as device:
-            content = device.read(LARGEST_DEVICE + 1)
-    except SinkscopeError:
-        raise
     except OSError as error:
         raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}", page=page) from None
-    if len(content) > LARGEST_DEVICE:
-        raise SinkscopeError(f"cannot read {shown}: it has no end; {remedy}", page=page)
-    return content
+    raise SinkscopeError(f"cannot read {shown}: it is a named pipe or a device; {remedy}", page=page)
 
 
 def read_text(
@@ -293,10 +263,7 @@ def read_text(
     try:
         text = content.decode("utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError:
-        name = Path(path).name
-        if os.fspath(path) == "-":
-            name = "standard input"
-        raise SinkscopeError(f"{name} is not UTF-8 text: {remedy}", page=page) from None
+        raise SinkscopeError(f"{_shown(path)} is not UTF-8 text: {remedy}", page=page) from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -312,5 +279,10 @@ def read_json(
     try:
         return parse_json(text)
     except ValueError as error:
-        name = Path(path).name or os.fspath(path)
-        raise SinkscopeError(f"{name} is not a JSON file ({error}); {remedy}", page=page) from None
+        raise SinkscopeError(f"{_shown(path)} is not a JSON file ({error}); {remedy}", page=page) from None
+
+
+def _shown(path: str | os.PathLike[str]) -> str:
+    if os.fspath(path) == "-":
+        return "standard input"
+    return Path(path).name

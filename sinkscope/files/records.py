@@ -7,7 +7,6 @@ import os
 import re
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, fields
 from functools import cache, lru_cache, wraps
 from math import nan
 from types import NoneType, UnionType
@@ -127,18 +126,13 @@ def checked(cls: type[T]) -> type[T]:
     """Make a frozen dataclass whose fields are checked against their annotations; the error is a SinkscopeError."""
     frozen: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
     build: Callable[..., None] = frozen.__init__
-    defaults = {one.name: one.default for one in fields(frozen) if one.default is not MISSING}
 
     @wraps(build)
     def init(self: Any, *args: Any, **given: Any) -> None:
         try:
             build(self, *args, **given)
         except ValidationError as error:
-            place = error.errors()[0]["loc"]
-            then = ""
-            if len(place) == 1 and place[0] in defaults:
-                then = f"; the default is {defaults[place[0]]}"
-            raise _refusal(error, given, "", then) from None
+            raise _refusal(error, given, "", "") from None
 
     frozen.__init__ = init
     return frozen
@@ -286,7 +280,7 @@ def _read_array(value: Any) -> Any:
     return np.asarray(value)
 
 
-def read_records(path: str | os.PathLike[str], type_: type[T], expected: str, *, key: str = "") -> list[T]:
+def read_records(path: str | os.PathLike[str], type_: type[T], expected: str) -> list[T]:
     """The records of a file, each checked against a type.
 
     Args:
@@ -294,39 +288,12 @@ def read_records(path: str | os.PathLike[str], type_: type[T], expected: str, *,
         type_: A dataclass or pydantic model. Nothing is converted: "7" is not a number. Further checks belong in its
             `__post_init__`, as a ValueError whose message says what was found and what was expected.
         expected: What the caller should give; errors end with ": give {expected}".
-        key: Field whose value must differ between records.
 
     Raises:
         SinkscopeError: The file cannot be read or has no records, or a record has another form; the message names
             the file, the line, the field, what was found and what was expected.
     """
-    records: list[T] = []
-    keys: list[tuple[str, Any]] = []
-    for where, row in read_rows(path, expected):
-        record = check(row, type_, where, expected)
-        records.append(record)
-        if key:
-            keys.append((where, getattr(record, key)))
-    refuse_twins(keys, key, expected)
-    return records
-
-
-def refuse_twins(keys: list[tuple[str, Any]], name: str, expected: str) -> None:
-    """Refuse records with the same name.
-
-    Args:
-        keys: Where each record stands, and its name.
-        name: Name of the field.
-        expected: What the caller should give.
-
-    Raises:
-        SinkscopeError: Two records have the same name.
-    """
-    first: dict[Any, str] = {}
-    for where, key in keys:
-        if key in first:
-            raise SinkscopeError(f"{where}: {name} {key!r} is that of {first[key]} too: give {expected}")
-        first[key] = where
+    return [check(row, type_, where, expected) for where, row in read_rows(path, expected)]
 
 
 def read_rows(path: str | os.PathLike[str], expected: str) -> Iterator[tuple[str, Any]]:
@@ -347,47 +314,27 @@ def read_rows(path: str | os.PathLike[str], expected: str) -> Iterator[tuple[str
 
 
 def rows_of(text: str, name: str, expected: str) -> Iterator[tuple[str, Any]]:
-    """Each row of a text: one JSON array or object, or one JSON value per line.
+    """Each row of a text: one JSON array, or one JSON value per line.
 
     Raises:
         SinkscopeError: A line is not JSON.
     """
-    try:
-        whole = _loads(text)
-    except RecursionError:
-        problem = f"{name} line 1 is not JSON (it is nested too deeply)"
-    except ValueError as error:  # an array over many lines is broken elsewhere than in its first
-        problem = f"{name} line {getattr(error, 'lineno', 1)} is not JSON"
-    else:
-        if isinstance(whole, list):
-            for number, row in enumerate(whole, 1):
-                yield f"{name} row {number}", row
-        else:
-            blank = text[: -len(text.lstrip())]
-            yield f"{name} line {1 + blank.count(chr(10))}", whole
+    if text.lstrip().startswith("["):
+        for number, row in enumerate(_loads(text, name, 1, expected), 1):
+            yield f"{name} row {number}", row
         return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            where = f"{name} line {number}"
-            yield where, json_line(line, problem or f"{where} is not JSON", expected)
-            problem = ""
+            yield f"{name} line {number}", _loads(line, name, number, expected)
 
 
-def json_line(line: str | bytes, problem: str, expected: str) -> Any:
-    """The value on a line.
-
-    Raises:
-        SinkscopeError: It is not JSON, not UTF-8, or nested too deeply; the message is `problem`, and what to give.
-    """
-    try:
-        return _loads(line if isinstance(line, str) else line.decode("utf-8-sig"))
-    except (ValueError, RecursionError):
-        raise SinkscopeError(f"{problem}: give {expected}") from None
-
-
-def _loads(text: str) -> Any:
+def _loads(text: str, name: str, line: int, expected: str) -> Any:
     """Parse JSON. Half a surrogate pair, which JSON allows, becomes "?", because tokenizers and files reject it."""
-    value = parse_json(text)
+    try:
+        value = parse_json(text)
+    except ValueError as error:
+        line += getattr(error, "lineno", 1) - 1
+        raise SinkscopeError(f"{name} line {line} is not JSON: give {expected}") from None
     if "\\ud" in text or "\\uD" in text:
         value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import import_module
 from itertools import product
@@ -193,10 +193,6 @@ class Result:
         """The numbers by which two models are compared; a subclass overrides it."""
         return []
 
-    def beside(self) -> tuple[Result, ...]:
-        """Further results shown on its page; a subclass overrides it."""
-        return ()
-
     def summary(self) -> str:
         """The conclusion, the model, the details and warnings, as lines of plain text."""
         conclusion, model = self.conclusion(), self.model
@@ -228,7 +224,7 @@ class Result:
         axes = _named_axes(type(self))
         arrays = [name for name in axes if getattr(own[name], "size", 0)]
         if arrays and not self.table_of:
-            return list(_long_rows(own, {name: axes[name] for name in arrays}))
+            return _long_rows(own, {name: axes[name] for name in arrays})
         for name, value in own.items():
             if self.table_of in ("", name) and isinstance(value, tuple | list) and value and is_dataclass(value[0]):
                 return [_record_row(plain(record), self.table_without) for record in value]
@@ -318,9 +314,7 @@ class Result:
             lines.append(line if width is None else fill(line, width, subsequent_indent=" " * (size + 2)))
         if type(self).__module__.startswith("sinkscope."):
             lines.append(f"More: {self.link()}")
-        if not lines:
-            return []
-        return ["\n".join(lines)]
+        return ["\n".join(lines)] if lines else []
 
     def _meaning(self, grids: Sequence[Grid]) -> dict[str, str]:
         names = [name for grid in grids for name in (*grid.head, *grid.same)]
@@ -341,17 +335,12 @@ class Result:
         """A whole HTML page of its own; None: the page that all results have. A subclass overrides it."""
         return None
 
-    def inset(self) -> str:
-        """HTML between the summary and the tables, fully escaped; a subclass overrides it."""
-        return ""
-
     def to_html(self) -> str:
         """`summary` and the tables with every column as an HTML fragment, fully escaped; notebooks show this."""
         first, *details = self.summary().split("\n")
         grids = self.grids()
         parts = ['<div class="sinkscope">', f"<p><b>{html.escape(first)}</b></p>"]
         parts += [f"<p>{html.escape(line)}</p>" for line in details]
-        parts.append(self.inset())
         parts += [grid.html() for grid in grids]
         meaning = self._meaning(grids)
         if meaning:
@@ -373,17 +362,19 @@ def _named_axes(cls: type[Result]) -> dict[str, tuple[str, ...]]:
     return axes
 
 
-def _long_rows(own: dict[str, Any], axes: dict[str, tuple[str, ...]]) -> Iterator[dict[str, Any]]:
+def _long_rows(own: dict[str, Any], axes: dict[str, tuple[str, ...]]) -> list[dict[str, Any]]:
     """A row for each entry of the largest array, with the arrays of the same axes as columns."""
     largest = max(axes, key=lambda name: own[name].size)
-    columns = [name for name in axes if axes[name] == axes[largest] and own[name].shape == own[largest].shape]
-    labels = [_axis_labels(own, axis, size) for axis, size in zip(axes[largest], own[largest].shape, strict=True)]
-    values = {name: plain(own[name].reshape(-1)) for name in columns}
-    for number, place in enumerate(product(*labels)):
-        row = dict(zip(axes[largest], place, strict=True))
-        for name in columns:
-            row[name] = values[name][number]
-        yield row
+    shape = own[largest].shape
+    columns: dict[str, list[Any]] = {}
+    for name in axes:
+        if axes[name] == axes[largest] and own[name].shape == shape:
+            columns[name] = plain(own[name].reshape(-1))
+    places = product(*(_axis_labels(own, axis, size) for axis, size in zip(axes[largest], shape, strict=True)))
+    rows: list[dict[str, Any]] = []
+    for place, *values in zip(places, *columns.values(), strict=True):
+        rows.append(dict(zip((*axes[largest], *columns), (*place, *values), strict=True)))
+    return rows
 
 
 def _axis_labels(own: dict[str, Any], axis: str, size: int) -> Sequence[Any]:
@@ -410,11 +401,11 @@ def _record_row(record: dict[str, Any], without: Sequence[str]) -> dict[str, Any
 
 def _class_of(kind: str, name: str) -> type[Result]:
     """The class of a kind of result; its module is imported if it was not yet."""
-    if kind not in _RESULT_CLASSES and kind in _kind_modules():
-        import_module(_kind_modules()[kind])
+    modules = _kind_modules()
+    if kind not in _RESULT_CLASSES and kind in modules:
+        import_module(modules[kind])
     if kind not in _RESULT_CLASSES:
-        known = ", ".join(sorted(known_kinds()))
-        raise SinkscopeError(f"{name} holds the unknown kind {kind!r}: this version knows {known}")
+        raise SinkscopeError(f"{name} holds the unknown kind {kind!r}: this version knows {', '.join(known_kinds())}")
     return _RESULT_CLASSES[kind]
 
 

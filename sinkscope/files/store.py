@@ -14,7 +14,9 @@ from sinkscope.files.output import read_bytes, read_json, reason_of, write_atomi
 from sinkscope.files.plain import parse_json, pathless, plain
 from sinkscope.files.records import build
 
-SETTINGS, RECORDS, LOCK = "settings.json", "runs.jsonl", "lock"
+SETTINGS, RECORDS = "settings.json", "runs.jsonl"
+OURS = ".sinkscope-"
+"""Beginning of the names of the lock and of files that are not finished."""
 
 
 class Keyed:
@@ -62,111 +64,77 @@ class Folder(Generic[R]):
         also: Mapping[str, str] | None = None,
         option: str = "--out",
     ) -> None:
-        self.folder: Path | None = None
-        self.name = ""
-        if folder is not None:
-            self.folder = Path(folder)
-            self.name = pathless(os.fspath(folder))
+        self.folder = None if folder is None else Path(folder)
+        self.name = "" if folder is None else pathless(os.fspath(folder))
         self.records: dict[Hashable, R] = {}
         self._kind, self._also, self._option = kind, also or {}, option
         self._settings = plain(settings, scrub=True)
         self._lock: Any = None
-        self._new: list[Path] = []  # folders that were made for it
 
     def __enter__(self: F) -> F:
-        if self.folder is None:
-            return self
-        self._refuse_foreign_folder(self.folder)
-        self._acquire(self.folder)
-        try:
-            self._read_or_begin(self.folder)
-        except BaseException as error:
-            self.__exit__(type(error))
-            raise
-        return self
-
-    @property
-    def _shown(self) -> str:
-        return f"{self._option} {self.name}"
-
-    def _refuse_foreign_folder(self, folder: Path) -> None:
-        if folder.exists() and not folder.is_dir():
-            raise SinkscopeError(f"{self._shown} is a file: give the name of a new folder")
-        if not folder.is_dir():
-            return
-        lock = folder / LOCK  # locking a file empties it, so it has to be empty; it is there before the settings are
-        others = lock.is_symlink() or (lock.exists() and (not lock.is_file() or lock.stat().st_size > 0))
-        if not (folder / SETTINGS).exists():
-            for path in folder.iterdir():
-                others = others or not (path.name == LOCK or path.name.startswith(".sinkscope-"))
-        if others:
-            raise SinkscopeError(f"{self._shown} holds other files: give a new or empty folder")
-
-    def _acquire(self, folder: Path) -> None:
-        """Make the folder and lock it."""
         from filelock import FileLock, Timeout
 
+        if self.folder is None:
+            return self
+        shown = f"{self._option} {self.name}"
+        if self.folder.exists() and not self.folder.is_dir():
+            raise SinkscopeError(f"{shown} is a file: give the name of a new folder")
+        if self.folder.is_dir() and not (self.folder / SETTINGS).exists():
+            if not all(path.name.startswith(OURS) for path in self.folder.iterdir()):
+                raise SinkscopeError(f"{shown} holds other files: give a new or empty folder")
         try:
-            self._new = [one for one in (folder, *folder.parents) if not one.exists()]
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(folder / LOCK)  # the system drops it when the process ends, however it ends
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(self.folder / f"{OURS}lock")  # the system drops it when the process ends, however
             self._lock.acquire(blocking=False)
         except Timeout:
             raise SinkscopeError(
-                f"{self._shown} is being written by another run: wait for it, or give another folder"
+                f"{shown} is being written by another run: wait for it, or give another folder"
             ) from None
         except OSError as error:
             raise SinkscopeError(f"cannot write {self.name}: {reason_of(error)}; choose another place") from None
+        try:
+            self._read_or_begin(self.folder)
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def _read_or_begin(self, folder: Path) -> None:
         """Compare the settings and read the records of an earlier run, or write the settings of a new one."""
-        if (folder / SETTINGS).exists():
-            self._check_settings(read_json(folder / SETTINGS, "give another folder"))
-        else:
-            write_atomic(folder / SETTINGS, json.dumps(self._settings, indent=1, sort_keys=True) + "\n")
-        for name, content in self._also.items():
-            if not (folder / name).exists():
-                write_atomic(folder / name, content)
         path = folder / RECORDS
+        complete = 0
         if path.exists():
             records, complete = read_lines(path, self.name, self._kind)
             self.records = {record.key: record for record in records}
             if complete < path.stat().st_size:  # a kill cut the last line short; the next must not be glued to it
                 os.truncate(path, complete)
+        if (folder / SETTINGS).exists():
+            earlier = read_json(folder / SETTINGS, "give another folder")
+            if not isinstance(earlier, dict):
+                earlier = {}
+            if earlier != self._settings and (self.records or earlier.keys() != self._settings.keys()):
+                self._refuse(earlier)
+        if not self.records:  # nothing is lost if a run that could not begin is begun with other settings
+            write_atomic(folder / SETTINGS, json.dumps(self._settings, indent=1, sort_keys=True) + "\n")
+        for name, content in self._also.items():
+            if not self.records or not (folder / name).exists():
+                write_atomic(folder / name, content)
 
-    def __exit__(self, *raised: object) -> None:
-        """Release the folder; if the work failed before its first record, remove a folder made for it."""
-        if self._lock is None or self.folder is None:
-            return
-        failed = bool(raised) and raised[0] is not None
-        try:
-            if self._new and failed and not self.records:
-                for name in (SETTINGS, *self._also, LOCK):
-                    (self.folder / name).unlink(missing_ok=True)
-                for folder in self._new:
-                    folder.rmdir()
-        except OSError:  # something in the folder is not ours
-            pass
-        finally:
-            self._lock.release()
-
-    def _check_settings(self, stored: Any) -> None:
-        """Refuse to continue a run that was begun with other settings."""
-        if not isinstance(stored, dict):
-            raise SinkscopeError(
-                f"{self._shown} was begun with other settings (its settings.json is not one of this version): give the "
-                "same settings, or another folder"
-            )
-        earlier, now = _flat(stored), _flat(self._settings)
+    def _refuse(self, earlier: dict[str, Any]) -> None:
+        """Refuse to continue a run that was begun with other settings, and say which differ."""
+        before, now = _flat(earlier), _flat(self._settings)
         differences: list[str] = []
-        for name in sorted({*earlier, *now}):
-            if earlier.get(name) != now.get(name):
-                differences.append(f"{name} was {_short(earlier.get(name))}, now {_short(now.get(name))}")
-        if differences:
-            raise SinkscopeError(
-                f"{self._shown} was begun with other settings ({', '.join(differences)}): give the same settings, or "
-                "another folder"
-            )
+        for name in sorted({*before, *now}):
+            if before.get(name) != now.get(name):
+                differences.append(f"{name} was {_short(before.get(name))}, now {_short(now.get(name))}")
+        raise SinkscopeError(
+            f"{self._option} {self.name} was begun with other settings ({', '.join(differences)}): give the same "
+            "settings, or another folder"
+        )
 
     def append(self, records: Iterable[R]) -> None:
         """Store finished records. They are on disk when this returns.
@@ -227,7 +195,4 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
-    if len(text) > 60:
-        text = text[:57] + "..."
-    return text
+    return f"{json.dumps(value):.60}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from textwrap import fill, wrap
 from typing import Any, get_args, get_type_hints
@@ -22,7 +22,7 @@ NARROWEST = 40
 """A narrower terminal wraps the lines."""
 ROUNDING = 1e-6
 """Below it a number in a table is what float32 leaves of zero."""
-BETWEEN_COLUMNS = "  "
+BETWEEN = "  "
 PLAIN = frozenset(
     "layer layers head neuron expert position token tokens text model name method seed step prompt kind id task set "
     "revision group component source dialogues questions prompts runs texts temperature norm file".split()
@@ -58,76 +58,72 @@ class Grid:
         """
         if width is None or not self.cells:
             return self
-        constants = self._constants()
+        constants: dict[str, str] = {}
+        for name, column in self._columns().items():
+            if len(column) > 1 and len(set(column)) == 1:
+                constants[name] = column[0]
         first = [name for name in self.columns if name in self.head]
         order = first + [name for name in self.head if name not in first]
         varied = [name for name in order if name not in constants] or order[:1]
-        shown = varied
+        wanted = varied
         if not self._fits(varied, width):
-            shown = self._largest_fitting([name for name in first if name in varied] or varied, width)
+            wanted = [name for name in first if name in varied] or varied
+        shown = wanted[:1]
+        for name in wanted[1:]:
+            if self._fits([*shown, name], width):
+                shown.append(name)
         notes = [self.note]
-        unshown_constants = [name for name in constants if name not in shown]
-        if unshown_constants:
-            values = ", ".join(f"{_words(name)} {constants[name]}" for name in unshown_constants)
-            notes.append(f"In every row: {values}.")
+        same = [name for name in constants if name not in shown]
+        if same:
+            notes.append(f"In every row: {', '.join(f'{_words(name)} {constants[name]}' for name in same)}.")
         left_out = [_words(name) for name in varied if name not in shown]
         if left_out:
             notes.append(f"Not shown: {', '.join(left_out)} (--csv FILE writes all columns).")
-        note = "\n".join(line for line in notes if line)
-        return replace(self._only(shown), note=note, same=tuple(unshown_constants))
+        places = [list(self.head).index(name) for name in shown]
+        cells = [[row[place] for place in places] for row in self.cells]
+        return replace(self, head=shown, cells=cells, note="\n".join(filter(None, notes)), same=same)
 
-    def _constants(self) -> dict[str, str]:
-        """Columns of several rows that have one value, and that value."""
-        constants: dict[str, str] = {}
-        if len(self.cells) > 1:
-            for number, name in enumerate(self.head):
-                values = {row[number] for row in self.cells}
-                if len(values) == 1:
-                    constants[name] = values.pop()
-        return constants
-
-    def _largest_fitting(self, names: Sequence[str], width: int) -> list[str]:
-        """The first of these columns, and all further ones for which there is room."""
-        shown = [names[0]]
-        for name in names[1:]:
-            if self._fits([*shown, name], width):
-                shown.append(name)
-        return shown
+    def _columns(self) -> dict[str, list[str]]:
+        return {name: [row[number] for row in self.cells] for number, name in enumerate(self.head)}
 
     def _fits(self, names: Sequence[str], width: int) -> bool:
         """Whether these columns fit; heads are broken between words, cells never."""
-        widths = self._only(names)._widths()
-        return sum(widths) + len(BETWEEN_COLUMNS) * (len(names) - 1) <= max(width, NARROWEST)
+        widths = self._widths()
+        return sum(widths[name] + len(BETWEEN) for name in names) - len(BETWEEN) <= max(width, NARROWEST)
 
-    def _only(self, names: Sequence[str]) -> Grid:
-        """The table with these columns, in this order."""
-        places = [list(self.head).index(name) for name in names]
-        return replace(self, head=names, cells=[[row[place] for place in places] for row in self.cells])
-
-    def _widths(self) -> list[int]:
+    def _widths(self) -> dict[str, int]:
         """The width of each column: that of its widest cell or word of the head."""
         from rich.cells import cell_len  # some characters take two places
 
-        widths: list[int] = []
-        for number, name in enumerate(self.head):
-            parts = name.split("_") + [row[number] for row in self.cells]
-            widths.append(max(map(cell_len, parts)))
-        return widths
+        return {name: max(map(cell_len, [*name.split("_"), *cells])) for name, cells in self._columns().items()}
 
-    def text(self, width: int | None = None) -> str:
-        """Title, aligned columns and note. Heads may take several lines; numbers are right-aligned, words left."""
+    def text(self, width: int | None = None, rows: int | None = None) -> str:
+        """Title, aligned columns and note. Heads may take several lines; numbers are right-aligned, words left.
+
+        Args:
+            width: Characters of a line of the note. None: it is not broken.
+            rows: Rows that are shown, which the note then says. None: all.
+        """
+        from rich.cells import cell_len
+
+        cells, note = self.cells[:rows], self.note
+        if len(cells) < len(self.cells):
+            note = f"{len(cells)} of {len(self.cells)} rows are shown."
         widths = self._widths()
-        right = [all(_NUMBER.fullmatch(row[number]) for row in self.cells) for number in range(len(self.head))]
-        heads = [wrap(_words(name), size) or [""] for name, size in zip(self.head, widths, strict=True)]
+        numbers = {name: all(map(_NUMBER.fullmatch, column)) for name, column in self._columns().items()}
+        heads = [wrap(_words(name), widths[name]) or [""] for name in self.head]
         height = max(map(len, heads), default=0)
+        above = [[""] * (height - len(head)) + head for head in heads]
         lines = [self.title]
-        for number in range(height):
-            parts = ["" if number < height - len(head) else head[number - height] for head in heads]
-            lines.append(_aligned(parts, widths, right))
-        lines += [_aligned(row, widths, right) for row in self.cells]
-        for line in self.note.splitlines():
+        for row in [*zip(*above, strict=True), *cells]:
+            parts: list[str] = []
+            for name, part in zip(self.head, row, strict=True):
+                space = " " * (widths[name] - cell_len(part))
+                parts.append(space + part if numbers[name] else part + space)
+            lines.append(BETWEEN.join(parts).rstrip())
+        for line in note.splitlines():
             lines.append(line if width is None else fill(line, width))
-        return "\n".join(line for line in lines if line)
+        return "\n".join(filter(None, lines))
 
     def html(self) -> str:
         """The same as HTML with every column, fully escaped."""
@@ -152,46 +148,22 @@ def height(blocks: Sequence[str], width: int) -> int:
 
 
 def shortened(grids: Sequence[Grid], room: int, width: int) -> list[str]:
-    """Tables as text with so few rows, the longest table losing them first, that with a line behind each they fit.
+    """Tables as text with so few rows that they fit with a line behind each.
 
     A table keeps a row at least; if that is not enough, the last tables are left out.
     """
-    cut = list(grids)
-    while cut and height(_cut_texts(cut, grids, width), width) + len(cut) > room:
-        longest = max(cut, key=lambda grid: len(grid.cells))
-        place = cut.index(longest)
-        if len(longest.cells) > 1:
-            cut[place] = replace(longest, cells=longest.cells[:-1])
-        elif len(cut) > 1:
-            cut.pop()
-        else:
-            break
-    return _cut_texts(cut, grids, width)
-
-
-def _cut_texts(cut: Sequence[Grid], whole: Sequence[Grid], width: int) -> list[str]:
-    """Tables as text that say how many rows they had."""
     texts: list[str] = []
-    for grid, before in zip(cut, whole, strict=False):
-        if len(grid.cells) < len(before.cells):
-            grid = replace(grid, note=f"{len(grid.cells)} of {len(before.cells)} rows are shown.")
-        texts.append(grid.text(width))
+    most = max((len(grid.cells) for grid in grids), default=0)
+    for count in range(len(grids), 0, -1):
+        for rows in range(most, 0, -1):
+            texts = [grid.text(width, rows) for grid in grids[:count]]
+            if height(texts, width) + count <= room:
+                return texts
     return texts
 
 
 def _html_row(tag: str, texts: Sequence[str]) -> str:
     return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
-
-
-def _aligned(parts: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
-    """One line of a table."""
-    from rich.cells import cell_len
-
-    padded: list[str] = []
-    for part, width, is_number in zip(parts, widths, right, strict=True):
-        space = " " * (width - cell_len(part))
-        padded.append(space + part if is_number else part + space)
-    return BETWEEN_COLUMNS.join(padded).rstrip()
 
 
 def _words(name: str) -> str:
@@ -203,9 +175,7 @@ def cell(value: Any, *, percent: bool = False) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):
-        if value:
-            return "yes"
-        return "no"
+        return "yes" if value else "no"
     if isinstance(value, float) and percent:
         return f"{value:.1%}".replace("-0.0%", "0.0%")
     if isinstance(value, float) and 1e4 <= abs(value) < 1e7:
@@ -234,23 +204,18 @@ def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> t
         percent: Columns shown in per cent.
     """
     named = [_with_site_names(row) for row in rows]
-    head: list[str] = []
-    if named:
-        head = [name for name in named[0] if any(row.get(name) is not None for row in named)]
+    head = [name for name in (*named[:1], {})[0] if any(row.get(name) is not None for row in named)]
     return head, [[cell(row.get(name), percent=name in percent) for name in head] for row in named]
 
 
 def _with_site_names(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with its layer and neuron, or layer and head, merged into one name."""
     named = dict(row)
-    if "neuron" in row and "layer" in row:
-        layer, expert, neuron = named.pop("layer"), named.pop("expert", None), row["neuron"]
-        if isinstance(layer, int) and isinstance(neuron, int):
-            named["neuron"] = neuron_name(layer, expert, neuron)
-    elif "head" in row and "layer" in row:
-        layer, head = named.pop("layer"), row["head"]
-        if isinstance(layer, int) and isinstance(head, int):
-            named["head"] = head_name(layer, head)
+    kind = "neuron" if "neuron" in row else "head"
+    if kind in row and "layer" in row:
+        layer, expert, number = named.pop("layer"), named.pop("expert", None), row[kind]
+        if isinstance(layer, int) and isinstance(number, int):
+            named[kind] = head_name(layer, number) if kind == "head" else neuron_name(layer, expert, number)
     return named
 
 
@@ -265,24 +230,22 @@ def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> di
     descriptions: dict[str, str] = {}
     for one in (*_field_classes(cls), cls):
         for base in one.__mro__:
-            described_here = described(inspect.cleandoc(base.__doc__ or ""), "Attributes")
-            descriptions = described_here | descriptions
-    descriptions |= own
+            descriptions = described(inspect.cleandoc(base.__doc__ or ""), "Attributes") | descriptions
     meaning: dict[str, str] = {}
     for name in names:
-        if name in descriptions and (name in own or name not in PLAIN):
-            sentence = re.split(r"; |\. (?=[A-Z])", descriptions[name])[0].rstrip(".")
+        if name in own or (name in descriptions and name not in PLAIN):
+            sentence = re.split(r"; |\. (?=[A-Z])", own.get(name, descriptions.get(name, "")))[0].rstrip(".")
             meaning[name] = f"{sentence[:1].upper()}{sentence[1:]}."
     return meaning
 
 
-def _field_classes(cls: type[Any]) -> Iterator[type[Any]]:
+def _field_classes(cls: type[Any]) -> list[type[Any]]:
     """Dataclasses of the fields, and of theirs."""
     classes: list[Any] = [cls]
-    for one in classes:
+    for one in classes:  # the lists grow by what is inside
         hints = [hint for name, hint in get_type_hints(one).items() if name not in ("model", "provenance")]
-        for hint in hints:  # the list grows by the arguments of unions and tuples
+        for hint in hints:
             hints += get_args(hint)
             if isinstance(hint, type) and is_dataclass(hint) and hint not in classes:
                 classes.append(hint)
-                yield hint
+    return classes[1:]

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -19,7 +19,7 @@ from sinkscope.files.notation import counted
 from sinkscope.interventions.positions import Call, Tracker
 from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
-from sinkscope.trace.internals import in_backward, replace_checkpointing
+from sinkscope.trace.internals import in_backward, is_checkpointing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,7 +62,6 @@ class Run:
         self.target = target
         self.parts = tuple(parts)  # what acts, in order
         self.stack = ExitStack()
-        self.is_over = False
         self.tracker = Tracker(target)
         self.thread = threading.get_ident()
         self._local = threading.local()
@@ -92,22 +91,17 @@ class Run:
         Raises:
             UnsupportedError: A backward pass recomputes a layer, and it is not known for which call.
         """
-        state = self._local
-        if not hasattr(state, "call") and in_backward():
+        if not hasattr(self._local, "call") and in_backward():
             raise UnsupportedError(
                 f"a backward pass recomputes a layer of {self.target.name}, and the call to which it belongs is not "
-                "known: use model.gradient_checkpointing_enable() before the `with`, and run forward inside it",
+                "known: checkpoint no layer inside the `with`",
                 page="gradient-checkpointing",
             )
-        return getattr(state, "call", None)
+        return getattr(self._local, "call", None)
 
     @call.setter
     def call(self, call: Call | None) -> None:
         self._local.call = call
-
-    @call.deleter
-    def call(self) -> None:
-        vars(self._local).pop("call", None)
 
     @property
     def events(self) -> list[Event]:
@@ -129,12 +123,9 @@ class Run:
         """The events as a pandas data frame, with the entries of their data as further columns."""
         import pandas as pd
 
-        names = [field.name for field in fields(Event) if field.name != "data"]
-        rows: list[dict[str, Any]] = []
-        for event in self.events:
-            row = {name: getattr(event, name) for name in names}
-            rows.append({**row, **event.data})
-        return pd.DataFrame(rows, columns=None if rows else names)
+        names = [field.name for field in fields(Event)]
+        rows = [{**vars(event), **event.data} for event in self.events]
+        return pd.DataFrame(rows, columns=None if rows else names).drop(columns="data")
 
     def summary(self) -> str:
         """What the interventions did, in one line."""
@@ -146,8 +137,6 @@ class Run:
 
     def log(self, events: Callable[[], list[Event]]) -> None:
         """Record events. `events` is called later, so that nothing waits for the device inside a forward call."""
-        if in_backward():  # a recomputed layer does again what was recorded in its forward call
-            return
         with self._lock:
             self._pending.append(events)
             if len(self._pending) >= self._MOST_PENDING:
@@ -166,36 +155,23 @@ class Run:
         self.hook(self.target.base, "pre", self._begin)
         self.hook(self.target.base, "post", self._end, always=True)
 
-    def again(self, call: Call | None, compute: Callable[[], Any]) -> Any:
-        """Compute a layer of this call, for the first time or, in a backward pass, again.
-
-        Raises:
-            UnsupportedError: The run is over, and with it the edits of the call.
-        """
-        if call is not None and self.is_over:
-            raise UnsupportedError(
-                f"a backward pass recomputes a layer of {self.target.name} whose edits ended with their `with`: call "
-                "backward inside it",
-                page="gradient-checkpointing",
-            )
-        self.call = call
-        try:
-            return compute()
-        finally:
-            if in_backward():
-                del self.call
-
     def _begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.call = None
         if not _acts(self):
             return
+        if is_checkpointing(self.target.layers[0]):
+            raise UnsupportedError(
+                f"{self.target.name} trains with gradient checkpointing, which keeps no cache and computes layers "
+                "again without the edits: call model.eval() or model.gradient_checkpointing_disable()",
+                page="gradient-checkpointing",
+            )
         cache = kwargs.get("past_key_values")
         ids = kwargs.get("input_ids", args[0] if args else None)
         self.call = self.tracker.begin(ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"), cache)
 
     def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         call = self.call
-        del self.call
+        vars(self._local).clear()
         if call is not None and output is not None:
             self.tracker.bind(call, getattr(output, "past_key_values", None))
 
@@ -215,25 +191,6 @@ def _acts(run: Run) -> bool:
         return me == run.thread or all(other.thread != me for other in _ACTIVE.get(run.target.hf, ()))
 
 
-@dataclass(frozen=True)
-class _Checkpoint:
-    """A checkpointing function of transformers that tells the runs of its forward call when a layer is recomputed."""
-
-    original: Callable[..., Any]
-    runs: list[Run]
-
-    def __call__(self, layer: Callable[..., Any], *args: Any) -> Any:
-        calls = [(run, run.call) for run in self.runs]
-
-        def compute(*args: Any) -> Any:
-            edited = partial(layer, *args)
-            for run, call in calls:
-                edited = partial(run.again, call, edited)
-            return edited()
-
-        return self.original(compute, *args)
-
-
 @contextmanager
 def _registered(run: Run) -> Iterator[None]:
     """Register the run with its model. The first run stops `generate` from compiling; the last one allows it again."""
@@ -242,17 +199,14 @@ def _registered(run: Run) -> Iterator[None]:
         runs = _ACTIVE.setdefault(model, [])
         if not runs:  # torch.compile does not see hooks that come after it: such a step would skip every edit
             model.get_compiled_call = lambda *_: model.__call__
-            replace_checkpointing(model, lambda checkpoint: _Checkpoint(checkpoint, runs))
         runs.append(run)
     try:
         yield
     finally:
         with _ACTIVE_LOCK:
-            run.is_over = True
             runs.remove(run)
             if not runs:
                 del model.get_compiled_call
-                replace_checkpointing(model, lambda checkpoint: getattr(checkpoint, "original", checkpoint))
                 del _ACTIVE[model]
 
 
@@ -283,7 +237,7 @@ class Intervention(ABC):
         """Register hooks on `run.target` with `run.hook` or `run.stack`; `key` identifies a part of a composition."""
 
     def bridge_hooks(self, run: Run, key: int) -> list[tuple[str, Callable[..., Any]]]:
-        """The same as TransformerLens hooks, if that is possible."""
+        """The same as functions of the tensor at TransformerLens' hook points, by their names, if that is possible."""
         raise UnsupportedError(
             f"{type(self).__name__} is more than hooks at TransformerLens' hook points: use "
             "`with ....on(bridge):` instead"
@@ -357,48 +311,42 @@ class Intervention(ABC):
                 "`with ....on(model):`"
             )
         run = Run(target)
-        calls = _BridgeCalls(run)
-        hooks = calls.hooks()
-        parts = [part.prepared(target) for part in self.parts]
-        for key, part in enumerate(parts):
-            hooks += [(name, calls.followed(fn)) for name, fn in part.bridge_hooks(run, key)]
+        hooks = _following(run)
+        for key, part in enumerate(self.parts):
+            for name, edit in part.prepared(target).bridge_hooks(run, key):
+                hooks.append((name, _followed(run, edit)))
         return hooks
 
 
-class _BridgeCalls:
-    """How hooks of TransformerLens learn where the tokens of a call are: from its ids and its attention scores."""
+def _following(run: Run) -> list[tuple[str, Callable[..., Any]]]:
+    """Hooks of TransformerLens that learn where the tokens of a call are, from its ids and its attention scores."""
+    ids: Tensor | None = None
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._ids: Tensor | None = None
+    def on_ids(tensor: Tensor, hook: Any) -> None:
+        nonlocal ids
+        ids = torch.atleast_2d(tensor)
+        run.call = None
 
-    def hooks(self) -> list[tuple[str, Callable[..., Any]]]:
-        """The hooks that follow the calls."""
-        return [("embed.hook_in", self._on_ids), ("blocks.0.attn.hook_attn_scores", self._on_scores)]
-
-    def followed(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """A hook that refuses to run before the call is known."""
-
-        def act(tensor: Any, hook: Any) -> Any:
-            if self._run.call is None:
-                raise UnsupportedError(
-                    f"{hook.name} fires before the attention scores of layer 0, from which these hooks learn where "
-                    "the tokens are: use `with ....on(bridge):` instead"
-                )
-            return fn(tensor, hook)
-
-        return act
-
-    def _on_ids(self, ids: Tensor, hook: Any) -> None:
-        self._ids = ids
-        if ids.ndim == 1:
-            self._ids = ids.view(1, -1)
-        self._run.call = None
-
-    def _on_scores(self, scores: Tensor, hook: Any) -> None:
+    def on_scores(scores: Tensor, hook: Any) -> None:
         # The only hook point that knows the padding and the tokens in the cache: masked scores, before any MLP.
-        run, past = self._run, scores.shape[-1] - scores.shape[-2]
-        run.call = run.tracker.begin(self._ids, mask=scores.detach(), cache=run, past=past)
+        past = scores.shape[-1] - scores.shape[-2]
+        run.call = run.tracker.begin(ids, mask=scores.detach(), cache=run, past=past)
+
+    return [("embed.hook_in", on_ids), ("blocks.0.attn.hook_attn_scores", on_scores)]
+
+
+def _followed(run: Run, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that refuses to run before the call is known."""
+
+    def act(tensor: Any, hook: Any) -> Any:
+        if run.call is None:
+            raise UnsupportedError(
+                f"{hook.name} fires before the attention scores of layer 0, from which these hooks learn where "
+                "the tokens are: use `with ....on(bridge):` instead"
+            )
+        return fn(tensor)
+
+    return act
 
 
 @dataclass(frozen=True)

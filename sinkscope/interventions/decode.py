@@ -40,17 +40,18 @@ def decoding(target: Target, **ours: Any) -> dict[str, Any]:
     config = target.hf.generation_config
     neutral = config._get_default_generation_params()
     settings = dict[str, Any]()
-    of_checkpoint = dict[str, Any]()
+    ignored = dict[str, Any]()
     for name, value in config.to_diff_dict().items():
         if name not in _NO_CHOICE and not name.startswith("_"):
-            settings[name] = neutral.get(name)
-            of_checkpoint[name] = value
+            settings[name] = ours.get(name, neutral.get(name))
+            if (settings[name] or None) != (value or None):
+                ignored[name] = value
     settings |= ours
-    ignored = {name: value for name, value in of_checkpoint.items() if (settings[name] or None) != (value or None)}
-    used = {name: settings.get(name, neutral.get(name)) for name in _IN_RESULTS}
-    if not used["do_sample"]:
-        used |= dict.fromkeys(_OF_SAMPLING)
-    used = {name: value for name, value in used.items() if value is not None}
+    used = dict[str, Any]()
+    for name in _IN_RESULTS:
+        value = settings.get(name, neutral.get(name))
+        if value is not None and (settings.get("do_sample") or name not in _OF_SAMPLING):
+            used[name] = value
     record = _RECORD.get()
     if record is not None:
         record |= {**used, "eos_token_id": target.end_ids, "not_used_of_checkpoint": ignored}

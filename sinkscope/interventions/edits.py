@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -83,16 +84,14 @@ class NeuronValues:
             columns = {name: tensor.expand(where.shape)[where].tolist() for name, tensor in tensors.items()}
             for name, vocabulary in (words or {}).items():
                 columns[name] = [vocabulary[number] for number in columns[name]]
+            if group.head is None:
+                columns = {"neuron": [group.neurons[neuron] for neuron in neurons.tolist()], **columns}
+            if group.expert is not None:
+                columns["expert"] = [group.expert] * len(rows)
             logged = list[Event]()
-            for i, (row, neuron) in enumerate(zip(rows.tolist(), neurons.tolist(), strict=True)):
-                entry: dict[str, Any] = {}
-                if group.head is None:
-                    entry = {"neuron": group.neurons[neuron]}
-                for name, column in columns.items():
-                    entry[name] = column[i]
-                if group.expert is not None:
-                    entry["expert"] = group.expert
-                logged.append(Event(row, step, positions[i], group.layer, group.head, kind, entry))
+            for row, position, *entry in zip(rows.tolist(), positions, *columns.values(), strict=True):
+                data = dict(zip(columns, entry, strict=True))
+                logged.append(Event(row, step, position, group.layer, group.head, kind, data))
             return logged
 
         self.run.log(events)
@@ -193,9 +192,9 @@ class NeuronEdit(Intervention):
             elif self.site == "post":
                 run.hook(target.mlp_part(group.layer, "down"), "pre", on_input(_columns(group.neurons, edit)))
             else:
-                offset = _up_offset(target, group.layer)
-                up_columns = [offset + neuron for neuron in group.neurons]
-                run.hook(_up_module(target, group.layer), "post", on_output(_columns(up_columns, edit)))
+                module, first = _up_place(target, group.layer)
+                up_columns = [first + neuron for neuron in group.neurons]
+                run.hook(module, "post", on_output(_columns(up_columns, edit)))
 
     def bridge_hooks(self, run: Run, key: int) -> list[tuple[str, Callable[..., Any]]]:
         """The same at `hook_post` or `hook_pre_linear`."""
@@ -208,7 +207,7 @@ class NeuronEdit(Intervention):
         for group in self._all_groups(target):
             edit = _columns(group.neurons, self._editor(run, key, group))
             if group.head is not None:
-                hooks.append((f"blocks.{group.layer}.attn.hook_z", lambda z, hook, edit=edit: _of_heads(z, edit)))
+                hooks.append((f"blocks.{group.layer}.attn.hook_z", partial(_of_heads, edit)))
                 continue
             name = f"blocks.{group.layer}.mlp.{point}"
             if target.is_mixture(group.layer) or name not in target.model.hook_dict:
@@ -217,7 +216,7 @@ class NeuronEdit(Intervention):
                     f"site={self.site!r}: use `with ....on(bridge):` instead",
                     page="no-up-factor",
                 )
-            hooks.append((name, lambda tensor, hook, edit=edit: edit(tensor)))
+            hooks.append((name, edit))
         return hooks
 
     def _editor(self, run: Run, key: int, group: NeuronGroup) -> Edit:
@@ -348,7 +347,7 @@ def _columns(neurons: list[int], edit: Edit) -> Edit:
     return edited
 
 
-def _of_heads(z: Float[Tensor, "batch pos head d_head"], edit: Edit) -> Float[Tensor, "batch pos head d_head"] | None:
+def _of_heads(edit: Edit, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"] | None:
     """The same edit with heads concatenated, as the output projection reads them."""
     new = edit(rearrange(z, "batch pos head d_head -> batch pos (head d_head)"))
     if new is None:
@@ -356,16 +355,10 @@ def _of_heads(z: Float[Tensor, "batch pos head d_head"], edit: Edit) -> Float[Te
     return rearrange(new, "batch pos (head d_head) -> batch pos head d_head", head=z.shape[2])
 
 
-def _up_module(target: Target, layer: int) -> nn.Module:
-    """The module that computes the linear factor."""
-    if target.adapter.fused_gate_up and target.kind == "bridge":  # a bridge splits the fused projection into two
-        return target.sub(layer, f"{target.adapter.mlp}.in")
-    return target.mlp_part(layer, "up")
-
-
-def _up_offset(target: Target, layer: int) -> int:
-    """The column at which the linear factor begins in that module's output."""
-    is_fused = target.adapter.fused_gate_up and target.kind != "bridge"
-    if is_fused:
-        return target.width(layer)
-    return 0
+def _up_place(target: Target, layer: int) -> tuple[nn.Module, int]:
+    """The module that computes the linear factor, and the column of its output at which it begins."""
+    if not target.adapter.fused_gate_up:
+        return target.mlp_part(layer, "up"), 0
+    if target.kind == "bridge":  # a bridge splits the fused projection into two
+        return target.sub(layer, f"{target.adapter.mlp}.in"), 0
+    return target.mlp_part(layer, "up"), target.width(layer)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
@@ -11,35 +14,16 @@ LONG = 512
 SPARE = 64
 
 
-class SpareBuffer:
+@dataclass(eq=False)
+class _Buffer:
     """A tensor with empty places at the end of one dimension.
 
     Holders have views of its first places. No place is written twice, so several holders may share the buffer or a
     shorter part of it, and none sees what another appends.
     """
 
-    def __init__(self, tensor: Tensor, dim: int, spare: int = SPARE) -> None:
-        shape = list(tensor.shape)
-        self.filled, self._dim = shape[dim], dim
-        shape[dim] += spare
-        self.places = tensor.new_empty(shape)
-        self.places.narrow(dim, 0, self.filled).copy_(tensor)
-
-    def fits(self, tensor: Tensor, more: int) -> bool:
-        """Whether `tensor` is everything in the buffer, and there are places left for `more`."""
-        return (
-            self.filled == tensor.shape[self._dim]
-            and self.places.is_inference() == torch.is_inference_mode_enabled()
-            and self.filled + more <= self.places.shape[self._dim]
-            and tensor.data_ptr() == self.places.data_ptr()
-        )
-
-    def append(self, new: Tensor) -> Tensor:
-        """A view of everything, with `new` at the end."""
-        more = new.shape[self._dim]
-        self.places.narrow(self._dim, self.filled, more).copy_(new)
-        self.filled += more
-        return self.places.narrow(self._dim, 0, self.filled)
+    places: Tensor
+    filled: int
 
 
 class GrowingTensor:
@@ -48,17 +32,16 @@ class GrowingTensor:
     Args:
         dim: The dimension that grows.
         latest: The tensor as it was when it was last appended to, if a buffer may be made for it at once.
-        buffer: The buffer that holds it.
     """
 
-    def __init__(self, dim: int, latest: Tensor | None = None, buffer: SpareBuffer | None = None) -> None:
+    def __init__(self, dim: int, latest: Tensor | None = None) -> None:
         self.dim = dim
         self._latest = latest
-        self._buffer = buffer
+        self._buffer: _Buffer | None = None
 
     def copy(self) -> GrowingTensor:
         """For another holder of the same tensor."""
-        return GrowingTensor(self.dim, self._latest, self._buffer)
+        return copy(self)
 
     def forget(self) -> None:
         """Start again, with another tensor."""
@@ -81,20 +64,33 @@ class GrowingTensor:
             spare: Number of further places, if more tokens are certain to follow. With 0, a buffer is made only when
                 single tokens arrive.
         """
-        if self._buffer is None and tensor.shape[self.dim] < LONG:
-            self._latest = torch.cat([tensor, new], self.dim)
-            return self._latest
-        more = int(new.shape[self.dim])
-        if torch.is_grad_enabled():
-            self._buffer = None  # a gradient needs what it was computed with as it was
-        elif self._buffer is None or not self._buffer.fits(tensor, more):
+        length = tensor.shape[self.dim]
+        more = new.shape[self.dim]
+        if not self._fits(tensor, more):
             # The same object as the last time: nothing was taken out since.
             grows = spare > 0 or (more == 1 and tensor is self._latest)
             self._buffer = None
-            if grows and tensor.shape[self.dim] >= LONG:
-                self._buffer = SpareBuffer(tensor, self.dim, max(spare, SPARE))
+            if grows and length >= LONG and not torch.is_grad_enabled():
+                shape = list(tensor.shape)
+                shape[self.dim] += max(spare, SPARE)
+                self._buffer = _Buffer(tensor.new_empty(shape), length)
+                self._buffer.places.narrow(self.dim, 0, length).copy_(tensor)
         if self._buffer is None:
             self._latest = torch.cat([tensor, new], self.dim)
         else:
-            self._latest = self._buffer.append(new)
+            self._buffer.places.narrow(self.dim, length, more).copy_(new)
+            self._buffer.filled = length + more
+            self._latest = self._buffer.places.narrow(self.dim, 0, length + more)
         return self._latest
+
+    def _fits(self, tensor: Tensor, more: int) -> bool:
+        """Whether `tensor` is everything in the buffer, and there are places left for `more`."""
+        buffer = self._buffer
+        if buffer is None or torch.is_grad_enabled():  # a gradient needs what it was computed with as it was
+            return False
+        return (
+            buffer.filled == tensor.shape[self.dim]
+            and buffer.places.is_inference() == torch.is_inference_mode_enabled()
+            and buffer.filled + more <= buffer.places.shape[self.dim]
+            and tensor.data_ptr() == buffer.places.data_ptr()
+        )

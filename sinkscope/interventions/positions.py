@@ -141,8 +141,10 @@ class Tracker:
         self._steps = 0
         bos_ids = set[int]()
         for stated in (target.config.bos_token_id, getattr(target.tokenizer, "bos_token_id", None)):
-            if stated is not None:
-                bos_ids.update(stated if isinstance(stated, list | tuple) else [stated])
+            if isinstance(stated, list | tuple):
+                bos_ids.update(stated)
+            elif stated is not None:
+                bos_ids.add(stated)
         self._bos = torch.tensor(sorted(bos_ids), dtype=torch.int64)
 
     def begin(
@@ -229,26 +231,23 @@ def _real(mask: Any, batch: int, read: int, past: int, new: int, device: torch.d
     if isinstance(mask, dict):  # per layer type, as generation builds it for caches of fixed size
         mask = mask.get("full_attention", next(iter(mask.values()), None))
     total = past + new
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total:
-        return mask[:, read:total].bool()
     if mask is None:
         return torch.ones(batch, total - read, dtype=torch.bool, device=device)
-    between = torch.ones(batch, past - read, dtype=torch.bool, device=device)
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total:
+        return mask[:, read:total].bool()
+    seen: Tensor | None = None  # of the new tokens
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == new:
-        return torch.cat([between, mask.bool()], 1)
+        seen = mask.bool()
     if isinstance(mask, Tensor) and mask.ndim == 4:
         # A real token is seen by itself; padding is seen by nobody. A window hides old tokens: those are history.
-        start = past
-        if mask.shape[-1] < total:
-            start = mask.shape[-1] - new
-        is_seen = reduce(shown(mask[..., start : start + new]), "batch head query key -> batch key", "any")
-        return torch.cat([between, is_seen.expand(batch, -1)], 1)
-    if isinstance(mask, Tensor):
-        what = f"of shape {tuple(mask.shape)}"
-    else:
-        what = f"of type {type(mask).__name__}"
-    raise UnsupportedError(
-        f"attention mask {what}: the true positions of {total} tokens cannot be read from it; pass a mask of shape "
-        "(batch, tokens) with 1 at real tokens, or none",
-        page="attention-mask",
-    )
+        start = min(past, mask.shape[-1] - new)
+        part = shown(mask[..., start : start + new])
+        seen = reduce(part, "batch head query key -> batch key", "any").expand(batch, -1)
+    if seen is None:
+        raise UnsupportedError(
+            f"attention mask of type {type(mask).__name__} and shape {tuple(getattr(mask, 'shape', ()))}: the true "
+            f"positions of {total} tokens cannot be read from it; pass a mask of shape (batch, tokens) with 1 at real "
+            "tokens, or none",
+            page="attention-mask",
+        )
+    return torch.cat([seen.new_ones(batch, past - read), seen], 1)

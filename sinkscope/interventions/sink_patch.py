@@ -41,6 +41,8 @@ class _FileSite(BaseModel):
 class _File(BaseModel):
     """Content of patch.json."""
 
+    version: Annotated[Literal[1], Field(alias="schema")]
+    kind: Literal["sink-patch"]
     model: dict[str, Any] | None = None
     site: Where
     value: Value
@@ -186,15 +188,7 @@ class SinkPatch(NeuronEdit):
             SinkscopeError: The file does not exist, is not JSON, not a patch or of another schema, or a field is
                 missing or invalid.
         """
-        remedy = "make a patch with `sinkscope patch make`"
-        content: Any = read_json(path, remedy, page=_PAGE)
-        about = (None, None)
-        if isinstance(content, dict):
-            about = (content.get("kind"), content.get("schema"))
-        if about != (KIND, SCHEMA):
-            raise SinkscopeError(
-                f"{Path(path).name} has kind and schema {about!r}, not {(KIND, SCHEMA)!r}; {remedy}", page=_PAGE
-            )
+        content: Any = read_json(path, "make a patch with `sinkscope patch make`", page=_PAGE)
         expected = "a patch that `sinkscope patch make` of this version wrote"
         patch = check(content, _File, Path(path).name, expected, page=_PAGE)
         calibrated = {_site(site): site.calibrated for site in patch.sites if site.calibrated is not None}

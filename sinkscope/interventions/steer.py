@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -53,12 +54,15 @@ class Add(Intervention):
     positions: Positions = None
 
     def __post_init__(self) -> None:
-        try:
+        vector = torch.empty(0)
+        with suppress(TypeError, ValueError, RuntimeError):
             vector = torch.as_tensor(self.vector).detach()
-        except (TypeError, ValueError, RuntimeError):
-            raise _bad_vector(f"of type {type(self.vector).__name__}") from None
         if vector.ndim != 1 or len(vector) == 0 or not bool(vector.isfinite().all()):
-            raise _bad_vector(f"of shape {tuple(vector.shape)}")
+            raise SinkscopeError(
+                f"vector of type {type(self.vector).__name__} and shape {tuple(vector.shape)}: expected finite "
+                "numbers, one for each dimension of the residual stream",
+                page=PAGE,
+            )
         conform(Number, self.scale, "scale", page=PAGE)
         object.__setattr__(self, "vector", vector.float())
         object.__setattr__(self, "positions", checked_positions(self.positions))
@@ -87,8 +91,7 @@ class Add(Intervention):
 
     def bridge_hooks(self, run: Run, key: int) -> list[tuple[str, Callable[..., Any]]]:
         """The same edit at the bridge's hook points of these names."""
-        edits = [(site.name, self._editor(run, site)) for site in self._sites(run.target)]
-        return [(name, lambda tensor, hook, fn=fn: fn(tensor)) for name, fn in edits]
+        return [(site.name, self._editor(run, site)) for site in self._sites(run.target)]
 
     def _sites(self, target: Target) -> list[Site]:
         # What is added before the norm of the MLP would not stay in the residual stream; after attention it does.
@@ -125,12 +128,6 @@ class Add(Intervention):
             return torch.where(chosen.reshape(*hidden.shape[:-1], 1), hidden + added, hidden)
 
         return edit
-
-
-def _bad_vector(what: str) -> SinkscopeError:
-    return SinkscopeError(
-        f"vector {what}: expected finite numbers, one for each dimension of the residual stream", page=PAGE
-    )
 
 
 def _events(site: Site, step: int, chosen: Bool[Tensor, "batch pos"], index: Int[Tensor, "batch pos"]) -> list[Event]:

@@ -40,7 +40,7 @@ from sinkscope.trace.attention import (
     tapped,
     widened,
 )
-from sinkscope.trace.internals import attention_name, following_generate, is_checkpointing
+from sinkscope.trace.internals import attention_name, following_generate
 
 
 @dataclass(frozen=True, eq=False)
@@ -643,15 +643,8 @@ class Session:
         """Refuse a call in which the cache or the tap would be passed by.
 
         Raises:
-            UnsupportedError: Gradient checkpointing is on, or another attention was set inside the `with`.
+            UnsupportedError: Another attention was set inside the `with`.
         """
-        if is_checkpointing(self.target.layers[0]):
-            raise UnsupportedError(
-                f"{self.target.name} trains with gradient checkpointing, which keeps no cache and computes attention "
-                "twice: call model.eval() or model.gradient_checkpointing_disable() to use a cache policy, a guard or "
-                "an observer of attention",
-                page="gradient-checkpointing",
-            )
         name = attention_name(self._config)
         if name != NAME and self.target.adapter.attention_interface:
             raise UnsupportedError(

@@ -3,8 +3,7 @@
 Algorithm 5 leaves some points open. They are settled here as follows:
 
 - *Sample*: query rows are drawn uniformly without replacement, from a seed. If there are fewer queries than the sample
-  size, all are taken. `recent` puts the last queries into the sample: without them, keys to which only the last queries
-  attend may lie on no chosen line.
+  size, all are taken.
 - *Lengths* are those of the matrix that is to be computed, as in the paper's equation 1; weights are those of the
   sample. The sample is a fixed share of all rows, so the ratio of the two orders lines in the same way.
 - *Always kept*: the main diagonal and position 0, so that every query sees something; more with `begin` and `local`.
@@ -32,8 +31,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Natural, Part, Whole, check_values
+from sinkscope.files.records import Natural, Part, check_values
 from sinkscope.lines.deterministic_scatter import add_at
 
 Variant = Literal["exact", "faithful"]
@@ -132,11 +130,12 @@ def top_lines(
     """
     both = torch.cat([vertical, slash], 1)
     order = torch.argsort(both, dim=1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(both.shape[1], device=both.device).expand_as(order))
     keys = vertical.shape[1]
-    size = length or keys
-    most = torch.tensor([max(1, math.floor(eta * 2 * size + 1e-9)) for eta in etas], device=both.device)
-    chosen = (rank < most[:, None, None]) & (both > 0)
+    chosen = torch.zeros(len(etas), *both.shape, dtype=torch.bool, device=both.device)
+    for lines, eta in zip(chosen, etas, strict=True):
+        most = max(1, math.floor(eta * 2 * (length or keys) + 1e-9))
+        lines.scatter_(1, order[:, :most], True)
+    chosen &= both > 0
     return HeadLines(chosen[..., :keys].contiguous(), chosen[..., keys:].contiguous(), keys)
 
 
@@ -183,19 +182,6 @@ def recovered(
         on_lines = attention_of(query[:, part], key, at, scaling) * lines.rows(at)
         total += on_lines.sum((1, 2), dtype=torch.float64)
     return (total / len(rows)).float()
-
-
-def slash_lines(
-    probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"]
-) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head key"]]:
-    """Sum and largest cell of every slash line, by offset, in the rows at positions `at`."""
-    total = torch.zeros_like(probs[:, 0])
-    largest = torch.zeros_like(probs[:, 0])
-    for number, row in enumerate(at.tolist()):
-        back = probs[:, number, : row + 1].flip(1)
-        total[:, : row + 1] += back
-        torch.maximum(largest[:, : row + 1], back, out=largest[:, : row + 1])
-    return total, largest
 
 
 def slash_sums(probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"]) -> Float[Tensor, "head key"]:
@@ -261,26 +247,10 @@ def minference_lines(
     return HeadLines(chosen[0], chosen[1], query.shape[1])
 
 
-def check_selection(alpha: float, sample: int, variant: str, recent: int = 0) -> None:
-    """Refuse invalid settings.
-
-    Raises:
-        SinkscopeError: alpha is outside (0, 1], the sample is below 1 or `recent`, or the variant is unknown.
-    """
-    check_values(Part, alpha=alpha)
-    check_values(Natural, sample=sample)
-    check_values(Variant, variant=variant)
-    check_values(Whole, recent=recent)
-    if recent > sample:
-        raise SinkscopeError(f"recent={recent!r}: expected a number of queries from 0 to sample={sample}")
-
-
-def sample_queries(queries: int, sample: int, seed: int = 0, recent: int = 0) -> Int[Tensor, " row"]:
-    """Indices of the sampled queries, ascending; the last `recent` queries are always included."""
+def sample_queries(queries: int, sample: int, seed: int = 0) -> Int[Tensor, " row"]:
+    """Indices of the sampled queries, ascending."""
     generator = torch.Generator().manual_seed(seed)
-    before = max(0, queries - recent)
-    drawn = torch.randperm(before, generator=generator)[: sample - recent].sort().values
-    return torch.cat([drawn, torch.arange(before, queries)])
+    return torch.randperm(queries, generator=generator)[:sample].sort().values
 
 
 def choice_cost(queries: int, keys: int, sample: int, checked: int = 0) -> float:
@@ -300,9 +270,9 @@ def draw_of(seed: int, layer: int, queries: int, keys: int) -> int:
     return random.Random(f"{seed} {layer} {queries} {keys}").getrandbits(62)
 
 
-def held_out(queries: int, sample: int, seed: int = 0, recent: int = 0, count: int = 16) -> Int[Tensor, " row"]:
+def held_out(queries: int, sample: int, seed: int = 0, count: int = 16) -> Int[Tensor, " row"]:
     """Indices of some queries outside a sample; if the sample has all queries, indices from the sample."""
-    sampled = sample_queries(queries, sample, seed, recent)
+    sampled = sample_queries(queries, sample, seed)
     outside = torch.ones(queries, dtype=torch.bool).index_fill_(0, sampled, False).nonzero().flatten()
     if not len(outside):
         return sampled
@@ -316,7 +286,6 @@ def select_lines(
     alpha: float = 0.955,
     *,
     sample: int = 48,
-    recent: int = 0,
     variant: Variant = "exact",
     scaling: float | None = None,
     seed: int = 0,
@@ -333,7 +302,6 @@ def select_lines(
         key: Keys of all positions, after rotary; query heads share them in groups.
         alpha: Minimum share of the sampled attention weight that the lines hold.
         sample: Number of queries in the sample.
-        recent: How many sampled queries are the last ones; the others are drawn from those before.
         variant: "exact" or "faithful"; see the module's docstring.
         scaling: Factor on the scores. None means 1 / sqrt(d_head).
         seed: Seed of the sample.
@@ -348,9 +316,11 @@ def select_lines(
             holds half of such a query's attention is kept as a vertical line.
 
     Raises:
-        SinkscopeError: alpha is outside (0, 1], the sample is below 1 or `recent`, or the variant is unknown.
+        SinkscopeError: alpha is outside (0, 1], the sample is below 1, or the variant is unknown.
     """
-    check_selection(alpha, sample, variant, recent)
+    check_values(Part, alpha=alpha)
+    check_values(Natural, sample=sample)
+    check_values(Variant, variant=variant)
     heads = query.shape[0]
     queries = query.shape[1]
     keys = key.shape[1]
@@ -360,26 +330,25 @@ def select_lines(
     if alpha == 1:
         start.vertical[:] = True
         return start
-    rows = sample_queries(queries, sample, seed, recent).to(query.device)
+    if scaling is None:
+        scaling = float(query.shape[2] ** -0.5)
+    rows = sample_queries(queries, sample, seed).to(query.device)
     at = rows + (keys - queries)
     probs = attention_of(query[:, rows], key, at, scaling)
     if variant == "faithful":
         return _faithful(probs, at, alpha, start)
-    limit = math.inf
-    if dense_above < 1:
-        limit = dense_above
-    flat = _SCATTERED * _least_share(probs, at, alpha) > limit
+    if dense_above >= 1:
+        dense_above = math.inf
+    if sharp is None:
+        sharp = math.inf
+    flat = _SCATTERED * _least_share(probs, at, alpha) > dense_above
     # Nothing is chosen in flat heads: they get all lines.
     start.vertical[flat] = start.slash[flat] = True
     some = (~flat).nonzero().flatten()
     if not len(some):
         return start
     if checked:
-        start.vertical[some] |= _sought(query, key, some, begin, checked, scaling)
-    if sharp is None:
-        sharp = math.inf
-    if len(some) == heads:
-        return _exact(probs, at, alpha, start, dense_above, sharp)
+        start.vertical[some] |= _sought(query, key, some.tolist(), begin, checked, scaling)
     own = HeadLines(start.vertical[some], start.slash[some], queries)
     own = _exact(probs[some], at, alpha, own, dense_above, sharp)
     start.vertical[some], start.slash[some] = own.vertical, own.slash
@@ -387,34 +356,24 @@ def select_lines(
 
 
 def _sought(
-    query: Tensor, key: Tensor, some: Tensor, begin: int, checked: int, scaling: float | None
+    query: Tensor, key: Tensor, heads: list[int], begin: int, checked: int, scaling: float
 ) -> Bool[Tensor, "some key"]:
     """Keys sought by single queries of some heads, one per query.
 
     Queries that seek nothing attend to the first tokens (attention sinks), so the queries that score these lowest are
     checked.
     """
-    heads, queries, width = query.shape
-    group = heads // len(key)
-    factor = scaling
-    if factor is None:
-        factor = width**-0.5
-    sought = torch.zeros(len(some), key.shape[1], dtype=torch.bool, device=query.device)
-    numbers = some.tolist()
-    for kv_head in sorted({head // group for head in numbers}):
-        own = [place for place, head in enumerate(numbers) if head // group == kv_head]
-        k = key[kv_head].float()
-        first = k[:begin] * factor
-        # One head at a time: the scores of all queries for the first positions.
-        rest = torch.stack([(first @ query[numbers[place]].float().T).logsumexp(0) for place in own])
-        rows = rest.topk(min(checked, queries), dim=1, largest=False).indices
-        taken = torch.stack([query[numbers[place], row] for place, row in zip(own, rows, strict=True)]).float()
-        scores = (taken * factor) @ k.T
-        positions = rows + (len(k) - queries)
-        future = torch.arange(len(k), device=k.device) > positions[..., None]
-        probs = scores.masked_fill_(future, -torch.inf).softmax(2)
-        head, row = (probs.amax(2) >= _SOUGHT).nonzero(as_tuple=True)  # several queries may search for one key
-        sought[torch.tensor(own, device=sought.device)[head], probs[head, row].argmax(1)] = True
+    group = len(query) // len(key)
+    queries = query.shape[1]
+    keys = key.shape[1]
+    sought = torch.zeros(len(heads), keys, dtype=torch.bool, device=query.device)
+    for place, head in enumerate(heads):
+        own_key = key[head // group].float()
+        first_scores = (own_key[:begin] * scaling) @ query[head].float().T
+        rows = first_scores.logsumexp(0).topk(min(checked, queries), largest=False).indices
+        probs = attention_of(query[head : head + 1, rows], own_key[None], rows + (keys - queries), scaling)[0]
+        weight, position = probs.max(1)  # several queries may search for one key
+        sought[place, position[weight >= _SOUGHT]] = True
     return sought
 
 
@@ -443,13 +402,8 @@ class _Search:
     def drop_finished(self) -> None:
         """Go on with the heads that are not done."""
         going = ~self.done
-        self.head = self.head[going]
-        self.left = self.left[going]
-        self.weights = self.weights[going]
-        self.chosen = self.chosen[going]
-        self.missing = self.missing[going]
-        self.batch = self.batch[going]
-        self.done = self.done[going]
+        for name, tensor in vars(self).items():
+            setattr(self, name, tensor[going])
 
     def crossed(self, past: int) -> Float[Tensor, "head kind line"]:
         """Number of chosen lines of the other kind that cross each line, as `HeadLines.crossed` for both kinds."""
@@ -457,7 +411,7 @@ class _Search:
         count = others.cumsum(2).flip(2)
         if past:
             before = others[:, :, :past].cumsum(2).flip(2)
-            count[:, :, : past + 1] -= pad(before, (0, 1))
+            count[:, :, :past] -= before
         return count
 
     def take(self, index: Int[Tensor, "head taken"], at: Int[Tensor, " row"]) -> None:
@@ -498,9 +452,7 @@ def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above
     near = (at[:, None] - lines.slash[0].nonzero().flatten()).clamp_(min=0)
     left.scatter_(2, near.expand(heads, -1, -1), 0.0)
     lengths = lines.lengths().float()
-    limit = torch.inf
-    if dense_above < 1:
-        limit = dense_above * float(lengths.sum())
+    limit = dense_above * float(lengths.sum())
     weights = torch.stack([left.sum(1), slash_sums(left, at)], 1)
     chosen = torch.stack([lines.vertical, lines.slash], 1).float()
     missing = weights[:, 0].sum(1, dtype=torch.float64) - (1 - alpha) * rows
@@ -577,91 +529,59 @@ def _least_share(probs: Tensor, at: Tensor, alpha: float) -> Tensor:
     return torch.maximum(share * sharp, share.square() * flat).sum(1) / (at + 1).sum()
 
 
-@dataclass
-class _LineList:
-    """The lines of one kind in one head, as algorithm 5 takes them from its list.
-
-    Attributes:
-        weight: Sampled weight of each line.
-        largest: Largest sampled cell of each line.
-        kept: Lines that are always chosen.
-        order: All others by descending weight.
-        overlap: Sum of the largest cells of the chosen lines.
-        taken: How many of `order` are chosen.
-    """
-
-    weight: list[float]
-    largest: list[float]
-    kept: list[int]
-    order: list[int]
-    overlap: float
-    taken: int = 0
-
-    @classmethod
-    def of(cls, weight: Tensor, largest: Tensor, kept: Tensor) -> _LineList:
-        always = kept.nonzero().flatten().tolist()
-        cells = largest.tolist()
-        overlap = sum(cells[line] for line in always)
-        return cls(weight.tolist(), cells, always, _falling(weight, always), overlap)
-
-    @property
-    def chosen(self) -> list[int]:
-        """All chosen lines."""
-        return [*self.kept, *self.order[: self.taken]]
-
-    @property
-    def count(self) -> int:
-        """Number of chosen lines."""
-        return len(self.kept) + self.taken
-
-    def gain(self, other: _LineList) -> float:
-        """Weight that the next line adds beside the lines of the other kind."""
-        return self.weight[self.order[self.taken]] - other.overlap
-
-    def ratio(self, other: _LineList, lengths: list[int]) -> float:
-        """The same per cell that the line adds; minus infinity if the list has ended."""
-        if self.taken == len(self.order):
-            return -math.inf
-        cells = lengths[self.order[self.taken]] - other.count
-        return self.gain(other) / max(1, cells)
-
-    def take(self) -> None:
-        """Choose the next line."""
-        self.overlap += self.largest[self.order[self.taken]]
-        self.taken += 1
-
-
 def _faithful(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) -> HeadLines:
     """Algorithm 5 as printed, head by head."""
-    lengths = lines.lengths().tolist()
     totals = (probs * lines.rows(at)).sum((1, 2), dtype=torch.float64).tolist()
     targets = (alpha * probs.sum((1, 2), dtype=torch.float64)).tolist()
-    slash_weight, slash_largest = slash_lines(probs, at)
-    vertical_weight = probs.sum(1)
-    vertical_largest = probs.amax(1)
+    slash_largest = torch.zeros_like(probs[:, 0])
+    for number, row in enumerate(at.tolist()):
+        back = probs[:, number, : row + 1].flip(1)
+        slash_largest[:, : row + 1] = slash_largest[:, : row + 1].maximum(back)
+    kinds = (lines.slash, lines.vertical)
+    weights = (slash_sums(probs, at), probs.sum(1))
+    largest = (slash_largest, probs.amax(1))
     for head, (total, target) in enumerate(zip(totals, targets, strict=True)):
-        slash = _LineList.of(slash_weight[head], slash_largest[head], lines.slash[head])
-        vertical = _LineList.of(vertical_weight[head], vertical_largest[head], lines.vertical[head])
+        pairs = zip(weights, largest, kinds, strict=True)
+        lists = [_LineList(weight[head], cells[head], kind[head], lines.lengths()) for weight, cells, kind in pairs]
+        slash, vertical = lists
         while total < target:
-            slash_ratio = slash.ratio(vertical, lengths)
-            vertical_ratio = vertical.ratio(slash, lengths)
             best, other = slash, vertical  # of equals the slash line
-            if vertical_ratio > slash_ratio:
-                best = vertical
-                other = slash
+            if vertical.ratio(slash) > slash.ratio(vertical):
+                best, other = vertical, slash
             if best.taken == len(best.order):
                 break
             total += max(0.0, best.gain(other))
-            best.take()
+            best.taken += 1
         if total >= target:
-            lines.slash[head, slash.chosen] = True
-            lines.vertical[head, vertical.chosen] = True
+            for kind, line_list in zip(kinds, lists, strict=True):
+                kind[head, line_list.order[: line_list.taken]] = True
         else:  # the lists ended, or the attention is not a number
             lines.vertical[head] = True
     return lines
 
 
-def _falling(weights: Float[Tensor, " key"], without: Sequence[int]) -> list[int]:
-    """Lines by descending weight, without those that are always chosen."""
-    order = torch.argsort(weights, descending=True, stable=True)
-    return order[~torch.isin(order, torch.tensor(without, device=order.device))].tolist()
+class _LineList:
+    """The lines of one kind in one head by descending weight, without those that are always chosen."""
+
+    def __init__(self, weight: Tensor, largest: Tensor, kept: Tensor, lengths: Tensor) -> None:
+        order = torch.argsort(weight, descending=True, stable=True)
+        order = order[~kept[order]]
+        largest_cells = largest.double()
+        overlap = largest_cells[kept].sum() + pad(largest_cells[order].cumsum(0), (1, 0))
+        self.order = order.tolist()
+        self.taken = 0  # how many of these are chosen
+        self._weight = weight[order].tolist()
+        self._lengths = lengths[order].tolist()
+        self._overlap = overlap.tolist()  # sum of the largest cells of the chosen lines, by how many are chosen
+        self._kept = int(kept.sum())
+
+    def gain(self, other: _LineList) -> float:
+        """Weight that the next line adds beside the lines of the other kind."""
+        return self._weight[self.taken] - other._overlap[other.taken]
+
+    def ratio(self, other: _LineList) -> float:
+        """The same per cell that the line adds; minus infinity if the list has ended."""
+        if self.taken == len(self.order):
+            return -math.inf
+        cells = self._lengths[self.taken] - other._kept - other.taken
+        return self.gain(other) / max(1, cells)

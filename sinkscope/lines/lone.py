@@ -25,14 +25,12 @@ class LoneLoops:
     """The two loops over lone lines, for float32 tensors.
 
     Attributes:
-        compiled: Whether numba compiled them; otherwise PyTorch computes them.
         cost: Number of columns of a matrix product that take as long as one line.
         scores: `(query [row d_head], key [key d_head], open [key], offsets, start, out [row line])` writes the scores
             of queries at positions from `start`, minus infinity where a line has no key that is `open`.
         sums: `(probs [row line], value [key d_value], offsets, start, out [row d_value])` adds weighted values.
     """
 
-    compiled: bool
     cost: float
     scores: Callable[[Tensor, Tensor, Tensor, Tensor, int, Tensor], None]
     sums: Callable[[Tensor, Tensor, Tensor, int, Tensor], None]
@@ -61,16 +59,16 @@ def _compiled(width: int, values: int) -> LoneLoops | None:
     # The order of additions is free. The rest of -ffast-math would also change what happens to infinities.
     jit: Any = numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
     index: Any = numba.uintp  # indices that cannot be negative need no check for it
-    scores_loop = _scores_loop(jit, index, width)
-    sums_loop = _sums_loop(jit, index, values)
+    return LoneLoops(1.5, _on_arrays(_scores_loop(jit, index, width)), _on_arrays(_sums_loop(jit, index, values)))
 
-    def scores(query: Tensor, key: Tensor, opened: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
-        scores_loop(query.numpy(), key.numpy(), opened.numpy(), offsets.numpy(), start, out.numpy())
 
-    def sums(probs: Tensor, value: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
-        sums_loop(probs.numpy(), value.numpy(), offsets.numpy(), start, out.numpy())
+def _on_arrays(loop: Any) -> Callable[..., None]:
+    """The loop, called with tensors."""
 
-    return LoneLoops(True, 1.5, scores, sums)
+    def call(*arguments: Any) -> None:
+        loop(*[argument.numpy() if isinstance(argument, Tensor) else argument for argument in arguments])
+
+    return call
 
 
 def _scores_loop(jit: Any, index: Any, width: int) -> Any:
@@ -98,25 +96,18 @@ def _scores_loop(jit: Any, index: Any, width: int) -> Any:
                         out[r, line + 1] = q
                         out[r, line + 2] = s
                         out[r, line + 3] = t
-                        if not opened[a]:
-                            out[r, line] = -np.inf
-                        if not opened[b]:
-                            out[r, line + 1] = -np.inf
-                        if not opened[c]:
-                            out[r, line + 2] = -np.inf
-                        if not opened[d]:
-                            out[r, line + 3] = -np.inf
                         line += 4
-                    elif at < offsets[line] or not opened[at - offsets[line]]:
-                        out[r, line] = -np.inf
-                        line += 1
                     else:
-                        a = index(at - offsets[line])
                         p = np.float32(0)
-                        for i in range(width):
-                            p += query[r, i] * key[a, i]
+                        if at >= offsets[line]:
+                            a = index(at - offsets[line])
+                            for i in range(width):
+                                p += query[r, i] * key[a, i]
                         out[r, line] = p
                         line += 1
+                for line in range(first, until):
+                    if at < offsets[line] or not opened[index(at - offsets[line])]:
+                        out[r, line] = -np.inf
 
     return scores
 
@@ -167,4 +158,4 @@ def _sums(probs: Tensor, value: Tensor, offsets: Tensor, start: int, out: Tensor
         out[begin:].addcmul_(probs[begin:, line, None], value[at])
 
 
-_BY_PYTORCH = LoneLoops(False, 24.0, _scores, _sums)
+_BY_PYTORCH = LoneLoops(24.0, _scores, _sums)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from sinkscope.files.console import silent
 from sinkscope.files.notation import agreeing, counted
-from sinkscope.files.provenance import ModelInfo, Provenance, provenance
+from sinkscope.files.provenance import ModelInfo, provenance
 from sinkscope.files.records import Natural, check_values
 from sinkscope.files.result import Result
 from sinkscope.loops.monitor import Monitor, MonitorSettings
@@ -20,6 +20,7 @@ from sinkscope.loops.outputs import TokenRecord, as_records
 from sinkscope.loops.repetition import NearRepetition, Stretch
 from sinkscope.loops.signals import (
     Ids,
+    Tail,
     compression_ratio,
     ends_in_loop,
     is_loop,
@@ -152,25 +153,16 @@ def check(
     for place, record in enumerate(records):
         progress("checking", place, len(records))
         results.append(_checked(record, settings, max_new))
+    # What stands in place of a model: its fingerprint is that of the ids.
+    packed = [array("I", record.ids).tobytes() for record in records]
+    digest = hashlib.sha256(b"".join(ids + b"|" for ids in packed)).hexdigest()[:16]
     return LoopCheck(
         loops=sum(result.loop for result in results),
         records=tuple(results),
-        model=text_info(name, [record.ids for record in records]),
+        model=ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=digest),
         settings={**vars(settings), "max_new": max_new},
-        provenance=text_provenance(started),
+        provenance=provenance(started=started, device="cpu", dtype="int", attention="none", bos=None, seed=0),
     )
-
-
-def text_info(name: str, outputs: Sequence[Sequence[int]]) -> ModelInfo:
-    """What stands in place of a model in a result that was made from texts; its fingerprint is that of the ids."""
-    packed = [array("I", ids).tobytes() for ids in outputs]
-    digest = hashlib.sha256(b"".join(ids + b"|" for ids in packed)).hexdigest()[:16]
-    return ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=digest)
-
-
-def text_provenance(started: float) -> Provenance:
-    """How a result was made from texts, without a model."""
-    return provenance(started=started, device="cpu", dtype="int", attention="none", bos=None, seed=0)
 
 
 def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None) -> CheckedOutput:
@@ -178,7 +170,7 @@ def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None
     monitor = Monitor(settings)
     exact = NearRepetition(LONGEST_PERIOD, COPIES, SHORTEST_STRETCH, 0.0)
     every = max(1, -(-len(ids) // CURVE_POINTS))
-    longest: Stretch | None = None
+    longest: Stretch | Tail | None = None
     longest_tokens = 0
     detected: int | None = None
     steps: list[int] = []
@@ -187,20 +179,14 @@ def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None
         step = monitor.update(token)
         if step.trigger and detected is None:
             detected = step.step
-        stretches = [exact.add(token, position)]
-        if step.tail is not None:
-            stretches.append(Stretch(step.tail.period, step.tail.start))
-        for stretch in stretches:
+        for stretch in (exact.add(token, position), step.tail):
             if stretch is not None and position + 1 - stretch.start > longest_tokens:
                 longest = stretch
                 longest_tokens = position + 1 - stretch.start
         if step.step % every == 0 or step.step == len(ids):
             steps.append(step.step)
             curve.append(round(step.ttr, 4))
-    theta_ttr, theta_cr = settings.theta_ttr, settings.theta_cr
-    loop_rule: bool | None = None
-    if max_new is not None:
-        loop_rule = is_loop(ids, max_new, theta_ttr=theta_ttr, theta_cr=theta_cr)
+    thresholds = {"theta_ttr": settings.theta_ttr, "theta_cr": settings.theta_cr}
     return CheckedOutput(
         name=record.name,
         tokens=len(ids),
@@ -211,8 +197,8 @@ def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None
         repeats=None if longest is None else longest_tokens / longest.period,
         detected=detected,
         loop=detected is not None,
-        ends_in_loop=ends_in_loop(ids, settings.window, theta_ttr=theta_ttr, theta_cr=theta_cr),
-        loop_rule=loop_rule,
+        ends_in_loop=ends_in_loop(ids, settings.window, **thresholds),
+        loop_rule=None if max_new is None else is_loop(ids, max_new, **thresholds),
         steps=tuple(steps),
         curve=tuple(curve),
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.files.jobs import Pool, Tally, finish
+from sinkscope.files.jobs import Workers, finish
 from sinkscope.files.store import Folder, Keyed
 from sinkscope.measure import Setup
 from sinkscope.models.open import PartTarget, StreamTarget, fingerprint_of, open_target
@@ -114,15 +114,11 @@ def in_chunks(
         "chunk": size,
         "items": digest_of(" ".join(map(str, items))),
     }
-    kept = Folder(run.resume, decisive, ChunkColumns, option="--resume")
-    pool = Pool(
-        partial(chunk_columns, target, work),
-        elsewhere(setup, work) if run.workers > 1 else None,
-        workers=run.workers,
-        gpu=target.device.type == "cuda",
-    )
-    with kept, pool:
-        finish(pool, chunks, kept, Tally(what, len(items), setup.progress))
+    workers: Workers | None = None
+    if run.workers > 1:
+        workers = Workers(elsewhere(setup, work), run.workers, gpu=target.device.type == "cuda")
+    with Folder(run.resume, decisive, ChunkColumns, option="--resume") as kept:
+        finish(partial(chunk_columns, target, work), chunks, kept, what, setup.progress, workers)
     joined: Columns = {}
     for chunk in chunks:
         for name, values in kept.records[chunk.index].columns.items():

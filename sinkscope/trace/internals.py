@@ -46,14 +46,6 @@ def is_checkpointing(layer: nn.Module) -> bool:
     return layer.training and bool(getattr(layer, "gradient_checkpointing", False))
 
 
-def replace_checkpointing(model: nn.Module, replacement: Callable[[Any], Any]) -> None:
-    """Replace the function by which each layer is computed for a later recomputation, if checkpointing is enabled."""
-    for module in model.modules():
-        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        if checkpoint is not None:
-            module._gradient_checkpointing_func = replacement(checkpoint)
-
-
 @contextmanager
 def following_generate(
     model: Any, prompting: Callable[[bool], None], check: Callable[[str, dict[str, Any], Any], None]

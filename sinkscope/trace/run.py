@@ -46,20 +46,13 @@ def _uncut(_target: Target, tensor: Tensor) -> Tensor:
 
 def _as_added(target: Target, tensor: Tensor) -> Tensor:
     """What the MLP adds to the residual stream."""
-    if target.adapter.write_factor == 1:
-        return tensor
     return tensor * target.adapter.write_factor
 
 
-def _gate_half(target: Target, tensor: Tensor) -> Tensor:
+def _half(number: int, target: Target, tensor: Tensor) -> Tensor:
+    """Gate (0) or up (1) of a module that may return both."""
     if target.adapter.fused_gate_up:
-        return tensor.chunk(2, -1)[0]
-    return tensor
-
-
-def _up_half(target: Target, tensor: Tensor) -> Tensor:
-    if target.adapter.fused_gate_up:
-        return tensor.chunk(2, -1)[1]
+        return tensor.chunk(2, -1)[number]
     return tensor
 
 
@@ -97,8 +90,8 @@ _PLACES = {
     "hook_resid_mid": _Place(lambda a: a.mid, "pre"),
     "hook_mlp_out": _Place(lambda a: a.behind_mlp, cut=_as_added),
     "hook_resid_post": _Place(lambda a: ""),
-    "mlp.hook_pre": _Place(lambda a: a.up if a.fused_gate_up else a.gate or a.up, cut=_gate_half),
-    "mlp.hook_pre_linear": _Place(lambda a: a.up if a.fused_gate_up or a.gate else None, cut=_up_half),
+    "mlp.hook_pre": _Place(lambda a: a.up if a.fused_gate_up else a.gate or a.up, cut=partial(_half, 0)),
+    "mlp.hook_pre_linear": _Place(lambda a: a.up if a.fused_gate_up or a.gate else None, cut=partial(_half, 1)),
     "mlp.hook_post": _Place(lambda a: a.down, "pre"),
     "attn.hook_q": _Place(lambda a: a.q or a.fused_qkv, cut=partial(_projected, "q")),
     "attn.hook_k": _Place(lambda a: a.k or a.fused_qkv, cut=partial(_projected, "k")),
@@ -178,33 +171,24 @@ def _site(target: Target, name: str) -> Site:
 
 def _path(target: Target, layer: int, part: str) -> str:
     """Path of a site's module below its layer."""
-    adapter, name = target.adapter, f"blocks.{layer}.{part}"
-    if part.startswith("mlp.") and target.is_mixture(layer):
-        raise UnsupportedError(
-            f"site {name!r} is per expert on {adapter.model_type}: layer {layer} is a mixture of experts; "
-            "use find_sinks for its neurons, or hook_mlp_out"
-        )
-    is_projection = part in ("attn.hook_q", "attn.hook_k", "attn.hook_v")
-    if is_projection and adapter.fused_qkv is not None and adapter.qkv_layout is None:
-        raise UnsupportedError(
-            f"site {name!r} is not offered on {adapter.model_type}, whose layout of q, k and v in one module varies"
-        )
-    if not adapter.adds and (part == "hook_mlp_out" or (part == "hook_attn_out" and adapter.mid is None)):
-        raise UnsupportedError(
-            f"site {name!r} does not exist on {adapter.model_type}, whose layers do more than add their parts; "
-            "leave it out of sites"
-        )
-    if part == "hook_mlp_out" and target.has_neurons(layer) and len(target.mlp_writers(layer)) > 1:
-        raise UnsupportedError(
-            f"site {name!r} does not exist on {adapter.model_type}, where a shared expert is beside the mixture and "
-            "no module gives their sum; leave it out of sites"
-        )
+    adapter = target.adapter
     path = _PLACES[part].path(adapter)
+    is_projection = part in ("attn.hook_q", "attn.hook_k", "attn.hook_v")
     is_parallel = getattr(target.config, "use_parallel_residual", False)
-    if path is None or (part == "hook_resid_mid" and is_parallel):
+    problem = ""
+    if part.startswith("mlp.") and target.is_mixture(layer):
+        problem = f"layer {layer} is a mixture, so it is per expert: use find_sinks for its neurons, or hook_mlp_out"
+    elif is_projection and adapter.fused_qkv is not None and adapter.qkv_layout is None:
+        problem = "the layout of q, k and v in one module varies"
+    elif not adapter.adds and (part == "hook_mlp_out" or (part == "hook_attn_out" and adapter.mid is None)):
+        problem = "layers do more than add their parts"
+    elif part == "hook_mlp_out" and target.has_neurons(layer) and len(target.mlp_writers(layer)) > 1:
+        problem = "a shared expert is beside the mixture, and no module gives their sum"
+    elif path is None or (part == "hook_resid_mid" and is_parallel):
+        problem = "there is no separate place for it"
+    if path is None or problem:
         raise UnsupportedError(
-            f"site {name!r} does not exist on {adapter.model_type}: that architecture has no separate place for it; "
-            "leave it out of sites"
+            f"site 'blocks.{layer}.{part}' does not exist on {adapter.model_type}: {problem}; leave it out of sites"
         )
     return path
 
@@ -224,45 +208,27 @@ class Observer(Protocol):
         """Called once per site and batch; `first_row` is the row of `tokens` at which the batch starts."""
 
 
-def _raw(tensor: Tensor, _real: Mask | None) -> Tensor:
-    return tensor
+def _mean(tensor: Tensor, real: Mask) -> Tensor:
+    weights = real.view(*real.shape, *[1] * (tensor.ndim - 2))
+    return torch.where(weights, tensor.float(), 0).sum(1) / weights.sum(1)
 
 
-def _norm(tensor: Tensor, _real: Mask | None) -> Tensor:
-    return norms_of(tensor)
+def _first(tensor: Tensor, real: Mask) -> Tensor:
+    return tensor[torch.arange(len(tensor)), real.int().argmax(1)]
 
 
-def _mean(tensor: Tensor, real: Mask | None) -> Tensor:
-    if real is None:
-        return tensor.float().mean(1)
-    summed = torch.where(_beside(real, tensor), tensor.float(), 0).sum(1)
-    return summed / _beside(real.sum(1), summed)
+def _last(tensor: Tensor, real: Mask) -> Tensor:
+    return tensor[torch.arange(len(tensor)), real.shape[1] - 1 - real.int().flip(1).argmax(1)]
 
 
-def _first(tensor: Tensor, real: Mask | None) -> Tensor:
-    if real is None:
-        return tensor[:, 0]
-    return _picked(tensor, real.int().argmax(1))
-
-
-def _last(tensor: Tensor, real: Mask | None) -> Tensor:
-    if real is None:
-        return tensor[:, -1]
-    return _picked(tensor, real.shape[1] - 1 - real.int().flip(1).argmax(1))
-
-
-def _picked(tensor: Tensor, position: Int[Tensor, " batch"]) -> Tensor:
-    """Each row's tensor at its position."""
-    return tensor[torch.arange(len(tensor)), position]
-
-
-def _beside(numbers: Tensor, tensor: Tensor) -> Tensor:
-    """Numbers with as many dimensions as the tensor, so that they apply to all of its later ones."""
-    return numbers.view(*numbers.shape, *[1] * (tensor.ndim - numbers.ndim))
-
-
-REDUCERS = {"raw": _raw, "norm": _norm, "mean": _mean, "last": _last, "first": _first}
-"""By name: called with the tensor, and with which of its positions hold tokens (None: all)."""
+REDUCERS: dict[str, Callable[[Tensor, Mask], Tensor]] = {
+    "raw": lambda tensor, _real: tensor,
+    "norm": lambda tensor, _real: norms_of(tensor),
+    "mean": _mean,
+    "last": _last,
+    "first": _first,
+}
+"""By name: called with the tensor, and with which of its positions hold tokens."""
 
 
 class Trace(dict[str, Tensor]):
@@ -346,102 +312,75 @@ def trace(
     batches: dict[str, list[Tensor]] = {site.name: [] for site in wanted}
     step = batch_size or len(rows.ids)
     for start in range(0, len(rows.ids), step):
-        batch = slice(start, start + step)
+        ids = rows.ids[start : start + step]
         mask = None
+        real = torch.ones(ids.shape, dtype=torch.bool)
         if rows.mask is not None:
-            mask = rows.mask[batch].to(target.device)
-        reduced = _Reduced(reduce, None if mask is None else mask.bool())
-        readers = [_Reader(site, reduced.add) for site in wanted]
+            mask = rows.mask[start : start + step].to(target.device)
+            real = mask.bool()
+        chunks: dict[str, list[Tensor]] = {}
+        readers: list[_Reader] = [(site, partial(_keep, chunks, reduce, real, site.name)) for site in wanted]
         for observer, its_sites in watched:
-            observe = partial(_observe, observer, start)
-            readers += [_Reader(site, observe) for site in its_sites]
-        _run(target, rows.ids[batch], mask, readers)
+            readers += [(site, partial(observer.observe, site.name, first_row=start)) for site in its_sites]
+        _run(target, ids, mask, readers)
         for site in wanted:
-            if site.name not in reduced.chunks:
+            if site.name not in chunks:
                 raise UnsupportedError(
                     f"site {site.name!r} was never reached on this {target.kind} model: a bridge replaces modules that "
                     "fuse several projections; trace the plain Hugging Face model (backend='hf')"
                 )
-            batches[site.name].append(_joined(reduced.chunks[site.name]))
-    traced = Trace()
-    for name, tensors in batches.items():
-        traced[name] = torch.cat(tensors)
-    return traced
+            # Rows of attention come in chunks of queries; every other site has one chunk.
+            own = chunks[site.name]
+            batches[site.name].append(own[0] if len(own) == 1 else torch.cat(own, 2))
+    return Trace({name: torch.cat(tensors) for name, tensors in batches.items()})
 
 
-def _joined(chunks: list[Tensor]) -> Tensor:
-    """Chunks of attention rows, joined along the queries; every other site has one chunk."""
-    if len(chunks) == 1:
-        return chunks[0]
-    return torch.cat(chunks, 2)
+def _keep(chunks: dict[str, list[Tensor]], reduce: str | Reducer, real: Mask, name: str, tensor: Tensor) -> None:
+    """Reduce and keep what passes a site."""
+    if not isinstance(reduce, str):
+        reduced = reduce(tensor)
+    elif name.endswith("hook_pattern"):  # no dimension of it is that of the positions in `real`
+        reduced = REDUCERS[reduce](tensor, torch.ones(tensor.shape[:2], dtype=torch.bool, device=tensor.device))
+    else:
+        reduced = REDUCERS[reduce](tensor, real.to(tensor.device))
+    # A copy: Falcon adds into its MLP's output in place after the hook has seen it.
+    chunks.setdefault(name, []).append(reduced.detach().to("cpu", copy=True))
 
 
-class _Reduced:
-    """What is kept of one batch: the reduced tensors of each site."""
-
-    def __init__(self, reduce: str | Reducer, real: Mask | None) -> None:
-        self._reduce, self._real = reduce, real
-        self.chunks: dict[str, list[Tensor]] = {}
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Reduce and keep what passes a site."""
-        if isinstance(self._reduce, str):
-            is_rows = name.endswith("hook_pattern")
-            real = None
-            if not is_rows and self._real is not None:
-                real = self._real.to(tensor.device)
-            reduced = REDUCERS[self._reduce](tensor, real)
-        else:
-            reduced = self._reduce(tensor)
-        # A copy: Falcon adds into its MLP's output in place after the hook has seen it.
-        self.chunks.setdefault(name, []).append(reduced.detach().to("cpu", copy=True))
-
-
-def _observe(observer: Observer, first_row: int, name: str, tensor: Tensor) -> None:
-    observer.observe(name, tensor, first_row)
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """A site, and the function that is called with its name and its tensor."""
-
-    site: Site
-    take: Callable[[str, Tensor], None]
+_Reader = tuple[Site, Callable[[Tensor], None]]
+"""A site, and the function that is called with its tensor."""
 
 
 def _run(target: Target, ids: Int[Tensor, "batch pos"], mask: Tensor | None, readers: list[_Reader]) -> None:
     hooks: list[tuple[nn.Module, str, Any]] = []
-    of_rows: dict[int, list[_Reader]] = {}
-    deepest, unembed = -1, False
-    for reader in readers:
-        site = reader.site
+    of_rows: dict[int, list[Callable[[Tensor], None]]] = {}
+    layers = [-1]
+    for site, take in readers:
         if site.layer is not None:
-            deepest = max(deepest, site.layer)
+            layers.append(site.layer)
         if site.module is not None:
-            hooks.append((site.module, site.when, _hook(reader, ids.shape)))
-            unembed |= site.module is target.hf
-        elif site.layer is not None:
-            of_rows.setdefault(site.layer, []).append(reader)
+            hooks.append((site.module, site.when, _hook(site, take, ids.shape)))
+        else:
+            of_rows.setdefault(layers[-1], []).append(take)
 
     def show(layer: int, _first: int, rows: Tensor) -> None:
-        for reader in of_rows[layer]:
-            reader.take(reader.site.name, rows)
+        for take in of_rows[layer]:
+            take(rows)
 
     upto = None
-    if 0 <= deepest < target.n_layers:
-        upto = deepest
+    if 0 <= max(layers) < target.n_layers:
+        upto = max(layers)
+    unembed = any(module is target.hf for module, _, _ in hooks)
     with attention_rows(target, show, layers=list(of_rows)) if of_rows else nullcontext(), target.hooks(*hooks):
         target.forward(ids, mask, unembed=unembed, upto=upto)
 
 
-def _hook(reader: _Reader, shape: torch.Size) -> Any:
-    site = reader.site
-
+def _hook(site: Site, take: Callable[[Tensor], None], shape: torch.Size) -> Any:
     def read(value: Any) -> None:
         tensor = site.cut(value)
         if tensor.shape[:2] != shape:  # OPT runs batch and position together
             tensor = rearrange(tensor, "(batch pos) ... -> batch pos ...", batch=shape[0])
-        reader.take(site.name, tensor)
+        take(tensor)
 
     if site.when == "pre":
         return on_input(read)

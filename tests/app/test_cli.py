@@ -300,7 +300,7 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, capsys):
         ("find-sinks --json", "'--json' requires an argument"),
         ("find-sinks --json folder", "folder is a folder"),
         ("find-sinks --html folder/", "folder/ is a folder"),
-        ("find-sinks --csv file/x.csv", "a part of the path is a file"),
+        ("find-sinks --csv file/x.csv", "not a directory"),
         ("find-sinks --json x --html ./x", "x is given for --json and --html"),
         ("find-sinks --json - --csv -", "both write to standard output"),
         ("generate", "give a prompt as an argument, or --prompt-file FILE"),
@@ -401,7 +401,7 @@ def test_full_disk_after_the_work(calls, monkeypatch, capsys):
     assert main(["find-sinks", "--json", "x.json"]) == 2
     out, err = capsys.readouterr()
     assert "sink layer is layer 2" in out  # the result is seen all the same
-    assert err == "error: cannot write x.json: the disk is full; make room or choose another place\n"
+    assert err == "error: cannot write x.json: no space left on device; choose another place\n"
     assert (os.listdir(), Path("x.json").read_text()) == (["x.json"], old)
 
 

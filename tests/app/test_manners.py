@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import sinkscope as ss
 import sinkscope.app.pages as pages
 from sinkscope.app.cli import main
-from sinkscope.bench.answer import BenchModel, generate_rows
+from sinkscope.bench.answer import BenchModel, answer_rows
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.files.output import kind_of, write_output
 from sinkscope.files.result import Result
@@ -106,7 +106,7 @@ def _ways(model, tokenizer) -> list[Any]:
     target = target_of(model, tokenizer)
     return [
         greedy(target, ids, 12),
-        generate_rows(BenchModel.of(target), ids.tolist(), 12)[0],
+        [made.tokens for made in answer_rows(BenchModel.of(target), ids.tolist(), 12)],
         ss.Conversation(model).ask(ids[0].tolist(), max_new_tokens=12).ids,
         [made.tokens for made in ss.generate(model, "poem book tree", tokenizer=tokenizer, max_new_tokens=12)],
         [made.tokens for made in ss.generate(model, ["poem", "book"], tokenizer=tokenizer, temperature=1.0, seed=3)],

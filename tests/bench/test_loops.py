@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from bench_kit import tiny, words
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.methods import read_method
 from sinkscope.bench.prompt import Turn
-from sinkscope.bench.tasks.loops import Loops, first_alarm, fresh_sentences, loops
+from sinkscope.bench.tasks.loops import Loops, first_alarm, loops
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.load import load
 from sinkscope.models.wrapped import target_of
@@ -23,10 +22,12 @@ FRESH = [*range(4, 50), *range(4, 44)]
 def scored(tokens: list[int], method: str = "full", ended="cap", **changes) -> dict[str, Any]:
     model = BenchModel.of(*tiny())
     ids = tiny()[1](words(8))["input_ids"]
-    answer = Answer(len(ids), tokens, model.decode(tokens), ended, (), [], [9.0], None, 1.0, [0.5] * len(tokens))
+    answer = Answer(
+        len(ids), tokens, model.decode(tokens), ended, (), [], [9.0], None, 1.0, {"top1": (0.5,) * len(tokens)}
+    )
     answer = Answer(**{**vars(answer), **changes})
     batch = Batch("f", "loops", (read_method(method, 64),), (), len(LOOP))
-    return Loops().score(model, batch, ids, Turn(words(8)), answer)
+    return Loops().score(model, batch, Turn(words(8)), answer)
 
 
 def guard_event(step: int, escalated: str | None) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def test_a_loop_and_a_text_without_one():
     assert (fresh["loop"], fresh["loop_paper"], fresh["eos"]) == (0.0, 0.0, 1.0)
     assert loop["ttr"] == 3 / 300
     assert loop["interventions"] is None and loop["early"] is None
-    assert fresh["alarm"] is None and fresh["nll"] is None
+    assert fresh["alarm"] is None
 
 
 def test_ends_that_are_loops():
@@ -59,28 +60,11 @@ def test_the_alarm_of_a_run_without_a_guard_is_the_monitor_s():
     assert first_alarm(LOOP, confident, "p1") is not None and first_alarm(LOOP, [0.5] * len(LOOP), "p1") is None
 
 
-def test_the_text_after_an_alarm_is_read_with_a_clean_cache():
-    made = scored(LOOP)
-    alarm, (model, tokenizer) = made["alarm"], tiny()
-    ids, text = tokenizer(words(8))["input_ids"], LOOP[made["alarm"] + 1 :]
-    with torch.no_grad():
-        logits = model(torch.tensor([[*ids, *text]])).logits[0, len(ids) - 1 : -1]
-    assert made["nll"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, torch.tensor(text))), abs=1e-4)
-    assert alarm < len(LOOP) - 2
-    assert scored(LOOP[: alarm + 1], top1=[0.5] * (alarm + 1))["nll"] is None, "nothing was written after the alarm"
-
-
 def test_interventions():
     events = (guard_event(40, None), guard_event(100, "draw"), guard_event(130, "ban"), guard_event(290, "draw"))
     made = scored(LOOP, "loopguard", events=events)
     assert (made["interventions"], made["alarm"]) == (4.0, 40)
     assert made["early"] == pytest.approx(1 / 4)  # 40 of 300 tokens is before 16 %
-
-
-def test_new_sentences():
-    assert fresh_sentences("He ran.", "away. He ran. She sat! He", whole=False) == 0.5
-    assert fresh_sentences("He ran.", "x. He ran. She sat! He", whole=True) == pytest.approx(2 / 3)
-    assert fresh_sentences("", "no end", whole=False) is None
 
 
 def test_openings_of_text_and_their_own_continuation():

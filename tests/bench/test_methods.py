@@ -25,7 +25,7 @@ from sinkscope.kv.shapes import ShapeShare
         ("snapkv:window=4", "snapkv:64:window=4", SnapKV(budget=64, window=4)),
         ("loopguard", "loopguard:64", LoopGuard(budget=64)),
         ("loopguard:paper:256", "loopguard:paper:256", LoopGuard.paper(budget=256)),
-        ("loopguard-p1", "loopguard-p1:64", LoopGuard.paper(variant="p1", budget=64)),
+        ("loopguard:paper:variant=p1", "loopguard:paper:64:variant=p1", LoopGuard.paper(variant="p1", budget=64)),
         ("loopserve:alpha=0.9", "loopserve:64:alpha=0.9", LoopServe(alpha=0.9, budget=64, shortest=0)),
         ("loopserve-p:paper", "loopserve-p:paper", LoopServe.paper(decode=False, shortest=0)),
         ("loopserve-0:shortest=9", "loopserve-0:64:shortest=9", LoopServe(budget=64, first=0, shortest=9)),
@@ -52,10 +52,10 @@ def test_every_method_can_be_made_with_a_budget_of_the_task():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("h20", "method 'h20' is unknown: did you mean 'h2o'?"),
-        ("streaming:sinks=3", "streaming has no setting 'sinks=3': it has"),
-        ("full:0.5", "full has no setting '0.5': it has none"),
-        ("h2o:0.5:budget=8", "budget is given twice"),
+        ("h20", "method 'h20' is unknown: expected some of full, random"),
+        ("streaming:sinks=3", "'sinks=3' is no setting, or is given twice: streaming has"),
+        ("full:0.5", "'0.5' is no setting, or is given twice: full has none"),
+        ("h2o:0.5:budget=8", "'budget=8' is no setting, or is given twice"),
         ("h2o:0.0", "budget=0.0: expected a number of tokens from 1, or a fraction"),
         ("h2o:recent=many", "recent='many'"),
         ("sinkscope.kv:Nothing", "Nothing"),

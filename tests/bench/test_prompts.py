@@ -44,7 +44,6 @@ def test_rows_with_a_prompt_and_rows_with_turns(tmp_path):
         ({"prompt": " "}, "line 2: prompt is ' ', expected a text"),
         ({"prompt": "a", "answers": "b"}, "line 2: answers='b'"),
         ({"turns": [3]}, "line 2: turns="),
-        ({"id": "0", "prompt": "a"}, "line 2: id '0' is that of x.jsonl line 1 too"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path, row, message):

@@ -40,11 +40,11 @@ def test_padding_and_neighbours_play_no_part():
 def test_sampling_follows_the_softmax_and_the_prompt_alone():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -9.0])
     process = sampled(0.7, 0, "dc-0001")
-    draws = [int(process(torch.empty(0), logits, 0).argmax()) for _ in range(4000)]
+    draws = [int(process(torch.empty(0), logits).argmax()) for _ in range(4000)]
     expected = (logits / 0.7).softmax(-1)
     counts = Counter(draws)
     for token, p in enumerate(expected.tolist()):
         assert abs(counts[token] / 4000 - p) < 4 * (p * (1 - p) / 4000) ** 0.5 + 1e-3
     again, other = sampled(0.7, 0, "dc-0001"), sampled(0.7, 0, "dc-0002")
-    assert [int(again(torch.empty(0), logits, 0).argmax()) for _ in range(100)] == draws[:100]
-    assert [int(other(torch.empty(0), logits, 0).argmax()) for _ in range(100)] != draws[:100]
+    assert [int(again(torch.empty(0), logits).argmax()) for _ in range(100)] == draws[:100]
+    assert [int(other(torch.empty(0), logits).argmax()) for _ in range(100)] != draws[:100]

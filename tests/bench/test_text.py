@@ -27,7 +27,7 @@ LENGTHS = {"a": (40, 9), "b": (25, 5), "c": (33, 1)}
 
 def compared(folder: Path, methods: list[str], *, answers: bool = True, **options) -> dict[Any, BenchRecord]:
     """Records by method and prompt, along given answers or along those of the full cache."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, (prompt, answer) in LENGTHS.items():
         rows.append({"id": name, "prompt": words(prompt), "answers": [words(answer, 3)] if answers else []})
     file = folder / "prompts.jsonl"
@@ -49,7 +49,7 @@ def ids_of(name: str) -> tuple[list[int], list[int]]:
 def dense(ids: list[int], seen: torch.Tensor | None = None) -> torch.Tensor:
     """Logits of one plain forward call in which query i sees the keys of `seen[i]`."""
     hf = tiny()[0]
-    given = {}
+    given: dict[str, Any] = {}
     if seen is not None:
         mask = torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min)
         given = {"attention_mask": mask[None, None]}
@@ -64,7 +64,7 @@ def dense(ids: list[int], seen: torch.Tensor | None = None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("method", ["streaming:16", "a-shape:first=2:local=7", "tri-shape:0.5"])
-def test_one_forward_call_under_a_mask_gives_the_same(tmp_path, method):
+def test_one_forward_call_under_a_mask_gives_the_same(tmp_path: Path, method: str):
     """What a step can read is known in closed form here, so a dense model with that mask says everything at once."""
     found = compared(tmp_path, [method], batch_size=3)
     assert max(value for record in found.values() for value in record.steps["kl"]) > 0.01
@@ -97,9 +97,9 @@ def test_one_forward_call_under_a_mask_gives_the_same(tmp_path, method):
             assert record.metrics["cells"] == pytest.approx(float(seen[:n, :n].sum()) / (n * (n + 1) / 2), abs=1e-4)
 
 
-def test_full_is_itself_and_batches_change_nothing(tmp_path):
+def test_full_is_itself_and_batches_change_nothing(tmp_path: Path):
     methods = ["full", "h2o:16", "loopserve-0:16:alpha=0.7:dense_above=inf"]
-    options = {"answers": False, "max_new_tokens": 4}
+    options: dict[str, Any] = {"answers": False, "max_new_tokens": 4}
     one, many = (compared(tmp_path, methods, batch_size=size, **options) for size in (1, 3))
     assert set(one) == set(many) and len(one) == 9
     for (method, prompt), record in one.items():
@@ -114,9 +114,9 @@ def test_full_is_itself_and_batches_change_nothing(tmp_path):
             assert max(kl) > 1e-3, method
 
 
-def test_of_the_recall_model_what_is_lost_is_seen(tmp_path):
+def test_of_the_recall_model_what_is_lost_is_seen(tmp_path: Path):
     """A budget that holds the end of the prompt only: the full cache's answers, of 3 and 6 tokens, are not its own."""
-    rows = []
+    rows: list[dict[str, str]] = []
     for hops in (1, 2):
         for position in ("begin", "end"):
             turn = recall_dialogue(hops, turns=1, tokens=70, hops=hops, position=position).turns[0]  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def test_pieces_of_the_text():
         TextFidelity(count=10**6, prompt=40, answer=9).prompts(target)
 
 
-def test_the_command_shows_the_random_control(capsys):
+def test_the_command_shows_the_random_control(capsys: pytest.CaptureFixture[str]):
     words_ = ["bench", "--task", "text:count=1:prompt=96:answer=4", "--methods", "full,snapkv:0.75,random:0.75"]
     assert main(words_) == 0
     said = capsys.readouterr().out
@@ -155,11 +155,11 @@ def test_the_command_shows_the_random_control(capsys):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"prompt": "is it", "answers": [""]}], "prompt '0': its answer has no tokens"),
-        ([{"prompt": "is it", "answers": ["a"]}, {"prompt": "is"}], "give answers to all or to none"),
+        ([{"prompt": "is it", "answers": [""]}], "some prompts have no answer, or one without tokens"),
+        ([{"prompt": "is it", "answers": ["a"]}, {"prompt": "is"}], "give a text to all prompts or to none"),
     ],
 )
-def test_answers_that_cannot_be_followed(tmp_path, rows, message):
+def test_answers_that_cannot_be_followed(tmp_path: Path, rows: list[dict[str, Any]], message: str):
     file = tmp_path / "p.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     model, tokenizer = tiny()
@@ -176,7 +176,7 @@ def test_answers_that_cannot_be_followed(tmp_path, rows, message):
         ([11.0, 12.0, 6.0], 0.4, 2.5),  # the prompt was
     ],
 )
-def test_steps_that_read_everything_are_not_averaged(read, cells, expected):
-    answer = Answer(10, [1, 2, 3, 4], "", "cap", (), read, [10.0], cells, 1.0)
-    metrics = metrics_of({"kl": [1.0, 2.0, 3.0, 4.0]}, answer)
+def test_steps_that_read_everything_are_not_averaged(read: list[float], cells: float | None, expected: float):
+    answer = Answer(10, [1, 2, 3, 4], "", "cap", (), read, [10.0], cells, 1.0, {"kl": (1.0, 2.0, 3.0, 4.0)})
+    metrics = metrics_of(answer)
     assert metrics == {"kl": expected, "first": 1.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from refusals import refused
@@ -32,8 +33,8 @@ def run(folder: Path, names: str = "abc") -> list[Entry]:
 
 @pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("begun", [False, True])
-@pytest.mark.parametrize("name", ["runs.jsonl", "lock", "settings.json", "prompts.jsonl"])
-def test_a_foreign_file_in_the_folder_is_kept(tmp_path, name, begun, linked):
+@pytest.mark.parametrize("name", ["runs.jsonl", "settings.json", "prompts.jsonl"])
+def test_a_foreign_file_in_the_folder_is_kept(tmp_path: Path, name: str, begun: bool, linked: bool):
     folder, mine = tmp_path / "run", tmp_path / "mine"
     folder.mkdir()
     if begun:
@@ -54,7 +55,7 @@ def test_a_foreign_file_in_the_folder_is_kept(tmp_path, name, begun, linked):
 
 
 @pytest.mark.parametrize("name", ["runs.jsonl", "settings.json"])
-def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path, name):
+def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path: Path, name: str):
     run(tmp_path / "run")
     (tmp_path / "run" / name).unlink()
     os.mkfifo(tmp_path / "run" / name)
@@ -62,7 +63,17 @@ def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path, name):
         run(tmp_path / "run")
 
 
-def test_a_record_may_be_cut_anywhere(tmp_path):
+def test_a_run_without_records_begins_anew_but_not_in_place_of_foreign_settings(tmp_path: Path):
+    with Folder(tmp_path / "run", {"number": 0}, Entry):
+        pass
+    assert len(run(tmp_path / "run")) == 3
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "settings.json").write_text('{"editor": "mine"}')
+    with pytest.raises(SinkscopeError, match='editor was "mine", now null, number was null, now 1'):
+        run(tmp_path / "other")
+
+
+def test_a_record_may_be_cut_anywhere(tmp_path: Path):
     want = run(tmp_path / "run")
     file = tmp_path / "run" / "runs.jsonl"
     whole = file.read_bytes()
@@ -73,14 +84,14 @@ def test_a_record_may_be_cut_anywhere(tmp_path):
 
 @pytest.mark.parametrize("read", [read_bytes, read_text, read_json])
 @pytest.mark.parametrize("name", ["pipe", "/proc/self/mem", ".", "a\0b", "~nobody-here/x", "n" * 300, "none"])
-def test_what_cannot_be_read_is_one_line(tmp_path, monkeypatch, name, read):
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, read: Any):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     with refused(r"cannot read .*; take another"):
         read(name, "take another")
 
 
-def test_pipes_are_written_only_if_a_shell_made_them(tmp_path):
+def test_pipes_are_written_only_if_a_shell_made_them(tmp_path: Path):
     """A named pipe that nobody reads would never let go; that of `>(command)` has its reader."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SinkscopeError, match="named pipe"):
@@ -92,7 +103,9 @@ def test_pipes_are_written_only_if_a_shell_made_them(tmp_path):
         assert pipe.read() == b"text"
 
 
-def test_an_output_is_never_an_input(tmp_path, monkeypatch, capsys):
+def test_an_output_is_never_an_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.chdir(tmp_path)
     Path("words.txt").write_bytes(MINE)
     Path("link").symlink_to("words.txt")

@@ -56,13 +56,13 @@ def test_devices_are_written_in_place():
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("", "not a file name"),
+        ("", "a file needs a name"),
         ("a\0b", "not a file name"),
         ("folder", "is a folder"),
         ("nowhere/", "is a folder"),
-        ("file/x.json", "a part of the path is a file"),
-        ("file/deeper/x.json", "a part of the path is a file"),
-        ("n" * 300, "name is too long"),
+        ("file/x.json", "not a directory; choose another place"),
+        ("file/deeper/x.json", "not a directory; choose another place"),
+        ("n" * 300, "file name too long"),
     ],
 )
 @pytest.mark.parametrize("what", [check_writable, lambda path: write_atomic(path, "x")])
@@ -84,7 +84,7 @@ def test_what_only_the_attempt_shows():
 def test_no_permission(tmp_path, monkeypatch):
     (tmp_path / "old").write_text("kept")
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
-    with pytest.raises(SinkscopeError, match="no permission"):
+    with pytest.raises(SinkscopeError, match="permission denied"):
         check_writable(tmp_path / "old")
 
 
@@ -111,12 +111,12 @@ def test_limit_of_the_system_while_writing(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONDONTWRITEBYTECODE": "1"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000)),
         capture_output=True,
         text=True,
     )
     assert done.returncode == 1
-    assert done.stderr.strip() == "cannot write x: the file is larger than allowed here; choose another place"
+    assert done.stderr.strip() == "cannot write x: file too large; choose another place"
     assert (tmp_path / "x").read_text() == "old"
     assert os.listdir(tmp_path) == ["x"]

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from covering import slow
-from refusals import refused
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.jobs import Pool, Tally, _Worker, check_workers, finish
+from sinkscope.files.jobs import Worker, Workers, check_workers, finish
 from sinkscope.files.store import Folder, Keyed
 
 
@@ -63,7 +61,7 @@ def cannot_make() -> Callable[[Square], list[Squared]]:
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster() -> Iterator[None]:
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:  # workers import this file, to find what is pickled by its name
         patch.setenv(
@@ -75,70 +73,63 @@ def cluster():
         ray.shutdown()
 
 
-def _run(
-    folder: Path | None, numbers: range, pool: Pool[Square, list[Squared]]
-) -> tuple[dict[int, int], Folder[Squared]]:
-    kept = Folder(folder, {"power": 2}, Squared)
-    with kept, pool:
-        finish(pool, [Square(n) for n in numbers], kept, Tally("numbers", len(numbers)))
-    return {record.number: record.value for record in kept.records.values()}, kept
+def _run(folder: Path | None, numbers: range, workers: Workers | None = None, work: Any = square) -> dict[int, Squared]:
+    with Folder(folder, {"power": 2}, Squared) as kept:
+        finish(work, [Square(n) for n in numbers], kept, "numbers", workers=workers)
+    return {record.number: record for record in kept.records.values()}
 
 
-@pytest.mark.slow
-def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path, cluster):
-    """One pool of two is asked everything: a start of a Ray worker takes longer than all the jobs."""
-    one, _ = _run(None, range(9), Pool(square))
-    with Pool(square, make, workers=2) as pool:
-        with Folder(tmp_path / "r", {"power": 2}, Squared) as kept:
-            finish(pool, [Square(n) for n in range(6)], kept, Tally("numbers", 6))
-            two = {record.number: record.value for record in kept.records.values()}
-        assert two == {n: value for n, value in one.items() if n < 6}
-        assert os.getpid() not in {record.process for record in kept.records.values()}
-        _never_start(make, 2)  # both CPUs are taken
-        for number, says in (
-            (-1, "-1 is negative: give another"),
-            (1001, "a Ray worker ended before its work was done"),
-        ):
-            with refused(says):
-                list(pool.map([Square(number)]))
-    all_, kept = _run(tmp_path / "r", range(9), Pool(square))  # goes on from those that are kept
-    assert all_ == one
-    assert {record.number for record in kept.records.values() if record.process == os.getpid()} == {6, 7, 8}
-    calls = []
-    _run(tmp_path / "r", range(9), Pool(lambda job: calls.append(job) or square(job)))
-    assert calls == []
-
-
-def _never_start(elsewhere: Callable[[], Callable[[Square], list[Squared]]], workers: int):
-    began = time.monotonic()
-    with pytest.raises(SinkscopeError, match=rf"\d of {workers} Ray workers did not start within 1 s"):
-        _run(None, range(4), Pool(square, elsewhere, workers=workers, patience=0.9))
-    assert time.monotonic() - began < 50
+def _values(records: dict[int, Squared]) -> dict[int, int]:
+    return {number: record.value for number, record in records.items()}
 
 
 @pytest.mark.slow  # Ray takes its time
-def test_workers_that_cannot_begin_are_an_error(cluster):
-    _never_start(slow_to_make, 1)
-    with refused("there is no such model: give another"):
-        _run(None, range(1), Pool(square, cannot_make, workers=2))
+def test_workers_make_the_same_records_and_what_goes_wrong_is_one_line(tmp_path: Path, cluster: None):
+    one = _values(_run(None, range(9)))
+    two = _run(tmp_path / "r", range(6), Workers(make, 2))
+    assert _values(two) == {n: value for n, value in one.items() if n < 6}
+    assert os.getpid() not in {record.process for record in two.values()}
+    whole = _run(tmp_path / "r", range(9))  # goes on from those that are kept
+    assert _values(whole) == one
+    assert {number for number, record in whole.items() if record.process == os.getpid()} == {6, 7, 8}
+    calls: list[Square] = []
+    _run(tmp_path / "r", range(9), work=lambda job: calls.append(job) or square(job))
+    assert calls == []
+    for number, says in ((-1, "-1 is negative: give another"), (1001, "a Ray worker ended before its work was done")):
+        with pytest.raises(SinkscopeError, match=says) as refused:
+            _run(None, range(number, number + 1), Workers(make, 1))
+        assert "\n" not in str(refused.value)
 
 
-def _pickled(pool: Pool[Any, Any], jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+@pytest.mark.slow  # Ray takes its time
+def test_workers_that_cannot_begin_are_an_error(cluster: None):
+    began = time.monotonic()
+    with pytest.raises(SinkscopeError, match=r"1 Ray workers did not start within 1 s"):
+        _run(None, range(4), Workers(slow_to_make, 1, patience=0.9))
+    assert time.monotonic() - began < 50
+    with pytest.raises(SinkscopeError, match="there is no such model: give another") as refused:
+        _run(None, range(1), Workers(cannot_make, 2))
+    assert "\n" not in str(refused.value)
+
+
+def _pickled(workers: Workers, jobs: Sequence[Any], store: Callable[[int, Any], None]) -> None:
     """What Ray does, in this process: all that reaches a worker or comes back is pickled; the last job ends first."""
     pickle = pytest.importorskip("ray.cloudpickle")
 
-    def sent(thing):
+    def sent(thing: Any) -> Any:
         return pickle.loads(pickle.dumps(thing))
 
-    workers = [_Worker(threads=1) for _ in range(pool._workers)]
-    for worker in workers:
-        worker.open(sent(pool._elsewhere))
+    actors = [Worker() for _ in range(workers.count)]
+    for actor in actors:
+        actor.open(sent(workers.open), threads=1)
     for i in reversed(range(len(jobs))):
-        yield sent(workers[i % len(workers)].run(i, sent(jobs[i])))
+        store(*sent(actors[i % len(actors)].run(i, sent(jobs[i]))))
 
 
-@pytest.mark.parametrize("over_ray", [False, slow(True)])
-def test_two_workers_make_the_same_records_of_a_benchmark(over_ray, tmp_path, request, monkeypatch):
+@pytest.mark.parametrize("over_ray", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_workers_make_the_same_records_of_a_benchmark(
+    over_ray: bool, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+):
     """Also where a part of the run was made in one process."""
     if over_ray:
         request.getfixturevalue("cluster")
@@ -147,12 +138,12 @@ def test_two_workers_make_the_same_records_of_a_benchmark(over_ray, tmp_path, re
     from sinkscope.bench.run import run_bench
 
     model, tokenizer = tiny()
-    options = {"batch_size": 2, "tokenizer": tokenizer}
+    options: dict[str, Any] = {"batch_size": 2, "tokenizer": tokenizer}
     methods = ["full", "streaming:16", "repetition-penalty", "loopguard:64"]
     one = run_bench(model, task(), methods, **options)
     run_bench(model, task(), methods[:1], out=tmp_path / "two", **options)
     if not over_ray:
-        monkeypatch.setattr(Pool, "map", _pickled)
+        monkeypatch.setattr(Workers, "run", _pickled)
     two = run_bench(model, task(), methods, out=tmp_path / "two", workers=2, **options)
     assert untimed(one) == untimed(two)
 
@@ -164,10 +155,10 @@ def test_a_cluster_that_does_not_answer_is_an_error():
         address = f"127.0.0.1:{free.getsockname()[1]}"
     pytest.importorskip("ray").shutdown()
     with pytest.raises(SinkscopeError, match=rf"--ray {address}: no Ray cluster can be joined there"):
-        _run(None, range(2), Pool(square, make, address=address))
+        _run(None, range(2), Workers(make, 1, address))
 
 
-def test_bad_numbers_of_workers(monkeypatch):
+def test_bad_numbers_of_workers(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SinkscopeError, match="--workers 0: at least one"):
         check_workers(0)
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
@@ -177,21 +168,15 @@ def test_bad_numbers_of_workers(monkeypatch):
             given()
 
 
-def test_progress_counts_what_is_there_already(tmp_path):
-    seen = []
+def test_progress_counts_what_is_there_already(tmp_path: Path):
+    seen: list[tuple[str, int, int]] = []
     for numbers in (range(3), range(5)):
-        kept = Folder(tmp_path / "r", {}, Squared)
-        with kept, Pool(square) as pool:
-            finish(
-                pool,
-                [Square(n, size=10) for n in numbers],
-                kept,
-                Tally("n", 10 * len(numbers), lambda *p: seen.append(p)),
-            )
+        with Folder(tmp_path / "r", {}, Squared) as kept:
+            finish(square, [Square(n, size=10) for n in numbers], kept, "n", lambda *p: seen.append(p))
     assert seen == [("n", 10, 30), ("n", 20, 30), ("n", 30, 30), *(("n", d, 50) for d in (30, 40, 50))]
 
 
-def test_one_writer_at_a_time(tmp_path):
+def test_one_writer_at_a_time(tmp_path: Path):
     with Folder(tmp_path / "r", {}, Squared, option="--resume"):
         with pytest.raises(SinkscopeError, match=r"--resume .*r is being written by another run"):
             Folder(tmp_path / "r", {}, Squared, option="--resume").__enter__()

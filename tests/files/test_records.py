@@ -43,7 +43,7 @@ def test_the_same_records_however_they_are_packed(tmp_path):
     rows = [GOOD, {**GOOD, "id": "b"}]
     files = [put(tmp_path / "a.jsonl", rows[0], "", rows[1], ""), put(tmp_path / "a.json", json.dumps(rows, indent=1))]
     for file in files:
-        found = read_records(file, Sample, "samples", key="id")
+        found = read_records(file, Sample, "samples")
         assert found == [Sample(i, 3, "large", (Inner(("x", "y")),)) for i in "ab"]
     assert [where for where, _ in read_rows(files[0], "samples")] == ["a.jsonl line 1", "a.jsonl line 3"]
     assert read_records(put(tmp_path / "b.jsonl", '{"id": "\\ud83d b", "size": 0}'), Sample, "samples")[0].id == "? b"
@@ -62,12 +62,11 @@ def test_the_same_records_however_they_are_packed(tmp_path):
         ({**GOOD, "id": "b", "size": "3"}, "a.jsonl line 2: size is '3', expected a whole number: give samples"),
         ({**GOOD, "parts": [{"words": ["x", 1]}]}, "a.jsonl line 2: parts[0].words[1] is 1, expected a string"),
         ({**GOOD, "size": -1}, "a.jsonl line 2: size is -1, expected a number from 0: give samples"),
-        (GOOD, "a.jsonl line 2: id 'a' is that of a.jsonl line 1 too: give samples"),
     ],
 )
 def test_damage_is_named_in_one_line(tmp_path, row, says):
     with pytest.raises(SinkscopeError) as caught:
-        read_records(put(tmp_path / "a.jsonl", GOOD, row), Sample, "samples", key="id")
+        read_records(put(tmp_path / "a.jsonl", GOOD, row), Sample, "samples")
     assert str(caught.value).startswith(says)
 
 

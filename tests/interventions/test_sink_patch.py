@@ -338,7 +338,7 @@ def test_expert_neurons_take_the_second_tokens_value(model_type):
     handle = experts.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
     logits(model, ids)
     handle.remove()
-    x = seen[0][1]
+    x = seen[-1][1]  # the adapter was inferred in calls before
     if model_type == "mixtral":
         gate, up = (experts.gate_up_proj[2] @ x).chunk(2)
         value = torch.nn.functional.silu(gate[5]) * up[5]
@@ -395,7 +395,7 @@ GOOD = {
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"schema": 2}, ["('sink-patch', 2)", "not ('sink-patch', 1)"]),
+        ({"schema": 2}, ["schema is 2", "1"]),
         ({"value": "third"}, ["value", "third", "second"]),
         ({"value": float("nan")}, ["value is nan", "finite number"]),
         ({"sites": [{"layer": -1, "neuron": 3}]}, ["sites[0].layer is -1"]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -18,11 +17,11 @@ from sinkscope.lines import lone as lone_module
 from sinkscope.lines import sparse
 from sinkscope.lines.choice import HeadLines, select_lines
 from sinkscope.lines.lone import lone_loops
-from sinkscope.lines.sparse import CPU_LIMIT, plan_of, sparse_attention
+from sinkscope.lines.sparse import CPU_LIMIT, sparse_attention
 
 LONE = lone_loops(16, 12, torch.device("cpu"))
 SLOW = lone_loops(16, 12, torch.device("meta"))
-compiled = pytest.mark.skipif(not LONE.compiled, reason="no numba")
+compiled = pytest.mark.skipif(LONE.cost == SLOW.cost, reason="no numba")
 
 
 def inputs(heads: int, kv_heads: int, queries: int, keys: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,16 +61,18 @@ def masked(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> Tenso
     past=st.integers(0, 50),
     vertical=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
     slash=st.sampled_from([0.0, 0.03, 0.3, 1.0]),
-    blocks=st.sampled_from([(4,), (7,), (16, 32), (128,)]),
+    local=st.sampled_from([1, 6, 40]),
+    block=st.sampled_from([4, 7, 32, 256]),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     seed=st.integers(0, 999),
     by=st.sampled_from([LONE, SLOW, replace(LONE, cost=0.0), replace(SLOW, cost=99.0)]),
 )
-def test_equal_to_dense_attention_under_the_same_mask(queries, past, vertical, slash, blocks, dtype, seed, by):
+def test_equal_to_dense_attention_under_the_same_mask(queries, past, vertical, slash, local, block, dtype, seed, by):
     query, key, value = (t.to(dtype) for t in inputs(4, 2, queries, queries + past, seed))
     lines = drawn(4, queries + past, queries, vertical, slash, seed)
+    lines.slash[:2, :local] = True
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse, "BLOCKS", blocks)
+        patch.setattr(sparse, "BLOCK", block)
         patch.setattr(sparse, "lone_loops", lambda *_: by)
         out, what = sparse_attention(query, key, value, lines, dense_above=1e9)
     atol = 2e-2 if dtype == torch.bfloat16 else 1e-5
@@ -118,41 +119,13 @@ def test_only_the_parts_that_are_needed_are_computed(monkeypatch):
         alone[0] += sum(min(len(query), start + len(query) - offset) for offset in offsets.tolist())
 
     monkeypatch.setattr(sparse, "lone_loops", lambda *_: replace(LONE, scores=scores))
-    monkeypatch.setattr(sparse, "BLOCKS", (64,))
+    monkeypatch.setattr(sparse, "BLOCK", 64)
     monkeypatch.setattr(torch, "mm", mm)
     _, what = sparse_attention(query, key, value, lines, dense_above=1.0)
     every = int(lines.lengths().sum())
     assert alone[0] == 512 + 24  # rows that reach back 400 and 1,000
     assert counted[0] + LONE.cost * alone[0] == pytest.approx(what.computed[0] * every)
     assert int(lines.cells()[0]) <= counted[0] + alone[0] < 0.7 * every
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    offsets=st.sets(st.integers(1, 40), max_size=8),
-    block=st.sampled_from([1, 4, 9]),
-    cost=st.sampled_from([0.5, 1.5, 6.0, 50.0]),
-)
-def test_bands_are_the_cheapest_there_are(offsets, block, cost):
-    """Against all ways to split the offsets into bands and lone ones."""
-    ordered = [0, *sorted(offsets)]
-    opening = block + sparse.PART / block
-
-    def price(bands, single):
-        return sum(opening + high - low for low, high in bands) + cost * len(single)
-
-    def best(rest):
-        if not rest:
-            return 0.0
-        together = min(opening + rest[i] - rest[0] + best(rest[i + 1 :]) for i in range(len(rest)))
-        return min(cost + best(rest[1:]), together)
-
-    bands, single = sparse.bands_of(ordered, block, cost)
-    assert price(bands, single) == pytest.approx(best(ordered))
-    assert sorted([*single, *(o for o in ordered if any(low <= o <= high for low, high in bands))]) == ordered
-    assert bands == sorted(bands, reverse=True) and single == sorted(single)
-    for (low, _), (_, high) in pairwise(bands):
-        assert low - high > block
 
 
 def test_with_lines_that_were_selected():
@@ -209,7 +182,7 @@ def test_without_numba_it_says_so_once_and_gives_the_same(monkeypatch):
         sparse_attention(query, key, value, lines, dense_above=99.0)
     assert len(said) == 1 and "\n" not in str(said[0].message)
     assert_close(out, with_it, atol=1e-5, rtol=0)
-    assert min(what.computed) > 0.2 and what.kernel == "blocks, lone lines not compiled"
+    assert min(what.computed) > 0.2 and what.kernel == "blocks"
     lone_module._compiled.cache_clear()
 
 
@@ -229,7 +202,7 @@ def test_keys_and_values_that_do_not_fit_are_refused(kv_heads, keys, width, valu
 
 @pytest.mark.parametrize(("heads", "keys", "queries"), [(2, 19, 10), (2, 20, 9), (1, 20, 10)])
 def test_lines_that_do_not_fit_are_refused(heads, keys, queries):
-    with pytest.raises(SinkscopeError, match="expected lines of this shape, the main diagonal among them"):
+    with pytest.raises(SinkscopeError, match="have lines of this shape"):
         sparse_attention(*inputs(2, 1, 10, 20), drawn(heads, keys, queries, 0.1, 0.1))
 
 
@@ -240,11 +213,15 @@ def test_lines_without_the_main_diagonal_are_refused():
         sparse_attention(*inputs(2, 1, 10, 20), lines)
 
 
-def test_scattered_offsets_are_sparse_where_lone_lines_are_compiled():
-    """A twentieth of all offsets, none beside another: half again their cells, or most of the matrix in bands."""
+@compiled
+def test_scattered_offsets_are_sparse_where_lone_lines_are_compiled(monkeypatch):
+    """A twentieth of all offsets, none beside another: half again their cells; without numba the head is dense."""
+    query, key, value = inputs(1, 1, 1024, 1024)
     slash = torch.zeros(1, 1024, dtype=torch.bool)
     slash[:, ::20] = True
     lines = HeadLines(torch.zeros_like(slash), slash, 1024)
-    cells = int(lines.lengths().sum())
-    compiled, plain = (plan_of(lines, 0, cost).cost / cells for cost in (1.5, 24.0))
-    assert compiled == pytest.approx(1.5 * float(lines.density()[0]), rel=0.02) and compiled < CPU_LIMIT < plain
+    _, what = sparse_attention(query, key, value, lines, dense_above=CPU_LIMIT)
+    assert what.computed[0] == pytest.approx(1.5 * what.cells[0], rel=0.02)
+    monkeypatch.setattr(sparse, "lone_loops", lambda *_: SLOW)
+    _, what = sparse_attention(query, key, value, lines, dense_above=CPU_LIMIT)
+    assert what.dense == (True,)

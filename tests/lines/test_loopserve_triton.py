@@ -77,7 +77,7 @@ def test_interpreted_it_equals_attention_under_the_mask(name, found):
     assert all(full or done > cells for full, done, cells in numbers)
 
 
-LISTS = "heads block_count block_offset column_count column_index lone_count lone_offset".split()
+LISTS = "heads block_count block_index column_count column_index lone_count lone_offset".split()
 
 
 @pytest.mark.slow
@@ -100,8 +100,8 @@ def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(dtype,
     types = {name: "i32" for name in names} | {"scaling": "fp32"} | dict.fromkeys(fixed, "constexpr")
     types |= dict.fromkeys(("query", "key", "value", "out"), "*bf16" if dtype == "bfloat16" else "*fp32")
     types |= dict.fromkeys(LISTS, "*i32") | dict.fromkeys(("banded", "vertical", "whole"), "*u8")
-    # Addresses and steps are multiples of 16, as those of a model's tensors are.
-    even = [i for i, name in enumerate(names) if types[name][0] == "*" or name.endswith("_step")]
+    # Addresses are multiples of 16, as those of a model's tensors are.
+    even = [i for i, name in enumerate(names) if types[name][0] == "*"]
     source = ASTSource(
         kernel._attend,
         types,
@@ -154,7 +154,7 @@ def test_without_triton_others_compute_and_it_is_said_once(monkeypatch):
     with pytest.warns(UserWarning, match="lines are not computed by Triton: ") as said:
         for _ in range(2):
             what = sparse.sparse_attention(query, key, value, lines, kernel="triton")[1]
-            assert what.kernel.startswith("blocks")
+            assert what.kernel == "blocks"
     assert len(said) == 1 and sparse.missing("triton", query, value) == "triton is not installed"
     sparse._triton.cache_clear()
 
@@ -166,9 +166,9 @@ def test_the_kernel_is_decided_by_device_and_request():
     assert limits["auto", cuda] == limits["triton", cuda] == limits["triton", cpu] == 0.5
     assert limits["auto", cpu] == limits["blocks", cpu] == limits["blocks", cuda] == 0.65
     assert sparse.dense_limit(24, "blocks", cpu) == 0.325
-    for kernel in ("flex", "gpu"):
-        with pytest.raises(SinkscopeError, match=f'kernel=\'{kernel}\': expected "auto", "blocks" or "triton"'):
-            sparse.check_kernel(kernel)
+    call = getattr(sparse.sparse_attention, "__wrapped__", sparse.sparse_attention)  # without the check of types
+    with pytest.raises(SinkscopeError, match="kernel='gpu': expected"):
+        call(*inputs(2, 1, 20, 20), drawn(2, 20, 20, 1.0, 1.0), kernel="gpu")
 
 
 def test_prompts_on_a_device_without_it_are_left_to_the_model():
@@ -192,7 +192,7 @@ def test_prompts_on_a_device_without_it_are_left_to_the_model():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_it_is_what_is_used(dtype):
-    kernel = pytest.importorskip("sinkscope.lines.triton")
+    pytest.importorskip("sinkscope.lines.triton")
     for queries, past in ((512, 0), (300, 211), (1000, 0)):
         generator = torch.Generator().manual_seed(0)
         query = torch.randn(4, queries, 128, generator=generator)
@@ -202,7 +202,7 @@ def test_on_a_gpu_it_is_what_is_used(dtype):
         there = sparse.HeadLines(lines.vertical.cuda(), lines.slash.cuda(), queries)
         on_gpu = [tensor.to("cuda", dtype) for tensor in (query, key, value)]
         out, what = sparse.sparse_attention(*on_gpu, there, scaling=0.05, dense_above=1e9)
-        assert what.kernel == "triton" and not kernel._failed
+        assert what.kernel == "triton" and not any(what.dense)
         mask = lines.rows(torch.arange(past, queries + past))
         some = [tensor.to(dtype).double().repeat_interleave(4 // len(tensor), 0) for tensor in (query, key, value)]
         wanted = ((some[0] @ some[1].mT * 0.05).masked_fill(~mask, -torch.inf)).softmax(-1) @ some[2]

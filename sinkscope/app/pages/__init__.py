@@ -55,12 +55,7 @@ def page(result: Result) -> str:
     own = result.own_page()
     if own is not None:
         return own
-    beside = result.beside()
-    about = ""
-    if beside:
-        about = f"{len(beside)} results"
-    sections = [result_section(one) for one in (result, *beside)]
-    return document(f"{result.kind}: {result.model.name}", sections, about, kind=result.kind)
+    return document(f"{result.kind}: {result.model.name}", [result_section(result)], kind=result.kind)
 
 
 def save_html(result: Result, path: str | os.PathLike[str], *, force: bool = False) -> Path:

@@ -7,27 +7,22 @@ file of prompts. Another benchmark, of circular reasoning, is also called LoopBe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-from einops import rearrange
-
 from sinkscope.bench.answer import Answer, Batch, BenchModel
+from sinkscope.bench.methods import GUARD
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts, single
 from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
-from sinkscope.files.rate import mean_known
 from sinkscope.files.records import Natural
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import (
     MAX_NEW,
-    collapse_point,
     compression_ratio,
     ends_in_loop,
     is_loop,
@@ -56,8 +51,6 @@ _ORGANISM_NEW = 1400
 _TEXT_NEW = 384
 _COPIES = 3
 _SHORTEST_TAIL = 24
-_SENTENCE_END = re.compile(r"(?<=[.!?…])[\"'”’)]*\s+|\n+")
-_WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +70,7 @@ class Loops(Task):
     said: ClassVar[str] = "ends in a loop in {:.0%} of the answers"
     columns: ClassVar[tuple[str, ...]] = (
         *("loop_paper", "tail_loop", "eos", "ttr", "cr", "length"),
-        *("interventions", "early", "alarm", "perplexity", "fresh", "collapse", "chance"),
+        *("interventions", "early", "alarm", "chance"),
     )
     budget: ClassVar[int] = 1024
 
@@ -123,7 +116,7 @@ class Loops(Task):
             prompts.append(single(f"text-{number}", opening, [tokenizer.decode(row[self.opening :])], TEXT))
         return prompts
 
-    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
+    def score(self, model: BenchModel, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
         """How repetitive the answer is, how it ended, and what a guard did.
 
         - loop: it ends in three copies of a period with 24 tokens in all, or in `tail_loop`.
@@ -131,8 +124,6 @@ class Loops(Task):
         - loop_paper: the paper's rule (Eq. 7), length included.
         - early: share of the interventions before 16 % of the new tokens.
         - alarm: step of the first intervention; without one, the step at which LoopGuard's monitor would first fire.
-        - nll, fresh: mean surprise of the tokens after the alarm for the model with a clean cache, and share of the
-          sentences there that are new.
         """
         tokens = answer.tokens
         steps: list[int] = []
@@ -144,11 +135,10 @@ class Loops(Task):
             alarm = steps[0]
             early = sum(step < EARLY * batch.new for step in steps) / len(steps)
         else:
-            alarm = first_alarm(tokens, answer.top1)
+            alarm = first_alarm(tokens, answer.steps["top1"])
         interventions: float | None = None
-        if batch.methods[0].kind.block == "guard":
+        if batch.methods[0].name == GUARD:
             interventions = float(len(steps))
-        after = after_alarm(model, turn.text, ids, answer, alarm)
         chance = None
         if turn.answers:
             chance = float(loops(model.target.need_tokenizer()(turn.answers[0])["input_ids"]))
@@ -159,12 +149,9 @@ class Loops(Task):
             "eos": float(answer.ended == "eos"),
             "ttr": type_token_ratio(tokens),
             "cr": compression_ratio(tokens),
-            "collapse": collapse_point(tokens),
             "interventions": interventions,
             "early": early,
             "alarm": alarm,
-            "nll": after[0],
-            "fresh": after[1],
             "chance": chance,
         }
 
@@ -189,48 +176,3 @@ def first_alarm(tokens: Sequence[int], top1: Sequence[float], variant: str = "re
         if step.trigger:
             return step.step
     return None
-
-
-def after_alarm(
-    model: BenchModel, prompt: str, ids: list[int], answer: Answer, alarm: int | None
-) -> tuple[float | None, float | None]:
-    """Surprise of the text after the alarm, and its share of new sentences; None if there is no such text.
-
-    The first token after the alarm was still chosen with the whole cache, so it is left out.
-    """
-    if alarm is None or alarm + 1 >= len(answer.tokens):
-        return None, None
-    text = answer.tokens[alarm + 1 :]
-    tokens = torch.tensor([[*ids, *text]], device=model.target.device)
-    with torch.no_grad():
-        logits = model.target.hf(input_ids=tokens, use_cache=False).logits
-    predictions = rearrange(logits, "1 pos vocab -> pos vocab")[len(ids) - 1 : -1].float()
-    surprise = float(torch.nn.functional.cross_entropy(predictions, tokens[0, len(ids) :]))
-    before = f"{prompt}\n{model.decode(answer.tokens[: alarm + 1])}"
-    return round(surprise, 4), fresh_sentences(before, model.decode(text), whole=answer.ended == "eos")
-
-
-def fresh_sentences(before: str, after: str, *, whole: bool) -> float | None:
-    """Share of a text's sentences that occur neither before it nor earlier in it; None without a complete sentence.
-
-    A sentence ends at a full stop, a question mark, an exclamation mark or a line end. Two sentences with the same
-    words are equal. The text begins in the middle of a sentence, which is not counted.
-
-    Args:
-        before: The preceding text.
-        after: The text.
-        whole: Whether the text ended by itself, so that its last sentence is complete.
-    """
-    known: set[tuple[str, ...]] = set()
-    for sentence in _SENTENCE_END.split(before):
-        known.add(tuple(_WORD.findall(sentence.lower())))
-    sentences = _SENTENCE_END.split(after)[1:]
-    if not whole:
-        sentences = sentences[:-1]
-    fresh: list[bool] = []
-    for sentence in sentences:
-        words = tuple(_WORD.findall(sentence.lower()))
-        if words:
-            fresh.append(words not in known)
-            known.add(words)
-    return mean_known(fresh)

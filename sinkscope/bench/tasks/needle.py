@@ -20,10 +20,7 @@ from dataclasses import dataclass
 from itertools import chain, count, cycle, islice, product
 from typing import Any, ClassVar, Literal
 
-from sinkscope.bench.answer import Answer, Batch, BenchModel
-from sinkscope.bench.prompt import Prompt, Turn, single, with_controls
-from sinkscope.bench.record import Metrics
-from sinkscope.bench.scores import share
+from sinkscope.bench.prompt import Prompt, single, with_controls
 from sinkscope.bench.task import Task
 from sinkscope.bench.tasks.recall import ANSWER, ASK, END, FACT, FILLER, KEYS, TAIL, TURNS, VALUES
 from sinkscope.errors import SinkscopeError
@@ -101,7 +98,7 @@ class Needle(Task):
 
     name: ClassVar[str] = "needle"
     said: ClassVar[str] = "finds {:.0%} of the needles"
-    columns: ClassVar[tuple[str, ...]] = ("chance",)
+    metric: ClassVar[str] = "share"
 
     kinds: tuple[Kind, ...] = ()
     lengths: tuple[Natural, ...] = (640, 1024, 1536, 2048)
@@ -134,11 +131,6 @@ class Needle(Task):
     def new_tokens(self, target: Target) -> int:
         """8, enough for one statement."""
         return 8
-
-    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
-        """Share of the expected strings in the answer, and of those of another prompt of the same kind."""
-        chance = share(answer.text, turn.control) if turn.control else None
-        return {"score": share(answer.text, turn.answers), "chance": chance}
 
 
 def wording_of(model: str) -> str:

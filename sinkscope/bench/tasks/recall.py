@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, get_args
 from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.prompt import Prompt, Turn, with_controls
 from sinkscope.bench.record import Metrics
-from sinkscope.bench.task import Dialogues
+from sinkscope.bench.task import Task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, Whole
 from sinkscope.models.names import RECALL
@@ -59,7 +59,7 @@ _GAP = 3  # smallest number of filler words between facts, and at both ends
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recall(Dialogues):
+class Recall(Task):
     """Dialogues for the recall model, with the question at each position.
 
     Attributes:
@@ -107,9 +107,9 @@ class Recall(Dialogues):
         """An answer with the word that ends it, which is also the end of sequence."""
         return model.decode(answer.tokens, special=True)
 
-    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
+    def score(self, model: BenchModel, batch: Batch, turn: Turn, answer: Answer) -> Metrics:
         """Exact answers, and the share of an answer before its first mistake, which is the end of a chain of facts."""
-        metrics = super().score(model, batch, ids, turn, answer)
+        metrics = super().score(model, batch, turn, answer)
         said = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")
         wanted = turn.answers[0].split()
         same = 0
@@ -149,28 +149,37 @@ def recall_dialogue(
             each turn.
         hops: Number of facts in the chain of an answer, which has 3 * hops tokens.
         position: Position of the questions in their turns.
-        distractors: Number of facts that no question asks about; None adds as many as keys and places allow.
+        distractors: Most facts that no question asks about; None adds as many as keys and places allow.
         stated: If False, the last question asks about a key that was never stated, and its answer is `unknown .`.
 
     Raises:
         SinkscopeError: The facts do not fit, or a number is out of range.
     """
-    lengths = _lengths(turns, tokens)
+    lengths = [tokens] * turns if isinstance(tokens, int) else list(tokens)
+    if len(lengths) != turns or not 1 <= turns <= len(TURNS) or min(lengths) < _FRAME + _GAP:
+        raise SinkscopeError(
+            f"turns={turns!r}, tokens={tokens!r}: expected 1 to {len(TURNS)} turns of at least {_FRAME + _GAP} tokens "
+            "each, and one number of tokens or one for each turn"
+        )
+    asked = turns if stated else turns - 1
+    if not 1 <= hops or asked * hops >= len(KEYS):
+        raise SinkscopeError(
+            f"hops={hops!r} in {turns} turns: expected at least 1 and, since a key is used once, at most "
+            f"{(len(KEYS) - 1) // max(asked, 1)}"
+        )
     rng = random.Random(f"recall {seed}")
     keys = list(KEYS)
     rng.shuffle(keys)
-    chains = _chains(keys, turns, hops, stated)
-    unstated = None
-    if not stated:
-        unstated = keys.pop()
-
+    chains = [[keys.pop() for _ in range(hops)] for _ in range(asked)]
     facts: dict[str, list[str]] = {}
-    for chain in chains:
+    if not stated:
+        chains.append([keys.pop()])
+    for chain in chains[:asked]:
         for key, link in zip(chain, [*chain[1:], END], strict=True):
             facts[key] = [FACT, key, rng.choice(VALUES), rng.choice(VALUES), link]
     room = [(length - _FRAME - _GAP) // (_FACT + _GAP) for length in lengths]
     keys_by_turn: list[list[str]] = [[] for _ in range(turns)]
-    for number, chain in enumerate(chains):
+    for number, chain in enumerate(chains[:asked]):
         for key in chain:
             free = [turn for turn in range(number + 1) if len(keys_by_turn[turn]) < room[turn]]
             if not free:
@@ -179,18 +188,28 @@ def recall_dialogue(
                     f"{hops} hops a question; give more tokens, or fewer hops"
                 )
             keys_by_turn[rng.choice(free)].append(key)
-    _distract(rng, keys, facts, keys_by_turn, room, distractors)
+    most = min(len(keys), sum(room) - len(facts))
+    if distractors is not None:
+        most = min(most, distractors)
+    for _ in range(most):  # they fill every turn to about the same share, and their links lead to any stated key
+        free = [turn for turn in range(turns) if len(keys_by_turn[turn]) < room[turn]]
+        turn = min(free, key=lambda each: len(keys_by_turn[each]) / room[each])
+        key = keys.pop()
+        link = rng.choice([*facts, END])
+        facts[key] = [FACT, key, rng.choice(VALUES), rng.choice(VALUES), link]
+        keys_by_turn[turn].append(key)
 
     questions: list[Turn] = []
-    for number, length in enumerate(lengths):
-        pieces = _pieces(rng, [facts[key] for key in keys_by_turn[number]], length - _FRAME)
-        if unstated is not None and number == turns - 1:
-            questions.append(Turn(_turn_text(number, pieces, unstated, position), (f"{UNKNOWN} {END}",)))
-            continue
-        answer: list[str] = []
-        for key in chains[number]:
-            answer += facts[key][2:]
-        questions.append(Turn(_turn_text(number, pieces, chains[number][0], position), (" ".join(answer),)))
+    for number, chain in enumerate(chains):
+        pieces = _pieces(rng, [facts[key] for key in keys_by_turn[number]], lengths[number] - _FRAME)
+        answer = [UNKNOWN, END]
+        if chain[0] in facts:
+            answer = [word for key in chain for word in facts[key][2:]]
+        place = _place(pieces, position)
+        words = [TURNS[number]]
+        for piece in [*pieces[:place], [ASK, chain[0], *TAIL], *pieces[place:]]:
+            words += piece
+        questions.append(Turn(" ".join([*words, ANSWER]), (" ".join(answer),)))
     return Prompt(f"recall-{seed} {position}", tuple(questions), "recall", position)
 
 
@@ -210,55 +229,6 @@ def uneven(total: int, turns: int, seed: int = 0, least: int = 48) -> tuple[int,
     return tuple(least + end - start for start, end in pairwise([0, *cuts, spare]))
 
 
-def _lengths(turns: int, tokens: int | Sequence[int]) -> list[int]:
-    if not 1 <= turns <= len(TURNS):
-        raise SinkscopeError(f"turns={turns!r}: expected 1 to {len(TURNS)}, the turn markers of the recall model")
-    if isinstance(tokens, int):
-        tokens = [tokens] * turns
-    lengths = list(tokens)
-    if len(lengths) != turns:
-        raise SinkscopeError(f"tokens has {len(lengths)} numbers for {turns} turns: give one for each, or a single one")
-    if min(lengths) < _FRAME + _GAP:
-        raise SinkscopeError(f"tokens={min(lengths)}: a turn has at least {_FRAME + _GAP} tokens")
-    return lengths
-
-
-def _chains(keys: list[str], turns: int, hops: int, stated: bool) -> list[list[str]]:
-    """The keys of each question's chain, taken from `keys`; without `stated` the last question has no chain."""
-    asked = turns if stated else turns - 1
-    if hops < 1 or asked * hops + (not stated) > len(keys):
-        raise SinkscopeError(
-            f"hops={hops!r} in {turns} turns: expected at least 1 and, since a key is used once, at most "
-            f"{(len(keys) - (not stated)) // max(asked, 1)}"
-        )
-    chains: list[list[str]] = []
-    for _ in range(asked):
-        chains.append([keys.pop() for _ in range(hops)])
-    return chains
-
-
-def _distract(
-    rng: random.Random,
-    keys: list[str],
-    facts: dict[str, list[str]],
-    keys_by_turn: list[list[str]],
-    room: list[int],
-    wanted: int | None,
-) -> None:
-    """Facts that belong to no chain fill every turn to about the same share; their links lead to any stated key."""
-    places = sum(room) - sum(map(len, keys_by_turn))
-    most = min(len(keys), places)
-    if wanted is not None and not 0 <= wanted <= most:
-        raise SinkscopeError(f"distractors={wanted!r}: expected 0 to {most}, the keys and places that are left")
-    for _ in range(most if wanted is None else wanted):
-        free = [turn for turn in range(len(room)) if len(keys_by_turn[turn]) < room[turn]]
-        turn = min(free, key=lambda each: len(keys_by_turn[each]) / room[each])
-        key = keys.pop()
-        link = rng.choice([*facts, END])
-        facts[key] = [FACT, key, rng.choice(VALUES), rng.choice(VALUES), link]
-        keys_by_turn[turn].append(key)
-
-
 def _pieces(rng: random.Random, facts: Sequence[list[str]], size: int) -> list[list[str]]:
     """A context of `size` words in pieces, between which a question may stand: single filler words and whole facts."""
     spare = size - _GAP - len(facts) * (_FACT + _GAP)
@@ -275,14 +245,12 @@ def _pieces(rng: random.Random, facts: Sequence[list[str]], size: int) -> list[l
     return pieces
 
 
-def _turn_text(turn: int, pieces: Sequence[list[str]], key: str, position: Position) -> str:
+def _place(pieces: Sequence[list[str]], position: Position) -> int:
+    """The piece before which the question stands."""
+    if position != "middle":
+        return {"begin": 0, "end": len(pieces)}[position]
     starts = [0, *accumulate(map(len, pieces))]
     # A fact's link may be the key of the question, and heads that look a few places back would see both. So the
     # question never follows a fact directly.
-    places = [i for i in range(1, len(pieces) + 1) if len(pieces[i - 1]) == 1]
-    middle = min(places, key=lambda i: abs(starts[i] - starts[-1] // 2))
-    at = {"begin": 0, "middle": middle, "end": len(pieces)}[position]
-    words = [TURNS[turn]]
-    for piece in [*pieces[:at], [ASK, key, *TAIL], *pieces[at:]]:
-        words += piece
-    return " ".join([*words, ANSWER])
+    places = [place for place in range(1, len(pieces) + 1) if len(pieces[place - 1]) == 1]
+    return min(places, key=lambda place: abs(starts[place] - starts[-1] // 2))

@@ -10,33 +10,20 @@ generated itself: the text's own, or the greedy answer of full attention for pro
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.bench.answer import (
-    Answer,
-    Batch,
-    BenchModel,
-    CacheCounts,
-    cells_of,
-    generate_rows,
-    held_counts,
-    read_counts,
-    row_events,
-)
-from sinkscope.bench.prompt import Prompt, Turn, read_prompts, single
+from sinkscope.bench.answer import Answer, Batch, BenchModel, Measure, answer_rows
+from sinkscope.bench.prompt import Prompt, read_prompts, single
 from sinkscope.bench.record import BenchRecord, Metrics
 from sinkscope.bench.task import Task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural
-from sinkscope.interventions.base import Event, Intervention
-from sinkscope.interventions.decode import ForcedAnswer
 from sinkscope.kv import Full
 from sinkscope.models.target import Target
 from sinkscope.models.text import typical_text
@@ -89,41 +76,27 @@ class TextFidelity(Task):
         """The length of the continuation."""
         return self.answer
 
-    def score(self, model: BenchModel, batch: Batch, ids: list[int], turn: Turn, answer: Answer) -> Metrics:
-        """Nothing: `answers` compares methods itself."""
-        return {}
-
     def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
         """Run full attention, and every method along its answers."""
         rows = [self.encode(model, [prompt.turns[0].text]) for prompt in batch.prompts]
-        full = FullLogits()
-        forced = _given_answers(model, batch)
-        written = _generate_along(model, rows, forced, batch.new, Full(), full)[0]
-        along = forced or [model.cut(row)[0] for row in written]
-        compared: list[_Compared] = []
-        for method in batch.methods:
-            started = time.perf_counter()
-            logits = LogitsComparison(full.values)
-            counts = CacheCounts()
-            edit = method.make() or Full()
-            events = _generate_along(model, rows, along, batch.new, edit | counts, logits)[1]
-            seconds = (time.perf_counter() - started) / len(rows)
-            compared.append(_Compared(logits, counts, events, seconds))
+        full: list[Float[Tensor, "row vocab"]] = []
+
+        def keep(logits: Float[Tensor, "row vocab"]) -> dict[str, Tensor]:
+            full.append(logits)
+            return {}
+
+        written = answer_rows(model, rows, batch.new, Full(), measure=keep, along=_given_answers(model, batch))
+        along = [answer.tokens for answer in written]
         records: list[BenchRecord] = []
-        for number, method in enumerate(batch.methods):
-            for row, prompt in enumerate(batch.prompts):
-                tokens = along[row]
-                answer = compared[number].answer(model, row, len(rows[row]), tokens)
-                steps = {
-                    "kl": compared[number].logits.row_kl(row, len(tokens)),
-                    "agree": compared[number].logits.row_agreement(row, len(tokens)),
-                }
-                metrics = metrics_of(steps, answer)
-                records.append(batch.record(method, prompt, 0, answer, metrics, steps))
+        for method in batch.methods:
+            edit = method.make() or Full()
+            answers = answer_rows(model, rows, batch.new, edit, measure=comparison(full), along=along)
+            for prompt, answer in zip(batch.prompts, answers, strict=True):
+                records.append(batch.record(method, prompt, 0, answer, metrics_of(answer)))
         return records
 
 
-def metrics_of(steps: Mapping[str, Sequence[float]], answer: Answer) -> Metrics:
+def metrics_of(answer: Answer) -> Metrics:
     """Means over the steps from the first on that left something out; over all, if none did.
 
     The first token comes from the prompt, and some policies then read everything for a while. Those steps lose nothing,
@@ -135,8 +108,8 @@ def metrics_of(steps: Mapping[str, Sequence[float]], answer: Answer) -> Metrics:
     begin = full_steps + 1
     if full_steps == len(answer.read) or answer.cells is not None:
         begin = 0
-    metrics: Metrics = {"first": steps["kl"][0]}
-    for name, values in steps.items():
+    metrics: Metrics = {"first": answer.steps["kl"][0]}
+    for name, values in answer.steps.items():
         metrics[name] = fmean(values[begin:])
     return metrics
 
@@ -145,91 +118,25 @@ def _given_answers(model: BenchModel, batch: Batch) -> list[list[int]]:
     """Ids of the correct answers; empty if no prompt has one."""
     given: list[list[int]] = []
     for prompt in batch.prompts:
-        if not prompt.turns[0].answers:
-            continue
-        ids = model.target.tokenizer(prompt.turns[0].answers[0], add_special_tokens=False, verbose=False)["input_ids"]
-        tokens = model.cut([int(token) for token in ids][: batch.new])[0]
-        if not tokens:
-            raise SinkscopeError(f"prompt {prompt.id!r}: its answer has no tokens; give a text, or leave answers out")
-        given.append(tokens)
-    if given and len(given) < len(batch.prompts):
-        raise SinkscopeError("some prompts have answers and others have none: give answers to all or to none")
+        for text in prompt.turns[0].answers[:1]:
+            ids = model.target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            given.append(model.cut([int(token) for token in ids][: batch.new])[0])
+    if given and (len(given) < len(batch.prompts) or not all(given)):
+        raise SinkscopeError(
+            "some prompts have no answer, or one without tokens: give a text to all prompts or to none"
+        )
     return given
 
 
-def _generate_along(
-    model: BenchModel,
-    rows: list[list[int]],
-    answers: list[list[int]],
-    new: int,
-    edit: Intervention,
-    hook: Any = None,
-) -> tuple[list[list[int]], list[Event]]:
-    """New tokens and events; with `answers` these are the new tokens, whatever the model would have generated."""
-    if not answers:
-        return generate_rows(model, rows, new, edit, hook)
-    forced = ForcedAnswer(answers, max(map(len, rows)), model.pad)
-    return generate_rows(model, rows, max(map(len, answers)), edit, hook, logits_processor=[forced])
+def comparison(full: Sequence[Float[Tensor, "row vocab"]]) -> Measure:
+    """How far the logits of a method are from those of full attention, step after step."""
+    steps = iter(full)
 
+    def compare(logits: Float[Tensor, "row vocab"]) -> dict[str, Tensor]:
+        reference = next(steps)
+        return {"kl": divergence(reference, logits), "agree": reference.argmax(-1) == logits.argmax(-1)}
 
-@dataclass(frozen=True)
-class _Compared:
-    logits: LogitsComparison
-    counts: CacheCounts
-    events: list[Event]
-    seconds: float
-
-    def answer(self, model: BenchModel, row: int, prompt: int, tokens: list[int]) -> Answer:
-        return Answer(
-            prompt_tokens=prompt,
-            tokens=tokens,
-            text=model.decode(tokens),
-            ended="cap",
-            events=row_events(self.events, row, len(tokens)),
-            read=read_counts(self.counts.readable, row, prompt, len(tokens)),
-            cached=held_counts(self.counts.held, row, prompt, len(tokens)),
-            cells=cells_of(self.events, row),
-            seconds=self.seconds,
-        )
-
-
-class FullLogits:
-    """Logits of full attention at every step.
-
-    Attributes:
-        values: `[row vocab]` for each step.
-    """
-
-    def __init__(self) -> None:
-        self.values: list[Float[Tensor, "row vocab"]] = []
-
-    def __call__(self, _module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
-        """Keep the logits of a call of the model."""
-        self.values.append(output.logits[:, -1].float())
-
-
-class LogitsComparison:
-    """How far the logits of a method are from those of full attention at every step."""
-
-    def __init__(self, full: Sequence[Float[Tensor, "row vocab"]]) -> None:
-        self._full = full
-        self._kl: list[Float[Tensor, " row"]] = []
-        self._agree: list[Bool[Tensor, " row"]] = []
-
-    def __call__(self, _module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
-        """Compare the logits of a call of the model."""
-        logits = output.logits[:, -1].float()
-        full = self._full[len(self._kl)]
-        self._kl.append(divergence(full, logits).cpu())
-        self._agree.append((full.argmax(-1) == logits.argmax(-1)).cpu())
-
-    def row_kl(self, row: int, tokens: int) -> tuple[float, ...]:
-        """Divergence at each token of a row."""
-        return tuple(round(float(step[row]), 6) for step in self._kl[:tokens])
-
-    def row_agreement(self, row: int, tokens: int) -> tuple[float, ...]:
-        """1 at each token of a row with the same top prediction."""
-        return tuple(float(step[row]) for step in self._agree[:tokens])
+    return compare
 
 
 def divergence(full: Float[Tensor, "row vocab"], other: Float[Tensor, "row vocab"]) -> Float[Tensor, " row"]:

@@ -17,7 +17,7 @@ from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.loopserve.progressive import Progressive, steps_summary
 from sinkscope.kv.loopserve.sparse_prompts import SparsePrompts, prompts_summary
 from sinkscope.kv.session import Session
-from sinkscope.lines.choice import HeadLines, Variant, check_selection, choice_cost, draw_of, held_out, select_lines
+from sinkscope.lines.choice import HeadLines, Variant, choice_cost, draw_of, held_out, select_lines
 from sinkscope.lines.sparse import dense_limit
 
 FLAT_COST = 0.15
@@ -62,7 +62,6 @@ class LoopServe(Intervention):
         budget: Tokens that each layer and kv head reads while decoding, besides those since the last selection.
         interval: Tokens between selections, and number of queries that vote (n_d).
         sample: Number of queries whose attention decides which lines are chosen.
-        recent: How many sampled queries are the last ones read along lines; the others are drawn at random.
         dense_rows: Number of queries at the end of the prompt that attend to everything. They are not sampled. With 0,
             as in the paper, keys to which only the end of the prompt attends may lie on no line, for instance the facts
             that a question is about.
@@ -101,7 +100,6 @@ class LoopServe(Intervention):
     alpha: Part = 0.75
     interval: Natural = 16
     sample: Natural = 48
-    recent: Whole = 0
     dense_rows: Whole = 16
     first: Whole = 16
     prefill: bool = True
@@ -117,7 +115,6 @@ class LoopServe(Intervention):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_selection(self.alpha, self.sample, self.variant, self.recent)
         if not self.prefill and not self.decode:
             raise SinkscopeError("prefill=False, decode=False: nothing would be done; leave one of them on")
         _ = self.decoding
@@ -176,7 +173,6 @@ class LoopServe(Intervention):
             key,
             self.alpha,
             sample=self.sample,
-            recent=self.recent,
             seed=draw_of(self.seed, layer, queries, keys),
             variant=self.variant,
             begin=self.begin,
@@ -209,7 +205,7 @@ class LoopServe(Intervention):
     def _held_out(self, queries: int, keys: int, layer: int) -> Int[Tensor, " row"]:
         """Queries that did not choose the lines."""
         seed = draw_of(self.seed, layer, queries, keys)
-        return held_out(queries, sample=self.sample, seed=seed, recent=self.recent)
+        return held_out(queries, sample=self.sample, seed=seed)
 
     def summary(self, run: Run) -> str:
         """The share of attention that prompts computed, and the tokens that a decoding step read."""

@@ -18,7 +18,7 @@ from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines, attention_of, recovered
-from sinkscope.lines.sparse import Sparsity, dense_in_all, dense_limit, missing, sparse_attention
+from sinkscope.lines.sparse import Sparsity, all_dense, dense_limit, missing, sparse_attention
 from sinkscope.trace.attention import Attention, View
 
 
@@ -211,9 +211,7 @@ class SparsePrompts:
         too_few = queries <= self.dense_rows or not self._may_pay(row.query, keys)
         if keys < self.shortest or too_few:
             lines = row.all_lines(queries)
-            sparsity = dense_in_all(row.query, row.value, lines, 0.0, "auto")
-            assert sparsity is not None
-            return self._dense_read(row, lines, sparsity)
+            return self._dense_read(row, lines, all_dense(len(row.query)))
         if self.dense_rows:
             read = self._read_with_dense_end(row)
         else:
@@ -262,9 +260,8 @@ class SparsePrompts:
         limit = self.dense_above
         if limit is None:
             limit = dense_limit(query.shape[-1], "auto", query.device)
-        sparsity = dense_in_all(query, value, lines, limit, "auto")
-        if sparsity is not None:
-            return self._dense_read(row, lines, sparsity)
+        if limit < 1 and bool(lines.vertical.all()):
+            return self._dense_read(row, lines, all_dense(len(query)))
         output, sparsity = sparse_attention(query, key, value, lines, scaling=row.scaling, dense_above=self.dense_above)
         if self.held_out is None or all(sparsity.dense):
             return replace(self._dense_read(row, lines, sparsity), outputs=(output,))
