@@ -57,7 +57,7 @@ def missing(
     module = _triton()
     if module is None:
         return "triton is not installed"
-    return module.why_not(query, value)
+    return module.why_not(value)
 
 
 def _wants_triton(kernel: Kernel, device: torch.device) -> bool:

@@ -1,7 +1,7 @@
 """The lines of all heads in one Triton kernel for CUDA, which computes exactly the cells on the lines.
 
-The index has the format of MInference's packaged kernel (Jiang et al. 2024): for every head and block of queries,
-`block_count` and `block_offset` name blocks of consecutive keys, and `column_count` and `column_index` single keys. Two
+The index is like that of MInference's packaged kernel (Jiang et al. 2024): for every head and block of queries,
+`block_count` and `blocks` name blocks of consecutive keys, and `column_count` and `column_index` single keys. Two
 things are added, because that kernel computes whole blocks wherever a slash line passes, while here no cell off the
 lines may count, and none twice. Slash lines with few neighbours are lone: `lone_count` and `lone_offset` list them, and
 the kernel multiplies each query by its one key. In blocks, a mask admits the offsets that are not lone. Columns are
@@ -34,20 +34,15 @@ LONE = 64
 _LARGEST = 227 * 1024  # bytes of shared memory that a block may take on a GPU of compute capability 9.0
 _LOG2_E = 1.4426950408889634  # the kernel computes powers of two
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-_failed: dict[tuple[object, ...], str] = {}
 
 
-def why_not(query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]) -> str | None:
-    """Why the kernel cannot be used for these inputs; None if it can, as far as is known before compiling it."""
-    if query.device.type != "cuda" and not (INTERPRETED and query.device.type == "cpu"):
-        return f"it is not used on {query.device.type}"
+def why_not(value: Float[Tensor, "kv_head key d_value"]) -> str | None:
+    """Why the kernel cannot be used for these values; None if it can, as far as is known before compiling it."""
+    if value.device.type != "cuda" and not (INTERPRETED and value.device.type == "cpu"):
+        return f"it is not used on {value.device.type}"
     if value.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it does not compute in {value.dtype}"
-    return _failed.get(_kind(query, value))
-
-
-def _kind(query: Tensor, value: Tensor) -> tuple[object, ...]:
-    return value.dtype, query.shape[-1], value.shape[-1]
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,11 +116,9 @@ def index_of(lines: HeadLines, size: int) -> LineIndex:
 
 def numbers_of(chosen: Bool[Tensor, "head number"]) -> Int[Tensor, "head some"]:
     """Indices of the chosen entries, ascending, padded with the number of entries."""
+    every = torch.arange(chosen.shape[1], device=chosen.device)
     size = max(1, int(chosen.sum(1).max()))
-    head, number = chosen.nonzero(as_tuple=True)
-    numbers = torch.full((len(chosen), size), chosen.shape[1], device=chosen.device)
-    numbers[head, chosen.cumsum(1)[head, number] - 1] = number
-    return numbers
+    return torch.where(chosen, every, len(every)).sort(1).values[:, :size]
 
 
 def _banded(slash: Bool[Tensor, "head key"], size: int) -> Bool[Tensor, "head key"]:
@@ -165,66 +158,46 @@ def triton_heads(
     scaling: float,
     out: Float[Tensor, "head query d_value"],
 ) -> bool:
-    """Write the attention of some heads into `out`; False if compiling failed, with one warning."""
+    """Write the attention of some heads into `out`; False if compiling failed, with a warning."""
     dtype = value.dtype
-    query = _as_rows(query, dtype)
-    key = _as_rows(key, dtype)
-    value = _as_rows(value, dtype)
-    # The table of the packaged format, for these heads alone; columns are the same for all blocks of queries.
-    block_offset = (index.starts[:, None] - index.blocks[heads][:, None]).int()
-    rows = len(index.starts)
-    column_index = index.column_index[heads].int()[:, None].expand(-1, rows, -1)
-    lone_offset = index.lone_offset[heads].int()
-    arguments = [
-        query,
-        key,
-        value,
-        out,
-        heads.int(),
-        index.banded[heads].byte(),
-        lines.vertical[heads].byte(),
-        index.block_count[heads].int(),
-        block_offset,
-        index.whole[heads].byte(),
-        index.column_count[heads].int(),
-        column_index,
-        index.lone_count[heads].int(),
-        lone_offset,
-        scaling * _LOG2_E,
-        query.shape[1],
-        key.shape[1],
-        len(query) // len(key),
-        block_offset.shape[2],
-        column_index.stride(0),
-        column_index.stride(1),
-        lone_offset.shape[1],
-    ]
-    for tensor in (query, key, value, out):
-        arguments += tensor.stride()[:2]
+    query = query.to(dtype).contiguous()
+    key = key.to(dtype).contiguous()
+    value = value.contiguous()
     width = query.shape[2]
     values = value.shape[2]
+    tables = [
+        heads,
+        index.banded[heads].byte(),
+        lines.vertical[heads].byte(),
+        index.block_count[heads],
+        index.blocks[heads],
+        index.whole[heads].byte(),
+        index.column_count[heads],
+        index.column_index[heads],
+        index.lone_count[heads],
+        index.lone_offset[heads],
+    ]
+    arguments: list[Any] = [query, key, value, out]
+    for table in tables:
+        if table.dtype != torch.uint8:
+            table = table.int()
+        arguments.append(table.contiguous())
+    arguments += [scaling * _LOG2_E, query.shape[1], key.shape[1], len(query) // len(key)]
+    arguments += [index.blocks.shape[1], index.column_index.shape[1], index.lone_offset.shape[1]]
     arguments += [width, values, _power(width), _power(values), index.size, KEYS]
-    launch = cast(Any, _attend)[(rows, len(heads))]
-    reason = ""
+    launch = cast(Any, _attend)[(len(index.starts), len(heads))]
+    error: Exception | None = None
     for stages in range(_stages(width, values, index.size, value), 0, -1):
         try:
             launch(*arguments, num_warps=_warps(values, index.size), num_stages=stages)
             return True
         except torch.OutOfMemoryError:  # which may not be so for the next prompt
             raise
-        except Exception as error:  # compilers fail in many ways
-            lines_of_error = str(error).strip().splitlines() or [type(error).__name__]
-            reason = f"it could not be compiled: {lines_of_error[0]}"
-    _failed[_kind(query, value)] = reason
-    warnings.warn(f"lines are not computed by Triton: {reason}", stacklevel=2)
+        except Exception as problem:  # compilers fail in many ways
+            error = problem
+    reason = f"{type(error).__name__} {error}".splitlines()[0]
+    warnings.warn(f"lines are not computed by Triton, which could not compile them: {reason}", stacklevel=2)
     return False
-
-
-def _as_rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in this dtype, with the numbers of a row side by side."""
-    if tensor.stride(-1) != 1:
-        tensor = tensor.contiguous()
-    return tensor.to(dtype)
 
 
 def _stages(width: int, values: int, size: int, like: Tensor) -> int:
@@ -296,6 +269,18 @@ def _add(scores, seen, value, top, total, sums):
 
 @triton.jit
 @no_type_check
+def _keys_at(own, inside, key, value, width, values, WIDTH: tl.constexpr, VALUES: tl.constexpr):  # noqa: N803
+    """Keys `[width key]` and values `[key width]` at some positions; zero where there are none."""
+    wide = tl.arange(0, WIDTH)
+    tall = tl.arange(0, VALUES)
+    places = own.to(tl.int64)
+    k = tl.load(key + places[None, :] * width + wide[:, None], mask=inside & (wide < width)[:, None], other=0.0)
+    v = tl.load(value + places[:, None] * values + tall, mask=inside[:, None] & (tall < values), other=0.0)
+    return k, v
+
+
+@triton.jit
+@no_type_check
 def _attend(
     query,
     key,
@@ -305,7 +290,7 @@ def _attend(
     banded,
     vertical,
     block_count,
-    block_offset,
+    block_index,
     whole,
     column_count,
     column_index,
@@ -316,17 +301,8 @@ def _attend(
     keys,
     group,
     blocks,
-    column_head,
-    column_row,
+    columns,
     lones,
-    query_head,
-    query_step,
-    key_head,
-    key_step,
-    value_head,
-    value_step,
-    out_head,
-    out_step,
     width: tl.constexpr,
     values: tl.constexpr,
     WIDTH: tl.constexpr,  # noqa: N803
@@ -339,15 +315,15 @@ def _attend(
     head = tl.load(heads + some).to(tl.int64)
     at_row = some * tl.num_programs(0) + row
     kv_head = head // group
-    query += head * query_head
-    out += head * out_head
-    key += kv_head * key_head
-    value += kv_head * value_head
+    query += head * queries * width
+    out += head * queries * values
+    key += kv_head * keys * width
+    value += kv_head * keys * values
     banded += some * keys
     vertical += some * keys
-    column_index += some * column_head + row * column_row
+    column_index += some * columns
     lone_offset += some * lones
-    block_offset += at_row * blocks
+    block_index += some * blocks
     whole += some * blocks
     numbers = row * SIZE + tl.arange(0, SIZE)
     at = numbers + keys - queries
@@ -359,7 +335,7 @@ def _attend(
     in_values = tall < values
     rows_of_q = numbers.to(tl.int64)[:, None]
     there = real[:, None] & in_width[None, :]
-    q = tl.load(query + rows_of_q * query_step + wide[None, :], mask=there, other=0.0)
+    q = tl.load(query + rows_of_q * width + wide[None, :], mask=there, other=0.0)
     top = tl.full([SIZE], -1e30, tl.float32)  # finite, so that what is not seen weighs exp(-inf) and not nan
     total = tl.zeros([SIZE], tl.float32)
     sums = tl.zeros([SIZE, VALUES], tl.float32)
@@ -371,8 +347,8 @@ def _attend(
         on_vertical = tl.load(vertical + own, mask=seen, other=1)
         seen = seen & (on_vertical == 0)
         places = own.to(tl.int64)[:, None]
-        k = tl.load(key + places * key_step + wide[None, :], mask=seen[:, None] & in_width[None, :], other=0.0)
-        v = tl.load(value + places * value_step + tall[None, :], mask=seen[:, None] & in_values, other=0.0)
+        k = tl.load(key + places * width + wide[None, :], mask=seen[:, None] & in_width[None, :], other=0.0)
+        v = tl.load(value + places * values + tall[None, :], mask=seen[:, None] & in_values, other=0.0)
         product = tl.sum(full * k.to(tl.float32), 1) * scaling
         score = tl.where(seen, product, float("-inf"))
         new = tl.maximum(top, score)
@@ -383,11 +359,9 @@ def _attend(
         top = new
 
     for i in range(tl.load(block_count + at_row)):
-        own = tl.load(block_offset + i) + few
+        own = row * SIZE + keys - queries - tl.load(block_index + i) + few
         inside = (own >= 0) & (own < keys)
-        places = own.to(tl.int64)
-        k = tl.load(key + places[None, :] * key_step + wide[:, None], mask=inside & in_width[:, None], other=0.0)
-        v = tl.load(value + places[:, None] * value_step + tall, mask=inside[:, None] & in_values, other=0.0)
+        k, v = _keys_at(own, inside, key, value, width, values, WIDTH, VALUES)
         offset = at[:, None] - own[None, :]
         all_seen = tl.load(whole + i)
         limit = tl.where(all_seen == 0, keys, 0)
@@ -399,17 +373,15 @@ def _attend(
         scores = _product(q, k, tl.zeros([SIZE, KEYS], tl.float32)) * scaling
         top, total, sums = _add(scores, seen, v, top, total, sums)
 
-    columns = tl.load(column_count + at_row)
-    for i in range(0, columns, KEYS):
-        inside = i + few < columns
+    seen_columns = tl.load(column_count + at_row)
+    for i in range(0, seen_columns, KEYS):
+        inside = i + few < seen_columns
         own = tl.load(column_index + i + few, mask=inside, other=keys)
-        places = own.to(tl.int64)
-        k = tl.load(key + places[None, :] * key_step + wide[:, None], mask=inside & in_width[:, None], other=0.0)
-        v = tl.load(value + places[:, None] * value_step + tall, mask=inside[:, None] & in_values, other=0.0)
+        k, v = _keys_at(own, inside, key, value, width, values, WIDTH, VALUES)
         scores = _product(q, k, tl.zeros([SIZE, KEYS], tl.float32)) * scaling
         top, total, sums = _add(scores, own[None, :] <= at[:, None], v, top, total, sums)
 
-    places = out + rows_of_q * out_step + tall[None, :]
+    places = out + rows_of_q * values + tall[None, :]
     divisor = tl.where(real, total, 1.0)
     mean = _narrow(sums / divisor[:, None], out.dtype.element_ty)
     tl.store(places, mean, mask=real[:, None] & in_values[None, :])
