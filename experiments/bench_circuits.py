@@ -35,7 +35,7 @@ from sinkscope.measure import Setup
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.sinks.attack.clusters import HeadWork, later_mean, neuron_at
 from sinkscope.sinks.first_token.sets import sink_neurons
-from sinkscope.sinks.repetition.atlas import SHORTEST, AtlasWork, begin, firsts
+from sinkscope.sinks.repetition.atlas import begin
 from sinkscope.sinks.tokens import sample_tokens, vocabulary
 
 
@@ -48,7 +48,7 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 def atlas(made: Setup, layer: int, tokens: list[int], sample: int, limit: int, rounds: int) -> dict[str, Any]:
     """Whole passes token by token against `AtlasWork`."""
     target, some = made.target, sample_tokens(tokens, sample, made.seed + 1)
-    work = begin(AtlasWork(layer, *firsts(made), SHORTEST, limit), made, tokens)
+    work = begin(made, layer, tokens, limit)
 
     @torch.no_grad()
     def direct() -> list[int | None]:
@@ -152,7 +152,7 @@ def converge(made: Setup, limit: int, rounds: int) -> dict[str, Any]:
         return repeat(target, read="distance", tokens=texts[:1], max_repeats=limit)
 
     first = ours()
-    token = first.sweep.ids[0][0]
+    token = first.reading.sweep.ids[0][0]
     text = target.tokenizer(first.settings["prefix"], add_special_tokens=False)["input_ids"]
     before = ([] if made.bos is None else [made.bos]) + text
 
@@ -176,8 +176,8 @@ def converge(made: Setup, limit: int, rounds: int) -> dict[str, Any]:
         return torch.stack([(last([*before, *[token] * n]) - alone).norm() for n in range(1, limit + 1)])
 
     runs = [(timed(direct), timed(ours)) for _ in range(rounds)]
-    by_hand = runs[0][0][1][torch.tensor(first.sweep.counts) - 1]
-    gap = float((by_hand - torch.tensor(first.distance.distance[0, 0])).abs().max() / by_hand.max())
+    by_hand = runs[0][0][1][torch.tensor(first.reading.sweep.counts) - 1]
+    gap = float((by_hand - torch.tensor(first.reading.distance[0, 0])).abs().max() / by_hand.max())
     return {
         "ratio": statistics.median(a / b for (a, _), (b, _) in runs),
         "same": gap < 1e-3,

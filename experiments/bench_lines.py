@@ -36,6 +36,7 @@ from torch import Tensor
 from experiments.record import record
 from sinkscope.attention.lines import ETAS, weighed
 from sinkscope.files.output import write_atomic
+from sinkscope.lines.choice import top_lines
 from sinkscope.lines.sums import Scores, line_sums, scores_of
 from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
@@ -121,7 +122,8 @@ def run(arm: str, target: Target, ids: Tensor, *, dense: bool = False) -> dict[i
 
         def see(layer: int, scores: Scores) -> None:
             if arm == "mass":
-                weighed(scores, *line_sums(scores), ETAS, generator)
+                vertical, slash = line_sums(scores)
+                weighed(scores, vertical, slash, top_lines(vertical, slash, ETAS), generator)
             else:
                 found[layer] = line_sums(scores)
 

@@ -49,7 +49,7 @@ def atlas(token: str) -> Repeat:
         head=np.array([0, 0, np.nan, 1]),
         max_repeats=8,
     )
-    return Repeat(model=found.model, provenance=found.provenance, read="norm", sink_layer=1, atlas=reading)
+    return Repeat(model=found.model, provenance=found.provenance, read="norm", sink_layer=1, reading=reading)
 
 
 def fill(folder: Path, text: str):
@@ -123,8 +123,8 @@ def spoil(folder: Path):
     newer = json.loads((folder / "atlas.json").read_text())
     (folder / "newer.json").write_text(json.dumps({**newer, "schema": 2}))
     (folder / "unknown.json").write_text(json.dumps({**newer, "kind": BAD}))
-    atlas = {**newer["result"]["atlas"], "tokens": ["a"]}
-    uneven = {**newer, "result": {**newer["result"], "atlas": atlas}}
+    atlas = {**newer["result"]["reading"], "tokens": ["a"]}
+    uneven = {**newer, "result": {**newer["result"], "reading": atlas}}
     (folder / "uneven.json").write_text(json.dumps(uneven))
     (folder / "half.json").write_text('{"schema": 1, "kind": "find-sinks"}')
     (folder / "notes.txt").write_text("not JSON")

@@ -49,7 +49,7 @@ def rows_of(attack: ClusterAttack) -> list[dict[str, Any]]:
 
 def row_of(result: Repeat) -> dict[str, Any]:
     """What is kept of the repetition of every token."""
-    atlas = result.atlas
+    atlas = result.reading
     assert isinstance(atlas, AtlasReading)
     reached = np.sort(atlas.repeats[~atlas.resists])
     middle = int(reached[len(reached) // 2]) if len(reached) else None

@@ -23,6 +23,7 @@ from experiments.repeated_token.corpus import CorpusIndex, open_corpus
 from sinkscope.files.output import write_atomic
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.text import text_rows
+from sinkscope.sinks.repetition.probability import ProbabilityReading
 from sinkscope.sinks.repetition.repeat import Repeat
 
 SKIPPED = 4096  # characters at the beginning of the text, which are used for neutral values
@@ -58,10 +59,10 @@ def main() -> None:
     started = time.perf_counter()
     corpus = open_corpus(args.corpus)
     result = Repeat.load(args.result)
-    if corpus is None or result.probability is None:
+    if corpus is None or not isinstance(result.reading, ProbabilityReading):
         raise SystemExit(f"error: {args.result} is not a result of sinkscope repeat --read probability")
     rows: list[dict[str, Any]] = []
-    for answer in result.probability.answers:
+    for answer in result.reading.answers:
         if answer.follows:
             group = f"{answer.repeats} repetitions" + ", patched" * answer.patched
             rows.append({"group": group, "token": answer.token, **longest_piece(corpus, answer.follows)})

@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from experiments.record import record
+from experiments.repeated_token.harness import evaluate_tasks
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
 from sinkscope.interventions import SinkPatch
+from sinkscope.measure import Setup
 from sinkscope.models.names import published_for
-from sinkscope.sinks.patch.evaluate import PatchEvaluation, evaluate_patch
 
 MODELS = {  # short name here -> as printed in Table 2
     "llama-1-7b": "LLaMa-1-7B-HF",
@@ -59,7 +62,7 @@ ABSENT = "no weights at hand"
 _NOT_HAD = ("hub-unreachable", "gated-repo")  # pages of the errors that mean it
 
 
-def table(measured: dict[str, PatchEvaluation | None]) -> str:
+def table(measured: dict[str, list[dict[str, Any]] | None]) -> str:
     """The table in Markdown; None stands for a model whose weights could not be had."""
     lines = [HEAD, ("---",) * len(HEAD)]
     for column, (name, label) in enumerate(MODELS.items()):
@@ -70,14 +73,14 @@ def table(measured: dict[str, PatchEvaluation | None]) -> str:
             if found is None:
                 lines.append((*printed, ", ".join(f"{t} {m}" for t, m in TASKS[benchmark]), *[ABSENT] * 4))
                 continue
-            scores = {(row["task"], row["metric"]): row for row in found.rows()}
+            scores = {(row["task"], row["metric"]): row for row in found}
             for task, metric in TASKS[benchmark]:
                 lines.append((*printed, f"{task} {metric}", *measured_cells(scores.get((task, metric)))))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def measured_cells(row: dict[str, Any] | None) -> tuple[str, ...]:
-    """The measured columns of the table, from a row of `PatchEvaluation.rows`."""
+    """The measured columns of the table, from a row of `evaluate_tasks`."""
     if row is None:
         return ("not measured",) * 4
     return (
@@ -88,15 +91,16 @@ def measured_cells(row: dict[str, Any] | None) -> tuple[str, ...]:
     )
 
 
-def measure(name: str, model: object, questions: int | None, device: str | None, dtype: str | None) -> PatchEvaluation:
-    """`evaluate_patch` with the neurons of the paper's Table 1 on every task of Table 2."""
+def measure(
+    name: str, model: object, questions: int | None, device: str | None, dtype: str | None
+) -> list[dict[str, Any]]:
+    """`evaluate_tasks` with the neurons of the paper's Table 1 on every task of Table 2."""
     known = published_for(name)
     if known is None or not known.neurons:
         raise SinkscopeError(f"{name!r} is not in Table 2: expected one of {', '.join(MODELS)}")
     tasks = list(dict.fromkeys(task for some in TASKS.values() for task, _ in some))
-    return evaluate_patch(
-        model, SinkPatch(sites=known.neurons), tasks=tasks, questions=questions, device=device, dtype=dtype
-    )
+    setup = Setup.open(model, device=device, dtype=dtype, loading="whole")
+    return evaluate_tasks(setup, SinkPatch(sites=known.neurons), tasks, questions=questions)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -123,7 +127,8 @@ def main(argv: list[str] | None = None) -> int:
                 f"--run {entry}: expected NAME=FOLDER with a folder that is there and one of the names {names}"
             )
         wanted[name] = folder
-    measured: dict[str, PatchEvaluation | None] = {}
+    measured: dict[str, list[dict[str, Any]] | None] = {}
+    started = time.perf_counter()
     for name, model in wanted.items():
         try:
             with torch.no_grad():
@@ -135,7 +140,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name}: {error}", file=sys.stderr)
             continue
         if args.kept is not None:
-            write_atomic(args.kept / f"table2_{name}.json", found.to_json())
+            text = record("table2", {"rows": found}, {"model": name, "questions": args.questions}, started=started)
+            write_atomic(args.kept / f"table2_{name}.json", text)
     print(table(measured))
     return 0
 

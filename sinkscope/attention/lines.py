@@ -27,7 +27,7 @@ from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
 from sinkscope.measure import Hidden, Number, Positive, Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
-from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished
+from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished, unfolded
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 PAPER_ETA, PAPER_MASS = 0.1, 0.9  # the paper: a tenth of the lines carries about 90 % of the attention
@@ -90,15 +90,16 @@ class LineWeights(Result):
         return reduce(getattr(self, name), "eta layer head -> eta", "mean")
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per head at eta 0.1 (or the nearest), smallest mass first."""
-        names = [name for name in (*self.percent, "line_sums") if getattr(self, name) is not None]
-        numbers = {name: getattr(self, name)[self.shown_eta] for name in names}
-        rows: list[dict[str, Any]] = []
-        for row, layer in enumerate(self.layers):
-            for head in range(self.mass.shape[2]):
-                own = {name: float(values[row, head]) for name, values in numbers.items()}
-                rows.append({"layer": layer, "head": head, **own})
-        return sorted(rows, key=lambda row: row["mass"])
+        """One row per eta and head."""
+        columns = {
+            name: getattr(self, name) for name in (*self.percent, "line_sums") if getattr(self, name) is not None
+        }
+        return unfolded(columns, eta=self.etas, layer=self.layers, head=range(self.mass.shape[2]))
+
+    def shown_rows(self) -> list[dict[str, Any]]:
+        """The heads at eta 0.1 (or the nearest), smallest mass first."""
+        rows = [row for row in self.rows() if row["eta"] == self.etas[self.shown_eta]]
+        return sorted(rows, key=lambda row: row["mass"])[: self.table_rows]
 
     def conclusion(self) -> str:
         """Attention on the heaviest lines, compared with random lines of the same length."""
@@ -132,19 +133,15 @@ class LineWeights(Result):
     def numbers(self) -> list[Number]:
         """The mass on the heaviest lines, and how many of them two texts share, beside random lines."""
         i = self.shown_eta
-        share = f"{self.etas[self.shown_eta]:.0%}"
+        margin = None if self.text_mass is None else margin_of(self.text_mass[i])
         mass = float(self.mean("mass")[i]), float(self.mean("random_mass")[i])
-        margins: list[float | None] = [None, None]
-        if self.text_mass is not None:
-            margins[0] = margin_of(self.text_mass[i])
-        if self.text_inputs is not None:
-            of_texts = margin_of(self.text_inputs[i])
-            if of_texts is not None:
-                margins[1] = 2 * of_texts  # a text is in all pairs with others, so it counts twice in their mean
-        numbers = [Number(f"attention on the heaviest {share} of lines", *mass, margins[0])]
+        numbers = [Number(f"attention on the heaviest {self.etas[i]:.0%} of lines", *mass, margin)]
         if self.inputs is not None:
+            margin = None if self.text_inputs is None else margin_of(self.text_inputs[i])
+            if margin is not None:
+                margin *= 2  # a text is in all pairs with others, so it counts twice in their mean
             shared = float(self.mean("inputs")[i]), float(self.mean("inputs_random")[i])
-            numbers.append(Number("heaviest lines shared by two texts", *shared, margins[1]))
+            numbers.append(Number("heaviest lines shared by two texts", *shared, margin))
         return numbers
 
 
@@ -223,7 +220,7 @@ def line_weights(
     target = setup.target
     wanted = setup.target.chosen_layers(layers)
     rows = texts_of(setup, texts, data, count, length)
-    by_layer = {layer: LayerLines(shares, setup.seed) for layer in wanted}
+    by_layer = {layer: LayerLines(shares) for layer in wanted}
     # All layers share the draws of random lines, which are made as the pass reaches them.
     weight_draws, line_draws = (torch.Generator().manual_seed(setup.seed) for _ in range(2))
 
@@ -235,26 +232,22 @@ def line_weights(
     with setup.edited(), scores_of(target, see, wanted):
         for ids in rows:
             target.forward(ids[None])
-    numbers = {name: torch.stack([own.mean(name) for own in by_layer.values()], 1) for name in _WEIGHTS + _SEGMENTS}
-    arrays: dict[str, Any] = {name: values.numpy() for name, values in numbers.items()}
-    by_text = [own.by_text() for own in by_layer.values()]
-    arrays["text_mass"] = torch.stack([mass for mass, _ in by_text]).mean(0).numpy()
-    arrays |= {"inputs": None, "inputs_random": None, "text_inputs": None}
+    lines = list(by_layer.values())
+    arrays: dict[str, Any] = dict.fromkeys(("inputs", "inputs_random", "text_inputs"))
+    for name in lines[0].weights[0]:
+        values = torch.stack([torch.stack([text[name] for text in own.weights]) for own in lines])
+        arrays[name] = reduce(values, "layer text eta head -> eta layer head", "mean").numpy()
+        if name == "mass":
+            arrays["text_mass"] = reduce(values, "layer text eta head -> eta text", "mean").numpy()
     if len(rows) > 1:
-        for name, random in (("inputs", False), ("inputs_random", True)):
-            agreements = [own.agreement(random) for own in by_layer.values()]
-            arrays[name] = torch.stack(agreements, 1).numpy()
-        arrays["text_inputs"] = torch.stack([inputs for _, inputs in by_text]).mean(0).numpy()
-    return LineWeights(
-        etas=shares,
-        tokens=tuple(len(ids) for ids in rows),
-        layers=tuple(wanted),
-        **arrays,
-    )
-
-
-_WEIGHTS = ("mass", "line_sums", "random_mass", "cells", "vertical")
-_SEGMENTS = ("segments", "segments_relative", "segments_random")
+        inputs = torch.stack([agreement(own.own) for own in lines])
+        inputs_random = torch.stack([agreement(own.random) for own in lines])
+        pairs = list(combinations(range(len(rows)), 2))
+        by_text = [inputs[:, [text in pair for pair in pairs]].mean((0, 1, 3)) for text in range(len(rows))]
+        arrays["inputs"] = reduce(inputs, "layer pair eta head -> eta layer head", "mean").numpy()
+        arrays["inputs_random"] = reduce(inputs_random, "layer pair eta head -> eta layer head", "mean").numpy()
+        arrays["text_inputs"] = torch.stack(by_text, 1).numpy()
+    return LineWeights(etas=shares, tokens=tuple(len(ids) for ids in rows), layers=tuple(wanted), **arrays)
 
 
 @dataclass(eq=False)
@@ -262,7 +255,6 @@ class LayerLines:
     """The chosen lines of one layer, text by text, and the numbers of each text."""
 
     etas: tuple[float, ...]
-    seed: int
     weights: list[dict[str, Float[Tensor, "eta head"]]] = field(default_factory=list)
     own: list[HeadLines] = field(default_factory=list)
     random: list[HeadLines] = field(default_factory=list)
@@ -270,10 +262,9 @@ class LayerLines:
     def add(self, scores: Scores, weight_draws: torch.Generator, line_draws: torch.Generator) -> None:
         """Take the scores of one text."""
         vertical, slash = line_sums(scores)
-        weights = weighed(scores, vertical, slash, self.etas, weight_draws)
-        weights |= self._segments(scores, line_draws)
-        self.weights.append({name: values.double().cpu() for name, values in weights.items()})
         own = top_lines(vertical, slash, self.etas)
+        weights = weighed(scores, vertical, slash, own, weight_draws) | self._segments(scores, line_draws)
+        self.weights.append({name: values.double().cpu() for name, values in weights.items()})
         random = own.random(line_draws, cells=False)
         self.own.append(HeadLines(own.vertical.cpu(), own.slash.cpu(), own.queries))
         self.random.append(HeadLines(random.vertical.cpu(), random.slash.cpu(), own.queries))
@@ -295,40 +286,17 @@ class LayerLines:
             "segments_random": shared_by_second(first_random, second_random),
         }
 
-    def mean(self, name: str) -> Float[Tensor, "eta head"]:
-        """The mean of a number over the texts."""
-        return torch.stack([weights[name] for weights in self.weights]).mean(0)
-
-    def by_text(self) -> tuple[Float[Tensor, "eta text"], Float[Tensor, "eta text"]]:
-        """The mass of each text, and its mean overlap with the other texts; means over heads."""
-        mass = torch.stack([reduce(weights["mass"], "eta head -> eta", "mean") for weights in self.weights], 1)
-        overlap = torch.zeros_like(mass)
-        for (place, first), (other, second) in combinations(enumerate(self.own), 2):
-            shared = reduce(jaccard(second, first).double(), "eta head -> eta", "mean") / max(1, len(self.own) - 1)
-            overlap[:, place] += shared
-            overlap[:, other] += shared
-        return mass, overlap
-
-    def agreement(self, random: bool) -> Float[Tensor, "eta head"]:
-        """Mean overlap of the lines of two different texts, or of as many random ones."""
-        lines = self.own
-        if random:
-            lines = self.random
-        overlaps = [jaccard(second, first) for first, second in combinations(lines, 2)]
-        return torch.stack(overlaps).double().mean(0)
-
 
 def weighed(
     scores: Scores,
     vertical: Float[Tensor, "head key"],
     slash: Float[Tensor, "head key"],
-    etas: Sequence[float],
+    own: HeadLines,
     draws: torch.Generator,
 ) -> dict[str, Float[Tensor, "eta head"]]:
     """Attention on the heaviest and on random lines of one layer and text, under the names of `LineWeights`."""
     total = vertical.sum(1)
-    count = len(etas)
-    own = top_lines(vertical, slash, etas)
+    count = len(own.vertical)
     random = own.random(draws, cells=True)
     both = HeadLines(torch.cat([own.vertical, random.vertical]), torch.cat([own.slash, random.slash]), own.queries)
     summed = (vertical * both.vertical).sum(2) + (slash * both.slash).sum(2)
@@ -340,6 +308,11 @@ def weighed(
         "cells": own.density(),
         "vertical": own.vertical.sum(2) / own.counts(),
     }
+
+
+def agreement(lines: Sequence[HeadLines]) -> Float[Tensor, "pair eta head"]:
+    """The overlap of the lines of every two texts."""
+    return torch.stack([jaccard(second, first) for first, second in combinations(lines, 2)]).double()
 
 
 def jaccard(a: HeadLines, b: HeadLines) -> Float[Tensor, "eta head"]:

@@ -98,15 +98,11 @@ def texts_of(
         SinkscopeError: There is no text, a text is too short, or a number is invalid.
     """
     context = setup.target.max_positions
+    most = context or 1 << 30
     if isinstance(texts, str) or (texts is not None and data is not None):
         raise SinkscopeError("texts: expected a list of them or a file, and only one of them")
-    if length is not None and not SHORTEST_TEXT <= length <= (context or length):
-        range_ = f"{SHORTEST_TEXT} or more"
-        if context and context < SHORTEST_TEXT:
-            range_ = f"a model with a context of {SHORTEST_TEXT} or more; that of {setup.target.name} is {context}"
-        elif context:
-            range_ = f"{SHORTEST_TEXT} to {context}, the context of {setup.target.name}"
-        raise SinkscopeError(f"--length {length}: expected {range_}")
+    if length is not None and not SHORTEST_TEXT <= length <= most:
+        raise SinkscopeError(f"--length {length}: expected {SHORTEST_TEXT} to {most}, the context of the model")
     if data is not None:
         records = read_records(data, TextRecord, 'JSON lines, each with a "text"')
         texts = [record.text for record in records[:count]]
@@ -142,12 +138,9 @@ def _ids(setup: Setup, text: str | Sequence[int], most: int | None) -> list[int]
         if most is not None and len(ids) > most:
             raise SinkscopeError(f"{len(ids)} ids were given, at most {most} were asked for: give fewer")
         return ids
-    ids = [int(i) for i in setup.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
-    if setup.bos is None:
-        return shortened(ids, most)
-    if ids[:1] == [setup.bos]:
-        ids = ids[1:]
-    return [setup.bos, *shortened(ids, most and most - 1)]
+    start = [] if setup.bos is None else [setup.bos]
+    ids = prompt_ids(setup, text)[len(start) :]
+    return [*start, *shortened(ids, most and most - len(start))]
 
 
 def shortened(ids: list[int], most: int | None) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
 import torch
@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.records import Budget, read_setting
+from sinkscope.files.records import Budget, read_settings
 from sinkscope.kv.policy import At, Policy, policies, policy_named
 from sinkscope.kv.shapes import Shape, ShapeShare
 
@@ -53,8 +53,7 @@ class MethodKind:
 
     def load(self) -> Any:
         """The class of what is applied to the model."""
-        module, _, name = self.home.partition(":")
-        return getattr(import_module(module), name)
+        return resolve_name(self.home)
 
     @property
     def shape(self) -> bool:
@@ -197,22 +196,12 @@ def read_method(spec: str, budget: Budget | None = None) -> Method:
     """
     name = name_of(spec)
     kind = kind_of(name)
-    types = kind.settings()
-    paper = False
-    options: dict[str, Any] = {}
-    for part in spec.removeprefix(name).split(":")[1:]:
-        key, equals, value = part.partition("=")
-        if part == PAPER and kind.home and hasattr(kind.load(), PAPER):
-            paper = True
-            continue
-        if not equals:
-            key, value = "budget", part
-        if key not in types or key in options:
-            raise SinkscopeError(
-                f"method {spec!r}: {part!r} is no setting, or is given twice: {name} has {', '.join(types) or 'none'} "
-                "(key=value)"
-            )
-        options[key] = read_setting(value, types[key], f"method {spec!r}: {key}=")
+    parts = spec.removeprefix(name).split(":")[1:]
+    paper = PAPER in parts and bool(kind.home) and hasattr(kind.load(), PAPER)
+    if paper:
+        parts.remove(PAPER)
+    written = [part if "=" in part else f"budget={part}" for part in parts]
+    options = read_settings(written, kind.settings(), f"method {spec!r}")
     own = options.pop("budget", None)
     if own is None and (kind.budget or (kind.shape and isinstance(budget, float) and not options)):
         own = budget

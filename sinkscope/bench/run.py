@@ -42,7 +42,6 @@ def bench(
     seed: Count = 0,
     seeds: Positive = 1,
     workers: Positive = 1,
-    ray: Annotated[str | None, Option(metavar="ADDRESS")] = None,
     progress: Hidden = None,
 ) -> BenchTable:
     """Answer the prompts of a task with every method, and show scores beside costs. The same command resumes.
@@ -63,8 +62,8 @@ def bench(
         temperature: Sampling temperature; 0 is greedy.
         seed: Seed of the sampling.
         seeds: Number of samples per prompt at a temperature above 0, with consecutive seeds from --seed on.
-        workers: Number of processes that share the work; more than one run over Ray.
-        ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
+        workers: Number of processes that share the work; more than one run over Ray, on a cluster if RAY_ADDRESS
+            names one.
         progress: Called as `progress(what, done, total)`.
 
     Example:
@@ -86,7 +85,6 @@ def bench(
         seed=seed,
         seeds=seeds,
         workers=workers,
-        ray=ray,
         progress=progress,
     )
     return tabulate_records([(records, settings)])
@@ -104,7 +102,7 @@ def run_bench(model: object, task: Task | str, methods: Sequence[str], **options
         task: A task, or its text as on the command line.
         methods: As on the command line.
         options: Further arguments of the command (`out`, `max_new_tokens`, `batch_size`, `temperature`, `seed`,
-            `seeds`, `workers`, `ray`, `progress`), and `tokenizer` for a model that carries none.
+            `seeds`, `workers`, `progress`), and `tokenizer` for a model that carries none.
 
     Returns:
         The records of these methods and prompts, in the order of methods and prompts.
@@ -114,20 +112,18 @@ def run_bench(model: object, task: Task | str, methods: Sequence[str], **options
             begun with other settings or is being written.
         UnsupportedError: A live model cannot be sent to other processes.
     """
-    chosen = read_task(task) if isinstance(task, str) else task
-    return _run(model, chosen, methods, **options)[0]
+    return _run(model, task, methods, **options)[0]
 
 
 def bench_model(model: object, task: Task | str, methods: Sequence[str], **options: Any) -> BenchTable:
     """The table of `run_bench` for a model that is in memory; its arguments are the same."""
-    chosen = read_task(task) if isinstance(task, str) else task
-    return tabulate_records([_run(model, chosen, methods, **options)])
+    return tabulate_records([_run(model, task, methods, **options)])
 
 
 @float32_by_default()
 def _run(
     model: object,
-    task: Task,
+    task: Task | str,
     specs: Sequence[str],
     *,
     out: str | os.PathLike[str] | None = None,
@@ -138,10 +134,11 @@ def _run(
     seed: int = 0,
     seeds: int = 1,
     workers: int = 1,
-    ray: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[BenchRecord], dict[str, Any]]:
-    check_workers(workers, ray)
+    if isinstance(task, str):
+        task = read_task(task)
+    check_workers(workers)
     check_values(Natural | None, max_new_tokens=max_new_tokens, batch_size=batch_size, seeds=seeds)
     check_values(Temperature, temperature=temperature)
     check_values(Whole, seed=seed)
@@ -176,7 +173,7 @@ def _run(
         "chat": task.chat,
     }
     elsewhere: Workers | None = None
-    if workers > 1 or ray is not None:
+    if workers > 1:
         if not isinstance(model, ModelByName) and opened.target.kind != "hf":
             raise UnsupportedError(
                 "workers need the model by its name, or a plain Hugging Face model; this is a live "
@@ -184,7 +181,7 @@ def _run(
             )
         sent = model if isinstance(model, ModelByName) else opened.target.hf
         opener = partial(_open_worker, sent, opened.target.tokenizer, task)
-        elsewhere = Workers(opener, workers, ray, gpu=opened.target.device.type == "cuda")
+        elsewhere = Workers(opener, workers, gpu=opened.target.device.type == "cuda")
     records: list[BenchRecord] = []
     with open_run(out, settings, prompts) as folder:
         finish(partial(task.answers, opened), batches, folder, "answers", progress, elsewhere)

@@ -6,7 +6,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 
 from sinkscope.errors import SinkscopeError
 
@@ -27,13 +27,13 @@ def score(metric: str, text: str, answers: Sequence[str]) -> float:
     """
     if metric in METRICS:
         return METRICS[metric](text, answers)
-    module, colon, name = metric.partition(":")
     try:
-        if colon:
-            return float(getattr(import_module(module), name)(text, answers))
-    except (ImportError, AttributeError):
-        pass
-    raise SinkscopeError(f"metric {metric!r} is unknown: expected {', '.join(METRICS)} or package.module:function")
+        own = resolve_name(metric)
+    except (ImportError, AttributeError, ValueError):
+        own = None
+    if not callable(own):
+        raise SinkscopeError(f"metric {metric!r} is unknown: expected {', '.join(METRICS)} or package.module:function")
+    return float(own(text, answers))
 
 
 def normalised(text: str) -> list[str]:

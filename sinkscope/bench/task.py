@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from importlib import import_module
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from pkgutil import resolve_name
+from typing import Any, ClassVar, Literal, get_type_hints
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel, answer_rows, top_probability
 from sinkscope.bench.methods import FULL
@@ -16,7 +16,7 @@ from sinkscope.bench.samplers import samplers
 from sinkscope.bench.scores import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
-from sinkscope.files.records import Budget, check_fields, read_setting
+from sinkscope.files.records import Budget, check_fields, read_settings
 from sinkscope.models.target import Target
 
 TASKS = {
@@ -185,37 +185,22 @@ def read_task(spec: str) -> Task:
         SinkscopeError: The task or a setting is unknown, or a value has the wrong type.
     """
     name, *parts = spec.split(":")
-    if name in TASKS:
-        module, _, cls_name = TASKS[name].partition(":")
-        cls: Any = getattr(import_module(module), cls_name)
-        options: dict[str, Any] = {}
-    else:
+    cls: Any = task_class(name)
+    hints = get_type_hints(cls, include_extras=True)
+    types = {each.name: hints[each.name] for each in fields(cls) if each.name not in ("file", "given")}
+    options = read_settings(parts, types, f"--task {name}")
+    for key, value in options.items():
+        if key != "seed" and isinstance(value, int) and value > MOST:
+            raise SinkscopeError(f"--task {name}: {key}={value}: expected at most {MOST}")
+    if cls is PromptFile:
         if not path_of(name).is_file():
             raise SinkscopeError(f"--task {name!r}: expected {', '.join(TASKS)}, or a file of prompts")
-        cls, options = PromptFile, {"file": name}
-    hints = get_type_hints(cls, include_extras=True)
-    known = [each.name for each in fields(cls) if each.name not in ("file", "given")]
-    for part in parts:
-        key, equals, value = part.partition("=")
-        if not equals or key not in known or key in options:
-            raise SinkscopeError(f"--task {spec}: {part!r} is no setting: {name} has {', '.join(known)} (key=value)")
-        options[key] = _read_value(value, hints[key], f"--task {name}: {key}=")
-        if key != "seed" and isinstance(options[key], int) and options[key] > MOST:
-            raise SinkscopeError(f"--task {name}: {key}={value}: expected at most {MOST}")
+        options["file"] = name
     return cls(**options)
-
-
-def _read_value(text: str, kind: Any, where: str) -> Any:
-    """A value, or several of them separated by commas."""
-    if get_origin(kind) is not tuple:
-        return read_setting(text, kind, where)
-    each_kind = get_args(kind)[0]
-    return tuple(read_setting(each, each_kind, where) for each in text.split(","))
 
 
 def task_class(name: str) -> type[Task]:
     """The class of a task by the name in its records."""
     if name not in TASKS:
         return PromptFile
-    module, _, cls_name = TASKS[name].partition(":")
-    return getattr(import_module(module), cls_name)
+    return resolve_name(TASKS[name])

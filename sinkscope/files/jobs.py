@@ -36,7 +36,7 @@ class Job(Protocol):
 J = TypeVar("J", bound=Job)
 
 
-def check_workers(workers: int, address: str | None = None) -> None:
+def check_workers(workers: int) -> None:
     """Refuse an impossible number of workers before work begins.
 
     Raises:
@@ -44,7 +44,7 @@ def check_workers(workers: int, address: str | None = None) -> None:
     """
     if workers < 1:
         raise SinkscopeError(f"--workers {workers}: at least one process is needed; give 1 or more")
-    if workers > 1 or address is not None:
+    if workers > 1:
         _ray()
 
 
@@ -56,14 +56,12 @@ class Workers:
         open: Called once in each worker (to open the model, say); returns the function that runs jobs there. It is
             pickled.
         count: Number of workers.
-        address: Address of a Ray cluster, as for `ray.init`. None: `RAY_ADDRESS`, or a cluster on this machine.
         gpu: Each worker needs a GPU, or a share of one.
         patience: Seconds within which all of them must have started.
     """
 
     open: Callable[[], Callable[[Any], Any]]
     count: int
-    address: str | None = None
     gpu: bool = False
     patience: float = 600.0
 
@@ -122,19 +120,19 @@ class Workers:
     def _join(self, ray: Any) -> None:
         """Join a cluster, or start one on this machine."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere
-        address = self.address or os.environ.get("RAY_ADDRESS")
-        where: dict[str, Any] = {"num_cpus": max(self.count, os.cpu_count() or 1), "include_dashboard": False}
-        if address:
-            where = {"address": address}
+        address = os.environ.get("RAY_ADDRESS", "")
+        where: dict[str, Any] = {"address": address}
+        if not address:
+            where = {"num_cpus": max(self.count, os.cpu_count() or 1), "include_dashboard": False}
         try:
-            host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+            host, _, port = address.removeprefix("ray://").rpartition(":")
             if port.isdecimal():  # Ray itself would retry for many minutes
                 socket.create_connection((host, int(port)), timeout=CLUSTER_ANSWERS_WITHIN).close()
             ray.init(log_to_driver=False, logging_level="ERROR", **where)
         except (OSError, ValueError, RuntimeError) as error:
             raise SinkscopeError(
-                f"--ray {address}: no Ray cluster can be joined there ({str(error).splitlines()[0]:.80}); start one "
-                "with `ray start --head`, or leave out --ray"
+                f"RAY_ADDRESS={address}: no Ray cluster can be joined there ({str(error).splitlines()[0]:.80}); start "
+                "one with `ray start --head`, or unset RAY_ADDRESS"
             ) from None
 
 

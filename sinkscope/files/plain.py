@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import fields, is_dataclass
-from enum import Enum
-from pathlib import Path, PurePath
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic_core import to_jsonable_python
 
 from sinkscope.errors import SinkscopeError
 
@@ -103,29 +101,26 @@ def plain(value: Any, *, scrub: bool = False) -> Any:
     Raises:
         SinkscopeError: Something in it cannot be converted.
     """
-    if isinstance(value, Enum):
-        value = value.value
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return float(value)
-        return None
-    if isinstance(value, PurePath) or (isinstance(value, str) and scrub):
-        return pathless(str(value))
+    converted = to_jsonable_python(value, inf_nan_mode="null", fallback=_converted)
+    if scrub:
+        return _scrubbed(converted)
+    return converted
+
+
+def _scrubbed(value: Any) -> Any:
     if isinstance(value, str):
-        return str(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return {one.name: plain(getattr(value, one.name), scrub=scrub) for one in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(one, scrub=scrub) for key, one in value.items()}
-    if isinstance(value, Set):
-        value = sorted(value, key=repr)
-    if isinstance(value, Sequence):
-        return [plain(one, scrub=scrub) for one in value]
+        return pathless(value)
+    if isinstance(value, list):
+        return [_scrubbed(one) for one in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {key: _scrubbed(one) for key, one in cast("dict[str, Any]", value).items()}
+    return value
+
+
+def _converted(value: Any) -> Any:
     to_list = getattr(value, "tolist", None)
     if callable(to_list):  # numpy arrays and scalars, tensors
-        return plain(to_list(), scrub=scrub)
+        return to_list()
     if type(value).__module__ == "torch":  # a dtype or a device
         return str(value).removeprefix("torch.")
     raise SinkscopeError(

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from ast import literal_eval
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache, wraps
 from math import nan
 from types import NoneType, UnionType
@@ -119,6 +119,26 @@ def read_setting(text: str, kind: Any, name: str) -> Any:
         if text in ("inf", "-inf"):
             value = float(text)
     return conform(kind, value, name, strict=True)
+
+
+def read_settings(parts: Sequence[str], types: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Read settings such as "key=value"; the parts of a tuple stand between commas.
+
+    Raises:
+        SinkscopeError: A setting is unknown or given twice, or a value has the wrong type.
+    """
+    settings: dict[str, Any] = {}
+    for part in parts:
+        key, equals, text = part.partition("=")
+        if not equals or key not in types or key in settings:
+            known = ", ".join(types) or "none"
+            raise SinkscopeError(f"{where}: {part!r} is no setting, or is given twice: it has {known} (key=value)")
+        kind, name = types[key], f"{where}: {key}="
+        if get_origin(kind) is tuple:
+            settings[key] = tuple(read_setting(each, get_args(kind)[0], name) for each in text.split(","))
+        else:
+            settings[key] = read_setting(text, kind, name)
+    return settings
 
 
 @dataclass_transform(frozen_default=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import import_module
 from itertools import product
 from pathlib import Path
+from pkgutil import resolve_name
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_type_hints
 
@@ -159,8 +160,10 @@ class Result:
         Raises:
             SinkscopeError: `data` is not such an envelope.
         """
-        if not isinstance(data, dict) or "schema" not in data or "kind" not in data:
-            raise SinkscopeError(f"{name} is not a result of sinkscope: expected an object with schema and kind")
+        if not isinstance(data, dict) or not {"schema", "kind", "result"} <= data.keys():
+            raise SinkscopeError(
+                f"{name} is not a result of sinkscope: expected an object with schema, kind and result"
+            )
         if data["schema"] != SCHEMA:
             raise SinkscopeError(
                 f"{name} has schema {data['schema']!r}, this version reads {SCHEMA}: install the version that wrote it "
@@ -169,11 +172,9 @@ class Result:
         result_class = _class_of(str(data["kind"]), name)
         if not issubclass(result_class, cls):
             raise SinkscopeError(f"{name} holds {data['kind']!r}, expected {cls.kind!r}: use Result.load for any kind")
-        content = data.get("result")
-        if not isinstance(content, dict):
+        if not isinstance(data["result"], dict):
             raise SinkscopeError(f"{name} has no result: expected an object of {data['kind']!r}")
-        envelope = {key: data.get(key) for key in ENVELOPE_FIELDS}
-        return build(result_class, {**content, **envelope}, name)
+        return build(result_class, data["result"] | {key: data.get(key) for key in ENVELOPE_FIELDS}, name)
 
     # What it says
 
@@ -267,8 +268,7 @@ class Result:
         """
         draw = type(self).drawing
         if isinstance(draw, str):
-            module, _, name = draw.partition(":")
-            draw = getattr(import_module(module), name)
+            draw = resolve_name(draw)
         if draw is None:
             raise SinkscopeError(f"no figure is drawn of {self.kind!r}: use --json, or --html for its tables")
         return draw(self)

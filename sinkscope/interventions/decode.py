@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -129,11 +129,15 @@ def greedy(target: Target, rows: Int[Tensor, "row pos"], new: int, edit: Interve
         The new ids of each row, up to and including the end-of-sequence token.
     """
     answers, _ = _likeliest(target, rows, new, edit)
-    for answer in answers:
-        ends = [place for place, token in enumerate(answer) if token in target.end_ids]
-        if ends:
-            del answer[ends[0] + 1 :]
-    return answers
+    return [to_end(answer, target.end_ids) for answer in answers]
+
+
+def to_end(answer: list[int], ends: Collection[int]) -> list[int]:
+    """The tokens up to and including the first that ends a sequence."""
+    for i, token in enumerate(answer):
+        if token in ends:
+            return answer[: i + 1]
+    return answer
 
 
 def decode(

@@ -5,7 +5,7 @@ from sinkscope.files.options import Count, Hidden, Option, Positive
 from sinkscope.files.provenance import ModelInfo, Provenance
 from sinkscope.files.result import Number, Result
 from sinkscope.measure.measurement import EDIT_PARAMETERS, SETUP_PARAMETERS, Measurement, Output, measurement
-from sinkscope.measure.setup import PIECE, Setup, TextAttention, read_whole
+from sinkscope.measure.setup import PIECE, Setup, TextAttention
 
 __all__ = [
     "EDIT_PARAMETERS",
@@ -25,5 +25,4 @@ __all__ = [
     "Setup",
     "TextAttention",
     "measurement",
-    "read_whole",
 ]

@@ -51,6 +51,7 @@ class Output:
     kind: str | None = None
 
 
+@dataclass(eq=False)
 class Measurement(Generic[P, R]):
     """A measurement that can be called with a model; made by `@measurement`.
 
@@ -58,33 +59,23 @@ class Measurement(Generic[P, R]):
     provenance. `on(setup, ...)` runs it on a model that is already open.
     """
 
-    def __init__(
-        self,
-        function: Callable[Concatenate[Setup, P], R],
-        *,
-        group: str,
-        command: str | None,
-        loading: Loading,
-        edits: bool,
-        quick: dict[str, Any],
-        outputs: Sequence[Output],
-        check: Callable[..., object] | None,
-    ) -> None:
-        functools.update_wrapper(self, function)
-        self.__name__ = function.__name__
-        self.function = function
-        self.group = group
-        self.command = command
-        self.loading: Loading = loading
-        self.edits = edits
-        self.quick = quick
-        self.outputs = tuple(outputs)
-        self.check = check
-        own = list(inspect.signature(function).parameters.values())[1:]
+    function: Callable[Concatenate[Setup, P], R]
+    group: str
+    command: str | None
+    loading: Loading
+    edits: bool
+    quick: dict[str, Any]
+    outputs: Sequence[Output]
+    check: Callable[..., object] | None
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.function)
+        self.__name__ = self.function.__name__
+        own = list(inspect.signature(self.function).parameters.values())[1:]
         self._own = [one.name for one in own]
         model, *shared = inspect.signature(Setup.open).parameters.values()
         common = [one for one in shared if one.name not in (*self._own, "loading")]
-        if edits:
+        if self.edits:
             common += inspect.signature(edit_of).parameters.values()
         self.__signature__ = inspect.Signature(sorted([model, *own, *common], key=lambda one: one.kind))
 
@@ -213,15 +204,6 @@ def measurement(
         if "kind" not in vars(result_class):
             result_class.claim(function.__name__.replace("_", "-"))
         result_class.drawing = figure
-        return Measurement(
-            function,
-            group=group,
-            command=command,
-            loading=loading,
-            edits=edits,
-            quick=quick or {},
-            outputs=outputs,
-            check=check,
-        )
+        return Measurement(function, group, command, loading, edits, quick or {}, outputs, check)
 
     return wrap

@@ -136,9 +136,9 @@ class Setup:
             ids = text_rows(target.tokenizer, content, pieces, length, start)
         source = (model, options)
         setup = cls(target, start, content, ids, seed, progress or silent, started=started, source=source)
-        if loading == "enough":
-            return setup
-        return read_whole(setup)
+        while loading != "enough" and setup.more():
+            pass
+        return setup
 
     @property
     def tokenizer(self) -> Any:
@@ -181,17 +181,10 @@ class Setup:
         Raises:
             SinkscopeError: The model has no such layer.
         """
-        wanted = None
-        if layers is not None:
-            wanted = self.target.chosen_layers(layers)
-        read = self._in_one_pass
-        if self.edit is not None:
-            read = self._token_by_token
+        wanted = None if layers is None else self.target.chosen_layers(layers)
+        read = self._in_one_pass if self.edit is None else self._token_by_token
         for text, row in enumerate(self.ids):
-            first = 0
-            if last is not None:
-                first = max(0, len(row) - last)
-            parts = read(row, first, wanted)
+            parts = read(row, 0 if last is None else max(0, len(row) - last), wanted)
             self.progress("texts", text + 1, self.n_texts)
             for layer, probs in parts.items():
                 yield TextAttention(text, layer, torch.cat(probs, 2))
@@ -257,10 +250,3 @@ class Setup:
             self.target = self.target.more()
             return True
         return False
-
-
-def read_whole(setup: Setup) -> Setup:
-    """The same setup with every layer, if only the first layers of a file are in memory."""
-    while setup.more():
-        pass
-    return setup

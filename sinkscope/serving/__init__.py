@@ -8,32 +8,18 @@ from __future__ import annotations
 
 from importlib import import_module
 from types import new_class
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class _Processor(NamedTuple):
-    """A class that is made of ours and of a server's.
-
-    Attributes:
-        ours: Module and class in this package.
-        interfaces: Module and class of each interface of the server; a version may lack some.
-    """
-
-    ours: tuple[str, str]
-    interfaces: tuple[tuple[str, str], ...]
-
-
+# Our class and the interfaces of the server, as module:class; a version of the server may lack some interfaces.
 _PROCESSORS = {
-    "VllmLoopProcessor": _Processor(
-        ("sinkscope.serving.vllm", "VllmLoops"),
-        (
-            ("vllm.v1.sample.logits_processor", "LogitsProcessor"),
-            ("vllm.v1.worker.gpu.sample.logits_processor", "LogitsProcessor"),
-        ),
+    "VllmLoopProcessor": (
+        "sinkscope.serving.vllm:VllmLoops",
+        "vllm.v1.sample.logits_processor:LogitsProcessor",
+        "vllm.v1.worker.gpu.sample.logits_processor:LogitsProcessor",
     ),
-    "SglangLoopProcessor": _Processor(
-        ("sinkscope.serving.sglang", "SglangLoops"),
-        (("sglang.srt.sampling.custom_logit_processor", "CustomLogitProcessor"),),
+    "SglangLoopProcessor": (
+        "sinkscope.serving.sglang:SglangLoops",
+        "sglang.srt.sampling.custom_logit_processor:CustomLogitProcessor",
     ),
 }
 
@@ -43,18 +29,16 @@ def __getattr__(name: str) -> Any:
         return import_module("sinkscope.serving.loop_row").ServingSettings
     if name not in _PROCESSORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    processor = _PROCESSORS[name]
-    bases: list[type] = []
-    for module, base in processor.interfaces:
+    classes: list[Any] = []
+    for place in _PROCESSORS[name]:
+        module, _, class_name = place.partition(":")
         try:
-            bases.append(getattr(import_module(module), base))
+            classes.append(getattr(import_module(module), class_name))
         except ImportError:  # a version of the server with one of the interfaces only
             continue
-    if not bases:
-        server = processor.interfaces[0][0].partition(".")[0]
+    if len(classes) == 1:
+        server = _PROCESSORS[name][1].partition(".")[0]
         raise ImportError(f"{name} needs {server}, which is not installed here")
-    module, own_name = processor.ours
-    ours = getattr(import_module(module), own_name)
-    namespace = {"__module__": __name__, "__doc__": ours.__doc__}
-    globals()[name] = new_class(name, (ours, *bases), exec_body=lambda body: body.update(namespace))
+    namespace = {"__module__": __name__, "__doc__": classes[0].__doc__}
+    globals()[name] = new_class(name, tuple(classes), exec_body=lambda body: body.update(namespace))
     return globals()[name]

@@ -12,12 +12,13 @@ import torch
 from jaxtyping import Int
 from pydantic import Field
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import TextStreamer
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Natural, check_values, said
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.interventions.decode import decoding
+from sinkscope.interventions.decode import decoding, to_end
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Policy
 from sinkscope.kv.edit_of import edit_of
@@ -114,9 +115,9 @@ def generate(
     tok = target.need_tokenizer()
     _check_numbers(max_new_tokens, temperature, seed, batch_size, on_text)
     target.check_loaded()
-    read = read_inputs(target, prompts, inputs, bos=bos, page="generate")
-    rows = read.rows()
-    texts = read.texts
+    inputs_read = read_inputs(target, prompts, inputs, bos=bos, page="generate")
+    rows = inputs_read.rows()
+    texts = inputs_read.texts
     if texts is None:
         texts = [tok.decode(ids) for ids in rows]
     edit = edit_of(patch=patch, policy=policy, guard=guard, interventions=interventions)
@@ -141,12 +142,17 @@ def generate(
                 text = tok.decode(tokens, skip_special_tokens=True)
                 if on_text is not None and rewinds:
                     on_text(start + row, text)
-                prompt_tokens = len(batch[row])
-                last = None if len(batch) == 1 else prompt_tokens + len(tokens) - 1
-                generated = Generated(texts[start + row], text, tokens, prompt_tokens, [])
+                generated = Generated(texts[start + row], text, tokens, len(batch[row]), [])
                 if run is not None:
-                    generated = replace(generated, events=_row_events(run, row, last, start), summary=run.summary())
-                    generated = _with_usage(generated, run, row)
+                    last = None if len(batch) == 1 else len(batch[row]) + len(tokens) - 1
+                    usage, read = run.usage[-1:], tokens_read(run)[-1:]
+                    generated = replace(
+                        generated,
+                        events=_row_events(run, row, last, start),
+                        held=usage[0].mean_tokens[row] if usage else None,
+                        read=read[0][row] if read else None,
+                        summary=run.summary(),
+                    )
                 results.append(generated)
     return results
 
@@ -157,15 +163,7 @@ def _continued(target: Target, rows: list[list[int]], options: dict[str, Any], r
     ends, pad = ends_and_pad(target)
     ids, mask = padded(rows, pad, target.device)
     output = generate_in_pieces(run, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
-    written: list[list[int]] = []
-    for row in output[:, ids.shape[1] :].tolist():
-        tokens: list[int] = []
-        for token in row:
-            tokens.append(token)
-            if token in ends:
-                break
-        written.append(tokens)
-    return written
+    return [to_end(row, ends) for row in output[:, ids.shape[1] :].tolist()]
 
 
 def _row_events(run: Run, row: int, last: int | None, start: int) -> list[Event]:
@@ -178,16 +176,6 @@ def _row_events(run: Run, row: int, last: int | None, start: int) -> list[Event]
         if event.row == row and (last is None or event.kind == LoopGuard.KIND or event.position <= last):
             events.append(replace(event, row=start + row))
     return events
-
-
-def _with_usage(generated: Generated, run: Run, row: int) -> Generated:
-    """The same with the tokens that the cache held, and those that a decoding step read, as far as a policy chose."""
-    usage, read = run.usage, tokens_read(run)
-    if usage:
-        generated = replace(generated, held=usage[-1].mean_tokens[row])
-    if read:
-        generated = replace(generated, read=read[-1][row])
-    return generated
 
 
 def ends_and_pad(target: Target) -> tuple[frozenset[int], int]:
@@ -203,14 +191,12 @@ def padded(
     rows: Sequence[list[int]], pad: int, device: torch.device
 ) -> tuple[Int[Tensor, "row pos"], Int[Tensor, "row pos"]]:
     """Rows of ids that are filled up on the left, and which of them are real, as attention masks say it."""
-    width = max(len(row) for row in rows)
-    ids: list[list[int]] = []
-    mask: list[list[int]] = []
-    for row in rows:
-        missing = width - len(row)
-        ids.append([pad] * missing + row)
-        mask.append([0] * missing + [1] * len(row))
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+    ids = [torch.tensor(row, device=device) for row in rows]
+    real = [torch.ones_like(row) for row in ids]
+    return (
+        pad_sequence(ids, batch_first=True, padding_value=pad, padding_side="left"),
+        pad_sequence(real, batch_first=True, padding_side="left"),
+    )
 
 
 class _Streamer(TextStreamer):
@@ -226,8 +212,9 @@ class _Streamer(TextStreamer):
 def _check_prompts(rows: list[list[int]], edit: Intervention | None, new: int, target: Target) -> None:
     for number, length in enumerate(map(len, rows), 1):
         target.check_length(f"prompt {number}", length, new, "shorten the prompt", "generate")
-        for part in () if edit is None else edit.parts:
-            part.check_prompt(length)
+        if edit is not None:
+            for part in edit.parts:
+                part.check_prompt(length)
 
 
 def _check_numbers(max_new_tokens: int, temperature: float, seed: int, batch_size: int, on_text: object) -> None:

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 import sinkscope as ss
 from sinkscope.app.cli import main
-from sinkscope.attention.barcode import LOCK_GAIN, Barcode, HeadTracks, PictureSize, barcode
+from sinkscope.attention.barcode import LOCK_GAIN, LOCKED, Barcode, HeadTracks, PictureSize, barcode
 from sinkscope.attention.texts import Loop
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM
@@ -150,7 +150,7 @@ def test_without_planted_heads_nothing_locks():
     with_heads = loop_organism(1)
     prompt = organism.looping_prompt(5)
     walk = measured(organism, prompt.ids, 60)
-    assert walk.period is None and walk.locked == [] and walk.locking_onset is None and walk.locked_curve is None
+    assert walk.period is None and walk.locked == [] and walk.locking_onset is None and LOCKED not in walk.curves
     assert walk.conclusion() == "The 60 generated tokens end in no loop, so no head can lock onto one."
     assert walk.numbers()[0].value is None
     ids = [*prompt.ids[0].tolist(), *prompt.cycle * 12]  # what the organism with them would say

@@ -53,8 +53,8 @@ def test_every_method_can_be_made_with_a_budget_of_the_task():
     ("text", "message"),
     [
         ("h20", "method 'h20' is unknown: expected some of full, random"),
-        ("streaming:sinks=3", "'sinks=3' is no setting, or is given twice: streaming has"),
-        ("full:0.5", "'0.5' is no setting, or is given twice: full has none"),
+        ("streaming:sinks=3", "'sinks=3' is no setting, or is given twice: it has"),
+        ("full:0.5", "'budget=0.5' is no setting, or is given twice: it has none"),
         ("h2o:0.5:budget=8", "'budget=8' is no setting, or is given twice"),
         ("h2o:0.0", "budget=0.0: expected a number of tokens from 1, or a fraction"),
         ("h2o:recent=many", "recent='many'"),

@@ -99,7 +99,7 @@ def test_tasks_as_they_are_written():
     ("text", "message"),
     [
         ("recal", "--task 'recal': expected loops, recall, needle, text, or a file of prompts"),
-        ("recall:turn=3", "'turn=3' is no setting: recall has history, chat, count, turns"),
+        ("recall:turn=3", "'turn=3' is no setting, or is given twice: it has history, chat, count, turns"),
         ("recall:turns=0", "--task recall: turns=0: expected a whole number from 1"),
         ("recall:positions=front", "'front'"),
         ("needle:depths=1.5", "depths=(1.5,): expected numbers from 0.0 to 1.0"),

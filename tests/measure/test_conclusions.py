@@ -16,7 +16,7 @@ from sinkscope.sinks.attack.attack import ClusterAttack
 from sinkscope.sinks.attack.clusters import TokenClusters
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.marking_heads import MarkingHeads
-from sinkscope.sinks.patch.evaluate import Change, PatchEvaluation
+from sinkscope.sinks.patch.evaluate import PatchEvaluation
 from sinkscope.sinks.patch.make import PatchMade, PatchProof
 from sinkscope.sinks.repetition.atlas import AtlasReading
 from sinkscope.sinks.repetition.attention import AttentionReading
@@ -62,29 +62,30 @@ def sweep(rng: Rng, tokens: int) -> Sweep:
 def repeated(rng: Rng) -> Result:
     tokens = int(rng.integers(1, 7))
     which = rng.integers(5)
-    given = {"sweep": sweep(rng, tokens)}
+    over = sweep(rng, tokens)
+    reading = None
     if which == 0:
         return Repeat(model=MODEL, read="norm", absence=absence(rng))
     if which == 1:
-        names = ("intact", *[("one", "control"), ("one", "set", "control"), ()][rng.integers(3)])
+        names = ("intact", *[("set", "control"), ()][rng.integers(2)])
         norms = rng.uniform(1, 99, (len(names), tokens, 2))
         repeats = rng.choice([1, 5, 90, np.nan], tokens)
         zeroed = tuple(sites(rng) for _ in names)
         typical = np.array([1.0, 2.0, 3.0])
-        given["norm"] = NormReading(names, zeroed, norms, norms[:, :, 0], repeats, 99.0, typical)
+        reading = NormReading(over, names, zeroed, norms, norms[:, :, 0], repeats, 99.0, typical)
     elif which == 2:
-        by_sequence = rng.random((3, tokens + 1))
-        by_n = rng.random((3, tokens, 2))
+        by_sequence = rng.random((2, 3, tokens + 1))
+        by_n = rng.random((2, 3, tokens, 2))
         high = rng.integers(0, 3, tokens + 1) if rng.random() < 0.7 else np.zeros(tokens + 1, int)
-        means = [by_sequence] * 4
         shares = [rng.random(tokens + 1)] * 2
-        given["attention"] = AttentionReading(
-            ("natural text", *given["sweep"].tokens), high, by_n, by_n, *means, *shares, first_behind=int(high.any())
-        )
+        names = ("natural text", *over.tokens)
+        behind = int(high.any())
+        reading = AttentionReading(over, names, high, by_n, by_sequence, by_sequence, *shares, first_behind=behind)
     elif which == 3:
         by_n = rng.uniform(0.1, 2, (2, tokens, 2))
         outside = None if rng.random() < 0.6 else "its positions are learned"
-        given["distance"] = DistanceReading(
+        reading = DistanceReading(
+            over,
             distance=by_n,
             alone=rng.uniform(1, 2, (2, tokens)),
             bound=rng.uniform(0, 3, (tokens, 2)),
@@ -94,10 +95,9 @@ def repeated(rng: Rng) -> Result:
     else:
         several = ("intact", "patched")[: rng.integers(1, 3)]
         shape = (len(several), tokens)
-        given["probability"] = ProbabilityReading(
-            several, sites(rng), rng.random((*shape, 2)), rng.random(shape), rng.random(shape), 0.01, ()
-        )
-    return Repeat(model=MODEL, read="norm", **given)
+        shares = rng.random((*shape, 2)), rng.random(shape), rng.random(shape)
+        reading = ProbabilityReading(over, several, sites(rng), *shares, 0.01, ())
+    return Repeat(model=MODEL, read="norm", reading=reading)
 
 
 def vocabulary(rng: Rng) -> Result:
@@ -105,7 +105,7 @@ def vocabulary(rng: Rng) -> Result:
     repeats = rng.choice([1.0, 5.0, 900.0, np.nan], count)
     head = rng.choice([0.0, np.nan], count)
     atlas = AtlasReading(("a",) * count, np.arange(count), repeats, rng.random(count), head, 1024)
-    return Repeat(model=MODEL, read="norm", sink_layer=2, atlas=atlas)
+    return Repeat(model=MODEL, read="norm", sink_layer=2, reading=atlas)
 
 
 def attack(rng: Rng) -> Result:
@@ -132,7 +132,6 @@ def attack(rng: Rng) -> Result:
 
 def patch(rng: Rng) -> Result:
     words = int(rng.integers(1, 9))
-    change = Change(50.0, float(rng.uniform(45, 60)), 1.0, 0.1)
     proof = PatchProof(
         words=("word",) * words,
         repeats=300,
@@ -141,8 +140,7 @@ def patch(rng: Rng) -> Result:
         norms=rng.uniform(1, 40, (3, words, 2)),
         attention=rng.random((3, 1)),
         ordinary_attention=rng.random(1),
-        perplexity=change,
-        random_perplexity=change,
+        perplexity=np.array([50.0, rng.uniform(45, 60), 50.1]),
     )
     verdict, reason = proof.judged(0.01)
     named = sites(rng)
@@ -160,7 +158,6 @@ def barcode(rng: Rng) -> Result:
         steps=int(rng.integers(1, 600)),
         period=int(rng.integers(1, 60)) if loops else None,
         onset=70 if loops else None,
-        suffix=256,
         layers=(3, 4),
         score=score,
         mass=score,
@@ -169,8 +166,7 @@ def barcode(rng: Rng) -> Result:
         locking_onset=None,
         last_new=None,
         positions=(0,),
-        locked_curve=None,
-        other_curve=None,
+        curves={},
         shown=(),
         attention=np.zeros((0, 1, 1)),
         events={},
@@ -190,17 +186,8 @@ def card(rng: Rng) -> Result:
 
 
 def evaluation(rng: Rng) -> Result:
-    count = int(rng.integers(1, 6))
-    pair = rng.random((2, count))
     return PatchEvaluation(
-        model=MODEL,
-        tasks=("text",) * count,
-        metrics=("perplexity",) * count,
-        samples=np.ones(count, int),
-        original=rng.random(count),
-        changed=pair,
-        errors=np.where(rng.random((2, count)) < 0.2, np.nan, pair),
-        neurons=sites(rng),
+        model=MODEL, perplexity=rng.uniform(20, 60, 3), errors=np.append(np.nan, rng.random(2)), neurons=sites(rng)
     )
 
 

@@ -48,7 +48,7 @@ def test_the_same_circuit():
 def test_the_same_repetitions():
     half, full = (ss.repeat(model(dtype), max_repeats=64) for dtype in ("float16", "float32"))
     assert half.sink_layer == full.sink_layer
-    np.testing.assert_allclose(half.norm.repeats, full.norm.repeats, atol=2)
+    np.testing.assert_allclose(half.reading.repeats, full.reading.repeats, atol=2)
 
 
 @pytest.mark.slow

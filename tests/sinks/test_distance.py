@@ -29,14 +29,17 @@ def measured(model, tokenizer, count: int, **options) -> Repeat:
 
 
 def reading_of(o: Organism, count: int, **options) -> DistanceReading:
-    reading = measured(o.model, o.tokenizer, count, **options).distance
-    return reading
+    return read_of(measured(o.model, o.tokenizer, count, **options))
 
 
 def tiny_reading(family: str, count: int, words: list[str] | None = None, **config) -> DistanceReading:
     model, tokenizer = tiny_model(family, **config)
-    reading = measured(model, tokenizer, count, tokens=words).distance
-    return reading
+    return read_of(measured(model, tokenizer, count, tokens=words))
+
+
+def read_of(result: Repeat) -> DistanceReading:
+    assert isinstance(result.reading, DistanceReading)
+    return result.reading
 
 
 @settings(max_examples=3)
@@ -57,7 +60,8 @@ def test_bound_and_distance_by_hand(family):
     """Per head from the eager attention, the value projection and W_O; Lemma D.1's own sum over the prefix."""
     o, count = organism(family, 1), 60
     result = measured(o.model, o.tokenizer, count, prefix="poem book", tokens=["cat"])
-    found, sweep = result.distance, result.sweep
+    found = read_of(result)
+    sweep = found.sweep
     start = o.tokenizer("poem book")["input_ids"]
     ids = torch.tensor([start + list(sweep.ids[0]) * count])
     target = target_of(o.model, o.tokenizer)
@@ -89,7 +93,8 @@ def test_bound_and_distance_by_hand(family):
 def test_one_pass_is_n_passes(family):
     o = organism(family, 2)
     result = measured(o.model, o.tokenizer, 33, tokens=["cat", "dog"], prefix="poem book")
-    found, sweep = result.distance, result.sweep
+    found = read_of(result)
+    sweep = found.sweep
     layers = (0, o.model.config.num_hidden_layers - 1)
     sites = [f"blocks.{layer}.hook_attn_out" for layer in layers]
 
@@ -118,14 +123,15 @@ def test_absolute_positions_are_outside_and_do_not_vanish(family):
     assert found.distance[0, :, -1].min() > 0.05 * found.distance[0, :, 0].max()
 
 
-def test_outside_the_window_the_distance_is_exactly_zero():
+def test_outside_the_window_the_distance_is_zero():
     model, tokenizer = tiny_model("mistral")  # a window of 16
     result = measured(model, tokenizer, 40, tokens=["cat"])
-    found, sweep = result.distance, result.sweep
-    assert "window of 16" in found.outside and np.isnan(found.bound).all()
-    assert ((found.distance[0, 0] == 0) == (sweep.counts >= 16)).all()
+    found = read_of(result)
+    sweep = found.sweep
+    assert found.outside is not None and "window of 16" in found.outside and np.isnan(found.bound).all()
+    assert ((found.distance[0, 0] < 1e-5 * found.alone[0, 0]) == (sweep.counts >= 16)).all()
     assert "no bound applies" in result.summary()
-    # what was taken for zero is zero but for rounding, which float64 shows
+    # it is zero but for rounding, as float64 shows
     double, site = copy.deepcopy(model).double(), "blocks.0.hook_attn_out"
     word = sweep.ids[0][0]
     outputs = trace(double, torch.tensor([[1, 0, 0] + [word] * 40]), [site])[site][0, 3:]
@@ -150,7 +156,8 @@ def test_the_distance_of_marked_tokens_falls_at_every_step():
     o = organism("llama", 3)
     # BOS alone: a marking head gives it odds / (odds + n), odds at most 80
     result = measured(o.model, o.tokenizer, 1300, prefix="", tokens=["dog", "bla"])
-    found, sweep = result.distance, result.sweep
+    found = read_of(result)
+    sweep = found.sweep
     marked = [row for row, ids in enumerate(sweep.ids) if o.truth.groups[ids[0]] >= 0]
     assert marked and (np.diff(found.distance[0, marked]) < 0).all()
     assert len(found.distance) == o.model.config.num_hidden_layers
@@ -159,16 +166,15 @@ def test_the_distance_of_marked_tokens_falls_at_every_step():
 def test_the_papers_words_and_prefix_are_the_defaults():
     o = organism("llama", 3)
     result = measured(o.model, o.tokenizer, 5)
-    assert result.sweep.tokens == ("cat", "dog", "the", "bla")
+    assert read_of(result).sweep.tokens == ("cat", "dog", "the", "bla")
     assert result.settings["prefix"] == "some prefix:"
-    half = measured(copy.deepcopy(o.model).bfloat16(), o.tokenizer, 20).distance
-    assert half.holds
+    assert read_of(measured(copy.deepcopy(o.model).bfloat16(), o.tokenizer, 20)).holds
 
 
 def test_from_disk_only_the_first_layer_is_read(tmp_path):
     o = organism("gemma2", 4)
     folder = o.save(tmp_path / "m")
-    first = repeat(str(folder), read="distance", max_repeats=30, tokens=["cat"], dtype="float32").distance
+    first = read_of(repeat(str(folder), read="distance", max_repeats=30, tokens=["cat"], dtype="float32"))
     live = reading_of(o, 30, tokens=["cat"])
     assert first.holds and len(first.distance) == 1
     np.testing.assert_allclose(first.distance[0], live.distance[0], rtol=1e-3, atol=1e-4)

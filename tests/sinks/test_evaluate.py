@@ -1,4 +1,4 @@
-"""evaluate_patch: the same numbers counted by hand, and the harness inside the patch."""
+"""evaluate_patch, and the harness inside the patch: the same numbers counted by hand."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from organisms import Organism, organism
 
+from experiments.repeated_token.harness import evaluate_tasks
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
 from sinkscope.interventions import Ablate, SinkPatch
@@ -20,10 +21,10 @@ from sinkscope.measure import Setup
 from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.patch.evaluate import (
     PatchEvaluation,
+    errors_of,
     evaluate_patch,
     held_out,
     losses,
-    perplexity_change,
     random_patch,
 )
 
@@ -74,19 +75,18 @@ def test_perplexity_row_against_separate_passes(tmp_path):
     control = random_patch(made, patch)
     target = target_of(o.model, o.tokenizer)
     plain, patched, drawn = (float(losses(target, ids, e).mean().exp()) for e in (None, patch, control))
-    [row] = found.rows()
-    assert (row["task"], row["metric"], row["samples"]) == ("text", "perplexity", 5)
-    assert (row["original"], row["patched"], row["random"]) == pytest.approx((plain, patched, drawn), rel=1e-5)
-    assert row["difference"] == pytest.approx(patched - plain, rel=1e-3)
-    assert row["random_difference"] == pytest.approx(drawn - plain, abs=1e-3 * plain)
-    assert abs(row["difference"]) > 100 * abs(row["random_difference"])
-    assert found.neurons == o.truth.neurons and "changes 1 score by" in found.conclusion()
+    assert found.perplexity == pytest.approx((plain, patched, drawn), rel=1e-5)
+    none, row, random_row = found.rows()
+    assert none["change"] == 0 and row["change"] == pytest.approx(patched / plain - 1, rel=1e-3)
+    assert abs(row["change"]) > 100 * abs(random_row["change"])
+    assert found.neurons == o.truth.neurons and f"by {row['change']:+.2%} (two" in found.conclusion()
     assert Result.from_dict(found.to_dict()).to_dict() == found.to_dict()
-    [shown] = [trace for trace in found.figure().data if trace.name == "patch"]
-    assert shown.y[0] == pytest.approx(100 * row["difference"] / row["original"])
+    [shown] = found.figure().data
+    assert list(shown.y) == [row["change"], random_row["change"]]
+    assert list(shown.error_y.array) == [row["two_errors"], random_row["two_errors"]]
 
 
-def test_perplexity_is_that_of_single_rows():
+def test_perplexity_is_that_of_single_rows(tmp_path):
     o = organism("llama", 3)
     target, ids = target_of(o.model, o.tokenizer), o.natural(5, 20)
     edit = Ablate(layer=0, neurons=list(range(10)))
@@ -100,10 +100,15 @@ def test_perplexity_is_that_of_single_rows():
         plain = torch.tensor([loss(row) for row in ids])
         with edit.on(o.model):
             edited = torch.tensor([loss(row) for row in ids])
-    change = perplexity_change(before, after)
-    assert change.before == pytest.approx(float(plain.mean().exp()), rel=1e-4)
-    assert change.after == pytest.approx(float(edited.mean().exp()), rel=1e-4)
-    assert change.se == pytest.approx(float((edited - plain).std() / 5**0.5) * change.after, rel=1e-3)
+    assert before.numpy() == pytest.approx(plain.numpy(), rel=1e-4)
+    assert after.numpy() == pytest.approx(edited.numpy(), rel=1e-4)
+    [error] = errors_of(torch.stack([before, after]))
+    assert float(error) == pytest.approx(float((edited - plain).std() / 5**0.5), rel=1e-3)
+    assert errors_of(torch.stack([before, after])[:, :1]).isnan().all()
+    whole = evaluated(o, tmp_path, SinkPatch(layer=0, neurons=[1]))
+    ids = held_out(Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path)), 5, 24)
+    losses_of = torch.stack([losses(target, ids, e) for e in (None, SinkPatch(layer=0, neurons=[1]))])
+    assert whole.errors[1] == pytest.approx(float(errors_of(losses_of)) * whole.perplexity[1], rel=1e-3)
 
 
 def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path):
@@ -137,7 +142,6 @@ def test_random_patch_is_as_many_others_of_the_same_place(family, seed, tmp_path
     [
         ({"patch": None}, "no patch given: make one with `sinkscope patch make"),
         ({"patch": "none.json"}, "cannot read none.json"),
-        ({"tasks": ["none.yaml"]}, "task file 'none.yaml' is not there"),
         ({"text": "short.txt"}, "give a longer --text"),
     ],
 )
@@ -153,9 +157,11 @@ def test_without_the_harness_the_extra_is_named(tmp_path, monkeypatch):
     for name in [n for n in sys.modules if n.startswith("lm_eval.")]:
         monkeypatch.delitem(sys.modules, name)
     o = organism("llama", 2)
+    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path))
     with pytest.raises(SinkscopeError, match=r"pip install 'sinkscope\[eval\]'"):
-        evaluated(o, tmp_path, loud(o), tasks=["hellaswag"])
-    assert len(evaluated(o, tmp_path, loud(o)).tasks) == 1  # without tasks it is not needed
+        evaluate_tasks(setup, loud(o), ["hellaswag"])
+    with pytest.raises(SinkscopeError, match=r"task file 'none\.yaml' is not there"):
+        evaluate_tasks(setup, loud(o), ["none.yaml"])
 
 
 @pytest.mark.slow
@@ -176,10 +182,11 @@ def test_harness_under_the_patch_against_countingby_hand(tmp_path, capfd):
     task.write_text(TASK.format(data=data))
     patch = loud(o)
     state = torch.get_rng_state()
-    found = evaluated(o, tmp_path, patch, tasks=[str(task)], batch_size=4)
+    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path), loading="whole")
+    rows = evaluate_tasks(setup, patch, [str(task)], batch_size=4)
     assert torch.equal(state, torch.get_rng_state())
     assert capfd.readouterr() == ("", "")
-    scores = {row["metric"]: row for row in found.rows() if row["task"] == "tiny"}
+    scores = {row["metric"]: row for row in rows if row["task"] == "tiny"}
     assert set(scores) == {"acc", "acc_norm"}
     right = {edit: by_hand(o, questions, edit) for edit in (None, patch)}
     for column, metric in enumerate(("acc", "acc_norm")):

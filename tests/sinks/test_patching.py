@@ -101,7 +101,7 @@ def test_the_proof_is_what_the_saved_patch_does(tmp_path):
             assert proof.norms[condition, number, 0] == pytest.approx(float(norms[0, 1:].max()), rel=1e-4)
         mean = float(torch.stack(attention).mean())
         assert proof.attention[condition, 0] == pytest.approx(mean, rel=1e-3, abs=1e-5)
-    assert abs(proof.perplexity.difference) < 1e-3 * proof.perplexity.before
+    assert abs(proof.perplexity[1] / proof.perplexity[0] - 1) < 1e-3
 
 
 def test_harmful_patch_is_refused(tmp_path):
@@ -127,7 +127,7 @@ def test_harmful_patch_is_refused(tmp_path):
     assert made.verdict == "refused" and "perplexity of held-out text rises" in made.reason
     assert set(made.sites) == set(o.truth.neurons)  # it would work, and harm
     proof = proof_of(made)
-    assert proof.perplexity.difference / proof.perplexity.before > 0.01
+    assert proof.perplexity[1] / proof.perplexity[0] > 1.01
     with pytest.raises(SinkscopeError, match="perplexity"):
         _ = made.patch
     assert proof.judged(1e6)[0] == "made"  # the limit is what refuses

@@ -58,8 +58,12 @@ def measured(**changes) -> Repeat:
 @lru_cache
 def plain(prefix: str = PREFIX) -> ProbabilityReading:
     """A reading, which no test can alter."""
-    reading = measured(prefix=prefix).probability
-    return reading
+    return read_of(measured(prefix=prefix))
+
+
+def read_of(result: Repeat) -> ProbabilityReading:
+    assert isinstance(result.reading, ProbabilityReading)
+    return result.reading
 
 
 @pytest.mark.parametrize("prefix", [slow(""), PREFIX])
@@ -99,8 +103,7 @@ def test_curve_against_a_pass_of_its_own():
     p, likeliest = repeat_probabilities(target, head, word, 300)
     left = int(plain().left[0, 0])
     assert (likeliest == word).tolist()[:left] == [True] * (left - 1) + [False]
-    result = measured()
-    assert result.probability.probability[0, 0] == pytest.approx(p[result.sweep.counts - 1].numpy(), rel=1e-5)
+    assert plain().probability[0, 0] == pytest.approx(p[plain().sweep.counts - 1].numpy(), rel=1e-5)
 
 
 def test_greedy_is_the_likeliest_token_step_by_step():
@@ -121,7 +124,7 @@ def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_
     o = organism("llama", 0, kind="none")
     o.model.config.max_position_embeddings = 64
     result = repeat(o.model, tokenizer=o.tokenizer, read="probability", prefix="")
-    assert result.probability.conditions == ("intact",)
+    assert read_of(result).conditions == ("intact",)
     before = int(result.settings["bos"])
     assert result.settings["new_tokens"] == 16 and result.settings["answer_after"] == [64 - 16 - before]
     assert f"after {64 - 16 - before} repetitions" in result.summary()
@@ -132,7 +135,7 @@ def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_
 def test_a_patch_that_is_given_is_used(tmp_path):
     SinkPatch(layer=1, neurons=[5], value=0.0).save(tmp_path / "p.json")
     result = measured(patch=tmp_path / "p.json", answer_after=[5], max_repeats=250, prefix="")
-    found = result.probability
+    found = read_of(result)
     assert found.neurons == ((1, 5),) and (1, 5) not in repeater().truth.neurons
     assert found.left[0] == found.left[1]  # no sink neuron: it diverges all the same
     assert Result.from_dict(result.to_dict()).to_dict() == result.to_dict()

@@ -24,7 +24,7 @@ from sinkscope.files.result import Number
 from sinkscope.measure import Count, Hidden, Option, Result, Setup, measurement
 from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
-from sinkscope.measure.style import finished
+from sinkscope.measure.style import finished, unfolded
 from sinkscope.sinks.attack.clusters import TokenClusters, find_clusters
 from sinkscope.sinks.attack.sequences import (
     AttackContext,
@@ -39,10 +39,11 @@ from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.layer_scan import norms_after
 from sinkscope.sinks.first_token.layer_view import view_layer
 from sinkscope.sinks.first_token.sets import sink_neurons
-from sinkscope.sinks.tokens import vocabulary
+from sinkscope.sinks.tokens import TokenRows, vocabulary
 
 SUCCESS = 0.5  # share of the first token's norm from which a position counts as a sink
 SOURCES = ("cluster", "random", "repeated")
+NUMBERS = ("positions", "errors", "any", "most", "first", "norm")
 SEQUENCES_AT_ONCE = 64  # sequences per pass
 
 
@@ -108,11 +109,8 @@ class ClusterAttack(Result):
 
     def conclusion(self) -> str:
         """The largest share of positions that succeeds, beside random tokens."""
-        if self.sink_layer is None:
-            consequence = "there are no sink neurons to attack"
-            if self.absence is None:  # written by an earlier version
-                return f"No MLP makes a norm spike, so {consequence}."
-            return self.absence.sentence(consequence)
+        if self.absence is not None:
+            return self.absence.sentence("there are no sink neurons to attack")
         if self.best is None:
             if self.clusters is None:
                 return "No single neuron makes the sink, so there are no clusters to attack with."
@@ -151,28 +149,13 @@ class ClusterAttack(Result):
         """One row per context, length and source; without an attack, one per head that serves tokens."""
         if self.best is None:
             return self.cluster_rows()
+        columns = {name: getattr(self, name) for name in ("positions", "any", "most", "first", "norm")}
+        columns["round_trip"] = np.broadcast_to(self.round_trip, self.positions.shape)
         table: list[dict[str, Any]] = []
-        for place in np.ndindex(self.positions.shape):
-            context, length, source = place
-            if np.isnan(self.positions[place]):
-                continue
-            interval = wilson(round(float(self.most[place]) * self.sequences), self.sequences)
-            first = self.first[place]
-            table.append(
-                {
-                    "context": self.contexts[context],
-                    "length": int(self.lengths[length]),
-                    "source": self.sources[source],
-                    "positions": self.positions[place],
-                    "any": self.any[place],
-                    "most": self.most[place],
-                    "most_low": interval.low,
-                    "most_high": interval.high,
-                    "first": None if np.isnan(first) else first,
-                    "norm": self.norm[place],
-                    "round_trip": self.round_trip[length, source],
-                }
-            )
+        for row in unfolded(columns, context=self.contexts, length=self.lengths.tolist(), source=self.sources):
+            if row["positions"] is not None:
+                interval = wilson(round(row["most"] * self.sequences), self.sequences)
+                table.append({**row, "most_low": interval.low, "most_high": interval.high})
         return table
 
     def cluster_rows(self) -> list[dict[str, Any]]:
@@ -194,27 +177,24 @@ class ClusterAttack(Result):
             margin = margin_of(served)
             numbers.append(Number("tokens that one head of layer 0 marks", float(served.mean()), without, margin))
         if self.best is not None:
-            cluster, random, _ = self.positions[self.best]
-            margin = None
-            if self.errors is not None:
-                margin = 2 * float(self.errors[self.best][0])
-            label = "positions at which a cluster attack makes spikes"
-            numbers.append(Number(label, float(cluster), float(random), margin))
+            cluster, random, _ = self.positions[self.best].tolist()
+            margin = None if self.errors is None else 2 * float(self.errors[self.best][0])
+            numbers.append(Number("positions at which a cluster attack makes spikes", cluster, random, margin))
         return numbers
 
 
 def draw(result: ClusterAttack) -> go.Figure:
     """Draw the success of the attack by length, a panel per context; without an attack, the clusters."""
+    rows = result.rows()
     if result.best is None:
-        clusters: dict[str, list[Any]] = {"head": [], "tokens": []}
-        for row in result.cluster_rows():
-            clusters["head"].append(head_name(0, row["head"]))
-            clusters["tokens"].append(row["tokens"])
-        fig = px.bar(clusters, x="head", y="tokens")
+        for row in rows:
+            row["head"] = head_name(0, row["head"])
+        fig = px.bar(rows or {"head": [], "tokens": []}, x="head", y="tokens")
     else:
+        for row in rows:
+            row["context"] = html.escape(row["context"])
         labels = {"most": "sequences that succeed at half of their positions"}
         axes: dict[str, Any] = {"x": "length", "y": "most", "color": "source", "facet_col": "context"}
-        rows = [{**row, "context": html.escape(str(row["context"]))} for row in result.rows()]
         fig = px.line(rows, **axes, log_x=True, markers=True, range_y=(-0.03, 1.03), labels=labels)
     return finished(fig, result, width=1200, height=480)
 
@@ -281,14 +261,13 @@ def cluster_attack(
     sink = sink_neurons(setup)
     layer = sink.layer
     ordinary = vocabulary(target, tokens)
-    found: TokenClusters | None = None
+    token_clusters: TokenClusters | None = None
     if clusters is None and layer is not None:
-        found = find_clusters(setup, sink.neurons, ordinary, run=run.part("clusters"))
-        if found is not None:
-            clusters = {head: found.tokens_of(head) for head in found.heads}
+        token_clusters = find_clusters(setup, sink.neurons, ordinary, run=run.part("clusters"))
+        if token_clusters is not None:
+            clusters = {head: token_clusters.tokens_of(head) for head in token_clusters.heads}
     left_out = {int(token) for token in setup.tokenizer.all_special_ids}
-    for context in contexts:
-        left_out |= set(context.lead)
+    left_out.update(*[context.lead for context in contexts])
     size = int(target.config.vocab_size)
     pools = make_pools(clusters or {}, size, left_out)
     largest = max(map(len, pools.values()), default=0)
@@ -297,92 +276,66 @@ def cluster_attack(
             f"--length {lengths[0]} is more than the {largest} tokens of the largest cluster, and no token is "
             "repeated; give at most that"
         )
-    trials = AttackTrials(setup, sink.absence, contexts, lengths, pools, make_pools({-1: ordinary}, size, left_out))
-    if layer is None or not pools or not sequences:
-        return trials.result(layer, found, 0)
-    hold_layers(target, layer)
-    first = setup.ids[:, :1]
-    view = view_layer(target, layer, first, torch.ones_like(first, dtype=torch.bool))
-    trials.reference = float(view.resid.norm(dim=-1).median())
-    trials.try_all(layer, sequences)
-    return trials.result(layer, found, sequences)
-
-
-class AttackTrials:
-    """Everything that is tried, and the arrays of the result.
-
-    Args:
-        setup: The model and its text.
-        absence: What there is if no MLP makes a norm spike.
-        contexts: What may stand before a sequence.
-        lengths: Tokens per sequence.
-        pools: Head -> the tokens of its cluster.
-        everyone: All ordinary tokens, stored as the cluster of a head -1.
-    """
-
-    def __init__(
-        self,
-        setup: Setup,
-        absence: SpikeAbsence | None,
-        contexts: Sequence[AttackContext],
-        lengths: Sequence[int],
-        pools: dict[int, Tensor],
-        everyone: dict[int, Tensor],
-    ) -> None:
-        self.setup = setup
-        self.absence = absence
-        self.contexts = contexts
-        self.lengths = lengths
-        self.pools = pools
-        self.everyone = everyone
-        self.reference = float("nan")
-        shape = len(contexts), len(lengths), len(SOURCES)
-        names = ("positions", "errors", "any", "most", "first", "norm")
-        self.arrays: dict[str, Any] = {name: np.full(shape, np.nan) for name in names}
-        self.round_trip = np.full(shape[1:], np.nan)
-
-    def try_all(self, layer: int, count: int) -> None:
-        """Measure `count` sequences of every source and length in every context."""
-        target, tokenizer = self.setup.target, self.setup.tokenizer
-        for length, tokens in enumerate(self.lengths):
-            drawn = drawn_sequences(self.pools, tokens, count, self.setup.seed)
+    shape = len(contexts), len(lengths), len(SOURCES)
+    arrays: dict[str, Any] = {name: np.full(shape, np.nan) for name in NUMBERS}
+    round_trips = np.full(shape[1:], np.nan)
+    reference = float("nan")
+    tried = 0
+    if layer is not None and pools and sequences:
+        tried = sequences
+        hold_layers(target, layer)
+        first = setup.ids[:, :1]
+        view = view_layer(target, layer, first, torch.ones_like(first, dtype=torch.bool))
+        reference = float(view.resid.norm(dim=-1).median())
+        everyone = make_pools({-1: ordinary}, size, left_out)
+        for number, length in enumerate(lengths):
+            drawn = drawn_sequences(pools, length, sequences, setup.seed)
             if not len(drawn):
                 continue
-            random = drawn_sequences(self.everyone, tokens, count, self.setup.seed)
+            random = drawn_sequences(everyone, length, sequences, setup.seed)
             for source, rows in enumerate((drawn, random, repeated_first(drawn))):
-                self.round_trip[length, source] = round_trip(tokenizer, rows)
-                for context, before in enumerate(self.contexts):
-                    lead = torch.tensor(before.lead, dtype=torch.long)
-                    ids = torch.cat([repeat(lead, "pos -> row pos", row=count), rows], dim=1)
-                    norms = norms_after(target, layer, ids, SEQUENCES_AT_ONCE, self.setup.progress, "attacks")
-                    # All positions are attacked except the model's position 0.
-                    self.count((context, length, source), norms[:, max(len(lead), 1) :] / self.reference)
+                round_trips[number, source] = round_trip(setup.tokenizer, rows)
+                for place, context in enumerate(contexts):
+                    shares = attacked_norms(setup, layer, context, rows) / reference
+                    for name, value in success_of(shares, length - shares.shape[1]).items():
+                        arrays[name][place, number, source] = value
+    return ClusterAttack(
+        sink_layer=layer,
+        clusters=token_clusters,
+        absence=sink.absence,
+        reference=reference,
+        contexts=tuple(context.name for context in contexts),
+        lengths=np.array(lengths),
+        sequences=tried,
+        round_trip=round_trips,
+        **arrays,
+    )
 
-    def count(self, place: tuple[int, int, int], norms: Float[Tensor, "row attacked"]) -> None:
-        """Enter the success of the sequences of one context, length and source."""
-        hits = norms >= SUCCESS
-        reached = hits.any(1)
-        most = hits.float().mean(1) >= 0.5
-        skipped = self.lengths[place[1]] - norms.shape[1]  # tokens of the sequence before the first attacked one
-        first = torch.where(reached, hits.int().argmax(1) + 1.0 + skipped, torch.inf).median()
-        self.arrays["positions"][place] = hits.float().mean()
-        self.arrays["errors"][place] = hits.float().mean(1).std() / len(hits) ** 0.5
-        self.arrays["any"][place] = reached.float().mean()
-        self.arrays["most"][place] = most.float().mean()
-        self.arrays["norm"][place] = norms.mean(1).median()
-        if torch.isfinite(first):
-            self.arrays["first"][place] = first
 
-    def result(self, layer: int | None, clusters: TokenClusters | None, sequences: int) -> ClusterAttack:
-        """The result, with NaN where nothing was tried."""
-        return ClusterAttack(
-            sink_layer=layer,
-            clusters=clusters,
-            absence=self.absence,
-            reference=self.reference,
-            contexts=tuple(context.name for context in self.contexts),
-            lengths=np.array(self.lengths),
-            sequences=sequences,
-            round_trip=self.round_trip,
-            **self.arrays,
-        )
+def attacked_norms(setup: Setup, layer: int, context: AttackContext, rows: TokenRows) -> Float[Tensor, "row attacked"]:
+    """Norms behind the context; the model's position 0 is left out."""
+    lead = torch.tensor(context.lead, dtype=torch.long)
+    ids = torch.cat([repeat(lead, "pos -> row pos", row=len(rows)), rows], dim=1)
+    norms = norms_after(setup.target, layer, ids, SEQUENCES_AT_ONCE, setup.progress, "attacks")
+    return norms[:, max(len(lead), 1) :]
+
+
+def success_of(shares: Float[Tensor, "row attacked"], skipped: int) -> dict[str, Tensor]:
+    """How often positions succeed.
+
+    Args:
+        shares: Norms over that of the first token.
+        skipped: Tokens of a sequence before the first attacked one.
+    """
+    hits = shares >= SUCCESS
+    reached = hits.any(1)
+    by_row = hits.float().mean(1)
+    first = torch.where(reached, hits.int().argmax(1) + 1.0 + skipped, torch.inf).median()
+    return {
+        "positions": hits.float().mean(),
+        "errors": by_row.std() / len(hits) ** 0.5,
+        "any": reached.float().mean(),
+        "most": (by_row >= 0.5).float().mean(),
+        "first": torch.where(first.isfinite(), first, torch.nan),
+        "norm": shares.mean(1).median(),
+    }

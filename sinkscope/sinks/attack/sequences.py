@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from einops import repeat
 from jaxtyping import Int
@@ -92,8 +93,7 @@ def drawn_sequences(pools: Mapping[int, Int[Tensor, " token"]], length: int, cou
     rows: list[Tensor] = []
     for number in range(count):
         pool = large[number % len(large)]
-        order = torch.randperm(len(pool), generator=generator)
-        rows.append(pool[order[:length]])
+        rows.append(pool[torch.randperm(len(pool), generator=generator)[:length]])
     return torch.stack(rows)
 
 
@@ -106,5 +106,4 @@ def round_trip(tokenizer: Any, rows: TokenRows) -> float:
     """Share of sequences that give the same ids after decoding to text and encoding again."""
     texts = tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
     again = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    same = [one == other for one, other in zip(again, rows.tolist(), strict=True)]
-    return sum(same) / max(len(same), 1)
+    return float(np.mean([one == other for one, other in zip(again, rows.tolist(), strict=True)]))

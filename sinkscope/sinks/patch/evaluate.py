@@ -1,22 +1,11 @@
-"""What a patch costs elsewhere: perplexity and benchmarks, compared with no patch and with a random-neuron patch.
-
-Perplexity is computed from the next-token loss of ordinary text, piece by piece, with the standard error of the
-difference.
-"""
+"""What a patch costs elsewhere: the perplexity of ordinary text, compared with no patch and a random-neuron patch."""
 
 from __future__ import annotations
 
-import copy
-import io
 import math
 import os
-import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
-from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -25,49 +14,25 @@ import plotly.express as px
 import plotly.graph_objects as go
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
-from sinkscope.files.notation import counted, neuron_names
+from sinkscope.files.notation import neuron_names
 from sinkscope.interventions import NeuronSite
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
-from sinkscope.measure import PIECE, Count, Option, Positive, Result, Setup, measurement
-from sinkscope.measure.style import finished
+from sinkscope.measure import PIECE, Option, Positive, Result, Setup, measurement
+from sinkscope.measure.style import finished, unfolded
 from sinkscope.models.target import Target
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.layer_view import flat_number, neutral_post, neutral_up, neutral_view
 from sinkscope.sinks.tokens import TokenRows
 
 CHARACTERS = 8  # largest number of characters per token, as in `text_rows`
-
-
-@dataclass(frozen=True)
-class Change:
-    """A quantity with and without an edit, over paired samples.
-
-    Attributes:
-        before: Value without the edit.
-        after: Value with the edit.
-        difference: `after - before`.
-        se: Standard error of the difference, from the differences of the samples. None for a single sample.
-    """
-
-    before: float
-    after: float
-    difference: float
-    se: float | None
-
-    @classmethod
-    def of(cls, before: float, after: float, samples: Float[Tensor, " n"], scale: float = 1.0) -> Change:
-        """Computed with the standard error of the mean of the samples' differences, times `scale`."""
-        error = None
-        if len(samples) > 1:
-            error = float(samples.std()) / math.sqrt(len(samples)) * scale
-        return cls(before, after, after - before, error)
+NEUTRAL_CHARACTERS = CHARACTERS * 4 * PIECE  # of the text that neutral values are taken from
 
 
 def under(edit: Intervention | None, target: Target) -> AbstractContextManager[Any]:
@@ -75,25 +40,24 @@ def under(edit: Intervention | None, target: Target) -> AbstractContextManager[A
     return nullcontext() if edit is None else edit.on(target)
 
 
-def held_out(made: Setup, pieces: int, length: int, texts: int = 4) -> TokenRows:
+def held_out(setup: Setup, pieces: int, length: int) -> TokenRows:
     """Pieces of the typical text after the part that neutral values are taken from.
 
     Raises:
         SinkscopeError: The text is too short for two pieces of 8 tokens.
     """
-    tokenizer = made.target.tokenizer
-    rest = made.text[CHARACTERS * texts * PIECE :]
-    bos = made.bos
-    length = min(length, made.target.max_positions or length)
+    rest = setup.text[NEUTRAL_CHARACTERS:]
+    length = min(length, setup.target.max_positions or length)
     # A short text gives short pieces rather than none.
-    count = len(tokenizer(rest[: CHARACTERS * pieces * length], add_special_tokens=False, verbose=False)["input_ids"])
-    length = min(length, count // 2 + (bos is not None))
+    beginning = rest[: CHARACTERS * pieces * length]
+    count = len(setup.tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"])
+    length = min(length, count // 2 + (setup.bos is not None))
     if length < 8:
         raise SinkscopeError(
-            f"the text has {len(made.text)} characters, and the first {CHARACTERS * texts * PIECE} of them are used to "
+            f"the text has {len(setup.text)} characters, and the first {NEUTRAL_CHARACTERS} of them are used to "
             "measure neutral values: give a longer --text, so that something is held out"
         )
-    return text_rows(tokenizer, rest, pieces, length, bos)
+    return text_rows(setup.tokenizer, rest, pieces, length, setup.bos)
 
 
 @torch.no_grad()
@@ -125,64 +89,44 @@ def losses(
     return torch.cat(out)
 
 
-def perplexity_change(before: Float[Tensor, " row"], after: Float[Tensor, " row"]) -> Change:
-    """Perplexities of paired pieces. The standard error is that of the mean loss difference, times the perplexity."""
-    first = float(before.double().mean().exp())
-    second = float(after.double().mean().exp())
-    return Change.of(first, second, after.double() - before.double(), second)
-
-
-SHOTS_SEED = 1234  # seed of the examples before a question; the harness's default
+def errors_of(samples: Float[Tensor, "condition sample"]) -> Float[Tensor, " edit"]:
+    """Standard error of the mean difference to the first condition, over paired samples; NaN for a single sample."""
+    if samples.shape[1] < 2:
+        return torch.full((len(samples) - 1,), torch.nan)
+    return (samples[1:] - samples[0]).std(1) / math.sqrt(samples.shape[1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class PatchEvaluation(Result):
-    """Benchmarks and perplexity with and without a patch (Yona et al. 2025, Table 2).
-
-    Conditions: "patch", and "random": a patch of as many random neurons of the same layers.
+    """Perplexity of held-out text with and without a patch.
 
     Attributes:
-        tasks: Task of each score; "text" is held-out text, and stands first.
-        metrics: Metric of each score: "perplexity", "acc", "acc_norm", ...
-        samples: Number of questions, or of pieces of text.
-        original: Value without a patch.
-        changed: Value under each patch.
-        errors: Standard error of the difference to the original, over the paired samples. NaN for a single sample.
+        patches: "none"; "patch"; "random patch": as many random neurons of the same layers.
+        perplexity: Perplexity under each of them.
+        errors: Standard error of the difference to the perplexity without a patch, over paired pieces. NaN for "none".
         neurons: Neurons of the patch: (layer, neuron) or (layer, expert, neuron).
     """
 
     page: ClassVar[str] = "measure/patch"
     kind: ClassVar[str] = "patch-eval"
+    percent: ClassVar[tuple[str, ...]] = ("change", "two_errors")
     glossary: ClassVar[dict[str, str]] = {
-        "metric": "what the task is scored by",
-        "patched": "value under the patch",
-        "random": "value under a random patch",
-        "difference": "patched minus original",
-        "difference_se": "its standard error",
-        "random_difference": "random minus original",
-        "random_se": "its standard error",
+        "change": "difference to the perplexity without a patch, as a share of it",
+        "two_errors": "two standard errors of the change",
     }
 
-    tasks: tuple[str, ...]
-    metrics: tuple[str, ...]
-    samples: Int[np.ndarray, " score"]
-    original: Float[np.ndarray, " score"]
-    changed: Float[np.ndarray, "condition score"]
-    errors: Float[np.ndarray, "condition score"]
+    patches: tuple[str, ...] = ("none", "patch", "random patch")
+    perplexity: Float[np.ndarray, " patch"]
+    errors: Float[np.ndarray, " patch"]
     neurons: tuple[tuple[int, ...], ...]
 
-    @property
-    def differences(self) -> Float[np.ndarray, "condition score"]:
-        """Value under each patch minus the original."""
-        return self.changed - self.original
-
     def conclusion(self) -> str:
-        """How many numbers the patch changes, beside a random patch."""
-        known = np.isfinite(self.errors).all(0)
-        patch, random = ((np.abs(self.differences) > 2 * self.errors) & known).sum(1).tolist()
+        """The change by the patch, beside a random patch."""
+        _, patch, random = self.rows()
         return (
-            f"The patch of {neuron_names(self.neurons, 3)} changes {counted(patch, 'score')} by more than two standard "
-            f"errors; one of as many random neurons changes {counted(random, 'score')} ({known.sum()} measured)."
+            f"The patch of {neuron_names(self.neurons, 3)} changes the perplexity of held-out text by "
+            f"{patch['change']:+.2%} (two standard errors: {patch['two_errors']:.2%}), as many random neurons by "
+            f"{random['change']:+.2%}."
         )
 
     def details(self) -> list[str]:
@@ -193,34 +137,20 @@ class PatchEvaluation(Result):
         return [f"Warning: the patch was made for {made_for}, not for {self.model.name}."]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per score."""
+        """One row per patch."""
         columns = {
-            "task": self.tasks,
-            "metric": self.metrics,
-            "samples": self.samples.tolist(),
-            "original": self.original,
-            "patched": self.changed[0],
-            "random": self.changed[1],
-            "difference": self.differences[0],
-            "difference_se": self.errors[0],
-            "random_difference": self.differences[1],
-            "random_se": self.errors[1],
+            "perplexity": self.perplexity,
+            "change": self.perplexity / self.perplexity[0] - 1,
+            "two_errors": 2 * self.errors / self.perplexity[0],
         }
-        return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+        return unfolded(columns, patch=self.patches)
 
 
 def draw(result: PatchEvaluation) -> go.Figure:
-    """Draw the change by the patch and by a random patch in per cent, with two standard errors."""
-    changes: dict[str, list[Any]] = {"score": [], "change": [], "error": [], "patch": []}
-    scores = [f"{task} {metric}" for task, metric in zip(result.tasks, result.metrics, strict=True)]
-    for number, name in enumerate(("patch", "random patch")):
-        changes["score"] += scores
-        changes["change"] += (100 * result.differences[number] / result.original).tolist()
-        changes["error"] += (200 * result.errors[number] / result.original).tolist()
-        changes["patch"] += [name] * len(scores)
-    labels = {"change": "change in per cent of the original"}
-    fig = px.scatter(changes, x="score", y="change", error_y="error", color="patch", labels=labels)
-    return finished(fig, result, width=900, height=480)
+    """Draw the change by the patch and by a random patch, with two standard errors."""
+    labels = {"change": "change of the perplexity", "patch": ""}
+    fig = px.scatter(result.rows()[1:], x="patch", y="change", error_y="two_errors", labels=labels)
+    return finished(fig.update_yaxes(tickformat=".2%"), result, width=900, height=480)
 
 
 def read_patch_argument(patch: SinkPatch | str | os.PathLike[str] | None) -> SinkPatch:
@@ -236,11 +166,9 @@ def read_patch_argument(patch: SinkPatch | str | os.PathLike[str] | None) -> Sin
     return SinkPatch.load(patch)
 
 
-def refuse_unknown(patch: SinkPatch | str | os.PathLike[str] | None, tasks: Sequence[str], **_: object) -> None:
-    """Refuse a wrong file or name before a model is loaded."""
+def refuse_unknown(patch: SinkPatch | str | os.PathLike[str] | None, **_: object) -> None:
+    """Refuse a wrong file before a model is loaded."""
     read_patch_argument(patch)
-    if tasks:
-        Tasks(tasks)
 
 
 @measurement(
@@ -255,23 +183,17 @@ def evaluate_patch(
     setup: Setup,
     patch: Annotated[Any, Option(metavar="FILE", required=True)] = None,
     *,
-    tasks: Annotated[Sequence[str], Option("--tasks", metavar="A,B,...", reads="commas")] = (),
-    shots: Count | None = None,
-    questions: Positive | None = None,
     pieces: Annotated[int, Option(min=2)] = 32,
     length: Annotated[int, Option(min=8)] = 256,
     batch_size: Positive = 8,
 ) -> PatchEvaluation:
-    """Measure a model without a patch, with it, and with a patch of as many random neurons of the same layers.
+    """Measure the perplexity without a patch, with it, and with a patch of as many random neurons of the same layers.
 
     The beginning of the typical text provides the neutral values of the random neurons; perplexity is measured on
-    pieces that come after it. Tasks are those of EleutherAI's lm-evaluation-harness.
+    pieces that come after it.
 
     Args:
         patch: The patch.json to evaluate; from Python also a `SinkPatch`.
-        tasks: Names of tasks (mmlu, hellaswag, truthfulqa_mc1, ...) or paths of task files (.yaml).
-        shots: Examples before each question. By default as each task says.
-        questions: Number of questions of each task, from its beginning. By default all.
         pieces: Number of pieces of held-out text.
         length: Tokens per piece.
         batch_size: Rows per pass.
@@ -281,43 +203,24 @@ def evaluate_patch(
     """
     edit = read_patch_argument(patch)
     edit.check_made_for(setup.target)
-    control = random_patch(setup, edit)
-    edits = (None, edit, control)
+    edits = (None, edit, random_patch(setup, edit))
     ids = held_out(setup, pieces, length)
     setup.record(
         patch=None if isinstance(patch, SinkPatch) else Path(patch).name,
         site=edit.site,
         value=edit.value,
         made_for=(edit.model or {}).get("name"),
-        tasks=[Path(task).name for task in tasks],
         pieces=len(ids),
         length=ids.shape[1],
     )
-    intact, *patched = [losses(setup.target, ids, each, batch_size, setup.progress) for each in edits]
-    names = [("text", "perplexity")]
-    samples = [len(ids)]
-    changes = [[perplexity_change(intact, after) for after in patched]]
-    if tasks:
-        harness = Tasks(tasks)
-        intact_answers, *patched_answers = [harness.run(setup, each, shots, questions, batch_size) for each in edits]
-        for name, before in intact_answers.items():
-            names.append(name)
-            samples.append(len(before))
-            changes.append([score_change(before, answers[name]) for answers in patched_answers])
+    samples = torch.stack([losses(setup.target, ids, each, batch_size, setup.progress) for each in edits]).double()
+    perplexity = samples.mean(1).exp()
+    errors = torch.cat([torch.tensor([torch.nan]), errors_of(samples) * perplexity[1:]])
     return PatchEvaluation(
-        tasks=tuple(task for task, _ in names),
-        metrics=tuple(metric for _, metric in names),
-        samples=np.array(samples),
-        original=np.array([by_patch[0].before for by_patch in changes]),
-        changed=np.array([[by_patch[number].after for by_patch in changes] for number in range(2)]),
-        errors=np.array([[by_patch[number].se for by_patch in changes] for number in range(2)], dtype=float),
+        perplexity=perplexity.numpy(),
+        errors=errors.numpy(),
         neurons=tuple(site.numbers for site in edit.checked_sites),
     )
-
-
-def score_change(before: Float[Tensor, " sample"], after: Float[Tensor, " sample"]) -> Change:
-    """The mean score before and after, over paired questions."""
-    return Change.of(float(before.mean()), float(after.mean()), after - before)
 
 
 def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
@@ -347,118 +250,3 @@ def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
                 value = neutral_post(setup.target, view, flat)
             calibrated[NeuronSite(group.layer, neuron, group.expert)] = value
     return SinkPatch(sites=tuple(calibrated), site=patch.site, value=patch.value, calibrated=calibrated)
-
-
-class Tasks:
-    """Tasks of the harness by name or file.
-
-    Raises:
-        SinkscopeError: lm-eval is not installed, a task is unknown (the message names the nearest), or a file is
-            missing.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        files = {name: _is_file(name) for name in names}
-        self._manager = _index(_harness("lm_eval.tasks").TaskManager, not all(files.values()))
-        for name, is_file in files.items():
-            if not is_file and name not in self._manager.all_tasks:
-                near = get_close_matches(name, self._manager.all_tasks, 3, 0.5)
-                raise SinkscopeError(
-                    f"task {name!r} is unknown to lm-evaluation-harness"
-                    + (f"; the nearest are {', '.join(near)}" if near else "; `lm-eval ls tasks` lists them")
-                )
-        self._names = list(dict.fromkeys(names))
-
-    def run(
-        self, made: Setup, edit: Intervention | None, shots: int | None, questions: int | None, batch_size: int
-    ) -> dict[tuple[str, str], Float[Tensor, " sample"]]:
-        """The value of every question by (task, metric). A group of tasks has all questions of its parts.
-
-        Args:
-            made: The model. Questions begin with BOS if its sequences do.
-            edit: The edit, entered around the questions.
-            shots: Examples before each question. None: as the task says.
-            questions: Number of questions of each task. None: all.
-            batch_size: Questions per pass.
-
-        Raises:
-            SinkscopeError: The data of a task are not available.
-        """
-        evaluate = _harness("lm_eval.evaluator").evaluate
-        model = _harness("lm_eval.models.huggingface").HFLM
-        out: dict[tuple[str, str], Tensor] = {}
-        target = made.target
-        with _quiet(), under(edit, target):
-            lm = model(  # the harness changes the tokenizer it is given
-                pretrained=target.hf,
-                tokenizer=copy.deepcopy(target.tokenizer),
-                batch_size=batch_size,
-                add_bos_token=made.bos is not None,
-                max_length=target.max_positions,
-            )
-            for name in self._names:
-                try:
-                    loaded = self._manager.load([name])
-                    _set_shots(loaded["tasks"].values(), shots)
-                    found = evaluate(lm, loaded, limit=questions, log_samples=True, bootstrap_iters=0)
-                except OSError as error:  # the data set is missing: no network, or no such file
-                    raise SinkscopeError(
-                        f"the data of task {name!r} cannot be had ({str(error).splitlines()[0][:200]}): connect to the "
-                        "hub once, or give a task file whose data is here"
-                    ) from error
-                label = Path(name).stem if _is_file(name) else name
-                for (metric, _), values in sorted(_by_metric(found["samples"]).items()):
-                    out[label, metric] = torch.tensor(values, dtype=torch.float64)
-        return out
-
-
-@cache
-def _index(manager_class: Any, everything: bool) -> Any:
-    """The index of all tasks. Reading it takes seconds, so it is read once, and not for files alone."""
-    with _quiet():
-        return manager_class(include_defaults=everything)
-
-
-def _set_shots(tasks: Any, shots: int | None) -> None:
-    """Set the shots as the harness's own command does: a task that specifies zero shots keeps them."""
-    for task in tasks:
-        own = task.get_config("num_fewshot")
-        if own is None or (shots is not None and own != 0):
-            task.set_config(key="num_fewshot", value=shots or 0)
-        task.set_fewshot_seed(seed=SHOTS_SEED)
-
-
-def _by_metric(samples: dict[str, list[dict[str, Any]]]) -> dict[tuple[str, str], list[float]]:
-    """Values of all questions by (metric, filter), in a fixed order, so that runs can be paired."""
-    values: dict[tuple[str, str], list[float]] = {}
-    for _, entries in sorted(samples.items()):
-        for entry in sorted(entries, key=lambda e: e["doc_id"]):
-            for metric in entry["metrics"]:
-                if isinstance(entry[metric], bool | int | float):
-                    values.setdefault((metric, entry["filter"]), []).append(float(entry[metric]))
-    return values
-
-
-def _is_file(name: str) -> bool:
-    if Path(name).suffix not in (".yaml", ".yml"):
-        return False
-    if not Path(name).is_file():
-        raise SinkscopeError(f"task file {name!r} is not there: give the path of a .yaml file, or the name of a task")
-    return True
-
-
-def _harness(module: str) -> Any:
-    try:
-        with _quiet():
-            return import_module(module)
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "lm_eval":
-            raise
-        raise SinkscopeError(
-            "tasks are run by lm-eval, which is not installed: pip install 'sinkscope[eval]', or leave out --tasks"
-        ) from None
-
-
-def _quiet() -> Any:
-    """Silence the progress bars and notes that the harness writes on standard error if that is not a terminal."""
-    return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())

@@ -20,14 +20,14 @@ from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
 from sinkscope.measure.margin import margin_of
-from sinkscope.measure.style import finished
+from sinkscope.measure.style import finished, unfolded
 from sinkscope.models.target import Target, norm_of
 from sinkscope.models.text import text_rows
 from sinkscope.sinks.first_token.context import SinkContext
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_scan import LayerScan
 from sinkscope.sinks.first_token.neurons import repeat_until_half
-from sinkscope.sinks.patch.evaluate import Change, held_out, losses, perplexity_change, random_patch, under
+from sinkscope.sinks.patch.evaluate import held_out, losses, random_patch, under
 from sinkscope.sinks.tokens import TokenRows, pick_tokens, prefixes, repetition_limit
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
@@ -57,8 +57,7 @@ class PatchProof:
         norms: Largest norm after the first position.
         attention: Mean attention to the first token, over heads and the second half of the queries, in `layers[1:]`.
         ordinary_attention: The same on ordinary text of the same length, without a patch.
-        perplexity: Perplexity of held-out text, intact and patched.
-        random_perplexity: The same, intact and under the random patch.
+        perplexity: Perplexity of held-out text.
     """
 
     words: tuple[str, ...]
@@ -68,8 +67,7 @@ class PatchProof:
     norms: Float[np.ndarray, "condition word layer"]
     attention: Float[np.ndarray, "condition later_layer"]
     ordinary_attention: Float[np.ndarray, " later_layer"]
-    perplexity: Change
-    random_perplexity: Change
+    perplexity: Float[np.ndarray, " condition"]
 
     @property
     def repaired(self) -> list[int]:
@@ -86,7 +84,7 @@ class PatchProof:
         compared = taken > TAKEN
         if restored[compared].sum() < taken[compared].sum() / 2:
             return "not-repaired", "under the patch, repeated words still take the attention of the first token."
-        rise = self.perplexity.difference / self.perplexity.before
+        rise = self.perplexity[1] / self.perplexity[0] - 1
         if not rise <= limit:
             return "refused", f"the perplexity of held-out text rises by {rise:.2%}, and the limit is {limit:.2%}."
         return "made", "repeated words keep a typical norm, and ordinary text is read as before."
@@ -151,11 +149,11 @@ class PatchMade(Result):
             f"From layer {self.proof.layers[0]} on, the largest norm is {patched:.2g} times what counts as typical "
             f"({intact:.2g} intact, {random:.2g} with random neurons)."
         ]
-        changes = {"patch": self.proof.perplexity, "random patch": self.proof.random_perplexity}
-        for name, change in changes.items():
+        before, *after = self.proof.perplexity
+        for name, value in zip(("patch", "random patch"), after, strict=True):
             lines.append(
-                f"The {name} changes the perplexity of held-out text from {change.before:.4g} to {change.after:.4g} "
-                f"({change.difference / change.before:+.3%})."
+                f"The {name} changes the perplexity of held-out text from {before:.4g} to {value:.4g} "
+                f"({value / before - 1:+.3%})."
             )
         return lines
 
@@ -163,9 +161,8 @@ class PatchMade(Result):
         """One row per word: its largest norm in the layer that completes the spike."""
         if self.proof is None:
             return []
-        intact, patched, random = self.proof.norms[:, :, 0].tolist()
-        columns = {"token": self.proof.words, "intact": intact, "patched": patched, "random": random}
-        return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+        intact, patched, random = self.proof.norms[:, :, 0]
+        return unfolded({"intact": intact, "patched": patched, "random": random}, token=self.proof.words)
 
     def numbers(self) -> list[Number]:
         """The norm of repeated words under the patch, beside the intact norm."""
@@ -251,44 +248,50 @@ def make_patch(
             reason = "repeated words go another way than the first token, and no neurons were found that they need."
         return PatchMade(verdict="not-repaired", reason=reason)
     context = SinkContext.read(setup, whole=True)
-    spike = context.scan
-    drawn = pick_tokens(setup.tokenizer, setup.ids, None, setup.seed, words)
-    starts = prefixes(setup, drawn)
-    repeats = repeat_until_half(context, drawn, starts, most, setup.progress).repeats
+    scan = context.scan
+    words_drawn = pick_tokens(setup.tokenizer, setup.ids, None, setup.seed, words)
+    starts = prefixes(setup, words_drawn)
+    repeats = repeat_until_half(context, words_drawn, starts, most, setup.progress).repeats
+    slowest = max((count or 0 for count in repeats), default=0)
     reached = [place for place, count in enumerate(repeats) if count is not None]
-    slowest = max([repeats[place] or 0 for place in reached], default=0)
     if not reached and sinks.repetition is not None:  # they become sinks behind the sink layer
-        reached = list(range(len(drawn)))
+        reached = list(range(len(words_drawn)))
         slowest = sinks.repetition.repeats
     if not reached:
-        reason = f"none of {len(drawn)} words reaches half of the first token's norm when it is repeated {most} times."
+        reason = (
+            f"none of {len(repeats)} words reaches half of the first token's norm when it is repeated {most} times."
+        )
         return PatchMade(verdict="no-repeats", reason=reason)
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
     count = min(most, 2 * slowest)
-    rows = torch.tensor([[starts[place], *[drawn[place]] * count] for place in reached])
+    rows = torch.tensor([[starts[place], *[words_drawn[place]] * count] for place in reached])
+    ordinary = text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
     edits = (None, patch, random_patch(setup, patch))
-    layers = list(range(max(spike.stages), target.n_layers))
-    before = norms_before(target, min(spike.stages), spike.shared_dims, rows)
-    norms = [largest_norms(target, layers, spike.shared_dims, rows, edit) for edit in edits]
-    attention = [attention_to_first(target, layers[1:], rows, edit) for edit in edits]
+    layers = list(range(max(scan.stages), target.n_layers))
+    after = [f"blocks.{layer}.hook_resid_post" for layer in layers]
+    before = largest_norms(target, [f"blocks.{min(scan.stages)}.hook_resid_pre"], scan.shared_dims, rows, None)
     text = held_out(setup, pieces, length)
-    intact, patched, random = [losses(target, text, edit, SEQUENCES, setup.progress) for edit in edits]
     proof = PatchProof(
-        words=tuple(setup.tokenizer.decode([drawn[place]]) for place in reached),
+        words=tuple(setup.tokenizer.decode([words_drawn[place]]) for place in reached),
         repeats=count,
         layers=np.array(layers),
-        ceiling=np.maximum(typical_ceiling(spike, layers), HEADROOM * before.numpy()[:, None]),
-        norms=torch.stack(norms).numpy(),
-        attention=torch.stack(attention).numpy(),
-        ordinary_attention=attention_to_first(target, layers[1:], ordinary_rows(setup, rows), None).numpy(),
-        perplexity=perplexity_change(intact, patched),
-        random_perplexity=perplexity_change(intact, random),
+        ceiling=np.maximum(typical_ceiling(scan, layers), HEADROOM * before),
+        norms=np.array([largest_norms(target, after, scan.shared_dims, rows, edit) for edit in edits]),
+        attention=np.array([attention_to_first(target, layers[1:], rows, edit) for edit in edits]),
+        ordinary_attention=attention_to_first(target, layers[1:], ordinary, None),
+        perplexity=np.array(
+            [losses(target, text, edit, SEQUENCES, setup.progress).double().mean().exp() for edit in edits]
+        ),
     )
     verdict, reason = proof.judged(limit)
     sites = patch.checked_sites
-    calibrated = tuple(patch.calibrated[site] for site in sites)
-    numbers = tuple(site.numbers for site in sites)
-    return PatchMade(verdict=verdict, reason=reason, sites=numbers, calibrated=calibrated, proof=proof)
+    return PatchMade(
+        verdict=verdict,
+        reason=reason,
+        sites=tuple(site.numbers for site in sites),
+        calibrated=tuple(patch.calibrated[site] for site in sites),
+        proof=proof,
+    )
 
 
 def typical_ceiling(spike: LayerScan, layers: list[int]) -> Float[np.ndarray, " layer"]:
@@ -303,32 +306,19 @@ def typical_ceiling(spike: LayerScan, layers: list[int]) -> Float[np.ndarray, " 
 
 
 @torch.no_grad()
-def norms_before(target: Target, layer: int, without: list[int], rows: TokenRows) -> Float[Tensor, " row"]:
-    """Largest norm of the residual stream that enters a layer, after the first position."""
-    site = f"blocks.{layer}.hook_resid_pre"
-    entering = trace(target, rows, [site], lambda resid: norm_of(resid, without), batch_size=SEQUENCES)[site]
-    return entering[:, 1:].amax(1)
-
-
-@torch.no_grad()
 def largest_norms(
-    target: Target, layers: list[int], without: list[int], rows: TokenRows, edit: Intervention | None
-) -> Float[Tensor, "row layer"]:
+    target: Target, sites: list[str], without: list[int], rows: TokenRows, edit: Intervention | None
+) -> Float[np.ndarray, "row site"]:
     """Largest norm of the residual stream after the first position; dimensions in `without` are left out."""
-    sites = [f"blocks.{layer}.hook_resid_post" for layer in layers]
-
-    def largest(resid: Tensor) -> Tensor:
-        return norm_of(resid, without)[:, 1:].amax(1)
-
     with under(edit, target):
-        norms = trace(target, rows, sites, largest, batch_size=SEQUENCES)
-    return torch.stack([norms[site] for site in sites], dim=1)
+        norms = trace(target, rows, sites, lambda resid: norm_of(resid, without)[:, 1:].amax(1), batch_size=SEQUENCES)
+    return torch.stack([norms[site] for site in sites], dim=1).numpy()
 
 
 @torch.no_grad()
 def attention_to_first(
     target: Target, layers: list[int], rows: TokenRows, edit: Intervention | None
-) -> Float[Tensor, " layer"]:
+) -> Float[np.ndarray, " layer"]:
     """Mean attention to position 0, over rows, heads and the queries of the second half, where tokens are sinks."""
     half = rows.shape[1] // 2
     total = torch.zeros(len(layers), dtype=torch.float64)
@@ -341,16 +331,4 @@ def attention_to_first(
         for batch in rows.split(SEQUENCES):
             with under(edit, target), attention_rows(target, add, layers=layers):
                 target.forward(batch, upto=layers[-1])
-    return total / (len(rows) * (rows.shape[1] - half))
-
-
-def ordinary_rows(setup: Setup, rows: TokenRows) -> TokenRows:
-    """Ordinary text as long as the rows: the typical text, or, where it is too short, its words in random order."""
-    try:
-        return text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
-    except SinkscopeError:
-        words = setup.ids[:, 1:].flatten()
-        generator = torch.Generator().manual_seed(setup.seed)
-        drawn = words[torch.randint(len(words), tuple(rows.shape), generator=generator)]
-        drawn[:, 0] = setup.ids[0, 0]
-        return drawn
+    return (total / (len(rows) * (rows.shape[1] - half))).numpy()

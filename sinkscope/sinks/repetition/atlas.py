@@ -12,12 +12,14 @@ from jaxtyping import Float, Int
 
 from sinkscope.files.notation import agreeing, head_name
 from sinkscope.measure import Setup
+from sinkscope.measure.style import unfolded
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.clusters import find_clusters
 from sinkscope.sinks.chunks import ChunkRun, ChunkWork, Columns, hold_layers, in_chunks, token_texts
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.layer_scan import norms_after, repeats_until_half
 from sinkscope.sinks.first_token.sets import sink_neurons
+from sinkscope.sinks.repetition.sweep import Reading
 from sinkscope.sinks.tokens import repetition_limit, sample_tokens, vocabulary
 
 PILOT = 16  # tokens that determine the length of the first pass
@@ -47,20 +49,17 @@ class AtlasWork(ChunkWork):
         """Columns repeats and norm, with one entry per token."""
         repeats: list[int | None] = [None] * len(items)
         largest = [0.0] * len(items)
-        left = list(range(len(items)))
         length = min(self.length, self.max_repeats)
-        while left:
-            passes = -(-len(left) // max(1, POSITIONS // (length + 1)))
-            for number in range(passes):
-                part = left[number::passes]  # parts of nearly equal size
-                norms = norms_after(target, self.layer, torch.tensor([self.row(items[i], length) for i in part]))
-                for i, norm in zip(part, norms, strict=True):
-                    share = norm[1:] / norm[0]
-                    count = repeats_until_half(share, 1.0)
-                    repeats[i] = count
-                    largest[i] = round(float(share.max() if count is None else share[count - 1]), 4)
-            left = [i for i in left if repeats[i] is None]
-            if length >= self.max_repeats:
+        while None in repeats:
+            left = [place for place, count in enumerate(repeats) if count is None]
+            rows = torch.tensor([self.row(items[place], length) for place in left])
+            norms = norms_after(target, self.layer, rows, max(1, POSITIONS // (length + 1)))
+            for place, norm in zip(left, norms, strict=True):
+                share = norm[1:] / norm[0]
+                count = repeats_until_half(share, 1.0)
+                repeats[place] = count
+                largest[place] = round(float(share.max() if count is None else share[count - 1]), 4)
+            if length == self.max_repeats:
                 break
             length = min(4 * length, self.max_repeats)
         return {"repeats": list(repeats), "norm": list(largest)}
@@ -72,7 +71,7 @@ class AtlasWork(ChunkWork):
 
 
 @dataclass(frozen=True)
-class AtlasReading:
+class AtlasReading(Reading):
     """Repetition of every token of the vocabulary. NaN stands for never, and for no head.
 
     Attributes:
@@ -119,25 +118,10 @@ class AtlasReading:
         return lines
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per token."""
-        columns = {"id": self.ids, "token": self.tokens, "repeats": self.repeats, "norm": self.norm, "head": self.head}
-        return [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
-
-    def head_rows(self) -> list[dict[str, Any]]:
-        """One row per head of layer 0, largest first."""
-        table: list[dict[str, Any]] = []
-        for head in np.unique(self.head, equal_nan=True):
-            served = np.isnan(self.head) if np.isnan(head) else self.head == head
-            reached = self.repeats[served & ~self.resists]
-            table.append(
-                {
-                    "head": "none" if np.isnan(head) else head_name(0, int(head)),
-                    "tokens": int(served.sum()),
-                    "resisting": int((served & self.resists).sum()),
-                    "median_repeats": float(np.median(reached)) if len(reached) else None,
-                }
-            )
-        return sorted(table, key=lambda row: (row["head"] == "none", -row["tokens"]))
+        """One row per token, those first that never become a sink."""
+        columns = {"id": self.ids, "repeats": self.repeats, "norm": self.norm, "head": self.head}
+        rows = unfolded(columns, token=self.tokens)
+        return sorted(rows, key=lambda row: row["repeats"] is not None)
 
     def draw(self) -> Any:
         """Number of tokens by the repetitions they need, coloured by the head that serves them."""
@@ -172,7 +156,7 @@ def read_vocabulary(
     if clusters is not None:
         head = clusters.head
     hold_layers(target, layer)
-    work = begin(AtlasWork(layer, *firsts(setup), SHORTEST, limit), setup, ids)
+    work = begin(setup, layer, ids, limit)
     settings = {"layer": layer, "first": work.first, "max_repeats": limit}
     columns = in_chunks(setup, work, ids, run.part("atlas"), what="tokens", size=POSITIONS // 64, **settings)
     return layer, AtlasReading(
@@ -185,22 +169,16 @@ def read_vocabulary(
     )
 
 
-def firsts(setup: Setup) -> tuple[int, int]:
-    """The token that stands first, and the one used if that is the repeated token itself; with BOS always BOS."""
-    if setup.bos is not None:
-        return setup.bos, setup.bos
+def begin(setup: Setup, layer: int, ids: list[int], limit: int) -> AtlasWork:
+    """The work with a first pass in which most tokens become sinks; its length affects only the time."""
     first = int(setup.ids[0, 0])
-    others = setup.ids[setup.ids != first]
-    if not len(others):
-        return first, first
-    return first, int(others[0])
-
-
-def begin(work: AtlasWork, setup: Setup, ids: list[int]) -> AtlasWork:
-    """`work` with a first pass in which most tokens become sinks. This affects only the time, not the columns."""
+    other = first
+    if setup.bos is None:
+        other = next((token for token in setup.ids.flatten().tolist() if token != first), first)
+    work = AtlasWork(layer, first, other, SHORTEST, limit)
     repeats = work(setup.target, sample_tokens(ids, PILOT, setup.seed))["repeats"]
-    reached = sorted(count for count in repeats if count is not None)
-    enough = work.max_repeats
+    enough = limit
+    reached = [count for count in repeats if count is not None]
     if reached:
-        enough = int(1.1 * reached[int(0.9 * (len(reached) - 1))])
+        enough = int(1.1 * float(np.quantile(reached, 0.9, method="lower")))
     return replace(work, length=max(SHORTEST, -(-enough // 32) * 32))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.files.notation import counted, listed, neuron_names
@@ -19,7 +19,8 @@ from sinkscope.measure import Setup
 from sinkscope.models.load import load
 from sinkscope.models.open import open_target
 from sinkscope.sinks.first_token.sets import sink_neurons
-from sinkscope.sinks.repetition.sweep import Sweep, SweepRows, curves_figure, rounded
+from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
+from sinkscope.sinks.tokens import TokenRows
 
 ANSWER_AFTER = (50, 400)  # repetitions
 NEW_TOKENS = 100
@@ -48,10 +49,11 @@ class RepeatAnswer:
 
 
 @dataclass(frozen=True)
-class ProbabilityReading:
+class ProbabilityReading(Reading):
     """Probability that the token comes once more after n repetitions.
 
     Attributes:
+        sweep: What was repeated.
         conditions: "intact", and "patched" if there is a patch.
         neurons: The neurons of the patch, (layer, neuron) or (layer, expert, neuron).
         probability: The probability.
@@ -61,6 +63,7 @@ class ProbabilityReading:
         answers: What the model writes.
     """
 
+    sweep: Sweep
     conditions: tuple[str, ...]
     neurons: tuple[tuple[int, ...], ...]
     probability: Float[np.ndarray, "condition token n"]
@@ -69,16 +72,16 @@ class ProbabilityReading:
     uniform: float
     answers: tuple[RepeatAnswer, ...]
 
-    def conclusion(self, sweep: Sweep) -> str:
+    def conclusion(self) -> str:
         """The probability that the repetition continues, without and with the patch."""
         last = np.median(self.probability[:, :, -1], axis=1)
-        said = f"After {sweep.times} the repeated token has probability {last[0]:.2g}"
+        said = f"After {self.sweep.times} the repeated token has probability {last[0]:.2g}"
         if len(last) == 1:
             return f"{said}; there is no causal sink neuron to patch."
-        tokens = counted(len(sweep.tokens), "token")
+        tokens = counted(len(self.sweep.tokens), "token")
         return f"{said} in the intact model and {last[1]:.2g} under the patch (medians of {tokens})."
 
-    def details(self, sweep: Sweep) -> list[str]:
+    def details(self) -> list[str]:
         """The patch, and where the repetition ends with and without it."""
         counts = listed(list(dict.fromkeys(answer.repeats for answer in self.answers)))
         lines = [f"The table shows what the model writes after {counts} repetitions."]
@@ -95,17 +98,16 @@ class ProbabilityReading:
             lines.append(line + ".")
         return lines
 
-    def rows(self, sweep: Sweep) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
         """One row per answer. The text that follows is cut."""
         table: list[dict[str, Any]] = []
         for answer in self.answers:
             table.append({**vars(answer), "follows": ascii(answer.follows[:SHOWN_TEXT])[1:-1]})
         return table
 
-    def draw(self, sweep: Sweep) -> Any:
+    def draw(self) -> Any:
         """Probability over n, a line per token and a panel per condition."""
-        panels = dict(zip(self.conditions, self.probability, strict=True))
-        fig = curves_figure(sweep, panels, "p(next = token)")
+        fig = self.sweep.curves(self.probability, self.conditions, "p(next = token)")
         return fig.add_hline(self.uniform, line_dash="dot")
 
 
@@ -119,7 +121,8 @@ def in_memory(setup: Setup) -> Setup:
 
 def read_probabilities(
     setup: Setup,
-    rows: SweepRows,
+    sweep: Sweep,
+    rows: TokenRows,
     patch: SinkPatch | str | os.PathLike[str] | None,
     answer_after: Sequence[int] | None,
     new_tokens: int | None,
@@ -128,6 +131,7 @@ def read_probabilities(
 
     Args:
         setup: The model, whole in memory.
+        sweep: What is repeated.
         rows: The sequences.
         patch: The patch or its file. None: a patch of the causal neurons.
         answer_after: Numbers of repetitions after which the model answers. None: 50 and 400, or what the context holds.
@@ -137,21 +141,22 @@ def read_probabilities(
         SinkscopeError: The repetitions and the answer do not fit the context.
     """
     target = setup.target
-    sweep = rows.sweep
+    before = rows[0, : len(sweep.before)].tolist()
     limit = target.max_positions or 1 << 30
     new_tokens = new_tokens or min(NEW_TOKENS, limit // 4)
     after = list(answer_after or ())
     if not after:
-        most = max(1, limit - rows.start - new_tokens)
+        most = max(1, limit - len(before) - new_tokens)
         after = sorted({min(count, most) for count in ANSWER_AFTER})
     setup.record(answer_after=after, new_tokens=new_tokens)
-    around = f"a text of {max(after)} repetitions behind {rows.start} tokens"
-    target.check_length(around, rows.start + max(after), new_tokens, "repeat less often before an answer")
+    around = f"a text of {max(after)} repetitions behind {len(before)} tokens"
+    target.check_length(around, len(before) + max(after), new_tokens, "repeat less often before an answer")
     edit = chosen_patch(setup, patch)
     edits: dict[str, SinkPatch | None] = {"intact": None}
+    neurons: tuple[tuple[int, ...], ...] = ()
     if edit is not None:
         edits["patched"] = edit
-    before = rows.ids[0, : rows.start].tolist()
+        neurons = tuple(site.numbers for site in edit.checked_sites)
     shape = len(edits), len(sweep.tokens)
     probability = torch.zeros(*shape, len(sweep.counts))
     caught = np.full(shape, np.nan)
@@ -165,15 +170,22 @@ def read_probabilities(
             setup.progress(f"repetitions, {name}", token + 1, len(sweep.tokens))
         for count in after:
             prompts = torch.tensor([[*before, *ids * count] for ids in sweep.ids])
-            written = greedy(target, prompts, new_tokens, act)
-            for token, answer in enumerate(written):
-                answers.append(repeat_answer(setup, sweep, token, act is not None, count, answer))
+            for token, ids in enumerate(greedy(target, prompts, new_tokens, act)):
+                (word,) = sweep.ids[token]
+                kept = next((place for place, other in enumerate(ids) if other != word), len(ids))
+                follows = setup.tokenizer.decode(ids[kept:], skip_special_tokens=True)
+                answers.append(RepeatAnswer(sweep.tokens[token], act is not None, count, kept, len(ids), follows))
             setup.progress(f"answers, {name}", count, max(after))
-    neurons: tuple[tuple[int, ...], ...] = ()
-    if edit is not None:
-        neurons = tuple(site.numbers for site in edit.checked_sites)
-    uniform = 1 / int(target.config.vocab_size)
-    return ProbabilityReading(tuple(edits), neurons, rounded(probability), caught, left, uniform, tuple(answers))
+    return ProbabilityReading(
+        sweep,
+        conditions=tuple(edits),
+        neurons=neurons,
+        probability=rounded(probability),
+        caught=caught,
+        left=left,
+        uniform=1 / int(target.config.vocab_size),
+        answers=tuple(answers),
+    )
 
 
 def chosen_patch(setup: Setup, patch: SinkPatch | str | os.PathLike[str] | None) -> SinkPatch | None:
@@ -182,31 +194,18 @@ def chosen_patch(setup: Setup, patch: SinkPatch | str | os.PathLike[str] | None)
         return patch
     if patch is not None:
         return SinkPatch.load(patch)
-    neurons = sink_neurons(setup).neurons
-    if not neurons:
+    calibrated = {neuron.site: neuron.neutral_post for neuron in sink_neurons(setup).neurons}
+    if not calibrated:
         return None
-    calibrated = {neuron.site: neuron.neutral_post for neuron in neurons}
     return SinkPatch(sites=list(calibrated), calibrated=calibrated)
 
 
-def repeated_span(is_token: Tensor) -> tuple[float, float]:
+def repeated_span(is_token: Bool[Tensor, " n"]) -> tuple[float, float]:
     """First n after which the token is the likeliest one, and the first n later at which it no longer is; else NaN."""
-    likeliest = is_token.tolist()
-    if True not in likeliest:
-        return float("nan"), float("nan")
-    caught = likeliest.index(True)
-    if False not in likeliest[caught:]:
-        return caught + 1.0, float("nan")
-    return caught + 1.0, likeliest.index(False, caught) + 1.0
-
-
-def repeat_answer(
-    setup: Setup, sweep: Sweep, token: int, patched: bool, repeats: int, answer: list[int]
-) -> RepeatAnswer:
-    """Split an answer into the repetition that goes on and the text that follows."""
-    (word,) = sweep.ids[token]
-    kept = 0
-    while kept < len(answer) and answer[kept] == word:
-        kept += 1
-    follows = setup.tokenizer.decode(answer[kept:], skip_special_tokens=True)
-    return RepeatAnswer(sweep.tokens[token], patched, repeats, kept, len(answer), follows)
+    span = [float("nan"), float("nan")]
+    if is_token.any():
+        caught = int(is_token.int().argmax())
+        span[0] = caught + 1.0
+        if not is_token[caught:].all():
+            span[1] = caught + int(is_token[caught:].int().argmin()) + 1.0
+    return span[0], span[1]

@@ -21,8 +21,7 @@ from sinkscope.sinks.repetition.attention import TAIL, AttentionReading, read_at
 from sinkscope.sinks.repetition.distance import DistanceReading, read_distances
 from sinkscope.sinks.repetition.norm import NormReading, read_norms
 from sinkscope.sinks.repetition.probability import ProbabilityReading, in_memory, read_probabilities
-from sinkscope.sinks.repetition.sweep import Sweep, sweep_rows
-from sinkscope.sinks.tokens import replaced_line
+from sinkscope.sinks.repetition.sweep import sweep_rows
 
 EVERY_TOKEN = "all"
 
@@ -36,26 +35,19 @@ class Repeat(Result):
             "distance": distance of the attention's output to that on the token alone; "probability": probability that
             the token comes once more, and what follows.
         sink_layer: Layer that makes the norm spike. None if there is none, or if the reading does not need it.
-        sweep: What was repeated. None if every token of the vocabulary was.
-        norm: The reading "norm". None for other readings, and if no MLP makes a norm spike.
-        attention: The reading "attention".
-        distance: The reading "distance".
-        probability: The reading "probability".
-        atlas: The reading "norm" of every token of the vocabulary.
-        absence: What there is instead of a reading "norm", if no MLP makes a norm spike.
+        reading: The curves and numbers of the reading. None if no MLP makes a norm spike and the reading needs one.
+        absence: What there is instead then.
     """
 
     kind: ClassVar[str] = "repeat"
     percent: ClassVar[tuple[str, ...]] = (
         "of_first",
-        "lost_one",
         "lost_set",
         "lost_control",
         "to_first",
         "to_high_norm",
         "tail_to_first",
         "tail_to_high_norm",
-        "closest_to_bound",
     )
     glossary: ClassVar[dict[str, str]] = {
         "repeated": "the token, or the cycle of tokens, that is repeated",
@@ -63,85 +55,46 @@ class Repeat(Result):
         "last_norm": "norm at the last repetition",
         "last": "value at the last repetition",
         "of_first": "norm at the last repetition over the first token's",
-        "lost_one": "share of that norm that zeroing the largest sink neuron takes away",
-        "lost_set": "share that zeroing the set of sink neurons takes away",
+        "lost_set": "share of that norm that zeroing the set of sink neurons takes away",
         "lost_control": "share that zeroing as many random neurons takes away",
         "to_first": "attention that position 0 receives, mean over queries and heads",
         "to_high_norm": "attention that all positions of high norm receive together",
         "tail_to_first": "attention to position 0 from ordinary tokens at the end of the sequence",
         "tail_to_high_norm": "attention of those tokens to all positions of high norm",
         "alone": "norm of the attention's output on the token alone",
-        "closest_to_bound": "largest distance of a head over its bound, at any number of repetitions",
+        "first": "its distance to the output after one repetition",
         "kept": "tokens of the answer that continue the repetition",
         "follows": "beginning of the text behind the repetition",
-        "resisting": "tokens that repetition does not make a sink",
-        "median_repeats": "median number of repetitions that make the others a sink",
     }
 
     read: Literal["norm", "attention", "distance", "probability"]
     sink_layer: int | None = None
-    sweep: Sweep | None = None
-    norm: NormReading | None = None
-    attention: AttentionReading | None = None
-    distance: DistanceReading | None = None
-    probability: ProbabilityReading | None = None
-    atlas: AtlasReading | None = None
+    reading: NormReading | AttentionReading | DistanceReading | ProbabilityReading | AtlasReading | None = None
     absence: SpikeAbsence | None = None
-
-    @property
-    def reading(self) -> NormReading | AttentionReading | DistanceReading | ProbabilityReading | None:
-        """The reading that was made of single tokens."""
-        return self.norm or self.attention or self.distance or self.probability
 
     def conclusion(self) -> str:
         """The finding of the reading."""
-        if self.atlas is not None:
-            return self.atlas.conclusion()
         if self.absence is not None:
             return self.absence.sentence("there is no layer to read repetitions at")
-        assert self.reading is not None and self.sweep is not None
-        return self.reading.conclusion(self.sweep)
+        return "" if self.reading is None else self.reading.conclusion()
 
     def details(self) -> list[str]:
         """Lines of the reading, and the words of the paper that were replaced."""
-        if self.atlas is not None:
-            return self.atlas.details()
-        if self.reading is None or self.sweep is None:
-            return []
-        return [*self.reading.details(self.sweep), *replaced_line(self.sweep.replaced)]
+        return [] if self.reading is None else self.reading.details()
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per token, and where there are several, per layer, sequence or answer."""
-        if self.atlas is not None:
-            return self.atlas.rows()
-        if self.reading is None or self.sweep is None:
-            return []
-        return self.reading.rows(self.sweep)
-
-    def shown_rows(self) -> list[dict[str, Any]]:
-        """The first rows; of a vocabulary, one row per head of layer 0."""
-        if self.atlas is not None:
-            return self.atlas.head_rows()
-        return super().shown_rows()
+        return [] if self.reading is None else self.reading.rows()
 
     def numbers(self) -> list[Number]:
         """The norm after the last repetition, and what ablation takes away of it."""
-        if self.norm is None or self.sweep is None:
-            return []
-        return self.norm.numbers(self.sweep)
+        return [] if self.reading is None else self.reading.numbers()
 
 
 def draw(result: Repeat) -> go.Figure:
     """Draw the reading over the number of repetitions, a line per token; of a vocabulary, a histogram."""
-    fig = go.Figure()
-    if result.atlas is not None:
-        fig = result.atlas.draw()
-    elif result.reading is not None and result.sweep is not None:
-        fig = result.reading.draw(result.sweep)
-    height = 480
-    if result.attention is not None:
-        height = 200 + 300 * len(result.attention.to_first[0])
-    return finished(fig, result, width=1200, height=height)
+    fig: Any = go.Figure() if result.reading is None else result.reading.draw()
+    return finished(fig, result, width=1200, height=fig.layout.height or 480)
 
 
 def refuse_unused(
@@ -218,25 +171,23 @@ def repeat(
         sinkscope repeat --read distance --model llama-2-7b --max-repeats 500
     """
     if tokens is not None and list(tokens) == [EVERY_TOKEN]:
-        folder = None if resume is None else Path(resume)
-        layer, atlas = read_vocabulary(setup, max_repeats, sample, ChunkRun(workers, folder))
-        if isinstance(atlas, SpikeAbsence):
-            return Repeat(read=read, absence=atlas)
-        return Repeat(read=read, sink_layer=layer, atlas=atlas)
+        run = ChunkRun(workers, None if resume is None else Path(resume))
+        return at_layer(read, *read_vocabulary(setup, max_repeats, sample, run))
     after = TAIL if read == "attention" else 0
-    words = None if tokens is None else list(tokens)
-    rows = sweep_rows(setup, read, words, prefix, max_repeats, cycle=ablate, after=after)
+    sweep, ids = sweep_rows(setup, read, tokens, prefix, max_repeats, cycle=ablate, after=after)
     if read == "norm":
-        layer, norm = read_norms(setup, rows, ablate)
-        if isinstance(norm, SpikeAbsence):
-            return Repeat(read=read, sweep=rows.sweep, absence=norm)
-        return Repeat(read=read, sink_layer=layer, sweep=rows.sweep, norm=norm)
+        return at_layer(read, *read_norms(setup, sweep, ids, ablate))
     if read == "attention":
-        layer, attention = read_attention(setup, rows)
-        return Repeat(read=read, sink_layer=layer, sweep=rows.sweep, attention=attention)
+        return at_layer(read, *read_attention(setup, sweep, ids))
     if read == "distance":
-        return Repeat(read=read, sweep=rows.sweep, distance=read_distances(setup, rows, all_layers))
-    whole = in_memory(setup)
-    probability = read_probabilities(whole, rows, patch, answer_after, new_tokens)
+        return Repeat(read=read, reading=read_distances(setup, sweep, ids, all_layers))
+    probability = read_probabilities(in_memory(setup), sweep, ids, patch, answer_after, new_tokens)
     setup.record(patch=None if patch is None else probability.neurons)
-    return Repeat(read=read, sweep=rows.sweep, probability=probability)
+    return Repeat(read=read, reading=probability)
+
+
+def at_layer(read: Any, layer: int | None, reading: Any) -> Repeat:
+    """The result of a reading that looks for the sink layer; without one, what there is instead."""
+    if isinstance(reading, SpikeAbsence):
+        return Repeat(read=read, absence=reading)
+    return Repeat(read=read, sink_layer=layer, reading=reading)

@@ -1,22 +1,33 @@
-"""What is repeated: the sequences that every reading of `repeat` runs, and the numbers of repetitions it reports."""
+"""What is repeated, and what every reading of `repeat` has: sequences, numbers of repetitions, curves over them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import plotly.express as px
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.files.notation import agreeing
+from sinkscope.files.result import Number
 from sinkscope.measure import Setup
-from sinkscope.sinks.tokens import CYCLE, encode, refuse_repeated, repetition_limit, single_words, words_to_repeat
+from sinkscope.measure.style import unfolded
+from sinkscope.sinks.tokens import (
+    CYCLE,
+    TokenRows,
+    encode,
+    refuse_repeated,
+    repetition_limit,
+    single_words,
+    words_to_repeat,
+)
 
 CURVE_POINTS = 160  # numbers of repetitions on a curve, evenly spaced in their logarithm
-FIRST_LAYER_WORDS = ("cat", "dog", "the", "bla")  # the words of Fig. 5 of Yona et al. 2025
+PAPER_WORDS = {"attention": ("the",), "distance": ("cat", "dog", "the", "bla")}  # Fig. 1 and 5 of Yona et al. 2025
 PAPER_PREFIXES = {"distance": "some prefix:", "probability": "Repeat:"}  # Fig. 5 and Table 3
 
 
@@ -50,37 +61,41 @@ class Sweep:
         """Rows that repeat one token, so without the cycle."""
         return [row for row, ids in enumerate(self.ids) if len(ids) == 1]
 
+    @property
+    def places(self) -> Int[np.ndarray, " n"]:
+        """Positions of the last repetition after each number of repetitions in `counts`."""
+        return self.counts + len(self.before) - 1
+
+    def curves(self, values: Float[np.ndarray, "panel token n"], panels: Sequence[str], label: str) -> Any:
+        """A line per token over the number of repetitions, one panel for each name; both axes logarithmic."""
+        rows = unfolded({label: values}, panel=panels, token=self.tokens, repetitions=self.counts.tolist())
+        fig = px.line(rows, x="repetitions", y=label, color="token", facet_col="panel", log_x=True, log_y=True)
+        return fig.for_each_annotation(lambda note: note.update(text=note.text.removeprefix("panel=")))
+
 
 @dataclass(frozen=True)
-class SweepRows:
-    """The sequences of a sweep.
+class Reading:
+    """What a model shows over the number of repetitions: arrays, a conclusion, rows and a drawing of them."""
 
-    Attributes:
-        sweep: What is repeated.
-        ids: The sequences.
-        start: Position of the first repetition.
-    """
+    def details(self) -> list[str]:
+        """Further lines."""
+        return []
 
-    sweep: Sweep
-    ids: Int[Tensor, "token pos"]
-    start: int
-
-    @property
-    def places(self) -> list[int]:
-        """Positions of the last repetition after each number of repetitions in `counts`."""
-        return (self.sweep.counts + self.start - 1).tolist()
+    def numbers(self) -> list[Number]:
+        """The numbers by which two models are compared."""
+        return []
 
 
 def sweep_rows(
     setup: Setup,
     read: str,
-    tokens: list[str] | None,
+    tokens: Sequence[str] | None,
     prefix: str | None,
     max_repeats: int | None,
     *,
     cycle: bool = False,
     after: int = 0,
-) -> SweepRows:
+) -> tuple[Sweep, TokenRows]:
     """Choose the tokens of a reading and build its sequences.
 
     Args:
@@ -97,13 +112,7 @@ def sweep_rows(
     """
     if prefix is None:
         prefix = PAPER_PREFIXES.get(read)
-    paper: tuple[str, ...] = ()
-    if read == "attention":
-        paper = ("the",)
-    elif read == "distance":
-        paper = FIRST_LAYER_WORDS
-    elif cycle:
-        paper = CYCLE
+    paper = CYCLE if cycle else PAPER_WORDS.get(read, ())
     words, replaced = words_to_repeat(setup, tokens, prefix, paper)
     cycles: list[tuple[int, ...]] = [(word,) for word in words]
     if cycle and len(words) > 1:
@@ -114,13 +123,11 @@ def sweep_rows(
     rows: list[list[int]] = []
     labels: list[str] = []
     for repeated in cycles:
-        times = -(-count // len(repeated))
-        rows.append([*before, *(repeated * times)[:count]])
-        strings = single_words(setup.tokenizer, repeated)
-        labels.append(" ".join(string.strip() or repr(string) for string in strings))
+        rows.append([*before, *(repeated * count)[:count]])
+        labels.append(" ".join(string.strip() or repr(string) for string in single_words(setup.tokenizer, repeated)))
     before_words = single_words(setup.tokenizer, before)
     sweep = Sweep(tuple(labels), tuple(cycles), before_words, count, curve_counts(count), replaced)
-    return SweepRows(sweep, torch.tensor(rows), len(before))
+    return sweep, torch.tensor(rows)
 
 
 def tokens_before(setup: Setup, prefix: str | None, repeated: list[int]) -> list[int]:
@@ -142,22 +149,7 @@ def tokens_before(setup: Setup, prefix: str | None, repeated: list[int]) -> list
 
 def curve_counts(most: int) -> Int[np.ndarray, " n"]:
     """Numbers of repetitions from 1 to `most`: all small ones, then evenly spaced in their logarithm."""
-    spaced = torch.logspace(0, float(np.log10(most)), CURVE_POINTS, dtype=torch.float64).round().long().tolist()
-    return np.array(sorted({1, most, *spaced}))
-
-
-def curves_figure(sweep: Sweep, panels: dict[str, np.ndarray], label: str) -> Any:
-    """A line per token over the number of repetitions, one panel for each array `[token n]`; both axes logarithmic."""
-    curves: dict[str, list[Any]] = {"repetitions": [], label: [], "token": [], "panel": []}
-    for title, values in panels.items():
-        for token, curve in zip(sweep.tokens, values, strict=True):
-            positive = curve > 0
-            curves["repetitions"] += sweep.counts[positive].tolist()
-            curves[label] += curve[positive].tolist()
-            curves["token"] += [token] * int(positive.sum())
-            curves["panel"] += [title] * int(positive.sum())
-    fig = px.line(curves, x="repetitions", y=label, color="token", facet_col="panel", log_x=True, log_y=True)
-    return fig.for_each_annotation(lambda note: note.update(text=note.text.removeprefix("panel=")))
+    return np.unique(np.geomspace(1, most, CURVE_POINTS).round().astype(int))
 
 
 def rounded(values: Tensor) -> np.ndarray:
