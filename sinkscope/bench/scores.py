@@ -7,6 +7,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
+from typing import Any
 
 from sinkscope.errors import SinkscopeError
 
@@ -33,7 +34,8 @@ def score(metric: str, text: str, answers: Sequence[str]) -> float:
         own = None
     if not callable(own):
         raise SinkscopeError(f"metric {metric!r} is unknown: expected {', '.join(METRICS)} or package.module:function")
-    return float(own(text, answers))
+    score: Any = own(text, answers)
+    return float(score)
 
 
 def normalised(text: str) -> list[str]:

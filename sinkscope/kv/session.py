@@ -223,12 +223,6 @@ class Session:
                 "full cache to compare with: set sliding_window=None in its configuration, or use another model",
                 page="kv-session",
             )
-        if target.config.model_type == "falcon" and target.config.alibi:
-            raise UnsupportedError(
-                f"{target.name} adds its position bias to the mask of all layers, in which no layer can hold tokens of "
-                "its own: use another model for cache policies and attention observers",
-                page="kv-session",
-            )
         if not cache_layers(target):
             raise UnsupportedError(
                 f"the cache of {target.name} has no layer that holds keys and values alone: use another model for "

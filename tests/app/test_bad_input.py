@@ -218,7 +218,7 @@ def test_gguf_that_is_none(error, tmp_path):
         (["--max-repeats", "99999"], ("--max-repeats 99999 and", "but the context of", "the largest is")),
         (["--token", "poem poem"], ("'poem poem' is 2 tokens", "give a string that is one token")),
         (["--text", "none.txt"], ("cannot read none.txt: no such file", "give the path of a text file")),
-        (["--text", os.devnull], ("is empty", "with some prose")),
+        (["--text", os.devnull], ("is a named pipe or a device", "give the path of a text file")),
         (["--device", "cuda:9"], ("device 'cuda:9' is not there", "this machine has cpu")),
         (["--dtype", "float33"], ("dtype 'float33'", "expected float32")),
         (["--revision", "v2"], ("revision 'v2' means nothing for the folder", "hub ids")),

@@ -107,13 +107,13 @@ def test_what_has_no_utf8_or_no_html_is_written_out(tmp_path):
 
 REASONS = {
     "cut.json": "is not a JSON file",
-    "foreign.json": "is not a result of sinkscope: expected an object with schema and kind",
+    "foreign.json": "is not a result of sinkscope: expected an object with schema, kind and result",
     "list.json": "is not a result of sinkscope",
     "deep.json": "is not a JSON file",
     "newer.json": "has schema 2, this version reads 1",
     "unknown.json": f"holds the unknown kind {BAD!r}",
     "uneven.json": "cannot be shown (",
-    "half.json": "has no result",
+    "half.json": "is not a result of sinkscope",
     f"{BAD}\\n\\x1b[2J.json": "is not a JSON file",
 }
 

@@ -226,15 +226,15 @@ def test_the_repeated_token_page_says_what_its_figures_hold():
         if (one["context"], one["source"]) == ("BOS", "cluster"):
             assert f"{one['most']:.0%}".replace("%", " %") in row, one
     attention = Result.load(ROOT / "figures/repeat-attention.json")
-    means = attention.attention
+    means = attention.reading
     behind = means.first_behind
-    for numbers in (means.mean_to_high[behind:, 1], means.tail_to_high[behind:, 1]):
+    for numbers in (means.mean[1, behind:, 1], means.tail[1, behind:, 1]):
         assert f"{100 * numbers.mean():.1f} %" in page
     for share in (means.uniform[1], means.tail_uniform[1]):
         assert f"{100 * share:.1f} %" in page
     divergence = Result.load(ROOT / "figures/divergence.json")
     told = next(line for line in page.splitlines() if line.startswith("| Table 3 on the model in the package"))
-    assert f"about {np.median(divergence.probability.left[0]):.0f} repetitions" in told
+    assert f"about {np.median(divergence.reading.left[0]):.0f} repetitions" in told
     for name in ("find_sinks", "repeat", "repeat-attention", "attack", "atlas", "divergence", "patch-make"):
         assert f"(../../figures/{name}.png)" in page and (ROOT / f"figures/{name}.png").exists()
 

@@ -201,7 +201,7 @@ def test_what_cannot_be_entered():
     cases = [
         ("StreamingLLM and Drawn would both", lambda: (StreamingLLM(budget=9) | Drawn(budget=9)).on(model).__enter__()),
         ("already inside a `with`", lambda: nested(Full(), Drawn(budget=5))),
-        ("adds its position bias to the mask of all layers", lambda: Full().on(falcon).__enter__()),
+        ("recomputed attention differs from the model's own", lambda: Full().on(falcon).__enter__()),
         ("compiled", lambda: Drawn(budget=5).on(compiled).__enter__()),
         ("compiled", lambda: Drawn(budget=5).on(inner).__enter__()),
         ("layer 2 is not in .*: give one from 0 to 1", lambda: Observe(ignore, layers=[2]).on(model).__enter__()),

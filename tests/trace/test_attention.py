@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from covering import every_nth
 from organisms.tiny import MODEL_TYPES, tiny_model
 from torch.testing import assert_close
 
-from sinkscope.errors import SinkscopeWarning
+from sinkscope.errors import SinkscopeWarning, UnsupportedError
 from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
 from sinkscope.trace.attention import attention_rows
@@ -81,5 +82,5 @@ def test_an_exception_inside_restores_the_implementation():
 def test_a_soft_cap_that_sdpa_drops_is_said():
     model, _ = tiny_model("gemma2", attn_logit_softcapping=0.3)
     model.config._attn_implementation = "sdpa"
-    with pytest.warns(SinkscopeWarning, match="soft cap of 0.3"):
-        target_of(model)
+    with pytest.warns(SinkscopeWarning, match="soft cap of 0.3"), suppress(UnsupportedError):
+        target_of(model)  # some versions of transformers drop the cap in silence, others refuse to run
