@@ -6,7 +6,6 @@ import json
 
 import pytest
 import transformers
-from covering import every_nth
 from organisms.examine import examine
 
 from experiments.model_types import DATA, PAGE, page, types
@@ -35,7 +34,7 @@ def examined(model_type: str, quick: bool):
         assert report.status == "in full", report.parts
 
 
-@pytest.mark.parametrize("model_type", every_nth(COVERING, 3))
+@pytest.mark.parametrize("model_type", COVERING)
 def test_a_covering_set_of_types(model_type):
     examined(model_type, quick=True)
 
