@@ -318,9 +318,7 @@ def _opened(
     store = _Store(source, loader, layers, max(resident, 2))  # two, while the adapter is inferred and proved
     target = StreamTarget(causal, causal, "hf", DRAFT, tokenizer, name or source.name, resident=False, store=store)
     target = replace(target, adapter=adapter_of(target))
-    kinds = first_of_kinds(target)
-    if len(kinds) > 1:
-        target.forward(torch.zeros(1, 4, dtype=torch.long), upto=max(kinds))
+    target.forward(torch.zeros(1, 4, dtype=torch.long), upto=max(first_of_kinds(target)))  # or it is loaded whole
     store.hold(resident)
     return target
 
