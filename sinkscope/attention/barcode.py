@@ -203,7 +203,7 @@ class Barcode(Result):
         """The locked heads, largest gain first; none where the text is in no loop."""
         if self.onset is None:
             return []
-        return [(row["layer"], row["head"]) for row in self.rows() if row["gain"] >= LOCK_GAIN]
+        return [(row["layer"], row["head"]) for row in self.rows() if (row["gain"] or 0.0) >= LOCK_GAIN]
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per head, largest gain first."""
@@ -212,7 +212,7 @@ class Barcode(Result):
             columns["control_score"] = self.control_score
         columns |= {"gain": self.gain, "mass": self.mass, "width": self.width}
         rows = unfolded(columns, layer=self.layers, head=range(self.score.shape[1]))
-        return sorted(rows, key=lambda row: -row["gain"])
+        return sorted(rows, key=lambda row: -(row["gain"] or 0.0))
 
     def conclusion(self) -> str:
         """How many heads lock onto the loop, and the strongest beside ordinary text."""
