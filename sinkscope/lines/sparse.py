@@ -1,6 +1,6 @@
 """Attention that computes only chosen lines (after MInference, Jiang et al. 2024).
 
-On CUDA, one Triton kernel computes all heads (`triton.py`). Elsewhere each head is computed separately, block by block
+On CUDA, one Triton kernel computes all heads (`triton.py`). On a CPU each head is computed separately, block by block
 of queries. A block of queries needs three kinds of keys: the columns of the vertical lines, gathered once per head; a
 range of keys, if many offsets from 0 on are chosen; and for each other offset one key per row. Columns inside the range
 are computed with it and left out of the gathered ones, so no cell is counted twice; one softmax runs over all parts.
@@ -34,7 +34,10 @@ CPU_LIMIT = 0.65
 CUDA_LIMIT = 0.5
 NARROW = 48
 BLOCK = 256
-"""Queries at a time."""
+"""Queries at a time, and half as many beside a band of more than `WIDE` offsets, which is computed in whole blocks."""
+WIDE = 512
+LONE_COST = 1.5
+"""Number of columns of a matrix product that take as long as one lone line."""
 
 
 def dense_limit(width: int, kernel: Kernel, device: torch.device) -> float:
@@ -51,13 +54,17 @@ def dense_limit(width: int, kernel: Kernel, device: torch.device) -> float:
 def missing(
     kernel: Kernel, query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]
 ) -> str | None:
-    """Why only the loop over blocks can compute lines of these inputs; None if Triton can."""
-    if not _wants_triton(kernel, query.device):
-        return f"kernel {kernel!r} does not use it on {query.device.type}"
-    module = _triton()
-    if module is None:
-        return "triton is not installed"
-    return module.why_not(value)
+    """Why attention along lines of these inputs cannot be computed; None if it can."""
+    if _wants_triton(kernel, query.device):
+        module = _triton()
+        if module is None:
+            return "triton is not installed"
+        return module.why_not(value)
+    if query.device.type != "cpu":
+        return f"kernel {kernel!r} is for a CPU"
+    if lone_loops(query.shape[-1], value.shape[-1]) is None:
+        return "numba is not installed"
+    return None
 
 
 def _wants_triton(kernel: Kernel, device: torch.device) -> bool:
@@ -66,11 +73,11 @@ def _wants_triton(kernel: Kernel, device: torch.device) -> bool:
 
 @cache
 def _triton() -> Any:
-    """The module with the kernel; None if it cannot be imported, with one warning."""
+    """The module with the kernel; None, with one warning, if it cannot be imported."""
     try:
         return importlib.import_module("sinkscope.lines.triton")
     except ImportError as error:
-        warnings.warn(f"lines are not computed by Triton: {error}", stacklevel=2)
+        warnings.warn(f"attention along lines is not computed: {error}; install triton", stacklevel=2)
     return None
 
 
@@ -127,8 +134,7 @@ def sparse_attention(
         dense_above: Share of computed cells above which a head is computed densely, with all its cells. None:
             `dense_limit`, which is 0.65 in blocks, less for narrow heads, and 0.5 with Triton.
         kernel: "blocks": a loop over blocks of queries; "triton": a kernel for CUDA that computes columns, blocks and
-            single offsets; "auto": on CUDA "triton", else "blocks". Where Triton is not available, "blocks" is used,
-            and a warning says so once.
+            single offsets; "auto": on CUDA "triton", else "blocks".
 
     Returns:
         The output, in the dtype of `value`, computed in float32 (Triton computes in the inputs' dtype and accumulates
@@ -136,7 +142,7 @@ def sparse_attention(
 
     Raises:
         SinkscopeError: Lines have the wrong shape, a head lacks the main diagonal, or the kernel is unknown.
-        UnsupportedError: An input requires gradients.
+        UnsupportedError: An input requires gradients, or what computes lines is not installed.
     """
     check_values(Kernel, kernel=kernel)
     if scaling is None:
@@ -144,13 +150,18 @@ def sparse_attention(
     _check(query, key, value, lines)
     inputs = _Inputs(query, key, value, scaling)
     out = torch.empty(*query.shape[:2], value.shape[-1], device=query.device, dtype=value.dtype)
-    compute = _by_triton
-    if missing(kernel, query, value) is not None:
-        compute = _in_blocks
-        kernel = "blocks"
+    reason = missing(kernel, query, value)
+    if reason is not None:
+        raise UnsupportedError(
+            f"attention along lines cannot be computed on {query.device.type}: {reason}; use numba, or triton on CUDA",
+            page="kv-session",
+        )
     limit = dense_above
     if limit is None:
         limit = dense_limit(query.shape[-1], kernel, query.device)
+    compute = _in_blocks
+    if _wants_triton(kernel, query.device):
+        compute = _by_triton
     sparsity = compute(inputs, lines, limit, out)
     dense_heads = [head for head, dense in enumerate(sparsity.dense) if dense]
     _dense(inputs, dense_heads, out)
@@ -203,7 +214,8 @@ def _sparsity(lines: HeadLines, costs: list[float], limit: float, kernel: str) -
 
 def _in_blocks(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> Sparsity:
     """Write the heads that are not dense into `out`, block by block of queries."""
-    loops = lone_loops(inputs.query.shape[-1], inputs.value.shape[-1], out.device)
+    loops = lone_loops(inputs.query.shape[-1], inputs.value.shape[-1])
+    assert loops is not None
     cells = int(lines.lengths().sum())
     costs: list[float] = []
     heads: dict[int, _BlockedHead] = {}
@@ -219,14 +231,14 @@ def _in_blocks(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> 
     def compute(head: int) -> None:
         out[head] = heads[head].attention(inputs.query[head].float() * inputs.scaling)
 
-    _side_by_side(compute, list(heads), out.device)
+    _side_by_side(compute, list(heads))
     return _sparsity(lines, costs, limit, "blocks")
 
 
-def _side_by_side(compute: Callable[[int], None], heads: list[int], device: torch.device) -> None:
+def _side_by_side(compute: Callable[[int], None], heads: list[int]) -> None:
     """Compute each head in its own thread, because the matrix products of one head are too small to split."""
     threads = torch.get_num_threads()
-    if device.type != "cpu" or min(threads, len(heads)) < 2:
+    if min(threads, len(heads)) < 2:
         for head in heads:
             compute(head)
         return
@@ -289,6 +301,7 @@ class _BlockedHead:
         band: Number of offsets from 0 on that are computed as a range of keys; 0 if all are lone.
         lone: The other offsets, ascending, each of which is computed row by row.
         loops: What computes lone lines.
+        size: Queries at a time.
     """
 
     key: Float[Tensor, "key d_head"]
@@ -300,12 +313,13 @@ class _BlockedHead:
     band: int
     lone: Int[Tensor, " offset"]
     loops: LoneLoops
+    size: int
 
     @classmethod
     def of(cls, inputs: _Inputs, lines: HeadLines, head: int, loops: LoneLoops) -> _BlockedHead:
         vertical = lines.vertical[head]
         band = int(lines.slash[head].int().cumprod(0).sum())  # offsets from 0 to the first that is not chosen
-        if loops.cost * band <= band + BLOCK:
+        if LONE_COST * band <= band + BLOCK:
             band = 0
         return cls(
             key=inputs.key[head // inputs.group].float().contiguous(),
@@ -317,19 +331,20 @@ class _BlockedHead:
             band=band,
             lone=lines.slash[head, band:].nonzero().flatten() + band,
             loops=loops,
+            size=BLOCK if band <= WIDE else BLOCK // 2,
         )
 
     def cost(self) -> float:
         """Number of cells that are computed, or take as long, without the fixed cost of each block."""
         keys = len(self.key)
-        start = torch.arange(keys - self.queries, keys, BLOCK, device=self.lone.device)
-        stop = (start + BLOCK).clamp(max=keys)
+        start = torch.arange(keys - self.queries, keys, self.size, device=self.lone.device)
+        stop = (start + self.size).clamp(max=keys)
         begin = stop
         if self.band:
             begin = (start - self.band + 1).clamp(min=0)
         width = self.columns_before[begin] + stop - begin
         lone_rows = (keys - self.lone).clamp(max=self.queries).sum()
-        return float(((stop - start) * width).sum()) + self.loops.cost * float(lone_rows)
+        return float(((stop - start) * width).sum()) + LONE_COST * float(lone_rows)
 
     def attention(self, query: Float[Tensor, "query d_head"]) -> Float[Tensor, "query d_value"]:
         """Attention of scaled queries at the last positions."""
@@ -341,9 +356,9 @@ class _BlockedHead:
         column_value = self.value.index_select(0, self.columns)
         columns_before = self.columns_before.tolist()
         lones_before = torch.searchsorted(self.lone, torch.arange(keys + 1, device=self.lone.device)).tolist()
-        rows = torch.arange(BLOCK, device=query.device)[:, None]
-        for start in range(past, keys, BLOCK):
-            stop = min(keys, start + BLOCK)
+        rows = torch.arange(self.size, device=query.device)[:, None]
+        for start in range(past, keys, self.size):
+            stop = min(keys, start + self.size)
             begin = stop
             if self.band:
                 begin = max(0, start - self.band + 1)

@@ -37,17 +37,28 @@ from sinkscope.models.config import cut_depth, new_model
 from sinkscope.models.experts import Experts, experts_of
 from sinkscope.models.probe import begins_at, probe
 from sinkscope.models.scope import shown_row
-from sinkscope.models.target import Stop, Target, first_tensor, kind_of, plain_weight, replaced_forwards
+from sinkscope.models.target import (
+    Args,
+    Hook,
+    Kwargs,
+    Stop,
+    Target,
+    first_tensor,
+    hidden_of,
+    kind_of,
+    on_hidden,
+    on_input,
+    replaced_forwards,
+    with_hidden,
+)
 
 _LENGTH = 9
 _POSITION = 5  # of the edits
 _EDITED = (2, _POSITION)  # where an edit is followed to the residual stream: what multiplies it must be the same twice
 _EXACT = 2e-3  # largest relative distance between what an edit changed and what it must change
-_ROWS = 128  # of a weight in half precision that are converted at a time: they stay in the cache
+_NEURONS = 16  # of which one is chosen to be edited
 _SAMPLE_TOKENS = 64  # in the vocabulary of a model that is made to infer an adapter from it
 _STEPS = (0.7, -0.9, 3.0, -3.0)  # of an output that is edited, until its effect shows (an activation may be flat)
-
-_Hook = tuple[nn.Module, str, Any]
 
 
 class NotInferredError(Exception):
@@ -77,13 +88,13 @@ def _widths(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _flat(value: Any) -> Tensor | None:
-    """The first floating-point tensor among a module's inputs, or in its output, as `[token width]`."""
+    """A copy of the first floating-point tensor among a module's inputs, or in its output, as `[token width]`."""
     values: Sequence[Any] = [value]
     if isinstance(value, tuple | list):
         values = value
     for tensor in values:
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.ndim >= 2:
-            return tensor.detach().reshape(-1, tensor.shape[-1])
+            return tensor.detach().clone().reshape(-1, tensor.shape[-1])
     return None
 
 
@@ -108,22 +119,12 @@ class _Stage:
     Linear modules do not compute again what they know: nearly all of the time would go there.
     """
 
-    def __init__(self, target: Target, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, target: Target, number: int, args: Args, kwargs: Kwargs) -> None:
         self.target, self.number, self.layer = target, number, target.layers[number]
+        if target.dtype not in (torch.float32, torch.float64):  # in half precision, edits drown in rounding
+            self.layer, args, kwargs = _in_float32(self.layer), _as_float32(args), _as_float32(kwargs)
         self._args, self._kwargs = args, kwargs
-        if target.dtype in (torch.float32, torch.float64):
-            self._begin()
-            return
-        self._args, self._kwargs = _as_float32(args), _as_float32(kwargs)  # in half precision, edits drown in rounding
-        try:
-            self.layer = _in_float32(target.layers[number], shares=True)
-            self._begin()
-        except RuntimeError:  # some layers read the weight of a linear module themselves
-            self.layer = _in_float32(target.layers[number], shares=False)
-            self._begin()
-
-    def _begin(self) -> None:
-        """Call the layer for the first time."""
+        self.hidden = hidden_of(args, kwargs)
         linear = [path for path, module in self.layer.named_modules() if _widths(module) is not None]
         self.paths = dict[nn.Module, str]()
         for path, module in self.layer.named_modules():
@@ -131,33 +132,16 @@ class _Stage:
                 self.paths[module] = path
         self._first = dict[nn.Module, tuple[Tensor, Tensor]]()  # what plain linear modules read and gave at first
         self.clean = list[_Passage]()
-        hooks = [(module, "post", self._note) for module in self.paths]
-        self.output = self.run(*hooks)
+        self.output = self.run(*[(module, "post", self._note) for module in self.paths])
         self.d_model = self.output.shape[-1]
 
-    def _note(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if module is self.layer:
-            return
-        gave = _flat(output)
-        if gave is not None:
-            gave = gave.clone()
-        read = _flat((*args, *kwargs.values()))
-        if read is not None:
-            read = read.clone()
-        self.clean.append(_Passage(self.paths[module], module, read, gave))
-
-    @property
-    def hidden(self) -> Float[Tensor, "1 pos d_model"]:
-        """The input of the layer."""
-        if self._args:
-            return self._args[0]
-        return self._kwargs["hidden_states"]
+    def _note(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
+        if module is not self.layer:
+            self.clean.append(_Passage(self.paths[module], module, _flat((*args, *kwargs.values())), _flat(output)))
 
     def _remembering(self, module: nn.Module, held: bool, blind: bool) -> Callable[[Tensor], Tensor]:
         """The forward function of a linear module."""
         compute = module.forward
-        if module.weight.dtype != self.hidden.dtype:
-            compute = partial(_linear_in_parts, module)
 
         def forward(hidden: Tensor) -> Tensor:
             if module not in self._first:
@@ -172,7 +156,7 @@ class _Stage:
         return forward
 
     def run(
-        self, *hooks: _Hook, shuffled: bool = False, held: Sequence[nn.Module] = (), blind: bool = False
+        self, *hooks: Hook, shuffled: bool = False, held: Sequence[nn.Module] = (), blind: bool = False
     ) -> Float[Tensor, "token d_model"]:
         """Call the layer.
 
@@ -190,27 +174,25 @@ class _Stage:
             if type(module) is nn.Linear or type(module).__name__ == "Conv1D":
                 forwards[module] = self._remembering(module, module in held, blind)
         with replaced_forwards(forwards), self.target.hooks(*hooks):
-            if self._args:
-                output = self.layer(hidden, *self._args[1:], **self._kwargs)
-            else:
-                output = self.layer(**{**self._kwargs, "hidden_states": hidden})
+            args, kwargs = with_hidden(self._args, self._kwargs, hidden)
+            output = self.layer(*args, **kwargs)
         return first_tensor(output).detach().reshape(-1, hidden.shape[-1])
 
-    def read_by(self, module: nn.Module, *hooks: _Hook, **calling: Any) -> Float[Tensor, "token width"]:
+    def read_by(self, module: nn.Module, *hooks: Hook, **calling: Any) -> Float[Tensor, "token width"]:
         """What a module reads when the layer is called under hooks."""
         read = list[Tensor]()
 
-        def see(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        def see(_module: Any, args: Args, kwargs: Kwargs) -> None:
             tensor = _flat((*args, *kwargs.values()))
             assert tensor is not None
-            read.append(tensor.clone())
+            read.append(tensor)
             Target.stop()
 
         with suppress(Stop):  # what comes behind the module is not computed
             self.run(*hooks, (module, "pre", see), **calling)
         return read[0]
 
-    def changes(self, *hooks: _Hook) -> dict[str, Float[Tensor, "_ _"]]:
+    def changes(self, *hooks: Hook) -> dict[str, Float[Tensor, "_ _"]]:
         """What hooks change in the output of every module (""; the layer), where it has the width of the stream."""
         changes = dict[str, Tensor]()
         before = {passage.path: passage.gave for passage in self.clean}
@@ -222,32 +204,18 @@ class _Stage:
                 if now.shape == (_LENGTH, self.d_model):
                     changes[path] = now - then
 
-        watched: list[_Hook] = [(module, "post", see) for module in self.paths]
+        watched: list[Hook] = [(module, "post", see) for module in self.paths]
         changes[""] = self.run(*hooks, *watched) - self.output
         return changes
 
 
-def _in_float32(layer: nn.Module, shares: bool) -> nn.Module:
-    """A copy of a layer that shares configurations, because the tap goes by them, and linear weights if it `shares`."""
-    copied = dict[int, Any]()
+def _in_float32(layer: nn.Module) -> nn.Module:
+    """A copy of a layer that shares configurations, because the tap goes by them."""
+    shared = dict[int, Any]()
     for module in layer.modules():
         config = getattr(module, "config", None)
-        copied[id(config)] = config
-        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            if tensor.is_floating_point() and id(tensor) not in copied:
-                copied[id(tensor)] = tensor
-                if not (shares and type(module) is nn.Linear and tensor.ndim == 2):
-                    copied[id(tensor)] = _as_float32(tensor)
-    return copy.deepcopy(layer, copied)
-
-
-def _linear_in_parts(module: Any, hidden: Tensor) -> Tensor:
-    """What a linear module gives in float32; its weight is not copied as a whole."""
-    parts = [nn.functional.linear(hidden, rows.float()) for rows in module.weight.split(_ROWS)]
-    given = torch.cat(parts, -1)
-    if module.bias is not None:
-        given += module.bias
-    return given
+        shared[id(config)] = config
+    return copy.deepcopy(layer, shared).float()
 
 
 def _as_float32(value: Any) -> Any:
@@ -261,30 +229,18 @@ def _as_float32(value: Any) -> Any:
     return value
 
 
-def _edit_output(module: nn.Module, edit: Callable[[Tensor], Tensor | None]) -> _Hook:
-    """A hook that replaces a module's output; `edit` sees a copy `[token width]`, which it may change in place."""
-
-    def hook(_module: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
-        tensor = first_tensor(output)
-        flat = tensor.clone(memory_format=torch.contiguous_format).view(-1, tensor.shape[-1])
-        if len(flat) != _LENGTH:  # some modules run once more, on something else
-            return output
-        new = edit(flat)
-        flat = (flat if new is None else new).view(tensor.shape)
-        if isinstance(output, tuple | list):
-            return type(output)([flat, *output[1:]])
-        return flat
-
-    return module, "post", hook
+def _edited(edit: Callable[[Tensor], Tensor | None], tensor: Tensor) -> Tensor | None:
+    """A tensor after an edit of a copy `[token width]`; None if it is about something else than the tokens."""
+    flat = tensor.clone(memory_format=torch.contiguous_format).view(-1, tensor.shape[-1])
+    if len(flat) != _LENGTH:  # some modules run once more
+        return None
+    new = edit(flat)
+    return (flat if new is None else new).view(tensor.shape)
 
 
-def _edit_input(module: nn.Module, edit: Callable[[Tensor], None]) -> _Hook:
-    def hook(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        flat = args[0].clone(memory_format=torch.contiguous_format)
-        edit(flat.view(-1, flat.shape[-1]))
-        return (flat, *args[1:]), kwargs
-
-    return module, "pre", hook
+def _edit_output(module: nn.Module, edit: Callable[[Tensor], Tensor | None]) -> Hook:
+    """A hook that replaces a module's output; `edit` sees a copy, which it may change in place."""
+    return module, "post", on_hidden(partial(_edited, edit))
 
 
 def _move(columns: Any, by: float, tensor: Tensor) -> None:
@@ -391,7 +347,7 @@ def _write_of(stage: _Stage, mlp: _Mlp, is_alone: bool) -> _Write:
         tensor[list(_EDITED), neuron] += step
 
     written = repeat(step * column, "d_model -> edited d_model", edited=len(_EDITED))
-    return _write(stage, mlp.down.path, _edit_input(mlp.down.module, edit), written, is_alone)
+    return _write(stage, mlp.down.path, (mlp.down.module, "pre", on_input(partial(_edited, edit))), written, is_alone)
 
 
 def _factors(stage: _Stage, before: list[_Passage], down: _Passage) -> dict[str, str]:
@@ -489,22 +445,15 @@ def _is_linear_in(stage: _Stage, mlp: _Mlp, path: str, layout: str) -> bool:
     return _size(higher + lower - 2 * middle) <= 1e-3 * _size(higher - middle)
 
 
-def _column(passage: _Passage) -> tuple[int, Tensor]:
-    """A neuron whose column is neither zero nor large, and the column."""
-    widths = _widths(passage.module)
-    assert widths is not None
-    weight = plain_weight(passage.module)
-    device = None if passage.gave is None else passage.gave.device
-    if weight is None:
-        unit = torch.zeros(2, widths[1], device=device, dtype=None if passage.gave is None else passage.gave.dtype)
-        unit[0, 3] = 1
-        written = passage.module(unit)
-        return 3, (written[0] - written[1]).detach().float()
-    if weight.shape[0] != widths[0] or _is_transposed(passage.module):
-        weight = weight.T
-    norms = weight[:, :_ROWS].norm(dim=0)
-    neuron = int(norms.argsort()[len(norms) // 2])
-    return neuron, weight[:, neuron].detach().float()
+def _column(passage: _Passage) -> tuple[int, Float[Tensor, " d_model"]]:
+    """A neuron whose column is neither zero nor large, and the column: what a unit input writes, without the bias."""
+    assert passage.read is not None
+    units = torch.eye(_NEURONS + 1, passage.read.shape[1]).to(passage.read)
+    units[-1] = 0
+    written = passage.module(units)
+    columns = (written[:-1] - written[-1]).detach()
+    neuron = int(columns.norm(dim=1).argsort()[_NEURONS // 2])
+    return neuron, columns[neuron]
 
 
 def _multiple_is_not(output: Tensor | None, of: Tensor | None, constant: float) -> bool:
@@ -513,7 +462,7 @@ def _multiple_is_not(output: Tensor | None, of: Tensor | None, constant: float) 
 
 
 def _write(
-    stage: _Stage, path: str, edit: _Hook, written: Float[Tensor, "edited d_model"], is_alone: bool = False
+    stage: _Stage, path: str, edit: Hook, written: Float[Tensor, "edited d_model"], is_alone: bool = False
 ) -> _Write:
     """Follow what an edit adds to the output of a module up to the layer's output.
 
@@ -654,7 +603,7 @@ def _is_recomputed(stage: _Stage, passage: _Passage, experts: Experts) -> bool:
     """Whether the output of fused experts is what their weights say."""
     outputs = list[Tensor]()
 
-    def compute(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def compute(_module: Any, args: Args, kwargs: Kwargs) -> None:
         outputs.append(experts.output(experts.routed(args, kwargs)))
 
     try:
@@ -698,13 +647,13 @@ class _Tap:
         if self._is_last:
             Target.stop()
 
-    def calls(self, stage: _Stage, *hooks: _Hook) -> list[Any]:
+    def calls(self, stage: _Stage, *hooks: Hook) -> list[Any]:
         """Every attention call of a layer."""
         self._calls = []
         stage.run(*hooks)
         return self._calls
 
-    def first_call(self, stage: _Stage, *hooks: _Hook) -> Any:
+    def first_call(self, stage: _Stage, *hooks: Hook) -> Any:
         """The first attention call of a layer, which ends there."""
         self._is_last = True
         with suppress(Stop):
@@ -712,7 +661,7 @@ class _Tap:
         self._is_last = False
         return self._calls[0]
 
-    def replace(self, stage: _Stage, compute: Callable[[Any], Any], *hooks: _Hook) -> None:
+    def replace(self, stage: _Stage, compute: Callable[[Any], Any], *hooks: Hook) -> None:
         """Call a layer with another output of its attention; only what is computed from it at once is right."""
         self._compute = compute
         stage.run(*hooks, blind=True)
@@ -815,37 +764,31 @@ def _layout_of_fused(stage: _Stage, path: str, call: Any) -> str | None:
 
 def _output_projection(stage: _Stage, tap: _Tap) -> str | None:
     """Path of the linear module that reads the heads side by side; None if there is none."""
-    count = 1
-    read = list[dict[str, Tensor]]()
-    for head in (None, 1):
+    heads = 1
 
-        def replaced(call: Any, head: int | None = head) -> tuple[Tensor, None]:
-            nonlocal count
-            batch, count, queries, _ = call.query.shape
-            output = call.value.new_zeros(batch, queries, count, call.value.shape[-1])
-            if head is not None:
-                output[0, _POSITION, head % count] = 1
-                output[0, _POSITION, head % count, ::2] = -1  # with a mean of zero, for norms
-            return output, None
+    def one_head(call: Any) -> tuple[Tensor, None]:
+        nonlocal heads
+        batch, heads, queries, _ = call.query.shape
+        output = call.value.new_zeros(batch, queries, heads, call.value.shape[-1])
+        output[0, _POSITION, 1 % heads] = 1
+        output[0, _POSITION, 1 % heads, ::2] = -1  # with a mean of zero, for norms
+        return output, None
 
-        passed = dict[str, Tensor]()
+    reads = dict[str, Tensor]()
 
-        def see(module: Any, args: Any, kwargs: dict[str, Any], passed: dict[str, Tensor] = passed) -> None:
-            tensor = _flat((*args, *kwargs.values()))
-            if tensor is not None and len(tensor) == _LENGTH:
-                passed[stage.paths[module]] = tensor.clone()
+    def see(module: Any, args: Args, kwargs: Kwargs) -> None:
+        tensor = _flat((*args, *kwargs.values()))
+        if tensor is not None and len(tensor) == _LENGTH:
+            reads[stage.paths[module]] = tensor
 
-        linear = [module for module in stage.paths if _widths(module) is not None]
-        tap.replace(stage, replaced, *[(module, "pre", see) for module in linear])
-        read.append(passed)
+    tap.replace(stage, one_head, *[(module, "pre", see) for module in stage.paths if _widths(module) is not None])
     for passage in stage.clean:
-        path = passage.path
-        if path in read[0] and path in read[1] and read[0][path].shape == read[1][path].shape:
-            moved = (read[0][path] - read[1][path]).abs()[_POSITION]
-            if len(moved) % count == 0 and moved.any():
-                by_head = rearrange(moved, "(head d_head) -> head d_head", head=count).sum(1)
-                if by_head.argmax() == 1 % count and by_head.sum() <= (1 + _EXACT) * by_head.max():
-                    return path
+        if passage.path in reads:
+            moved = (reads[passage.path][_POSITION] - reads[passage.path][_POSITION - 1]).abs()
+            if len(moved) % heads == 0 and moved.any():
+                by_head = rearrange(moved, "(head d_head) -> head d_head", head=heads).sum(1)
+                if by_head.argmax() == 1 % heads and by_head.sum() <= (1 + _EXACT) * by_head.max():
+                    return passage.path
     return None
 
 
@@ -1198,35 +1141,25 @@ def first_of_kinds(target: Target) -> list[int]:
 def _stages(target: Target) -> list[_Stage]:
     """The first layer of each kind, with the input that it gets."""
     firsts = first_of_kinds(target)
-    calls = dict[int, tuple[tuple[Any, ...], dict[str, Any]]]()
+    calls = dict[int, tuple[Args, Kwargs]]()
 
-    def keep(number: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def keep(number: int, _module: Any, args: Args, kwargs: Kwargs) -> None:
         if number in calls:
             raise NotInferredError(f"layer {number} runs several times in a pass")
-        calls[number] = _without_cache(args, kwargs)
+        hidden = hidden_of(args, kwargs).clone()  # some layers add to it in place
+        calls[number] = with_hidden(args, kwargs, hidden)
 
-        if number == max(firsts):
-            target.stop()
-
-    hooks: list[_Hook] = [(target.layers[number], "pre", partial(keep, number)) for number in firsts]
-    with target.hooks(*hooks):
-        target.forward(_token_ids(target))
+    with target.hooks(*[(target.layers[number], "pre", partial(keep, number)) for number in firsts]):
+        target.forward(_token_ids(target), upto=max(firsts))
     stages: list[_Stage] = []
     for number, (args, kwargs) in sorted(calls.items()):
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = hidden_of(args, kwargs)
         if hidden.ndim != 3 or len(hidden) != 1:
             raise NotInferredError(f"it has several residual streams (their shape is {tuple(hidden.shape)})")
         if hidden.shape[1] != _LENGTH:
             raise NotInferredError(f"its layers get {hidden.shape[1]} tokens where the text has {_LENGTH}")
         stages.append(_Stage(target, number, args, kwargs))
     return stages
-
-
-def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call; its hidden states are copied, because some layers add to them in place."""
-    if args:
-        return (args[0].clone(), *args[1:]), dict(kwargs)
-    return args, {**kwargs, "hidden_states": kwargs["hidden_states"].clone()}
 
 
 def _merged(draft: Adapter, stages: list[_Stage], heads: list[_Heads | None]) -> Adapter:
@@ -1274,13 +1207,12 @@ def _spec(name: str, kinds: list[_Kind]) -> str | None:
 
 def _is_absolute(target: Target) -> bool:
     """Whether equal tokens enter the first layer as different vectors, so that positions are added before it."""
-    entering = list[Tensor]()
+    steps = list[float]()
 
-    def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entering.append(args[0] if args else kwargs["hidden_states"])
-        target.stop()
+    def see(hidden: Tensor) -> None:
+        steps.append(_size(hidden[0, -1] - hidden[0, -2]))
 
     ids = _token_ids(target)
-    with target.hooks((target.layers[0], "pre", keep)):
-        target.forward(torch.full_like(ids, int(ids[0, 0])))
-    return _size(entering[0][0, -1] - entering[0][0, -2]) > 1e-6
+    with target.hooks((target.layers[0], "pre", on_input(see))):
+        target.forward(torch.full_like(ids, int(ids[0, 0])), upto=0)
+    return steps[0] > 1e-6

@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_loopserve_sparse import drawn, inputs
 
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv.loopserve.sparse_prompts import SparsePrompts
 from sinkscope.lines import sparse
 from sinkscope.trace.attention import Attention, View
@@ -146,17 +146,21 @@ def test_the_index_names_each_cell_once():
     assert index.banded[1, 100:400].sum() == 299
 
 
-def test_without_triton_others_compute_and_it_is_said_once(monkeypatch):
+@pytest.mark.parametrize(
+    ("kernel", "library", "module"),
+    [("triton", "triton", "sinkscope.lines.triton"), ("blocks", "numba", "numba")],
+)
+def test_without_its_library_lines_are_refused_and_it_is_said_once(monkeypatch, kernel, library, module):
+    monkeypatch.setitem(sys.modules, module, None)  # an import of it fails
     sparse._triton.cache_clear()
-    monkeypatch.setitem(sys.modules, "sinkscope.lines.triton", None)  # an import of it fails
-    query, key, value = inputs(2, 1, 200, 200)
-    lines = drawn(2, 200, 200, 0.05, 0.02)
-    with pytest.warns(UserWarning, match="lines are not computed by Triton: ") as said:
+    sparse.lone_loops.cache_clear()
+    with pytest.warns(UserWarning, match=f"install {library}") as said:
         for _ in range(2):
-            what = sparse.sparse_attention(query, key, value, lines, kernel="triton")[1]
-            assert what.kernel == "blocks"
-    assert len(said) == 1 and sparse.missing("triton", query, value) == "triton is not installed"
+            with pytest.raises(UnsupportedError, match=f"on cpu: {library} is not installed"):
+                sparse.sparse_attention(*inputs(2, 1, 200, 200), drawn(2, 200, 200, 0.05, 0.02), kernel=kernel)
+    assert len(said) == 1
     sparse._triton.cache_clear()
+    sparse.lone_loops.cache_clear()
 
 
 def test_the_kernel_is_decided_by_device_and_request():
@@ -172,20 +176,14 @@ def test_the_kernel_is_decided_by_device_and_request():
 
 
 def test_prompts_on_a_device_without_it_are_left_to_the_model():
-    """Unless blocks are asked for by a limit of one's own."""
     query = torch.empty(1, 2, 200, 16, device="meta")
     key = torch.empty(1, 1, 200, 16, device="meta")
     pos = torch.arange(200)[None]
-    view = View(pos[None], pos)
     module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation="sdpa"))
+    view = View(pos[None], pos)
     prompt = Attention(module, query, key, key, None, {}, view=view)
-
-    def reason(limit):
-        prompts = SparsePrompts("LoopServe", lambda *_: drawn(2, 200, 200, 0, 0), dense_above=limit)
-        return prompts.why_dense(prompt, view, None)
-
-    assert reason(None) == "on meta without Triton: kernel 'auto' does not use it on meta"
-    assert reason(0.5) is None
+    prompts = SparsePrompts("LoopServe", lambda *_: drawn(2, 200, 200, 0, 0))
+    assert prompts.why_dense(prompt, view, None) == "on meta: kernel 'auto' is for a CPU"
 
 
 @pytest.mark.slow
