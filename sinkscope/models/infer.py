@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from einops import rearrange, repeat
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -35,7 +35,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Adapter, row_of
 from sinkscope.models.config import cut_depth, new_model
 from sinkscope.models.experts import Experts, experts_of
-from sinkscope.models.probe import begins_at, probe
+from sinkscope.models.probe import begins_at, probe, token_ids
 from sinkscope.models.scope import shown_row
 from sinkscope.models.target import (
     Args,
@@ -56,6 +56,7 @@ _LENGTH = 9
 _POSITION = 5  # of the edits
 _EDITED = (2, _POSITION)  # where an edit is followed to the residual stream: what multiplies it must be the same twice
 _EXACT = 2e-3  # largest relative distance between what an edit changed and what it must change
+_ROWS = 128  # of a weight in half precision that are converted at a time: they stay in the cache
 _NEURONS = 16  # of which one is chosen to be edited
 _SAMPLE_TOKENS = 64  # in the vocabulary of a model that is made to infer an adapter from it
 _STEPS = (0.7, -0.9, 3.0, -3.0)  # of an output that is edited, until its effect shows (an activation may be flat)
@@ -121,10 +122,21 @@ class _Stage:
 
     def __init__(self, target: Target, number: int, args: Args, kwargs: Kwargs) -> None:
         self.target, self.number, self.layer = target, number, target.layers[number]
-        if target.dtype not in (torch.float32, torch.float64):  # in half precision, edits drown in rounding
-            self.layer, args, kwargs = _in_float32(self.layer), _as_float32(args), _as_float32(kwargs)
         self._args, self._kwargs = args, kwargs
-        self.hidden = hidden_of(args, kwargs)
+        if target.dtype in (torch.float32, torch.float64):
+            self._begin()
+            return
+        self._args, self._kwargs = _as_float32(args), _as_float32(kwargs)  # in half precision, edits drown in rounding
+        try:
+            self.layer = _in_float32(target.layers[number], shares=True)
+            self._begin()
+        except RuntimeError:  # some layers read the weight of a linear module themselves
+            self.layer = _in_float32(target.layers[number], shares=False)
+            self._begin()
+
+    def _begin(self) -> None:
+        """Call the layer for the first time."""
+        self.hidden = hidden_of(self._args, self._kwargs)
         linear = [path for path, module in self.layer.named_modules() if _widths(module) is not None]
         self.paths = dict[nn.Module, str]()
         for path, module in self.layer.named_modules():
@@ -141,7 +153,7 @@ class _Stage:
 
     def _remembering(self, module: nn.Module, held: bool, blind: bool) -> Callable[[Tensor], Tensor]:
         """The forward function of a linear module."""
-        compute = module.forward
+        compute = partial(_linear, module, module.forward)
 
         def forward(hidden: Tensor) -> Tensor:
             if module not in self._first:
@@ -209,13 +221,27 @@ class _Stage:
         return changes
 
 
-def _in_float32(layer: nn.Module) -> nn.Module:
-    """A copy of a layer that shares configurations, because the tap goes by them."""
-    shared = dict[int, Any]()
+def _in_float32(layer: nn.Module, shares: bool) -> nn.Module:
+    """A copy of a layer that shares configurations, because the tap goes by them, and linear weights if it `shares`."""
+    copied = dict[int, Any]()
     for module in layer.modules():
         config = getattr(module, "config", None)
-        shared[id(config)] = config
-    return copy.deepcopy(layer, shared).float()
+        copied[id(config)] = config
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            is_shared = shares and type(module) is nn.Linear and tensor.ndim == 2
+            copied[id(tensor)] = tensor if is_shared else _as_float32(tensor)
+    return copy.deepcopy(layer, copied)
+
+
+def _linear(module: Any, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """What a linear module gives in float32; a weight in half precision is not copied as a whole."""
+    if type(module) is not nn.Linear or module.weight.dtype == hidden.dtype:
+        return forward(hidden)
+    parts = [nn.functional.linear(hidden, rows.float()) for rows in module.weight.split(_ROWS)]
+    given = torch.cat(parts, -1)
+    if module.bias is not None:
+        given += module.bias
+    return given
 
 
 def _as_float32(value: Any) -> Any:
@@ -450,7 +476,7 @@ def _column(passage: _Passage) -> tuple[int, Float[Tensor, " d_model"]]:
     assert passage.read is not None
     units = torch.eye(_NEURONS + 1, passage.read.shape[1]).to(passage.read)
     units[-1] = 0
-    written = passage.module(units)
+    written = _linear(passage.module, passage.module.forward, units)
     columns = (written[:-1] - written[-1]).detach()
     neuron = int(columns.norm(dim=1).argsort()[_NEURONS // 2])
     return neuron, columns[neuron]
@@ -1092,12 +1118,6 @@ class _Softmax(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _token_ids(target: Target) -> Int[Tensor, "1 pos"]:
-    rows = int(next(target.embedding.parameters()).shape[0])
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(min(16, rows // 2), rows, (1, _LENGTH), generator=generator).to(target.device)
-
-
 def _stack(model: nn.Module, names: dict[nn.Module, str]) -> str:
     """Path of the list of decoder layers: the largest list of as many as the configuration says, of those that run.
 
@@ -1148,9 +1168,11 @@ def _stages(target: Target) -> list[_Stage]:
             raise NotInferredError(f"layer {number} runs several times in a pass")
         hidden = hidden_of(args, kwargs).clone()  # some layers add to it in place
         calls[number] = with_hidden(args, kwargs, hidden)
+        if number == max(firsts):
+            target.stop()
 
     with target.hooks(*[(target.layers[number], "pre", partial(keep, number)) for number in firsts]):
-        target.forward(_token_ids(target), upto=max(firsts))
+        target.forward(token_ids(target, _LENGTH))
     stages: list[_Stage] = []
     for number, (args, kwargs) in sorted(calls.items()):
         hidden = hidden_of(args, kwargs)
@@ -1211,8 +1233,9 @@ def _is_absolute(target: Target) -> bool:
 
     def see(hidden: Tensor) -> None:
         steps.append(_size(hidden[0, -1] - hidden[0, -2]))
+        target.stop()
 
-    ids = _token_ids(target)
+    ids = token_ids(target, _LENGTH)
     with target.hooks((target.layers[0], "pre", on_input(see))):
-        target.forward(torch.full_like(ids, int(ids[0, 0])), upto=0)
+        target.forward(torch.full_like(ids, int(ids[0, 0])))
     return steps[0] > 1e-6

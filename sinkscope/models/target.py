@@ -17,11 +17,9 @@ from sinkscope.files.notation import neuron_name
 from sinkscope.files.records import between, conform
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.config import without_cache
-from sinkscope.models.experts import Experts, experts_of
+from sinkscope.models.experts import Args, Experts, Kwargs, experts_of
 
 Kind = Literal["hf", "bridge", "nnsight"]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 Hook = tuple[nn.Module, str, Any]
 """A module, "pre" or "post", and a function with the signature of torch's hooks with kwargs."""
 LARGEST_ID = (1 << 63) - 1

@@ -5,7 +5,7 @@ its rows. If no handler acts, the model's own attention runs with the model's ow
 one bit for bit (under a cache policy, up to rounding where a sliding window would have dropped keys). The tap does not
 know who listens, so measurements work under cache policies and guards.
 
-Measurements listen through `attention_rows` and `queries_and_keys`. No full query x key matrix is stored: an observer
+Measurements listen through `attention_rows`. No full query x key matrix is stored: an observer
 sees `rows_per_chunk` rows at a time. The rows include everything the architecture does to its scores: soft cap, window,
 padding, learned sink logits. Under a cache policy they cover the keys that the cache keeps.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -83,7 +83,7 @@ class View:
     def sees(self) -> Bool[Tensor, "batch _ query key"]:
         """Keys that hold a token, are not later than the query, and are inside the window.
 
-        Padding queries see all held keys, so that nothing is divided by zero; their output is never read.
+        Padding queries see none; their output is never read.
         """
         pos = self.pos
         if self.hidden is None and pos.stride(1) == 0:  # the same in every head
@@ -91,13 +91,11 @@ class View:
         # By indexing, because this runs for every generated token, where einops takes a tenth of the time.
         key = pos[:, :, None, :]  # "batch kv_head key -> batch kv_head 1 key"
         query = self.query_pos[:, None, :, None]  # "batch query -> batch 1 query 1"
-        padding = query < 0
-        visible = (key <= query) | padding
+        visible = (key <= query) & (key >= 0)
         if self.window is not None:
-            visible = visible & ((key > query - self.window) | padding)
+            visible = visible & (key > query - self.window)
         if isinstance(self.window, ChunkWindow):
-            visible = visible & ((key // self.window == query // self.window) | padding)
-        visible = visible & (key >= 0)
+            visible = visible & (key // self.window == query // self.window)
         if self.chosen is not None:
             place = pos[:, :1, None].clamp(min=0).expand(-1, *self.chosen.shape[1:3], -1)
             visible = visible & self.chosen.gather(-1, place)
@@ -265,8 +263,6 @@ class Attention:
             if is_eager:
                 mask = _additive(mask, query.dtype)
             outputs.append(self._by(own, query, mask)[0])
-        if len(outputs) == 1:
-            return outputs[0]
         return torch.cat(outputs, 1)
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
@@ -634,16 +630,6 @@ def listening(target: Target, see: Callable[[Attention], None]) -> Iterator[None
 
 
 @contextmanager
-def alone(see: Callable[[Attention], None]) -> Iterator[None]:
-    """Context manager: of all handlers, only the one with this function listens."""
-    token = _HANDLERS.set(tuple(handler for handler in _HANDLERS.get() if handler.see == see))
-    try:
-        yield
-    finally:
-        _HANDLERS.reset(token)
-
-
-@contextmanager
 def tapped(target: Target) -> Iterator[frozenset[int]]:
     """Context manager: every configuration of the model selects the tap's attention; yields their ids.
 
@@ -831,8 +817,6 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
 
 RowObserver = Callable[[int, int, Tensor], None]
 """Called as `observer(layer, first_query, rows)` with rows `[batch head query key]`, float32."""
-QKObserver = Callable[[int, bool, Tensor, Tensor], None]
-"""Called as `observer(layer, rotated, query, key)`; `[batch head pos d_head]`, keys one per key/value head."""
 
 
 @contextmanager
@@ -870,61 +854,6 @@ def attention_rows(
         module = target.model.hook_dict[f"blocks.{layer}.attn.hook_pattern"]
         hooks.append((module, "post", on_output(lambda rows, layer=layer: observer(layer, 0, rows.float()))))
     with target.hooks(*hooks):
-        yield
-
-
-@contextmanager
-def queries_and_keys(target: Target, observer: QKObserver, layers: list[int]) -> Iterator[None]:
-    """Context manager: every forward pass shows its queries and keys to `observer`.
-
-    They are taken where transformers passes them to its attention function, so norms on queries and keys, fused
-    projections and partial rotary need no special code. Queries and keys before rotary are obtained by calling the same
-    module once more with a rotation by zero.
-
-    Args:
-        target: The model; plain or nnsight.
-        observer: Called as `observer(layer, rotated, query, key)`: first before rotary (after norms on queries and
-            keys) with `rotated` False, then after rotary with True. Models without rotary give the same both times.
-        layers: Layers to watch.
-
-    Raises:
-        UnsupportedError: The model is a TransformerBridge, which has its own attention, or outside transformers'
-            attention interface (Falcon, GPT-J); or a forward pass has a cache, into which the extra call would write.
-    """
-    refuse_opaque(target)
-    rotary = set[int]()  # layers whose queries and keys were rotated
-    is_unrotated = False  # during the extra call
-
-    def see(call: Attention) -> None:
-        layer = call.layer
-        if layer not in layers or call.is_again:
-            return
-        if is_unrotated or layer not in rotary:
-            observer(layer, False, call.query, call.key)
-        if not is_unrotated:
-            observer(layer, True, call.query, call.key)
-
-    def call_unrotated(layer: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal is_unrotated
-        if is_unrotated or kwargs.get("position_embeddings") is None:
-            return
-        if kwargs.get("past_key_values") is not None:
-            raise UnsupportedError(
-                "queries and keys before rotary are measured by calling the attention twice, which would write "
-                "into the cache twice: run the model with use_cache=False"
-            )
-        cos, sin = kwargs["position_embeddings"]
-        by_zero = torch.ones_like(cos), torch.zeros_like(sin)
-        rotary.add(layer)
-        is_unrotated = True
-        try:
-            with alone(see):
-                module(*args, **{**kwargs, "position_embeddings": by_zero})
-        finally:
-            is_unrotated = False
-
-    hooks = [(target.sub(layer, target.adapter.attn), "pre", partial(call_unrotated, layer)) for layer in layers]
-    with listening(target, see), target.hooks(*hooks):
         yield
 
 
