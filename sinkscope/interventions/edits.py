@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, cast
+from typing import ClassVar, Literal, cast
 
 import torch
 from einops import rearrange
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Number, conform
-from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.base import BridgeHook, Event, Intervention, Run
 from sinkscope.interventions.expert_edit import expert_hook
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.interventions.sites import (
@@ -196,14 +196,14 @@ class NeuronEdit(Intervention):
                 up_columns = [first + neuron for neuron in group.neurons]
                 run.hook(module, "post", on_output(_columns(up_columns, edit)))
 
-    def bridge_hooks(self, run: Run, key: int) -> list[tuple[str, Callable[..., Any]]]:
+    def bridge_hooks(self, run: Run, key: int) -> list[BridgeHook]:
         """The same at `hook_post` or `hook_pre_linear`."""
         target = run.target
         self.check(target)
         point = "hook_pre_linear"
         if self.site == "post":
             point = "hook_post"
-        hooks: list[tuple[str, Callable[..., Any]]] = []
+        hooks: list[BridgeHook] = []
         for group in self._all_groups(target):
             edit = _columns(group.neurons, self._editor(run, key, group))
             if group.head is not None:

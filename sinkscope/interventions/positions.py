@@ -61,14 +61,6 @@ class Sequence:
     memory: dict[Hashable, Memory] = field(default_factory=dict)
     _growing: GrowingTensor = field(default_factory=lambda: GrowingTensor(-1))
 
-    @classmethod
-    def of(
-        cls, real: Bool[Tensor, "batch seen"], bos: Bool[Tensor, " batch"], partial: bool = False, settled: bool = False
-    ) -> Sequence:
-        """A sequence whose real tokens are known."""
-        count = real.cumsum(1)
-        return cls(torch.where(real, count - 1, -1), real.sum(1), bos, partial, settled)
-
     @property
     def real(self) -> Bool[Tensor, "batch seen"]:
         """False at padding, for every token read so far."""
@@ -139,13 +131,11 @@ class Tracker:
     def __init__(self, target: Target) -> None:
         self._sequences: WeakKeyDictionary[Any, Sequence] = WeakKeyDictionary()
         self._steps = 0
-        bos_ids = set[int]()
+        bos_ids = list[int]()
         for stated in (target.config.bos_token_id, getattr(target.tokenizer, "bos_token_id", None)):
-            if isinstance(stated, list | tuple):
-                bos_ids.update(stated)
-            elif stated is not None:
-                bos_ids.add(stated)
-        self._bos = torch.tensor(sorted(bos_ids), dtype=torch.int64)
+            if stated is not None:
+                bos_ids += torch.tensor(stated).flatten().tolist()
+        self._bos = torch.tensor(bos_ids, dtype=torch.int64)
 
     def begin(
         self,
@@ -219,8 +209,8 @@ class Tracker:
                 sequence.expand(times)
             if rest == 0:
                 return sequence
-        none = torch.zeros(batch, 0, dtype=torch.bool, device=device)
-        sequence = Sequence.of(none, torch.ones(batch, dtype=torch.bool, device=device), partial=past > 0)
+        columns = torch.zeros(batch, 0, dtype=torch.int64, device=device)
+        sequence = Sequence(columns, columns.sum(1), torch.ones_like(columns.sum(1), dtype=torch.bool), past > 0)
         if cache is not None:
             self._sequences[cache] = sequence
         return sequence

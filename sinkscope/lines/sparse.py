@@ -164,7 +164,8 @@ def sparse_attention(
         compute = _by_triton
     sparsity = compute(inputs, lines, limit, out)
     dense_heads = [head for head, dense in enumerate(sparsity.dense) if dense]
-    _dense(inputs, dense_heads, out)
+    if dense_heads:
+        _dense(inputs, dense_heads, out)
     return out, sparsity
 
 
@@ -257,34 +258,20 @@ def _side_by_side(compute: Callable[[int], None], heads: list[int]) -> None:
 
 def _dense(inputs: _Inputs, heads: list[int], out: Tensor) -> None:
     """Plain causal attention of some heads, on 4-D tensors: for other shapes PyTorch builds the whole matrix."""
-    if not heads:
-        return
-    query = inputs.query
-    key = inputs.key
-    value = inputs.value
-    index: Any = slice(None)
-    if len(heads) < len(query):
-        index = torch.tensor(heads, device=query.device)
-        kv_heads = index // inputs.group
-        query = query[index]
-        key = key[kv_heads]
-        value = value[kv_heads]
-    queries = query.shape[1]
-    keys = key.shape[1]
-
-    def attend(rows: slice, end: int, **mask: Any) -> Tensor:
-        parts = (query[:, rows].to(value.dtype), key[:, :end].to(value.dtype), value[:, :end])
-        q, k, v = [part[None] for part in parts]
-        return scaled_dot_product_attention(q, k, v, scale=inputs.scaling, enable_gqa=len(query) > len(key), **mask)[0]
-
+    index = torch.tensor(heads, device=out.device, dtype=torch.long)
+    value = inputs.value[index // inputs.group][None]
+    key = inputs.key[index // inputs.group][None].to(value.dtype)
+    query = inputs.query[index][None].to(value.dtype)
+    queries, keys = query.shape[2], key.shape[2]
     if queries == keys:
-        out[index] = attend(slice(None), keys, is_causal=True)
+        out[index] = scaled_dot_product_attention(query, key, value, scale=inputs.scaling, is_causal=True)[0]
         return
     for start in range(0, queries, 1024):
         stop = min(queries, start + 1024)
         end = keys - queries + stop
-        visible = torch.ones(stop - start, end, dtype=torch.bool, device=query.device).tril(end - (stop - start))
-        out[index, start:stop] = attend(slice(start, stop), end, attn_mask=visible)
+        visible = torch.ones(stop - start, end, dtype=torch.bool, device=out.device).tril(end - (stop - start))
+        parts = query[:, :, start:stop], key[:, :, :end], value[:, :, :end]
+        out[index, start:stop] = scaled_dot_product_attention(*parts, visible, scale=inputs.scaling)[0]
 
 
 @dataclass(frozen=True, eq=False)

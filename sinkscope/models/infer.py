@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Adapter, row_of
-from sinkscope.models.config import cut_depth, new_model
+from sinkscope.models.config import cut_depth, first_line, new_model
 from sinkscope.models.experts import Experts, experts_of
 from sinkscope.models.probe import begins_at, probe, token_ids
 from sinkscope.models.scope import shown_row
@@ -643,18 +643,13 @@ def _is_recomputed(stage: _Stage, passage: _Passage, experts: Experts) -> bool:
 # -- attention -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Heads:
-    """The attention of a layer, by module paths."""
+    """The attention of a layer: paths by the adapter's fields, layout of a fused projection, learned sink logits."""
 
-    attn: str
-    q: str | None = None
-    k: str | None = None
-    v: str | None = None
-    fused: str | None = None
-    layout: str | None = "beside"
-    o: str | None = None
-    has_sinks: bool = False
+    paths: dict[str, str | None]
+    layout: str | None
+    has_sinks: bool
 
 
 class _Tap:
@@ -702,18 +697,22 @@ def _attention(stage: _Stage, tap: _Tap) -> _Heads | None:
     if len(seen) > 1:
         raise NotInferredError(f"layer {stage.number} computes attention {len(seen)} times")
     clean = seen[0]
-    heads = _Heads(stage.paths[clean.module], has_sinks=clean.settings.get("s_aux") is not None)
+    attn = stage.paths[clean.module]
     roles = dict[str, str]()
     for passage in stage.clean:
-        if not _contains(heads.attn, passage.path) or _widths(passage.module) is None or passage.gave is None:
+        if not _contains(attn, passage.path) or _widths(passage.module) is None or passage.gave is None:
             continue
         if len(passage.gave) != _LENGTH:
             continue
         edited = tap.first_call(stage, _edit_output(passage.module, _scramble))
         roles[passage.path] = _moved_inputs(clean, edited)
-    _name_projections(stage, heads, roles, clean)
-    heads.o = _output_projection(stage, tap)
-    return heads
+    paths: dict[str, str | None] = {"attn": attn, "o": _output_projection(stage, tap)}
+    paths |= _projections(stage, roles, clean)
+    fused = paths["fused_qkv"]
+    layout = None
+    if fused is not None:
+        layout = _layout_of_fused(stage, fused, clean)
+    return _Heads(paths, layout, clean.settings.get("s_aux") is not None)
 
 
 def _weighing(stage: _Stage) -> str | None:
@@ -757,31 +756,28 @@ def _moved_inputs(before: Any, after: Any) -> str:
     return moved
 
 
-def _name_projections(stage: _Stage, heads: _Heads, roles: dict[str, str], call: Any) -> None:
-    """Name the projections by what they move; of several that move the same, the last is the projection.
+def _projections(stage: _Stage, roles: dict[str, str], call: Any) -> dict[str, str | None]:
+    """The projections by what they move; of several that move the same, the last is the projection.
 
     One that gives more than the heads, such as a gate beside the queries, is not named.
     """
-    last = {role: path for path, role in roles.items() if role}
-    heads.fused = last.get("qkv")
-    if heads.fused is not None:
-        heads.layout = _layout_of_fused(stage, heads.fused, call)
-        return
+    last = {role: path for path, role in roles.items()}
+    paths = {"fused_qkv": last.get("qkv"), "q": None, "k": None, "v": None}
     for name, tensor in (("q", call.query), ("k", call.key), ("v", call.value)):
-        path = last.get(name)
-        if path is None:
-            continue
-        widths = _widths(stage.layer.get_submodule(path))
-        if widths is not None and widths[0] == tensor.shape[1] * tensor.shape[3]:
-            setattr(heads, name, path)
+        if name in last and paths["fused_qkv"] is None:
+            widths = _widths(stage.layer.get_submodule(last[name]))
+            if widths is not None and widths[0] == tensor.shape[1] * tensor.shape[3]:
+                paths[name] = last[name]
+    return paths
 
 
 def _layout_of_fused(stage: _Stage, path: str, call: Any) -> str | None:
     """How a module gives queries, keys and values: as at the first position, where rotary embeddings leave them."""
     (given,) = [passage.gave[0] for passage in stage.clean if passage.path == path and passage.gave is not None]
     parts = [tensor[0, :, 0] for tensor in (call.query, call.key, call.value)]
-    if torch.cat([part.flatten() for part in parts]).shape == given.shape:
-        if _size(torch.cat([part.flatten() for part in parts]) - given) <= 1e-4 * _size(given):
+    beside = torch.cat([part.flatten() for part in parts])
+    if beside.shape == given.shape:
+        if _size(beside - given) <= 1e-4 * _size(given):
             return "beside"
         if len(parts[0]) == len(parts[1]) and _size(torch.cat(parts, 1).flatten() - given) <= 1e-4 * _size(given):
             return "by head"
@@ -897,16 +893,10 @@ class _Kind:
         if middle is not None:
             paths |= {"mid": middle.reader, "attn": middle.writer}
         if heads is not None:
-            paths |= {
-                "attn": heads.attn,
-                "q": heads.q,
-                "k": heads.k,
-                "v": heads.v,
-                "fused_qkv": heads.fused,
-                "o": heads.o,
-            }
-            if middle is not None and not _contains(heads.attn, middle.writer) and middle.writer != heads.o:
-                paths["post_attn_norm"] = middle.writer
+            paths |= heads.paths
+            writer = "" if middle is None else middle.writer
+            if writer and not _contains(paths["attn"] or "", writer) and writer != paths["o"]:
+                paths["post_attn_norm"] = writer
         adds = write is None or write.adds
         return cls(stage.number, frozenset(stage.paths.values()) - {""}, paths, constants, adds)
 
@@ -954,8 +944,7 @@ def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
     adapter = row_of(hf.config.model_type) or _INFERRED.get(key)
     if adapter is not None:
         return adapter
-    is_elsewhere = target.resident and any(parameter.is_meta for parameter in hf.parameters())
-    if is_elsewhere or target.kind == "bridge" or getattr(hf, "is_quantized", False):
+    if target.is_elsewhere or target.kind == "bridge" or getattr(hf, "is_quantized", False):
         sample = _sample(hf)
         target = Target(sample, sample, "hf", DRAFT)
     adapter = _inferred(target.hf)
@@ -981,7 +970,7 @@ def prove(target: Target, *, whole: bool = True) -> None:
     Raises:
         UnsupportedError: There is a problem; the message says what, and what to try.
     """
-    if target.resident and any(parameter.is_meta for parameter in target.hf.parameters()):
+    if target.is_elsewhere:
         return
     problem = probe(target, whole=whole).problem
     if problem is None:
@@ -1071,8 +1060,7 @@ def infer(hf: nn.Module) -> Adapter:
     except NotInferredError as error:
         raise _not_inferred(model, error) from None
     except Exception as error:  # a model may do anything in a pass
-        first_line = (str(error).splitlines() or [""])[0]
-        error = NotInferredError(f"a pass raised {type(error).__name__}: {first_line}")
+        error = NotInferredError(f"a pass raised {type(error).__name__}: {first_line(error)}")
         raise _not_inferred(model, error) from None
 
 
@@ -1118,36 +1106,20 @@ class _Softmax(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _stack(model: nn.Module, names: dict[nn.Module, str]) -> str:
-    """Path of the list of decoder layers: the largest list of as many as the configuration says, of those that run.
+def _stack(model: Any, names: dict[nn.Module, str]) -> str:
+    """Path of the list of decoder layers: the largest list of as many as the configuration says.
 
     Raises:
         NotInferredError: There is none.
     """
-    config: Any = model.config
-    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     sizes = dict[nn.Module, int]()
-    for module in names:
+    for module in model.get_decoder().modules():  # image towers are beside it
         if isinstance(module, nn.ModuleList) and len(module) and (depth is None or len(module) == depth):
             sizes[module] = sum(parameter.numel() for parameter in module.parameters())
-    if len(sizes) > 1 and not any(parameter.is_meta for parameter in model.parameters()):
-        running = _running(model, list(sizes))
-        sizes = {module: size for module, size in sizes.items() if module in running}
     if not sizes:
         raise NotInferredError(f"it has no list of {depth} layers, one for each that its configuration names")
     return names[max(sizes, key=lambda module: sizes[module])]
-
-
-def _running(model: Any, stacks: list[Any]) -> set[nn.Module]:
-    """Lists whose first module runs in a pass over token ids; image towers do not."""
-    running = set[nn.Module]()
-    hooks = [stack[0].register_forward_pre_hook(lambda *_, stack=stack: running.add(stack)) for stack in stacks]
-    try:
-        model(input_ids=torch.arange(16, 16 + _LENGTH, device=model.device)[None], use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return running
 
 
 def first_of_kinds(target: Target) -> list[int]:
@@ -1201,7 +1173,7 @@ def _merged(draft: Adapter, stages: list[_Stage], heads: list[_Heads | None]) ->
             if settings.setdefault(name, value) != value:
                 raise NotInferredError(f"{name!r} of the adapter is {settings[name]} in one layer, {value} in another")
     settings["adds"] = all(kind.adds for kind in kinds)
-    layouts = {of_layer.layout for of_layer in heads if of_layer is not None and of_layer.fused is not None}
+    layouts = {of_layer.layout for of_layer in heads if of_layer is not None and of_layer.paths["fused_qkv"]}
     if layouts:
         settings["qkv_layout"] = layouts.pop() if len(layouts) == 1 else None
     settings["learned_sinks"] = any(of_layer is not None and of_layer.has_sinks for of_layer in heads)

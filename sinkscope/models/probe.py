@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.models.config import first_line
 from sinkscope.models.experts import experts_of
 from sinkscope.models.target import (
     Args,
@@ -116,8 +117,7 @@ def probe(target: Target, *, whole: bool = True) -> ProbeReport:
     except (_WrongError, UnsupportedError) as wrong:
         report.problem = str(wrong)
     except Exception as error:
-        first_line = (str(error).splitlines() or [""])[0]
-        report.problem = f"a forward pass raised {type(error).__name__}: {first_line}"
+        report.problem = f"a forward pass raised {type(error).__name__}: {first_line(error)}"
     return report
 
 

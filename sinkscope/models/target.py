@@ -473,6 +473,11 @@ class Target:
                 parts.append(norms_of(self.w_out(layer, neurons.tolist(), expert), 1))
             return torch.cat(parts)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether weights that are not read layer by layer are on the meta device."""
+        return self.resident and any(parameter.is_meta for parameter in self.hf.parameters())
+
     def check_loaded(self) -> None:
         """Refuse a model whose weights are on the meta device, unless they are read from elsewhere when needed.
 

@@ -36,6 +36,9 @@ CHUNK = 256
 """Queries whose rows are built at a time, if a handler does not say another number."""
 _MASKED_CHUNK = 1024  # queries at a time where a mask has to be built
 
+Output = tuple[Tensor, Tensor | None]
+"""What attention gives, `[batch query head d_value]`, and its rows if it has them."""
+Rows = Float[Tensor, "batch head query key"]
 RowsFunction = Callable[[int, Tensor], None]
 """Called with the number of the first query and rows `[batch head query key]`."""
 
@@ -167,7 +170,7 @@ class Attention:
     view: View | None = None
     complete: bool = False
     evicted: bool = False
-    compute: Callable[[Attention], tuple[Tensor, Tensor | None] | None] | None = None
+    compute: Callable[[Attention], Output | None] | None = None
     indices: Int[Tensor, "batch query chosen"] | None = None
     in_blocks: Bool[Tensor, "batch head query key"] | None = None
     is_again: bool = False
@@ -190,17 +193,20 @@ class Attention:
 
     @property
     def softcap(self) -> float | None:
-        """The soft cap of the model's own attention; SDPA, if selected, drops it (or refuses to run)."""
-        if stock_name(self.module.config) == "sdpa":
-            return None
-        return self.settings.get("softcap")
+        """The soft cap of the model's own attention."""
+        return self._of_own("softcap")
 
     @property
     def sinks(self) -> Tensor | None:
-        """The learned sink logits of the model's own attention; SDPA, if selected, drops them."""
-        if stock_name(self.module.config) == "sdpa":
+        """The learned sink logits of the model's own attention."""
+        return self._of_own("s_aux")
+
+    def _of_own(self, name: str) -> Any:
+        """A setting that eager attention follows; SDPA, if selected, drops it (or refuses to run)."""
+        value = self.settings.get(name)
+        if value is None or stock_name(self.module.config) == "sdpa":
             return None
-        return self.settings.get("s_aux")
+        return value
 
     @property
     def _needs_eager(self) -> bool:
@@ -242,7 +248,7 @@ class Attention:
         rows = _RowRange(first, chunk, by_mask and not self.evicted)
         self._listeners.setdefault(rows, []).append(fn)
 
-    def stock(self, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def stock(self, mask: Tensor | None) -> Output:
         """The model's own attention under a mask of the model's own kind."""
         return self._by(_stock_attention(self.module), self.query, mask)
 
@@ -265,7 +271,7 @@ class Attention:
             outputs.append(self._by(own, query, mask)[0])
         return torch.cat(outputs, 1)
 
-    def finish(self) -> tuple[Tensor, Tensor | None]:
+    def finish(self) -> Output:
         """The output `[batch query head d_value]`, and weights if there are any; shows rows to handlers."""
         output, weights = self._attended()
         exact = weights is not None and weights.dtype == torch.float32
@@ -278,7 +284,7 @@ class Attention:
                 _tell(listeners, part.start, rows)
         return output, weights
 
-    def _attended(self) -> tuple[Tensor, Tensor | None]:
+    def _attended(self) -> Output:
         """Output and weights; where rows are needed for it, they are shown at once."""
         by_view = [rows_range for rows_range in self._listeners if not rows_range.by_mask]
         if by_view and self.queries == 1:  # the rows are built anyway: the output comes from them
@@ -308,7 +314,7 @@ class Attention:
             outputs.append(self._weighted(rows))
         return torch.cat(outputs, 1), None
 
-    def _by(self, own: Callable[..., Any], query: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _by(self, own: Callable[..., Any], query: Tensor, mask: Tensor | None) -> Output:
         return own(self.module, query, self.key, self.value, mask, **self.settings)
 
     def _weighted(self, rows: Tensor) -> Tensor:
@@ -322,7 +328,7 @@ class Attention:
             return output.view(batch, 1, heads, -1)
         return output.view(batch, heads, queries, -1).transpose(1, 2).contiguous()
 
-    def _rows(self, part: slice, by_mask: bool) -> Float[Tensor, "batch head query key"]:
+    def _rows(self, part: slice, by_mask: bool) -> Rows:
         query = self.query
         keys = self.key.shape[2]
         if self.queries > 1:
@@ -384,14 +390,6 @@ class OwnAttention(Attention):
         """Whether the model's own attention builds the whole matrix of rows."""
         return self._own.rows is not None
 
-    @property
-    def softcap(self) -> None:
-        """None is known: the scores are those after it."""
-
-    @property
-    def sinks(self) -> None:
-        """There are none."""
-
     def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"]:
         """The keys that the module shows to the last query."""
         last = self._own.scores(slice(self.queries - 1, self.queries))
@@ -428,7 +426,7 @@ class OwnAttention(Attention):
     def _is_fitted(self) -> bool:
         return self._fit[1] <= 1e-4 + 16 * torch.finfo(self.value.dtype).eps
 
-    def stock(self, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def stock(self, mask: Tensor | None) -> Output:
         """The module's own attention."""
         if self._own.lacks_bias:
             rows = self._rows(slice(None), False)
@@ -450,7 +448,7 @@ class OwnAttention(Attention):
         module, scaling, bias = self.module, self.scaling, self._own.bias
         return lambda query, key, view: rows_by_view(module, query, key, view, scaling, bias)
 
-    def _rows(self, part: slice, by_mask: bool) -> Float[Tensor, "batch head query key"]:
+    def _rows(self, part: slice, by_mask: bool) -> Rows:
         scores = self._own.scores(part).float()
         if self._own.lacks_bias:
             bias = self._bias()
@@ -488,7 +486,7 @@ def rows_by_view(
     view: View | None,
     scaling: float | None,
     bias: Float[Tensor, "_ head _"] | None = None,
-) -> Float[Tensor, "batch head query key"]:
+) -> Rows:
     """Attention rows of a module over what `view` shows, in float32.
 
     Args:
@@ -549,7 +547,7 @@ def attention_probs(
     softcap: float | None = None,
     sinks: Float[Tensor, " head"] | None = None,
     bias: Float[Tensor, "batch head 1 key"] | None = None,
-) -> Float[Tensor, "batch head query key"]:
+) -> Rows:
     """Softmax of scaled scores for some rows, in float32.
 
     Args:
@@ -734,7 +732,7 @@ def configs_of(target: Target) -> list[Any]:
 
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
+) -> Output:
     """The attention function that transformers calls in every layer."""
     config = id(module.config)
     by_mask = False

@@ -191,13 +191,6 @@ def test_device_map_and_quantization_config_pass_through(monkeypatch):
     assert "device_map" not in seen
 
 
-def test_device_map_places_the_model():
-    for backend in ("hf", "bridge"):
-        model = load(checkpoint("llama"), backend=backend, device_map={"": "cpu"})
-        assert target_of(model).device == torch.device("cpu")
-        assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("stage", ["transfer", "boot"])
 def test_what_libraries_print_never_reaches_stdout(stage, tmp_path, monkeypatch, capsys):
     from transformer_lens.model_bridge import TransformerBridge
