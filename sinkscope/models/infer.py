@@ -21,7 +21,7 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -88,15 +88,15 @@ def _widths(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _flat(value: Any) -> Tensor | None:
-    """A copy of the first floating-point tensor among a module's inputs, or in its output, as `[token width]`."""
+def _flat(value: Any) -> Float[Tensor, "token width"]:
+    """A copy of the first floating-point tensor among a module's inputs, or in its output, or no token."""
     values: Sequence[Any] = [value]
     if isinstance(value, tuple | list):
         values = value
     for tensor in values:
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.ndim >= 2:
             return tensor.detach().clone().reshape(-1, tensor.shape[-1])
-    return None
+    return torch.empty(0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,13 +105,13 @@ class _Passage:
 
     path: str
     module: nn.Module
-    read: Float[Tensor, "_ _"] | None
-    gave: Float[Tensor, "_ _"] | None
+    read: Float[Tensor, "token inputs"]
+    gave: Float[Tensor, "token outputs"]
 
     def is_linear_with(self, outputs: Sequence[int]) -> bool:
         """Whether this is a linear module with so many outputs, which saw every token."""
         widths = _widths(self.module)
-        return widths is not None and widths[0] in outputs and self.gave is not None and len(self.gave) == _LENGTH
+        return widths is not None and widths[0] in outputs and len(self.gave) == _LENGTH
 
 
 class _Stage:
@@ -195,9 +195,7 @@ class _Stage:
         read = list[Tensor]()
 
         def see(_module: Any, args: Args, kwargs: Kwargs) -> None:
-            tensor = _flat((*args, *kwargs.values()))
-            assert tensor is not None
-            read.append(tensor)
+            read.append(_flat((*args, *kwargs.values())))
             Target.stop()
 
         with suppress(Stop):  # what comes behind the module is not computed
@@ -211,10 +209,8 @@ class _Stage:
 
         def see(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
             path, now = self.paths[module], _flat(output)
-            then = before.get(path)
-            if path and then is not None and now is not None and now.shape == then.shape:
-                if now.shape == (_LENGTH, self.d_model):
-                    changes[path] = now - then
+            if path in before and now.shape == before[path].shape == (_LENGTH, self.d_model):
+                changes[path] = now - before[path]
 
         watched: list[Hook] = [(module, "post", see) for module in self.paths]
         changes[""] = self.run(*hooks, *watched) - self.output
@@ -278,8 +274,8 @@ def _size(tensor: Tensor) -> float:
     return float(tensor.abs().max())
 
 
-def _is_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and one.shape == other.shape and torch.equal(one, other)
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _multiple(change: Tensor, of: Tensor) -> float | None:
@@ -317,74 +313,64 @@ class _Write:
     adds: bool = True
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Mlp:
     """A down projection, what feeds it, and where its output goes.
 
     Attributes:
         down: The passage of the down projection.
-        up: Path of the linear factor, or of both factors side by side; None if a norm stands behind the product.
-        gate: Path of the other factor.
-        is_fused: Whether `up` gives gate and up side by side.
+        factors: Paths of the linear factor, or of both side by side, and of the gate; None where a norm stands behind
+            their product, or there is no gate.
+        is_fused: Whether one module gives gate and up side by side.
         write: Where its output goes.
     """
 
     down: _Passage
-    up: str | None = None
-    gate: str | None = None
-    is_fused: bool = False
-    write: _Write = field(default_factory=_Write)
+    factors: tuple[str | None, str | None]
+    is_fused: bool
+    write: _Write
 
 
 def _mlp(stage: _Stage, is_alone: bool) -> _Mlp | None:
     """The MLP of a layer that all tokens go through, the widest if there are several; None if there is none."""
-    factors_of = list[tuple[int, _Mlp, dict[str, str]]]()
-    for index, down in enumerate(stage.clean):
-        widths = _widths(down.module)
-        if widths is None or widths[0] != stage.d_model or down.read is None or len(down.read) != _LENGTH:
-            continue
-        width = widths[1]
-        before = [passage for passage in stage.clean[:index] if passage.is_linear_with((width, 2 * width))]
-        factors = _factors(stage, before, down)
-        if factors:
-            factors_of.append((width, _Mlp(down), factors))
-    factors_of.sort(key=lambda item: -item[0])
-    failures: list[NotInferredError] = []
-    for _, mlp, factors in factors_of:
-        try:
-            _name_factors(stage, mlp, factors)
-            mlp.write = _write_of(stage, mlp, is_alone)
-        except NotInferredError as error:
-            failures.append(error)
-        else:
-            return mlp
-    if failures:
-        raise failures[0]
+    failure: NotInferredError | None = None
+    downs = [passage for passage in stage.clean if passage.is_linear_with((stage.d_model,))]
+    for down in sorted(downs, key=lambda down: -down.read.shape[1]):
+        layouts = _factors(stage, down)
+        if layouts:
+            try:
+                factors = _named(stage, down, layouts)
+                return _Mlp(down, factors, "halves" in layouts.values(), _write_of(stage, down, is_alone))
+            except NotInferredError as error:
+                failure = failure or error
+    if failure is not None:
+        raise failure
     return None
 
 
-def _write_of(stage: _Stage, mlp: _Mlp, is_alone: bool) -> _Write:
+def _write_of(stage: _Stage, down: _Passage, is_alone: bool) -> _Write:
     """Where the output of a down projection goes."""
-    neuron, column = _column(mlp.down)
-    assert mlp.down.read is not None
-    step = float(mlp.down.read[_POSITION].float().norm().clamp(min=1))
+    neuron, column = _column(down)
+    step = float(down.read[_POSITION].norm().clamp(min=1))
 
     def edit(tensor: Tensor) -> None:
         tensor[list(_EDITED), neuron] += step
 
     written = repeat(step * column, "d_model -> edited d_model", edited=len(_EDITED))
-    return _write(stage, mlp.down.path, (mlp.down.module, "pre", on_input(partial(_edited, edit))), written, is_alone)
+    return _write(stage, down.path, (down.module, "pre", on_input(partial(_edited, edit))), written, is_alone)
 
 
-def _factors(stage: _Stage, before: list[_Passage], down: _Passage) -> dict[str, str]:
+def _factors(stage: _Stage, down: _Passage) -> dict[str, str]:
     """What feeds a down projection: layout ("same", "halves") by path; empty if it is not fed by these alone."""
     plain, coupled = dict[str, str](), dict[str, str]()
-    for passage in before:
-        layout = _layout(stage, passage, down)
-        if layout == "coupled":
-            coupled[passage.path] = layout
-        elif layout is not None:
-            plain[passage.path] = layout
+    width = down.read.shape[1]
+    for passage in stage.clean[: stage.clean.index(down)]:
+        if len(down.read) == _LENGTH and passage.is_linear_with((width, 2 * width)):
+            layout = _layout(stage, passage, down)
+            if layout == "coupled":
+                coupled[passage.path] = layout
+            elif layout is not None:
+                plain[passage.path] = layout
     if plain and _is_held_by(stage, list(plain), down):
         return plain
     if coupled and _is_held_by(stage, [*plain, *coupled], down):  # a norm in between couples the neurons of a token
@@ -394,7 +380,6 @@ def _factors(stage: _Stage, before: list[_Passage], down: _Passage) -> dict[str,
 
 def _layout(stage: _Stage, passage: _Passage, down: _Passage) -> str | None:
     """How the input of `down` hangs on a module's outputs; None if not neuron by neuron and token by token."""
-    assert down.read is not None and passage.gave is not None
     neurons, outputs = down.read.shape[1], passage.gave.shape[1]
     columns = down.read[_POSITION].abs().topk(2).indices.tolist()  # a neuron at zero may not move, behind a ReLU
     if outputs == 2 * neurons:
@@ -420,7 +405,6 @@ def _layout(stage: _Stage, passage: _Passage, down: _Passage) -> str | None:
 
 def _moved_by(stage: _Stage, passage: _Passage, column: int, down: _Passage) -> Tensor | None:
     """Which inputs of `down` change when one output of a module is moved; None if none ever does."""
-    assert down.read is not None
     for step in _STEPS:
         read = stage.read_by(down.module, _edit_output(passage.module, partial(_move, column, step)))
         change = (read - down.read).abs()
@@ -431,7 +415,6 @@ def _moved_by(stage: _Stage, passage: _Passage, column: int, down: _Passage) -> 
 
 def _is_held_by(stage: _Stage, paths: list[str], down: _Passage) -> bool:
     """Whether the input of `down` stays as it is with other hidden states, while the outputs of modules are held."""
-    assert down.read is not None
     held = {passage.path: passage for passage in stage.clean if passage.path in paths}
     hooks = [_edit_output(passage.module, partial(_replaced, passage.gave)) for passage in held.values()]
     modules = [passage.module for passage in held.values()]
@@ -439,41 +422,38 @@ def _is_held_by(stage: _Stage, paths: list[str], down: _Passage) -> bool:
     return _size(read - down.read) <= 1e-4 * (1e-3 + _size(down.read))
 
 
-def _replaced(clean: Tensor | None, _tensor: Tensor) -> Tensor | None:
+def _replaced(clean: Tensor, _tensor: Tensor) -> Tensor:
     return clean
 
 
-def _name_factors(stage: _Stage, mlp: _Mlp, factors: dict[str, str]) -> None:
-    """Tell `up`, in which the product is linear, from the gate."""
-    is_sum = len(factors) > 2 or (len(factors) == 2 and "halves" in factors.values())
-    if "coupled" in factors.values() or is_sum:  # a norm stands behind the product, or no module gives a factor
-        return
-    linear = [path for path in factors if _is_linear_in(stage, mlp, path, factors[path])]
-    mlp.is_fused = "halves" in factors.values()
-    if mlp.is_fused and not linear:
-        raise NotInferredError(f"the two halves of {next(iter(factors))!r} are not gate and up in this order")
-    mlp.up = [*linear, *reversed(factors)][0]
-    others = [path for path in factors if path != mlp.up]
-    if others:
-        mlp.gate = others[0]
+def _named(stage: _Stage, down: _Passage, layouts: dict[str, str]) -> tuple[str | None, str | None]:
+    """Paths of `up`, in which the product is linear, and of the gate."""
+    is_fused = "halves" in layouts.values()
+    is_sum = len(layouts) > 2 or (len(layouts) == 2 and is_fused)
+    if "coupled" in layouts.values() or is_sum:  # a norm stands behind the product, or no module gives a factor
+        return None, None
+    linear = [path for path in layouts if _is_linear_in(stage, down, path, layouts[path])]
+    if is_fused and not linear:
+        raise NotInferredError(f"the two halves of {next(iter(layouts))!r} are not gate and up in this order")
+    up = [*linear, *reversed(layouts)][0]
+    others = [path for path in layouts if path != up]
+    return up, next(iter(others), None)
 
 
-def _is_linear_in(stage: _Stage, mlp: _Mlp, path: str, layout: str) -> bool:
+def _is_linear_in(stage: _Stage, down: _Passage, path: str, layout: str) -> bool:
     """Whether the input of `down` is linear in a module's output (its second half, if it gives two)."""
     module = stage.layer.get_submodule(path)
-    assert mlp.down.read is not None
-    first = mlp.down.read.shape[1] if layout == "halves" else 0
+    first = down.read.shape[1] if layout == "halves" else 0
     reads: list[Tensor] = []
     for step in (0.0, 2.0, -2.0):
         edit = _edit_output(module, partial(_move, slice(first, None), step))
-        reads.append(stage.read_by(mlp.down.module, edit)[_POSITION])
+        reads.append(stage.read_by(down.module, edit)[_POSITION])
     middle, higher, lower = reads
     return _size(higher + lower - 2 * middle) <= 1e-3 * _size(higher - middle)
 
 
 def _column(passage: _Passage) -> tuple[int, Float[Tensor, " d_model"]]:
     """A neuron whose column is neither zero nor large, and the column: what a unit input writes, without the bias."""
-    assert passage.read is not None
     units = torch.eye(_NEURONS + 1, passage.read.shape[1]).to(passage.read)
     units[-1] = 0
     written = _linear(passage.module, passage.module.forward, units)
@@ -482,8 +462,7 @@ def _column(passage: _Passage) -> tuple[int, Float[Tensor, " d_model"]]:
     return neuron, columns[neuron]
 
 
-def _multiple_is_not(output: Tensor | None, of: Tensor | None, constant: float) -> bool:
-    assert output is not None and of is not None
+def _multiple_is_not(output: Tensor, of: Tensor, constant: float) -> bool:
     return output.shape != of.shape or _size(output - constant * of) > _EXACT * _size(output)
 
 
@@ -573,7 +552,7 @@ def _token_weight(stage: _Stage, layer: Tensor, written: Tensor) -> str | None:
     """Path of the module whose sigmoid, one number for each token, multiplies what is written; None if none does."""
     edited = list(_EDITED)
     for passage in stage.clean:
-        if passage.is_linear_with((1,)) and passage.gave is not None:
+        if passage.is_linear_with((1,)):
             expected = written * passage.gave.sigmoid()
             if _size((layer - expected)[edited]) <= _EXACT * _size(layer[edited]):
                 return passage.path
@@ -606,7 +585,7 @@ def _mixture(stage: _Stage) -> _Mixture | None:
     other = ""
     for passage in stage.clean:
         experts = experts_of(passage.module)
-        if experts is None or passage.gave is None:
+        if experts is None or not len(passage.gave):
             continue
         if passage.gave.shape[-1] != stage.d_model:
             given, stream = passage.gave.shape[-1], stage.d_model
@@ -636,7 +615,6 @@ def _is_recomputed(stage: _Stage, passage: _Passage, experts: Experts) -> bool:
         stage.run((passage.module, "pre", compute))
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return False
-    assert passage.gave is not None
     return _size(outputs[0] - passage.gave) <= _EXACT * _size(passage.gave)
 
 
@@ -700,9 +678,7 @@ def _attention(stage: _Stage, tap: _Tap) -> _Heads | None:
     attn = stage.paths[clean.module]
     roles = dict[str, str]()
     for passage in stage.clean:
-        if not _contains(attn, passage.path) or _widths(passage.module) is None or passage.gave is None:
-            continue
-        if len(passage.gave) != _LENGTH:
+        if not _contains(attn, passage.path) or _widths(passage.module) is None or len(passage.gave) != _LENGTH:
             continue
         edited = tap.first_call(stage, _edit_output(passage.module, _scramble))
         roles[passage.path] = _moved_inputs(clean, edited)
@@ -773,7 +749,7 @@ def _projections(stage: _Stage, roles: dict[str, str], call: Any) -> dict[str, s
 
 def _layout_of_fused(stage: _Stage, path: str, call: Any) -> str | None:
     """How a module gives queries, keys and values: as at the first position, where rotary embeddings leave them."""
-    (given,) = [passage.gave[0] for passage in stage.clean if passage.path == path and passage.gave is not None]
+    (given,) = [passage.gave[0] for passage in stage.clean if passage.path == path]
     parts = [tensor[0, :, 0] for tensor in (call.query, call.key, call.value)]
     beside = torch.cat([part.flatten() for part in parts])
     if beside.shape == given.shape:
@@ -800,7 +776,7 @@ def _output_projection(stage: _Stage, tap: _Tap) -> str | None:
 
     def see(module: Any, args: Args, kwargs: Kwargs) -> None:
         tensor = _flat((*args, *kwargs.values()))
-        if tensor is not None and len(tensor) == _LENGTH:
+        if len(tensor) == _LENGTH:
             reads[stage.paths[module]] = tensor
 
     tap.replace(stage, one_head, *[(module, "pre", see) for module in stage.paths if _widths(module) is not None])
@@ -829,14 +805,14 @@ def _middle(stage: _Stage, mlp: str | None) -> _Middle | None:
     for passage in stage.clean:
         if passage.path == mlp:
             return None
-        if passage.read is None or passage.read.shape != hidden.shape:
+        if passage.read.shape != hidden.shape:
             continue
         added = passage.read - hidden
         if _size(added) <= 1e-6 * _size(hidden):
             continue
         writers = list[str]()
         for writer in stage.clean:
-            if writer.gave is not None and writer.gave.shape == hidden.shape and _multiple(added, writer.gave):
+            if writer.gave.shape == hidden.shape and _multiple(added, writer.gave):
                 writers.append(writer.path)
         if writers:
             around = [path for path in reads if _contains(path, passage.path)]
@@ -874,7 +850,8 @@ class _Kind:
         paths: dict[str, str | None] = {"mid": None}
         constants: dict[str, Any] = {}
         if mlp is not None:
-            paths |= {"down": mlp.down.path, "up": mlp.up, "gate": mlp.gate, "shared_gate": mlp.write.weight}
+            up, gate = mlp.factors
+            paths |= {"down": mlp.down.path, "up": up, "gate": gate, "shared_gate": mlp.write.weight}
             constants["fused_gate_up"] = mlp.is_fused
             constants["transposed_down"] = _is_transposed(mlp.down.module)
             constants["down_factor"] = mlp.write.factor
