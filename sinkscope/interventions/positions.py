@@ -160,16 +160,15 @@ class Tracker:
             tokens = ids
         assert tokens is not None, "transformers refuses a call with neither ids nor embeddings"
         batch, new = int(tokens.shape[0]), int(tokens.shape[1])
-        if cache is not None and past is None and not hasattr(cache, "get_seq_length"):
-            raise UnsupportedError(
-                f"past_key_values is {type(cache).__name__}: expected a cache of transformers; pass `DynamicCache()` "
-                "or nothing",
-                page="kv-cache",
-            )
-        if past is None:
-            past = 0
-            if cache is not None:
-                past = int(cache.get_seq_length())
+        if past is None and cache is not None:
+            if not hasattr(cache, "get_seq_length"):
+                raise UnsupportedError(
+                    f"past_key_values is {type(cache).__name__}: expected a cache of transformers; pass "
+                    "`DynamicCache()` or nothing",
+                    page="kv-cache",
+                )
+            past = int(cache.get_seq_length())
+        past = past or 0
         sequence = self._sequence(cache, batch, past, tokens.device)
         sequence.crop(past)
         read = sequence.columns.shape[1]
