@@ -91,15 +91,11 @@ def _window(mask: Tensor | None, keys: int) -> int | None:
     if seen.dtype != torch.bool:
         seen = seen == 0
     window = int(seen[-1].sum())
-    for row in {0, len(seen) // 2, len(seen) - 1}:
-        last = keys - len(seen) + row
-        expected = torch.zeros_like(seen[row])
-        expected[max(0, last - window + 1) : last + 1] = True
-        if not torch.equal(seen[row], expected):
-            raise UnsupportedError(
-                "lines are of causal attention, with or without a window; this mask is neither: give texts without "
-                "padding"
-            )
+    past = keys - len(seen)
+    if not torch.equal(seen, torch.ones_like(seen).tril(past).triu(past - window + 1)):
+        raise UnsupportedError(
+            "lines are of causal attention, with or without a window; this mask is neither: give texts without padding"
+        )
     if window == keys:
         return None
     return window
