@@ -60,38 +60,17 @@ def _scores_loop(jit: Any, index: Any, width: int) -> Any:
     @no_type_check  # tools that check types while a program runs would wrap what numba has to compile
     def scores(query: Any, key: Any, opened: Any, offsets: Any, start: Any, out: Any) -> None:
         for first in range(0, len(offsets), _GROUP):
-            until = min(len(offsets), first + _GROUP)
             for r in range(len(query)):
-                at = start + r
-                line = first
-                while line < until:
-                    if line + 4 <= until and at >= offsets[line + 3]:  # four keys at a time share reads of the query
-                        a = index(at - offsets[line])
-                        b = index(at - offsets[line + 1])
-                        c = index(at - offsets[line + 2])
-                        d = index(at - offsets[line + 3])
-                        p = q = s = t = np.float32(0)
-                        for i in range(width):
-                            p += query[r, i] * key[a, i]
-                            q += query[r, i] * key[b, i]
-                            s += query[r, i] * key[c, i]
-                            t += query[r, i] * key[d, i]
-                        out[r, line] = p
-                        out[r, line + 1] = q
-                        out[r, line + 2] = s
-                        out[r, line + 3] = t
-                        line += 4
-                    else:
-                        p = np.float32(0)
-                        if at >= offsets[line]:
-                            a = index(at - offsets[line])
-                            for i in range(width):
-                                p += query[r, i] * key[a, i]
-                        out[r, line] = p
-                        line += 1
-                for line in range(first, until):
-                    if at < offsets[line] or not opened[index(at - offsets[line])]:
+                for line in range(first, min(len(offsets), first + _GROUP)):
+                    at = start + r - offsets[line]
+                    if at < 0 or not opened[index(at)]:
                         out[r, line] = -np.inf
+                    else:
+                        own = index(at)
+                        product = np.float32(0)
+                        for i in range(width):
+                            product += query[r, i] * key[own, i]
+                        out[r, line] = product
 
     return scores
 

@@ -682,8 +682,8 @@ def _attention(stage: _Stage, tap: _Tap) -> _Heads | None:
             continue
         edited = tap.first_call(stage, _edit_output(passage.module, _scramble))
         roles[passage.path] = _moved_inputs(clean, edited)
-    paths: dict[str, str | None] = {"attn": attn, "o": _output_projection(stage, tap)}
-    paths |= _projections(stage, roles, clean)
+    paths: dict[str, str | None] = {"attn": attn, **_projections(stage, roles, clean)}
+    paths["o"] = _output_projection(stage, tap)
     fused = paths["fused_qkv"]
     layout = None
     if fused is not None:
@@ -738,7 +738,7 @@ def _projections(stage: _Stage, roles: dict[str, str], call: Any) -> dict[str, s
     One that gives more than the heads, such as a gate beside the queries, is not named.
     """
     last = {role: path for path, role in roles.items()}
-    paths = {"fused_qkv": last.get("qkv"), "q": None, "k": None, "v": None}
+    paths = {"q": None, "k": None, "v": None, "fused_qkv": last.get("qkv")}
     for name, tensor in (("q", call.query), ("k", call.key), ("v", call.value)):
         if name in last and paths["fused_qkv"] is None:
             widths = _widths(stage.layer.get_submodule(last[name]))
@@ -1083,20 +1083,36 @@ class _Softmax(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _stack(model: Any, names: dict[nn.Module, str]) -> str:
-    """Path of the list of decoder layers: the largest list of as many as the configuration says.
+def _stack(model: nn.Module, names: dict[nn.Module, str]) -> str:
+    """Path of the list of decoder layers: the largest list of as many as the configuration says, of those that run.
 
     Raises:
         NotInferredError: There is none.
     """
-    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    config: Any = model.config
+    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
     sizes = dict[nn.Module, int]()
-    for module in model.get_decoder().modules():  # image towers are beside it
+    for module in names:
         if isinstance(module, nn.ModuleList) and len(module) and (depth is None or len(module) == depth):
             sizes[module] = sum(parameter.numel() for parameter in module.parameters())
+    if len(sizes) > 1 and not any(parameter.is_meta for parameter in model.parameters()):
+        running = _running(model, list(sizes))
+        sizes = {module: size for module, size in sizes.items() if module in running}
     if not sizes:
         raise NotInferredError(f"it has no list of {depth} layers, one for each that its configuration names")
     return names[max(sizes, key=lambda module: sizes[module])]
+
+
+def _running(model: Any, stacks: list[Any]) -> set[nn.Module]:
+    """Lists whose first module runs in a pass over token ids; image towers do not."""
+    running = set[nn.Module]()
+    hooks = [stack[0].register_forward_pre_hook(lambda *_, stack=stack: running.add(stack)) for stack in stacks]
+    try:
+        model(input_ids=torch.arange(16, 16 + _LENGTH, device=model.device)[None], use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return running
 
 
 def first_of_kinds(target: Target) -> list[int]:
