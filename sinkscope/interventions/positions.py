@@ -79,14 +79,9 @@ class Sequence:
 
     def read(self, real: Bool[Tensor, "batch pos"]) -> None:
         """Append tokens; the cost depends on the new tokens only, however long the history is."""
-        if real.shape[1] == 1:  # as below, in less time
-            new = self.length[:, None]
-            self.length = self.length + real[:, 0]
-        else:
-            count = self.length[:, None] + real.cumsum(1)
-            new = count - 1
-            self.length = count[:, -1]
-        self.columns = self._growing.append(self.columns, torch.where(real, new, -1))
+        count = self.length[:, None] + real.cumsum(1)
+        self.length = count[:, -1]
+        self.columns = self._growing.append(self.columns, torch.where(real, count - 1, -1))
 
     def expand(self, times: int) -> None:
         """Repeat each row `times` times, as generation does for beams and several return sequences."""

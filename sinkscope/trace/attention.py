@@ -324,8 +324,6 @@ class Attention:
         kv_heads = batch * self.value.shape[1]
         probs = rows.to(self.value.dtype).reshape(kv_heads, -1, keys)
         output = torch.bmm(probs, self.value.reshape(kv_heads, keys, -1))
-        if queries == 1:  # heads and queries need not change places
-            return output.view(batch, 1, heads, -1)
         return output.view(batch, heads, queries, -1).transpose(1, 2).contiguous()
 
     def _rows(self, part: slice, by_mask: bool) -> Rows:
