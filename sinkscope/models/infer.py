@@ -444,12 +444,11 @@ def _is_linear_in(stage: _Stage, down: _Passage, path: str, layout: str) -> bool
     """Whether the input of `down` is linear in a module's output (its second half, if it gives two)."""
     module = stage.layer.get_submodule(path)
     first = down.read.shape[1] if layout == "halves" else 0
-    reads: list[Tensor] = []
-    for step in (0.0, 2.0, -2.0):
+    changes = list[Tensor]()
+    for step in (2.0, -2.0):
         edit = _edit_output(module, partial(_move, slice(first, None), step))
-        reads.append(stage.read_by(down.module, edit)[_POSITION])
-    middle, higher, lower = reads
-    return _size(higher + lower - 2 * middle) <= 1e-3 * _size(higher - middle)
+        changes.append(stage.read_by(down.module, edit) - down.read)
+    return _size(changes[0] + changes[1]) <= 1e-3 * _size(changes[0])
 
 
 def _column(passage: _Passage) -> tuple[int, Float[Tensor, " d_model"]]:
@@ -460,10 +459,6 @@ def _column(passage: _Passage) -> tuple[int, Float[Tensor, " d_model"]]:
     columns = (written[:-1] - written[-1]).detach()
     neuron = int(columns.norm(dim=1).argsort()[_NEURONS // 2])
     return neuron, columns[neuron]
-
-
-def _multiple_is_not(output: Tensor, of: Tensor, constant: float) -> bool:
-    return output.shape != of.shape or _size(output - constant * of) > _EXACT * _size(output)
 
 
 def _write(
@@ -486,17 +481,16 @@ def _write(
     expected = torch.zeros_like(layer)
     expected[list(_EDITED)] = written.to(layer)
     exact = dict[str, float]()
+    gave = {passage.path: passage.gave for passage in stage.clean}
     for outer, change in changes.items():
         constant = _multiple(change, expected)
-        if constant is not None and _contains(outer, path):
+        if constant is None or not _contains(outer, path):
+            continue
+        beside = gave[outer] - constant * gave[path]  # some modules add the residual stream to it
+        if not is_alone or _size(beside) <= _EXACT * _size(gave[outer]):
             exact[outer] = constant
     if path not in exact:
         raise NotInferredError(f"an edit of {path!r} does not add what its weights say")
-    if is_alone:  # some modules add the residual stream to it
-        gave = {passage.path: passage.gave for passage in stage.clean}
-        for outer, constant in list(exact.items()):
-            if _multiple_is_not(gave[outer], gave[path], constant):
-                del exact[outer]
     mlp = min(exact, key=len)
     factor = _rounded(exact[mlp])
     weight = _token_weight(stage, layer, changes[mlp])
