@@ -147,7 +147,7 @@ def selection(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for n in lengths:
         query, key = planted(n, torch.Generator().manual_seed(0))
-        limit = sparse.dense_limit(D_HEAD, "blocks", query.device)
+        limit = sparse.dense_limit(D_HEAD, query.device)
         pairs: dict[float, list[float]] = {0.955: [], 0.995: []}
         cells: dict[float, float] = {}
         for _ in range(rounds if n <= REPEATED else 1):

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,11 +26,9 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.records import check_values
 from sinkscope.lines.choice import HeadLines
 from sinkscope.lines.lone import LoneLoops, lone_loops
 
-Kernel = Literal["auto", "blocks", "triton"]
 CPU_LIMIT = 0.65
 CUDA_LIMIT = 0.5
 NARROW = 48
@@ -40,35 +39,34 @@ LONE_COST = 1.5
 """Number of columns of a matrix product that take as long as one lone line."""
 
 
-def dense_limit(width: int, kernel: Kernel, device: torch.device) -> float:
+def dense_limit(width: int, device: torch.device) -> float:
     """Share of computed cells above which plain attention is about as fast, measured on a CPU in float32.
 
     The limit is lower for heads narrower than 48, whose dense attention is cheaper, and for Triton, for which it was
     not measured.
     """
-    if _wants_triton(kernel, device):
+    if _by_kernel(device):
         return CUDA_LIMIT
     return CPU_LIMIT * min(1.0, width / NARROW)
 
 
-def missing(
-    kernel: Kernel, query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]
-) -> str | None:
+def missing(query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]) -> str | None:
     """Why attention along lines of these inputs cannot be computed; None if it can."""
-    if _wants_triton(kernel, query.device):
+    if _by_kernel(query.device):
         module = _triton()
         if module is None:
             return "triton is not installed"
         return module.why_not(value)
     if query.device.type != "cpu":
-        return f"kernel {kernel!r} is for a CPU"
+        return "only CPUs and CUDA do that"
     if lone_loops(query.shape[-1], value.shape[-1]) is None:
         return "numba is not installed"
     return None
 
 
-def _wants_triton(kernel: Kernel, device: torch.device) -> bool:
-    return kernel == "triton" or (kernel == "auto" and device.type == "cuda")
+def _by_kernel(device: torch.device) -> bool:
+    """Whether the Triton kernel computes lines there; on a CPU, its interpreter does if it was asked for."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @cache
@@ -121,7 +119,6 @@ def sparse_attention(
     *,
     scaling: float | None = None,
     dense_above: float | None = None,
-    kernel: Kernel = "auto",
 ) -> tuple[Float[Tensor, "head query d_value"], Sparsity]:
     """Causal attention on the lines of every head; the queries are at the last positions.
 
@@ -133,24 +130,21 @@ def sparse_attention(
         scaling: Factor on the scores; None: one over the root of `d_head`.
         dense_above: Share of computed cells above which a head is computed densely, with all its cells. None:
             `dense_limit`, which is 0.65 in blocks, less for narrow heads, and 0.5 with Triton.
-        kernel: "blocks": a loop over blocks of queries; "triton": a kernel for CUDA that computes columns, blocks and
-            single offsets; "auto": on CUDA "triton", else "blocks".
 
     Returns:
         The output, in the dtype of `value`, computed in float32 (Triton computes in the inputs' dtype and accumulates
         in float32); and what was computed.
 
     Raises:
-        SinkscopeError: Lines have the wrong shape, a head lacks the main diagonal, or the kernel is unknown.
+        SinkscopeError: Lines have the wrong shape, or a head lacks the main diagonal.
         UnsupportedError: An input requires gradients, or what computes lines is not installed.
     """
-    check_values(Kernel, kernel=kernel)
     if scaling is None:
         scaling = float(query.shape[-1] ** -0.5)
     _check(query, key, value, lines)
     inputs = _Inputs(query, key, value, scaling)
     out = torch.empty(*query.shape[:2], value.shape[-1], device=query.device, dtype=value.dtype)
-    reason = missing(kernel, query, value)
+    reason = missing(query, value)
     if reason is not None:
         raise UnsupportedError(
             f"attention along lines cannot be computed on {query.device.type}: {reason}; use numba, or triton on CUDA",
@@ -158,9 +152,9 @@ def sparse_attention(
         )
     limit = dense_above
     if limit is None:
-        limit = dense_limit(query.shape[-1], kernel, query.device)
+        limit = dense_limit(query.shape[-1], query.device)
     compute = _in_blocks
-    if _wants_triton(kernel, query.device):
+    if _by_kernel(query.device):
         compute = _by_triton
     sparsity = compute(inputs, lines, limit, out)
     dense_heads = [head for head, dense in enumerate(sparsity.dense) if dense]

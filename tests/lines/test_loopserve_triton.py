@@ -14,12 +14,10 @@ import pytest
 import torch
 from test_loopserve_sparse import drawn, inputs
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import UnsupportedError
 from sinkscope.kv.loopserve.sparse_prompts import SparsePrompts
 from sinkscope.lines import sparse
 from sinkscope.trace.attention import Attention, View
-
-KERNELS = ("auto", "blocks", "triton")
 
 CASES = {
     f"{kind}, {queries} of {queries + past}, width {width}, {kv} kv heads, {dtype}, limit {limit:g}": (
@@ -145,32 +143,26 @@ def test_the_index_names_each_cell_once():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "library", "module"),
-    [("triton", "triton", "sinkscope.lines.triton"), ("blocks", "numba", "numba")],
+    ("library", "module", "interpreted"), [("triton", "sinkscope.lines.triton", "1"), ("numba", "numba", "0")]
 )
-def test_without_its_library_lines_are_refused_and_it_is_said_once(monkeypatch, kernel, library, module):
+def test_without_its_library_lines_are_refused_and_it_is_said_once(monkeypatch, library, module, interpreted):
     monkeypatch.setitem(sys.modules, module, None)  # an import of it fails
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     sparse._triton.cache_clear()
     sparse.lone_loops.cache_clear()
     with pytest.warns(UserWarning, match=f"install {library}") as said:
         for _ in range(2):
             with pytest.raises(UnsupportedError, match=f"on cpu: {library} is not installed"):
-                sparse.sparse_attention(*inputs(2, 1, 200, 200), drawn(2, 200, 200, 0.05, 0.02), kernel=kernel)
+                sparse.sparse_attention(*inputs(2, 1, 200, 200), drawn(2, 200, 200, 0.05, 0.02))
     assert len(said) == 1
     sparse._triton.cache_clear()
     sparse.lone_loops.cache_clear()
 
 
-def test_the_kernel_is_decided_by_device_and_request():
-    cuda = torch.device("cuda")
-    cpu = torch.device("cpu")
-    limits = {(kernel, device): sparse.dense_limit(64, kernel, device) for kernel in KERNELS for device in (cuda, cpu)}
-    assert limits["auto", cuda] == limits["triton", cuda] == limits["triton", cpu] == 0.5
-    assert limits["auto", cpu] == limits["blocks", cpu] == limits["blocks", cuda] == 0.65
-    assert sparse.dense_limit(24, "blocks", cpu) == 0.325
-    call = getattr(sparse.sparse_attention, "__wrapped__", sparse.sparse_attention)  # without the check of types
-    with pytest.raises(SinkscopeError, match="kernel='gpu': expected"):
-        call(*inputs(2, 1, 20, 20), drawn(2, 20, 20, 1.0, 1.0), kernel="gpu")
+def test_the_limit_goes_by_device_and_width():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [sparse.dense_limit(64, device) for device in (cuda, cpu)] == [0.5, 0.65]
+    assert sparse.dense_limit(24, cpu) == 0.325
 
 
 def test_prompts_on_a_device_without_it_are_left_to_the_model():
@@ -181,7 +173,7 @@ def test_prompts_on_a_device_without_it_are_left_to_the_model():
     view = View(pos[None], pos)
     prompt = Attention(module, query, key, key, None, {}, view=view)
     prompts = SparsePrompts("LoopServe", lambda *_: drawn(2, 200, 200, 0, 0))
-    assert prompts.why_dense(prompt, view, None) == "on meta: kernel 'auto' is for a CPU"
+    assert prompts.why_dense(prompt, view, None) == "on meta: only CPUs and CUDA do that"
 
 
 @pytest.mark.slow

@@ -187,7 +187,7 @@ class LoopServe(Intervention):
         """Share of dense attention above which computing lines costs more than it saves."""
         if self.dense_above is not None:
             return self.dense_above
-        return dense_limit(query.shape[-1], "auto", query.device)
+        return dense_limit(query.shape[-1], query.device)
 
     def _cost(self, query: Float[Tensor, "head query d_head"], keys: int) -> float:
         """Cost of the choice, as a share of dense attention; 0 where it does not matter."""

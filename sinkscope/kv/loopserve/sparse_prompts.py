@@ -258,7 +258,7 @@ class SparsePrompts:
         lines = self.choose(query, key, row.scaling, row.layer)
         limit = self.dense_above
         if limit is None:
-            limit = dense_limit(query.shape[-1], "auto", query.device)
+            limit = dense_limit(query.shape[-1], query.device)
         if limit < 1 and bool(lines.vertical.all()):
             return self._dense_read(row, lines, all_dense(len(query)))
         output, sparsity = sparse_attention(query, key, value, lines, scaling=row.scaling, dense_above=self.dense_above)
@@ -285,7 +285,7 @@ class SparsePrompts:
             return f"fewer than {self.shortest} keys"
         if not self._may_pay(prompt.query[0], keys, flat):
             return f"{prompt.queries} new tokens are too few to pay for a choice of lines"
-        why_no_kernel = missing("auto", prompt.query[0], prompt.value[0])
+        why_no_kernel = missing(prompt.query[0], prompt.value[0])
         if why_no_kernel is not None:
             return f"on {prompt.query.device.type}: {why_no_kernel}"
         if view.window is not None and keys > view.window:
