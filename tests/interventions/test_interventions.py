@@ -126,8 +126,8 @@ def test_mean_ablation():
     handle = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _m, a: seen.append(a[0]))
     logits(model, IDS)
     handle.remove()
-    mean = seen[0][:, 1:, 3].mean(1)  # per row, without the first token
-    edited = seen[0].clone()
+    mean = seen[-1][:, 1:, 3].mean(1)  # per row, without the first token
+    edited = seen[-1].clone()
     edited[:, :, 3] = mean[:, None]
     handle = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _m, a: (edited,))
     want = logits(model, IDS)
