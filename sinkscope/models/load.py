@@ -175,8 +175,7 @@ def open_tokenizer(model: str | os.PathLike[str] | None = None, revision: str | 
 
 def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[str, Any]) -> Any:
     hf, kind = unwrap(model)
-    is_kept = backend is None or backend == kind
-    if is_kept:
+    if backend is None or backend == kind:
         settings = {**settings, "tokenizer": tokenizer}
     for name, value in settings.items():
         if value is not None:
@@ -184,7 +183,7 @@ def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[st
                 f"{name}= is for names, folders and files, and this {type(model).__name__} is loaded already; leave it "
                 "out, or give the name of the model"
             )
-    if is_kept:
+    if backend is None or backend == kind:
         return model
     if kind != "hf":
         raise UnsupportedError(
