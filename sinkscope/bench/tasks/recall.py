@@ -113,7 +113,9 @@ class Recall(Task):
         said = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")
         wanted = turn.answers[0].split()
         same = 0
-        while said[same : same + 1] == wanted[same : same + 1] != []:
+        for word, right in zip(said, wanted, strict=False):
+            if word != right:
+                break
             same += 1
         return {**metrics, "prefix": same / len(wanted)}
 
@@ -206,8 +208,8 @@ def _placed(
             free = _free_turns(facts_by_turn, room[: number + 1])
             if not free:
                 raise SinkscopeError(
-                    f"turn {number + 1} and those before it have room for {sum(room[: number + 1])} facts, and their "
-                    f"questions need more ({len(chain)} hops each): give more tokens, or fewer hops"
+                    f"turn {number + 1} and those before it have no place left for the facts of {len(chain)} hops a "
+                    "question: give more tokens, or fewer hops"
                 )
             facts_by_turn[rng.choice(free)].append(facts[key])
     return facts_by_turn
