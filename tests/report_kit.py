@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import re
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 from sample_results import NEURONS, sample_find_sinks
 
+import sinkscope as ss
 from sinkscope import loops
 from sinkscope.files.provenance import ModelInfo
 from sinkscope.files.result import Result
@@ -113,6 +115,17 @@ class Reader(HTMLParser):
 
 def read_report(path: Path) -> Reader:
     return Reader(path.read_text(encoding="utf-8"))
+
+
+def made_report(folder: Path, out: Path | None = None) -> Path:
+    """The page that is made of a folder."""
+    ss.report(folder, out)
+    return out or folder / "report.html"
+
+
+def files_shown(path: Path) -> list[str]:
+    """The files of a report's sections, in their order."""
+    return re.findall(r"<h2>.*? <small>(.*?)</small></h2>", path.read_text(encoding="utf-8"))
 
 
 def spoil(folder: Path):
