@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -32,25 +33,6 @@ from sinkscope.serving.generate import ends_and_pad, padded
 
 
 @dataclass(frozen=True)
-class ModelByName:
-    """A model that each process opens for itself.
-
-    Attributes:
-        name: As for `sinkscope.load`.
-        options: As for `sinkscope.load`.
-    """
-
-    name: str | None
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def open(self) -> Any:
-        """The model itself."""
-        from sinkscope.models.load import load
-
-        return load(self.name, **self.options)
-
-
-@dataclass(frozen=True)
 class BenchModel:
     """The model that answers.
 
@@ -73,7 +55,7 @@ class BenchModel:
         Raises:
             SinkscopeError: The model carries no tokenizer.
         """
-        opened = model.open() if isinstance(model, ModelByName) else model
+        opened = model() if isinstance(model, partial) else model
         target = target_of(opened, tokenizer)
         target.need_tokenizer()
         ends, pad = ends_and_pad(target)
@@ -153,11 +135,6 @@ class Batch:
                 for turn in range(len(prompt.turns)):
                     keys.append((self.model, self.task, method.spec, prompt.id, turn, self.seed))
         return tuple(keys)
-
-    @property
-    def size(self) -> int:
-        """Number of answers."""
-        return len(self.keys)
 
     def record(self, method: Method, prompt: Prompt, turn: int, answer: Answer, metrics: Metrics) -> BenchRecord:
         """The record of an answer."""

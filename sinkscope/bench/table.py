@@ -11,7 +11,7 @@ from statistics import fmean, median, stdev
 from typing import Annotated, Any, ClassVar
 
 from sinkscope.bench.methods import FULL, name_of, order_of
-from sinkscope.bench.record import BenchRecord, Metrics, read_run
+from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.task import task_class
 from sinkscope.files.options import Option
 from sinkscope.files.provenance import ModelInfo, provenance
@@ -169,40 +169,39 @@ def bench_table(
     Example:
         sinkscope bench table runs --by turn
     """
-    runs = [read_run(folder) for folder in folders]
-    return tabulate_records([(run.records, run.settings) for run in runs], by)
+    return tabulate_records([read_run(folder) for folder in folders], by)
 
 
-def tabulate_records(runs: Sequence[tuple[Sequence[BenchRecord], dict[str, Any]]], by: str = "part") -> BenchTable:
-    """Group records by task, model, set and method.
+def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
+    """Group the records of runs by task, model, set and method.
 
     Args:
-        runs: Records of each run, and its settings.
+        runs: The runs.
         by: As for `bench_table`.
     """
     started = time.perf_counter()
     grouped: dict[tuple[Any, ...], list[BenchRecord]] = {}
-    for records, settings in runs:
-        for record in records:
+    for run in runs:
+        for record in run.records:
             about = record.settings
-            key = (record.task, settings["model"]["name"], about["set"], about["temperature"], record.method)
+            key = (record.task, run.settings["model"]["name"], about["set"], about["temperature"], record.method)
             grouped.setdefault(key, []).append(record)
     groups: list[BenchGroup] = []
     for key in sorted(grouped, key=lambda key: (*key[:4], order_of(key[4]))):
         full = grouped.get((*key[:4], FULL), [])
         groups.append(_group(dict(zip(_KEY, key, strict=True)), grouped[key], full, by))
-    first = runs[0][1]
+    first = runs[0].settings
     origin = provenance(
         started=started,
         device=first["device"],
         dtype=first["dtype"],
         attention=first["attention"],
         bos=None,
-        seed=min((record.seed for records, _ in runs for record in records), default=0),
+        seed=min((record.seed for run in runs for record in run.records), default=0),
     )
     return BenchTable(
         model=ModelInfo(**first["model"]),
-        settings={"runs": [settings for _, settings in runs]},
+        settings={"runs": [run.settings for run in runs]},
         provenance=origin,
         groups=tuple(groups),
     )

@@ -17,6 +17,7 @@ from experiments.loopguard import tables
 from experiments.loopguard.honest import FILE, honest_texts
 from experiments.loopserve import build as serve_build
 from experiments.loopserve.positions import LabelledMessage, count_places
+from sinkscope.bench.record import BenchRun
 from sinkscope.bench.table import tabulate_records
 from sinkscope.errors import SinkscopeError
 
@@ -127,7 +128,7 @@ def test_our_rows_come_before_those_that_were_not_run():
     record = made_record("loopguard:paper:256", task="loops", settings={"set": "dc"}, metrics=metrics)
     model = {"name": "Qwen3-1.7B", "family": "q", "n_layers": 1, "d_model": 1, "d_mlp": 1, "fingerprint": "f00"}
     settings = {"model": model, "device": "cpu", "dtype": "f", "attention": "a"}
-    groups = tabulate_records([([record], settings)]).groups
+    groups = tabulate_records([BenchRun([record], settings)]).groups
     lines = tables.table1(groups)
     assert "loop 25.0%" in lines[0] and lines[0].endswith("paper: loop 1.3%")
     assert len(lines) == 16 and all("not run" in line for line in lines[1:])
