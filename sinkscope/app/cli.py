@@ -281,7 +281,7 @@ class CommandRun:
         names = ("revision", "dtype", "device")
         options = {name: arguments[name] for name in names if name in arguments}
         whole = backend is not None or self.function.loading == "whole"
-        print(expected_cost(words, arguments.get("model"), whole=whole, **options).text())
+        print(expected_cost(words, arguments.get("model"), whole=whole, **options))
 
     def _deliver(self, result: Result, files: Mapping[str, str], force: bool, explain: bool) -> None:
         """Print and write a result; standard output comes first: it is seen even if a file cannot be written."""
@@ -294,7 +294,7 @@ class CommandRun:
 
     def _write(self, result: Result, name: str, path: str, force: bool) -> None:
         """Write one file of a result."""
-        from sinkscope.app.pages import save_html, save_png
+        from sinkscope.app.pages import save_html, write_png
 
         if name in self.outputs:
             message = self.outputs[name].save(result, path)
@@ -307,7 +307,7 @@ class CommandRun:
         elif name == "html":
             save_html(result, path, force=force)
         else:
-            save_png(result, path, force=force)
+            write_png(result.figure(), path, kind=result.kind, force=force)
 
 
 def click_parameter(one: Parameter) -> click.Parameter:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
@@ -98,7 +98,7 @@ class Command:
 
     def load(self) -> Any:
         """Its function; this imports its module."""
-        return getattr(import_module(self.module), self.name)
+        return resolve_name(self.target)
 
 
 @cache
