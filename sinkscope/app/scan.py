@@ -22,7 +22,7 @@ from sinkscope.app.pages import document, folded, plot, result_section, save_doc
 from sinkscope.bench.run import bench_model
 from sinkscope.bench.table import BenchTable
 from sinkscope.errors import SinkscopeError, is_out_of_memory
-from sinkscope.files.console import note, silent
+from sinkscope.files.console import Progress, note, silent
 from sinkscope.files.notation import counted
 from sinkscope.files.plain import pathless, visible
 from sinkscope.files.result import Result
