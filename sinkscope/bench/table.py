@@ -210,34 +210,34 @@ def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
 def _group(key: dict[str, Any], records: Sequence[BenchRecord], full: Sequence[BenchRecord], by: str) -> BenchGroup:
     """The row of a method, beside the records of the full cache."""
     task = task_class(key["task"])
-    values = _values(task.main, records)
     records_by_part: dict[str, list[BenchRecord]] = {}
     for record in records:
         part = str({"turn": record.turn + 1, **record.settings}.get(by, ""))
         if part and record.metrics.get(task.main) is not None:
             records_by_part.setdefault(part, []).append(record)
     parts = {part: fmean(_values(task.main, mine)) for part, mine in records_by_part.items()}
-    metrics: Metrics = {"read": mean_known(_values("read", records)), "cells": mean_known(_values("cells", records))}
-    metrics["time"] = None
+    metrics: Metrics = dict.fromkeys(("read", "cells", "time", "cached_peak", "window", "same", *task.columns))
+    for name in metrics:
+        metrics[name] = mean_known(_values(name, records))
+    if metrics.get("alarm") is not None:
+        metrics["alarm"] = median(_values("alarm", records))  # not every run has one
     if _seconds_per_token(full):
         metrics["time"] = _seconds_per_token(records) / _seconds_per_token(full)
-    metrics["cached_peak"] = mean_known(_values("cached_peak", records))
     windows = [event["data"]["window"] for record in records for event in record.events if event["kind"] == "window"]
     metrics["window"] = mean_known(windows)
     answers = {(record.prompt, record.turn, record.seed): record.tokens for record in full}
-    same = [answers.get((record.prompt, record.turn, record.seed)) for record in records]
-    metrics["same"] = mean_known(
-        tokens == record.tokens for tokens, record in zip(same, records, strict=True) if tokens is not None
-    )
-    for column in task.columns:
-        metrics[column] = mean_known(_values(column, records))
-    if metrics.get("alarm") is not None:
-        metrics["alarm"] = median(_values("alarm", records))  # not every run has one
-    score, half = math.nan, math.nan
+    same: list[bool] = []
+    for record in records:
+        tokens = answers.get((record.prompt, record.turn, record.seed))
+        if tokens is not None:
+            same.append(tokens == record.tokens)
+    metrics["same"] = mean_known(same)
+    values = _values(task.main, records)
+    score, low, high = math.nan, math.nan, math.nan
     if values:
         score = fmean(values)
         half = 1.96 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    low, high = score - half, score + half
+        low, high = score - half, score + half
     if values and min(values) >= 0 and max(values) <= 1 and not task.together:
         rate = wilson(sum(values), len(values))
         low, high = rate.low, rate.high

@@ -218,8 +218,7 @@ class Result:
 
         By default, the arrays that have the axes of the largest named array are the columns, beside a column for each
         axis. A field named like an axis, or its plural, labels it. A result without arrays has the records of a field
-        as its rows, or else one row of its plain fields. A rate in a record becomes three columns: the rate and the
-        lower and upper end of its interval.
+        as its rows, or else one row of its plain fields.
         """
         own = self.own_fields()
         axes = _named_axes(type(self))
@@ -228,10 +227,13 @@ class Result:
             return _long_rows(own, {name: axes[name] for name in arrays})
         for name, value in own.items():
             if self.table_of in ("", name) and isinstance(value, tuple | list) and value and is_dataclass(value[0]):
-                return [_record_row(plain(record), self.table_without) for record in value]
+                return [self._record_row(record) for record in value]
         if self.table_of:
             return []
         return [{name: plain(value) for name, value in own.items() if isinstance(value, str | int | float | None)}]
+
+    def _record_row(self, record: Any) -> dict[str, Any]:
+        return {name: value for name, value in plain(record).items() if name not in self.table_without}
 
     def shown_rows(self) -> list[dict[str, Any]]:
         """The rows that are printed; if there are many, the first ones."""
@@ -384,19 +386,6 @@ def _axis_labels(own: dict[str, Any], axis: str, size: int) -> Sequence[Any]:
         if isinstance(labels, list) and len(labels) == size:
             return labels
     return range(size)
-
-
-def _record_row(record: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
-    """A record without some fields, and with three columns for each rate."""
-    row: dict[str, Any] = {}
-    for name, value in record.items():
-        if isinstance(value, dict) and value.keys() == {"share", "low", "high"}:
-            row[name] = value["share"]
-            row[f"{name}_low"] = value["low"]
-            row[f"{name}_high"] = value["high"]
-        elif name not in without:
-            row[name] = value
-    return row
 
 
 def _class_of(kind: str, name: str) -> type[Result]:

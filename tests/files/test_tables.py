@@ -13,19 +13,8 @@ from jaxtyping import Float
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import head_name, neuron_name, neuron_names, read_head, read_neuron
-from sinkscope.files.rate import Rate
 from sinkscope.files.result import Result
 from sinkscope.files.tables import Grid, strings
-
-
-@dataclass(frozen=True)
-class RatedPart:
-    any: Rate
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rated(Result):
-    parts: tuple[RatedPart, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +108,6 @@ def test_a_result_explains_its_columns_from_its_docstrings():
     page = result.to_html()
     assert "<b>Conclusion: All is well.</b>" in page and "<dt>drop</dt><dd>Share that is lost.</dd>" in page
     assert list(pd.read_csv(io.StringIO(result.to_csv())).columns) == ["layer", "expert", "neuron", "drop", "share"]
-
-
-def test_rates_become_three_columns():
-    (row,) = Rated(parts=(RatedPart(Rate(0.5, 0.25, 0.75)),)).rows()
-    assert row == {"any": 0.5, "any_low": 0.25, "any_high": 0.75}
 
 
 def test_arrays_become_a_long_table_with_a_column_for_each_axis():
