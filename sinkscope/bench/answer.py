@@ -233,7 +233,7 @@ def answer_rows(
     edit: Intervention | None = None,
     *,
     measure: Measure | None = None,
-    samplers: Sequence[LogitsProcessor] = (),
+    sampler: LogitsProcessor | None = None,
     along: Sequence[list[int]] = (),
 ) -> list[Answer]:
     """Answer prompts, which are padded on the left.
@@ -244,13 +244,15 @@ def answer_rows(
         new: Maximum number of new tokens.
         edit: The intervention to apply to the model. None: its own full cache.
         measure: Numbers to keep of each step.
-        samplers: What chooses tokens; without any, decoding is greedy.
+        sampler: What chooses tokens; without it, decoding is greedy.
         along: The answers, whatever the model would have generated.
     """
     started = time.perf_counter()
     target = model.target
     ids, mask = padded(rows, model.pad, target.device)
-    processors = list(samplers)
+    processors: list[LogitsProcessor] = []
+    if sampler is not None:
+        processors.append(sampler)
     if along:
         new = max(map(len, along))
         processors.append(ForcedAnswer(list(along), ids.shape[1], model.pad))

@@ -137,7 +137,7 @@ def test_two_workers_make_the_same_records_of_a_benchmark(
 
     model, tokenizer = tiny()
     options: dict[str, Any] = {"batch_size": 2, "tokenizer": tokenizer}
-    methods = ["full", "streaming:16", "repetition-penalty", "loopguard:64"]
+    methods = ["full", "streaming:16", "sampling", "loopguard:64"]
     one = run_bench(model, task(), methods, **options)
     run_bench(model, task(), methods[:1], out=tmp_path / "two", **options)
     if not over_ray:
