@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -356,14 +355,12 @@ def _label(model: object) -> str:
 def demo(
     *,
     out: Annotated[Path, Option(metavar="FOLDER", writes=True)] = Path("sinkscope-demo"),
-    show: Annotated[bool, Option(name="--open")] = True,
     progress: Hidden = None,
 ) -> None:
-    """Take a two-minute tour: scan the bundled model, say what each command finds, and open the page.
+    """Take a two-minute tour: scan the bundled model, and say what each command finds; a page has it all.
 
     Args:
         out: Folder of the results and the page.
-        show: Open the page in a browser, if there is one and the command runs in a terminal.
         progress: Called as `progress(what, done, total)`.
 
     Example:
@@ -374,10 +371,4 @@ def demo(
     for verdict in card.verdicts():
         command = f"sinkscope {verdict.command}"
         print(fill(visible(f"{verdict.label}, by `{command}`: {verdict.sentence}"), WIDTH, subsequent_indent="  "))
-    page = out / PAGE
-    print(visible(f"All results, with figures: {page}") + "\nThe same for another model: sinkscope scan MODEL")
-    has_screen = sys.platform != "linux" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
-    if show and sys.stdout.isatty() and has_screen:
-        import webbrowser
-
-        webbrowser.open(page.resolve().as_uri())
+    print(visible(f"All results, with figures: {out / PAGE}") + "\nThe same for another model: sinkscope scan MODEL")

@@ -25,7 +25,7 @@ from sinkscope.files.provenance import (
     documented_at,
 )
 from sinkscope.files.records import build
-from sinkscope.files.tables import SCREEN, WIDTH, Grid, glossary, height, shortened, strings
+from sinkscope.files.tables import WIDTH, Grid, glossary, height, shortened, strings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -275,36 +275,26 @@ class Result:
             raise SinkscopeError(f"no figure is drawn of {self.kind!r}: use --json, or --html for its tables")
         return draw(self)
 
-    def text(self, width: int | None = WIDTH) -> str:
-        """`summary`, the tables and the meaning of their columns.
-
-        Args:
-            width: Characters per line of the tables. None: every column is shown.
-        """
-        grids = [grid.fitted(width) for grid in self.grids()]
-        return "\n\n".join([self.summary(), *(grid.text(width) for grid in grids), *self.below(grids, width)])
-
-    def terminal(self, width: int = WIDTH, lines: int | None = SCREEN) -> str:
+    def text(self, width: int | None = WIDTH, lines: int | None = None) -> str:
         """The tables, then the details, and the conclusion last, where a terminal shows it.
 
         Args:
-            width: Characters per line.
+            width: Characters per line of the tables. None: every column is shown.
             lines: Number of lines into which it fits: tables lose rows and the last details are left out, and a line
                 says so. None: everything, with the meaning of the columns.
         """
         conclusion, *details = self.summary().split("\n")
         grids = [grid.fitted(width) for grid in self.grids()]
-        if lines is None:
-            blocks = [grid.text(width) for grid in grids] + self.below(grids, width)
-            return "\n\n".join([*blocks, "\n".join([*details, conclusion])])
+        tables = [grid.text(width) for grid in grids]
+        if lines is None or width is None:
+            return "\n\n".join([*tables, *self.below(grids, width), "\n".join([*details, conclusion])])
         hint = "--explain shows all rows and details, and the meaning of the columns."
         room = lines - height([hint, conclusion], width)
-        least = min(LEAST_TABLE, height([grid.text(width) for grid in grids], width) + len(grids))
-        kept = list(details)
-        while kept and height(kept, width) > room - least:
-            kept.pop()
-        blocks = shortened(grids, room - height(kept, width), width)
-        return "\n\n".join([*blocks, "\n".join([*kept, hint, conclusion])])
+        least = min(LEAST_TABLE, height(tables, width) + len(grids))
+        while details and height(details, width) > room - least:
+            details.pop()
+        blocks = shortened(grids, room - height(details, width), width)
+        return "\n\n".join([*blocks, "\n".join([*details, hint, conclusion])])
 
     def below(self, grids: Sequence[Grid], width: int | None) -> list[str]:
         """The meaning of the columns shown, one line each, and the page of the documentation."""

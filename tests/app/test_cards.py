@@ -251,7 +251,7 @@ def test_the_command_and_the_demo(light, model, tmp_path, capsys, monkeypatch):
     assert main(["scan", str(model), "--against", str(tmp_path / "nothing"), "--out", str(tmp_path / "t")]) == 2
     assert "holds no card" in capsys.readouterr().err
     monkeypatch.setattr(scanning, "scan", lambda **options: scan(model, **options))
-    assert main(["demo", "--out", str(tmp_path / "d"), "--no-open"]) == 0
+    assert main(["demo", "--out", str(tmp_path / "d")]) == 0
     shown = capsys.readouterr().out
     assert "Heads, by `sinkscope heads`: " in shown and len(shown.splitlines()) <= 24
     assert (tmp_path / "d/card.html").is_file()

@@ -217,7 +217,7 @@ def test_backend_loads_that_kind_of_object(calls, monkeypatch):
 
 def test_the_result_goes_to_standard_output_and_into_files(calls, capsys):
     assert main(["find-sinks", "--json", "a/x.json", "--html", "x.html"]) == 0
-    assert capsys.readouterr() == (sample_find_sinks().terminal() + "\n", "")
+    assert capsys.readouterr() == (sample_find_sinks().text(lines=SCREEN) + "\n", "")
     assert Result.load("a/x.json") == sample_find_sinks()
     assert 'class="plot"' in Path("x.html").read_text(encoding="utf-8")
     assert main(["find-sinks", "--json", "-"]) == 0
