@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import json
 import re
 from dataclasses import dataclass, replace
@@ -80,35 +79,23 @@ def fill_plain(folder: Path, text: str):
 
 
 class Reader(HTMLParser):
+    """What a browser makes of a page: its tags, their attributes, what is read, and the scripts."""
+
     def __init__(self, document: str):
         super().__init__()
         self.tags = []
         self.attributes = []
         self.text = ""
-        self.data = []  # of blocks of JSON
-        self.scripts = []  # that run
-        self._type = None
+        self.scripts = []
         self.feed(document)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]):
         self.tags.append(tag)
         self.attributes += attrs
-        if tag == "script":
-            self._type = dict(attrs).get("type", "run")
 
     def handle_data(self, data: str):
         if self.cdata_elem == "script":
-            if self._type == "application/json":
-                assert "<" not in data  # nothing that could end the block, or begin a comment in it
-                self.data.append(json.loads(data))
-            elif self._type == "application/gzip":
-                unpacked = gzip.decompress(base64.b64decode(data)).decode()
-                if unpacked.startswith("["):  # columns of a table
-                    self.data.append([list(row) for row in zip(*json.loads(unpacked), strict=True)])
-                else:  # the page runs it
-                    self.scripts.append(unpacked)
-            else:
-                self.scripts.append(data)
+            self.scripts.append(data)
         else:
             self.text += data
 
