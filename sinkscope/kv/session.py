@@ -19,7 +19,8 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
+from sinkscope.errors import SinkscopeWarning, UnsupportedError
+from sinkscope.files.records import Natural, check_values
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt, new_cache, own_layers
@@ -827,8 +828,7 @@ class Observe(Intervention):
     last: int | None = None
 
     def __post_init__(self) -> None:
-        if self.last is not None and self.last < 1:
-            raise SinkscopeError(f"last={self.last}: expected a number of queries from 1, or None for all")
+        check_values(Natural | None, last=self.last)
 
     def enter(self, run: Run, key: int) -> None:
         """Watch."""

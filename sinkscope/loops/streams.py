@@ -58,7 +58,6 @@ class Stream:
         self.monitor = Monitor(settings)
         self._last_word = ""  # of a text; it may still grow
         self._whole_text: str | None = ""  # of a server that sends all of it each time; None: it does not
-        self._waiting: Piece | None = None  # for the probability that follows it
         self._ids: dict[object, int] = {}
         self._recent = deque[str](maxlen=KEPT_TOKENS)
         self._quiet_until = 0
@@ -69,16 +68,7 @@ class Stream:
         if piece.key is None:
             tokens = self._words(piece)
         for token in tokens:
-            if self._waiting is not None:
-                yield from self._feed(self._waiting, token.before)
-                self._waiting = None
-            if token.before is not None:
-                self._waiting = token
-            else:
-                yield from self._feed(token, token.after)
-        if piece.last and self._waiting is not None:
-            yield from self._feed(self._waiting, 0.0)  # nothing follows the last token
-            self._waiting = None
+            yield from self._feed(token)
 
     def _words(self, piece: Piece) -> list[Piece]:
         """The words that a piece of text completes."""
@@ -100,11 +90,11 @@ class Stream:
         self._whole_text = piece.text
         return piece.text[len(before) :]
 
-    def _feed(self, token: Piece, p_max: float | None) -> Iterator[Alarm]:
+    def _feed(self, token: Piece) -> Iterator[Alarm]:
         key = token.key
         if not isinstance(key, int):
             key = self._ids.setdefault(key, len(self._ids))
-        step = self.monitor.update(key, p_max)
+        step = self.monitor.update(key)
         self._recent.append(token.text[:SHOWN_TOKENS])
         if not step.trigger:
             return
@@ -299,7 +289,7 @@ def monitor_settings(file: str | None, variant: str) -> MonitorSettings:
         data = read_json(file)
     if not isinstance(data, dict) or "schema" in data:
         raise SinkscopeError(f'{file} holds no settings: expected an object such as {{"window": 128}}')
-    return MonitorSettings.variant(variant).with_(**data)
+    return MonitorSettings.variant(variant, **data)
 
 
 def open_bytes(file: str) -> Any:

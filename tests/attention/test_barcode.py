@@ -19,7 +19,7 @@ from torch.testing import assert_close
 import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.attention.barcode import LOCK_GAIN, LOCKED, Barcode, HeadTracks, PictureSize, barcode
-from sinkscope.attention.texts import Loop
+from sinkscope.attention.texts import end_loop
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
@@ -190,8 +190,8 @@ def test_onsets_are_those_of_the_text():
             [model.tokenizer((Path(ss.__file__).parent / "models/text/typical.txt").read_text())["input_ids"][:prompt]]
         )
         ids = model.generate(start, max_new_tokens=96, do_sample=False)[0].tolist()
-    loop = Loop.of(ids, prompt)
-    assert (result.period, result.onset, result.steps) == (loop.period, loop.onset, len(ids) - prompt)
+    loop = end_loop(ids)
+    assert loop and (result.period, result.onset, result.steps) == (loop.period, loop.start, len(ids) - prompt)
     new = [i for i in range(3, len(ids)) if novelty(ids[: i + 1], window=256, span=1)]
     assert result.last_new == new[-1]
     assert result.onset <= result.locking_onset < len(ids)

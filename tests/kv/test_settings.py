@@ -41,7 +41,11 @@ REFUSED = [
     (SnapKV, {"kernel": 4}, "odd kernel"),
     (AdaKV, {"floor": 1.5}, "floor=1.5"),
     (Progressive, {"every": "prefill"}, "Progressive: every='prefill': expected a whole number from 1"),
-    (make_policy, {"name": "snapkv", "UNIFORM": True}, "policy 'snapkv' has no 'UNIFORM'; it has: budget, first"),
+    (
+        make_policy,
+        {"name": "snapkv", "UNIFORM": True},
+        "unexpected keyword argument 'UNIFORM'; its settings are budget",
+    ),
     (make_policy, {"name": "scissorhands"}, "expected one of adakv, full, h2o, progressive, snapkv"),
     (Observe, {"fn": print, "last": 0}, "last=0"),
     # shapes

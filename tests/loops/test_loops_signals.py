@@ -58,7 +58,7 @@ def test_arrays_and_tensors_are_read_as_numbers():
 
 @pytest.mark.parametrize("wrong", [[1, -2], [1 << 32]])
 def test_what_is_no_id_is_refused(wrong):
-    with pytest.raises(SinkscopeError, match=r"token id .*: expected whole numbers"):
+    with pytest.raises(SinkscopeError, match=r"token ids .*: expected whole numbers"):
         compression_ratio(wrong)
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Natural, check_values
 from sinkscope.interventions import positions
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import ForcedAnswer, decoding
@@ -41,9 +42,12 @@ _SET_BY_US = (
     "generation_config",
     "max_length",
     "prefill_chunk_size",
+    "num_beams",
+    "num_return_sequences",
+    "assistant_model",
+    "assistant_early_exit",
+    "prompt_lookup_num_tokens",
 )
-_SINGLE_ROW = ("num_beams", "num_return_sequences")
-_DRAFTING = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
 _ANSWER_MARK = "ANSWER-0f3b71"  # stands for an earlier answer in a chat template
 
 
@@ -214,8 +218,7 @@ class Conversation:
         tokenizer: Any = None,
         chat: bool = False,
     ) -> None:
-        if answers not in get_args(Answers):
-            raise SinkscopeError(f'answers={answers!r}: expected "recompute" or "keep"')
+        check_values(Answers, answers=answers)
         if edit is not None and not isinstance(edit, Intervention):
             raise SinkscopeError(f"edit={edit!r}: expected LoopServe(...), a policy, patch or guard, or None")
         self.target = target_of(model, tokenizer)
@@ -251,8 +254,7 @@ class Conversation:
                 context, or `generation` has settings that the conversation sets itself or that need several rows;
                 also whatever the edit raises.
         """
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise SinkscopeError(f"max_new_tokens={max_new_tokens!r}: expected a whole number from 1")
+        check_values(Natural, max_new_tokens=max_new_tokens)
         return self._take_turn(self._prompt_ids(prompt), max_new_tokens, generation)
 
     def say(self, prompt: str | Sequence[int], answer: str | Sequence[int]) -> Turn:
@@ -285,7 +287,12 @@ class Conversation:
         whole = [*self.ids, *new]
         turn_name = f"turn {len(self.turns) + 1}, with the {len(self.ids)} tokens before it,"
         target.check_length(turn_name, len(whole), max_new_tokens, "ask something shorter")
-        _check_generation(generation)
+        for name, value in generation.items():
+            if name in _SET_BY_US and value not in (None, 1):
+                raise SinkscopeError(
+                    f"{name}={value!r}: a conversation has a cache of its own, and writes one row of text token by "
+                    f"token; leave it out, or give {name}=None"
+                )
         recorder = TurnRecorder(self._snapshot, self._snapshot.cache())
         edit = recorder if self._edit is None else recorder | self._edit
         # The prompt is read in one pass, on this cache.
@@ -359,24 +366,3 @@ class Conversation:
             if token is not None:
                 return int(token)
         return 0
-
-
-def _check_generation(generation: dict[str, Any]) -> None:
-    """Refuse settings of `generate` that a conversation sets itself, or that need several rows or a draft.
-
-    Raises:
-        SinkscopeError: There is such a setting.
-    """
-    for name in generation:
-        if name in _SET_BY_US:
-            raise SinkscopeError(f"{name} is made by the conversation: leave it out, give other settings by name")
-    for name in _SINGLE_ROW:
-        number = generation.get(name)
-        if number not in (None, 1):
-            raise SinkscopeError(f"{name}={number!r}: a conversation is one row of text; give {name}=1")
-    for name in _DRAFTING:
-        if generation.get(name) is not None:
-            raise SinkscopeError(
-                f"{name} is set: an assistant drafts several tokens at a time, and a conversation takes them one by "
-                f"one; give {name}=None"
-            )
