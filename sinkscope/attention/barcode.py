@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -260,7 +261,7 @@ def draw(result: Barcode) -> go.Figure:
     pictures = [picture for picture in (result.attention, result.control_attention) if picture is not None]
     rows = 1 + len(result.shown)
     titles = ["what the loop adds (score above ordinary text)", "score along the text"]
-    for head in result.shown:
+    for head in map(html.escape, result.shown):
         titles += [f"{head}: generated", f"{head}: ordinary text" if len(pictures) > 1 else ""]
     fig: Any = make_subplots(rows, 2, subplot_titles=titles, horizontal_spacing=0.05, vertical_spacing=0.24 / rows)
     fig.add_heatmap(

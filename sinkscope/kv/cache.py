@@ -555,11 +555,6 @@ class IndexedCacheLayer(CacheLayer):
         self.values[:, 0, self.slots - states.shape[1] :, self._width :] = states
         return self.values[:, 0, :, self._width :]
 
-    def _take_over(self, other: CacheLayer) -> None:
-        super()._take_over(other)
-        assert isinstance(other, IndexedCacheLayer)
-        self._width, self._index_width = other._width, other._index_width
-
 
 class StateCacheLayer(LinearAttentionAndFullAttentionLayer, CacheLayer):
     """Keys and values of a layer that also keeps a state, which is left as it is."""

@@ -106,7 +106,7 @@ class Policy(Intervention):
     every: Natural | Literal["prefill"] = 1
     mode: Literal["evict", "select"] = "evict"
     positions: Literal["original", "rebased"] = "original"
-    reduce: Literal["mean", "max", "sum"] = "mean"
+    reduce: Literal["mean", "max"] = "mean"
 
     UNIFORM: ClassVar[bool] = False
     """Whether every layer and head keeps the same positions, as `positions="rebased"` needs."""
@@ -176,8 +176,6 @@ class Policy(Intervention):
         grouped = heads.reshape(len(heads), kv_heads, -1, heads.shape[-1])
         if self.reduce == "mean":
             return grouped.mean(2)
-        if self.reduce == "sum":
-            return grouped.sum(2)
         return grouped.amax(2)
 
     def tokens(self, prompt: Int[Tensor, " batch"]) -> int | Int[Tensor, " batch"]:
