@@ -133,8 +133,7 @@ class HeadTracks:
 
     def mean_picture(self) -> Float[Tensor, "head row column"]:
         """The mean over the steps of each row."""
-        steps = torch.full((self.size.rows,), float(self.size.steps_of_row))
-        steps[-1] = self.size.steps - (self.size.rows - 1) * self.size.steps_of_row
+        steps = (torch.arange(self.size.steps) // self.size.steps_of_row).bincount()
         return self.picture / steps[:, None]
 
 

@@ -293,7 +293,8 @@ class Policy(Intervention):
         memory["protects"] = any(first) or any(latest)
         memory["first"], memory["latest"] = first[0], latest[0]
         if not isinstance(budget, int):
-            memory["first"], memory["latest"] = (torch.tensor(counts).view(-1, 1, 1) for counts in (first, latest))
+            memory["first"] = torch.tensor(first).view(-1, 1, 1)
+            memory["latest"] = torch.tensor(latest).view(-1, 1, 1)
         events: list[Event] = []
         for row, tokens in enumerate(budgets):
             window = self.smaller_window(tokens)
@@ -344,7 +345,9 @@ class Policy(Intervention):
 
 def _on(count: int | Tensor, like: Tensor) -> int | Tensor:
     """A number for all rows, or one for each row on the device of a tensor."""
-    return count if isinstance(count, int) else count.to(like.device)
+    if isinstance(count, int):
+        return count
+    return count.to(like.device)
 
 
 def rank_from_top(scores: Float[Tensor, "*batch slot"]) -> Int[Tensor, "*batch slot"]:

@@ -504,25 +504,20 @@ class Session:
     def _view_of(self, attention: Attention) -> View:
         """What the queries of this call see, of what an indexer chose if there is one."""
         view = self._view(attention.layer, attention.key)
-        indices = attention.indices
-        if view.columns is None:
+        indices, blocks = attention.indices, attention.in_blocks
+        if indices is None and blocks is None:
             return view
-        if attention.in_blocks is not None:
-            seen = view.columns.shape[1]
-            place = torch.where(view.pos < 0, seen, view.pos)[:, :1, None].expand_as(attention.in_blocks)
-            chosen = attention.in_blocks.new_zeros(*place.shape[:3], seen + 1)
-            return replace(view, chosen=chosen.scatter_(-1, place, attention.in_blocks))
-        if indices is None:
-            return view
+        assert view.columns is not None
+        seen = view.columns.shape[1]  # the place of what has no position
+        if blocks is not None:
+            place = torch.where(view.pos < 0, seen, view.pos)[:, :1, None].expand_as(blocks)
+            chosen = blocks.new_zeros(*blocks.shape[:3], seen + 1)
+            return replace(view, chosen=chosen.scatter_(-1, place, blocks))
         if getattr(attention.module, "indexer", None) is not None:  # others attend to what an earlier layer chose
-            seen = view.columns.shape[1]
-            slots = view.pos[:, :1].expand(-1, indices.shape[1], -1)
+            pos = view.pos[:, :1].expand(-1, indices.shape[1], -1).gather(-1, indices.long())
             chosen = torch.zeros(*indices.shape[:2], seen + 1, dtype=torch.bool, device=indices.device)
-            pos = slots.gather(-1, indices.long())
-            self.now.chosen = chosen.scatter_(-1, torch.where(pos < 0, seen, pos), True)
-        if self.now.chosen is None:
-            return view
-        return replace(view, chosen=self.now.chosen[:, None])
+            self.now.chosen = chosen.scatter_(-1, torch.where(pos < 0, seen, pos), True)[:, None]
+        return replace(view, chosen=self.now.chosen)
 
     def _view(self, layer: int, key: Tensor) -> View:
         """What the queries of this call see of `key` `[batch kv_head slot ...]`."""

@@ -79,7 +79,9 @@ class SnapKV(Policy):
     def smaller_window(self, budget: int) -> int | None:
         """The window where 64 tokens do not fit."""
         window = self.window_at(budget)
-        return None if window in (self.window, WINDOW) else window
+        if window in (self.window, WINDOW):
+            return None
+        return window
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Score by pooled votes; tokens of the window get none."""

@@ -31,11 +31,15 @@ class StreamingLLM(Policy):
 
     def first_kept(self, budget: int) -> int:
         """`first`, or half of a budget in which no latest token would be left."""
-        return self.first if budget > self.first else budget // 2
+        if budget > self.first:
+            return self.first
+        return budget // 2
 
     def smaller_window(self, budget: int) -> int | None:
         """The latest tokens of a budget in which none would be left."""
-        return None if budget > self.first else budget - budget // 2
+        if budget > self.first:
+            return None
+        return budget - budget // 2
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Score later positions higher."""

@@ -107,7 +107,9 @@ class LoopCheck(Result):
 
 def _median(values: Iterable[float | None]) -> float | None:
     numbers = [value for value in values if value is not None]
-    return float(statistics.median(numbers)) if numbers else None
+    if not numbers:
+        return None
+    return float(statistics.median(numbers))
 
 
 def check(
@@ -201,4 +203,6 @@ def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None
 
 def _none_for_nan(value: float) -> float | None:
     """None for NaN, which JSON cannot represent."""
-    return None if value != value else value
+    if value != value:
+        return None
+    return value

@@ -33,7 +33,9 @@ Ids = Sequence[int] | _Array  # arrays and tensors of one dimension are taken as
 def id_list(ids: Any) -> Any:
     """Arrays and tensors as lists, anything else unchanged."""
     to_list = getattr(ids, "tolist", None)
-    return ids if to_list is None else to_list()
+    if to_list is None:
+        return ids
+    return to_list()
 
 
 class Tail(NamedTuple):
@@ -122,7 +124,9 @@ def compression_ratio(ids: Ids | str) -> float:
         SinkscopeError: An id is negative or has more than 32 bits.
     """
     raw = ids.encode() if isinstance(ids, str) else _packed(id_list(ids))
-    return len(zlib.compress(raw, 9)) / len(raw) if raw else math.nan
+    if not raw:
+        return math.nan
+    return len(zlib.compress(raw, 9)) / len(raw)
 
 
 def is_token_id(value: object) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -315,9 +316,6 @@ class Conversation:
         text = None
         if self.tokenizer is not None:
             text = str(self.tokenizer.decode(answer, skip_special_tokens=True))
-        read = None
-        if recorder.reads:
-            read = sum(recorder.reads) / len(recorder.reads)
         turn = Turn(
             prompt=tuple(new),
             ids=tuple(answer),
@@ -325,7 +323,7 @@ class Conversation:
             prompt_tokens=len(whole),
             queries=len(whole) - self._snapshot.seen,
             events=tuple(run.events),
-            read=read,
+            read=fmean(recorder.reads) if recorder.reads else None,
             lines=tuple(recorder.lines.get(layer) for layer in range(target.n_layers)),
             output=output,
         )

@@ -220,10 +220,7 @@ class SparsePrompts:
         body = row.without_last(self.dense_rows)
         lines = self.choose(body.query, body.key, row.scaling, row.layer)
         met = min(self.choice_rows, queries)  # queries that meet all keys besides attention
-        limit = self.dense_above
-        if limit is None:
-            limit = dense_limit(row.query.shape[-1], "auto", row.query.device)
-        if limit < 1 and bool(lines.vertical.all()):
+        if line_limit(self.dense_above, row.query) < 1 and bool(lines.vertical.all()):
             return PromptRead(lines, all_dense(heads), recovered=shares, choice=met * keys / row.cells())
         output, sparsity = sparse_attention(
             body.query, body.key, body.value, lines, scaling=row.scaling, dense_above=self.dense_above
@@ -294,6 +291,13 @@ def _log_prompt(
         return logged
 
     run.log(events)
+
+
+def line_limit(dense_above: float | None, query: Float[Tensor, "head query d_head"]) -> float:
+    """Share of dense attention above which computing lines costs more than it saves: as given, or of the kernel."""
+    if dense_above is None:
+        return dense_limit(query.shape[-1], "auto", query.device)
+    return dense_above
 
 
 def _with_dense_end(sparsity: Sparsity, line_share: float) -> Sparsity:
