@@ -662,14 +662,9 @@ def refuse_states(cache: Any, what: str) -> None:
 
 
 def _empty_layers(target: Target) -> list[Any]:
-    """The layers of a new cache of the model: ours where the stock cache holds keys and values alone.
-
-    Raises:
-        UnsupportedError: There is no such layer.
-    """
+    """The layers of a new cache of the model: ours where the stock cache holds keys and values alone."""
     layers: list[Any] = list(DynamicCache(config=target.config).layers)
-    ours = cache_layers(target)
-    for number in ours:
+    for number in cache_layers(target):
         stock = layers[number]
         if isinstance(stock, LinearAttentionAndFullAttentionLayer):
             layers[number] = StateCacheLayer(number, stock.number_of_states)
@@ -677,12 +672,6 @@ def _empty_layers(target: Target) -> list[Any]:
             layers[number] = IndexedCacheLayer(number)
         else:
             layers[number] = CacheLayer(number)
-    if not ours:
-        raise UnsupportedError(
-            f"the cache of {target.name} has no layer that holds keys and values alone (the first is a "
-            f"{type(layers[0]).__name__}), so there is nothing a cache policy could act on: use another model",
-            page="kv-cache",
-        )
     return layers
 
 

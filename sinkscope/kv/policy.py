@@ -116,12 +116,8 @@ class Policy(Intervention):
     def __post_init__(self) -> None:
         check_fields(self)
         name = self.shown_name
-        if isinstance(self.budget, int) and self.budget < self.first_kept(self.budget) + self.last:
-            raise SinkscopeError(
-                f"{name}: budget={self.budget} is below the {self.first} first and {self.last} last tokens that are "
-                "always kept: raise the budget or protect fewer",
-                page="kv-budget",
-            )
+        if isinstance(self.budget, int):
+            self._check_room(self.budget, "")
         if self.positions == "rebased" and not self.UNIFORM:
             raise UnsupportedError(
                 f"{name} keeps other positions in every head, so new positions cannot be given: use "
@@ -184,14 +180,18 @@ class Policy(Intervention):
             return self.budget
         budget = (prompt * self.budget).long()
         fewest = int(budget.min())
-        always_kept = max(1, self.first_kept(fewest) + self.last)
-        if fewest < always_kept:
+        self._check_room(fewest, f" of a prompt of {int(prompt.min())} tokens, {fewest},")
+        return budget
+
+    def _check_room(self, budget: int, share: str) -> None:
+        """Refuse a budget in tokens that is smaller than what is always kept."""
+        always_kept = max(1, self.first_kept(budget) + self.last)
+        if budget < always_kept:
             raise SinkscopeError(
-                f"{self.shown_name}: budget={self.budget} of a prompt of {int(prompt.min())} tokens is "
-                f"{fewest}, below the {always_kept} that are always kept: raise it",
+                f"{self.shown_name}: budget={self.budget}{share} is below the {always_kept} tokens that are always kept: "
+                "raise the budget or protect fewer",
                 page="kv-budget",
             )
-        return budget
 
     def first_kept(self, budget: int) -> int:
         """Number of first tokens of a row that are always kept at a budget in tokens."""
@@ -246,7 +246,13 @@ class Policy(Intervention):
         state = moment.state
         memory = state.memory.setdefault(key, {})
         if moment.prefill_ended:
-            self._note_prompt(moment, rotary)
+            state.uniform = self.UNIFORM and _same_positions(moment.layers)
+            if rotary is not None and not state.uniform:
+                raise UnsupportedError(
+                    "this cache holds other positions in every layer, so new positions cannot be given: use "
+                    'positions="original", or start with a new cache',
+                    page="kv-session",
+                )
             self.begin(moment, session, memory)
         elif self.every == "prefill" or state.decoded % self.every:
             return
@@ -302,17 +308,6 @@ class Policy(Intervention):
                 position = int(lengths[row]) - 1
                 events.append(Event(row, moment.call.step, position, None, None, "window", {"window": window}))
         session.run.log(lambda: events)
-
-    def _note_prompt(self, moment: Moment, rotary: Rotary | None) -> None:
-        """Note whether all layers and heads hold the same positions after the prompt just read."""
-        state = moment.state
-        state.uniform = self.UNIFORM and _same_positions(moment.layers)
-        if rotary is not None and not state.uniform:
-            raise UnsupportedError(
-                "this cache holds other positions in every layer, so new positions cannot be given: use "
-                'positions="original", or start with a new cache',
-                page="kv-session",
-            )
 
     def checked_scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Return the scores after checking that there is a number for each slot.

@@ -104,11 +104,11 @@ class Stream:
 
     def _copy(self, tail: Tail | None, step: int) -> str:
         """Text of one copy of the loop, or of the last tokens."""
-        if tail is None:
-            return shown("".join(list(self._recent)[-SHOWN_TOKENS:]).strip(" "))
-        copy = list(self._recent)[-tail.period :]
-        begin = -(step - tail.start) % len(copy)
-        return shown("".join(copy[begin:] + copy[:begin]).strip(" "))
+        copy = deque(list(self._recent)[-SHOWN_TOKENS:])
+        if tail is not None:
+            copy = deque(list(self._recent)[-tail.period :])
+            copy.rotate(step - tail.start)  # it begins where the first copy began
+        return shown("".join(copy).strip(" "))
 
 
 class Watch:
@@ -153,9 +153,9 @@ class Watch:
             for piece in _pieces(source, form, name, self):
                 yield from self._take(piece)
         except UnicodeDecodeError as error:
-            if error.reason != "unexpected end of data" and not self.streams:
-                raise SinkscopeError(f"{name} is not UTF-8 text: convert it, or give another input") from None
             if error.reason != "unexpected end of data":  # a character that was cut off is left out silently
+                if not self.streams:
+                    raise SinkscopeError(f"{name} is not UTF-8 text: convert it, or give another input") from None
                 _warn(f"{name} breaks off: it is no longer UTF-8 text after {self.tokens} tokens")
         except OSError as error:
             _warn(f"{name} breaks off after {self.tokens} tokens: {error}")
@@ -186,14 +186,9 @@ class Watch:
             del self.open[next(iter(self.open))]
 
     def skip(self, problem: str) -> None:
-        """Count a line that cannot be read, and warn of the first; before any output it is kept for the end."""
+        """Count a line that cannot be read, and keep what is wrong with the first for the end."""
         self.skipped += 1
-        if self.skipped > 1:
-            return
-        if self.streams:
-            _warn(f"{problem}; it is skipped, as all lines are that cannot be read")
-        else:
-            self._first_problem = problem
+        self._first_problem = self._first_problem or problem
 
 
 def _warn(problem: str) -> None:

@@ -169,7 +169,7 @@ def test_two_policies_and_too_small_a_fraction():
     with pytest.raises(UnsupportedError, match="StreamingLLM and H2O"), (StreamingLLM() | H2O()).on(model):
         pass
     ids, real = batch(steps=1)
-    with pytest.raises(SinkscopeError, match=r"budget=0\.2 of a prompt of 19 tokens is 3"):
+    with pytest.raises(SinkscopeError, match=r"budget=0\.2 of a prompt of 19 tokens, 3, is below the 4"):
         run(H2O(budget=0.2, first=4), model, ids, real)
 
 

@@ -30,8 +30,8 @@ REFUSED = [
     (StreamingLLM, {"budget": 0}, "budget=0: expected a number of tokens from 1, or a fraction"),
     (StreamingLLM, {"budget": 1.5}, "up to 1.0"),
     (StreamingLLM, {"budget": "x"}, "StreamingLLM: budget='x': expected a number"),
-    (Drawn, {"budget": 5, "first": 3, "last": 3}, "below the 3 first and 3 last"),
-    (SnapKV, {"budget": 60, "window": 64}, "budget=60 is below the 0 first and 64 last tokens"),
+    (Drawn, {"budget": 5, "first": 3, "last": 3}, "below the 6 tokens that are always kept"),
+    (SnapKV, {"budget": 60, "window": 64}, "budget=60 is below the 64 tokens"),
     # other settings of policies
     (H2O, {"every": 0}, "every=0"),
     (H2O, {"reduce": "median"}, "'mean' or 'max'"),

@@ -298,7 +298,9 @@ class Conversation:
         edit = recorder if self._edit is None else recorder | self._edit
         # The prompt is read in one pass, on this cache.
         ours: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
-        settings = decoding(target, **{"do_sample": False, "pad_token_id": self._pad_id(), **generation, **ours})
+        settings = decoding(
+            target, **{"do_sample": False, "pad_token_id": min(target.end_ids, default=0), **generation, **ours}
+        )
         ids = torch.tensor([whole], device=target.device)
         with edit.on(target) as run, torch.no_grad():
             output = generate_in_pieces(
@@ -357,10 +359,3 @@ class Conversation:
     def _encode(self, text: str | Sequence[int], what: str, *, special: bool) -> list[int]:
         target = replace(self.target, tokenizer=self.tokenizer)  # also a tokenizer that was set later
         return read_row(target, text, f"turn {len(self.turns) + 1}, the {what}", special=special)
-
-    def _pad_id(self) -> int:
-        """A padding token. Nothing is padded with it, but `generate` warns if it has to choose one itself."""
-        for token in (getattr(self.tokenizer, "pad_token_id", None), *self.target.end_ids):
-            if token is not None:
-                return int(token)
-        return 0
