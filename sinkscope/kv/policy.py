@@ -188,8 +188,8 @@ class Policy(Intervention):
         always_kept = max(1, self.first_kept(budget) + self.last)
         if budget < always_kept:
             raise SinkscopeError(
-                f"{self.shown_name}: budget={self.budget}{share} is below the {always_kept} tokens that are always kept: "
-                "raise the budget or protect fewer",
+                f"{self.shown_name}: budget={self.budget}{share} is below the {always_kept} tokens that are always "
+                "kept: raise the budget or protect fewer",
                 page="kv-budget",
             )
 
