@@ -128,8 +128,9 @@ class AdaKV(SnapKV):
     ) -> Bool[Tensor, "batch kv_head slot"]:
         """Choose the window, the first tokens and, in every head, as many of the highest scores as its share allows."""
         pos = at.kv.pos
-        protected = (pos >= 0) & self.protected(at)
-        free = (pos >= 0) & ~protected
+        occupied = pos >= 0
+        protected = occupied & self.protected(at)
+        free = occupied & ~protected
         ranked = scores.float().masked_fill(~free, -torch.inf)
         tokens = torch.as_tensor(budget, device=pos.device).expand(len(pos))
         head_budget = (tokens[:, None] - protected.sum(-1)).clamp(min=0)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from einops import reduce
+from kv_kit import eager_attention
 from organisms import LoopOrganism, tiny_model
 from organisms import loop_organism as new_loop_organism
 from torch import Tensor
@@ -41,16 +42,6 @@ def of_a_loop() -> tuple[LoopOrganism, Barcode]:
     """An organism in a loop of 5, and its barcode. No test alters them."""
     organism = loop_organism(0)
     return organism, measured(organism, organism.looping_prompt(5).ids, 40)
-
-
-@torch.no_grad()
-def eager_attention(model, ids: list[int]) -> list[Tensor]:
-    """Attention `[head query key]` of each layer, by the model itself."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    attentions = model(torch.tensor([ids]), output_attentions=True).attentions
-    model.set_attn_implementation(before)
-    return [layer[0] for layer in attentions]
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])

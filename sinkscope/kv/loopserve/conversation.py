@@ -339,12 +339,12 @@ class Conversation:
             return self._encode(prompt, "prompt", special=not self.turns)
         if not prompt.strip():
             raise SinkscopeError(f"turn {len(self.turns) + 1}, the prompt is empty: write at least one word")
-        message = {"role": "user", "content": prompt}
+        messages = [{"role": "user", "content": prompt}]
+        if self.turns:
+            messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER_MARK}, *messages]
+        text = chat_text(self.tokenizer, messages, self.target.name)
         if not self.turns:
-            text = chat_text(self.tokenizer, [message], self.target.name)
             return self._encode(text, "prompt", special=False)
-        earlier = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER_MARK}]
-        text = chat_text(self.tokenizer, [*earlier, message], self.target.name)
         _, mark, rest = text.partition(_ANSWER_MARK)
         if not mark:
             raise SinkscopeError(
@@ -353,8 +353,9 @@ class Conversation:
             )
         new = self._encode(rest, "prompt", special=False)
         # The token that ends an answer is in the template, and may have been generated too.
-        already_ended = self.turns[-1].ids[-1] == new[0] and new[0] in self.tokenizer.all_special_ids
-        return new[1:] if already_ended else new
+        if self.turns[-1].ids[-1] == new[0] and new[0] in self.tokenizer.all_special_ids:
+            del new[0]
+        return new
 
     def _encode(self, text: str | Sequence[int], what: str, *, special: bool) -> list[int]:
         target = replace(self.target, tokenizer=self.tokenizer)  # also a tokenizer that was set later
