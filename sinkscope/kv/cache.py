@@ -287,12 +287,8 @@ class CacheLayer(DynamicLayer):
         self.ragged = kept.ragged
         self.whole = not kept.ragged
 
-    def select(self, show: Bool[Tensor, "batch kv_head slot"] | None) -> None:
-        """Attend only to the slots in `show` and to new ones, until the next call; None shows all. Frees no slot."""
-        self._hidden = None
-        if show is None:
-            self.edited = self._pos is not None
-            return
+    def select(self, show: Bool[Tensor, "batch kv_head slot"]) -> None:
+        """Attend only to the slots in `show` and to new ones, until the next call. Frees no slot."""
         self.edited = True
         self._hidden = ~show
 

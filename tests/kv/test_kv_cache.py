@@ -20,7 +20,7 @@ from sinkscope.kv import Full, Observe, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 
 HEADS = 2
-OPERATIONS = ["update", "evict", "select", "show", "crop", "reorder", "repeat", "rows", "note", "fork"]
+OPERATIONS = ["update", "evict", "select", "crop", "reorder", "repeat", "rows", "note", "fork"]
 
 
 class Slow:
@@ -65,10 +65,10 @@ class Slow:
                     del held[pos]
             counts = [len(head) for row in self.held for head in row]
             assert layer.slots == max(counts) and layer.ragged == (min(counts) < max(counts))
-        elif name in ("select", "show"):
-            layer.select(None if name == "show" else numbers < share)
+        elif name == "select":
+            layer.select(numbers < share)
             for held, pos, number in entries:
-                held[pos][2] = name == "select" and number >= share
+                held[pos][2] = number >= share
         elif name == "note":
             layer.set_extra("n", layer.extra("n") + numbers)
             for held, pos, number in entries:
