@@ -134,10 +134,9 @@ class Meter:
         self._counted_calls += steady.calls
 
     def usage(self) -> Usage:
-        """The totals so far."""
+        """The totals so far; there was a call."""
         self._settle()
-        if self._token_sum is None or self._peak_tokens is None:
-            return Usage(0, [], [], 0, 0)
+        assert self._token_sum is not None and self._peak_tokens is not None
         return Usage(
             calls=self.calls,
             mean_tokens=(self._token_sum / self._counted_calls).tolist(),
