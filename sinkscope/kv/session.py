@@ -498,15 +498,15 @@ class Session:
     def _view_of(self, attention: Attention) -> View:
         """What the queries of this call see, of what an indexer chose if there is one."""
         view = self._view(attention.layer, attention.key)
-        indices, blocks = attention.indices, attention.in_blocks
-        if indices is None and blocks is None:
-            return view
-        assert view.columns is not None
-        seen = view.columns.shape[1]  # the place of what has no position
+        indices, blocks, call = attention.indices, attention.in_blocks, self.now.call
+        assert call is not None
+        seen = call.columns.shape[1]  # the place of what has no position
         if blocks is not None:
             place = torch.where(view.pos < 0, seen, view.pos)[:, :1, None].expand_as(blocks)
             chosen = blocks.new_zeros(*blocks.shape[:3], seen + 1)
             return replace(view, chosen=chosen.scatter_(-1, place, blocks))
+        if indices is None:
+            return view
         if getattr(attention.module, "indexer", None) is not None:  # others attend to what an earlier layer chose
             pos = view.pos[:, :1].expand(-1, indices.shape[1], -1).gather(-1, indices.long())
             chosen = torch.zeros(*indices.shape[:2], seen + 1, dtype=torch.bool, device=indices.device)

@@ -57,7 +57,7 @@ def as_records(outputs: str | Sequence[Any] | Ids) -> list[TokenRecord]:
     """
     if isinstance(outputs, str):
         return [_record("text", outputs, "the input")]
-    items = id_list(outputs)
+    items: Any = id_list(outputs)
     if not isinstance(items, list | tuple) or not items:
         raise SinkscopeError(f"{outputs!r} cannot be checked: give a text, token ids, or several of either")
     if isinstance(items[0], int):
@@ -100,7 +100,7 @@ def _record(name: str, value: Any, where: str) -> TokenRecord:
     """A record of a string, a list of ids, or a list of strings."""
     if isinstance(value, str):
         return TokenRecord(name, number(split(value)))
-    tokens = id_list(value)
+    tokens: Any = id_list(value)
     if isinstance(tokens, list | tuple):
         if all(isinstance(token, str) for token in tokens):
             return TokenRecord(name, number(tokens))

@@ -30,7 +30,7 @@ class _Array(Protocol):
 Ids = Sequence[int] | _Array  # arrays and tensors of one dimension are taken as well: their elements are no plain ints
 
 
-def id_list(ids: Any) -> Any:
+def id_list(ids: Any) -> Sequence[int]:
     """Arrays and tensors as lists, anything else unchanged."""
     to_list = getattr(ids, "tolist", None)
     if to_list is None:
