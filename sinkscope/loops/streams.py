@@ -243,10 +243,11 @@ def _form(start: bytes, *, ended: bool) -> StreamForm:
         if may_be_event or unfinished_object:
             return "auto"
     try:
-        is_object = isinstance(parse_json(line), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    return "jsonl" if is_object else "text"
+        if isinstance(parse_json(line), dict):
+            return "jsonl"
+    except ValueError:
+        pass
+    return "text"
 
 
 def _line(line: str, form: StreamForm, place: int) -> list[Piece]:

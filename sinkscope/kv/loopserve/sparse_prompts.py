@@ -163,12 +163,9 @@ class SparsePrompts:
             UnsupportedError: The model is a TransformerBridge.
         """
         if session.target.kind == "bridge":
-            remedy = "load the model with backend='hf'"
-            if self.name == "LoopServe":
-                remedy = f"use prefill=False, or {remedy}"
             raise UnsupportedError(
-                f"a TransformerBridge computes its own attention, so {self.name} cannot make prompts sparse on it: "
-                f"{remedy}",
+                f"a TransformerBridge computes its own attention, so {self.name} cannot make prompts sparse on it: load "
+                "the model with backend='hf'; LoopServe can also leave prompts as they are, with prefill=False",
                 page="kv-session",
             )
         session.replace_prefill(lambda prompt, kv: self._attend(prompt, kv, session))
