@@ -164,8 +164,8 @@ class SparsePrompts:
         """
         if session.target.kind == "bridge":
             raise UnsupportedError(
-                f"a TransformerBridge computes its own attention, so {self.name} cannot make prompts sparse on it: load "
-                "the model with backend='hf'; LoopServe can also leave prompts as they are, with prefill=False",
+                f"a TransformerBridge computes its own attention, so {self.name} cannot make prompts sparse on it: "
+                "load the model with backend='hf'; LoopServe can leave prompts as they are, too, with prefill=False",
                 page="kv-session",
             )
         session.replace_prefill(lambda prompt, kv: self._attend(prompt, kv, session))
