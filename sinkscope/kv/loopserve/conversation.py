@@ -289,7 +289,7 @@ class Conversation:
         turn_name = f"turn {len(self.turns) + 1}, with the {len(self.ids)} tokens before it,"
         target.check_length(turn_name, len(whole), max_new_tokens, "ask something shorter")
         for name, value in generation.items():
-            if name in _SET_BY_US and value not in (None, 1):
+            if name in _SET_BY_US and value is not None and not (isinstance(value, int) and value == 1):
                 raise SinkscopeError(
                     f"{name}={value!r}: a conversation has a cache of its own, and writes one row of text token by "
                     f"token; leave it out, or give {name}=None"
