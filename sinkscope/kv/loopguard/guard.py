@@ -174,22 +174,17 @@ class LoopGuard(Intervention):
     def retention(self, prompt: int, first: int = 0) -> Retention:
         """What is kept of a row with `prompt` prompt tokens, if a policy in the same run keeps the `first` ones."""
         budget = self.budget if isinstance(self.budget, int) else int(self.budget * prompt)
-        anchors = self.first_tokens(budget)
-        if isinstance(self.budget, float) and budget <= anchors:
-            raise SinkscopeError(
-                f"LoopGuard: budget={self.budget} of a prompt of {prompt} tokens is {budget}, which leaves nothing "
-                f"beside the {anchors} anchors: raise it, or keep fewer anchors",
-                page="kv-budget",
-            )
         try:
             return Retention(
                 budget=budget,
-                anchors=max(anchors, min(first, budget - 1)),
+                anchors=max(self.first_tokens(budget), min(first, budget - 1)),
                 recent=self.recent_window,
                 max_level=self.max_level,
             )
-        except SinkscopeError as error:  # the user wrote LoopGuard
-            raise SinkscopeError(f"LoopGuard: {str(error).removeprefix('Retention: ')}", page=error.page) from None
+        except SinkscopeError as error:  # the user wrote LoopGuard, and perhaps a share
+            text = str(error).removeprefix("Retention: ")
+            share = "" if budget == self.budget else f" ({self.budget} of a prompt of {counted(prompt, 'token')})"
+            raise SinkscopeError(f"LoopGuard: {text}{share}", page=error.page) from None
 
     def first_tokens(self, budget: int) -> int:
         """Number of anchors: the given one, or 32, but at most a quarter of the budget."""
@@ -230,7 +225,7 @@ def in_words(event: Event) -> str:
     actions = [f"kept {data['kept_count']} of {counted(data['cached_before'], 'cached token')}"]
     if data["taken_back"]:
         actions.append(f"took {counted(data['taken_back'], 'token')} back")
-    if data["escalated"] in ("ban", "draw"):
+    if data["escalated"]:
         actions.append("banned n-grams of the loop")
     if data["escalated"] == "draw":
         actions.append("drew the next tokens")
@@ -249,7 +244,7 @@ class GuardedRows:
         seen: Number of tokens in the cache after the last call.
         later_turn: Whether the last call had several tokens and was not the first one.
         count: Number of calls since the prompt.
-        ids: The latest columns of ids, of the prompt and generated.
+        ids: Columns of ids, of the prompt and generated.
         bans: N-grams that each row may not write.
         drawn_until: For each row, the `count` up to which tokens are drawn.
         rewound_at: For each row, the number of the generated token at which each loop was taken back.
@@ -266,14 +261,8 @@ class GuardedRows:
     drawn_until: dict[int, int] = field(default_factory=dict)
     rewound_at: dict[int, list[int]] = field(default_factory=dict)
 
-    def keep_ids(self, ids: Int[Tensor, "batch pos"], most: int) -> None:
-        """Keep at least the last `most` columns."""
-        self.ids.append(ids.detach()[:, -most:])
-        if len(self.ids) > 2 * most:
-            self.ids = self.ids[-most:]
-
     def row_ids(self, row: int) -> list[int]:
-        """The ids of one row that are kept."""
+        """The ids of one row."""
         if len(self.ids) > 1:
             self.ids = [torch.cat(self.ids, 1)]
         return self.ids[0][row].tolist()
@@ -327,8 +316,6 @@ class Guarding:
         self._settings = settings
         self._run = run
         self._session = session
-        # Copies are looked for in the whole row, or by the paper's rule in the recent window.
-        self._ids_kept = guard.recent_window or 1 << 40
         self._ends = frozenset(_end_ids(run) if guard.ends is None else guard.ends)
         self._rows: WeakKeyDictionary[CacheState, GuardedRows] = WeakKeyDictionary()
         self._local = threading.local()
@@ -373,7 +360,7 @@ class Guarding:
 
     def _note_tokens(self, rows: GuardedRows, ids: Int[Tensor, "batch pos"]) -> None:
         """Count a generated token of each row, and go on with the bans that are still in force."""
-        rows.keep_ids(ids, self._ids_kept)
+        rows.ids.append(ids.detach())
         rows.later_turn = False
         rows.count += 1
         if rows.bans:
@@ -416,7 +403,7 @@ class Guarding:
         rows = self._new_rows(moment, past + new, later_turn=past > 0)
         if earlier is not None and past > 0 and earlier.ids and len(earlier.ids[0]) == len(ids):
             rows.ids = earlier.ids
-        rows.keep_ids(ids, self._ids_kept)
+        rows.ids.append(ids.detach())
         return rows
 
     def _spare_states(self, moment: Moment) -> None:
