@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from plotly.offline import get_plotlyjs
 from report_kit import BAD, WORSE, Reader, atlas, fill, fill_plain, read_report, spoil
 from sample_results import sample_find_sinks
 
@@ -52,20 +54,13 @@ def seen(whole):
 
 
 def test_all_results_are_there_in_the_order_of_the_kinds(whole, seen):
-    made, folder = whole, whole.path.parent
-    assert made.path.name == "report.html"
-    assert made.files == ("sinks.json", "atlas.json", "loops.json", "below/plain.json")
-    assert made.skipped == ()
-    read = seen
-    shown = (
-        Result.load(folder / "sinks.json"),
-        atlas(WORSE),
-    )
-    for result in shown:
-        assert visible(result.summary()) in read.text
-    assert read.text.count("find-sinks") == 2  # contents and headings
-    assert "905" in read.text and "0.125" in read.text  # numbers of a table, and of a user's result
-    assert "peak_memory_bytes" in read.text
+    assert whole.path.name == "report.html" and whole.skipped == ()
+    assert whole.files == ("sinks.json", "atlas.json", "loops.json", "below/plain.json")
+    for result in (Result.load(whole.path.parent / "sinks.json"), atlas(WORSE)):
+        assert visible(result.summary()) in seen.text
+    assert seen.text.count("find-sinks") == 2  # contents and headings
+    for word in ("905", "0.125", "peak_memory_bytes"):  # of a table, of a user's result, of the settings
+        assert word in seen.text
 
 
 def test_report_of_the_same_folder_is_the_same_file(whole, tmp_path):
@@ -75,11 +70,11 @@ def test_report_of_the_same_folder_is_the_same_file(whole, tmp_path):
 
 def test_markup_from_files_is_text(seen, tmp_path):
     fill(tmp_path / "plain", "word")
-    attacked, plain = seen, read_report(ss.report(tmp_path / "plain").path)
-    assert attacked.tags == plain.tags
-    assert {name for name, _ in attacked.attributes} == {name for name, _ in plain.attributes}
-    assert not [value for name, value in attacked.attributes if name == "src"]
-    assert attacked.text.count(visible(WORSE)) > 10
+    plain = read_report(ss.report(tmp_path / "plain").path)
+    assert seen.tags == plain.tags
+    assert {name for name, _ in seen.attributes} == {name for name, _ in plain.attributes}
+    assert not [value for name, value in seen.attributes if name == "src"]
+    assert seen.text.count(visible(WORSE)) > 10
 
 
 def test_nothing_is_fetched(seen):
@@ -89,11 +84,8 @@ def test_nothing_is_fetched(seen):
     assert all(address.startswith("#") for address in addresses)
 
 
-def test_plotly_is_inside_once_and_only_if_something_is_drawn(whole, seen, plain):
-    from plotly.offline import get_plotlyjs
-
-    library = get_plotlyjs()
-    assert seen.scripts.count(library) == 1
+def test_plotly_is_inside_once_and_only_if_something_is_drawn(seen, plain):
+    assert seen.scripts.count(get_plotlyjs()) == 1
     assert len(ss.report(plain).path.read_bytes()) < 60_000
 
 
@@ -176,10 +168,7 @@ def test_bad_input_in_one_line(folder, tmp_path, words, says, capsys):
 def test_old_report_stays_if_the_new_one_fails(plain, monkeypatch):
     old = ss.report(plain).path.read_bytes()
 
-    def failing(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(page, "document", failing)
+    monkeypatch.setattr(page, "document", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         ss.report(plain)
     assert (plain / "report.html").read_bytes() == old

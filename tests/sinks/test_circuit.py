@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from attack_kit import text_file
 from conclusion_kit import check_size
 from covering import covering, slow
 from hypothesis import given, settings
@@ -36,14 +37,12 @@ from sinkscope.trace.run import trace
 
 
 def traced(o: Organism | HardModel, folder: Path, **options) -> Circuit:
-    text = folder / "text.txt"
-    text.write_text(o.tokenizer.decode(o.natural(6, 64, seed=9)[:, 1:].flatten().tolist()))
+    text = text_file(o, folder, 6, seed=9)
     return circuit(o.model, tokenizer=o.tokenizer, text=text, **{"max_repeats": 8, **options})
 
 
 def step_of(found: Circuit, name: str) -> CircuitStep:
-    step = found.sinks[0].step(name)
-    return step
+    return found.sinks[0].step(name)
 
 
 # -- planted circuits --------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 import torch
 from covering import slow
 from organisms import Organism, organism
+from raw_kit import inputs_edited
 from torch.testing import assert_close
 
 import sinkscope
@@ -26,8 +26,7 @@ def measured(o: Organism, **options) -> ClusterAttack:
 
 
 def clusters_of(o: Organism, **options) -> TokenClusters:
-    clusters = measured(o, **options).clusters
-    return clusters
+    return measured(o, **options).clusters
 
 
 def planted_heads(o: Organism, ids: np.ndarray) -> np.ndarray:
@@ -55,25 +54,16 @@ def test_planted_groups_are_recovered_token_by_token(family, bos):
 
 def one_forward(o: Organism, layer: int, neuron: int, token: int, head: int, mean: torch.Tensor) -> float:
     """The neuron's activation in a forward pass of its own: what other heads write is exchanged by hand."""
-    target = target_of(o.model, o.tokenizer)
+    target, values = target_of(o.model, o.tokenizer), []
+
+    def exchange(z: torch.Tensor) -> torch.Tensor:
+        others = torch.arange(target.n_heads) != head
+        return torch.where(others.repeat_interleave(len(mean) // target.n_heads), mean, z)
+
     out_proj, down = target.sub(0, target.adapter.o), target.sub(layer, target.adapter.down)
-    stored = out_proj.weight.detach()  # GPT-2's is input x output
-    weight = (stored.T if target.adapter.transposed_down else stored).unflatten(1, (target.n_heads, -1))
-    read = []
-
-    def exchange(_m, args, out: torch.Tensor) -> torch.Tensor:
-        gap = (mean - args[0][0, 0]).unflatten(0, (target.n_heads, -1))
-        return out + sum(weight[:, h] @ gap[h] for h in range(target.n_heads) if h != head)
-
-    def keep(_m, args):
-        read.append(float(args[0].reshape(-1, args[0].shape[-1])[0, neuron]))
-
-    handles = [out_proj.register_forward_hook(exchange), down.register_forward_pre_hook(keep)]
-    with torch.no_grad():
+    with inputs_edited(out_proj, exchange), inputs_edited(down, lambda x: values.append(x) or x), torch.no_grad():
         o.model(torch.tensor([[token]]))
-    for handle in handles:
-        handle.remove()
-    return read[0]
+    return float(values[0].flatten()[neuron])
 
 
 @pytest.mark.parametrize("family", ["neox", "gemma2", "gpt2"])
@@ -90,13 +80,10 @@ def test_one_batch_of_heads_equals_a_forward_pass_for_each(family):
 
 def test_later_mean_is_that_of_later_positions_head_by_head():
     o = organism("qwen2", 1)
-    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 10)
-    z = []
-    handle = target.sub(0, "self_attn.o_proj").register_forward_pre_hook(lambda _m, args: z.append(args[0]))
-    with torch.no_grad():
+    target, ids, inputs = target_of(o.model, o.tokenizer), o.natural(2, 10), []
+    with inputs_edited(target.sub(0, "self_attn.o_proj"), lambda z: inputs.append(z) or z), torch.no_grad():
         o.model(ids)
-    handle.remove()
-    assert_close(later_mean(target, ids), z[0][:, 1:].reshape(-1, z[0].shape[-1]).mean(0))
+    assert_close(later_mean(target, ids), inputs[0][:, 1:].flatten(0, 1).mean(0))
 
 
 def test_no_single_head_and_not_in_layer_0_are_answers():
@@ -122,43 +109,27 @@ def test_tokens_of_a_head_are_sorted_and_whole():
     assert (row["head"], row["tokens"]) == (head, len(mine))
 
 
-class Killed(BaseException):
-    pass
-
-
 def test_a_killed_run_goes_on_with_the_same_table(tmp_path, monkeypatch):
     o = organism("llama", 1)
     monkeypatch.setattr("sinkscope.sinks.attack.clusters.ROWS", 60)
     whole = measured(o).to_dict()["result"]
-    real, calls = HeadWork.__call__, [0]
+    real, calls = HeadWork.__call__, []
 
     def dying(self, target, items):
-        calls[0] += 1
-        if calls[0] == 4:
-            raise Killed
+        calls.append(items)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
         return real(self, target, items)
 
     monkeypatch.setattr(HeadWork, "__call__", dying)
-    folder = tmp_path / "r"
-    with pytest.raises(Killed):
-        measured(o, resume=folder)
-    runs = folder / "clusters" / "runs.jsonl"
-    assert runs.read_bytes().count(b"\n") == 3
-    os.truncate(runs, runs.stat().st_size - 9)  # the last line was not written whole
-    done = []
-
-    def note(what, count, _total):
-        if what == "tokens x heads":
-            done.append(count)
-
-    assert measured(o, resume=folder, progress=note).to_dict()["result"] == whole
-    tokens, size = len(whole["clusters"]["ids"]), 60 // (o.model.config.num_attention_heads + 2)
-    assert calls[0] - 4 == -(-tokens // size) - 2
-    assert done == sorted(done) and done[0] > 0 and done[-1] == tokens
+    with pytest.raises(KeyboardInterrupt):
+        measured(o, resume=tmp_path / "r")
+    assert measured(o, resume=tmp_path / "r").to_dict()["result"] == whole
+    assert sum(map(len, calls[:3] + calls[4:])) == len(whole["clusters"]["ids"])  # none twice
     with torch.no_grad():
         o.model.model.layers[-1].mlp.down_proj.weight[0, 0] += 1
     with pytest.raises(SinkscopeError, match="model was"):
-        measured(o, resume=folder)
+        measured(o, resume=tmp_path / "r")
 
 
 def test_some_tokens_are_what_they_are_among_all():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import random
 import sys
-from functools import cache
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attack_kit import text_file
 from organisms import Organism, organism
 
 from experiments.repeated_token.harness import evaluate_tasks
@@ -45,14 +46,11 @@ metric_list:
 
 
 def words_of(o: Organism, rng: random.Random, count: int) -> str:
-    word = cache(lambda i: o.tokenizer.decode([i]))
-    return " ".join(word(rng.randrange(4, o.model.config.vocab_size)) for _ in range(count))
+    return " ".join(o.tokenizer.decode([rng.randrange(4, o.model.config.vocab_size)]) for _ in range(count))
 
 
-def text_of(o: Organism, folder: Path) -> Path:
-    path = folder / "text.txt"
-    path.write_text(words_of(o, random.Random(0), 3000))
-    return path
+def setup_of(o: Organism, folder: Path, **options) -> Setup:
+    return Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, folder), **options)
 
 
 def loud(o: Organism) -> SinkPatch:
@@ -61,7 +59,7 @@ def loud(o: Organism) -> SinkPatch:
 
 
 def evaluated(o: Organism, folder: Path, patch, **changes) -> PatchEvaluation:
-    options = {"text": text_of(o, folder), "pieces": 5, "length": 24, "batch_size": 3}
+    options = {"text": text_file(o, folder), "pieces": 5, "length": 24, "batch_size": 3}
     return evaluate_patch(o.model, patch, tokenizer=o.tokenizer, **(options | changes))
 
 
@@ -70,7 +68,7 @@ def test_perplexity_row_against_separate_passes(tmp_path):
     patch = loud(o)
     patch.save(tmp_path / "patch.json")
     found = evaluated(o, tmp_path, tmp_path / "patch.json", seed=4)
-    made = Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path), seed=4)
+    made = setup_of(o, tmp_path, seed=4)
     ids = held_out(made, 5, 24)
     control = random_patch(made, patch)
     target = target_of(o.model, o.tokenizer)
@@ -106,7 +104,7 @@ def test_perplexity_is_that_of_single_rows(tmp_path):
     assert float(error) == pytest.approx(float((edited - plain).std() / 5**0.5), rel=1e-3)
     assert errors_of(torch.stack([before, after])[:, :1]).isnan().all()
     whole = evaluated(o, tmp_path, SinkPatch(layer=0, neurons=[1]))
-    ids = held_out(Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path)), 5, 24)
+    ids = held_out(setup_of(o, tmp_path), 5, 24)
     losses_of = torch.stack([losses(target, ids, e) for e in (None, SinkPatch(layer=0, neurons=[1]))])
     assert whole.errors[1] == pytest.approx(float(errors_of(losses_of)) * whole.perplexity[1], rel=1e-3)
 
@@ -126,14 +124,14 @@ def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path):
 @pytest.mark.parametrize(("family", "seed"), [("llama", 2), ("mixtral", 1)])
 def test_random_patch_is_as_many_others_of_the_same_place(family, seed, tmp_path):
     o = organism(family, seed)
-    made = Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path), seed=1)
+    made = setup_of(o, tmp_path, seed=1)
     patch = SinkPatch(sites=[*o.truth.neurons, (*o.truth.neurons[0][:-1], 0)])
     drawn = random_patch(made, patch)
     assert len(drawn.checked_sites) == len(patch.checked_sites)
     assert {(s.layer, s.expert) for s in drawn.checked_sites} == {(s.layer, s.expert) for s in patch.checked_sites}
     assert not set(drawn.checked_sites) & set(patch.checked_sites)
     assert drawn.checked_sites == random_patch(made, patch).checked_sites
-    other = random_patch(Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path), seed=2), patch)
+    other = random_patch(setup_of(o, tmp_path, seed=2), patch)
     assert other.checked_sites != drawn.checked_sites
 
 
@@ -157,7 +155,7 @@ def test_without_the_harness_the_extra_is_named(tmp_path, monkeypatch):
     for name in [n for n in sys.modules if n.startswith("lm_eval.")]:
         monkeypatch.delitem(sys.modules, name)
     o = organism("llama", 2)
-    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path))
+    setup = setup_of(o, tmp_path)
     with pytest.raises(SinkscopeError, match=r"pip install 'sinkscope\[eval\]'"):
         evaluate_tasks(setup, loud(o), ["hellaswag"])
     with pytest.raises(SinkscopeError, match=r"task file 'none\.yaml' is not there"):
@@ -182,7 +180,7 @@ def test_harness_under_the_patch_against_countingby_hand(tmp_path, capfd):
     task.write_text(TASK.format(data=data))
     patch = loud(o)
     state = torch.get_rng_state()
-    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path), loading="whole")
+    setup = setup_of(o, tmp_path, loading="whole")
     rows = evaluate_tasks(setup, patch, [str(task)], batch_size=4)
     assert torch.equal(state, torch.get_rng_state())
     assert capfd.readouterr() == ("", "")
@@ -208,12 +206,8 @@ def by_hand(o: Organism, questions: list[dict[str, Any]], edit: SinkPatch | None
             head = o.tokenizer(question["q"])["input_ids"]
             ids = torch.tensor([head + o.tokenizer(choice, add_special_tokens=False)["input_ids"]])
             assert ids[0, 0] == o.tokenizer.bos_token_id
-            with torch.no_grad():
-                if edit is None:
-                    logits = o.model(ids).logits
-                else:
-                    with edit.on(o.model):
-                        logits = o.model(ids).logits
+            with nullcontext() if edit is None else edit.on(o.model), torch.no_grad():
+                logits = o.model(ids).logits
             each = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[len(head) - 1 :]
             sums.append((float(each.sum()), float(each.sum()) / len(choice)))
         gold = question["gold"]

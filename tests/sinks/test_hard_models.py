@@ -6,13 +6,16 @@ import random
 import re
 import secrets
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
+from attack_kit import text_file
 from covering import covering, slow
 from intervention_kit import bridge_of, nnsight_of
 from organisms import FAMILIES, Organism, organism
 from organisms.hard import HARD, HardModel, depth, hard
+from raw_kit import attention
 
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
@@ -42,15 +45,14 @@ for number, (name, families) in enumerate(HARD.items()):
 ALSO = {"embedding_spike": {"token embedding"}}  # what else carries it: there the embedding is the spike
 
 
-def find_in(model, tokenizer, text: str, **options) -> FindSinks:
-    with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        return find_sinks(model, tokenizer=tokenizer, text=file.name, max_repeats=8, **options)
+def find_in(model, o: HardModel | Organism, **options) -> FindSinks:
+    with tempfile.TemporaryDirectory() as folder:
+        text = text_file(o, Path(folder), 6)
+        return find_sinks(model, tokenizer=o.tokenizer, text=text, max_repeats=8, **options)
 
 
 def look(h: HardModel, **options) -> FindSinks:
-    return find_in(h.model, h.tokenizer, h.text(), **options)
+    return find_in(h.model, h, **options)
 
 
 def sets_of(result: FindSinks, kind: str) -> list[frozenset[tuple[int, ...]]]:
@@ -136,8 +138,7 @@ def test_streamed_layers_are_read_until_attention_agrees(tmp_path):
     h = hard("small_stages", "gpt2", 1)
     h.model.save_pretrained(tmp_path / "model")
     h.tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "text.txt").write_text(h.text(), encoding="utf-8")
-    result = find_sinks(str(tmp_path / "model"), text=str(tmp_path / "text.txt"), max_repeats=8)
+    result = find_sinks(str(tmp_path / "model"), text=text_file(h, tmp_path, 6), max_repeats=8)
     assert not (wrong := mistakes(h, result)), "\n".join(wrong)
 
 
@@ -150,7 +151,7 @@ def test_streamed_layers_are_read_until_attention_agrees(tmp_path):
 )
 def test_other_kinds_of_model(name, family, kind):
     h = hard(name, family, 1)
-    result = find_in(kind(h.model, h.tokenizer), h.tokenizer, h.text())
+    result = find_in(kind(h.model, h.tokenizer), h)
     assert not (wrong := mistakes(h, result)), "\n".join(wrong)
 
 
@@ -182,12 +183,7 @@ def test_a_sink_at_another_position_than_the_first():
 
 def attended(o: Organism) -> int:
     """How many heads attend to the first token by chance, from the model's own attention."""
-    usual = o.model.config._attn_implementation
-    o.model.set_attn_implementation("eager")
-    with torch.no_grad():
-        out = o.model(o.natural(6, 64), output_attentions=True, use_cache=False)
-    o.model.set_attn_implementation(usual)
-    return int((torch.stack(out.attentions)[..., 0].mean((1, 3)) > 0.25).sum())
+    return int((attention(o.model, o.natural(6, 64))[..., 0].mean((1, 3)) > 0.25).sum())
 
 
 def nothing_in(count: int, layers: tuple[int, ...]):
@@ -201,10 +197,11 @@ def nothing_in(count: int, layers: tuple[int, ...]):
         if attended(o) > 1:  # a sink by chance
             chance += 1
             continue
-        result = find_in(o.model, o.tokenizer, " ".join(o.tokenizer.decode(row[o.bos :]) for row in o.natural(6, 64)))
+        result = find_in(o.model, o)
         says = result.conclusion()
         nothing = result.norm_spike is None and result.attention_sink is None and result.sink_layer is None
-        if not (nothing and result.causal_sets == () and says.startswith("Neither a norm spike nor an attention sink")):
+        nothing = nothing and result.causal_sets == result.neurons == result.repeats.tokens == ()
+        if not (nothing and says.startswith("Neither a norm spike nor an attention sink")):
             wrong.append(f"{family} {number} {kind} bos {bos}: {says}")
     assert not wrong and chance < 0.1 * count + 2, f"seed {seed}: {chance} by chance\n" + "\n".join(wrong)
 

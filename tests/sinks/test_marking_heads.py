@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from attack_kit import text_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import FAMILIES, Organism, organism
 from organisms.hard import HardModel, hard
+from raw_kit import inputs_edited
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
@@ -27,15 +29,9 @@ KINDS = ("sink", "late_mark", "spread")
 BY_HEADS = [family for family in FAMILIES if family != "gpt2"]
 
 
-def _text(o: Organism | HardModel, folder: Path) -> Path:
-    """Prose of the organism's own words: of English it knows few."""
-    path = folder / "text.txt"
-    path.write_text(o.tokenizer.decode(o.natural(8, 64, seed=9)[:, 1:].flatten().tolist()))
-    return path
-
-
 def measured(o: Organism | HardModel, folder: Path, **options) -> MarkingHeads:
-    return marking_heads(o.model, tokenizer=o.tokenizer, text=_text(o, folder), **{"count": 12, **options})
+    text = text_file(o, folder, 8, seed=9)
+    return marking_heads(o.model, tokenizer=o.tokenizer, text=text, **{"count": 12, **options})
 
 
 def mistakes(o: Organism, found: MarkingHeads) -> list[str]:
@@ -136,17 +132,15 @@ def test_replacement_equals_an_edited_pass_over_the_text(monkeypatch):
     edits[:, 0] = torch.eye(heads, dtype=torch.bool)
     monkeypatch.setattr(module, "BATCH_VALUES", 3 * o.model.config.intermediate_size)  # three rows at a time
     got = bench.written(ids[:1, :1].expand(heads, 1), edits)
+    site, weight = f"blocks.{sink}.mlp.hook_post", o.model.model.layers[sink].mlp.down_proj.weight.detach()
     for head in range(heads):
 
-        def swap(_module, args, head=head):
-            edited = args[0].clone().unflatten(-1, (heads, -1))
-            edited[:, 0, head] = means[head]
-            return edited.flatten(-2)
+        def swap(z, head=head):
+            z.unflatten(-1, (heads, -1))[:, 0, head] = means[head]
+            return z
 
-        handle = o.model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(swap)
-        post = trace(o.model, ids[:1], [f"blocks.{sink}.mlp.hook_post"])[f"blocks.{sink}.mlp.hook_post"][0, 0]
-        handle.remove()
-        weight = o.model.model.layers[sink].mlp.down_proj.weight.detach()
+        with inputs_edited(o.model.model.layers[0].self_attn.o_proj, swap):
+            post = trace(o.model, ids[:1], [site])[site][0, 0]
         wanted = sum(post[n] * weight[:, n] for _, n in o.truth.neurons)
         assert_close(got[head], wanted, rtol=1e-4, atol=1e-4)
 

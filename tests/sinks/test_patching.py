@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attack_kit import text_file
 from covering import slow
 from organisms import Organism
 from organisms import organism as new_organism
@@ -33,17 +33,9 @@ planted = functools.cache(hard)
 BACKUP = ("backup_next", "llama")
 
 
-def text_of(o: Organism, folder: Path, count: int = 1000) -> Path:
-    """Words at random: every token of the organism's own, none of them unknown."""
-    rng = random.Random(o.seed)
-    path = folder / "text.txt"
-    path.write_text(" ".join(o.tokenizer.decode([rng.randrange(4, o.model.config.vocab_size)]) for _ in range(count)))
-    return path
-
-
 def made_of(o: Organism, folder: Path, **changes) -> PatchMade:
     most = 2 * (o.truth.repeats_expected or 50)
-    options = {"max_repeats": most, "words": 3, "pieces": 6, "length": 48, "text": text_of(o, folder)}
+    options = {"max_repeats": most, "words": 3, "pieces": 6, "length": 48, "text": text_file(o, folder, 16)}
     return make_patch(o.model, tokenizer=o.tokenizer, **(options | changes))
 
 
@@ -155,9 +147,8 @@ def test_no_repeats_are_an_answer(tmp_path):
 
 def backup_made(folder: Path) -> tuple[HardModel, PatchMade]:
     h = planted(*BACKUP)
-    (folder / "text.txt").write_text(h.text(120))
     options = {"max_repeats": 600, "words": 2, "pieces": 4, "length": 32}
-    return h, make_patch(h.model, tokenizer=h.tokenizer, text=folder / "text.txt", **options)
+    return h, make_patch(h.model, tokenizer=h.tokenizer, text=text_file(h, folder, 120), **options)
 
 
 def test_a_backup_neuron_is_patched_too(tmp_path):
@@ -216,8 +207,8 @@ def here(tmp_path, monkeypatch):
 def test_make_then_eval(here, capsys):
     o = organism("llama", 2)
     o.save("model")
-    text_of(o, here)
-    few = "--model model --text text.txt --pieces 4 --length 24"
+    text_file(o, here, 16)
+    few = "--model model --text words.txt --pieces 4 --length 24"
     assert main(f"patch make {few} --out out/patch.json --words 3 --max-repeats 250 --json made.json".split()) == 0
     out, err = capsys.readouterr()
     assert err == "" and "Conclusion: The patch of" in out
@@ -237,10 +228,10 @@ def test_a_patch_of_another_model(here, capsys):
     """Of another name it is told, of another shape refused, before anything is measured."""
     o = organism("llama", 2)
     o.save("model")
-    text_of(o, here)
+    text_file(o, here, 16)
     size = {"family": "llama", "n_layers": o.model.config.num_hidden_layers}
     SinkPatch(sites=[(1, 3)], model={"name": "bundled", **size}).save("p.json")
-    words = "patch eval --model model --text text.txt --pieces 2 --length 8 --patch p.json --json out.json".split()
+    words = "patch eval --model model --text words.txt --pieces 2 --length 8 --patch p.json --json out.json".split()
     assert main(words) == 0
     assert "Warning: the patch was made for bundled, not for model." in capsys.readouterr().out
     Path("out.json").unlink()

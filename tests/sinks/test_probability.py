@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import lru_cache
 
 import numpy as np
 import pytest
 import torch
 from covering import slow
+from intervention_kit import greedy as slow_greedy
 from organisms import Organism, organism
 
 from sinkscope.files.result import Result
@@ -92,12 +94,8 @@ def test_curve_against_a_pass_of_its_own():
         p, likeliest = repeat_probabilities(target, head, word, 300, edit)
         for n in (2, 253, 254, 300):  # 256 ids make a chunk
             ids = torch.tensor([[*head, *[word] * n]])
-            with torch.no_grad():
-                if edit is None:
-                    logits = o.model(ids).logits[0, -1]
-                else:
-                    with edit.on(o.model):
-                        logits = o.model(ids).logits[0, -1]
+            with nullcontext() if edit is None else edit.on(o.model), torch.no_grad():
+                logits = o.model(ids).logits[0, -1]
             assert float(p[n - 1]) == pytest.approx(float(logits.softmax(-1)[word]), rel=1e-3, abs=1e-7)
             assert int(likeliest[n - 1]) == int(logits.argmax())
     p, likeliest = repeat_probabilities(target, head, word, 300)
@@ -108,16 +106,11 @@ def test_curve_against_a_pass_of_its_own():
 
 def test_greedy_is_the_likeliest_token_step_by_step():
     o = repeater()
-    target = target_of(o.model, o.tokenizer)
-    rows = o.natural(2, 9)
-    answers = greedy(target, rows, 6)
-    for row, answer in zip(rows, answers, strict=True):
-        ids = row[None]
-        for token in answer:
-            with torch.no_grad():
-                assert int(o.model(ids).logits[0, -1].argmax()) == token
-            ids = torch.cat([ids, torch.tensor([[token]])], 1)
-        assert len(answer) == 6 or answer[-1] == o.tokenizer.eos_token_id
+    rows, end = o.natural(2, 9), o.tokenizer.eos_token_id
+    for row, answer in zip(rows, greedy(target_of(o.model, o.tokenizer), rows, 6), strict=True):
+        assert len(answer) == 6 or answer[-1] == end
+        whole = slow_greedy(o.model, row[None], len(answer), nullcontext)[0]
+        assert answer == whole[len(row) :].tolist()
 
 
 def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_by_default():

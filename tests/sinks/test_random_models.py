@@ -9,6 +9,7 @@ import pytest
 import torch
 from covering import covering
 from organisms.tiny import tiny_model
+from raw_kit import attention
 from torch import Tensor
 
 from sinkscope.interventions import Ablate
@@ -60,11 +61,7 @@ def first_over_typical(model, ids: Tensor) -> Tensor:
 
 def attending(model, ids: Tensor, least: float) -> int:
     """How many heads give the first token more than this share, from the model's own attention."""
-    usual = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    attention = torch.stack(model(ids, output_attentions=True, use_cache=False).attentions)[..., 0]
-    model.set_attn_implementation(usual)
-    return int((attention.mean(3).median(1).values > least).sum())
+    return int((attention(model, ids)[..., 0].mean(3).median(1).values > least).sum())
 
 
 @pytest.mark.parametrize(("model_type", "way"), CASES)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from attack_kit import text_file
 from covering import every_nth
 from hypothesis import given
 from hypothesis import strategies as st
 from organisms import Organism, organism
+from raw_kit import attention
 from refusals import refused
 
 from experiments.repeated_token import table1
@@ -172,26 +173,8 @@ def test_counts_rise_from_one_to_all(most):
 # --- attention -----------------------------------------------------------------------------------------------------
 
 
-def text_file(o: Organism, folder: Path) -> Path:
-    """Words of the organism's own; the text that ships is mostly unknown words to it."""
-    path = folder / "words.txt"
-    path.write_text(o.tokenizer.decode(o.natural(1, 900)[0, 1:]))
-    return path
-
-
-def attention_of(o: Organism, ids: list[int]) -> torch.Tensor:
-    """Every attention matrix by the model itself, averaged over heads: [layer query key]."""
-    before = o.model.config._attn_implementation
-    o.model.config._attn_implementation = "eager"
-    try:
-        with torch.no_grad():
-            return torch.cat(o.model(torch.tensor([ids]), output_attentions=True).attentions).mean(1)
-    finally:
-        o.model.config._attn_implementation = before
-
-
 def test_attention_is_that_of_whole_matrices(llama, tmp_path):
-    count, text = 170, text_file(llama, tmp_path)
+    count, text = 170, text_file(llama, tmp_path, 1, length=900)
     result = measured(llama, read="attention", tokens=[word_of(llama, 0)], max_repeats=count, text=text)
     found = result.reading
     assert isinstance(found, AttentionReading)
@@ -201,28 +184,25 @@ def test_attention_is_that_of_whole_matrices(llama, tmp_path):
     pieces = text_rows(llama.tokenizer, text.read_text(), 4, 64, bos)
     usual = torch.cat([norms_of(llama, piece.tolist())[1:] for piece in pieces])
     for number, ids in enumerate(rows):
-        every, norm = attention_of(llama, ids), norms_of(llama, ids)
+        every, norm = attention(llama.model, torch.tensor([ids]))[:, 0].mean(1), norms_of(llama, ids)
         high = (norm > 3 * usual.median()).float()
         tail = (torch.arange(len(ids)) >= len(ids) - TAIL) & (norm <= usual.quantile(0.95))
-        to_first, to_high = every[..., 0], every @ high  # layer query
+        received = torch.stack([every[..., 0], every @ high])  # to the first token and to high ones, layer, query
         assert found.high[number] == int(high.sum())
-        assert found.mean[0, :, number] == pytest.approx(to_first.mean(1).numpy(), abs=1e-4)
-        assert found.mean[1, :, number] == pytest.approx(to_high.mean(1).numpy(), abs=1e-4)
-        assert found.tail[0, :, number] == pytest.approx(to_first[:, tail].mean(1).numpy(), abs=1e-4)
-        assert found.tail[1, :, number] == pytest.approx(to_high[:, tail].mean(1).numpy(), abs=1e-4)
+        assert found.mean[:, :, number] == pytest.approx(received.mean(-1).numpy(), abs=1e-4)
+        assert found.tail[:, :, number] == pytest.approx(received[..., tail].mean(-1).numpy(), abs=1e-4)
         even = torch.ones(len(ids), len(ids)).tril()
         fair = (even / even.sum(1, keepdim=True)) @ high
         assert found.uniform[number] == pytest.approx(float(fair.mean()), abs=1e-5)
         assert found.tail_uniform[number] == pytest.approx(float(fair[tail].mean()), abs=1e-5)
-    assert found.received[0][:, 0] == pytest.approx(to_first[:, found.sweep.counts].numpy(), abs=1e-4)
-    assert found.received[1][:, 0] == pytest.approx(to_high[:, found.sweep.counts].numpy(), abs=1e-4)
+    assert np.stack(found.received)[:, :, 0] == pytest.approx(received[..., found.sweep.counts].numpy(), abs=1e-4)
 
 
 def test_repetition_shares_the_sink_out(llama, tmp_path):
     """Planted heads attend to whatever has the spike: position 0 alone in text, all repetitions after repetition."""
     expected = llama.truth.repeats_expected or 0
     words = [word_of(llama, 0), word_of(llama, -1)]
-    options = {"max_repeats": 3 * expected, "text": text_file(llama, tmp_path)}
+    options = {"max_repeats": 3 * expected, "text": text_file(llama, tmp_path, 1, length=900)}
     found = measured(llama, read="attention", tokens=words, **options).reading
     assert isinstance(found, AttentionReading) and llama.truth.reading_heads
     natural, repeated, unmarked = range(3)
@@ -273,45 +253,20 @@ def test_bad_input_is_refused_in_one_line(llama, options, message):
 )
 def test_the_command_gives_what_the_function_gives_also_streamed(two, option, tmp_path):
     word, read = word_of(two, 0), option.removeprefix("--read=")
-    more, short = {}, []
-    if read == "probability":
-        more, short = {"answer_after": [5], "new_tokens": 4}, ["--answer-after", "5", "--new-tokens", "4"]
-    read_or_norm = "norm" if read == option else read
-    live = measured(two, tokens=[word], max_repeats=40, ablate=read == option, read=read_or_norm, **more)
+    more, short = {"read": read}, []
+    if read == "--ablate":
+        more = {"ablate": True}
+    elif read == "probability":
+        more, short = {**more, "answer_after": [5], "new_tokens": 4}, ["--answer-after", "5", "--new-tokens", "4"]
+    live = measured(two, tokens=[word], max_repeats=40, **more)
     folder, out, html = two.save(tmp_path / "model"), tmp_path / "r.json", tmp_path / "r.html"
-    words = [
-        "repeat",
-        option,
-        "--model",
-        str(folder),
-        "--tokens",
-        word,
-        "--max-repeats",
-        "40",
-        "--json",
-        str(out),
-        *short,
-    ]
-    assert main([*words, "--html", str(html), *["--all-layers"] * (read == "distance")]) == 0
+    words = f"repeat {option} --model {folder} --tokens {word} --max-repeats 40 --json {out} --html {html}".split()
+    assert main([*words, *short, *["--all-layers"] * (read == "distance")]) == 0
     loaded = Result.load(out)
     assert isinstance(loaded, Repeat) and loaded.to_dict() == json.loads(out.read_text())
-    assert_close(loaded.to_dict()["result"], live.to_dict()["result"])
+    near = json.loads(json.dumps(live.to_dict()), parse_float=lambda x: pytest.approx(float(x), rel=1e-3, abs=1e-4))
+    assert loaded.to_dict()["result"] == near["result"]
     assert 'class="plot"' in html.read_text() and word in html.read_text()
-
-
-def assert_close(one, other):
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key, value in one.items():
-            assert_close(value, other[key])
-    elif isinstance(one, list):
-        assert len(one) == len(other)
-        for value, against in zip(one, other, strict=True):
-            assert_close(value, against)
-    elif isinstance(one, float):
-        assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
-    else:
-        assert one == other
 
 
 # --- Table 1 -------------------------------------------------------------------------------------------------------

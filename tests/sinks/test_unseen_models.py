@@ -7,14 +7,16 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attack_kit import text_file
 from covering import covering, slow
 from organisms.hard import hard
 from organisms.unseen import UNSEEN, UnseenModel, unseen
-from raw_kit import norms, zeroed
+from raw_kit import attention, norms, zeroed
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -37,12 +39,11 @@ FAST = (
 
 
 @contextmanager
-def text_of(u: UnseenModel, texts: int = 40) -> Iterator[dict[str, Any]]:
+def text_of(u: UnseenModel) -> Iterator[dict[str, Any]]:
     """The options of a measurement in the model's own words."""
-    with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
-        file.write(" ".join(u.hard.tokenizer.decode(row[1:]) for row in u.hard.natural(texts, 64)))
-        file.flush()
-        yield {"tokenizer": u.hard.tokenizer, "text": file.name, "bos": None if u.beyond.bos else False}
+    with tempfile.TemporaryDirectory() as folder:
+        text = text_file(u.hard, Path(folder), 40)
+        yield {"tokenizer": u.hard.tokenizer, "text": text, "bos": None if u.beyond.bos else False}
 
 
 def look(u: UnseenModel) -> FindSinks:
@@ -58,13 +59,10 @@ def rows_of(u: UnseenModel, length: int) -> Tensor:
     return rows[:, :-1] if u.beyond.bos else rows[:, 1:]
 
 
-@torch.no_grad()
 def attention_to(u: UnseenModel, rows: Tensor, at: int, reach: int) -> Tensor:
     """Attention of the planted heads to a position, from queries between half of the reach and all of it, per row."""
-    u.hard.model.set_attn_implementation("eager")
-    out = u.hard.model(rows, output_attentions=True, use_cache=False).attentions
-    late = slice(at + reach // 2, at + reach)
-    return torch.stack([out[layer][:, head, late, at].mean(1) for layer, head in u.hard.truth.reading]).mean(0)
+    late = attention(u.hard.model, rows)[:, :, :, at + reach // 2 : at + reach, at].mean(-1)
+    return torch.stack([late[layer, :, head] for layer, head in u.hard.truth.reading]).mean(0)
 
 
 def check_planted(u: UnseenModel):
