@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, reduce
 from operator import or_
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,8 +180,7 @@ def test_true_positions_of_padded_chunks(lengths, cuts, left, masked):
         part = slice(width - n, width) if left else slice(0, n)
         real[row, part] = True
         want[row, part] = torch.arange(n)
-    tracker, held = Tracker(target_of(tiny_llama())), SimpleNamespace(seen=0)
-    held.get_seq_length = lambda: held.seen
+    tracker, held = Tracker(target_of(tiny_llama())), FakeCache()
     got, start = [], 0
     for size in [*cuts, width]:
         stop = min(width, start + size)
@@ -197,6 +195,13 @@ def test_true_positions_of_padded_chunks(lengths, cuts, left, masked):
     # A token without mask comes after all real ones.
     call = tracker.begin(torch.full((len(lengths), 1), 7), None, None, held)
     assert call.index.flatten().tolist() == lengths
+
+
+class FakeCache:
+    seen = 0
+
+    def get_seq_length(self) -> int:
+        return self.seen
 
 
 def shape_mask(real: Tensor, start: int, stop: int, kind: str):

@@ -14,6 +14,7 @@ from checkpoints import checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from organisms import tiny_model
+from refusals import refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
@@ -34,11 +35,12 @@ def shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def cut(keep: Callable[[int], int]) -> Callable[[Path], Any]:
+def cut(keep: int) -> Callable[[Path], Any]:
+    """The first bytes of a file, or all but the last ones."""
+
     def change(folder: Path):
         file = shards(folder)[1]
-        with file.open("r+b") as f:
-            f.truncate(keep(file.stat().st_size))
+        file.write_bytes(file.read_bytes()[:keep])
 
     return change
 
@@ -49,7 +51,7 @@ def rewrite(content: bytes, name: str = "") -> Callable[[Path], Any]:
 
 def only_weights(*names: str) -> Callable[[Path], Any]:
     def change(folder: Path):
-        for file in [*shards(folder), folder / INDEX]:
+        for file in folder.glob("model*"):
             file.unlink()
         for name in names:
             (folder / name).write_bytes(b"GGUF")
@@ -66,12 +68,10 @@ def shards_of_other_index(folder: Path):
     a.write_bytes(b.read_bytes())
 
 
-BIN_INDEX = json.dumps({"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}).encode()
-
-
 def bin_without_shard(folder: Path):
     only_weights()(folder)
-    (folder / "pytorch_model.bin.index.json").write_bytes(BIN_INDEX)
+    index = {"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,10 @@ def bin_without_shard(folder: Path):
         (bin_without_shard, "lacks pytorch_model-00001-of-00001.bin, .*1 of 1 shards", "missing-shard"),
         (shards_of_other_index, f"model-00001-of-.* lacks tensor '.*', which {INDEX} places there", "missing-shard"),
         (rewrite(b"[]", INDEX), "has no weight_map", "missing-shard"),
-        (cut(lambda size: size - 100), r"model-00002-of-.* is damaged: 100 bytes are missing", "truncated-safetensors"),
-        (cut(lambda size: 100), r"model-00002-of-.* is damaged: at least \d+", "truncated-safetensors"),
-        (cut(lambda size: 8), r"model-00002-of-.* is damaged: at least \d+", "truncated-safetensors"),
-        (cut(lambda size: 0), r"model-00002-of-.* is damaged: at least 8 bytes", "truncated-safetensors"),
+        (cut(-100), r"model-00002-of-.* is damaged: 100 bytes are missing", "truncated-safetensors"),
+        (cut(100), r"model-00002-of-.* is damaged: at least \d+", "truncated-safetensors"),
+        (cut(8), r"model-00002-of-.* is damaged: at least \d+", "truncated-safetensors"),
+        (cut(0), r"model-00002-of-.* is damaged: at least 8 bytes", "truncated-safetensors"),
         (rewrite(b"version https://git-lfs.github.com/spec/v1\n"), "Git LFS pointer.*git lfs pull", None),
         (rewrite(b"<!doctype html><html>no such page</html>"), "header is not JSON", "bad-safetensors-header"),
         (rewrite((7).to_bytes(8, "little") + b"{'a':1}"), "header is not JSON", "bad-safetensors-header"),
@@ -99,9 +99,8 @@ def bin_without_shard(folder: Path):
 def test_what_is_wrong_is_named(folder, change, message, page):
     check_folder(folder)
     change(folder)
-    with pytest.raises(SinkscopeError, match=message) as caught:
+    with refused(message) as caught:
         check_folder(folder)
-    assert "\n" not in str(caught.value)
     assert page is None or caught.value.page == page
     assert caught.value.page is None or (Path("docs/errors") / f"{caught.value.page}.md").is_file()
 
@@ -181,15 +180,15 @@ def test_fingerprint_of_a_large_file_reads_little_of_it(tmp_path):
     save_file({f"layers.{i}.w": torch.zeros(1 << 20) for i in range(8)}, tmp_path / "model.safetensors")
     before = bytes_read()
     fingerprint(tmp_path)
-    assert 10_000 < bytes_read() - before < 1 << 21
+    assert 500 < bytes_read() - before < 1 << 21
 
 
 def test_fingerprint_of_live_models():
-    model = tiny_model("llama")[0]
-    first = fingerprint(model)
-    assert first == fingerprint(tiny_model("llama")[0]) != fingerprint(tiny_model("llama", seed=3)[0])
+    first = fingerprint(tiny_model("llama")[0])
+    assert first == fingerprint(tiny_model("llama")[0])
+    changed = tiny_model("llama")[0]
     with torch.no_grad():
-        changed = tiny_model("llama")[0]
         changed.model.layers[1].mlp.down_proj.weight.mul_(1.001)
-    assert fingerprint(changed) != first
-    assert first != fingerprint(tiny_model("llama", num_hidden_layers=2)[0]) != fingerprint(model.half())
+    smaller = tiny_model("llama", num_hidden_layers=2)[0]
+    for other in (changed, smaller, tiny_model("llama", seed=3)[0], tiny_model("llama")[0].half()):
+        assert fingerprint(other) != first

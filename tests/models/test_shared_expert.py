@@ -39,15 +39,11 @@ def _inside(target: Target, family: str) -> tuple[torch.Tensor, torch.Tensor]:
     return seen["post"], seen.get("weight", torch.ones(IDS.numel(), 1))
 
 
-def _everywhere(target: Target):
-    return view_layer(target, LAYER, IDS, torch.ones_like(IDS, dtype=torch.bool))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_all_neurons_write_is_what_the_mlp_gives(family):
     """Routed ones first, `expert * d_mlp + neuron`, shared ones behind them; each weight as the model applies it."""
     target, (_, width, shared) = target_of(tiny_model(family)[0]), FAMILIES[family]
-    view = _everywhere(target)
+    view = view_layer(target, LAYER, IDS, torch.ones_like(IDS, dtype=torch.bool))
     assert view.post.shape[1] == 4 * width + shared and view.routing is not None
     cols = columns(target, LAYER, torch.arange(view.post.shape[1]))
     assert_close(view.post @ cols, view.mlp, atol=2e-6, rtol=1e-4)

@@ -30,17 +30,12 @@ def measured(model, tokenizer, count: int, **options) -> Repeat:
 
 
 def reading_of(o: Organism, count: int, **options) -> DistanceReading:
-    return read_of(measured(o.model, o.tokenizer, count, **options))
+    return measured(o.model, o.tokenizer, count, **options).reading
 
 
 def tiny_reading(family: str, count: int, words: list[str] | None = None, **config) -> DistanceReading:
     model, tokenizer = tiny_model(family, **config)
-    return read_of(measured(model, tokenizer, count, tokens=words))
-
-
-def read_of(result: Repeat) -> DistanceReading:
-    assert isinstance(result.reading, DistanceReading)
-    return result.reading
+    return measured(model, tokenizer, count, tokens=words).reading
 
 
 @settings(max_examples=3)
@@ -61,7 +56,7 @@ def test_bound_and_distance_by_hand(family):
     """Per head from the eager attention, the value projection and W_O; Lemma D.1's own sum over the prefix."""
     o, count = organism(family, 1), 60
     result = measured(o.model, o.tokenizer, count, prefix="poem book", tokens=["cat"])
-    found = read_of(result)
+    found = result.reading
     sweep = found.sweep
     start = o.tokenizer("poem book")["input_ids"]
     ids = torch.tensor([start + list(sweep.ids[0]) * count])
@@ -91,7 +86,7 @@ def test_bound_and_distance_by_hand(family):
 def test_one_pass_is_n_passes(family):
     o = organism(family, 2)
     result = measured(o.model, o.tokenizer, 33, tokens=["cat", "dog"], prefix="poem book")
-    found = read_of(result)
+    found = result.reading
     sweep = found.sweep
     layers = (0, o.model.config.num_hidden_layers - 1)
     sites = [f"blocks.{layer}.hook_attn_out" for layer in layers]
@@ -121,7 +116,7 @@ def test_absolute_positions_are_outside_and_do_not_vanish(family):
 def test_outside_the_window_the_distance_is_zero():
     model, tokenizer = tiny_model("mistral")  # a window of 16
     result = measured(model, tokenizer, 40, tokens=["cat"])
-    found = read_of(result)
+    found = result.reading
     sweep = found.sweep
     assert found.outside is not None and "window of 16" in found.outside and np.isnan(found.bound).all()
     assert ((found.distance[0, 0] < 1e-5 * found.alone[0, 0]) == (sweep.counts >= 16)).all()
@@ -145,7 +140,7 @@ def test_the_distance_of_marked_tokens_falls_at_every_step():
     o = organism("llama", 3)
     # BOS alone: a marking head gives it odds / (odds + n), odds at most 80
     result = measured(o.model, o.tokenizer, 1300, prefix="", tokens=["dog", "bla"])
-    found = read_of(result)
+    found = result.reading
     sweep = found.sweep
     marked = [row for row, ids in enumerate(sweep.ids) if o.truth.groups[ids[0]] >= 0]
     assert marked and (np.diff(found.distance[0, marked]) < 0).all()
@@ -155,15 +150,15 @@ def test_the_distance_of_marked_tokens_falls_at_every_step():
 def test_the_papers_words_and_prefix_are_the_defaults():
     o = organism("llama", 3)
     result = measured(o.model, o.tokenizer, 5)
-    assert read_of(result).sweep.tokens == ("cat", "dog", "the", "bla")
+    assert result.reading.sweep.tokens == ("cat", "dog", "the", "bla")
     assert result.settings["prefix"] == "some prefix:"
-    assert read_of(measured(copy.deepcopy(o.model).bfloat16(), o.tokenizer, 20)).holds
+    assert measured(copy.deepcopy(o.model).bfloat16(), o.tokenizer, 20).reading.holds
 
 
 def test_from_disk_only_the_first_layer_is_read(tmp_path):
     o = organism("gemma2", 4)
     folder = o.save(tmp_path / "m")
-    first = read_of(repeat(str(folder), read="distance", max_repeats=30, tokens=["cat"], dtype="float32"))
+    first = repeat(str(folder), read="distance", max_repeats=30, tokens=["cat"], dtype="float32").reading
     live = reading_of(o, 30, tokens=["cat"])
     assert first.holds and len(first.distance) == 1
     np.testing.assert_allclose(first.distance[0], live.distance[0], rtol=1e-3, atol=1e-4)

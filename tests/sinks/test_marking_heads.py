@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from organisms import FAMILIES, Organism, organism
 from organisms.hard import HardModel, hard
 from raw_kit import inputs_edited
+from sample_results import NEURONS
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token import marking_heads as module
 from sinkscope.sinks.first_token.marking_heads import MarkingHeads, Replacement, marking_heads
-from sinkscope.sinks.first_token.result import Neuron
 from sinkscope.trace.run import trace
 
 KINDS = ("sink", "late_mark", "spread")
@@ -112,18 +112,13 @@ def test_no_sentence_claims_what_its_numbers_do_not_carry(seed, tokens, layers, 
         assert marks is None or float(lost[0]) > float(lost[1])
 
 
-def _bench(o: Organism, ids: torch.Tensor) -> Replacement:
-    sites = [(n[0], n[1] if len(n) == 3 else None, n[-1]) for n in o.truth.neurons]
-    neurons = [Neuron(la, ex, ne, 1.0, 1.0, 1.0, None, 0.0, True, 0.0, None) for la, ex, ne in sites]
-    return Replacement.of(target_of(o.model, o.tokenizer), o.truth.sink_layer, neurons, ids)
-
-
 def test_replacement_equals_an_edited_pass_over_the_text(monkeypatch):
     """Rows of single tokens, each with its own edit, against a hook of our own on whole texts, one edit at a time."""
     o = organism("llama", 3)
     ids = o.natural(3, 20)
-    bench = _bench(o, ids)
     sink = o.truth.sink_layer
+    neurons = [replace(NEURONS[0], layer=layer, neuron=neuron) for layer, neuron in o.truth.neurons]
+    bench = Replacement.of(target_of(o.model, o.tokenizer), sink, neurons, ids)
     z = trace(o.model, ids, ["blocks.0.attn.hook_z"])["blocks.0.attn.hook_z"]
     means = z[:, 1:].flatten(0, 1).mean(0)
     assert_close(bench.means[0], means)

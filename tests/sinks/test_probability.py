@@ -60,12 +60,7 @@ def measured(**changes) -> Repeat:
 @lru_cache
 def plain(prefix: str = PREFIX) -> ProbabilityReading:
     """A reading, which no test can alter."""
-    return read_of(measured(prefix=prefix))
-
-
-def read_of(result: Repeat) -> ProbabilityReading:
-    assert isinstance(result.reading, ProbabilityReading)
-    return result.reading
+    return measured(prefix=prefix).reading
 
 
 @pytest.mark.parametrize("prefix", [slow(""), PREFIX])
@@ -117,7 +112,7 @@ def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_
     o = organism("llama", 0, kind="none")
     o.model.config.max_position_embeddings = 64
     result = repeat(o.model, tokenizer=o.tokenizer, read="probability", prefix="")
-    assert read_of(result).conditions == ("intact",)
+    assert result.reading.conditions == ("intact",)
     before = int(result.settings["bos"])
     assert result.settings["new_tokens"] == 16 and result.settings["answer_after"] == [64 - 16 - before]
     assert f"after {64 - 16 - before} repetitions" in result.summary()
@@ -128,7 +123,7 @@ def test_a_model_without_a_sink_is_measured_without_a_patch_and_a_small_context_
 def test_a_patch_that_is_given_is_used(tmp_path):
     SinkPatch(layer=1, neurons=[5], value=0.0).save(tmp_path / "p.json")
     result = measured(patch=tmp_path / "p.json", answer_after=[5], max_repeats=250, prefix="")
-    found = read_of(result)
+    found = result.reading
     assert found.neurons == ((1, 5),) and (1, 5) not in repeater().truth.neurons
     assert found.left[0] == found.left[1]  # no sink neuron: it diverges all the same
     assert Result.from_dict(result.to_dict()).to_dict() == result.to_dict()

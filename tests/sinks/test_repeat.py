@@ -22,7 +22,7 @@ from sinkscope.files.result import Result
 from sinkscope.models.text import text_rows, typical_text
 from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.layer_view import columns, norm_without, view_layer
-from sinkscope.sinks.repetition.attention import TAIL, AttentionReading
+from sinkscope.sinks.repetition.attention import TAIL
 from sinkscope.sinks.repetition.norm import NormReading
 from sinkscope.sinks.repetition.repeat import Repeat, repeat
 from sinkscope.sinks.repetition.sweep import Sweep, curve_counts
@@ -47,7 +47,6 @@ def measured(o: Organism, **options) -> Repeat:
 
 
 def norm_reading(result: Repeat) -> tuple[NormReading, Sweep]:
-    assert isinstance(result.reading, NormReading)
     return result.reading, result.reading.sweep
 
 
@@ -177,7 +176,6 @@ def test_attention_is_that_of_whole_matrices(llama, tmp_path):
     count, text = 170, text_file(llama, tmp_path, 1, length=900)
     result = measured(llama, read="attention", tokens=[word_of(llama, 0)], max_repeats=count, text=text)
     found = result.reading
-    assert isinstance(found, AttentionReading)
     bos = llama.tokenizer.bos_token_id
     natural = text_rows(llama.tokenizer, text.read_text(), 1, count + 1 + TAIL, bos)[0].tolist()
     rows = [natural, [bos, *found.sweep.ids[0] * count, *natural[-TAIL:]]]
@@ -204,7 +202,7 @@ def test_repetition_shares_the_sink_out(llama, tmp_path):
     words = [word_of(llama, 0), word_of(llama, -1)]
     options = {"max_repeats": 3 * expected, "text": text_file(llama, tmp_path, 1, length=900)}
     found = measured(llama, read="attention", tokens=words, **options).reading
-    assert isinstance(found, AttentionReading) and llama.truth.reading_heads
+    assert llama.truth.reading_heads
     natural, repeated, unmarked = range(3)
     assert found.high[natural] == found.high[unmarked] == 1 and found.high[repeated] > expected
     for layer, _ in llama.truth.reading_heads:
@@ -226,7 +224,7 @@ def test_a_model_without_a_sink_is_an_answer():
     assert "No MLP makes a norm spike" in norms.figure().layout.title.text
     attention = measured(o, read="attention", max_repeats=8)
     assert attention.sink_layer is None and "No MLP makes a norm spike" in str(attention)
-    assert isinstance(attention.reading, AttentionReading) and not attention.reading.high.any()
+    assert not attention.reading.high.any()
     assert np.isnan(attention.reading.mean[1]).all() and np.isfinite(attention.reading.mean[0]).all()
 
 

@@ -25,7 +25,6 @@ from sinkscope.sinks.attack.attack import cluster_attack
 from sinkscope.sinks.first_token.circuit import circuit
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 from sinkscope.sinks.first_token.marking_heads import marking_heads
-from sinkscope.sinks.repetition.norm import NormReading
 from sinkscope.sinks.repetition.repeat import repeat
 
 CASES = [(name, family, seed) for name, families in UNSEEN.items() for family in families for seed in range(2)]
@@ -238,6 +237,5 @@ def test_repeat_zeroes_the_set_that_find_sinks_names():
     u = UnseenModel(h, unseen("reads_the_mark", "llama").beyond)
     with text_of(u) as options:
         result = repeat(h.model, max_repeats=120, ablate=True, **options)
-    assert isinstance(result.reading, NormReading)
     assert set(result.reading.zeroed[1]) == set(h.truth.sets[0])
     assert float(result.reading.lost[1].max()) > 0.5
