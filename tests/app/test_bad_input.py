@@ -80,7 +80,6 @@ SPOILED = [  # entries of config.json, or what is done to the folder; what is sa
     (_written("config.json", "[1]"), ("config.json of m has no model_type", "give one")),
     ({"num_hidden_layers": "three"}, ("num_hidden_layers", "got str (value: 'three')", "config.json")),
     ({"num_hidden_layers": 0}, ("m has zero layers (num_hidden_layers is 0", "give a model")),
-    ({"num_hidden_layers": -2}, ("m has zero layers (num_hidden_layers is -2", "give a model")),
     ({"num_hidden_layers": 5}, ("m has tensors of 3 layers, but its config.json says 5 layers", "get")),
     ({"max_position_embeddings": -1}, ("max_position_embeddings is -1 in the config.json of m; expected a whole",)),
     ({"vocab_size": -1}, ("vocab_size is -1 in the config.json of m; expected a whole number from 1",)),
@@ -88,12 +87,10 @@ SPOILED = [  # entries of config.json, or what is done to the folder; what is sa
     ({"model_type": "made-up"}, ("'made-up', which transformers", "install a version that does")),
     ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, ("m is an encoder-only", "llama-2-7b or")),
     ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, ("m is a vision", "llama-2-7b")),
-    ({"model_type": "clip", "architectures": ["CLIPModel"], "vision_config": {}}, ("m is a vision", "llama-2-7b")),
     ({"model_type": "t5", "is_encoder_decoder": True}, ("m is an encoder-decoder model", "decoder-only")),
     ({"architectures": ["LlamaForSequenceClassification"]}, ("m is not a causal language model", "llama-2-7b")),
     ({"model_type": "\x1b[2Jgone"}, ("m",)),
     ({"num_hidden_layers": 10**9}, ("m",)),
-    ({"hidden_size": 10**12}, ("m",)),
     ({"vocab_size": 10**400}, ("m",)),
     (_written("config.json", "[" * 10**6), ("config.json is not a JSON file (it is nested too deeply)",)),
     (_cut, ("model.safetensors is damaged: 100 bytes are missing", "download it again")),
@@ -102,7 +99,7 @@ SPOILED = [  # entries of config.json, or what is done to the folder; what is sa
     (_pickle(b"\x80\x02cos\nsystem\n(S'touch ran'\ntR."), ("hold more than tensors", "convert them")),
     *(
         (_nan(name), (f"tensor {name}", "NaN", "download"))
-        for name in ("model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight", "model.norm.weight")
+        for name in ("model.layers.1.mlp.down_proj.weight", "model.norm.weight")
     ),
     (word_tokenizer(100).save_pretrained, ("has 100 tokens and the embedding 96", "use the")),
     (_written("tokenizer.json", "{}"), ("tokenizer of m cannot be read", "download its files again")),
@@ -177,7 +174,6 @@ def test_gguf_that_is_none(error, tmp_path):
     [
         (["--model", ""], ("the model name is empty", "hub id org/name")),
         (["--model", "./none"], ("no file or folder './none'", "give an existing one")),
-        (["--model", "none.gguf"], ("no file or folder 'none.gguf'", "give an existing one")),
         (["--model", "org/none"], ("config.json of org/none is not in the cache", "give a folder")),
         (["--bos"], ("--bos: the tokenizer", "use --no-bos")),
         (["--top-k", "5000"], ("--top-k 5000 is more than the", "give at most")),
@@ -200,7 +196,6 @@ def test_find_sinks_refuses(error, nobos, words, says):
         ("poem " * 5000, [], ("has 5000 tokens and", "shorten the prompt")),
         ("poem", ["--max-new-tokens", "99999"], ("99999 more are to come", "at most")),
         ("poem", ["--bos"], ("--bos: the tokenizer of nobos has no BOS token", "use --no-bos")),
-        ("poem", ["--temperature", "nan"], ("--temperature", "nan")),
     ],
 )
 def test_generate_refuses(error, nobos, tmp_path, prompt, words, says):

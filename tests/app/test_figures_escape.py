@@ -16,24 +16,10 @@ from sinkscope.bench.table import BenchGroup, BenchTable
 from sinkscope.files.result import Result
 
 CHOICES = {  # one of a few words, or packed numbers
-    "attacks.source",
     "contexts",
     "sources",
     "read",
-    "conditions",
-    "detections.attack",
-    "sequences.curves.condition",
-    "ablation.method",
-    "groups.position",
-    "heads.healthy_late.shares",
-    "heads.healthy_whole.shares",
-    "heads.whole.shares",
     "causal_sets.kind",
-    "later_sinks.set.kind",
-    "marking.place",
-    "picture.shares",
-    "shares.way",
-    "outputs.ended",
     "verdict",
 }
 BAD = "<img src=x onerror=alert(1)>"

@@ -49,14 +49,6 @@ def test_other_weights_are_no_false_alarm(seed):
         assert report.problem is None, (model_type, report)
 
 
-def test_what_a_bridge_does_not_run_is_named():
-    """TransformerLens splits fused projections and calls the parts."""
-    silent = {
-        t: probe(target_of(load(checkpoint(t), probe=False))).silent for t in ("llama", "gpt2", "gpt_neox", "phi3")
-    }
-    assert silent == {"llama": (), "gpt2": ("fused_qkv",), "gpt_neox": ("fused_qkv",), "phi3": ("fused_qkv", "up")}
-
-
 GAINS = [
     ("gemma2", "post_feedforward_layernorm", -1.0),  # gains are 1 + weight there
     ("gemma3_text", "post_feedforward_layernorm", -1.0),
