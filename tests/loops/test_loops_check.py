@@ -103,7 +103,7 @@ def test_fields_of_json_lines():
     [
         ("x.txt", "", "x.txt is empty: expected a text, or JSON lines"),
         ("x.jsonl", " \n\n", "x.jsonl is empty"),
-        ("x.jsonl", '{"text": "a"}\n\n{"text": \n', "x.jsonl line 3 is not JSON (expecting value at column 10): exp"),
+        ("x.jsonl", '{"text": "a"}\n\n{"text": \n', "x.jsonl line 3 is not JSON: give JSON lines with text"),
         ("x.jsonl", '{"text": "a"}\n[1, 2]\n', "x.jsonl line 2 has none of the fields tokens, output, text"),
         ("x.jsonl", '{"tokens": [1, -2]}\n', "x.jsonl line 1: tokens is [1, -2]: expected a string, or a list of"),
         ("x.jsonl", '{"text": 5}\n', "x.jsonl line 1: text is 5"),
