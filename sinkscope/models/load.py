@@ -23,6 +23,7 @@ from sinkscope.models.config import (
     causal_class,
     check_finite,
     check_vocabulary,
+    first_line,
     float32_by_default,
     parse_device,
     parse_dtype,
@@ -174,6 +175,8 @@ def open_tokenizer(model: str | os.PathLike[str] | None = None, revision: str | 
 
 def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[str, Any]) -> Any:
     hf, kind = unwrap(model)
+    if backend is None or backend == kind:
+        settings = {**settings, "tokenizer": tokenizer}
     for name, value in settings.items():
         if value is not None:
             raise SinkscopeError(
@@ -181,11 +184,6 @@ def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[st
                 "out, or give the name of the model"
             )
     if backend is None or backend == kind:
-        if tokenizer is not None:
-            raise SinkscopeError(
-                f"this {type(model).__name__} comes back as it is, so it cannot be given a tokenizer; pass tokenizer= "
-                "to the measurement instead"
-            )
         return model
     if kind != "hf":
         raise UnsupportedError(
@@ -278,7 +276,7 @@ def wrap(hf: Any, tokenizer: Any, backend: Backend) -> Any:
         return cls(hf, tokenizer=tokenizer, task="text-generation")
     except Exception as error:
         raise UnsupportedError(
-            f'{library} cannot wrap this {hf.config.model_type} model ({_first_line(error)}); backend="hf" can',
+            f'{library} cannot wrap this {hf.config.model_type} model ({first_line(error)}); backend="hf" can',
             page="backend-cannot",
         ) from error
 
@@ -345,7 +343,7 @@ def explained(source: ModelSource) -> Generator[None]:
 
 def _refusal(error: Exception, source: ModelSource) -> SinkscopeError:
     """What went wrong, and what to do."""
-    name, first = source.name, _first_line(error)
+    name, first = source.name, first_line(error)
     lacks_library = isinstance(error, ImportError)
     if is_out_of_memory(error):
         return SinkscopeError(
@@ -368,11 +366,3 @@ def _refusal(error: Exception, source: ModelSource) -> SinkscopeError:
     if lacks_library:
         remedy = "install what it asks for"
     return SinkscopeError(f"{name} could not be loaded: {type(error).__name__}: {first}; {remedy}", page="load-failed")
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of an error's message; if it ends in a colon, the next line too."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if lines[0].endswith(":"):
-        return " ".join(lines[:2])
-    return lines[0]

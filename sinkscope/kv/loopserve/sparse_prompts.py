@@ -136,8 +136,7 @@ class SparsePrompts:
         name: Name of the intervention, for errors.
         choose: Function that returns lines for `query [head query d_head]`, `key [kv_head key d_head]`, the factor on
             the scores and the layer.
-        dense_above: Share of computed cells above which a head is dense. None uses the kernel's default, and leaves
-            prompts on devices without a kernel of their own to the model's attention.
+        dense_above: Share of computed cells above which a head is dense. None uses the kernel's default.
         shortest: Prompts with fewer keys are read by the model's own attention.
         dense_rows: Number of queries at the end that attend to everything.
         held_out: Function of the numbers of queries and keys and the layer; it returns the indices of queries on which
@@ -243,16 +242,15 @@ class SparsePrompts:
 
         `flat` says whether every head of the layer was dense when lines were last chosen.
         """
-        keys, device = prompt.key.shape[2], prompt.query.device.type
+        keys = prompt.key.shape[2]
         cached = (view.pos[:, 0] >= 0).sum(-1)
         if bool((cached < self.shortest).all()):
             return f"fewer than {self.shortest} keys"
         if not self._may_pay(prompt.query[0], keys, flat):
             return f"{prompt.queries} new tokens are too few to pay for a choice of lines"
-        if device != "cpu" and self.dense_above is None:
-            why_no_kernel = missing("auto", prompt.query[0], prompt.value[0])
-            if why_no_kernel is not None:
-                return f"on {device} without Triton: {why_no_kernel}"
+        why_no_kernel = missing(prompt.query[0], prompt.value[0])
+        if why_no_kernel is not None:
+            return f"on {prompt.query.device.type}: {why_no_kernel}"
         if view.window is not None and keys > view.window:
             return "sliding window"
         if prompt.softcap is not None:
@@ -293,7 +291,7 @@ def _log_prompt(
 def line_limit(dense_above: float | None, query: Float[Tensor, "head query d_head"]) -> float:
     """Share of dense attention above which computing lines costs more than it saves: as given, or of the kernel."""
     if dense_above is None:
-        return dense_limit(query.shape[-1], "auto", query.device)
+        return dense_limit(query.shape[-1], query.device)
     return dense_above
 
 
