@@ -21,6 +21,7 @@ from sinkscope.files.jobs import check_workers
 from sinkscope.files.notation import head_name, listed, neuron_name
 from sinkscope.files.rate import wilson
 from sinkscope.files.result import Number
+from sinkscope.files.tables import Table
 from sinkscope.measure import Count, Hidden, Option, Result, Setup, measurement
 from sinkscope.measure.evidence import Evidence
 from sinkscope.measure.margin import margin_of
@@ -73,13 +74,13 @@ class ClusterAttack(Result):
         round_trip: Share of sequences that keep their ids when they are written as text and tokenized again.
     """
 
-    kind: ClassVar[str] = "attack"
-    glossary: ClassVar[dict[str, str]] = {
+    kind = "attack"
+    glossary: ClassVar = {
         "context": "what stands before: BOS, no BOS, or a chat template",
         "length": "tokens of the sequence",
     }
-    percent: ClassVar[tuple[str, ...]] = ("positions", "any", "most", "most_low", "most_high", "round_trip")
-    columns: ClassVar[tuple[str, ...]] = ("context", "length", "source", "positions", "any", "most", "first", "norm")
+    percent = ("positions", "any", "most", "most_low", "most_high", "round_trip")
+    columns = ("context", "length", "source", "positions", "any", "most", "first", "norm")
 
     sink_layer: int | None
     clusters: TokenClusters | None = None
@@ -128,7 +129,7 @@ class ClusterAttack(Result):
 
     def details(self) -> list[str]:
         """The clusters, and the share of positions that succeed at the length of the conclusion."""
-        lines: list[str] = []
+        lines = []
         if self.clusters is not None:
             clusters = self.clusters
             if self.best is not None:
@@ -145,22 +146,22 @@ class ClusterAttack(Result):
                 lines.append(f"Share of positions with a spike ({where}): {listed(named)}.")
         return lines
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """One row per context, length and source; without an attack, one per head that serves tokens."""
         if self.best is None:
             return self.cluster_rows()
         columns = {name: getattr(self, name) for name in ("positions", "any", "most", "first", "norm")}
         columns["round_trip"] = np.broadcast_to(self.round_trip, self.positions.shape)
-        table: list[dict[str, Any]] = []
+        table = []
         for row in unfolded(columns, context=self.contexts, length=self.lengths.tolist(), source=self.sources):
             if row["positions"] is not None:
                 interval = wilson(round(row["most"] * self.sequences), self.sequences)
                 table.append({**row, "most_low": interval.low, "most_high": interval.high})
         return table
 
-    def cluster_rows(self) -> list[dict[str, Any]]:
+    def cluster_rows(self) -> Table:
         """One row per head of layer 0 that serves tokens."""
-        table: list[dict[str, Any]] = []
+        table = []
         if self.clusters is not None:
             for head in self.clusters.heads:
                 tokens = len(self.clusters.tokens_of(head))
@@ -170,7 +171,7 @@ class ClusterAttack(Result):
 
     def numbers(self) -> list[Number]:
         """Success of the attack, and the tokens that one head serves."""
-        numbers: list[Number] = []
+        numbers = []
         if self.clusters is not None:
             served = np.isfinite(self.clusters.head)
             without = self.clusters.without_heads / len(self.clusters.ids)

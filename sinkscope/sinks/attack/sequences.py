@@ -37,7 +37,7 @@ def attack_contexts(setup: Setup, bos: bool | None, prefix: str | None) -> tuple
     start: tuple[int, ...] = ()
     if setup.bos is not None:
         start = (setup.bos,)
-    contexts: list[AttackContext] = []
+    contexts = []
     if start and bos is not False:
         contexts.append(AttackContext("BOS", start))
     if not start or bos is not True:
@@ -90,7 +90,7 @@ def drawn_sequences(pools: Mapping[int, Int[Tensor, " token"]], length: int, cou
     large = [pool for pool in pools.values() if len(pool) >= length]
     if not large:
         return torch.zeros(0, length, dtype=torch.long)
-    rows: list[Tensor] = []
+    rows = []
     for number in range(count):
         pool = large[number % len(large)]
         rows.append(pool[torch.randperm(len(pool), generator=generator)[:length]])

@@ -204,13 +204,13 @@ def _trace_sink(position: _Position, first_high: int | None, made_by_mlp: bool) 
         first_high: The first layer after which its norm stands out.
         made_by_mlp: Whether MLPs make its spike.
     """
-    steps: list[CircuitStep] = []
+    steps = []
     reading, spike = position.reading_effect(), position.norm_effect(position.layer)
     layer, sites = position.layer, position.sites
     readers: Readers | None = None
     if reading is not None and layer is not None:
         carried_by: tuple[str, ...] = ("spike",)
-        removing: list[Edit] = []
+        removing = []
         if sites:
             removing = [Edit(zero=members) for members in (sites, *position.random_neurons())]
         elif made_by_mlp:
@@ -270,7 +270,7 @@ def _first_sink(setup: Setup, sinks: FindSinks) -> _Position:
         if spike is not None and spike.plateau is not None:
             layer = spike.plateau[0]
         return _Position.of(setup, sinks, name, ids, 0, layer, ())
-    sites: list[tuple[int, ...]] = []
+    sites = []
     if sinks.causal_sets and (sinks.minimal is not None or not sinks.causal):  # else a set that is larger than its part
         sites += sinks.causal_sets[0].edit_sites
     sites += [neuron.site for neuron in sinks.causal if neuron.site not in sites]
@@ -285,7 +285,7 @@ def _later_sinks(setup: Setup, sinks: FindSinks) -> list[_Position]:
         for place in sinks.attention_sink.positions:
             if place.position:
                 places.setdefault(_place_name(place), place)
-    positions: list[_Position] = []
+    positions = []
     for name, place in list(places.items())[:LATER_SINKS]:
         sites: Sites = ()
         if isinstance(place, LaterSink) and place.set is not None:
@@ -334,7 +334,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
     )
     if setup.target.adapter.learned_sinks:
         result = replace(result, **_learned_shares(first))
-    traced: list[SinkCircuit] = []
+    traced = []
     spike = sinks.norm_spike
     high = spike.plateau[0] if spike is not None and spike.plateau is not None else None
     attended = sinks.attention_sink is not None and sinks.attention_sink.positions[:1]
@@ -359,8 +359,8 @@ def _untested(target: Target) -> tuple[str, ...]:
 
 def _learned_shares(position: _Position) -> dict[str, float]:
     """Mean attention that the learned sink logits, and the first token, take."""
-    learned: list[float] = []
-    first: list[float] = []
+    learned = []
+    first = []
 
     def read(_layer: int, _first: int, probs: Float[Tensor, "text head query key"]) -> None:
         learned.append(float((1 - probs.sum(-1)).mean()))

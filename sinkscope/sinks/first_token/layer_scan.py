@@ -15,7 +15,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import Progress, silent
 from sinkscope.measure import Setup
-from sinkscope.models.again import LayerCall, keep_call
+from sinkscope.models.again import keep_call
 from sinkscope.models.target import (
     LayerInput,
     Target,
@@ -144,7 +144,7 @@ class LayerScan:
     @cached_property
     def shared_dims(self) -> list[int]:
         """Dimensions massive on all tokens, in the order found; none if a spike is visible with them included."""
-        massive: list[int] = []
+        massive = []
         for layer in self.layers:
             _, median, _ = layer.typical_norms
             if layer.first_norm > SPIKE_RATIO * median:
@@ -214,7 +214,7 @@ class LayerScan:
         if not self.spike_layers:
             return []
         least = STAGE_SHARE * max(self.first_norm)
-        stages: list[int] = []
+        stages = []
         for number, layer in enumerate(self.layers):
             along = float(layer.written @ self.direction)
             typically_along = float((layer.sample @ self.direction).abs().median())
@@ -337,12 +337,12 @@ def scan_layers(
     Raises:
         SinkscopeError: A layer gives infinite or NaN norms.
     """
-    layers: list[LayerReading] = []
-    mlp_raw: list[float] = []
-    mlp_added: list[Tensor] = []
-    entered: list[Tensor] = []
-    wrapped: list[bool] = []
-    calls: list[LayerCall] = []
+    layers = []
+    mlp_raw = []
+    mlp_added = []
+    entered = []
+    wrapped = []
+    calls = []
 
     def by_row(tensor: Tensor) -> Float[Tensor, "row pos d_model"]:
         flat = tensor.detach().flatten(0, -2)  # some architectures run rows and positions together
@@ -393,7 +393,7 @@ def scan_layers(
             target.stop()
 
     adapter = target.adapter
-    hooks: list[tuple[Any, str, Any]] = []
+    hooks = []
     for number, layer in enumerate(target.layers):
         if target.has_neurons(number):
             hooks += target.on_mlp(number, mlp_done)
@@ -431,7 +431,7 @@ def norms_after(
 ) -> Float[Tensor, "row pos"]:
     """Norm of the residual stream after a layer at every position; the passes end at this layer."""
     site = f"blocks.{layer}.hook_resid_post"
-    batches = list[Tensor]()
+    batches = []
     done = 0
     for rows in ids.split(batch_size or len(ids)):
         batches.append(trace(target, rows, [site], "norm")[site])

@@ -136,7 +136,7 @@ class PositionEffect:
         effective = tuple(c for c, lost in zip(candidates, alone, strict=True) if lost >= bar)
         whole = self.smallest(candidates, alone)
         needed_alone = min(self.necessity([(component,) for component in whole]), default=0.0) >= NEEDED
-        chosen: list[Component] = []
+        chosen = []
         for member in whole:
             own = (member,)
             if member.kind == "attention":
