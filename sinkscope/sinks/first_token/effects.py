@@ -6,7 +6,7 @@ therefore read once for any number of edits, and every value that is written com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -65,6 +65,11 @@ class Edit(NamedTuple):
     def layers(self) -> list[int]:
         """The layers that are edited."""
         return [site[0] for site in self.zero] + [component.layer or 0 for component in self.swap]
+
+
+def one_by_one(components: Iterable[Component]) -> list[Edit]:
+    """Edits that replace one component each."""
+    return [Edit(swap=(component,)) for component in components]
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ class _SpikeSearch:
     context: SinkContext
     texts: TokenRows
     rows: Int[Tensor, " context_text"]
-    longer: TokenRows
+    longer: Int[Tensor, "other longer"]
     layer: int
     last: int
     heads: Heads
