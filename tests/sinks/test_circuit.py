@@ -30,7 +30,7 @@ from sinkscope.sinks.first_token.circuit_result import (
     Readers,
     SinkCircuit,
 )
-from sinkscope.sinks.first_token.effects import Component
+from sinkscope.sinks.first_token.effects import Component, one_by_one
 from sinkscope.sinks.first_token.position_effect import PositionEffect
 from sinkscope.trace.run import trace
 
@@ -190,10 +190,10 @@ def test_a_component_gives_a_position_what_it_gives_at_another():
     other, later = ids.clone(), ids.clone()
     other[:, 0], later[:, 5] = ids[:, 5], ids[:, 0]
     top, floor = norm(ids, 0), norm(ids, 5)
-    span, embedding = (top - floor).mean(), [(Component("token embedding"),)]
+    span, embedding = (top - floor).mean(), one_by_one([Component("token embedding")])
     assert effect.necessity(embedding) == pytest.approx([float((top - norm(other, 0)).mean() / span)], abs=1e-4)
     assert effect.sufficiency(embedding) == pytest.approx([float((norm(later, 5) - floor).mean() / span)], abs=1e-4)
-    assert np.isnan(effect.sufficiency([(Component("key bias"),)])).all()
+    assert np.isnan(effect.sufficiency(one_by_one([Component("key bias")]))).all()
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

@@ -245,7 +245,7 @@ def key_bias(target: Target, layer: int) -> Tensor | None:
         return None
     with suppress(UnsupportedError):  # the layout of the projection is not known
         (site,) = resolve(target, [f"blocks.{layer}.attn.hook_k"])
-        columns = site.cut(torch.arange(len(bias), dtype=torch.float32)).flatten().long()
+        columns = site.cut(torch.arange(len(bias), dtype=torch.float32, device=bias.device)).flatten().long()
         return torch.zeros_like(bias).index_copy(0, columns, bias.detach()[columns])
     return None
 
