@@ -24,7 +24,6 @@ from .hard import (
     _textbook,
     hard,
 )
-from .plant import MARK
 from .tokens import BOS, N_SPECIAL
 
 FURTHER = {}
@@ -119,17 +118,6 @@ def _far_position(b: _Build) -> Made:
     }
     truth = HardTruth(False, False, "position embedding", reading=reading)
     return truth, Further(at=100, says=says, never=("^Neither", "^No circuit"))
-
-
-@_further("gpt2", count=2, layers=(5, 6), behind=(2, 2))
-def _far_spike(b: _Build) -> Made:
-    truth = _textbook(b, note="Position 100 has a spike, whatever stands there.")
-    positions = b.views.positions
-    positions[[0, 100]] = positions[[100, 0]]
-    says = {
-        "find_sinks": ("^Norm spike and attention sink.*: {set} make the spike of position 100 of any text",),
-    }
-    return truth, Further(at=100, says=says, never=("^Neither", "^No circuit", "no norm stands out"))
 
 
 @_further("llama", "gemma2", layers=(6, 7))
@@ -235,23 +223,6 @@ def _turned(b: _Build) -> Made:
     return replace(truth, reading=reading), Further(says=says, never=("Before them", "It falls in"))
 
 
-@_further("llama", "neox", count=1, layers=(7, 8), behind=(4, 5))
-def _brief(b: _Build) -> Made:
-    """The layer behind the sink layer takes the spike away; only its heads read it."""
-    marking = b.mark()
-    way = b.surgeon().make_sink()
-    layer = b.plan.sink_layer
-    fall = layer + 1
-    end = float(b.seen(b.views.layers[fall].block) @ way)
-    gate, _ = b.on(fall, way)
-    b.write(fall, b.spare[0], (gate, _full(b, fall, way)), -way, end, route=way)
-    truth = HardTruth(True, True, "spike", layer, (b.sites(),), reading=b.read([fall], way), marking=marking)
-    says = {
-        "find_sinks": ("^Norm spike and attention sink: {set} makes the spike that the heads attend to", "It falls in"),
-    }
-    return truth, Further(alone=tuple(b.sites()), says=says)
-
-
 @_further("neox", "llama", "gpt2")
 def _delimiter_alone(b: _Build) -> Made:
     """Only a delimiter has a spike; the first token is nothing."""
@@ -267,25 +238,6 @@ def _delimiter_alone(b: _Build) -> Made:
         "make_patch": ("^No patch was made",),
     }
     return HardTruth(False, False, None, later={b.delimiter: (site,)}), Further(heads=False, says=says)
-
-
-@_further("llama", count=1, marked=0.85)
-def _repeats_differ(b: _Build) -> Made:
-    """BOS trips one neuron; repeated tokens trip another, which writes three fifths."""
-    size, way, layer = b.size(b.plan.sink_layer), b.space.sinks[0], b.plan.sink_layer
-    flagged = b.tokens.clone()
-    flagged[:, 0] = BOS
-    b.views.embed[BOS] += MARK * b.flag
-    b.surgeon().mark_first()
-    b.write(layer, b.spare[0], b.on(layer, b.space.mark), way, 0.6 * size)
-    b.tokens = flagged
-    b.probe = type(b.probe)(b.model, b.views.layers, flagged)
-    site = b.write(layer, b.plan.neurons[0], b.on(layer, b.flag), way, size)
-    says = {
-        "find_sinks": ("^Norm spike and attention sink: {set} makes the spike", "Repetition trips other neurons"),
-        "repeat": ("{set} is not needed for the norm of repetitions",),
-    }
-    return _sink(b, way, (), sets=(frozenset({site}),)), Further(alone=(site,), repeats=900, says=says)
 
 
 def natural(model: HardModel, about: Further, count: int, length: int) -> torch.Tensor:

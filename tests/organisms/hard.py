@@ -566,27 +566,6 @@ def _delimiter(b: _Build) -> HardTruth:
     return replace(truth, later={b.delimiter: (site,)}, note="A delimiter is a second sink, by a neuron of its own.")
 
 
-@_kind(ALL, count=1)
-def _delimiter_shared(b: _Build) -> HardTruth:
-    """One neuron makes the spike of the first token and of a delimiter, and the same heads read both."""
-    where, layer = b.flag_delimiter(), b.plan.sink_layer
-    marking, way = b.mark(), b.space.sinks[0]
-    gate, up = b.on(layer, b.space.mark)
-    at = b.seen(b.views.layers[layer].mlp_norm, where)
-    gate = gate + b.plan.sharpness * b.flag / (at @ b.flag)
-    site = b.write(layer, b.plan.neurons[0], (gate, up), way, b.size(layer), route=b.space.mark)
-    view = b.views.layers[layer]
-    if view.router is not None:
-        view.router[b.plan.expert] += 12.0 * b.flag / (at @ b.flag)
-    return _sink(
-        b,
-        way,
-        marking,
-        later={b.delimiter: (site,)},
-        note="The neuron that makes the first token's spike makes a delimiter's, too.",
-    )
-
-
 @_kind(ALL)
 def _delimiter_no_spike(b: _Build) -> HardTruth:
     where = b.flag_delimiter()
@@ -667,12 +646,17 @@ def _embedding_spike(b: _Build) -> HardTruth:
     )
 
 
+def write_by_heads(b: _Build, way: Tensor) -> Marking:
+    """The heads of layer 0 that mark the first token also write a spike of the usual size along `way`."""
+    marking, layer, size = b.mark(), b.views.layers[0], b.size(0)
+    for head, _, slot in b.plan.slots:
+        layer.o[head, slot] += size * way
+    return marking
+
+
 @_kind(("llama", "neox", "mixtral"), odds=1e4)
 def _attention_spike(b: _Build) -> HardTruth:
-    marking, layer = b.mark(), b.views.layers[0]
-    size = b.size(0)
-    for head, _, slot in b.plan.slots:
-        layer.o[head, slot] += size * b.space.sinks[0]
+    marking = write_by_heads(b, b.space.sinks[0])
     return HardTruth(
         spike=True,
         sink=True,
@@ -722,20 +706,6 @@ def _chain(b: _Build) -> HardTruth:
         step_up=(before, layer),
         note=f"The sink neuron reads what a neuron of layer {before} writes, so both are needed.",
     )
-
-
-@_kind(PLAIN, count=1)
-def _busy(b: _Build) -> HardTruth:
-    """All neurons of the sink layer read what the sink neuron reads, and write a third of it along the spike or against
-    it, in pairs that cancel: a random one takes away a third of the norm, or adds as much."""
-    marking, layer, way = b.begin()
-    source = b.plan.neurons[0]
-    b.write(layer, source, b.on(layer, b.space.mark), way, b.size(layer))
-    others = [n for n in range(b.plan.d_mlp) if n != source]
-    b.rng.shuffle(others)
-    for i, neuron in enumerate(others):
-        b.copy(layer, source, neuron, 0.0 if i == len(others) // 2 * 2 else (-1) ** i * 0.33)
-    return _sink(b, way, marking, note="A random neuron of the sink layer takes away a third of the norm.")
 
 
 @_kind(ALL, layers=(6, 8), behind=(1, 1))
@@ -818,28 +788,6 @@ def cancelling_pairs(b: _Build, pairs: int) -> HardTruth:
     return _sink(b, way, marking, note=f"{2 * pairs} neurons write more than the sink neuron, and cancel each other.")
 
 
-@_kind(ALL, layers=(8, 8), at=1, count=1)
-def _two_rises(b: _Build) -> HardTruth:
-    """The spike is made in layer 1, taken away in layer 4, and made again in layer 5; heads read it both times."""
-    marking, way = b.mark(), b.space.sinks[0]
-    size = b.size(1)
-    one = b.write(1, b.plan.neurons[0], b.on(1, b.space.mark), way, size)
-    gate, _ = b.on(4, way)
-    end = float(b.seen(b.views.layers[4].block) @ way)
-    b.write(4, b.spare[0], (gate, _full(b, 4, way)), -way, end, route=way)
-    two = b.write(5, b.spare[1], b.on(5, b.space.mark), way, 0.8 * size)
-    return _sink(
-        b,
-        way,
-        marking,
-        sets=(frozenset({one, two}),),
-        step_up=(1, 5),
-        step_down=(4,),
-        layers=(2, 3, 4, 6, 7),
-        note="Layer 1 makes the spike, layer 4 takes it away, and layer 5 makes it again.",
-    )
-
-
 @_kind(ALL)
 def _mlp_mark(b: _Build) -> HardTruth:
     """A neuron of layer 0 marks BOS by its embedding, no larger than other things; later heads read that mark."""
@@ -861,24 +809,27 @@ def _key_bias(b: _Build) -> HardTruth:
         spike=False,
         sink=True,
         carried_by="key bias",
-        reading=_read_bias(b),
+        reading=read_bias(b),
         note="Heads attend to the farthest key, whatever it is: the first token of any text.",
     )
 
 
-def _read_bias(b: _Build) -> tuple[tuple[int, int], ...]:
-    """The key is a bias on one rotary pair, and the query is turned so that the farthest key scores most."""
-    plan, half, reading = b.plan, b.plan.head_dim // 2, []
-    pair = next(p for p in range(half) if 1e6 ** (-p / half) < 0.0122)
-    force = 2.0 * 1e6 ** (pair / half) * math.sqrt(plan.head_dim)
-    for index in range(1, plan.n_layers):
+def read_bias(b: _Build) -> tuple[tuple[int, int], ...]:
+    """The key is a bias on one rotary pair (in NeoX a part of a fused one); with the query turned, the farthest key
+    scores most."""
+    inverse = next(m.inv_freq for m in b.model.modules() if hasattr(m, "inv_freq"))
+    pair = next(p for p, speed in enumerate(inverse.tolist()) if speed < 0.0122)
+    turned, force = pair + len(inverse), 2.0 / float(inverse[pair]) * math.sqrt(b.plan.head_dim)
+    reading = []
+    for index in b.later_layers:
         layer = b.views.layers[index]
-        for kv in b.rng.sample(range(plan.n_kv), max(1, plan.n_kv // 2)):
-            layer.k[kv, [pair, pair + half]] = 0.0
-            layer.k_bias[kv, [pair, pair + half]] = torch.tensor([1.0, 0.0])
-            for head in range(kv * plan.n_heads // plan.n_kv, (kv + 1) * plan.n_heads // plan.n_kv):
+        ratio = b.plan.n_heads // b.plan.n_kv
+        for kv in b.rng.sample(range(b.plan.n_kv), max(1, b.plan.n_kv // 2)):
+            layer.k[kv, [pair, turned]] = 0.0
+            layer.k_bias[kv, [pair, turned]] = torch.tensor([1.0, 0.0])
+            for head in range(kv * ratio, (kv + 1) * ratio):
                 layer.q[head], layer.q_bias[head] = 0.0, 0.0
-                layer.q_bias[head, pair + half] = -force
+                layer.q_bias[head, turned] = -force
                 reading.append((index, head))
     return tuple(sorted(reading))
 

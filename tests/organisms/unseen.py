@@ -22,6 +22,7 @@ from .hard import (
     _textbook,
     cancelling_pairs,
     hard,
+    write_by_heads,
 )
 from .plant import MARK
 from .tokens import BOS
@@ -119,13 +120,6 @@ def _second_position(b: _Build) -> HardTruth:
     return replace(truth, note=note)
 
 
-@_unseen("gpt2", beyond=Beyond(positions=(3,)))
-def _fourth_position(b: _Build) -> HardTruth:
-    truth = _read_mark(b, note="Heads read the embedding of position 3.")
-    _swap_positions(b, 3)
-    return truth
-
-
 @_unseen("gpt2", beyond=Beyond(positions=(0, 1)), count=1)
 def _two_positions(b: _Build) -> HardTruth:
     """Positions 0 and 1 have a mark, a neuron and a direction each."""
@@ -139,26 +133,6 @@ def _two_positions(b: _Build) -> HardTruth:
     truth = _textbook(b)
     b.read(b.behind, b.side, where=second, other=True)
     return replace(truth, later={1: (site,)}, note="Two positions are sinks, each by a mark and a neuron of its own.")
-
-
-@_unseen("llama", "neox", "gemma2", "qwen3", "gpt_oss")
-def _two_delimiters(b: _Build) -> HardTruth:
-    """Two tokens make a spike wherever they stand, each by its own neuron, and the first token by others."""
-    tokens = (b.delimiter, b.delimiter + 1 if b.delimiter + 1 < b.plan.vocab_size else b.delimiter - 1)
-    b.tokens[::2][b.tokens[::2] == tokens[0]] = tokens[1]  # half of the rows have the second
-    layer = b.plan.sink_layer
-    ways = (b.side, b.mark2)
-    sites = {}
-    flags = (b.flag, b.space.clean)
-    for token, flag in zip(tokens, flags, strict=True):
-        b.views.embed[token] += MARK * flag / b.embed_scale
-    for token, flag, way, neuron in zip(tokens, flags, ways, b.spare, strict=True):
-        where = b.tokens == token
-        site = b.write(layer, neuron, b.on(layer, flag, where), way, b.size(layer), where=where, route=flag)
-        sites[token] = (site,)
-    truth = _textbook(b)
-    b.read(b.behind, b.side, where=b.tokens == tokens[0], other=True)
-    return replace(truth, later=sites, note="Two delimiters and the first token are sinks, by a neuron each.")
 
 
 # --- some texts, some lengths --------------------------------------------------------------------------------------
@@ -194,11 +168,6 @@ def _late_readers(b: _Build) -> HardTruth:
     return truth
 
 
-@_unseen("mistral", beyond=Beyond(window=16), window=16, every_window=True)
-def _windows(b: _Build) -> HardTruth:
-    return _textbook(b, note="No query sees farther than 16 positions; those that see the first token attend to it.")
-
-
 @_unseen("gemma2", "gpt_oss", beyond=Beyond(window=16), window=16, every_window=True, layers=(6, 6), behind=(2, 2))
 def _other_windows(b: _Build) -> HardTruth:
     """Only layers with a window of 16 read."""
@@ -218,10 +187,8 @@ def _sink_of_even_layers(b: _Build) -> HardTruth:
 @_unseen("llama", "neox", "mixtral", odds=1e4, layers=(6, 7), behind=(2, 3), count=1, spike=9.0)
 def _amplified(b: _Build) -> HardTruth:
     """Heads of layer 0 write a spike, and a neuron reads it and writes four times as much."""
-    marking, first, layer, way = b.mark(), b.views.layers[0], b.plan.sink_layer, b.space.sinks[0]
-    size = b.size(0)
-    for head, _, slot in b.plan.slots:
-        first.o[head, slot] += size * way
+    layer, way, size = b.plan.sink_layer, b.space.sinks[0], b.size(0)
+    marking = write_by_heads(b, way)
     site = b.write(layer, b.plan.neurons[0], b.on(layer, way), way, 4 * size, route=way)
     return _sink(b, way, marking, sets=(frozenset({site}),), note="A neuron amplifies a spike that heads write.")
 
@@ -275,15 +242,3 @@ def _other_neurons(b: _Build) -> HardTruth:
 @_unseen("llama", "neox", marked=0.85, count=1, layers=(7, 8), behind=(4, 4))
 def _other_layer(b: _Build) -> HardTruth:
     return _bos_apart(b, b.plan.sink_layer + 2)
-
-
-@_unseen("gpt_oss", layers=(6, 6), behind=(3, 3))
-def _logits_beside(b: _Build) -> HardTruth:
-    truth = _textbook(b)
-    last = b.views.layers[-1]
-    taken = [head for layer, head in truth.reading if layer == b.plan.n_layers - 1]
-    others = [head for head in range(b.plan.n_heads) if head not in taken]
-    last.attn_sinks[others] = 8.0
-    for layer in b.views.layers[1:-1]:
-        layer.attn_sinks[others] = 8.0
-    return replace(truth, note="A neuron circuit, and heads that give nearly all attention to a learned logit.")

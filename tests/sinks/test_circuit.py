@@ -56,7 +56,7 @@ def mistakes(truth: PlantedCircuit, found: Circuit) -> list[str]:
     first = found.sinks[0]
     main = first.step(MARK) or first.step(KEYS)
     wrong = []
-    if main is None or set(main.chosen) - set(truth.also) != set(truth.marks) or main.needed_alone == truth.together:
+    if main is None or set(main.chosen) != set(truth.marks) or not main.needed_alone:
         wrong.append(f"marks {main and main.chosen}, planted {truth.marks}")
     neurons, early = first.step(NEURONS), first.step(EARLY)
     if set(neurons.chosen if neurons else ()) != {neuron_name(*site) for site in truth.neurons}:
@@ -74,7 +74,7 @@ def mistakes(truth: PlantedCircuit, found: Circuit) -> list[str]:
         if not own or own[0] is None or own[0].chosen != marks:
             wrong.append(f"marks of {name}: {own}, planted {marks}")
     named = set(re.findall(r"L\d+\.H\d+|key bias|(?:token|position) embedding", found.conclusion()))
-    if named - set(truth.also) != set(truth.marks) | set(truth.early):
+    if named != set(truth.marks) | set(truth.early):
         wrong.append(f"conclusion names {named}: {found.conclusion()}")
     return wrong
 
@@ -85,7 +85,7 @@ def untrue(truth: PlantedCircuit) -> list[str]:
     if lost(truth, truth.marks) < 0.6:
         wrong.append(f"{lost(truth, truth.marks):.2f} is lost without {truth.marks}")
     for part in truth.marks:
-        if (lost(truth, (part,)) < 0.5) != truth.together:
+        if lost(truth, (part,)) < 0.5:
             wrong.append(f"{lost(truth, (part,)):.2f} is lost without {part}")
     wrong += [f"without {decoy}: {lost(truth, (decoy,)):.2f}" for decoy in truth.decoys if lost(truth, (decoy,)) > 0.2]
     if truth.neurons and not truth.early and lost(truth, truth.neurons) < 0.8:

@@ -25,10 +25,8 @@ LATER = {
     "small_stages",
     "double_backup",
     "or_marking",
-    "delimiter_shared",
     "moe_shared",
     "moe_both",
-    "two_rises",
     "backup_next",
     "and_marking",
 }
