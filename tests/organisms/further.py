@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from .hard import (
     _KINDS,
     HardModel,
@@ -238,9 +236,3 @@ def _delimiter_alone(b: _Build) -> Made:
         "make_patch": ("^No patch was made",),
     }
     return HardTruth(False, False, None, later={b.delimiter: (site,)}), Further(heads=False, says=says)
-
-
-def natural(model: HardModel, about: Further, count: int, length: int) -> torch.Tensor:
-    """Texts as the commands read them."""
-    rows = model.natural(count, length + 1)
-    return rows[:, :-1] if about.bos else rows[:, 1:]
