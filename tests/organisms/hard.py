@@ -203,7 +203,7 @@ class _Build:
             self.tokens[:, 0] = torch.tensor(rng.choices(in_group, k=8))
         with torch.no_grad():
             self.views = views(self.model)
-            self.probe = Probe(self.model, self.views.layers, self.tokens)
+            self.probe = Probe(self.model, self.tokens)
             generator = torch.Generator().manual_seed(zlib.crc32(f"hard {name} {family} {seed}".encode()))
             fill(self.plan, self.space, self.views, generator)
         if shared:

@@ -88,7 +88,7 @@ def organism(
     with torch.no_grad():
         all_views = views(model)
         fill(plan, space, all_views, generator)
-        surgeon = Surgeon(plan, space, all_views, Probe(model, all_views.layers, tokens))
+        surgeon = Surgeon(plan, space, all_views, Probe(model, tokens))
         if plan.kind == "massive_dim":
             surgeon.make_massive()
             spike = space.massive

@@ -231,7 +231,7 @@ def _bos_apart(b: _Build, repeated_layer: int) -> HardTruth:
 
 def _measure_on(b: _Build, tokens: Tensor):
     b.tokens = tokens
-    b.probe = type(b.probe)(b.model, b.views.layers, tokens)
+    b.probe = type(b.probe)(b.model, tokens)
 
 
 @_unseen("llama", "neox", "qwen3", "mixtral", marked=0.85, count=1)
