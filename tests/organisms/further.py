@@ -34,18 +34,14 @@ class Further:
 
     Attributes:
         bos: Whether texts begin with BOS.
-        at: The position of the spike, or of the sink if there is none.
         alone: Neurons whose zeroing alone takes the attention of the planted heads away.
-        heads: Whether so many heads read the position that it is a sink.
         repeats: How often tokens have to be repeated.
         says: For each command, patterns that its text has. {set} and {alone} stand for the names of neurons.
         never: Patterns that no command's text has.
     """
 
     bos: bool = True
-    at: int = 0
     alone: tuple[Site, ...] = ()
-    heads: bool = True
     repeats: int = 4
     says: dict[str, tuple[str, ...]] = field(default_factory=dict)
     never: tuple[str, ...] = ()
@@ -98,9 +94,7 @@ def _one_reader(b: _Build) -> Made:
         "cluster_attack": ("make spikes at",),
     }
     never = ("no head attends", "Fewer than", r"\bmakes? sinks", "sink fire")
-    return replace(truth, reading=(reader,), note="One head reads the spike."), Further(
-        heads=False, says=says, never=never
-    )
+    return replace(truth, reading=(reader,), note="One head reads the spike."), Further(says=says, never=never)
 
 
 @_further("gpt2")
@@ -115,7 +109,7 @@ def _far_position(b: _Build) -> Made:
         "circuit": ("^Heads attend to position 100 without a spike; the position embedding is needed",),
     }
     truth = HardTruth(False, False, "position embedding", reading=reading)
-    return truth, Further(at=100, says=says, never=("^Neither", "^No circuit"))
+    return truth, Further(says=says, never=("^Neither", "^No circuit"))
 
 
 @_further("llama", "gemma2", layers=(6, 7))
@@ -128,7 +122,7 @@ def _spike_here_sink_there(b: _Build) -> Made:
     layer = b.plan.sink_layer
     truth = HardTruth(True, False, None, layer, (b.sites(),), marking=marking, later={b.delimiter: ()})
     says = {"find_sinks": ("^Norm spike at the first token, attention sink elsewhere",)}
-    return truth, Further(heads=False, says=says, never=(r"\bmakes? sinks", "spike that the heads attend to"))
+    return truth, Further(says=says, never=(r"\bmakes? sinks", "spike that the heads attend to"))
 
 
 # --- neurons that cancel, take turns, or fire for one token ----------------------------------------------------------
@@ -235,4 +229,4 @@ def _delimiter_alone(b: _Build) -> Made:
         "marking_heads": ("^No MLP makes a norm spike at the first token, .* has an attention sink",),
         "make_patch": ("^No patch was made",),
     }
-    return HardTruth(False, False, None, later={b.delimiter: (site,)}), Further(heads=False, says=says)
+    return HardTruth(False, False, None, later={b.delimiter: (site,)}), Further(says=says)

@@ -66,7 +66,7 @@ def mistakes(truth: PlantedCircuit, found: Circuit) -> list[str]:
     readers = first.readers
     if readers is None or not {f"L{layer}.H{head}" for layer, head in truth.hard.truth.reading} <= set(readers.heads):
         wrong.append(f"readers {readers and readers.heads}, planted {truth.hard.truth.reading}")
-    elif readers.by_spike != bool(truth.neurons) or not readers.evidence.holds:
+    elif (readers.carried_by == ("spike",)) != bool(truth.neurons) or not readers.evidence.holds:
         wrong.append(f"carried by {readers.carried_by}")
     for token, marks in truth.later.items():
         name = repr(truth.hard.tokenizer.decode([token]))
@@ -143,7 +143,7 @@ def test_an_ordinary_circuit_is_found_from_end_to_end(family, seed, tmp_path):
     assert set(neurons.chosen) == {neuron_name(*site) for site in truth.neurons}
     assert (neurons.together or 0) > 0.95 and (neurons.together_control or 0) < 0.1
     readers = found.sinks[0].readers
-    assert readers.by_spike
+    assert readers.carried_by == ("spike",) and readers.evidence.holds
     assert set(readers.heads) == {f"L{layer}.H{head}" for layer, head in truth.reading_heads}
     assert readers.attention_without.mean() < 0.2 < 0.8 < min(readers.attention.mean(), readers.control or 0.0)
 
@@ -167,7 +167,7 @@ def test_heads_that_read_the_mark_and_not_the_spike(tmp_path):
     assert set(step_of(found, NEURONS).chosen) == {neuron_name(*site) for one in o.truth.sets for site in one}
     heads = [f"L0.H{head}" for _, own in o.truth.marking for head in own]
     readers = found.sinks[0].readers
-    assert set(readers.carried_by) <= set(heads) and not readers.by_spike
+    assert set(readers.carried_by) <= set(heads)
 
 
 def test_no_circuit_is_an_answer(tmp_path):

@@ -161,11 +161,6 @@ class Readers:
         control = None if self.control is None else intact - self.control
         return Evidence(intact - float(self.attention_without.mean()), control, intact)
 
-    @property
-    def by_spike(self) -> bool:
-        """Whether the attention needs the spike."""
-        return self.carried_by == ("spike",) and self.evidence.holds
-
     def rows(self) -> Table:
         """A row per head."""
         if not self.carried_by:
