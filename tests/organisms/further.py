@@ -84,6 +84,7 @@ def _silent(b: _Build, places: tuple[tuple[int, int], ...]):
 
 @_further("neox", "llama", "gemma2")
 def _one_reader(b: _Build) -> Made:
+    """One head reads the spike."""
     truth = _textbook(b)
     *others, reader = truth.reading
     _silent(b, tuple(others))
@@ -94,7 +95,7 @@ def _one_reader(b: _Build) -> Made:
         "cluster_attack": ("make spikes at",),
     }
     never = ("no head attends", "Fewer than", r"\bmakes? sinks", "sink fire")
-    return replace(truth, reading=(reader,), note="One head reads the spike."), Further(says=says, never=never)
+    return replace(truth, reading=(reader,)), Further(says=says, never=never)
 
 
 @_further("gpt2")

@@ -96,12 +96,14 @@ def _read_mark(b: _Build, **more) -> HardTruth:
 
 @_unseen("llama", "neox", "gemma2", "mixtral", "gpt_oss", "gpt2")
 def _reads_the_mark(b: _Build) -> HardTruth:
-    return _read_mark(b, note="Heads read the mark itself; no norm stands out.")
+    """Heads read the mark itself; no norm stands out."""
+    return _read_mark(b)
 
 
 @_unseen("mistral", beyond=Beyond(window=24), window=24, every_window=True)
 def _window_mark(b: _Build) -> HardTruth:
-    return _read_mark(b, note="The same, and no query sees farther than 24 positions.")
+    """The same, and no query sees farther than 24 positions."""
+    return _read_mark(b)
 
 
 # --- other positions ---------------------------------------------------------------------------------------------
@@ -114,10 +116,10 @@ def _swap_positions(b: _Build, at: int):
 
 @_unseen("gpt2", beyond=Beyond(positions=(1,)), count=2)
 def _second_position(b: _Build) -> HardTruth:
+    """The position embedding marks position 1, and neurons make a spike of it, whatever stands there."""
     truth = _textbook(b)
     _swap_positions(b, 1)
-    note = "The position embedding marks position 1, and neurons make a spike of it, whatever stands there."
-    return replace(truth, note=note)
+    return replace(truth)
 
 
 @_unseen("gpt2", beyond=Beyond(positions=(0, 1)), count=1)
@@ -132,7 +134,7 @@ def _two_positions(b: _Build) -> HardTruth:
     )
     truth = _textbook(b)
     b.read(b.behind, b.side, where=second, other=True)
-    return replace(truth, later={1: (site,)}, note="Two positions are sinks, each by a mark and a neuron of its own.")
+    return replace(truth, later={1: (site,)})
 
 
 # --- some texts, some lengths --------------------------------------------------------------------------------------
@@ -140,18 +142,20 @@ def _two_positions(b: _Build) -> HardTruth:
 
 @_unseen("llama", "neox", "qwen3", "mixtral", "gpt_oss", beyond=Beyond(bos=False, share=0.4), marked=0.4)
 def _some_first_tokens(b: _Build) -> HardTruth:
-    return _textbook(b, note="Two of five tokens are marked where they stand first; the others are no sinks.")
+    """Two of five tokens are marked where they stand first; the others are no sinks."""
+    return _textbook(b)
 
 
 @_unseen("llama", "gemma2", "neox", beyond=Beyond(bos=False, share=0.4), marked=0.4)
 def _some_marks(b: _Build) -> HardTruth:
-    return _read_mark(b, note="Two of five tokens are marked where they stand first; heads read the mark.")
+    """Two of five tokens are marked where they stand first; heads read the mark."""
+    return _read_mark(b)
 
 
 @_unseen("gpt2", beyond=Beyond(length=200))
 def _late_readers(b: _Build) -> HardTruth:
     """Queries read a feature that the position embedding has from position 200 on."""
-    truth = _read_mark(b, note="Heads attend to the first token from position 200 on.")
+    truth = _read_mark(b)
     positions = b.views.positions
     positions[200:] += MARK * b.side
     positions[20:24] += MARK * b.side  # where the rows to measure on show it
@@ -175,10 +179,11 @@ def _other_windows(b: _Build) -> HardTruth:
 
 
 def _sink_of_even_layers(b: _Build) -> HardTruth:
+    """Readers have a window of 16."""
     marking = b.mark()
     way = b.surgeon().make_sink()
     even = [layer for layer in b.behind if layer % 2 == 0]
-    return _sink(b, way, marking, layers=even or [b.plan.n_layers - 1], note="Readers have a window of 16.")
+    return _sink(b, way, marking, layers=even or [b.plan.n_layers - 1])
 
 
 # --- other makers ------------------------------------------------------------------------------------------------
@@ -190,7 +195,7 @@ def _amplified(b: _Build) -> HardTruth:
     layer, way, size = b.plan.sink_layer, b.space.sinks[0], b.size(0)
     marking = write_by_heads(b, way)
     site = b.write(layer, b.plan.neurons[0], b.on(layer, way), way, 4 * size, route=way)
-    return _sink(b, way, marking, sets=(frozenset({site}),), note="A neuron amplifies a spike that heads write.")
+    return _sink(b, way, marking, sets=(frozenset({site}),))
 
 
 @_unseen("llama", "neox", "gpt2", count=1)
@@ -209,7 +214,7 @@ def _embedded_delimiter(b: _Build) -> HardTruth:
     b.write(layer, b.spare[0], b.on(layer, b.side, where), b.side, 0.03 * size, where=where, route=b.side)
     truth = _textbook(b)
     b.read(b.behind, b.side, where=where, other=True)
-    return replace(truth, later={b.delimiter: ()}, note="A delimiter's embedding is a spike that no MLP makes.")
+    return replace(truth, later={b.delimiter: ()})
 
 
 def _bos_apart(b: _Build, repeated_layer: int) -> HardTruth:
@@ -225,8 +230,7 @@ def _bos_apart(b: _Build, repeated_layer: int) -> HardTruth:
     )
     _measure_on(b, flagged)
     site = b.write(layer, b.plan.neurons[0], b.on(layer, b.flag), way, size, route=b.flag)
-    note = "BOS trips one neuron, and repeated tokens trip another."
-    return _sink(b, way, (), range(repeated_layer + 1, b.plan.n_layers), sets=(frozenset({site}),), note=note)
+    return _sink(b, way, (), range(repeated_layer + 1, b.plan.n_layers), sets=(frozenset({site}),))
 
 
 def _measure_on(b: _Build, tokens: Tensor):

@@ -109,14 +109,9 @@ def misleading(h: HardModel, result: FindSinks) -> list[str]:
         (False, True): "Attention sink without a norm spike",
         (False, False): "Neither a norm spike nor an attention sink",
     }
-    planted = frozenset[tuple[int, ...]]().union(*truth.sets)
-    layers = {site[0] for site in planted} | {*truth.step_up} | {layer for layer, _ in truth.marking}
-    if h.name == "mlp_mark":
-        layers.add(0)
-    named_neurons = {int(number) for number in re.findall(r"\.N(\d+)", text)}
-    named_layers = {int(number) for number in re.findall(r"(?:layer |L)(\d+)", text)}
-    says_so = text.startswith(beginnings[risen, attended])
-    if says_so and named_neurons <= {site[-1] for site in planted} and named_layers <= layers:
+    named = {int(number) for number in re.findall(r"\.N(\d+)", text)}
+    planted = {site[-1] for sites in truth.sets for site in sites}
+    if text.startswith(beginnings[risen, attended]) and named <= planted:
         return []
     return [f"conclusion: {text}"]
 
@@ -124,7 +119,7 @@ def misleading(h: HardModel, result: FindSinks) -> list[str]:
 @pytest.mark.parametrize(("name", "family", "seed"), covering(CASES, FAST))
 def test_says_what_is_so(name, family, seed, tmp_path):
     h = hard(name, family, seed)
-    assert mistakes(h, look(h, tmp_path)) == [], h.truth.note
+    assert mistakes(h, look(h, tmp_path)) == []
 
 
 def test_streamed_layers_are_read_until_attention_agrees(tmp_path):
