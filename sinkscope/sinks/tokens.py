@@ -33,7 +33,7 @@ def single_token(tokenizer: Any, string: str) -> int:
     unknown = getattr(tokenizer, "unk_token_id", None)
     if string == getattr(tokenizer, "unk_token", None):
         unknown = None
-    pieces: list[int] = []
+    pieces = []
     for form in (string, " " + string):
         if not string:
             break
@@ -148,8 +148,8 @@ def words_to_repeat(
     spare = [t for t in drawn if t not in known and t not in before]
     if not paper:
         return spare[:count] or drawn[:count], ()
-    ids = list[int]()
-    replaced = list[tuple[str, str]]()
+    ids = []
+    replaced = []
     for string in paper:
         token = known_token(tokenizer, string)
         if token is None or token in ids:

@@ -337,9 +337,6 @@ def test_table1_measures_the_weights_it_is_given(two, tmp_path, monkeypatch, cap
         assert {int(neuron) for neuron in neurons.split(", ")} == {site[-1] for site in two.truth.neurons}
         assert 0.6 <= float(repeats) / (two.truth.repeats_expected or 1) <= 1.5
     assert rows["LLaMa-2-7b-HF"][1] == "no weights at hand"
-    sinkless = organism("llama", 0, kind="none").save(tmp_path / "none")
-    assert table1.main(["--run", f"plain={sinkless}"]) == 0
-    assert table_of(capsys.readouterr().out)["plain"][3] == "no sink"
     for bad in ("plain", "plain=", f"plain={tmp_path / 'nowhere'}"):
         assert table1.main(["--run", bad]) == 2
         assert "expected NAME=FOLDER" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from plotly.subplots import make_subplots
 
 from sinkscope.files.notation import agreeing, brief, counted, listed
-from sinkscope.files.tables import percent
+from sinkscope.files.tables import Table, percent
 from sinkscope.measure import Number, Result
 from sinkscope.measure.evidence import NEEDED, Evidence, beside
 from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
@@ -48,8 +48,6 @@ class CircuitStep:
         together_control: Largest loss without as many random heads, or neurons of the same layers.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"arbitrary_types_allowed": True}
-
     name: str
     components: tuple[str, ...]
     necessity: Float[np.ndarray, " component"]
@@ -81,9 +79,9 @@ class CircuitStep:
         pairs = zip(self.chosen, self.alone.tolist(), strict=True)
         return tuple(name for name, lost in pairs if Evidence(lost, control).holds)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """A row for each component."""
-        rows: list[dict[str, Any]] = []
+        rows = []
         target = "keys" if self.name == KEYS else "spike"
         control = self.together_control if self.name == NEURONS else self.control
         for name, lost, gained in zip(self.components, self.necessity.tolist(), self.sufficiency.tolist(), strict=True):
@@ -147,8 +145,6 @@ class Readers:
             too few.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"arbitrary_types_allowed": True}
-
     carried_by: tuple[str, ...]
     heads: tuple[str, ...]
     of: int
@@ -165,12 +161,7 @@ class Readers:
         control = None if self.control is None else intact - self.control
         return Evidence(intact - float(self.attention_without.mean()), control, intact)
 
-    @property
-    def by_spike(self) -> bool:
-        """Whether the attention needs the spike."""
-        return self.carried_by == ("spike",) and self.evidence.holds
-
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """A row per head."""
         if not self.carried_by:
             return []
@@ -221,9 +212,9 @@ class SinkCircuit:
                 return step
         return None
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """The edges, from the mark to the heads."""
-        rows: list[dict[str, Any]] = []
+        rows = []
         for part in (*self.steps, *([self.readers] if self.readers else [])):
             rows += part.rows()
         return [{"sink": self.place, **row} for row in rows]
@@ -266,9 +257,9 @@ class Circuit(Result):
         untested: What may carry a sink and cannot be replaced in this model.
     """
 
-    percent: ClassVar[tuple[str, ...]] = ("necessity", "necessity_control", "sufficiency")
-    columns: ClassVar[tuple[str, ...]] = ("step", "source", "target", "necessity", "necessity_control")
-    glossary: ClassVar[dict[str, str]] = {
+    percent = ("necessity", "necessity_control", "sufficiency")
+    columns = ("step", "source", "target", "necessity", "necessity_control")
+    glossary: ClassVar = {
         "sink": "the position that the edge belongs to",
         "step": "what the edge belongs to",
         "target": "the input, or the head, that reads the source",
@@ -286,7 +277,7 @@ class Circuit(Result):
     first_share: float | None = None
     untested: tuple[str, ...] = ()
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """The edges of every sink."""
         return [row for sink in self.sinks for row in sink.rows()]
 
@@ -299,7 +290,7 @@ class Circuit(Result):
 
     def numbers(self) -> list[Number]:
         """The spike without its marks, and the attention without what carries it."""
-        numbers: list[Number] = []
+        numbers = []
         for sink in self.sinks[:1]:
             mark = sink.step(MARK)
             if mark is not None:
@@ -311,7 +302,7 @@ class Circuit(Result):
 
     def details(self) -> list[str]:
         """The neurons, repetition, the readers, later sinks, and what was not tested."""
-        lines: list[str] = []
+        lines = []
         for sink in self.sinks[:1]:
             neurons, repetition, readers = sink.step(NEURONS), sink.step(REPETITION), sink.readers
             if neurons is not None:
@@ -342,7 +333,7 @@ class Circuit(Result):
 
 def _named(components: tuple[str, ...], most: int = NAMED) -> str:
     """Components in a sentence: heads and neurons by their names, others with an article."""
-    names: list[str] = []
+    names = []
     for name in components:
         names.append(name if name.startswith("L") else f"the {name}")
     while most > 1 and len(listed(names, most).split()) > WORDS_OF_NAMES:
@@ -363,7 +354,7 @@ def _edge(
 
 def draw(result: Circuit) -> go.Figure:
     """Necessity, control and sufficiency of the edges, step by step."""
-    panels: dict[str, list[dict[str, Any]]] = {}
+    panels: dict[str, Table] = {}
     for row in result.rows():
         title = row["step"] if len(result.sinks) == 1 else f"{row['step']}, {row['sink']}"
         panels.setdefault(html.escape(title), []).append(row)

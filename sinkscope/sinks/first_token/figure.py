@@ -24,7 +24,7 @@ def draw(result: FindSinks) -> go.Figure:
     shown = 4 if result.neurons else 2
     fig = panels(TITLES[:shown], WIDTHS[:shown], spacing=0.06)
     _draw_norms(fig, result)
-    rates: list[float] = []
+    rates = []
     if result.attention_sink is not None:
         rates += result.attention_sink.by_layer
     hover = "layer %{x}: %{y:.0%} of the heads<extra></extra>"

@@ -93,7 +93,7 @@ def find_sinks(
         # In which layers is the spike built, and which heads attend to the first token?
         reading = None
         if not whole and len(setup.target.layers) == setup.target.n_layers:  # no more layers are loaded meanwhile
-            reading = AttentionReading(setup.target, setup.ids, RATE_EPS)
+            reading = AttentionReading(setup.target, setup.ids)
         context = SinkContext.read(setup, whole=whole, reading=reading)
         scan = context.scan
         depth = len(scan.layers)
@@ -103,7 +103,7 @@ def find_sinks(
         elif reading is not None:
             received = reading.received(depth)
         else:
-            received = attention_received(setup.target, setup.ids, RATE_EPS, layers=depth)
+            received = attention_received(setup.target, setup.ids, layers=depth)
 
         # Which neurons of these layers build it, alone and in sets?
         sets = CausalSets()
@@ -169,7 +169,7 @@ def _in_longer_texts(
     longer = with_long_texts(setup)
     if longer is None:
         return received, later, lengths
-    reading = AttentionReading(longer.target, longer.ids, RATE_EPS)
+    reading = AttentionReading(longer.target, longer.ids)
     in_longer = SinkContext.read(longer, whole=True, reading=reading)
     later = later or later_sinks(in_longer)
     in_longer_texts = reading.received(depth)
@@ -228,7 +228,7 @@ def attention_sink(
         later: Tokens behind the first position whose norm stands out.
     """
     decode = context.target.tokenizer.decode
-    positions: list[SinkPosition] = []
+    positions = []
     if received.heads:
         token = int(received.ids[received.texts][0, 0])
         rate = float(received.above[:, :, received.texts, 0].float().mean())
@@ -274,7 +274,7 @@ def attention_sink(
         carriers=tried,
         share=received.share if received.heads else 1.0,
         length=received.ids.shape[1],
-        window=received.window(received.heads),
+        window=received.window,
         learned_rate=received.learned_rate if received.heads and received.learned_heads else 0.0,
     )
 
@@ -293,12 +293,11 @@ def _carriers_of_later(context: SinkContext, received: AttentionReceived) -> tup
     row = 0
     if place.token is not None:
         row = int((received.ids[:, place.position] == place.token).nonzero()[0])
-    text = received.ids[row]
-    depth = len(received.above)
-    heads = attending_heads(context.target, text, place.position, range(depth), RATE_EPS)
+    text = received.ids[row : row + 1]
+    heads = attending_heads(context.target, text, place.position, range(len(received.above)))
     if not heads:
         return ()
-    return carriers(context.target, text[None], heads, place.position)
+    return carriers(context.target, text, heads, place.position)
 
 
 def _unknown_share(setup: Setup) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sinkscope.files.console import Progress, silent
 from sinkscope.files.notation import agreeing, counted, head_name, head_names, listed, neuron_name
-from sinkscope.files.tables import percent
+from sinkscope.files.tables import Table, percent
 from sinkscope.measure import Number, Positive, Result, Setup, measurement
 from sinkscope.measure.evidence import NEEDED, Evidence, beside
 from sinkscope.measure.margin import margin_of
@@ -96,7 +96,7 @@ class Replacement:
         where = torch.arange(length) == 0
         width = target.d_mlp * max(1, target.n_experts(self.sink_layer))
         batch = max(1, BATCH_VALUES // width // length)
-        written: list[Tensor] = []
+        written = []
         for start in range(0, len(ids), batch):
             rows, edits = ids[start : start + batch], replaced[start : start + batch]
             with target.hooks(*replacing(target, self.means, edits, where)):
@@ -161,10 +161,10 @@ class MarkingHeads(Result):
             few.
     """
 
-    kind: ClassVar[str] = "heads"
-    percent: ClassVar[tuple[str, ...]] = ("drop",)
-    columns: ClassVar[tuple[str, ...]] = ("head", "serves", "drop")
-    glossary: ClassVar[dict[str, str]] = {
+    kind = "heads"
+    percent = ("drop",)
+    columns = ("head", "serves", "drop")
+    glossary: ClassVar = {
         "serves": "number of first tokens whose smallest sufficient set of heads contains this head",
         "drop": "share of the mark lost when the head is replaced, mean over first tokens",
     }
@@ -187,7 +187,7 @@ class MarkingHeads(Result):
         """What replacing the heads of the sets takes away, median over tokens."""
         return Evidence(_median(self.set_drop), _median(self.control_drop))
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """One row per head, marking heads first."""
         if self.drop is None:
             return []
@@ -195,12 +195,12 @@ class MarkingHeads(Result):
         serves = np.zeros(drop.shape, int)
         if self.serves is not None:
             serves[self.marking_layer] = self.serves.sum(0)
-        rows: list[dict[str, Any]] = []
+        rows = []
         for place in np.ndindex(drop.shape):
             rows.append({"head": head_name(*place), "serves": int(serves[place]), "drop": float(drop[place])})
         return sorted(rows, key=lambda row: (-row["serves"], -row["drop"]))
 
-    def shown_rows(self) -> list[dict[str, Any]]:
+    def shown_rows(self) -> Table:
         """The first rows."""
         return self.rows()[:TABLE_HEADS]
 

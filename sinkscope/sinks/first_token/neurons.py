@@ -120,7 +120,7 @@ class _RepeatedRows:
         ids = torch.tensor(rows)
         where = torch.zeros_like(ids, dtype=torch.bool)
         where[:, ends] = True
-        resid = list[Tensor]()
+        resid = []
         streams: dict[int, Tensor] = {}
 
         def begun(hidden: Tensor) -> None:
@@ -177,7 +177,7 @@ def verify_neurons(context: SinkContext, top_k: int, repeated: LayerView | None 
     layer = context.layer
     scan = context.scan
     verified = verify_sink_layer(context, top_k, repeated)
-    others: list[Neuron] = []
+    others = []
     for stage in scan.stages:
         if stage != layer:
             others += stage_neurons(context, stage, STAGE_CANDIDATES, upto=layer)
@@ -258,7 +258,7 @@ class _Candidates:
     ) -> tuple[Neuron, ...]:
         """The candidates with the effect of zeroing each, and of the random neurons that had the largest effect."""
         mlp_norm = float(self.first.mlp.norm(dim=-1).median())
-        neurons: list[Neuron] = []
+        neurons = []
         for place, number in enumerate(self.top.tolist()):
             expert, neuron = expert_and_neuron(context.target, self.first.layer, number)
             contribution = float(self.contribution[number])

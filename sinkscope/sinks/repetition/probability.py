@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.files.notation import counted, listed, neuron_names
+from sinkscope.files.tables import Table
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.measure import Setup
@@ -98,9 +99,9 @@ class ProbabilityReading(Reading):
             lines.append(line + ".")
         return lines
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Table:
         """One row per answer. The text that follows is cut."""
-        table: list[dict[str, Any]] = []
+        table = []
         for answer in self.answers:
             table.append({**vars(answer), "follows": ascii(answer.follows[:SHOWN_TEXT])[1:-1]})
         return table
@@ -161,7 +162,7 @@ def read_probabilities(
     probability = torch.zeros(*shape, len(sweep.counts))
     caught = np.full(shape, np.nan)
     left = np.full(shape, np.nan)
-    answers: list[RepeatAnswer] = []
+    answers = []
     for condition, (name, act) in enumerate(edits.items()):
         for token, (word,) in enumerate(sweep.ids):
             curve, likeliest = repeat_probabilities(target, before, word, sweep.max_repeats, act)

@@ -120,8 +120,8 @@ def sweep_rows(
     before = tokens_before(setup, prefix, words)
     count = repetition_limit(setup.target, max_repeats, len(before) + after)
     setup.record(max_repeats=count, prefix=prefix)
-    rows: list[list[int]] = []
-    labels: list[str] = []
+    rows = []
+    labels = []
     for repeated in cycles:
         rows.append([*before, *(repeated * count)[:count]])
         labels.append(" ".join(string.strip() or repr(string) for string in single_words(setup.tokenizer, repeated)))
