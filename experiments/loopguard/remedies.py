@@ -42,7 +42,7 @@ from sinkscope.bench.prompt import read_prompts
 from sinkscope.bench.tasks.loops import DATA, first_alarm, loops
 from sinkscope.files.output import write_atomic
 from sinkscope.kv.loopguard import LoopGuard, LoopReporter, LoopStopper
-from sinkscope.measure.style import BLUE, GREEN, ORANGE, RED, finished
+from sinkscope.measure.style import COLOURS, finished
 from sinkscope.models.load import load
 from sinkscope.serving.generate import generate, padded
 
@@ -291,7 +291,7 @@ def figure(data: dict[str, Any]) -> Any:
         rows=1, cols=2, horizontal_spacing=0.08, subplot_titles=["outputs that loop", "perplexity after the first act"]
     )
     said: list[str] = []
-    for setting, colour in zip(data["result"]["settings"], (BLUE, ORANGE, GREEN, RED), strict=False):
+    for setting, colour in zip(data["result"]["settings"], COLOURS, strict=False):
         rows = setting["reported"]
         names = [row["method"] for row in rows]
         style = {"marker_color": colour, "legendgroup": setting["name"], "name": setting["name"]}
@@ -315,6 +315,8 @@ def draw(args: Any) -> None:
         halves = {"chosen": 0, "reported": 1}
         rows = {half: [row_of(name, outputs, number) for name in methods] for half, number in halves.items()}
         name = f"{of_run['model']}, {of_run['prompts']}, {of_run['new']} tokens"
+        if of_run["seed"]:
+            name += f", seed {of_run['seed']}"
         settings.append({"name": name, **of_run, **rows})
         print(f"\n{name}\n")
         print("| remedy | loops | ended | perplexity | acts | drawn | taken back | healthy outputs changed | steps |")
