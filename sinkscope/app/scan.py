@@ -31,7 +31,6 @@ from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Intervention
 from sinkscope.measure import Count, Hidden, Measurement, Option, Setup
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.circuit import Circuit
 from sinkscope.sinks.first_token.circuit_result import MARK, NEURONS
 
@@ -171,7 +170,7 @@ def scan(
     edit = None if patch is None else SinkPatch.load(patch)
     options = {"revision": revision, "device": device, "dtype": dtype, "bos": bos, "seed": seed}
     setup = _opened(model, quick, {**options, "text": text, "tokenizer": tokenizer})
-    folder = Path(out or f"scan-{_label(model)}")
+    folder = Path(out or f"scan-{Path(setup.target.name).name}")
     settings = _settings(setup, quick, patch)
     card = SinkCard(quick=quick, parts=(), model=setup.info(), settings=settings)
     if patch is not None:
@@ -342,14 +341,6 @@ def _memory_limit(target: Target, quick: bool) -> float:
     if quick:
         return min(free / 2, float(QUICK_BYTES))
     return free / 2
-
-
-def _label(model: object) -> str:
-    if model is None:
-        return "bundled"
-    if isinstance(model, str | os.PathLike):
-        return Path(os.path.abspath(os.fspath(model))).name
-    return target_of(model).name
 
 
 def demo(

@@ -109,12 +109,6 @@ class Result:
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", plain(self.settings, scrub=True))
 
-    def fill_in(self, model: ModelInfo, settings: dict[str, Any], provenance: Provenance) -> None:
-        """Set the parts that the function of a measurement leaves open; the decorator calls it once."""
-        object.__setattr__(self, "model", model)
-        object.__setattr__(self, "settings", plain(settings, scrub=True))
-        object.__setattr__(self, "provenance", provenance)
-
     # Files
 
     def own_fields(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ ROUNDING = 1e-6
 BETWEEN = "  "
 PLAIN = frozenset(
     "layer layers head neuron expert position token tokens text model name method seed step prompt kind id task set "
-    "revision group component source dialogues questions prompts runs texts temperature norm file".split()
+    "revision group component patched source dialogues questions prompts runs texts temperature norm file".split()
 )
 """Names of columns that need no explanation."""
 Table = list[dict[str, Any]]
@@ -226,25 +226,17 @@ def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> di
         names: Names of the columns.
         own: Explanations that take precedence over the docstrings.
     """
+    parts: list[Any] = list(get_type_hints(cls).values())
+    for part in parts:  # the list grows by what is inside
+        parts += get_args(part)
     descriptions: dict[str, str] = {}
-    for one in (*_field_classes(cls), cls):
-        for base in one.__mro__:
-            descriptions = described(inspect.cleandoc(base.__doc__ or ""), "Attributes") | descriptions
+    for one in (*parts, cls):
+        for base in getattr(one, "__mro__", ()):
+            if is_dataclass(base):
+                descriptions = described(inspect.cleandoc(base.__doc__ or ""), "Attributes") | descriptions
     meaning: dict[str, str] = {}
     for name in names:
         if name in own or (name in descriptions and name not in PLAIN):
             sentence = re.split(r"; |\. (?=[A-Z])", own.get(name, descriptions.get(name, "")))[0].rstrip(".")
             meaning[name] = f"{sentence[:1].upper()}{sentence[1:]}."
     return meaning
-
-
-def _field_classes(cls: type[Any]) -> list[type[Any]]:
-    """Dataclasses of the fields, and of theirs."""
-    classes: list[Any] = [cls]
-    for one in classes:  # the lists grow by what is inside
-        hints = [hint for name, hint in get_type_hints(one).items() if name not in ("model", "provenance")]
-        for hint in hints:
-            hints += get_args(hint)
-            if isinstance(hint, type) and is_dataclass(hint) and hint not in classes:
-                classes.append(hint)
-    return classes[1:]

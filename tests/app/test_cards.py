@@ -96,26 +96,6 @@ def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):
     (folder / "card.html").write_text(ours)
 
 
-@pytest.mark.slow
-def test_an_interrupted_scan_goes_on(light, model, tmp_path, monkeypatch):
-    measured = []
-    real = Measurement.on
-
-    def on(self, setup, **options):
-        if self.__name__ == LIGHT[1] and len(measured) == 1:
-            raise KeyboardInterrupt
-        measured.append(self.__name__)
-        return real(self, setup, **options)
-
-    monkeypatch.setattr(Measurement, "on", on)
-    with pytest.raises(KeyboardInterrupt):
-        scan(model, out=tmp_path / "s", quick=True)
-    assert (tmp_path / "s/marking-heads.json").is_file() and not (tmp_path / "s/card.json").exists()
-    measured.append("the second run")
-    scan(model, out=tmp_path / "s", quick=True)
-    assert measured == [LIGHT[0], "the second run", LIGHT[1]]
-
-
 @pytest.mark.parametrize("other", [{"seed": 1}, {"quick": False}, {"bos": False}])
 def test_other_settings_are_kept_apart(folder, model, monkeypatch, other):
     only(monkeypatch, FEW)

@@ -9,8 +9,6 @@ from sample_results import sample_find_sinks
 
 from sinkscope.app.pages import save_html
 
-IMAGE = "<img src=x onerror=alert(1)>"
-
 DRAWN = """(async () => {
   for (const box of document.querySelectorAll('.plot')) {
     box.scrollIntoView();
