@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -169,20 +169,6 @@ def encode(setup: Setup, prefix: str | None) -> list[int]:
     if not prefix:
         return []
     return list(setup.tokenizer(prefix, add_special_tokens=False)["input_ids"])
-
-
-def refuse_repeated(setup: Setup, prefix: str | None, words: Collection[int]) -> None:
-    """Refuse a prefix that contains a repeated word, because its first occurrence would count as a repetition.
-
-    Raises:
-        SinkscopeError: The prefix contains one.
-    """
-    for token in encode(setup, prefix):
-        if token in words:
-            raise SinkscopeError(
-                f"--prefix {prefix!r} contains the repeated token {setup.tokenizer.decode([token])!r}, so it would be "
-                "one more repetition; give another --prefix or --token"
-            )
 
 
 def prefixes(setup: Setup, tokens: Sequence[int]) -> list[int]:

@@ -68,7 +68,7 @@ def make_pools(clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out:
     Raises:
         SinkscopeError: A token does not exist in the model.
     """
-    pools: Pools = {}
+    pools = {}
     for head, tokens in clusters.items():
         ids = sorted({int(token) for token in tokens} - left_out)
         for token in ids:

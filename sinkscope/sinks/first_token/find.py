@@ -239,7 +239,6 @@ def attention_sink(
     carrier = None
     tried = ()
     if received.heads:
-        rate = positions[0].rate
         if _spike_carries(received, minimal):
             carrier = "spike"
         else:
@@ -252,10 +251,8 @@ def attention_sink(
             needed = {candidate.name for candidate in tried if candidate.needed}
             carrier = "spike" if spike is not None and needed & {*spike.makers} else carried_by(tried)
     elif received.learned_heads:
-        rate = received.learned_rate
         carrier = "learned logits"
     elif received.later:
-        rate = positions[0].rate
         if any(sink.carries_attention_to(positions[0]) for sink in later):
             carrier = "spike"
         else:
@@ -265,7 +262,7 @@ def attention_sink(
         return None
     by_layer = received.rate_by_layer
     return AttentionSink(
-        rate=rate,
+        rate=received.learned_rate if carrier == "learned logits" else positions[0].rate,
         eps=RATE_EPS,
         positions=tuple(positions),
         layers_read=len(by_layer),

@@ -26,7 +26,7 @@ from sinkscope.files.tables import Table, percent
 from sinkscope.measure import Number, Positive, Result, Setup, measurement
 from sinkscope.measure.evidence import NEEDED, Evidence, beside
 from sinkscope.measure.margin import margin_of
-from sinkscope.measure.style import BLUE, ORANGE, finished
+from sinkscope.measure.style import BLUE, ORANGE, finished, unfolded
 from sinkscope.models.target import Target, on_input
 from sinkscope.sinks.first_token.absence import SpikeAbsence
 from sinkscope.sinks.first_token.layer_view import columns, flat_number, view_layer
@@ -74,8 +74,10 @@ class Replacement:
         sites = [f"blocks.{layer}.attn.hook_z" for layer in range(sink_layer + 1)]
         outputs = trace(target, ids, sites, lambda z: z[:, 1:].float().mean(1))  # row head d_head
         means = reduce(list(outputs.values()), "layer row head d_head -> layer head d_head", "mean")
-        here = [neuron for neuron in neurons if neuron.layer == sink_layer]
-        numbers = [flat_number(target, sink_layer, neuron.expert, neuron.neuron) for neuron in here]
+        numbers = []
+        for neuron in neurons:
+            if neuron.layer == sink_layer:
+                numbers.append(flat_number(target, sink_layer, neuron.expert, neuron.neuron))
         flat = torch.tensor(numbers, dtype=torch.long)
         cols = torch.zeros(0, target.d_model)
         if numbers:
@@ -195,9 +197,8 @@ class MarkingHeads(Result):
         serves = np.zeros(drop.shape, int)
         if self.serves is not None:
             serves[self.marking_layer] = self.serves.sum(0)
-        rows = []
-        for place in np.ndindex(drop.shape):
-            rows.append({"head": head_name(*place), "serves": int(serves[place]), "drop": float(drop[place])})
+        names = [head_name(*place) for place in np.ndindex(drop.shape)]
+        rows = unfolded({"serves": serves, "drop": drop}, head=names)
         return sorted(rows, key=lambda row: (-row["serves"], -row["drop"]))
 
     def shown_rows(self) -> Table:

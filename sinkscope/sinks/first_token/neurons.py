@@ -66,8 +66,8 @@ def repeat_until_half(
     """
     target = context.target
     repeats: list[int | None] = [None] * len(tokens)
-    views: dict[int, tuple[Tensor, ...]] = {}
-    entering: dict[int, Entering] = {}
+    views = {}
+    entering = {}
     lengths = [min(FIRST_LENGTH, max_repeats)]
     while lengths[-1] < max_repeats:
         lengths.append(min(2 * lengths[-1], max_repeats))
@@ -121,7 +121,7 @@ class _RepeatedRows:
         where = torch.zeros_like(ids, dtype=torch.bool)
         where[:, ends] = True
         resid = []
-        streams: dict[int, Tensor] = {}
+        streams = {}
 
         def begun(hidden: Tensor) -> None:
             streams[first_stage] = hidden.detach().clone()
@@ -215,10 +215,9 @@ def stage_neurons(
         typical: The context whose text gives the neutral values. None: this one.
     """
     target = context.target
-    generator = context.generator
     candidates = _candidates(context, stage, min(top_k, target.d_mlp // 2), at, typical or context)
     spare = candidates.others(writing=True)
-    drawn = spare[torch.randperm(len(spare), generator=generator)[:CONTROL_DRAWS]]
+    drawn = spare[torch.randperm(len(spare), generator=context.generator)[:CONTROL_DRAWS]]
     numbers = [*candidates.top.tolist(), *drawn.tolist()]
     edits = [Edit(zero=(neuron_site(target, stage, number),)) for number in numbers]
     read_after = stage if upto is None else max(stage, upto)
@@ -331,10 +330,5 @@ def verify_sink_layer(context: SinkContext, top_k: int, repeated: LayerView | No
         causal = top[torch.tensor([neuron.causal for neuron in neurons], device=top.device)]
         if not len(causal):
             return VerifiedNeurons(neurons, massive_dims=massive_dims)
-        random_sets = draw(len(causal))
-        return VerifiedNeurons(
-            neurons,
-            set_drop=float(lost(causal[None])),
-            set_control_drop=float(lost(random_sets).max()),
-            massive_dims=massive_dims,
-        )
+        set_drop, set_control_drop = float(lost(causal[None])), float(lost(draw(len(causal))).max())
+        return VerifiedNeurons(neurons, set_drop, set_control_drop, massive_dims)

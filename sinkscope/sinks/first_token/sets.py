@@ -136,7 +136,7 @@ def _most_effective(sets: list[Members], remove: Remove) -> Members | None:
 
 def random_sites(target: Target, sites: Sites, excluded: Sites, generator: torch.Generator) -> Sites:
     """As many other neurons of the same layers (and experts), none of `excluded` while there are enough others."""
-    drawn: Sites = ()
+    drawn = ()
     for site in sites:
         neighbours = [(*site[:-1], neuron) for neuron in range(target.width(site[0], *site[1:-1]))]
         barred = {*excluded, *sites, *drawn}
