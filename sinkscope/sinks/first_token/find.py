@@ -234,11 +234,18 @@ def attention_sink(
         rate = float(received.above[:, :, received.texts, 0].float().mean())
         positions.append(SinkPosition(0, decode([token]), rate))
     for place in received.later:
-        token = "" if place.token is None else decode([place.token])
+        token = ""
+        if place.token is not None:
+            token = decode([place.token])
         positions.append(SinkPosition(place.position, token, place.rate))
     carrier = None
     tried = ()
+    share = 1.0
+    learned_rate = 0.0
     if received.heads:
+        share = received.share
+        if received.learned_heads:
+            learned_rate = received.learned_rate
         if _spike_carries(received, minimal):
             carrier = "spike"
         else:
@@ -269,10 +276,10 @@ def attention_sink(
         carried_by=carrier,
         by_layer=by_layer,
         carriers=tried,
-        share=received.share if received.heads else 1.0,
+        share=share,
         length=received.ids.shape[1],
         window=received.window,
-        learned_rate=received.learned_rate if received.heads and received.learned_heads else 0.0,
+        learned_rate=learned_rate,
     )
 
 
