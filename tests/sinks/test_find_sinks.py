@@ -227,9 +227,3 @@ def test_a_deep_sink_is_found_in_three_walks_through_a_streamed_model(tmp_path):
         assert one.edit_sites == other.edit_sites and one.kind == other.kind
         assert one.drop_sink_layer == pytest.approx(other.drop_sink_layer, abs=1e-6)
         assert one.heads_lost == other.heads_lost == 1
-
-
-def test_a_model_without_a_sink_has_none(tmp_path):
-    none = find_in(organism("llama", 0, kind="none"), tmp_path)
-    assert none.sink_layer is None and none.neurons == () and none.set_drop is None and none.repeats.tokens == ()
-    assert "Neither a norm spike nor an attention sink" in str(none)
