@@ -206,11 +206,6 @@ class SinkCircuit:
     readers: Readers | None
     stands_out: bool = False
 
-    @property
-    def shorter_place(self) -> tuple[str, ...]:
-        """The position in fewer words, if there are any."""
-        return () if self.position else ("the first token",)
-
     def step(self, name: str) -> CircuitStep | None:
         """A step by its name; None if the circuit does not have it."""
         for step in self.steps:
@@ -291,7 +286,10 @@ class Circuit(Result):
         """What marks the first sink, or what its readers need, with the control."""
         if self.sinks:
             first = self.sinks[0]
-            return brief(f"{replace(first, place=place).in_words()}." for place in (first.place, *first.shorter_place))
+            places = [first.place]
+            if first.position == 0:
+                places.append("the first token")
+            return brief(f"{replace(first, place=place).in_words()}." for place in places)
         return f"No circuit: no norm stands out, and {few_heads(self.lengths)}."
 
     def numbers(self) -> list[Number]:
