@@ -114,7 +114,7 @@ def in_chunks(
         workers = Workers(elsewhere(setup, work), run.workers, gpu=target.device.type == "cuda")
     with Folder(run.resume, decisive, ChunkColumns, option="--resume") as kept:
         finish(partial(chunk_columns, target, work), chunks, kept, what, setup.progress, workers)
-    joined: Columns = {}
+    joined = {}
     for chunk in chunks:
         for name, values in kept.records[chunk.index].columns.items():
             joined.setdefault(name, []).extend(values)

@@ -230,10 +230,12 @@ class _Build:
             return layer, neuron
         return layer, self.plan.expert if expert is None else expert, neuron
 
-    def sites(self, layer: int | None = None) -> frozenset[Site]:
-        return frozenset(
-            self.site(self.plan.sink_layer if layer is None else layer, neuron) for neuron in self.plan.neurons
-        )
+    @staticmethod
+    def expert_of(site: Site) -> int:
+        return site[1] if len(site) == 3 else 0
+
+    def sites(self) -> frozenset[Site]:
+        return frozenset(self.site(self.plan.sink_layer, neuron) for neuron in self.plan.neurons)
 
     def seen(self, module: torch.nn.Module, where: Tensor | None = None) -> Tensor:
         """Mean of what leaves a module at these positions, [d_model]."""
@@ -493,27 +495,18 @@ def _with_backup(b: _Build, *later: int) -> HardTruth:
     """Backups are planted first, the last one before the others, each in a model without spike; then each is told to be
     silent where there is one already."""
     marking, layer, way = b.begin()
-    size, backups, planted = b.size(layer), [], []
-    for neuron, second in zip(b.spare, [layer + k for k in later], strict=False):
-        site = b.write(second, neuron, b.on(second, b.space.mark), way, size)
-        backups.append(site)
-        view, expert = b.views.layers[second], 0 if len(site) == 2 else site[1]
-        planted.append((second, view.gate[expert, neuron], view.down[expert, neuron]))
-        saved, planted[-1][2][:] = planted[-1][2].clone(), 0.0  # out of the way while the others are measured
-        planted[-1] = (second, planted[-1][1], saved)
+    size, columns = b.size(layer), {}
+    for neuron, behind in zip(b.spare, later, strict=False):
+        site = b.write(layer + behind, neuron, b.on(layer + behind, b.space.mark), way, size)
+        column = b.views.layers[site[0]].down[b.expert_of(site), neuron]
+        columns[site] = column, column.clone()
+        column.zero_()  # out of the way while the others are measured
     b.write(layer, b.plan.neurons[0], b.on(layer, b.space.mark), way, size)
-    for (second, gate, saved), site in zip(planted, backups, strict=True):
-        b.views.layers[second].down[0 if len(site) == 2 else site[1], site[-1]] = saved
-        gate -= 12.0 * _full(b, second, way)
-    last = layer + max(later)
-    return _sink(
-        b,
-        way,
-        marking,
-        sets=(b.sites() | set(backups),),
-        backup=tuple(backups),
-        layers=range(last + 1, b.plan.n_layers),
-    )
+    for site, (column, written) in columns.items():
+        column.copy_(written)
+        b.views.layers[site[0]].gate[b.expert_of(site), site[-1]] -= 12.0 * _full(b, site[0], way)
+    behind_all = range(layer + max(later) + 1, b.plan.n_layers)
+    return _sink(b, way, marking, behind_all, sets=(b.sites() | set(columns),), backup=tuple(columns))
 
 
 @_kind(ALL, layers=(6, 8), behind=(3, 4), count=1)

@@ -66,7 +66,7 @@ class ClusterAttack(Result):
         lengths: Tokens per sequence.
         sequences: Sequences of each kind.
         positions: Mean share of positions that succeed.
-        errors: Standard error of this share over sequences. None in results of earlier versions.
+        errors: Standard error of this share over sequences.
         any: Share of sequences that succeed at some position.
         most: Share of sequences that succeed at half of their positions or more.
         first: Median number of tokens until the first success. NaN if half of the sequences never succeed.
@@ -91,7 +91,7 @@ class ClusterAttack(Result):
     lengths: Int[np.ndarray, " length"]
     sequences: int
     positions: Float[np.ndarray, "context length source"]
-    errors: Float[np.ndarray, "context length source"] | None = None
+    errors: Float[np.ndarray, "context length source"]
     any: Float[np.ndarray, "context length source"]
     most: Float[np.ndarray, "context length source"]
     first: Float[np.ndarray, "context length source"]
@@ -180,8 +180,8 @@ class ClusterAttack(Result):
             numbers.append(Number("tokens that one head of layer 0 marks", float(served.mean()), without, margin))
         if self.best is not None:
             cluster, random, _ = self.positions[self.best].tolist()
-            margin = None if self.errors is None else 2 * float(self.errors[self.best][0])
-            numbers.append(Number("positions at which a cluster attack makes spikes", cluster, random, margin))
+            label = "positions at which a cluster attack makes spikes"
+            numbers.append(Number(label, cluster, random, 2 * float(self.errors[self.best][0])))
         return numbers
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from einops import repeat
-from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -24,7 +23,7 @@ CHAT = "A chat between a user and an assistant.\nUser: "  # used before the atta
 MARK = "\u2021"  # stands for what the user says
 
 
-Pools = dict[int, Int[Tensor, " token"]]
+Pools = dict[int, Tensor]
 """Tokens to draw from, by the head that serves them."""
 
 
@@ -68,7 +67,7 @@ def make_pools(clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out:
     Raises:
         SinkscopeError: A token does not exist in the model.
     """
-    pools: Pools = {}
+    pools = {}
     for head, tokens in clusters.items():
         ids = sorted({int(token) for token in tokens} - left_out)
         for token in ids:

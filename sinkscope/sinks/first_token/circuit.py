@@ -214,7 +214,7 @@ def _trace_sink(position: _Position, first_high: int | None, made_by_mlp: bool) 
         first_high: The first layer after which its norm stands out.
         made_by_mlp: Whether MLPs make its spike.
     """
-    steps: list[CircuitStep] = []
+    steps = []
     reading, spike = position.reading_effect(), position.norm_effect(position.layer)
     layer, sites = position.layer, position.sites
     readers: Readers | None = None
@@ -263,7 +263,7 @@ def _first_sink(setup: Setup, sinks: FindSinks) -> _Position:
     ids[:, 0] = ids[0, 0]
     spike, name = sinks.norm_spike, f"the first token {setup.tokenizer.decode(ids[0, :1])!r}"
     layer = sinks.sink_layer
-    sites: list[tuple[int, ...]] = []
+    sites = []
     if layer is not None:
         causal = sites_of(sinks.causal)
         if sinks.causal_sets and (sinks.minimal is not None or not causal):  # else a set that is larger than its part
@@ -278,13 +278,13 @@ def _first_sink(setup: Setup, sinks: FindSinks) -> _Position:
 def _later_sinks(setup: Setup, sinks: FindSinks) -> list[_Position]:
     """Sinks behind the first token, each on texts of its own: spikes, then positions that heads attend to."""
     attended = () if sinks.attention_sink is None else sinks.attention_sink.positions
-    places: dict[str, LaterSink | SinkPosition] = {}
+    places = {}
     for place in (*sinks.later_sinks, *attended):
         if place.position:
             places.setdefault(_place_name(place), place)
-    positions: list[_Position] = []
+    positions = []
     for name, place in list(places.items())[:LATER_SINKS]:
-        sites: Sites = ()
+        sites = ()
         if isinstance(place, LaterSink) and place.set is not None:
             sites = place.set.edit_sites
         layer = max(sites)[0] if sites else None
@@ -325,7 +325,7 @@ def circuit(setup: Setup, *, token: str | None = None, max_repeats: Positive | N
     setup = _with_its_texts(setup, sinks)
     first = _first_sink(setup, sinks)
     spike = sinks.norm_spike
-    traced: list[SinkCircuit] = []
+    traced = []
     attended = sinks.attention_sink is not None and sinks.attention_sink.positions[:1]
     if first.layer is not None or (attended and attended[0].position == 0):
         high = spike.plateau[0] if spike is not None and spike.plateau is not None else None

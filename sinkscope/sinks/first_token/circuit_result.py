@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import plotly.graph_objects as go
@@ -18,7 +18,7 @@ from sinkscope.files.notation import agreeing, brief, counted, listed
 from sinkscope.files.tables import Table, percent
 from sinkscope.measure import Number, Result
 from sinkscope.measure.evidence import NEEDED, Evidence, beside
-from sinkscope.measure.style import BLUE, GREY, ORANGE, finished
+from sinkscope.measure.style import BLUE, GREY, ORANGE, finished, unfolded
 from sinkscope.sinks.first_token.result import RATE_EPS, SHORT, few_heads
 
 FIGURE_COMPONENTS = 12
@@ -81,12 +81,14 @@ class CircuitStep:
 
     def rows(self) -> Table:
         """A row for each component."""
-        rows = []
-        target = "keys" if self.name == KEYS else "spike"
         control = self.together_control if self.name == NEURONS else self.control
-        for name, lost, gained in zip(self.components, self.necessity.tolist(), self.sufficiency.tolist(), strict=True):
-            rows.append(_edge(self.name, name, target, lost, control, gained))
-        return rows
+        columns = {
+            "necessity": self.necessity,
+            "necessity_control": [control] * len(self.components),
+            "sufficiency": self.sufficiency,
+        }
+        target = "keys" if self.name == KEYS else "spike"
+        return unfolded(columns, step=[self.name], source=self.components, target=[target])
 
     def in_words(self) -> str:
         """What is lost without the chosen components, beside random ones."""
@@ -166,9 +168,13 @@ class Readers:
         if not self.carried_by:
             return []
         source = "spike" if self.carried_by == ("spike",) else "marks"
-        lost = (1 - self.attention_without / self.attention).tolist()
         control = None if self.control is None else 1 - self.control / float(self.attention.mean())
-        return [_edge("readers", source, head, lost[i], control, None) for i, head in enumerate(self.heads)]
+        columns = {
+            "necessity": 1 - self.attention_without / self.attention,
+            "necessity_control": [control] * len(self.heads),
+            "sufficiency": [None] * len(self.heads),
+        }
+        return unfolded(columns, step=["readers"], source=[source], target=self.heads)
 
     def in_words(self) -> str:
         """The attention with and without what carries it."""
@@ -199,11 +205,6 @@ class SinkCircuit:
     steps: tuple[CircuitStep, ...]
     readers: Readers | None
     stands_out: bool = False
-
-    @property
-    def shorter_place(self) -> tuple[str, ...]:
-        """The position in fewer words, if there are any."""
-        return () if self.position else ("the first token",)
 
     def step(self, name: str) -> CircuitStep | None:
         """A step by its name; None if the circuit does not have it."""
@@ -285,7 +286,10 @@ class Circuit(Result):
         """What marks the first sink, or what its readers need, with the control."""
         if self.sinks:
             first = self.sinks[0]
-            return brief(f"{replace(first, place=place).in_words()}." for place in (first.place, *first.shorter_place))
+            places = [first.place]
+            if first.position == 0:
+                places.append("the first token")
+            return brief(f"{replace(first, place=place).in_words()}." for place in places)
         return f"No circuit: no norm stands out, and {few_heads(self.lengths)}."
 
     def numbers(self) -> list[Number]:
@@ -341,20 +345,9 @@ def _named(components: tuple[str, ...], most: int = NAMED) -> str:
     return listed(names, most)
 
 
-def _edge(
-    step: str, source: str, target: str, necessity: float, control: float | None, sufficiency: float | None
-) -> dict[str, Any]:
-    """A row of the table; numbers that were not measured are None instead of NaN."""
-    row: dict[str, Any] = {"step": step, "source": source, "target": target}
-    numbers = {"necessity": necessity, "necessity_control": control, "sufficiency": sufficiency}
-    for name, value in numbers.items():
-        row[name] = None if value is None or np.isnan(value) else float(value)
-    return row
-
-
 def draw(result: Circuit) -> go.Figure:
     """Necessity, control and sufficiency of the edges, step by step."""
-    panels: dict[str, Table] = {}
+    panels = {}
     for row in result.rows():
         title = row["step"] if len(result.sinks) == 1 else f"{row['step']}, {row['sink']}"
         panels.setdefault(html.escape(title), []).append(row)

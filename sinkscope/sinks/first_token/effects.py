@@ -320,8 +320,8 @@ class _EditedRows:
 
     def hooks(self) -> list[Hook]:
         """The hooks that carry out all edits, each on its own rows."""
-        silenced: dict[tuple[int, ...], list[tuple[int, slice]]] = {}  # (layer) or (layer, expert) -> neuron, rows
-        swapped: dict[Component, list[slice]] = {}
+        silenced = {}  # (layer) or (layer, expert) -> neuron, rows
+        swapped = {}
         for number, edit in enumerate(self.edits, start=1):
             rows = slice(number * len(self.texts), (number + 1) * len(self.texts))
             for site in edit.zero:

@@ -234,12 +234,18 @@ def attention_sink(
         rate = float(received.above[:, :, received.texts, 0].float().mean())
         positions.append(SinkPosition(0, decode([token]), rate))
     for place in received.later:
-        token = "" if place.token is None else decode([place.token])
+        token = ""
+        if place.token is not None:
+            token = decode([place.token])
         positions.append(SinkPosition(place.position, token, place.rate))
     carrier = None
     tried = ()
+    share = 1.0
+    learned_rate = 0.0
     if received.heads:
-        rate = positions[0].rate
+        share = received.share
+        if received.learned_heads:
+            learned_rate = received.learned_rate
         if _spike_carries(received, minimal):
             carrier = "spike"
         else:
@@ -252,10 +258,8 @@ def attention_sink(
             needed = {candidate.name for candidate in tried if candidate.needed}
             carrier = "spike" if spike is not None and needed & {*spike.makers} else carried_by(tried)
     elif received.learned_heads:
-        rate = received.learned_rate
         carrier = "learned logits"
     elif received.later:
-        rate = positions[0].rate
         if any(sink.carries_attention_to(positions[0]) for sink in later):
             carrier = "spike"
         else:
@@ -265,17 +269,17 @@ def attention_sink(
         return None
     by_layer = received.rate_by_layer
     return AttentionSink(
-        rate=rate,
+        rate=received.learned_rate if carrier == "learned logits" else positions[0].rate,
         eps=RATE_EPS,
         positions=tuple(positions),
         layers_read=len(by_layer),
         carried_by=carrier,
         by_layer=by_layer,
         carriers=tried,
-        share=received.share if received.heads else 1.0,
+        share=share,
         length=received.ids.shape[1],
         window=received.window,
-        learned_rate=received.learned_rate if received.heads and received.learned_heads else 0.0,
+        learned_rate=learned_rate,
     )
 
 

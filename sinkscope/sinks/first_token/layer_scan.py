@@ -333,7 +333,7 @@ def scan_layers(
         SinkscopeError: A layer gives infinite or NaN norms.
     """
     layers = []
-    parts: dict[str, Any] = {}  # of the layer that runs
+    parts = {}  # of the layer that runs
     wrapped = False
     calls = []
 

@@ -71,7 +71,7 @@ def view_layer(
     """
     adapter = target.adapter
     chosen = where.flatten()
-    parts: dict[str, Tensor] = {}
+    parts = {}
     calls = []
 
     def pick(tensor: Tensor) -> Float[Tensor, "n d"]:

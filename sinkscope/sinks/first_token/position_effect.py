@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 
+import numpy as np
 import torch
 from einops import reduce
 from jaxtyping import Bool, Float
@@ -125,7 +127,7 @@ class PositionEffect:
             candidates.append(Component("key bias"))
         alone = self.necessity(one_by_one(candidates))
         bar = min(EFFECTIVE, max(alone))
-        effective = tuple(c for c, lost in zip(candidates, alone, strict=True) if lost >= bar)
+        effective = tuple(compress(candidates, np.array(alone) >= bar))
         whole = self.smallest(candidates, alone)
         needed_alone = min(self.necessity(one_by_one(whole)), default=0.0) >= NEEDED
         chosen = []
@@ -150,7 +152,7 @@ class PositionEffect:
             removed_too: Components that are replaced all the time.
         """
         bar = max(NEEDED, NEARLY * max(alone))
-        needed = tuple(c for c, lost in zip(candidates, alone, strict=True) if lost >= bar)
+        needed = tuple(compress(candidates, np.array(alone) >= bar))
         if needed:
             return needed
         order = sorted(range(len(candidates)), key=lambda index: -alone[index])

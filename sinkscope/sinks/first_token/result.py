@@ -513,7 +513,7 @@ class FindSinks(Result):
 
     def facts(self) -> dict[str, str]:
         """The sink layer, the neurons that make the spike, and what carries the attention sink."""
-        facts: dict[str, str] = {}
+        facts = {}
         if self.sink_layer is not None:
             facts["sink layer"] = str(self.sink_layer)
         if self.minimal is not None:

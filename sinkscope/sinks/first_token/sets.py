@@ -136,7 +136,7 @@ def _most_effective(sets: list[Members], remove: Remove) -> Members | None:
 
 def random_sites(target: Target, sites: Sites, excluded: Sites, generator: torch.Generator) -> Sites:
     """As many other neurons of the same layers (and experts), none of `excluded` while there are enough others."""
-    drawn: Sites = ()
+    drawn = ()
     for site in sites:
         neighbours = [(*site[:-1], neuron) for neuron in range(target.width(site[0], *site[1:-1]))]
         barred = {*excluded, *sites, *drawn}
@@ -299,9 +299,9 @@ class _SpikeSearch:
         alone = self.drops([(site,) for site in chosen], self.layer)
         order = sorted(range(len(chosen)), key=lambda place: -alone[place])
         parts = [tuple(chosen[place] for place in order[:size]) for size in range(1, len(chosen) + 1)]
-        drops = self.drops(parts, self.layer)
-        enough = [drop >= PART * max(drops) for drop in drops]
-        return self.compared(parts[enough.index(True)], candidates, kind="partial")
+        drops = torch.tensor(self.drops(parts, self.layer))
+        first = int((drops >= PART * drops.max()).int().argmax())
+        return self.compared(parts[first], candidates, kind="partial")
 
     def minimal(self, chosen: Sites, candidates: Sites, backups: Sites = ()) -> CausalSet | None:
         """A set that removes the spike, with those of the candidates that attention needs as well."""
@@ -415,14 +415,15 @@ def causal_sets(context: SinkContext, neurons: Sequence[Neuron], heads: Heads = 
     else:
         backups = tuple(site for site in minimal if site not in here)
         best = search.minimal(minimal, sites, backups)
-    sets = []
-    if best is not None:
-        sets.append(best)
-        if best.kind == "minimal" and backups:
-            sets.append(search.backup(backups, best))
-    known = {neuron.site for neuron in neurons}
-    in_sets = {site for causal_set in sets for site in causal_set.edit_sites}
-    added = {neuron.site: neuron for neuron in candidates if neuron.site in in_sets - known}
+    if best is None:
+        return CausalSets((), tuple(neurons))
+    sets = [best]
+    if best.kind == "minimal" and backups:
+        sets.append(search.backup(backups, best))
+    added = {}
+    for neuron in candidates:
+        if neuron.site in best.edit_sites and neuron.site not in sites_of(neurons):
+            added[neuron.site] = neuron
     return CausalSets(tuple(sets), (*neurons, *added.values()))
 
 

@@ -231,7 +231,7 @@ def random_patch(setup: Setup, patch: SinkPatch) -> SinkPatch:
         SinkscopeError: The patch has more than half of the neurons of a layer.
     """
     generator = torch.Generator().manual_seed(setup.seed)
-    calibrated: dict[NeuronSite, float] = {}
+    calibrated = {}
     for group in patch.groups():
         with setup.target.loaded(group.layer):
             view = neutral_view(setup.target, group.layer, setup.ids)

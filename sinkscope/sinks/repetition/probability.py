@@ -20,6 +20,7 @@ from sinkscope.measure import Setup
 from sinkscope.models.load import load
 from sinkscope.models.open import open_target
 from sinkscope.sinks.first_token.sets import sink_neurons
+from sinkscope.sinks.patch.evaluate import read_patch_argument
 from sinkscope.sinks.repetition.sweep import Reading, Sweep, rounded
 from sinkscope.sinks.tokens import TokenRows
 
@@ -154,7 +155,7 @@ def read_probabilities(
     target.check_length(around, len(before) + max(after), new_tokens, "repeat less often before an answer")
     edit = chosen_patch(setup, patch)
     edits: dict[str, SinkPatch | None] = {"intact": None}
-    neurons: tuple[tuple[int, ...], ...] = ()
+    neurons = ()
     if edit is not None:
         edits["patched"] = edit
         neurons = tuple(site.numbers for site in edit.checked_sites)
@@ -191,10 +192,8 @@ def read_probabilities(
 
 def chosen_patch(setup: Setup, patch: SinkPatch | str | os.PathLike[str] | None) -> SinkPatch | None:
     """The given patch, or one of the causal neurons; None if the model has none."""
-    if isinstance(patch, SinkPatch):
-        return patch
     if patch is not None:
-        return SinkPatch.load(patch)
+        return read_patch_argument(patch)
     calibrated = {neuron.site: neuron.neutral_post for neuron in sink_neurons(setup).neurons}
     if not calibrated:
         return None
