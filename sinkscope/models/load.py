@@ -32,7 +32,6 @@ from sinkscope.models.config import (
     reads_images,
 )
 from sinkscope.models.fingerprint import fingerprint
-from sinkscope.models.hub import TOKENIZER_FILES, hub_folder
 from sinkscope.models.infer import DRAFT, adapter_of, prove
 from sinkscope.models.locate import ModelSource, locate, no_permission
 from sinkscope.models.target import Target
@@ -144,33 +143,6 @@ def _plant(hf: Any, file: Path) -> None:
         for name in weights.keys() & planted.keys():
             new = torch.from_numpy(planted[name]).to(weights[name])
             weights[name].copy_(new.where(~new.isnan(), weights[name]))
-
-
-def open_tokenizer(model: str | os.PathLike[str] | None = None, revision: str | None = None) -> Any:
-    """Open the tokenizer of a model; no weights are read.
-
-    Args:
-        model: Short name, hub id, folder (also one that holds only a tokenizer), or `.gguf` file. None is the model in
-            the package.
-        revision: Branch, tag or commit of a hub id.
-
-    Raises:
-        SinkscopeError: There is no tokenizer.
-    """
-    source = locate(model, revision)
-    folder, gguf = Path(source.where), None
-    if source.kind == "hub":
-        folder = hub_folder(str(source.where), revision, TOKENIZER_FILES)
-    elif source.kind == "gguf":
-        folder, gguf = folder.parent, folder.name
-    tokenizer = read_tokenizer(source.name, folder, gguf=gguf)
-    if tokenizer is None:
-        raise SinkscopeError(
-            f"{source.name} has no tokenizer in it (expected tokenizer.json, tokenizer.model or vocab.json): give a "
-            "model or a folder that has one",
-            page="no-tokenizer",
-        )
-    return tokenizer
 
 
 def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[str, Any]) -> Any:
