@@ -3,8 +3,8 @@
     python -m experiments.loopguard.tables RUN ...
 
 Each RUN is a folder of `sinkscope bench --task loops` (sets dc and ri), or of `sinkscope bench --task 2wiki.jsonl` with
-prompts of `python -m experiments.loopbench.build`. "loop" is the paper's rule (Eq. 7). After them comes the perplexity of
-at most 400 tokens after the first alarm, for runs of the model in the package on LoopBench's small sets.
+prompts of `python -m experiments.loopbench.build`. "loop" is the paper's rule (Eq. 7). After them comes the
+perplexity of at most 400 tokens after the first alarm, for runs of the model in the package on LoopBench's small sets.
 """
 
 from __future__ import annotations

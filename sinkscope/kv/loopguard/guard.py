@@ -51,8 +51,8 @@ class LoopGuard(Intervention):
     The defaults are meant for everyday use. A repetition is found once it covers 48 tokens and two and a half copies,
     or three if some tokens differ. Where the caller can take tokens back (`sinkscope.serving.generate`, `Conversation`,
     the command line), the output is cut after the first copy; a plain `model.generate` only loses the copies from its
-    cache. What is done in addition climbs by a rung with every alarm that soon follows another: nothing, then a mild ban
-    of the loop's n-grams that grows, and at last a few tokens are drawn. `LoopGuard.paper()` is the guard as published.
+    cache. What is done in addition climbs by a rung with every alarm that soon follows another: nothing, then a mild
+    ban of the loop's n-grams that grows, then a few tokens are drawn. `LoopGuard.paper()` is the guard as published.
 
     Only generated tokens are watched, which arrive one by one after a prompt. A call with several tokens is a new turn,
     for which monitors start again. Each row is watched and cut independently, and a row that has ended is ignored. All
