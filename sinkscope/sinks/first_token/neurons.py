@@ -77,7 +77,7 @@ def repeat_until_half(
     for length in passes:
         waiting = [place for place, count in enumerate(repeats) if count is None]
         size = max(1, BATCH_ELEMENTS // ((length + 1) * target.d_mlp))
-        ends = [end for end in lengths if end <= length]
+        ends = lengths[: lengths.index(length) + 1]
         for start in range(0, len(waiting), size):
             places = waiting[start : start + size]
             rows = _RepeatedRows.read(context, [[prefixes[p], *[tokens[p]] * length] for p in places], ends)

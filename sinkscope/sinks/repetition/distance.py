@@ -123,26 +123,30 @@ def read_distances(setup: Setup, sweep: Sweep, rows: TokenRows, all_layers: bool
     attention_outputs(target, torch.cat([rows[0, :before], rows[:, -1]])[:, None], layers, keep)
     sizes = head_norms(values[0], weights)
     alone = torch.stack(outputs)[:, before:]
-    readings = []
+    distances = []
+    bounds = []
+    closest = []
     for number, ids in enumerate(rows):
         value = values[0][before + number]
-        readings.append(token_distances(target, ids, before, value, alone[:, number], weights))
+        distance, heads, spread = token_distances(target, ids, before, value, alone[:, number], weights)
+        largest = torch.maximum(sizes[:, :before].amax(1), sizes[:, before + number])
+        bound = (
+            2 * before * rearrange(largest, "head -> head 1") * spread.exp() / torch.arange(1, len(ids) - before + 1)
+        )
+        rounding = ROUNDING * torch.finfo(target.dtype).eps * largest.max()  # between two equal outputs
+        distances.append(distance)
+        bounds.append(bound.sum(0))
+        closest.append(torch.where(heads > rounding, heads / bound, 0.0).amax(-1))
         setup.progress("repetitions", number + 1, len(rows))
-    distance, heads, spread = map(torch.stack, zip(*readings, strict=True))
-    largest = torch.maximum(sizes[:, :before].amax(1), sizes[:, before:].T)
-    largest = rearrange(largest, "token head -> token head 1")
-    bound = 2 * before * largest * spread.exp() / torch.arange(1, distance.shape[-1] + 1)
-    rounding = ROUNDING * torch.finfo(target.dtype).eps * largest.amax(1, keepdim=True)  # between two equal outputs
-    closest = torch.where(heads > rounding, heads / bound, 0.0).amax(-1)
     outside = outside_theorem(target, rows.shape[1])
     applies = torch.nan if outside is not None else 1.0
     return DistanceReading(
         sweep,
         outside=outside,
-        distance=rounded(rearrange(distance, "token layer n -> layer token n")[:, :, sweep.counts - 1]),
+        distance=rounded(torch.stack(distances, dim=1)[:, :, sweep.counts - 1]),
         alone=rounded(alone.norm(dim=-1)),
-        bound=rounded(applies * bound.sum(1)[:, sweep.counts - 1]),
-        closest=rounded(applies * closest),
+        bound=rounded(applies * torch.stack(bounds)[:, sweep.counts - 1]),
+        closest=rounded(applies * torch.stack(closest)),
     )
 
 
