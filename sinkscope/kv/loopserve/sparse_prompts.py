@@ -136,7 +136,8 @@ class SparsePrompts:
         name: Name of the intervention, for errors.
         choose: Function that returns lines for `query [head query d_head]`, `key [kv_head key d_head]`, the factor on
             the scores and the layer.
-        dense_above: Share of computed cells above which a head is dense. None uses the kernel's default.
+        dense_above: Share of computed cells above which a head is dense. None uses the kernel's default, and leaves
+            prompts on devices without a kernel of their own to the model's attention.
         shortest: Prompts with fewer keys are read by the model's own attention.
         dense_rows: Number of queries at the end that attend to everything.
         held_out: Function of the numbers of queries and keys and the layer; it returns the indices of queries on which
