@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import os
 
 import numpy as np
 import pytest
 import torch
 from covering import slow
 from organisms import Organism, organism
-from raw_kit import inputs_edited
 from torch.testing import assert_close
 
-import sinkscope
 from sinkscope.errors import SinkscopeError
-from sinkscope.measure import Setup
+from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.attack.attack import ClusterAttack, cluster_attack
-from sinkscope.sinks.attack.clusters import HeadWork, TokenClusters, later_mean
+from sinkscope.sinks.attack.clusters import HeadWork, TokenClusters, later_mean, neuron_at
+from sinkscope.sinks.first_token.marking_heads import replacing
 
 
 def measured(o: Organism, **options) -> ClusterAttack:
@@ -26,7 +24,8 @@ def measured(o: Organism, **options) -> ClusterAttack:
 
 
 def clusters_of(o: Organism, **options) -> TokenClusters:
-    return measured(o, **options).clusters
+    clusters = measured(o, **options).clusters
+    return clusters
 
 
 def planted_heads(o: Organism, ids: np.ndarray) -> np.ndarray:
@@ -52,18 +51,12 @@ def test_planted_groups_are_recovered_token_by_token(family, bos):
     assert found.neuron == o.truth.neurons[0] or len(o.truth.neurons) > 1
 
 
-def one_forward(o: Organism, layer: int, neuron: int, token: int, head: int, mean: torch.Tensor) -> float:
-    """The neuron's activation in a forward pass of its own: what other heads write is exchanged by hand."""
-    target, values = target_of(o.model, o.tokenizer), []
-
-    def exchange(z: torch.Tensor) -> torch.Tensor:
-        others = torch.arange(target.n_heads) != head
-        return torch.where(others.repeat_interleave(len(mean) // target.n_heads), mean, z)
-
-    out_proj, down = target.sub(0, target.adapter.o), target.sub(layer, target.adapter.down)
-    with inputs_edited(out_proj, exchange), inputs_edited(down, lambda x: values.append(x) or x), torch.no_grad():
-        o.model(torch.tensor([[token]]))
-    return float(values[0].flatten()[neuron])
+def one_forward(target: Target, work: HeadWork, token: int, head: int) -> float:
+    """The neuron's activation in a forward pass of its own, with all heads but one replaced; -1: with all."""
+    replaced = torch.arange(target.n_heads) != head
+    mean = work.mean.view(1, target.n_heads, -1)
+    with target.hooks(*replacing(target, mean, replaced[None, None], torch.ones(1).bool())):
+        return float(neuron_at(target, work.layer, work.neuron, torch.tensor([[token]])))
 
 
 @pytest.mark.parametrize("family", ["neox", "gemma2", "gpt2"])
@@ -72,18 +65,21 @@ def test_one_batch_of_heads_equals_a_forward_pass_for_each(family):
     target, layer = target_of(o.model, o.tokenizer), o.truth.sink_layer
     neuron, mean = o.truth.neurons[0][-1], later_mean(target, o.natural(2, 12))
     tokens = [1, 17]
-    shares = HeadWork(layer, neuron, 2.0, mean).shares(target, tokens)
-    for row, token in zip(shares, tokens, strict=True):
-        alone = [one_forward(o, layer, neuron, token, head, mean) for head in range(-1, target.n_heads)]
+    work = HeadWork(layer, neuron, 2.0, mean)
+    for row, token in zip(work.shares(target, tokens), tokens, strict=True):
+        alone = [one_forward(target, work, token, head) for head in range(-1, target.n_heads)]
         assert_close(2.0 * row[1:], torch.tensor(alone), rtol=1e-4, atol=1e-4)
 
 
 def test_later_mean_is_that_of_later_positions_head_by_head():
     o = organism("qwen2", 1)
-    target, ids, inputs = target_of(o.model, o.tokenizer), o.natural(2, 10), []
-    with inputs_edited(target.sub(0, "self_attn.o_proj"), lambda z: inputs.append(z) or z), torch.no_grad():
+    target, ids = target_of(o.model, o.tokenizer), o.natural(2, 10)
+    z = []
+    handle = target.sub(0, "self_attn.o_proj").register_forward_pre_hook(lambda _m, args: z.append(args[0]))
+    with torch.no_grad():
         o.model(ids)
-    assert_close(later_mean(target, ids), inputs[0][:, 1:].flatten(0, 1).mean(0))
+    handle.remove()
+    assert_close(later_mean(target, ids), z[0][:, 1:].reshape(-1, z[0].shape[-1]).mean(0))
 
 
 def test_no_single_head_and_not_in_layer_0_are_answers():
@@ -109,27 +105,43 @@ def test_tokens_of_a_head_are_sorted_and_whole():
     assert (row["head"], row["tokens"]) == (head, len(mine))
 
 
+class Killed(BaseException):
+    pass
+
+
 def test_a_killed_run_goes_on_with_the_same_table(tmp_path, monkeypatch):
     o = organism("llama", 1)
     monkeypatch.setattr("sinkscope.sinks.attack.clusters.ROWS", 60)
     whole = measured(o).to_dict()["result"]
-    real, calls = HeadWork.__call__, []
+    real, calls = HeadWork.__call__, [0]
 
     def dying(self, target, items):
-        calls.append(items)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
+        calls[0] += 1
+        if calls[0] == 4:
+            raise Killed
         return real(self, target, items)
 
     monkeypatch.setattr(HeadWork, "__call__", dying)
-    with pytest.raises(KeyboardInterrupt):
-        measured(o, resume=tmp_path / "r")
-    assert measured(o, resume=tmp_path / "r").to_dict()["result"] == whole
-    assert sum(map(len, calls[:3] + calls[4:])) == len(whole["clusters"]["ids"])  # none twice
+    folder = tmp_path / "r"
+    with pytest.raises(Killed):
+        measured(o, resume=folder)
+    runs = folder / "clusters" / "runs.jsonl"
+    assert runs.read_bytes().count(b"\n") == 3
+    os.truncate(runs, runs.stat().st_size - 9)  # the last line was not written whole
+    done = []
+
+    def note(what, count, _total):
+        if what == "tokens x heads":
+            done.append(count)
+
+    assert measured(o, resume=folder, progress=note).to_dict()["result"] == whole
+    tokens, size = len(whole["clusters"]["ids"]), 60 // (o.model.config.num_attention_heads + 2)
+    assert calls[0] - 4 == -(-tokens // size) - 2
+    assert done == sorted(done) and done[0] > 0 and done[-1] == -(-tokens // size)
     with torch.no_grad():
         o.model.model.layers[-1].mlp.down_proj.weight[0, 0] += 1
     with pytest.raises(SinkscopeError, match="model was"):
-        measured(o, resume=tmp_path / "r")
+        measured(o, resume=folder)
 
 
 def test_some_tokens_are_what_they_are_among_all():
@@ -138,18 +150,3 @@ def test_some_tokens_are_what_they_are_among_all():
     one = clusters_of(o, tokens=[o.tokenizer.decode([token])])
     assert one.ids.tolist() == [token]
     assert (one.head[0], one.best[0]) == (every.head[token], every.best[token])
-
-
-@pytest.mark.slow
-def test_bundled_model_learned_its_clusters():
-    made = Setup.open()
-    tokenizer = made.target.tokenizer
-    folder = Path(str(sinkscope.__file__)).parent / "models" / "bundled"
-    circuit = json.loads((folder / "circuit.json").read_text())
-    heads = {mark["group"]: mark["head"] for mark in circuit["marking_heads"]}
-    words = [tokenizer.decode([token]) for token in range(300, 900, 5)]
-    single = [word for word in words if len(tokenizer(word, add_special_tokens=False)["input_ids"]) == 1]
-    found = cluster_attack(made.target.hf, tokenizer=tokenizer, tokens=single, sequences=0).clusters
-    truth = np.array([heads.get(circuit["group_of_token"][token], np.nan) for token in found.ids.tolist()])
-    right = (found.head == truth) | (np.isnan(found.head) & np.isnan(truth))
-    assert len(truth) > 50 and right.mean() >= 0.95

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
-from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from attack_kit import text_file
 from organisms import Organism, organism
 
 from experiments.repeated_token.harness import evaluate_tasks
@@ -29,28 +26,16 @@ from sinkscope.sinks.patch.evaluate import (
     random_patch,
 )
 
-TASK = """task: tiny
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{q}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{gold}}}}"
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-"""
-
 
 def words_of(o: Organism, rng: random.Random, count: int) -> str:
-    return " ".join(o.tokenizer.decode([rng.randrange(4, o.model.config.vocab_size)]) for _ in range(count))
+    word = cache(lambda i: o.tokenizer.decode([i]))
+    return " ".join(word(rng.randrange(4, o.model.config.vocab_size)) for _ in range(count))
 
 
-def setup_of(o: Organism, folder: Path, **options) -> Setup:
-    return Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, folder), **options)
+def text_of(o: Organism, folder: Path) -> Path:
+    path = folder / "text.txt"
+    path.write_text(words_of(o, random.Random(0), 3000))
+    return path
 
 
 def loud(o: Organism) -> SinkPatch:
@@ -59,7 +44,7 @@ def loud(o: Organism) -> SinkPatch:
 
 
 def evaluated(o: Organism, folder: Path, patch, **changes) -> PatchEvaluation:
-    options = {"text": text_file(o, folder), "pieces": 5, "length": 24, "batch_size": 3}
+    options = {"text": text_of(o, folder), "pieces": 5, "length": 24, "batch_size": 3}
     return evaluate_patch(o.model, patch, tokenizer=o.tokenizer, **(options | changes))
 
 
@@ -68,7 +53,7 @@ def test_perplexity_row_against_separate_passes(tmp_path):
     patch = loud(o)
     patch.save(tmp_path / "patch.json")
     found = evaluated(o, tmp_path, tmp_path / "patch.json", seed=4)
-    made = setup_of(o, tmp_path, seed=4)
+    made = Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path), seed=4)
     ids = held_out(made, 5, 24)
     control = random_patch(made, patch)
     target = target_of(o.model, o.tokenizer)
@@ -76,7 +61,7 @@ def test_perplexity_row_against_separate_passes(tmp_path):
     assert found.perplexity == pytest.approx((plain, patched, drawn), rel=1e-5)
     none, row, random_row = found.rows()
     assert none["change"] == 0 and row["change"] == pytest.approx(patched / plain - 1, rel=1e-3)
-    assert abs(row["change"]) > 10 * abs(random_row["change"])
+    assert abs(row["change"]) > 100 * abs(random_row["change"])
     assert found.neurons == o.truth.neurons and f"by {row['change']:+.2%} (two" in found.conclusion()
     assert Result.from_dict(found.to_dict()).to_dict() == found.to_dict()
     [shown] = found.figure().data
@@ -84,7 +69,7 @@ def test_perplexity_row_against_separate_passes(tmp_path):
     assert list(shown.error_y.array) == [row["two_errors"], random_row["two_errors"]]
 
 
-def test_perplexity_is_that_of_single_rows(tmp_path):
+def test_perplexity_is_that_of_single_rows():
     o = organism("llama", 3)
     target, ids = target_of(o.model, o.tokenizer), o.natural(5, 20)
     edit = Ablate(layer=0, neurons=list(range(10)))
@@ -103,10 +88,6 @@ def test_perplexity_is_that_of_single_rows(tmp_path):
     [error] = errors_of(torch.stack([before, after]))
     assert float(error) == pytest.approx(float((edited - plain).std() / 5**0.5), rel=1e-3)
     assert errors_of(torch.stack([before, after])[:, :1]).isnan().all()
-    whole = evaluated(o, tmp_path, SinkPatch(layer=0, neurons=[1]))
-    ids = held_out(setup_of(o, tmp_path), 5, 24)
-    losses_of = torch.stack([losses(target, ids, e) for e in (None, SinkPatch(layer=0, neurons=[1]))])
-    assert whole.errors[1] == pytest.approx(float(errors_of(losses_of)) * whole.perplexity[1], rel=1e-3)
 
 
 def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path):
@@ -124,14 +105,14 @@ def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path):
 @pytest.mark.parametrize(("family", "seed"), [("llama", 2), ("mixtral", 1)])
 def test_random_patch_is_as_many_others_of_the_same_place(family, seed, tmp_path):
     o = organism(family, seed)
-    made = setup_of(o, tmp_path, seed=1)
+    made = Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path), seed=1)
     patch = SinkPatch(sites=[*o.truth.neurons, (*o.truth.neurons[0][:-1], 0)])
     drawn = random_patch(made, patch)
     assert len(drawn.checked_sites) == len(patch.checked_sites)
     assert {(s.layer, s.expert) for s in drawn.checked_sites} == {(s.layer, s.expert) for s in patch.checked_sites}
     assert not set(drawn.checked_sites) & set(patch.checked_sites)
     assert drawn.checked_sites == random_patch(made, patch).checked_sites
-    other = random_patch(setup_of(o, tmp_path, seed=2), patch)
+    other = random_patch(Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path), seed=2), patch)
     assert other.checked_sites != drawn.checked_sites
 
 
@@ -155,61 +136,8 @@ def test_without_the_harness_the_extra_is_named(tmp_path, monkeypatch):
     for name in [n for n in sys.modules if n.startswith("lm_eval.")]:
         monkeypatch.delitem(sys.modules, name)
     o = organism("llama", 2)
-    setup = setup_of(o, tmp_path)
+    setup = Setup.open(o.model, tokenizer=o.tokenizer, text=text_of(o, tmp_path))
     with pytest.raises(SinkscopeError, match=r"pip install 'sinkscope\[eval\]'"):
         evaluate_tasks(setup, loud(o), ["hellaswag"])
     with pytest.raises(SinkscopeError, match=r"task file 'none\.yaml' is not there"):
         evaluate_tasks(setup, loud(o), ["none.yaml"])
-
-
-@pytest.mark.slow
-def test_harness_under_the_patch_against_countingby_hand(tmp_path, capfd):
-    pytest.importorskip("lm_eval")
-    o = organism("llama", 2)
-    rng = random.Random(3)
-    questions = [
-        {
-            "q": words_of(o, rng, 6),
-            "choices": [words_of(o, rng, rng.choice([1, 2, 3])) for _ in range(3)],
-            "gold": i % 3,
-        }
-        for i in range(40)
-    ]
-    data, task = tmp_path / "tiny.jsonl", tmp_path / "tiny.yaml"
-    data.write_text("\n".join(map(json.dumps, questions)))
-    task.write_text(TASK.format(data=data))
-    patch = loud(o)
-    state = torch.get_rng_state()
-    setup = setup_of(o, tmp_path, loading="whole")
-    rows = evaluate_tasks(setup, patch, [str(task)], batch_size=4)
-    assert torch.equal(state, torch.get_rng_state())
-    assert capfd.readouterr() == ("", "")
-    scores = {row["metric"]: row for row in rows if row["task"] == "tiny"}
-    assert set(scores) == {"acc", "acc_norm"}
-    right = {edit: by_hand(o, questions, edit) for edit in (None, patch)}
-    for column, metric in enumerate(("acc", "acc_norm")):
-        before, after = (torch.tensor(right[edit])[:, column].double() for edit in (None, patch))
-        row = scores[metric]
-        means = (40, float(before.mean()), float(after.mean()))
-        assert (row["samples"], row["original"], row["patched"]) == pytest.approx(means)
-        pairs = after - before
-        assert row["difference_se"] == pytest.approx(float(pairs.std()) / 40**0.5)
-    assert right[None] != right[patch]  # else the test would say nothing
-
-
-def by_hand(o: Organism, questions: list[dict[str, Any]], edit: SinkPatch | None) -> list[tuple[bool, bool]]:
-    """Per question whether the right answer is the likeliest, and the likeliest per byte: one forward per answer."""
-    out = []
-    for question in questions:
-        sums = []
-        for choice in question["choices"]:
-            head = o.tokenizer(question["q"])["input_ids"]
-            ids = torch.tensor([head + o.tokenizer(choice, add_special_tokens=False)["input_ids"]])
-            assert ids[0, 0] == o.tokenizer.bos_token_id
-            with nullcontext() if edit is None else edit.on(o.model), torch.no_grad():
-                logits = o.model(ids).logits
-            each = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[len(head) - 1 :]
-            sums.append((float(each.sum()), float(each.sum()) / len(choice)))
-        gold = question["gold"]
-        out.append((max(range(3), key=lambda i: sums[i][0]) == gold, max(range(3), key=lambda i: sums[i][1]) == gold))
-    return out
