@@ -155,7 +155,7 @@ def test_marks_of_two_layers_are_told_apart(rule, tmp_path):
     step = step_of(traced(o, tmp_path), MARK)
     assert step.together > 0.95 and len(step.chosen) == 2
     assert step.needed_alone == (rule == "and")
-    assert ("no component is needed alone" in step.in_words()) == (rule == "or")
+    assert ("none is needed alone" in step.in_words()) == (rule == "or")
     for (layer, heads), mark, necessity in zip(o.truth.marking, step.chosen, step.necessity, strict=False):
         assert mark in [f"L{layer}.H{head}" for head in heads]
         assert necessity > 0.9 if rule == "and" else necessity < 0.7

@@ -29,7 +29,6 @@ from sinkscope.app.view.result import (
     Writing,
 )
 from sinkscope.attention.barcode import Barcode, PictureSize, barcode
-from sinkscope.attention.texts import Loop
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import agreeing, listed, neuron_name, read_head, read_neuron
 from sinkscope.files.provenance import ModelInfo, Provenance
@@ -318,8 +317,8 @@ class Explorer:
             circuit=edges,
             circuit_sentence=sentence,
         )
-        result.fill_in(*self.origin)
-        return result
+        model, settings, provenance = self.origin
+        return replace(result, model=model, settings=settings, provenance=provenance)
 
     def whole_view(self, text: str | None = None, *, generation: bool = True) -> ModelView:
         """The view with the circuit and, if wanted, a generation: everything that a page without a server shows."""
@@ -514,7 +513,7 @@ class Explorer:
             tokens, events = decode(setup.target, prompt, new, edit)
             alarms = [event.step for event in events if event.kind == "guard"]
             sides.append(_writing(setup, f"{name} the guard", tokens, alarms, result))
-            onset = Loop.of([*prompt, *tokens], len(prompt)).onset
+            onset = result.onset
             copied.append(0 if onset is None else len(prompt) + len(tokens) - max(onset, len(prompt)))
         sentence = (
             f"Without the guard, {copied[0]} of {len(sides[0].tokens)} new tokens belong to a repetition at the end; "

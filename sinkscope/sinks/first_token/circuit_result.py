@@ -112,8 +112,7 @@ class CircuitStep:
             not_alone = f"{_named(others)} {agreeing(len(others), 'is', 'are')} not"
             number = f"{len(alone)} of {counted(count, self.kind)} {agreeing(len(alone), 'is', 'are')} needed alone"
             return brief((f"{needed}, {not_alone}{rest}", f"only {needed}{rest}", f"{number}{rest}"), WORDS_OF_STEP)
-        together = agreeing(count, "", " together")
-        return f"no {self.kind} is needed alone; {lost} is lost without {names}{together}{control}"
+        return f"none is needed alone; {lost} is lost without {names}{control}"
 
     def _largest(self) -> str:
         if np.isnan(self.necessity).all():
