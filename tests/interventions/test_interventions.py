@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from intervention_kit import bridge_of, count_hooks, logits, nnsight_of, residual_norms, set_values
 from organisms import MODEL_TYPES, organism, tiny_model
-from refusals import refused
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -56,30 +55,21 @@ def zeroed_copy(model, sites: list[tuple[int, ...]]):
 
 @pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 4, 3))
 def test_zero_ablation_equals_zeroed_weights(model_type):
-    model, _ = tiny_model(model_type)
-    sites = sites_for(model_type)
-    want = logits(zeroed_copy(model, sites), IDS)
-    with Ablate(sites=sites).on(model):
-        got = logits(model, IDS)
-    assert_close(got, want, atol=2e-5, rtol=1e-4)
-    assert (want - logits(model, IDS)).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("model_type", every_nth(MODEL_TYPES, 5))
-def test_every_family_through_a_bridge(model_type):
+    """On the plain model, through a bridge, and as TransformerLens' own hooks."""
     # TransformerLens cannot take apart the fused attention of Falcon's newer layout.
     older = {"new_decoder_architecture": False, "multi_query": True} if model_type == "falcon" else {}
     model, tokenizer = tiny_model(model_type, **older)
     sites = sites_for(model_type)
     want = logits(zeroed_copy(model, sites), IDS)
-    bridge = bridge_of(model, tokenizer)
+    assert (want - logits(model, IDS)).abs().max() > 1e-3
     edit = Ablate(sites=sites)
+    with edit.on(model):
+        assert_close(logits(model, IDS), want, atol=2e-5, rtol=1e-4)
+    bridge = bridge_of(model, tokenizer)
     with edit.on(bridge):
-        got = bridge(IDS)
-    assert_close(got, want, atol=1e-4, rtol=1e-3)
+        assert_close(bridge(IDS), want, atol=1e-4, rtol=1e-3)
     if model_type not in EXPERTS:
-        got = bridge.run_with_hooks(IDS, fwd_hooks=edit.fwd_hooks(bridge))
-        assert_close(got, want, atol=1e-4, rtol=1e-3)
+        assert_close(bridge.run_with_hooks(IDS, fwd_hooks=edit.fwd_hooks(bridge)), want, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("model_type", ["phi3"])
@@ -136,8 +126,8 @@ def test_mean_ablation():
     handle = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _m, a: seen.append(a[0]))
     logits(model, IDS)
     handle.remove()
-    mean = seen[0][:, 1:, 3].mean(1)  # per row, without the first token
-    edited = seen[0].clone()
+    mean = seen[-1][:, 1:, 3].mean(1)  # per row, without the first token
+    edited = seen[-1].clone()
     edited[:, :, 3] = mean[:, None]
     handle = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _m, a: (edited,))
     want = logits(model, IDS)
@@ -340,22 +330,6 @@ def test_two_threads_with_runs_of_their_own_do_not_meet():
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Ablate(), ["no neuron", "layer=1"]),
-        (lambda: Ablate(sites=[(1,)]), ["(1,)", "(layer, neuron)"]),
-        (lambda: Ablate(sites=[(1, -2)]), ["-2", "from 0"]),
-        (lambda: Ablate(layer=1, neurons=[1], value=float("nan")), ["nan", "zero"]),
-        (lambda: Ablate(layer=1, neurons=[1], positions=-1), ["-1", "from 0"]),
-        (lambda: Ablate(layer=1, neurons=[1], value=1.0, positions=[3, -1]), ["-1", "whole numbers"]),
-    ],
-)
-def test_bad_arguments(make, words):
-    with refused(words=words):
-        make()
 
 
 @pytest.mark.parametrize(

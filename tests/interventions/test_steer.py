@@ -153,6 +153,11 @@ def test_other_ways_to_name_the_same():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (lambda: Ablate(), ["no neuron", "layer=1"]),
+        (lambda: Ablate(sites=[(1,)]), ["(1,)", "(layer, neuron)"]),
+        (lambda: Ablate(sites=[(1, -2)]), ["-2", "from 0"]),
+        (lambda: Ablate(layer=1, neurons=[1], value=float("nan")), ["nan", "zero"]),
+        (lambda: Ablate(layer=1, neurons=[1], positions=[3, -1]), ["-1", "whole numbers"]),
         (lambda: Ablate(heads=["L1.N3"]), ["'L1.N3'", "L5.H3"]),
         (lambda: Ablate(sites=["L1.H3"]), ["'L1.H3'", "L1.N338"]),
         (lambda: Ablate(heads=[(0, -1)]), ["(0, -1)", "from 0"]),

@@ -17,6 +17,7 @@ from loop_texts import HONEST, LOOPED, prose
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
+from sinkscope.files.tables import SCREEN
 from sinkscope.loops import LoopCheck, MonitorSettings, check, type_token_ratio
 from sinkscope.loops.outputs import TokenRecord, parse, split
 
@@ -146,7 +147,7 @@ def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, capsys):
     assert main(["loops", "runs.jsonl", "--json", "x.json", "--html", "x.html", "--max-new", "900"]) == 0
     out, err = capsys.readouterr()
     found = Result.load("x.json")
-    assert isinstance(found, LoopCheck) and out == found.terminal() + "\n" and err == ""
+    assert isinstance(found, LoopCheck) and out == found.text(lines=SCREEN) + "\n" and err == ""
     assert found.model.name == "runs.jsonl" and [r.loop for r in found.records] == [False, True]
     assert [r.loop_rule for r in found.records] == [False, False]
     assert 'class="plot"' in Path("x.html").read_text(encoding="utf-8")

@@ -112,7 +112,7 @@ def test_what_is_wrong_is_named(folder, change, message, page):
 
 
 def test_not_a_folder(tmp_path):
-    with pytest.raises(SinkscopeError, match="nowhere is not a folder"):
+    with pytest.raises(SinkscopeError, match=r"nowhere has no config\.json"):
         check_folder(tmp_path / "nowhere")
 
 

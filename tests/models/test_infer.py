@@ -18,7 +18,7 @@ from sinkscope.kv.h2o import H2O
 from sinkscope.models.infer import adapter_of, infer
 from sinkscope.models.load import wrap
 from sinkscope.models.probe import probe
-from sinkscope.models.scope import scope_of
+from sinkscope.models.scope import cache_layers, scope_line
 from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
 from sinkscope.trace.run import trace
@@ -122,7 +122,7 @@ def test_layers_of_several_kinds_have_parts_of_their_own_and_states_are_left_alo
     model = decoder("qwen3_next")
     target = target_of(model)
     assert [target.has_attention(layer) for layer in range(4)] == [False, True, False, True]
-    assert scope_of(target).policies == (1, 3)
+    assert cache_layers(target) == [1, 3] and "cache policies and guards in 2 of 4 layers" in scope_line(target)
     assert target.sub(0, target.adapter.attn) is model.model.layers[0].linear_attn
     assert target.sub(1, target.adapter.attn) is model.model.layers[1].self_attn
     cache = DynamicCache(config=model.config)

@@ -41,7 +41,6 @@ def test_sound_models_pass_and_numbers_are_small(model_type):
     assert report.attention_error < 1e-5
     assert report.row_sum_error < 1e-5
     assert report.logits_change > 0.1
-    assert report.silent == ()
 
 
 @pytest.mark.parametrize(
@@ -57,14 +56,6 @@ def test_other_weights_are_no_false_alarm(seed):
     for model_type in ("llama", "qwen3", "gpt_neox", "mixtral"):
         report = probe(target_of(tiny_model(model_type, seed=seed, num_hidden_layers=1)[0]))
         assert report.problem is None, (model_type, report)
-
-
-def test_what_a_bridge_does_not_run_is_named():
-    """TransformerLens splits fused projections and calls the parts."""
-    silent = {
-        t: probe(target_of(load(checkpoint(t), probe=False))).silent for t in ("llama", "gpt2", "gpt_neox", "phi3")
-    }
-    assert silent == {"llama": (), "gpt2": ("fused_qkv",), "gpt_neox": ("fused_qkv",), "phi3": ("fused_qkv", "up")}
 
 
 GAINS = [

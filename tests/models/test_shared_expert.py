@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from organisms import tiny_model
-from organisms.hard import hard
 from raw_kit import zeroed
 from torch.testing import assert_close
 
@@ -17,7 +16,6 @@ from sinkscope.models.probe import probe
 from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.effects import Edit, effects
-from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_view import (
     columns,
     contribution_norms,
@@ -122,19 +120,3 @@ def test_a_neuron_that_the_shared_expert_lacks_is_refused():
         Ablate(sites=[(0, 1, 3)]).on(tiny_model("glm4_moe")[0]),
     ):
         pass  # its first layer is dense
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["moe_shared", "moe_both"])
-def test_streamed_equals_in_memory(kind, tmp_path):
-    h = hard(kind, "qwen2_moe", 1)
-    h.model.save_pretrained(tmp_path / "m")
-    h.tokenizer.save_pretrained(tmp_path / "m")
-    (tmp_path / "text.txt").write_text(h.text(), encoding="utf-8")
-    streamed = find_sinks(tmp_path / "m", max_repeats=8, text=tmp_path / "text.txt", all_layers=True)
-    memory = find_sinks(h.model, tokenizer=h.tokenizer, max_repeats=8, text=tmp_path / "text.txt")
-    assert frozenset(streamed.minimal.edit_sites) == frozenset(memory.minimal.edit_sites) in h.truth.sets
-    assert [n.site for n in streamed.neurons] == [n.site for n in memory.neurons]
-    for a, b in zip(streamed.neurons, memory.neurons, strict=True):
-        assert a.ablation_drop == pytest.approx(b.ablation_drop, abs=1e-4)
-        assert a.neutral_post == pytest.approx(b.neutral_post, abs=1e-4)

@@ -138,7 +138,8 @@ def test_repeats_are_those_of_one_long_pass():
     target, layer, expected = target_of(o.model, o.tokenizer), o.truth.sink_layer, o.truth.repeats_expected
     grouped, free, bos = o.tokens_of(0)[0], o.tokens_of(-1)[0], o.tokenizer.bos_token_id
     limit = min(4 * expected + 64, o.model.config.max_position_embeddings - 1)
-    context = SinkContext(target, o.natural(), LayerScan(target.n_layers, []), layer, torch.Generator())
+    scan = scan_layers(target, o.natural(), whole=True)
+    context = SinkContext(target, o.natural(), scan, layer, torch.Generator())
     repeated = repeat_until_half(context, [grouped, free], [bos, bos], limit)
     site = f"blocks.{layer}.hook_resid_post"
     norm = trace(o.model, o.repeated(limit, grouped), [site], "norm")[site][0]
@@ -226,9 +227,3 @@ def test_a_deep_sink_is_found_in_three_walks_through_a_streamed_model(tmp_path):
         assert one.edit_sites == other.edit_sites and one.kind == other.kind
         assert one.drop_sink_layer == pytest.approx(other.drop_sink_layer, abs=1e-6)
         assert one.heads_lost == other.heads_lost == 1
-
-
-def test_a_model_without_a_sink_has_none(tmp_path):
-    none = find_in(organism("llama", 0, kind="none"), tmp_path)
-    assert none.sink_layer is None and none.neurons == () and none.set_drop is None and none.repeats.tokens == ()
-    assert "Neither a norm spike nor an attention sink" in str(none)

@@ -135,7 +135,7 @@ def test_replacement_equals_an_edited_pass_over_the_text(monkeypatch):
     edits = torch.zeros(heads, len(bench.means), heads, dtype=torch.bool)
     edits[:, 0] = torch.eye(heads, dtype=torch.bool)
     monkeypatch.setattr(module, "BATCH_VALUES", 3 * o.model.config.intermediate_size)  # three rows at a time
-    got = bench.written(ids[:1, :1].expand(heads, 1), edits)
+    got = bench.written(ids[0, :1].expand(heads), edits)
     for head in range(heads):
 
         def swap(_module, args, head=head):
