@@ -69,6 +69,12 @@ def test_the_planted_neurons_make_the_spike_and_random_ones_do_not(family, tmp_p
     assert f"falls from {at_sink[0]:.4g} to {at_sink[1]:.4g}" in zeroed.sentence
     assert f"(random neurons zeroed: {at_sink[3]:.4g})" in zeroed.sentence
     assert "largest change" in control.sentence and all(len(one.sentence.split()) <= 30 for one in text.variants)
+    before = one.read(ids)
+    for switch in one.switches():  # a pass that begins at the first edited layer gives what a whole one gives
+        part, whole = one.read(ids, switch, before), one.read(ids, switch)
+        assert switch.first == min(site[0] for site in o.truth.neurons) and len(part.entering.streams) == 0
+        for name in ("norm", "rows", "received", "activation"):
+            assert (np.asarray(getattr(part, name)) == np.asarray(getattr(whole, name))).all(), (switch.name, name)
 
 
 def test_attention_is_that_of_the_models_own_weights(tmp_path):
@@ -260,7 +266,7 @@ def test_the_live_page_answers_only_under_its_address(bundled):
     client.post("/secret/view", json={"text": "a block"})
     passes.clear()
     off = client.post("/secret/view", json={"text": "a block", "off": ["L1.N338"]}).json()["result"]
-    assert len(passes) == 3  # the edited model, its neuron, and the control: the text is not read intact again
+    assert len(passes) == 2  # the edited model and the control: the text is not read intact again
     inner.remove()
     (own,) = off["texts"][0]["variants"]
     assert own["name"] == "without L1.N338" and "falls from" in own["sentence"] and "random" in own["sentence"]

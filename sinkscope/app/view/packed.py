@@ -11,6 +11,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 LEVELS = 255
+DARKEST = 1e-9  # has the code 0; still smaller numbers are slow to take roots of
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,11 @@ class Packed:
     @classmethod
     def of_codes(cls, codes: UInt8[np.ndarray, "*axes"], high: float = 1.0) -> Packed:
         """The array that has these codes."""
-        return cls(codes.shape, high, base64.b64encode(zlib.compress(codes.tobytes(), 3)).decode())
+        packer = zlib.compressobj(
+            strategy=zlib.Z_RLE
+        )  # smaller for rows of attention than the default, in half the time
+        packed = packer.compress(codes.tobytes()) + packer.flush()
+        return cls(codes.shape, high, base64.b64encode(packed).decode())
 
     def array(self) -> Float[np.ndarray, "*axes"]:
         """The values."""
@@ -47,4 +52,4 @@ class Packed:
 
 def codes_of(shares: Float[Tensor, "*axes"]) -> UInt8[np.ndarray, "*axes"]:
     """The codes of values from 0 to 1."""
-    return (LEVELS * shares.nan_to_num(0).clamp(0, 1).sqrt()).round().byte().cpu().numpy()
+    return shares.nan_to_num(0).clamp_(DARKEST, 1).sqrt_().mul_(LEVELS).round_().byte().cpu().numpy()
