@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.drawn import record_section
-from sinkscope.app.pages import Section, document, result_section, save_document, save_png, write_png
+from sinkscope.app.pages import Section, document, result_section, save_document, write_png
 from sinkscope.files.output import read_json, write_atomic
 from sinkscope.files.result import Result, known_kinds
 
@@ -58,7 +58,7 @@ def draw(picture: Path) -> None:
     # The picture may be of an earlier form, which is no reason to keep it.
     data = read_json(picture.with_suffix(".json"))
     if data["kind"] in known_kinds():
-        save_png(Result.load(picture.with_suffix(".json")), picture, force=True)
+        write_png(figure_of(picture), picture, kind=data["kind"], force=True)
     else:
         write_png(figure_of(picture), picture, force=True)
 

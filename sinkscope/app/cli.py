@@ -343,12 +343,12 @@ class CommandRun:
             return emit(path, result.to_json(), force=force)
         if name == "csv":
             return emit(path, result.to_csv(), force=force)
-        from sinkscope.app.pages import save_html, save_png
+        from sinkscope.app.pages import save_html, write_png
 
         if name == "html":
             save_html(result, path, force=force)
         else:
-            save_png(result, path, force=force)
+            write_png(result.figure(), path, kind=result.kind, force=force)
         return None
 
 

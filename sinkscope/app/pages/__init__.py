@@ -228,21 +228,11 @@ def check_png() -> None:
         )
 
 
-def save_png(result: Result, path: str | os.PathLike[str], *, force: bool = False) -> Path:
-    """Write the figure as a PNG at twice its size on screen, whole or not at all.
+def write_png(figure: Any, path: str | os.PathLike[str], *, kind: str = "figure", force: bool = False) -> Path:
+    """Write a plotly figure as a PNG at twice its size on screen, whole or not at all.
 
     Raises:
         SinkscopeError: There is no kaleido or no browser, it does not start, or the file cannot be written.
-    """
-    check_png()
-    return write_png(result.figure(), path, kind=result.kind, force=force)
-
-
-def write_png(figure: Any, path: str | os.PathLike[str], *, kind: str = "figure", force: bool = False) -> Path:
-    """Write a plotly figure as `save_png` does.
-
-    Raises:
-        SinkscopeError: As for `save_png`.
     """
     return write_output(path, png(figure, kind=kind), force=force)
 

@@ -29,7 +29,6 @@ from sinkscope.app.view.result import (
     Writing,
 )
 from sinkscope.attention.barcode import Barcode, PictureSize, barcode
-from sinkscope.attention.texts import Loop
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import agreeing, listed, neuron_name, read_head, read_neuron
 from sinkscope.files.provenance import ModelInfo, Provenance
@@ -115,20 +114,14 @@ class OpenText:
     """A text, and how the intact model reads it.
 
     Attributes:
-        name: What the text is.
         ids: Its tokens.
-        tokens: Its tokens as text.
         intact: How the intact model reads it.
-        spikes: Positions whose norm stands out after the sink layer.
-        heads: The heads whose rows a page has room for.
+        shown: What a page shows of it, still without variants.
     """
 
-    name: str
     ids: list[int]
-    tokens: tuple[str, ...]
     intact: Reading
-    spikes: list[int]
-    heads: tuple[tuple[int, int], ...]
+    shown: ViewedText
 
 
 @dataclass
@@ -289,7 +282,7 @@ class Explorer:
                 tokens = tuple(self.setup.tokenizer.decode([token]) for token in ids)
                 intact = self.read(ids)
                 heads = heads_that_fit(intact, ROOM // (len(texts) * variants))
-                read.append(OpenText(name, ids, tokens, intact, self.spikes(intact), heads))
+                read.append(OpenText(ids, intact, ViewedText(name, tokens, heads, (), self.spikes(intact))))
             self.latest = (asked, read)
         return self.latest[1]
 
@@ -338,9 +331,8 @@ class Explorer:
         """A text under these switches; None is the intact model."""
         variants: list[Variant] = []
         for switch in switches:
-            name, reading, sentence = "intact", text.intact, ""
             if switch is None:
-                sentence = self.intact_sentence(text)
+                name, reading, sentence = "intact", text.intact, self.intact_sentence(text)
             else:
                 name, reading = switch.name, self.read(text.ids, switch, text.intact)
                 sentence = self.change(switch, text, reading)
@@ -350,10 +342,10 @@ class Explorer:
                 norm=_rounded(reading.norm),
                 activation=_rounded(reading.activation),
                 received=Packed.of(reading.received),
-                rows=tuple(Packed.of_codes(reading.rows[head]) for head in text.heads),
+                rows=tuple(Packed.of_codes(reading.rows[head]) for head in text.shown.heads),
             )
             variants.append(variant)
-        return ViewedText(text.name, text.tokens, text.heads, tuple(variants), tuple(text.spikes))
+        return replace(text.shown, variants=tuple(variants))
 
     @torch.no_grad()
     def read(self, ids: list[int], switch: Switch | None = None, intact: Reading | None = None) -> Reading:
@@ -425,24 +417,24 @@ class Explorer:
             target.forward(row, start=start, upto=upto)
         return rearrange(norms, "layer pos -> layer pos").numpy()
 
-    def spikes(self, reading: Reading) -> list[int]:
+    def spikes(self, reading: Reading) -> tuple[int, ...]:
         """Positions with at least half of the first token's norm and three times the typical one."""
         bar = SPIKE_RATIO * self.scan.typical_norm[self.layer]
         first = self.scan.first_norm[self.layer]
         if first > bar:
             bar = max(bar, SPIKE_SHARE * first)
-        return np.flatnonzero(reading.norm[self.layer] >= bar).tolist()
+        return tuple(np.flatnonzero(reading.norm[self.layer] >= bar).tolist())
 
     def intact_sentence(self, text: OpenText) -> str:
         """Which tokens have a norm spike, beside typical text."""
         norm, typical = text.intact.norm[self.layer], self.scan.typical_norm[self.layer]
-        tokens, spikes = text.tokens, text.spikes
+        tokens, spikes = text.shown.tokens, text.shown.spikes
         if not spikes:
             return (
                 f"No token has a norm spike: the largest norm after layer {self.layer} is {norm.max():.4g}, and the "
                 f"typical one is {typical:.4g}."
             )
-        highest = spikes[int(norm[spikes].argmax())]
+        highest = max(spikes, key=lambda position: norm[position])
         return (
             f"{len(spikes)} of {len(tokens)} tokens {agreeing(len(spikes), 'has', 'have')} a norm spike after layer "
             f"{self.layer}: {norm[highest]:.4g} at {tokens[highest]!r}, where typical text has {typical:.4g}."
@@ -472,7 +464,7 @@ class Explorer:
                 beside = f" ({switch.control_name}: {control[position]:.4g})"
             verb = "falls" if after[position] < before[position] else "rises"
             change = (
-                f"after layer {self.layer}, the norm of token {position}, {text.tokens[position]!r}, {verb} from "
+                f"after layer {self.layer}, the norm of token {position}, {text.shown.tokens[position]!r}, {verb} from "
                 f"{before[position]:.4g} to {after[position]:.4g}"
             )
         return f"{switch.name[:1].upper()}{switch.name[1:]}: {change}{beside}."
@@ -540,18 +532,17 @@ class Explorer:
 
     def generation(self, new: int = NEW_TOKENS) -> Generation:
         """What the model writes after the beginning of typical text, with and without the guard."""
-        setup, prompt = self.setup, self.setup.ids[0, :PROMPT_TOKENS].tolist()
-        free = barcode.on(setup, prompt=prompt, max_new_tokens=new, control=True)
-        head = free.shown[0]
-        guarded_setup = replace(setup, edit=LoopGuard())
-        guarded = barcode.on(guarded_setup, prompt=prompt, max_new_tokens=new, heads=[read_head(head)], control=False)
+        prompt = self.setup.ids[0, :PROMPT_TOKENS].tolist()
         sides: list[Writing] = []
         copied: list[int] = []
-        for name, edit, result in (("without", None, free), ("with", guarded_setup.edit, guarded)):
-            tokens, events = decode(setup.target, prompt, new, edit)
-            alarms = [event.step for event in events if event.kind == "guard"]
-            sides.append(_writing(setup, f"{name} the guard", tokens, alarms, result))
-            onset = Loop.of([*prompt, *tokens], len(prompt)).onset
+        heads: list[tuple[int, int]] | None = None
+        for name, edit in (("without the guard", None), ("with the guard", LoopGuard())):
+            setup = replace(self.setup, edit=edit)
+            result = barcode.on(setup, prompt=prompt, max_new_tokens=new, heads=heads, control=heads is None)
+            heads = [read_head(result.shown[0])]
+            tokens, _ = decode(setup.target, prompt, new, edit)
+            sides.append(_writing(setup, name, tokens, result))
+            onset = result.onset
             copied.append(0 if onset is None else len(prompt) + len(tokens) - max(onset, len(prompt)))
         sentence = (
             f"Without the guard, {copied[0]} of {len(sides[0].tokens)} new tokens belong to a repetition at the end; "
@@ -560,7 +551,7 @@ class Explorer:
         if not copied[0]:
             alarms = len(sides[1].alarms)
             sentence = f"Without the guard the model does not end in a repetition; alarms of the guard: {alarms}."
-        return Generation(setup.tokenizer.decode(prompt), sentence, tuple(sides))
+        return Generation(self.setup.tokenizer.decode(prompt), sentence, tuple(sides))
 
 
 def heads_that_fit(reading: Reading, room: int) -> tuple[tuple[int, int], ...]:
@@ -597,12 +588,12 @@ def _off(neurons: Sequence[tuple[int, ...]], heads: Sequence[tuple[int, ...]]) -
     return edit
 
 
-def _writing(setup: Setup, name: str, tokens: list[int], alarms: list[int], result: Barcode) -> Writing:
+def _writing(setup: Setup, name: str, tokens: list[int], result: Barcode) -> Writing:
     size = PictureSize(result.prompt_tokens + result.steps, result.prompt_tokens)
     return Writing(
         name=name,
         tokens=tuple(setup.tokenizer.decode([token]) for token in tokens),
-        alarms=tuple(alarms),
+        alarms=result.events.get("guard", ()),
         head=result.shown[0],
         steps=size.steps_of_row,
         positions=size.positions_of_column,
