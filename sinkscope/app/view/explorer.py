@@ -87,14 +87,12 @@ class Switch:
         first: The first layer that is edited.
         edit: The edit.
         control: The same of random neurons or heads. None if there are too few.
-        control_name: What the control does, in words.
     """
 
     name: str
     first: int
     edit: Intervention
-    control: Intervention | None
-    control_name: str
+    control: Intervention | None = None
 
 
 class Request(BaseModel):
@@ -197,9 +195,9 @@ class Explorer:
             zeroed = self.switch("sink neurons zeroed", self.neurons, [])
             patch = SinkPatch.from_result(self.sinks)
             first = min(site[0] for site in patch.sites)
-            switches += [zeroed, Switch("patched", first, patch, zeroed.control, zeroed.control_name)]
+            switches += [zeroed, Switch("patched", first, patch, zeroed.control)]
             if zeroed.control is not None:
-                switches.append(Switch("random control", zeroed.first, zeroed.control, None, ""))
+                switches.append(Switch("random control", zeroed.first, zeroed.control))
         if self.marks:
             switches.insert(1, self.switch("marking heads replaced", [], self.marks))
         return switches
@@ -209,15 +207,11 @@ class Explorer:
         widths = [self.setup.target.width(site[0], *site[1:-1]) for site in neurons]
         other_neurons = self.random_others(neurons, widths)
         other_heads = self.random_others(heads, [self.setup.n_heads] * len(heads))
-        control, words = None, "random neurons zeroed"
-        if heads:
-            words = "random heads replaced"
-        if neurons and heads:
-            words = "random neurons and heads"
+        control = None
         if len(other_neurons) == len(neurons) and len(other_heads) == len(heads):
             control = _off(other_neurons, other_heads)
         first = min(place[0] for place in (*neurons, *heads))
-        return Switch(name, first, _off(neurons, heads), control, words)
+        return Switch(name, first, _off(neurons, heads), control)
 
     def random_others(self, places: Sequence[tuple[int, ...]], widths: Sequence[int]) -> list[tuple[int, ...]]:
         """As many other neurons or heads of the same layers and experts, as far as there are any.
@@ -457,11 +451,11 @@ class Explorer:
         if relative[position] < NOTICED:
             if control is not None:
                 other = float(np.abs(control - before)[position] / divisor[position])
-                beside = f" ({switch.control_name}: {percent(other)})"
+                beside = f" (random control: {percent(other)})"
             change = f"the largest change of a norm after layer {self.layer} is {percent(float(relative[position]))}"
         else:
             if control is not None:
-                beside = f" ({switch.control_name}: {control[position]:.4g})"
+                beside = f" (random control: {control[position]:.4g})"
             verb = "falls" if after[position] < before[position] else "rises"
             change = (
                 f"after layer {self.layer}, the norm of token {position}, {text.shown.tokens[position]!r}, {verb} from "
