@@ -21,7 +21,7 @@ import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.app.view import notebook, server
 from sinkscope.app.view.explorer import Explorer, Request, heads_that_fit
-from sinkscope.app.view.packed import Packed
+from sinkscope.app.view.packed import Packed, codes_of
 from sinkscope.app.view.page import view_page
 from sinkscope.app.view.result import ModelView, ViewedText
 from sinkscope.app.view.server import LARGEST_REQUEST, application, serve
@@ -139,14 +139,14 @@ def test_marking_heads_are_those_of_the_circuit_and_switches_of_ones_own_have_a_
 
 def test_values_are_packed_in_eight_bits_and_rows_only_as_far_as_there_is_room(tmp_path):
     values = torch.rand(3, 5, generator=torch.Generator().manual_seed(0)) ** 4
-    packed = Packed.of(values, high=2.0)
-    assert np.abs(packed.array() - values.numpy()).max() <= 2 / 255 and packed.shape == (3, 5)
-    assert Packed.of(torch.tensor([-1.0, torch.nan, 9.0])).array().tolist() == [0, 0, 1]
+    packed = Packed.of(codes_of(values))
+    assert np.abs(packed.array() - values.numpy()).max() <= 1 / 255 and packed.shape == (3, 5)
+    assert Packed.of(codes_of(torch.tensor([-1.0, torch.nan, 9.0]))).array().tolist() == [0, 0, 1]
     o = organism("llama", 1)
     one = explorer(o, tmp_path)
     reading = one.read(o.natural(1, 24)[0].tolist())
     every = heads_that_fit(reading, 1 << 20)
-    some = heads_that_fit(reading, sum(len(Packed.of_codes(reading.rows[head]).codes) for head in every) // 2)
+    some = heads_that_fit(reading, sum(len(Packed.of(reading.rows[head]).codes) for head in every) // 2)
     least = min(reading.received[place][0] for place in some)
     assert 1 < len(some) < len(every) and len(heads_that_fit(reading, 0)) == 1
     assert all(reading.received[place][0] <= least for place in {*every} - {*some})

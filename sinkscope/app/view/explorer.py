@@ -335,8 +335,8 @@ class Explorer:
                 sentence=sentence,
                 norm=_rounded(reading.norm),
                 activation=_rounded(reading.activation),
-                received=Packed.of(reading.received),
-                rows=tuple(Packed.of_codes(reading.rows[head]) for head in text.shown.heads),
+                received=Packed.of(codes_of(reading.received)),
+                rows=tuple(Packed.of(reading.rows[head]) for head in text.shown.heads),
             )
             variants.append(variant)
         return replace(text.shown, variants=tuple(variants))
@@ -557,7 +557,7 @@ def heads_that_fit(reading: Reading, room: int) -> tuple[tuple[int, int], ...]:
     heads: list[tuple[int, int]] = []
     for number in order.tolist():
         layer, head = divmod(number, reading.received.shape[1])
-        room -= len(Packed.of_codes(reading.rows[layer, head]).codes)
+        room -= len(Packed.of(reading.rows[layer, head]).codes)
         if heads and room < 0:
             break
         heads.append((layer, head))
@@ -591,7 +591,7 @@ def _writing(setup: Setup, name: str, tokens: list[int], result: Barcode) -> Wri
         head=result.shown[0],
         steps=size.steps_of_row,
         positions=size.positions_of_column,
-        picture=Packed.of(torch.from_numpy(result.attention[0])),
+        picture=Packed.of(codes_of(torch.from_numpy(result.attention[0]))),
     )
 
 
