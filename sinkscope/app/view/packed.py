@@ -31,9 +31,7 @@ class Packed:
     @classmethod
     def of(cls, codes: UInt8[np.ndarray, "*axes"]) -> Packed:
         """The array that has these codes."""
-        packer = zlib.compressobj(
-            strategy=zlib.Z_RLE
-        )  # smaller for rows of attention than the default, in half the time
+        packer = zlib.compressobj(strategy=zlib.Z_RLE)  # for rows of attention smaller, and twice as fast
         packed = packer.compress(codes.tobytes()) + packer.flush()
         return cls(codes.shape, base64.b64encode(packed).decode())
 
