@@ -22,7 +22,7 @@ import plotly.graph_objects as go
 from experiments.drawn import save
 from experiments.record import record
 from sinkscope.bench.methods import FULL, name_of, order_of
-from sinkscope.bench.record import read_run
+from sinkscope.bench.record import BenchRun, read_run
 from sinkscope.bench.run import bench
 from sinkscope.bench.table import PERCENT, tabulate_records
 from sinkscope.files.console import ProgressBar
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if run.task.startswith("needle"):  # a colour for each kind of needle
         done = read_run(args.work / args.name)
         records = [replace(one, settings=one.settings | {"set": one.settings["part"]}) for one in done.records]
-        rows = tabulate_records([(records, done.settings)]).rows()
+        rows = tabulate_records([BenchRun(records, done.settings)]).rows()
     for row in rows:
         if run.measure == "loop_paper":
             rate = wilson(row["loop_paper"] * row["answers"], row["answers"])

@@ -58,7 +58,8 @@ def draw(picture: Path) -> None:
     # The picture may be of an earlier form, which is no reason to keep it.
     data = read_json(picture.with_suffix(".json"))
     if data["kind"] in known_kinds():
-        write_png(figure_of(picture), picture, kind=data["kind"], force=True)
+        result = Result.load(picture.with_suffix(".json"))
+        write_png(result.figure(), picture, kind=result.kind, force=True)
     else:
         write_png(figure_of(picture), picture, force=True)
 

@@ -14,6 +14,13 @@ from sinkscope.files.records import read_rows, rows_of
 
 EXPECTED = "LongBench's JSON lines, or its data.zip"
 LARGEST = 2**30  # bytes of a file of the archive when it is unpacked
+ANSWER_ALONE = (
+    "Answer the question based on the given passages. Only give me the answer and do not output any other words."
+)
+"""The instruction of LongBench's prompts about several passages, to the character (config/dataset2prompt.json)."""
+PASSAGES_HEAD = f"{ANSWER_ALONE}\n\nThe following are given passages.\n"
+PASSAGES_TAIL = f"\n\n{ANSWER_ALONE}\n\nQuestion: {{}}\nAnswer:"
+"""Before and after the passages of hotpotqa, 2wikimqa and musique, likewise; the braces stand for the question."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from sinkscope.files.plain import plain
@@ -29,8 +30,8 @@ def record(
         attention="sdpa",
         bos=True,
         seed=seed,
-        argv=["python", "-m", *_module(), *sys.argv[1:]],
     )
+    made = replace(made, argv=("python", "-m", *_module(), *sys.argv[1:]))
     envelope = {
         "schema": 1,
         "kind": kind,

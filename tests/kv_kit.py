@@ -262,3 +262,13 @@ def run_policy(
             if end > sum(chunks) and policy is not None:
                 kept.append([read_columns(layer, mask) for layer in kv.layers])
     return torch.stack(logits, 1), kept
+
+
+@torch.no_grad()
+def eager_attention(model, ids: list[int]) -> list[Tensor]:
+    """Attention `[head query key]` of each layer, by the model itself."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    attentions = model(torch.tensor([ids]), output_attentions=True).attentions
+    model.set_attn_implementation(before)
+    return [layer[0] for layer in attentions]

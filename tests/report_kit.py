@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import json
+import re
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 from sample_results import NEURONS, sample_find_sinks
 
+import sinkscope as ss
 from sinkscope import loops
 from sinkscope.files.provenance import ModelInfo
 from sinkscope.files.result import Result
@@ -78,41 +79,40 @@ def fill_plain(folder: Path, text: str):
 
 
 class Reader(HTMLParser):
+    """What a browser makes of a page: its tags, their attributes, what is read, and the scripts."""
+
     def __init__(self, document: str):
         super().__init__()
         self.tags = []
         self.attributes = []
         self.text = ""
-        self.data = []  # of blocks of JSON
-        self.scripts = []  # that run
-        self._type = None
+        self.scripts = []
         self.feed(document)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]):
         self.tags.append(tag)
         self.attributes += attrs
-        if tag == "script":
-            self._type = dict(attrs).get("type", "run")
 
     def handle_data(self, data: str):
         if self.cdata_elem == "script":
-            if self._type == "application/json":
-                assert "<" not in data  # nothing that could end the block, or begin a comment in it
-                self.data.append(json.loads(data))
-            elif self._type == "application/gzip":
-                unpacked = gzip.decompress(base64.b64decode(data)).decode()
-                if unpacked.startswith("["):  # columns of a table
-                    self.data.append([list(row) for row in zip(*json.loads(unpacked), strict=True)])
-                else:  # the page runs it
-                    self.scripts.append(unpacked)
-            else:
-                self.scripts.append(data)
+            self.scripts.append(data)
         else:
             self.text += data
 
 
 def read_report(path: Path) -> Reader:
     return Reader(path.read_text(encoding="utf-8"))
+
+
+def made_report(folder: Path, out: Path | None = None) -> Path:
+    """The page that is made of a folder."""
+    ss.report(folder, out)
+    return out or folder / "report.html"
+
+
+def files_shown(path: Path) -> list[str]:
+    """The files of a report's sections, in their order."""
+    return re.findall(r"<h2>.*? <small>(.*?)</small></h2>", path.read_text(encoding="utf-8"))
 
 
 def spoil(folder: Path):

@@ -9,8 +9,9 @@
 Xu et al. 2026 (section 4.1, appendix C) give sources, sizes and mean lengths: 300 prompts from MultiNews with 3,853
 tokens and 200 from NarrativeQA with 5,376. They state neither the truncation rule nor the tokenizer, and MultiNews has
 200 records in LongBench. Here a second pass in another order begins where the records run out, and the longest prompts
-are cut so that the mean is the paper's; the mean that is reached is printed. For 2wiki, passages are cut in the middle
-as in LongBench, and --target-tokens is the maximum length.
+are cut so that the mean is the paper's; the mean that is reached is printed. For 2wiki the prompt is
+LongBench's, the passages are cut in the middle, and --target-tokens is the maximum length; LongBench cuts the tokens of
+the whole prompt there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.longbench import LongBenchRecord, read_longbench
+from experiments.longbench import PASSAGES_HEAD, PASSAGES_TAIL, LongBenchRecord, read_longbench
 from sinkscope.files.output import write_atomic
 from sinkscope.models.load import open_tokenizer
 
@@ -64,13 +65,6 @@ The protocol has no last iteration. Do not conclude, do not summarize, do not le
 
 Logic stream:
 """
-WIKI2_HEAD = (
-    "Below are several passages and, after them, a question about what they say. Reply with the answer alone, without "
-    "any further words.\n\nPassages:\n"
-)
-WIKI2_TAIL = (
-    "\n\nUsing the passages above, reply with the answer alone, without any further words.\n\nQuestion: {}\nAnswer:"
-)
 DRAFT, CORRECTION = "[Draft Interpretation]", "[Self-Correction]"
 _DRAFTS = (
     "On the surface this is the story of {who}; below it, it asks what is owed to those who were there before.",
@@ -181,7 +175,7 @@ def _draft(bench: str, record: LongBenchRecord, text: str, rng: random.Random) -
     if bench == "dc":
         return Draft(record, dirty(text, rng), lambda context: f"{DC_HEAD}{context}{DC_TAIL}")
     if bench == "2wiki":
-        return Draft(record, text, lambda passages: f"{WIKI2_HEAD}{passages}{WIKI2_TAIL.format(record.question)}")
+        return Draft(record, text, lambda passages: f"{PASSAGES_HEAD}{passages}{PASSAGES_TAIL.format(record.question)}")
     history = seed_history(text[:NAMES_FROM], rng)
     return Draft(record, text.strip(), lambda narrative: f"{RI_HEAD}{narrative}{RI_PROTOCOL}{history}")
 

@@ -16,7 +16,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +105,9 @@ def calibrate(outputs: Sequence[Sequence[int]], rate: float = 10.0) -> Calibrati
     paper = MonitorSettings.paper(window=base.window)
     rules = {
         "monitor, default": base,
-        "monitor, recommended": base.with_(**recommended),
+        "monitor, recommended": replace(base, **recommended),
         "paper's monitor, default": paper,
-        "paper's monitor, recommended": paper.with_(**recommended),
+        "paper's monitor, recommended": replace(paper, **recommended),
     }
     rates: list[AlarmRate] = []
     for rule, settings in rules.items():
@@ -141,7 +141,7 @@ def _signals(outputs: Sequence[Sequence[int]], base: MonitorSettings) -> tuple[n
     starts: list[int] = []
     for ids in outputs:
         windowed = Monitor(MonitorSettings.paper(rule="never", window=base.window))
-        repeats = Monitor(base.with_(tail_shortest=12))
+        repeats = Monitor(replace(base, tail_shortest=12))
         for position, token in enumerate(ids):
             if position % BLOCK == 0:
                 starts.append(len(values))

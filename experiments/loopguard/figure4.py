@@ -3,14 +3,16 @@
     python -m experiments.loopguard.figure4 RUN ... [--out figures]
 
 Each RUN is a folder of `sinkscope bench --task loops` with the methods `loopguard:paper` (as printed), `loopguard` (the
-default) or both; interventions of several runs are added up. Grey areas show the paper's ranges. The controls are both
-monitors on texts that repeat honestly (`experiments.loopguard.honest`) and on ordinary text, and
-pruning without any signal (`loopguard:paper:variant=always`), if it was run.
+default) or both; interventions of several runs are added up, and a method without a run stays as the figure's JSON has
+it. Grey areas show the paper's ranges. The controls are both monitors on texts that repeat honestly
+(`experiments.loopguard.honest`) and on ordinary text, and pruning without any signal
+(`loopguard:paper:variant=always`), if it was run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections import Counter
@@ -60,8 +62,8 @@ def gaps(record_: BenchRecord) -> list[int]:
     return [b - a for a, b in pairwise(steps)]
 
 
-def measure(folders: Sequence[Path]) -> dict[str, Any]:
-    """Counts and positions of each guard, and the alarms on the controls."""
+def measure(folders: Sequence[Path], earlier: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Counts and positions of each guard, or its `earlier` row by method, and the alarms on the controls."""
     rows: list[dict[str, Any]] = []
     runs = [read_run(folder) for folder in folders]
     for name in NAMES:
@@ -70,6 +72,8 @@ def measure(folders: Sequence[Path]) -> dict[str, Any]:
             new = max(int(run.settings["max_new_tokens"]) for run in runs)
             model = runs[0].settings["model"]["name"]
             rows.append({"model": model, "method": name, **guard_row(records, new)})
+        elif name in earlier:
+            rows.append(earlier[name])
     if not rows:
         raise SinkscopeError(f"there is no run of {' or '.join(NAMES)} in {', '.join(f.name for f in folders)}")
     texts = honest_texts()
@@ -164,7 +168,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
     started = time.perf_counter()
-    result = measure(args.runs)
+    earlier: dict[str, dict[str, Any]] = {}
+    file = args.out / "loopguard_fig4.json"
+    if file.exists():
+        earlier = {row["method"]: row for row in json.loads(file.read_text())["result"]["guards"]}
+    result = measure(args.runs, earlier)
     made = [read_run(folder).settings for folder in args.runs]
     settings = {"runs": [{**s, "folder": folder.name} for folder, s in zip(args.runs, made, strict=True)]}
     text = record("loopguard-fig4", result, settings, started=started)

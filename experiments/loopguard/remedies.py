@@ -4,8 +4,9 @@
     python -m experiments.loopguard.remedies draw DIR ... [--out figures]
 
 `run` lets a model continue prompts greedily under each remedy, and appends each batch of outputs to DIR/runs.jsonl; run
-it again to go on after an interruption. The prompts are story openings that are put together at random (`--seed`), or
-those of LoopBench's small sets. `draw` makes the table and the figure of several DIRs.
+it again to go on after an interruption. `draw` makes the table and the figure of several DIRs; a remedy that a DIR does
+not have stays as the figure's JSON has it. The prompts are story openings that are put together at random (`--seed`),
+or those of LoopBench's small sets.
 
 Every second prompt served to choose the guard's default; the table reports the others. Its columns:
 
@@ -42,7 +43,7 @@ from sinkscope.bench.prompt import read_prompts
 from sinkscope.bench.tasks.loops import DATA, first_alarm, loops
 from sinkscope.files.output import write_atomic
 from sinkscope.kv.loopguard import LoopGuard, LoopReporter, LoopStopper
-from sinkscope.measure.style import BLUE, GREEN, ORANGE, RED, finished
+from sinkscope.measure.style import COLOURS, finished
 from sinkscope.models.load import load
 from sinkscope.serving.generate import generate, padded
 
@@ -291,7 +292,7 @@ def figure(data: dict[str, Any]) -> Any:
         rows=1, cols=2, horizontal_spacing=0.08, subplot_titles=["outputs that loop", "perplexity after the first act"]
     )
     said: list[str] = []
-    for setting, colour in zip(data["result"]["settings"], (BLUE, ORANGE, GREEN, RED), strict=False):
+    for setting, colour in zip(data["result"]["settings"], COLOURS, strict=False):
         rows = setting["reported"]
         names = [row["method"] for row in rows]
         style = {"marker_color": colour, "legendgroup": setting["name"], "name": setting["name"]}
@@ -308,13 +309,21 @@ def figure(data: dict[str, Any]) -> Any:
 def draw(args: Any) -> None:
     """The table and the figure of several settings."""
     settings: list[dict[str, Any]] = []
+    earlier: dict[str, dict[str, Any]] = {}
+    file = args.out / "loopguard_remedies.json"
+    if file.exists():
+        earlier = {setting["name"]: setting for setting in json.loads(file.read_text())["result"]["settings"]}
     for work in args.works:
         of_run = json.loads((work / "settings.json").read_text())
         outputs = read(work)
-        methods = [name for name in METHODS if (name, 0) in outputs]
-        halves = {"chosen": 0, "reported": 1}
-        rows = {half: [row_of(name, outputs, number) for name in methods] for half, number in halves.items()}
         name = f"{of_run['model']}, {of_run['prompts']}, {of_run['new']} tokens"
+        if of_run["seed"]:
+            name += f", seed {of_run['seed']}"
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for number, half in enumerate(("chosen", "reported")):
+            by_method = {row["method"]: row for row in earlier.get(name, {}).get(half, ())}
+            by_method |= {method: row_of(method, outputs, number) for method in METHODS if (method, 0) in outputs}
+            rows[half] = [by_method[method] for method in METHODS if method in by_method]
         settings.append({"name": name, **of_run, **rows})
         print(f"\n{name}\n")
         print("| remedy | loops | ended | perplexity | acts | drawn | taken back | healthy outputs changed | steps |")

@@ -204,7 +204,7 @@ def settings_of(field: str, value: Any) -> MonitorSettings:
     """The default with one field changed, or a variant by name."""
     if field == "variant":
         return MonitorSettings.variant(value)
-    return MonitorSettings.paper().with_(**{field: value})
+    return MonitorSettings.paper(**{field: value})
 
 
 def compressors(per_period: int = 8) -> list[dict[str, Any]]:

@@ -3,18 +3,29 @@
     python -m experiments.loopguard.tables RUN ...
 
 Each RUN is a folder of `sinkscope bench --task loops` (sets dc and ri), or of `sinkscope bench --task 2wiki.jsonl` with
-prompts of `python -m experiments.loopbench.build`. "loop" is the paper's rule (Eq. 7).
+prompts of `python -m experiments.loopbench.build`. "loop" is the paper's rule (Eq. 7). After them comes the
+perplexity of at most 400 tokens after the first alarm, for runs of the model in the package on LoopBench's small sets.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
 
 from experiments.loopguard import paper
+from experiments.loopguard.remedies import Continuing
+from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.table import BenchGroup, bench_table
+from sinkscope.bench.tasks.loops import Loops
 from sinkscope.files.tables import percent
+from sinkscope.models.load import load
+from sinkscope.models.wrapped import target_of
 
 
 def table1(groups: Sequence[BenchGroup]) -> list[str]:
@@ -76,12 +87,35 @@ def table3(groups: Sequence[BenchGroup]) -> list[str]:
     return lines
 
 
+@torch.no_grad()
+def after_alarm(records: Sequence[BenchRecord]) -> list[str]:
+    """Perplexity of the text after the first alarm by set and method, for the model in the package."""
+    model: Any = load(None, backend="hf")
+    reader = Continuing(model, 0, 0)
+    texts = {prompt.id: prompt.turns[0].text for prompt in Loops().prompts(target_of(model))}
+    surprises: dict[tuple[str, str], list[float]] = {}
+    for record in records:
+        alarm = record.metrics.get("alarm")
+        if alarm is None or record.prompt not in texts:
+            continue
+        ids = model.tokenizer(texts[record.prompt], verbose=False)["input_ids"]
+        surprise = reader.surprise(ids, list(record.tokens), int(alarm))
+        if surprise is not None:
+            surprises.setdefault((record.settings["set"], record.method), []).append(surprise)
+    lines: list[str] = []
+    for (name, method), values in surprises.items():
+        lines.append(f"{name} {method}: perplexity {math.exp(fmean(values)):.2f} of {len(values)} runs")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+")
     args = parser.parse_args()
     groups = bench_table(args.runs).groups
-    for title, lines in (("Table 1", table1(groups)), ("Table 2", table2(groups)), ("Table 3", table3(groups))):
+    records = [record for run in args.runs for record in read_run(run).records]
+    parts = {"Table 1": table1(groups), "Table 2": table2(groups), "Table 3": table3(groups)}
+    for title, lines in (parts | {"After the first alarm": after_alarm(records)}).items():
         print(title, *lines, sep="\n  ", end="\n\n")
 
 

@@ -1,9 +1,10 @@
 """What follows an intervention, and whether a loop depends on the cache or on the weights.
 
-    python -m experiments.loopguard.why --guarded RUN ... --full RUN [--prompts 12] [--out figures]
+    python -m experiments.loopguard.why --guarded RUN ... [--full RUN] [--prompts 12] [--out figures]
 
 RUNs are folders of `sinkscope bench --task loops` on the model in the package: `--guarded` with the methods `loopguard`
-(the default), `loopguard:paper` (as printed) or both, and `--full` with the method `full`.
+(the default), `loopguard:paper` (as printed) or both, and `--full` with the method `full`. What depends on a run that
+is not given stays as the figure's JSON has it.
 
 **After an intervention**: for each intervention of a guard, whether the next one (within W = 256 tokens) finds the same
 cycle, another cycle, or none; and the model's confidence in the tokens of the loop.
@@ -20,6 +21,7 @@ construction.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -270,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--guarded", type=Path, nargs="+", required=True, help="runs with loopguard, loopguard:paper or both"
     )
-    parser.add_argument("--full", type=Path, required=True, help="a run with the method full")
+    parser.add_argument("--full", type=Path, help="a run with the method full")
     parser.add_argument("--budget", type=int, default=BUDGET, help="of the guards in these runs")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("figures"))
@@ -281,6 +283,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         name: [r for f in args.guarded for r in read_run(f).records if r.method == method]
         for name, method in methods.items()
     }
+    after = {name: aftermath(runs) for name, runs in guarded.items() if runs}
+    if args.full is None:
+        earlier = json.loads((args.out / "loopguard_why.json").read_text())
+        earlier["result"]["aftermath"] |= after
+        text = record("loopguard-why", earlier["result"], earlier["settings"], started=started)
+        save("loopguard_why", text, figure, args.out)
+        print(after)
+        return
     folder = read_run(args.full)
     full = [r for r in folder.records if r.method == "full"]
     full = full[:: max(1, len(full) // args.prompts)][: args.prompts]
@@ -307,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         where["loop organism (control)"] = counterfactual(organism, planted, tick)
         where["ordinary text (control)"] = counterfactual(model, texts, tick)
     result = {
-        "aftermath": {name: aftermath(runs) for name, runs in guarded.items() if runs},
+        "aftermath": after,
         "where": where,
         "organism": broken,
     }

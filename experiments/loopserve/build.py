@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from experiments.longbench import LongBenchRecord, read_longbench
+from experiments.longbench import ANSWER_ALONE, LongBenchRecord, read_longbench
 from sinkscope.bench.tasks.recall import POSITIONS
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import write_atomic
@@ -45,7 +45,7 @@ class LoopServeSet:
         turns: Turns per dialogue in the paper.
         dialogues: Number of dialogues in the paper.
         tokens: "Avg Token" of Table 6; the paper names neither the tokenizer nor whether the count is per turn.
-        metric: LongBench's score.
+        metric: The score, after LongBench's.
         new_tokens: LongBench's longest answer.
     """
 
@@ -72,7 +72,6 @@ SETS = {
     # LoopServe names accuracy, which summaries do not have; LongBench uses Rouge-L.
     "samsum": LoopServeSet("few-shot", 2, 199, 3113.73, ROUGE, 128),
 }
-SYSTEM = "Answer the question based on the given passages. Only give me the answer and do not output any other words."
 HISTORY = "Use examples from previous turns with new examples."
 _EXAMPLE = re.compile(r"^(?=(?:Question|Dialogue): )", re.M)
 _LABEL = re.compile(r"^((?:Type|Summary):) ?(.*)\Z", re.M | re.S)
@@ -181,7 +180,7 @@ def question_answering(
         shown.update(contexts)
         record = records[index]
         whole = "\n\n".join(contexts)
-        prompts = variants(f"Question: {record.question}", split_at_middle(whole), whole, "\n\n", SYSTEM)
+        prompts = variants(f"Question: {record.question}", split_at_middle(whole), whole, "\n\n", ANSWER_ALONE)
         dialogue.append(BuiltTurn(prompts, record.answers or ("",), tuple(sorted(depends)), record.context in shown))
     return tuple(dialogue)
 

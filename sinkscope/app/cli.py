@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-GROUP_HELP = {
-    "patch": "Make a patch that repairs repetition, and measure what it costs.",
-}
 ABOUT = """Find the attention sink of a language model, verify it by ablation, and repair what it breaks.
 
 \b
@@ -64,89 +61,52 @@ FULL_DISK = {
 }
 
 
-class CommandGroup(click.Group):
-    """The commands whose words begin with a prefix; each is imported when it is typed.
-
-    Args:
-        prefix: Words before the commands, such as "patch"; empty for all commands.
-        settings: Further arguments of `click.Group`.
-    """
-
-    def __init__(self, prefix: str = "", **settings: Any) -> None:
-        super().__init__(name=prefix or "sinkscope", **settings)
-        self.prefix = prefix
-
-    def _below(self) -> dict[str, Command]:
-        """The first command of each word that may follow the prefix."""
-        below: dict[str, Command] = {}
-        for words, command in commands().items():
-            if words.startswith(f"{self.prefix} ".lstrip()):
-                word = words.removeprefix(self.prefix).split()[0]
-                below.setdefault(word, command)
-        return below
+class CommandLine(click.Group):
+    """All commands of the table; each is imported when it is typed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The words that may follow."""
-        return list(self._below())
+        """The words of every command."""
+        return list(commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the function of a command, or open a group of commands."""
-        words = f"{self.prefix} {cmd_name}".strip()
-        if words in commands():
-            return click_command(commands()[words])
-        if cmd_name in self._below():
-            return CommandGroup(words, help=GROUP_HELP.get(words), context_settings=self.context_settings)
-        return None
+        """Import the function of a command."""
+        if cmd_name not in commands():
+            return None
+        return click_command(commands()[cmd_name])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Take the longest words that are a command: `bench table` is one, and `bench` with options is another."""
-        words = f"{self.prefix} {' '.join(args[:2])}".strip()
-        if len(args) > 1 and args[1].strip() and words in commands():
-            return " ".join(args[:2]), click_command(commands()[words]), args[2:]
+        words = " ".join(args[:2])
+        if words in commands():
+            args = [words, *args[2:]]
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands in sections, without importing them."""
         sections: dict[str, list[tuple[str, str]]] = {}
-        for word, command in self._below().items():
-            line = command.help
-            if not command.words.endswith(word):
-                line = GROUP_HELP.get(word, f"Commands of {word}.")
-            sections.setdefault(command.group, []).append((word, line))
+        for command in commands().values():
+            sections.setdefault(command.group, []).append((command.words, command.help))
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete the words of commands, without importing them."""
-        below = self._below().items()
-        return [CompletionItem(word, help=one.help) for word, one in below if word.startswith(incomplete)]
+        return [CompletionItem(words) for words in commands() if words.startswith(incomplete)]
 
 
 def command_line() -> click.Group:
     """The whole command line."""
-    version = click.Option(
-        ["--version"],
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        callback=_print_version,
-        help="Print the version.",
-    )
-    return CommandGroup(
+    version = click.version_option(__version__, message="sinkscope %(version)s", help="Print the version.")
+    program = CommandLine(
+        "sinkscope",
         help=ABOUT.format(page=documented_at("cli")),
-        params=[version],
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST_HELP},
     )
-
-
-def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        print(f"sinkscope {__version__}")
-        ctx.exit()
+    return version(program)
 
 
 def click_command(command: Command) -> click.Command:
@@ -236,8 +196,10 @@ class CommandRun:
         force, explain = bool(values.pop("force", False)), bool(values.pop("explain", False))
         backend = values.pop("backend", None) if self.measures else None
         dry_run = bool(values.pop("dry_run", False))
-        files = {name: values.pop(name, None) for name in (*RESULT_OPTIONS, *self.outputs) if self._is_file(name)}
-        files = {name: path for name, path in files.items() if path is not None}
+        files: dict[str, str] = {}
+        for name in (*RESULT_OPTIONS, *self.outputs):
+            if self.returns_result and values.get(name) is not None:
+                files[name] = values.pop(name)
         arguments = {name: value for name, value in values.items() if value not in (None, ())}
         for name, value in arguments.items():
             self.parameters[name].check(value)
@@ -252,9 +214,6 @@ class CommandRun:
         result = self._result(arguments, backend)
         if result is not None and self.returns_result:
             self._deliver(result, files, force, explain)
-
-    def _is_file(self, name: str) -> bool:
-        return name in self.outputs or (self.returns_result and name in RESULT_OPTIONS)
 
     def _check_files(self, files: Mapping[str, str], arguments: Mapping[str, Any], force: bool) -> None:
         """Refuse, before any work begins, outputs that cannot be written or would replace other files."""
@@ -322,7 +281,7 @@ class CommandRun:
         names = ("revision", "dtype", "device")
         options = {name: arguments[name] for name in names if name in arguments}
         whole = backend is not None or self.function.loading == "whole"
-        print(expected_cost(words, arguments.get("model"), whole=whole, **options).text())
+        print(expected_cost(words, arguments.get("model"), whole=whole, **options))
 
     def _deliver(self, result: Result, files: Mapping[str, str], force: bool, explain: bool) -> None:
         """Print and write a result; standard output comes first: it is seen even if a file cannot be written."""
@@ -331,25 +290,24 @@ class CommandRun:
                 print_result(result, explain=explain)
         finally:  # the files are wanted also if the reader of the output, `head` say, has gone
             for name, path in files.items():
-                message = self._write(result, name, path, force)
-                if isinstance(message, str):
-                    note(message)
+                self._write(result, name, path, force)
 
-    def _write(self, result: Result, name: str, path: str, force: bool) -> object:
+    def _write(self, result: Result, name: str, path: str, force: bool) -> None:
         """Write one file of a result."""
-        if name in self.outputs:
-            return self.outputs[name].save(result, path)
-        if name == "json":
-            return emit(path, result.to_json(), force=force)
-        if name == "csv":
-            return emit(path, result.to_csv(), force=force)
         from sinkscope.app.pages import save_html, write_png
 
-        if name == "html":
+        if name in self.outputs:
+            message = self.outputs[name].save(result, path)
+            if isinstance(message, str):
+                note(message)
+        elif name == "json":
+            emit(path, result.to_json(), force=force)
+        elif name == "csv":
+            emit(path, result.to_csv(), force=force)
+        elif name == "html":
             save_html(result, path, force=force)
         else:
             write_png(result.figure(), path, kind=result.kind, force=force)
-        return None
 
 
 def click_parameter(one: Parameter) -> click.Parameter:
@@ -374,13 +332,11 @@ def click_parameter(one: Parameter) -> click.Parameter:
 
 def metavar_of(one: Parameter, kind: Any) -> str | None:
     """The placeholder of an option's value in the help; None: that of click."""
-    if one.option.metavar is None and one.option.reads == "commas":
+    if one.option.metavar is not None:
+        return one.option.metavar
+    if one.option.reads == "commas":
         return "LIST"
-    if one.option.metavar is None and kind is click.INT:
-        return "INT"
-    if one.option.metavar is None and kind is click.FLOAT:
-        return "NUMBER"
-    return one.option.metavar
+    return {click.INT: "INT", click.FLOAT: "NUMBER"}.get(kind)
 
 
 def click_type(one: Parameter) -> Any:
@@ -389,36 +345,25 @@ def click_type(one: Parameter) -> Any:
         return click.BOOL
     if one.option.reads in ("head", "commas"):
         return click.STRING
-    if one.type is int:
-        return click.INT
-    if one.type is float:
-        return click.FLOAT
     if get_origin(one.type) is Literal:
         return click.Choice(get_args(one.type))
-    if one.type is Path:
-        return click.Path(path_type=Path)
-    return click.STRING
+    types = {int: click.INT, float: click.FLOAT, Path: click.Path(path_type=Path)}
+    return types.get(one.type, click.STRING)
 
 
 def read_words(one: Parameter, words: Any) -> Any:
     """What the words of an option mean: the text of a file, a head, or a list with commas."""
+    from sinkscope.files.notation import read_head
+
     if one.option.reads == "text":
         return _prompt(words)
-    if one.option.reads == "head":
-        return _heads(words)
     if one.option.reads == "commas":
         return _comma_list(one, words)
+    if one.option.reads == "head":
+        return [read_head(word) for word in words]
     if one.many:
         return list(words)
     return words
-
-
-def _heads(words: Any) -> Any:
-    from sinkscope.files.notation import read_head
-
-    if isinstance(words, str):
-        return read_head(words)
-    return [read_head(word) for word in words]
 
 
 def _prompt(name: str) -> str:
@@ -431,22 +376,12 @@ def _prompt(name: str) -> str:
     return text
 
 
-def _comma_list(one: Parameter, words: Any) -> list[Any]:
+def _comma_list(one: Parameter, words: Sequence[str]) -> list[str]:
     """The values between commas; an option that is given several times is one list."""
-    if isinstance(words, str):
-        words = [words]
-    names: list[str] = []
-    for word in words:
-        names += [name.strip() for name in word.split(",") if name.strip()]
+    names = [name.strip() for name in ",".join(words).split(",") if name.strip()]
     if not names:
         raise SinkscopeError(f"{one.flag} {' '.join(words)}: no name is given; give names with commas between")
-    if one.type not in (int, float):
-        return names
-    try:
-        return [one.type(name) for name in names]
-    except ValueError:
-        what = "whole numbers" if one.type is int else "numbers"
-        raise SinkscopeError(f"{one.flag} {','.join(names)}: expected {what} with commas between") from None
+    return names
 
 
 def main(argv: Sequence[str] | None = None, program: click.Command | None = None) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
@@ -51,7 +51,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {  # words of the command: (module:f
     "view": ("sinkscope.app.view.command:view_model", "Look", "Explore a model on a text in the browser."),
     "models": ("sinkscope.app.models:print_models", "Look", "List the short names of public models."),
     "generate": ("sinkscope.app.generate:print_generated", "Look", "Continue a prompt under a patch, policy or guard."),
-    "report": ("sinkscope.app.report:write_report", "Look", "Write all results of a folder as one HTML file."),
+    "report": ("sinkscope.app.report:report", "Look", "Write all results of a folder as one HTML file."),
 }
 
 KIND_MODULES = {  # kinds of results that no command returns under the name of its function
@@ -98,7 +98,7 @@ class Command:
 
     def load(self) -> Any:
         """Its function; this imports its module."""
-        return getattr(import_module(self.module), self.name)
+        return resolve_name(self.target)
 
 
 @cache

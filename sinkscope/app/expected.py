@@ -60,57 +60,6 @@ class ModelSize:
         return (self.embedding + 2 * self.per_layer) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class ExpectedCost:
-    """What a command would take on a model.
-
-    Attributes:
-        command: Words of the command.
-        size: Sizes of the model.
-        streams: Whether the command reads a checkpoint layer by layer.
-        device: Device on which it would run.
-        free_bytes: Memory that is free on a GPU; None on a CPU.
-        tokens: Tokens that pass through all layers, counted with default options on the bundled model; None if the
-            command was not counted.
-        seconds: Time for these tokens, from the measured speed of the device; None likewise.
-    """
-
-    command: str
-    size: ModelSize
-    streams: bool
-    device: torch.device
-    free_bytes: int | None
-    tokens: int | None
-    seconds: float | None
-
-    def text(self) -> str:
-        """The cost in a few lines."""
-        size, dtype = self.size, str(self.size.dtype).removeprefix("torch.")
-        lines = [
-            f"Model: {size.name}, {size.layers} layers, {size.parameters / 1e6:,.1f} million parameters.",
-            f"Weights in {dtype}: {gigabytes(size.whole_bytes)} as a whole, {gigabytes(size.streamed_bytes)} read "
-            "layer by layer.",
-        ]
-        needed = size.whole_bytes
-        way = "with the whole model in memory"
-        if self.streams:
-            needed = size.streamed_bytes
-            way = "layer by layer"
-        memory = f"Memory: sinkscope {self.command} works {way}, so it takes {gigabytes(needed)} and what it computes."
-        if self.free_bytes is not None:
-            fits = "fits" if needed < self.free_bytes else "does not fit"
-            memory += f" This {fits} into the {gigabytes(self.free_bytes)} that are free on {self.device}."
-        lines.append(memory)
-        if self.tokens is None or self.seconds is None:
-            lines.append("Time: not known for this command.")
-        else:
-            lines.append(
-                f"Time: {self.tokens:,} tokens through {size.layers} layers take about {_duration(self.seconds)} on "
-                f"{self.device}, without download and reading. The tokens were counted on the bundled model."
-            )
-        return "\n".join(lines)
-
-
 def gigabytes(number: int) -> str:
     """Bytes in GB, or in MB below one GB."""
     if number < 1e9:
@@ -134,8 +83,11 @@ def expected_cost(
     revision: str | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
-) -> ExpectedCost:
+) -> str:
     """Say what a command would take on a model, without reading its weights.
+
+    The tokens that pass through all layers were counted with default options on the bundled model; the time for them
+    follows from the measured speed of the device.
 
     Args:
         command: Words of the command.
@@ -158,16 +110,28 @@ def expected_cost(
     loaded_as = parse_dtype(dtype) or getattr(config, "dtype", None) or torch.float32
     size = size_of(source.name, config, loaded_as)
     place = parse_device(device)
-    free_bytes = None
+    needed, way = size.whole_bytes, "with the whole model in memory"
+    if not whole and not source.planted:
+        needed, way = size.streamed_bytes, "layer by layer"
+    memory = f"Memory: sinkscope {command} works {way}, so it takes {gigabytes(needed)} and what it computes."
     if place.type == "cuda":
-        free_bytes = torch.cuda.mem_get_info(place)[0]
+        free = torch.cuda.mem_get_info(place)[0]
+        fits = "fits" if needed < free else "does not fit"
+        memory += f" This {fits} into the {gigabytes(free)} that are free on {place}."
+    duration = "Time: not known for this command."
     record = json.loads(files("sinkscope.app").joinpath("passes.json").read_text())
     tokens: int | None = record["result"]["tokens"].get(command)
-    seconds = None
     if tokens is not None:
         seconds = 2 * size.computing * tokens / speed(place, loaded_as, size.width)
-    streams = not whole and not source.planted
-    return ExpectedCost(command, size, streams, place, free_bytes, tokens, seconds)
+        duration = (
+            f"Time: {tokens:,} tokens through {size.layers} layers take about {_duration(seconds)} on {place}, without "
+            "download and reading. The tokens were counted on the bundled model."
+        )
+    return (
+        f"Model: {size.name}, {size.layers} layers, {size.parameters / 1e6:,.1f} million parameters.\n"
+        f"Weights in {str(loaded_as).removeprefix('torch.')}: {gigabytes(size.whole_bytes)} as a whole, "
+        f"{gigabytes(size.streamed_bytes)} read layer by layer.\n{memory}\n{duration}"
+    )
 
 
 @float32_by_default()

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.console import note
+from sinkscope.files.notation import counted
 from sinkscope.files.options import Count, Option, Positive
 from sinkscope.files.plain import visible
 from sinkscope.interventions.base import Event
@@ -81,11 +82,9 @@ def print_generated(
     print()
     if policy is not None and answer.held is not None:
         note(_cache_use(policy, answer))
-    interventions_of_guard = [event for event in answer.events if event.kind == "guard"]
-    if len(interventions_of_guard) == 1:
-        note("The guard stepped in once:")
-    elif interventions_of_guard:
-        note(f"The guard stepped in {len(interventions_of_guard)} times:")
+    acts = sum(event.kind == "guard" for event in answer.events)
+    if acts:
+        note(f"The guard stepped in {counted(acts, 'time')}:")
     elif guard:
         note(f"The guard found no loop in {len(answer.tokens)} new tokens.")
     for event in answer.events:

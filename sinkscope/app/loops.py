@@ -14,7 +14,6 @@ from sinkscope.files.options import Hidden, Option
 from sinkscope.files.output import read_text
 from sinkscope.files.plain import visible
 from sinkscope.loops import LoopCheck, MonitorSettings, Watch, check
-from sinkscope.loops.check import CheckedOutput
 from sinkscope.loops.forms import StreamForm
 from sinkscope.loops.outputs import parse
 from sinkscope.loops.streams import monitor_settings, open_bytes
@@ -56,13 +55,10 @@ def check_loops(
         tail -f server.log | sinkscope loops --follow
     """
     monitor = monitor_settings(settings, variant)
-    source = "-"
-    if file is not None:
-        source = file
     if follow:
         if max_new is not None:
             raise SinkscopeError("--max-new has no effect with --follow: leave it out")
-        return _follow(source, form, monitor, first)
+        return _follow(file or "-", form, monitor, first)
     if first:
         raise SinkscopeError("--first has no effect without --follow: leave it out")
     if file is None or form == "sse":
@@ -96,42 +92,35 @@ def _follow(file: str, form: StreamForm, monitor: MonitorSettings, first: bool) 
 
 def draw_check(result: LoopCheck) -> go.Figure:
     """Diversity of the window over the tokens, a line per record, with the onset and the detection of each loop."""
+    import numpy as np
     import plotly.graph_objects as go
 
     from sinkscope.measure.style import BLUE, GREY, ORANGE, RED, finished
 
-    threshold = result.settings["theta_ttr"]
     window = html.escape(str(result.settings["window"]))
     records = sorted(result.records, key=lambda record: not record.loop)[:SHOWN_RECORDS]
     figure = go.Figure()
-    for loops, color, name in ((False, GREY, "does not"), (True, ORANGE, "loops")):
-        first = True
-        for record in records:
-            if record.loop == loops:
-                hover = f"{html.escape(record.name)}<br>%{{y:.3f}} after %{{x}} tokens<extra></extra>"
-                line = {"color": color, "width": 1.5}
-                curve = {"x": record.steps, "y": record.curve, "mode": "lines", "line": line, "hovertemplate": hover}
-                figure.add_scatter(**curve, name=name, legendgroup=name, showlegend=first, opacity=0.8)
-                first = False
-    looping = [record for record in records if record.loop]
+    named: set[str] = set()
+    for record in reversed(records):  # those that loop are drawn last, above the others
+        name, color = ("loops", ORANGE) if record.loop else ("does not", GREY)
+        hover = f"{html.escape(record.name)}<br>%{{y:.3f}} after %{{x}} tokens<extra></extra>"
+        curve = go.Scatter(x=record.steps, y=record.curve, mode="lines", name=name, legendgroup=name, opacity=0.8)
+        curve.update(line={"color": color, "width": 1.5}, hovertemplate=hover, showlegend=name not in named)
+        figure.add_trace(curve)
+        named.add(name)
     for field, color, symbol, name in (
         ("onset", BLUE, "circle-open", "onset of the longest repetition"),
         ("detected", RED, "x", "detected"),
     ):
-        marked = [record for record in looping if getattr(record, field) is not None]
+        marked = [record for record in records if record.loop and getattr(record, field) is not None]
         places = [getattr(record, field) for record in marked]
-        heights = [_height(record, place) for record, place in zip(marked, places, strict=True)]
+        heights = [np.interp(place, record.steps, record.curve) for record, place in zip(marked, places, strict=True)]
         names = [html.escape(record.name) for record in marked]
         marker = {"color": color, "size": 9, "symbol": symbol}
         if marked:
             figure.add_scatter(x=places, y=heights, mode="markers", marker=marker, name=name, text=names)
+    threshold = result.settings["theta_ttr"]
     figure.add_hline(threshold, line={"color": GREY, "dash": "dot"}, annotation_text=f"threshold {threshold:g}")
     figure.update_xaxes(title_text=f"tokens ({len(records)} of {len(result.records)} records)", rangemode="tozero")
     figure.update_yaxes(title_text=f"type-token ratio of the last {window} tokens", range=[0, 1.03])
     return finished(figure, result, width=1000, height=520)
-
-
-def _height(record: CheckedOutput, place: int) -> float:
-    """Height of a record's curve where it is nearest to a place."""
-    nearest = min(range(len(record.steps)), key=lambda number: abs(record.steps[number] - place))
-    return record.curve[nearest]

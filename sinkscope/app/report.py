@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ from sinkscope.app.card import CARD
 from sinkscope.app.commands import kind_modules
 from sinkscope.app.pages import Section, document, result_section, save_document
 from sinkscope.errors import SinkscopeError, one_line
-from sinkscope.files.console import Progress, note, silent
+from sinkscope.files.console import note, silent
 from sinkscope.files.notation import counted
 from sinkscope.files.options import Hidden, Option
 from sinkscope.files.output import check_output, read_json
@@ -20,80 +19,27 @@ from sinkscope.files.result import Result, known_kinds
 from sinkscope.files.store import RECORDS, SETTINGS
 
 FIRST_MODULES = ("sinkscope.sinks.first_token", "sinkscope.sinks")
-"""Their results come first, in this order."""
+"""Results of modules with these beginnings come first, in this order."""
 
 
-@dataclass(frozen=True)
-class Skipped:
-    """A file that is not in the report.
-
-    Attributes:
-        file: Its path inside the folder, without control characters.
-        reason: Why it was left out.
-    """
-
-    file: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.reason}"
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `report` wrote.
-
-    Attributes:
-        path: The HTML file.
-        files: Files that hold a result, in the order of the report.
-        skipped: JSON files and folders of runs that were left out.
-    """
-
-    path: Path
-    files: tuple[str, ...]
-    skipped: tuple[Skipped, ...]
-
-
-def write_report(
-    folder: Annotated[Path, Option(metavar="DIR", argument=True)],
+def report(
+    folder: Annotated[str | Path, Option(metavar="DIR", argument=True)],
+    out: Annotated[str | Path | None, Option(metavar="FILE", writes=True)] = None,
     *,
-    out: Annotated[Path | None, Option(metavar="FILE", writes=True)] = None,
     progress: Hidden = None,
 ) -> None:
     """Write all results of a folder as one HTML file that needs nothing else, with figures, tables and provenance.
 
+    JSON files that hold no result are named on standard error and at the end of the page; hidden files and all others
+    are left out silently.
+
     Args:
-        folder: Folder with the JSON files of results, also in its subfolders.
+        folder: Folder with the JSON files of results and folders of `sinkscope bench`, also in its subfolders.
         out: The page; by default report.html in the folder.
         progress: Called as `progress(what, done, total)`.
 
     Example:
         sinkscope report results --out everything.html
-    """
-    written = report(folder, out, progress=progress)
-    for skipped in written.skipped:
-        note(f"left out: {skipped}")
-    print(visible(f"{out or folder / 'report.html'}: {counted(len(written.files), 'result')}"))
-
-
-def report(
-    folder: str | os.PathLike[str],
-    out: str | os.PathLike[str] | None = None,
-    *,
-    progress: Progress = silent,
-) -> Report:
-    """Write all results found in a folder and its subfolders as one self-contained HTML file.
-
-    Figures, tables, settings and provenance are included. JSON files that hold no result are listed at the end of the
-    page; hidden files and all others are left out silently.
-
-    Args:
-        folder: Folder of files written by `--json` or `Result.save`, and of folders of `sinkscope bench`.
-        out: The page; by default report.html in the folder.
-        progress: Called as `progress("reading", done, total)`.
-
-    Returns:
-        The page, and what is in it.
 
     Raises:
         SinkscopeError: There is no such folder, it holds no result, or the page cannot be written.
@@ -104,27 +50,28 @@ def report(
     target = check_output(out or root / "report.html", "report")
     files = _listed(root)
     sections: list[Section] = []
-    skipped: list[Skipped] = []
+    left_out: list[tuple[str, str]] = []
     for number, path in enumerate(files):
-        progress("reading", number, len(files))
+        (progress or silent)("reading", number, len(files))
         name = visible(path.relative_to(root).as_posix()).replace("\n", "\\n").replace("\t", "\\t")
         try:
             sections.append(result_section(_result(path, name), name))
         except SinkscopeError as error:
-            message = one_line(str(error))
-            for own in (str(path), path.name):  # the name stands before the reason
-                message = message.removeprefix(one_line(own)).lstrip(": ")
-            skipped.append(Skipped(name, visible(message)))
+            left_out.append((name, visible(str(error).removeprefix(one_line(path.name)).lstrip(": "))))
         except Exception as error:  # a damaged result can have the right types and fail anywhere
-            skipped.append(Skipped(name, visible(f"cannot be shown ({type(error).__name__}: {one_line(str(error))})")))
+            left_out.append((name, visible(f"cannot be shown ({type(error).__name__}: {one_line(str(error))})")))
+    reasons = [f"{name}: {reason}" for name, reason in left_out]
     if not sections:
-        reasons = "".join(f"; {one}" for one in skipped[:1])
-        raise SinkscopeError(f"no results in {folder}: it should hold what --json or .save() wrote{reasons}")
+        raise SinkscopeError(
+            f"no results in {folder}: it should hold what --json or .save() wrote; {'; '.join(reasons[:1])}"
+        )
     sections.sort(key=lambda section: (_place(section.kind), section.file))
-    left_out = [(one.file, one.reason) for one in skipped]
-    page = document(visible(root.resolve().name), sections, counted(len(sections), "result"), left_out)
-    files_shown = tuple(section.file for section in sections)
-    return Report(save_document(target, page), files_shown, tuple(skipped))
+    count = counted(len(sections), "result")
+    page = document(visible(root.resolve().name), sections, count, left_out)
+    save_document(target, page)
+    print(visible(f"{out or root / 'report.html'}: {count}"))
+    for reason in reasons:
+        note(f"left out: {reason}")
 
 
 def _listed(root: Path) -> list[Path]:
@@ -140,14 +87,10 @@ def _listed(root: Path) -> list[Path]:
     return listed
 
 
-def _place(kind: str) -> tuple[int, int]:
-    """First tokens come first, then the other measurements of sinks, then all other kinds."""
+def _place(kind: str) -> tuple[int, ...]:
+    """First tokens come first, then the other measurements of sinks, then all other kinds in their order."""
     module = kind_modules().get(kind, "")
-    place = len(FIRST_MODULES)
-    for number, prefix in reversed(list(enumerate(FIRST_MODULES))):
-        if module.startswith(prefix):
-            place = number
-    return place, known_kinds().index(kind)
+    return (*(not module.startswith(prefix) for prefix in FIRST_MODULES), known_kinds().index(kind))
 
 
 def _result(path: Path, name: str) -> Result:

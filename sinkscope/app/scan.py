@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from textwrap import fill
 from typing import Annotated, Any, cast
 
@@ -32,7 +31,6 @@ from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.base import Intervention
 from sinkscope.measure import Count, Hidden, Measurement, Option, Setup
 from sinkscope.models.target import Target
-from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.circuit import Circuit
 from sinkscope.sinks.first_token.circuit_result import MARK, NEURONS
 
@@ -73,8 +71,7 @@ class ScanPart:
 
     def load(self) -> Any:
         """The measurement, or the function of a `Setup`; this imports its module."""
-        module, _, name = self.measurement.partition(":")
-        return getattr(import_module(module), name)
+        return resolve_name(self.measurement)
 
 
 def loops(setup: Setup, *, count: int, max_new_tokens: int) -> BenchTable:
@@ -173,24 +170,31 @@ def scan(
     edit = None if patch is None else SinkPatch.load(patch)
     options = {"revision": revision, "device": device, "dtype": dtype, "bos": bos, "seed": seed}
     setup = _opened(model, quick, {**options, "text": text, "tokenizer": tokenizer})
-    folder = Path(out or f"scan-{_label(model)}")
+    folder = Path(out or f"scan-{Path(setup.target.name).name}")
     settings = _settings(setup, quick, patch)
-    parts: list[CardPart] = []
+    card = SinkCard(quick=quick, parts=(), model=setup.info(), settings=settings)
+    if patch is not None:
+        card = replace(card, model=replace(card.model, name=f"{card.model.name} patched"))
     results: dict[str, Result] = {}
-    chosen = scanned_parts(quick)
+    chosen = [part for part in PARTS if not quick or part.quick is not None]
     with Folder(folder, settings, FinishedPart) as kept:
         for number, part in enumerate(chosen):
             progress(f"scan: {part.command}", number, len(chosen))
-            outcome = _earlier(folder, part) if part.name in kept.records else None
+            outcome: Result | str | None = None
+            if part.name in kept.records:
+                with suppress(SinkscopeError):  # it is gone or damaged, and is measured again
+                    outcome = Result.load(folder / part.file)
             if outcome is None:
-                outcome = _measured(part, replace(setup, progress=_inside(progress, part, number, chosen)), edit, quick)
+                inside = _inside(progress, part, number, len(chosen))
+                outcome = _measured(part, replace(setup, progress=inside), edit, quick)
                 if isinstance(outcome, Result):
                     outcome.save(folder / part.file)
                     kept.append([FinishedPart(part.name, outcome.provenance.seconds)])
-            parts.append(_card_part(part, outcome))
+            card = with_part(card, part, outcome)
             if isinstance(outcome, Result):
                 results[part.name] = outcome
-        card = _card(setup, parts, results, settings, patched=patch is not None)
+        seconds = round(sum(part.seconds or 0.0 for part in card.parts), 3)
+        card = replace(card, provenance=replace(setup.provenance(), seconds=seconds))
         if other is not None:
             card = card.compared(other)
         card.save(folder / CARD)
@@ -224,18 +228,9 @@ def _chain(circuit: Circuit) -> str:
     return " → ".join(steps) + "."
 
 
-def scanned_parts(quick: bool) -> list[ScanPart]:
-    """The parts of a scan, in the order in which they run."""
-    return [part for part in PARTS if not quick or part.quick is not None]
-
-
-def _inside(progress: Progress, part: ScanPart, number: int, parts: list[ScanPart]) -> Progress:
+def _inside(progress: Progress, part: ScanPart, number: int, count: int) -> Progress:
     """Progress of one part, shown as that of the whole scan."""
-
-    def shown(what: str, done: int, total: int) -> None:
-        progress(f"scan: {part.command}, {what}", number, len(parts))
-
-    return shown
+    return lambda what, *_: progress(f"scan: {part.command}, {what}", number, count)
 
 
 def _settings(setup: Setup, quick: bool, patch: str | Path | None) -> dict[str, Any]:
@@ -256,14 +251,6 @@ def _settings(setup: Setup, quick: bool, patch: str | Path | None) -> dict[str, 
         "seed": setup.seed,
         "sinkscope": __version__,
     }
-
-
-def _earlier(folder: Path, part: ScanPart) -> Result | None:
-    """The result of an earlier run; None: it is gone or damaged, and is measured again."""
-    try:
-        return Result.load(folder / part.file)
-    except SinkscopeError:
-        return None
 
 
 def _measured(part: ScanPart, setup: Setup, edit: Intervention | None, quick: bool) -> Result | str:
@@ -308,38 +295,22 @@ def fitted(arguments: dict[str, Any], context: int | None) -> dict[str, Any]:
     return limited
 
 
-def _card_part(part: ScanPart, outcome: Result | str) -> CardPart:
+def with_part(card: SinkCard, part: ScanPart, outcome: Result | str) -> SinkCard:
+    """The card with another part: its numbers and facts, or why it has no result."""
     if isinstance(outcome, str):
-        return CardPart(part.name, part.command, "", outcome.rstrip(".") + ".")
-    provenance = outcome.provenance
-    return CardPart(
-        part.name, part.command, outcome.conclusion(), None, provenance.seconds, provenance.peak_memory_bytes
-    )
-
-
-def _card(
-    setup: Setup, parts: list[CardPart], results: dict[str, Result], settings: dict[str, Any], *, patched: bool
-) -> SinkCard:
+        return replace(card, parts=(*card.parts, CardPart(part.name, part.command, "", outcome.rstrip(".") + ".")))
+    made = outcome.provenance
+    finished = CardPart(part.name, part.command, outcome.conclusion(), None, made.seconds, made.peak_memory_bytes)
     values: list[CardNumber] = []
-    properties: list[CardFact] = []
-    for name, result in results.items():
-        for number in result.numbers():
-            if number.value is not None:
-                values.append(CardNumber(name, number.label, number.value, number.control, number.margin))
-        for label, word in result.facts().items():
-            properties.append(CardFact(name, label, word))
-    info = setup.info()
-    if patched:
-        info = replace(info, name=f"{info.name} patched")
-    seconds = sum(part.seconds or 0.0 for part in parts)
-    return SinkCard(
-        quick=settings["quick"],
-        parts=tuple(parts),
-        values=tuple(values),
-        properties=tuple(properties),
-        model=info,
-        settings=settings,
-        provenance=replace(setup.provenance(), seconds=round(seconds, 3)),
+    for number in outcome.numbers():
+        if number.value is not None:
+            values.append(CardNumber(part.name, number.label, number.value, number.control, number.margin))
+    facts = [CardFact(part.name, label, word) for label, word in outcome.facts().items()]
+    return replace(
+        card,
+        parts=(*card.parts, finished),
+        values=(*card.values, *values),
+        properties=(*card.properties, *facts),
     )
 
 
@@ -372,25 +343,15 @@ def _memory_limit(target: Target, quick: bool) -> float:
     return free / 2
 
 
-def _label(model: object) -> str:
-    if model is None:
-        return "bundled"
-    if isinstance(model, str | os.PathLike):
-        return Path(os.path.abspath(os.fspath(model))).name
-    return target_of(model).name
-
-
 def demo(
     *,
     out: Annotated[Path, Option(metavar="FOLDER", writes=True)] = Path("sinkscope-demo"),
-    show: Annotated[bool, Option(name="--open")] = True,
     progress: Hidden = None,
 ) -> None:
-    """Take a two-minute tour: scan the bundled model, say what each command finds, and open the page.
+    """Take a two-minute tour: scan the bundled model, and say what each command finds; a page has it all.
 
     Args:
         out: Folder of the results and the page.
-        show: Open the page in a browser, if there is one and the command runs in a terminal.
         progress: Called as `progress(what, done, total)`.
 
     Example:
@@ -398,12 +359,6 @@ def demo(
     """
     note("sinkscope looks at the small model in the package with each of its measurements.")
     card = scan(out=out, quick=True, progress=progress)
-    page = out / PAGE
-    print(visible(f"All results, with figures: {page}") + "\nThe same for another model: sinkscope scan MODEL")
+    print(visible(f"All results, with figures: {out / PAGE}") + "\nThe same for another model: sinkscope scan MODEL")
     for label, sentence, command in reversed(card.verdicts()):
         print(fill(visible(f"{label}, by `sinkscope {command}`: {sentence}"), WIDTH, subsequent_indent="  "))
-    has_screen = sys.platform != "linux" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
-    if show and sys.stdout.isatty() and has_screen:
-        import webbrowser
-
-        webbrowser.open(page.resolve().as_uri())

@@ -16,7 +16,7 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinkscope.attention.texts import Loop, ordinary_ids, prompt_ids
+from sinkscope.attention.texts import end_loop, ordinary_ids, prompt_ids
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import agreeing, head_name, head_names, listed
 from sinkscope.interventions.base import Event
@@ -97,11 +97,9 @@ class HeadTracks:
         probs = rows.probs[0]
         group = probs.shape[0] // rows.pos.shape[1]
         pos = repeat(rows.pos[0], "kv_head slot -> (kv_head group) slot", group=group)
-        for start in range(0, probs.shape[1], _QUERIES):
-            part = slice(start, start + _QUERIES)
-            query_pos = rows.query_pos[0, part]
-            self._add_offsets(probs[:, part], pos, query_pos)
-            self._add_picture(probs[:, part], pos, query_pos)
+        for part, query_pos in zip(probs.split(_QUERIES, 1), rows.query_pos[0].split(_QUERIES), strict=True):
+            self._add_offsets(part, pos, query_pos)
+            self._add_picture(part, pos, query_pos)
 
     def _add_offsets(self, probs: Tensor, pos: Tensor, query_pos: Tensor) -> None:
         """Mass on the suffix, share on the same offsets as `shift` rows before, and width."""
@@ -135,8 +133,7 @@ class HeadTracks:
 
     def mean_picture(self) -> Float[Tensor, "head row column"]:
         """The mean over the steps of each row."""
-        steps = torch.full((self.size.rows,), float(self.size.steps_of_row))
-        steps[-1] = self.size.steps - (self.size.rows - 1) * self.size.steps_of_row
+        steps = (torch.arange(self.size.steps) // self.size.steps_of_row).bincount()
         return self.picture / steps[:, None]
 
 
@@ -260,13 +257,11 @@ def draw(result: Barcode) -> go.Figure:
     Each row below is a head: all steps, ordinary text, and the last steps position by position of both. Steps run
     downwards, and darker is more.
     """
-    pictures = {"generated": result.attention}
-    if result.control_attention is not None:
-        pictures["ordinary text"] = result.control_attention
+    pictures = [picture for picture in (result.attention, result.control_attention) if picture is not None]
     rows = 1 + len(result.shown)
     titles = ["what the loop adds (score above ordinary text)", "score along the text"]
-    for head in result.shown:
-        titles += [f"{html.escape(head)}: {title}" for title in pictures] + [""] * (2 - len(pictures))
+    for head in map(html.escape, result.shown):
+        titles += [f"{head}: generated", f"{head}: ordinary text" if len(pictures) > 1 else ""]
     fig: Any = make_subplots(rows, 2, subplot_titles=titles, horizontal_spacing=0.05, vertical_spacing=0.24 / rows)
     fig.add_heatmap(
         z=result.gain, y=result.layers, zmin=-1, zmax=1, zmid=0, colorscale="RdBu", showscale=False, row=1, col=1
@@ -288,7 +283,7 @@ def draw(result: Barcode) -> go.Figure:
     size = PictureSize(result.prompt_tokens + result.steps, result.prompt_tokens)
     top = max(0.05, float(np.quantile(result.attention, 0.99)))
     for row in range(len(result.shown)):
-        for col, values in enumerate(pictures.values(), 1):
+        for col, values in enumerate(pictures, 1):
             fig.add_heatmap(
                 z=np.sqrt(values[row]),
                 customdata=values[row],
@@ -347,49 +342,51 @@ def barcode(
     for layer, head in named:
         setup.target.check_site(layer, head=head)
     wanted = sorted({layer for layer, _ in named}) or setup.target.chosen_layers(layers)
-    loop, events = _sequence(setup, prompt, ids, max_new_tokens)
-    size = PictureSize(len(loop.ids), loop.prompt)
-    shift = loop.period or 1
-    begin = loop.prompt if loop.onset is None else loop.onset
+    own_ids, start, events = _sequence(setup, prompt, ids, max_new_tokens)
+    size = PictureSize(len(own_ids), start)
+    tail = end_loop(own_ids)
+    shift = 1 if tail is None else tail.period
+    begin = start if tail is None else tail.start
     late = (begin + size.length - 1) // 2  # numbers of heads are means from here on
     setup.progress("texts", 0, 2)
-    own = _recorded(setup, loop.ids, size, wanted, shift)
+    own = _recorded(setup, own_ids, size, wanted, shift)
     setup.progress("texts", 1, 2)
     score, mass, width = own.means(late)
+    gain = score
+    plain: Recording | None = None
     ordinary = _control(setup, control, size.length)
-    plain = None if ordinary is None else _recorded(setup, ordinary, size, wanted, shift)
-    control_score = None if plain is None else plain.means(late)[0]
+    if ordinary is not None:
+        plain = _recorded(setup, ordinary, size, wanted, shift)
+        gain = score - plain.means(late)[0]
     setup.progress("texts", 2, 2)
-    gain = score if control_score is None else score - control_score
-    locked = (gain >= LOCK_GAIN) & (loop.period is not None)
     named = named or _most_changed(gain, wanted)
-    places = [(wanted.index(layer), head) for layer, head in named]
-    positions = tuple(range(0, size.length - 1, -(-size.length // CURVE_POINTS)))
-    curves = {LOCKED: own.curve(locked, shift), OTHERS: own.curve(~locked, shift)}
-    low = 0.0
+    locked = (gain >= LOCK_GAIN) & (tail is not None)
+    curves = own.curves({LOCKED: locked, OTHERS: ~locked}, shift)
+    compared: dict[str, Any] = {}
     if plain is not None:
-        curves[LOCKED_CONTROL] = plain.curve(locked, shift)
-        if locked.any():
-            low = float(curves[LOCKED_CONTROL][begin:].mean())
-    locking_onset = onset_of(curves[LOCKED], low) if locked.any() else None
+        curves |= plain.curves({LOCKED_CONTROL: locked}, shift)
+        compared = {"control_score": plain.means(late)[0].numpy(), "control_attention": plain.shown(named)}
+    low = 0.0
+    if LOCKED_CONTROL in curves:
+        low = float(curves[LOCKED_CONTROL][begin:].mean())
+    step = -(-size.length // CURVE_POINTS)
     return Barcode(
-        prompt_tokens=loop.prompt,
+        prompt_tokens=start,
         steps=size.steps,
-        period=loop.period,
-        onset=loop.onset,
+        period=None if tail is None else tail.period,
+        onset=None if tail is None else tail.start,
         layers=tuple(wanted),
         score=score.numpy(),
         mass=mass.numpy(),
         width=width.numpy(),
-        control_score=None if control_score is None else control_score.numpy(),
-        locking_onset=locking_onset,
-        last_new=_last_new(loop.ids),
-        positions=positions,
-        curves={name: curve[list(positions)].double().numpy() for name, curve in curves.items() if len(curve)},
+        locking_onset=onset_of(curves[LOCKED], low) if LOCKED in curves else None,
+        last_new=_last_new(own_ids),
+        positions=tuple(range(0, size.length - 1, step)),
+        curves={name: curve[::step].double().numpy() for name, curve in curves.items()},
         shown=tuple(head_name(*head) for head in named),
-        attention=own.shown(places),
-        control_attention=None if plain is None else plain.shown(places),
+        attention=own.shown(named),
         events=_steps_by_kind(events),
+        **compared,
     )
 
 
@@ -398,26 +395,30 @@ def _sequence(
     prompt: str | Sequence[int] | None,
     ids: Sequence[int] | None,
     new: int | None,
-) -> tuple[Loop, list[Event]]:
-    """The text with its loop, and what interventions did while it was generated."""
+) -> tuple[list[int], int, list[Event]]:
+    """The text, the length of its prompt, and what interventions did while it was generated."""
     if ids is not None and prompt is not None:
         raise SinkscopeError("a prompt and ids are given: expected one of them")
     if ids is not None:
-        given = read_row(setup.target, ids)
-        return Loop.of(given, 1), []
+        return read_row(setup.target, ids), 1, []
     start = prompt_ids(setup, prompt)
     if new is None:
         limit = setup.target.max_positions or len(start) + NEW_TOKENS
         new = max(1, min(NEW_TOKENS, limit - len(start)))
     setup.target.check_length("the prompt", len(start), new)
     answer, events = decode(setup.target, start, new, setup.edit)
-    return Loop.of([*start, *answer], len(start)), events
+    return [*start, *answer], len(start), events
 
 
 @dataclass(frozen=True, eq=False)
-class _Recording:
-    """What heads attended to in one text: score, mass and width at every position, and pictures."""
+class Recording:
+    """What heads attended to in one text: score, mass and width at every position, and pictures.
 
+    Attributes:
+        layers: The layers, in the order of the tensors.
+    """
+
+    layers: list[int]
     tracks: Float[Tensor, "layer 3 head pos"]
     picture: Float[Tensor, "layer head row column"]
 
@@ -425,19 +426,21 @@ class _Recording:
         """Mean score, mass and width from a position on."""
         return reduce(self.tracks[..., late:], "layer kind head pos -> kind layer head", "mean")
 
-    def curve(self, heads: Bool[Tensor, "layer head"], shift: int) -> Float[Tensor, " pos"]:
-        """The mean score of some heads along the text; empty if there are none."""
-        if not heads.any():
-            return torch.zeros(0)
-        return smooth(self.tracks[:, 0][heads].mean(0), shift)
+    def curves(self, groups: dict[str, Bool[Tensor, "layer head"]], shift: int) -> dict[str, Float[Tensor, " pos"]]:
+        """The mean score of groups of heads along the text; without those that are empty."""
+        curves: dict[str, Tensor] = {}
+        for name, heads in groups.items():
+            if heads.any():
+                curves[name] = smooth(self.tracks[:, 0][heads].mean(0), shift)
+        return curves
 
     def shown(self, heads: list[Head]) -> Float[np.ndarray, "shown row column"]:
-        """The pictures of some heads, (row of the layer, head), in thousandths."""
-        chosen = torch.stack([self.picture[row, head] for row, head in heads])
+        """The pictures of some heads, in thousandths."""
+        chosen = torch.stack([self.picture[self.layers.index(layer), head] for layer, head in heads])
         return np.round(chosen.double().numpy(), 3)
 
 
-def _recorded(setup: Setup, ids: list[int], size: PictureSize, layers: list[int], shift: int) -> _Recording:
+def _recorded(setup: Setup, ids: list[int], size: PictureSize, layers: list[int], shift: int) -> Recording:
     """Read a text in one pass, or token by token where interventions act between passes."""
     suffix = max(SUFFIX, 3 * shift)
     tracks = {layer: HeadTracks(setup.n_heads, size, suffix, shift) for layer in layers}
@@ -449,7 +452,8 @@ def _recorded(setup: Setup, ids: list[int], size: PictureSize, layers: list[int]
     else:
         edit = watched(setup.edit, observer)
         decode(setup.target, ids[: size.prompt], size.steps, edit, ids[size.prompt :])
-    return _Recording(
+    return Recording(
+        layers=layers,
         tracks=torch.stack([track.tracks() for track in tracks.values()]),
         picture=torch.stack([track.mean_picture() for track in tracks.values()]),
     )

@@ -226,7 +226,7 @@ def line_weights(
 
     def see(layer: int, scores: Scores) -> None:
         by_layer[layer].add(scores, weight_draws, line_draws)
-        done = sum(len(own.weights) for own in by_layer.values())
+        done = sum(len(own.own) for own in by_layer.values())
         setup.progress("layers", done, len(wanted) * len(rows))
 
     with setup.edited(), scores_of(target, see, wanted):
@@ -234,8 +234,8 @@ def line_weights(
             target.forward(ids[None])
     lines = list(by_layer.values())
     arrays: dict[str, Any] = dict.fromkeys(("inputs", "inputs_random", "text_inputs"))
-    for name in lines[0].weights[0]:
-        values = torch.stack([torch.stack([text[name] for text in own.weights]) for own in lines])
+    for name in lines[0].weights:
+        values = torch.stack([torch.stack(own.weights[name]) for own in lines])
         arrays[name] = reduce(values, "layer text eta head -> eta layer head", "mean").numpy()
         if name == "mass":
             arrays["text_mass"] = reduce(values, "layer text eta head -> eta text", "mean").numpy()
@@ -255,7 +255,7 @@ class LayerLines:
     """The chosen lines of one layer, text by text, and the numbers of each text."""
 
     etas: tuple[float, ...]
-    weights: list[dict[str, Float[Tensor, "eta head"]]] = field(default_factory=list)
+    weights: dict[str, list[Float[Tensor, "eta head"]]] = field(default_factory=dict)
     own: list[HeadLines] = field(default_factory=list)
     random: list[HeadLines] = field(default_factory=list)
 
@@ -264,7 +264,8 @@ class LayerLines:
         vertical, slash = line_sums(scores)
         own = top_lines(vertical, slash, self.etas)
         weights = weighed(scores, vertical, slash, own, weight_draws) | self._segments(scores, line_draws)
-        self.weights.append({name: values.double().cpu() for name, values in weights.items()})
+        for name, values in weights.items():
+            self.weights.setdefault(name, []).append(values.double().cpu())
         random = own.random(line_draws, cells=False)
         self.own.append(HeadLines(own.vertical.cpu(), own.slash.cpu(), own.queries))
         self.random.append(HeadLines(random.vertical.cpu(), random.slash.cpu(), own.queries))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import read_records
-from sinkscope.loops.signals import tail_period
+from sinkscope.loops.signals import Tail, tail_period
 from sinkscope.measure import Setup
 from sinkscope.models.inputs import read_row
 from sinkscope.models.text import text_rows
@@ -23,29 +23,9 @@ ORDINARY_TOKENS = 512  # tokens of a piece of ordinary text
 SHORTEST_TEXT = 16  # tokens; with fewer, a tenth of the lines is almost none
 
 
-@dataclass(frozen=True)
-class Loop:
-    """Token ids and the loop in which they end.
-
-    Attributes:
-        ids: The prompt and the generated tokens.
-        prompt: Number of prompt tokens.
-        period: Period of the loop; None if the text does not end in one.
-        onset: Position of the loop's first token; None without a loop. It may lie inside the prompt.
-    """
-
-    ids: list[int]
-    prompt: int
-    period: int | None
-    onset: int | None
-
-    @classmethod
-    def of(cls, ids: Sequence[int], prompt: int) -> Loop:
-        """The loop at the end of the ids."""
-        tail = tail_period(ids, repeats=LOOP_REPEATS, shortest=LOOP_TOKENS)
-        if tail is None:
-            return cls(list(ids), prompt, None, None)
-        return cls(list(ids), prompt, tail.period, tail.start)
+def end_loop(ids: Sequence[int]) -> Tail | None:
+    """The loop in which token ids end; it may begin inside the prompt."""
+    return tail_period(ids, repeats=LOOP_REPEATS, shortest=LOOP_TOKENS)
 
 
 def prompt_ids(setup: Setup, prompt: str | Sequence[int] | None) -> list[int]:
@@ -97,54 +77,35 @@ def texts_of(
     Raises:
         SinkscopeError: There is no text, a text is too short, or a number is invalid.
     """
-    context = setup.target.max_positions
-    most = context or 1 << 30
+    context = setup.target.max_positions or 1 << 30
     if isinstance(texts, str) or (texts is not None and data is not None):
         raise SinkscopeError("texts: expected a list of them or a file, and only one of them")
-    if length is not None and not SHORTEST_TEXT <= length <= most:
-        raise SinkscopeError(f"--length {length}: expected {SHORTEST_TEXT} to {most}, the context of the model")
+    if length is not None and not SHORTEST_TEXT <= length <= context:
+        raise SinkscopeError(f"--length {length}: expected {SHORTEST_TEXT} to {context}, the context of the model")
     if data is not None:
         records = read_records(data, TextRecord, 'JSON lines, each with a "text"')
         texts = [record.text for record in records[:count]]
     if texts is None:
-        return _ordinary_pieces(setup, count, length)
+        pieces = text_rows(setup.tokenizer, setup.text, count, length or min(ORDINARY_TOKENS, context), setup.bos)
+        if len(pieces) < count:
+            raise SinkscopeError(
+                f"the text has {len(pieces)} pieces of {pieces.shape[1]} tokens, {count} were asked for: give a longer "
+                "--text, or a smaller --count or --length"
+            )
+        return list(pieces)
     if not texts:
         raise SinkscopeError("no text was given: expected at least one")
-    rows: list[Tensor] = []
-    for number, text in enumerate(texts):
-        ids = _ids(setup, text, length or context)
-        if len(ids) < SHORTEST_TEXT:
-            raise SinkscopeError(
-                f"text {number} has {len(ids)} tokens, at least {SHORTEST_TEXT} are needed: give a longer one"
-            )
-        rows.append(torch.tensor(ids))
-    return rows
+    return [_row(setup, text, f"text {number}", length or context) for number, text in enumerate(texts)]
 
 
-def _ordinary_pieces(setup: Setup, count: int, length: int | None) -> list[Int[Tensor, " pos"]]:
-    length = length or min(ORDINARY_TOKENS, setup.target.max_positions or ORDINARY_TOKENS)
-    rows = text_rows(setup.tokenizer, setup.text, count, length, setup.bos)
-    if len(rows) < count:
-        raise SinkscopeError(
-            f"the text has {len(rows)} pieces of {rows.shape[1]} tokens, {count} were asked for: give a longer --text, "
-            "or a smaller --count or --length"
-        )
-    return list(rows)
-
-
-def _ids(setup: Setup, text: str | Sequence[int], most: int | None) -> list[int]:
-    if not isinstance(text, str):
-        ids = read_row(setup.target, text)
-        if most is not None and len(ids) > most:
-            raise SinkscopeError(f"{len(ids)} ids were given, at most {most} were asked for: give fewer")
-        return ids
-    start = [] if setup.bos is None else [setup.bos]
-    ids = prompt_ids(setup, text)[len(start) :]
-    return [*start, *shortened(ids, most and most - len(start))]
-
-
-def shortened(ids: list[int], most: int | None) -> list[int]:
-    """At most so many ids: longer texts lose their middle, as in LongBench."""
-    if most is None or len(ids) <= most:
-        return ids
-    return [*ids[: most - most // 2], *ids[len(ids) - most // 2 :]]
+def _row(setup: Setup, text: str | Sequence[int], name: str, most: int) -> Int[Tensor, " pos"]:
+    """The ids of a text, of which longer ones lose their middle, as in LongBench."""
+    ids = prompt_ids(setup, text)
+    if len(ids) > most and not isinstance(text, str):
+        raise SinkscopeError(f"{len(ids)} ids were given, at most {most} were asked for: give fewer")
+    if len(ids) > most:
+        half = (most - (setup.bos is not None)) // 2
+        ids = [*ids[: most - half], *ids[len(ids) - half :]]
+    if len(ids) < SHORTEST_TEXT:
+        raise SinkscopeError(f"{name} has {len(ids)} tokens, at least {SHORTEST_TEXT} are needed: give a longer one")
+    return torch.tensor(ids)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -32,25 +33,6 @@ from sinkscope.serving.generate import ends_and_pad, padded
 
 
 @dataclass(frozen=True)
-class ModelByName:
-    """A model that each process opens for itself.
-
-    Attributes:
-        name: As for `sinkscope.load`.
-        options: As for `sinkscope.load`.
-    """
-
-    name: str | None
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def open(self) -> Any:
-        """The model itself."""
-        from sinkscope.models.load import load
-
-        return load(self.name, **self.options)
-
-
-@dataclass(frozen=True)
 class BenchModel:
     """The model that answers.
 
@@ -73,7 +55,7 @@ class BenchModel:
         Raises:
             SinkscopeError: The model carries no tokenizer.
         """
-        opened = model.open() if isinstance(model, ModelByName) else model
+        opened = model() if isinstance(model, partial) else model
         target = target_of(opened, tokenizer)
         target.need_tokenizer()
         ends, pad = ends_and_pad(target)
@@ -153,11 +135,6 @@ class Batch:
                 for turn in range(len(prompt.turns)):
                     keys.append((self.model, self.task, method.spec, prompt.id, turn, self.seed))
         return tuple(keys)
-
-    @property
-    def size(self) -> int:
-        """Number of answers."""
-        return len(self.keys)
 
     def record(self, method: Method, prompt: Prompt, turn: int, answer: Answer, metrics: Metrics) -> BenchRecord:
         """The record of an answer."""
@@ -256,7 +233,7 @@ def answer_rows(
     edit: Intervention | None = None,
     *,
     measure: Measure | None = None,
-    samplers: Sequence[LogitsProcessor] = (),
+    sampler: LogitsProcessor | None = None,
     along: Sequence[list[int]] = (),
 ) -> list[Answer]:
     """Answer prompts, which are padded on the left.
@@ -267,13 +244,15 @@ def answer_rows(
         new: Maximum number of new tokens.
         edit: The intervention to apply to the model. None: its own full cache.
         measure: Numbers to keep of each step.
-        samplers: What chooses tokens; without any, decoding is greedy.
+        sampler: What chooses tokens; without it, decoding is greedy.
         along: The answers, whatever the model would have generated.
     """
     started = time.perf_counter()
     target = model.target
     ids, mask = padded(rows, model.pad, target.device)
-    processors = list(samplers)
+    processors: list[LogitsProcessor] = []
+    if sampler is not None:
+        processors.append(sampler)
     if along:
         new = max(map(len, along))
         processors.append(ForcedAnswer(list(along), ids.shape[1], model.pad))

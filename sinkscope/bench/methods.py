@@ -1,4 +1,4 @@
-"""The methods that a benchmark compares: cache policies, guards and samplers, by name with settings.
+"""The methods that a benchmark compares: cache policies, guards and sampling, by name with settings.
 
 A method is written `name`, `name:0.25` (with its budget), `name:key=value:key=value`, or `package.module:Class` for a
 policy of another package. `name:paper` selects the algorithm and settings that a paper prints, if they differ from the
@@ -24,6 +24,7 @@ from sinkscope.kv.shapes import Shape, ShapeShare
 FULL = "full"
 GUARD = "loopguard"
 PAPER = "paper"
+SAMPLING = "sampling"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class MethodKind:
     """Definition of a method name.
 
     Attributes:
-        home: `module:Class` of what is applied to the model; empty for the full cache and samplers.
+        home: `module:Class` of what is applied to the model; empty for the full cache and sampling.
         fixed: Fields that the name determines.
         budget: Whether it reads only part of the cache, limited to `budget` tokens.
     """
@@ -91,9 +92,7 @@ METHODS: dict[str, MethodKind] = {
     "loopserve-p": MethodKind(_SERVE, {**_READ_ALL, "decode": False}, budget=False),
     "loopserve-d": MethodKind(_SERVE, {"prefill": False}),
     GUARD: MethodKind("sinkscope.kv.loopguard:LoopGuard"),
-    "repetition-penalty": MethodKind(budget=False),
-    "no-repeat-4-gram": MethodKind(budget=False),
-    "sampling": MethodKind(budget=False),
+    SAMPLING: MethodKind(budget=False),
 }
 """By the name that commands use. "-0": without steps that read everything first; "-p", "-d": one half alone."""
 
@@ -165,7 +164,7 @@ class Method:
         return kind_of(self.name)
 
     def make(self) -> Any:
-        """The intervention to apply to the model; None for the full cache and samplers.
+        """The intervention to apply to the model; None for the full cache and sampling.
 
         Raises:
             SinkscopeError: The settings are invalid together.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -64,14 +64,12 @@ class BenchRun:
     """Contents of a folder.
 
     Attributes:
-        name: Base name of the folder.
-        settings: Settings of the run.
         records: The records, in the order in which they were finished.
+        settings: Settings of the run.
     """
 
-    name: str
+    records: Sequence[BenchRecord]
     settings: dict[str, Any]
-    records: tuple[BenchRecord, ...]
 
 
 def open_run(
@@ -97,13 +95,13 @@ def read_run(folder: str | os.PathLike[str]) -> BenchRun:
         SinkscopeError: The folder is missing or belongs to another command, or a file in it is damaged.
     """
     path = Path(folder)
-    name = str(folder)
+    name = pathless(str(folder))
     settings = None
     if (path / SETTINGS).is_file():
         settings = read_json(path / SETTINGS, "give what --out was given")
     if not isinstance(settings, dict) or settings.get("command") != COMMAND:
         raise SinkscopeError(f"{name} is no folder of `sinkscope bench`: give what its --out was given")
-    records: Iterable[BenchRecord] = ()
+    records: list[BenchRecord] = []
     if (path / RECORDS).is_file():
-        records = read_lines(path / RECORDS, name, BenchRecord)[0]
-    return BenchRun(pathless(name), settings, tuple(records))
+        records, _ = read_lines(path / RECORDS, name, BenchRecord)
+    return BenchRun(records, settings)

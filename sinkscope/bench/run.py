@@ -6,12 +6,13 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from sinkscope.bench.answer import Batch, BenchModel, ModelByName, check_prompt
+from sinkscope.bench.answer import Batch, BenchModel, check_prompt
 from sinkscope.bench.methods import Method, read_methods
-from sinkscope.bench.record import BenchRecord, open_run
+from sinkscope.bench.record import BenchRecord, BenchRun, open_run
 from sinkscope.bench.table import BenchTable, tabulate_records
 from sinkscope.bench.task import Task, read_task
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -20,6 +21,7 @@ from sinkscope.files.jobs import Workers, check_workers, finish
 from sinkscope.files.options import Count, Hidden, Option, Positive
 from sinkscope.files.records import Natural, Whole, check_values
 from sinkscope.models.config import float32_by_default
+from sinkscope.models.load import load
 from sinkscope.serving.generate import Temperature
 
 VERSION = 4
@@ -70,12 +72,10 @@ def bench(
         sinkscope bench --task recall --methods full,h2o:0.25 --out runs
     """
     chosen = read_task(task)
-    options = {"backend": backend, "revision": revision, "device": device, "dtype": dtype}
-    if model is None:
-        model = chosen.model
-    by_name = ModelByName(model, {key: value for key, value in options.items() if value is not None})
-    records, settings = _run(
-        by_name,
+    options: dict[str, Any] = {"backend": backend, "revision": revision, "device": device, "dtype": dtype}
+    opener = partial(load, chosen.model if model is None else model, **options)
+    run = _run(
+        opener,
         chosen,
         methods,
         out=out,
@@ -87,10 +87,10 @@ def bench(
         workers=workers,
         progress=progress,
     )
-    return tabulate_records([(records, settings)])
+    return tabulate_records([run])
 
 
-def run_bench(model: object, task: Task | str, methods: Sequence[str], **options: Any) -> list[BenchRecord]:
+def run_bench(model: object, task: Task | str, methods: Sequence[str], **options: Any) -> Sequence[BenchRecord]:
     """Answer the prompts of a task with every method; records already in `out` are not computed again.
 
     Prompts are grouped into batches in their order and padded on the left. An unfinished batch is rerun as a whole, so
@@ -98,7 +98,8 @@ def run_bench(model: object, task: Task | str, methods: Sequence[str], **options
     another shape are summed in another order, which may break a tie between two tokens differently.
 
     Args:
-        model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`, whole in memory; or `ModelByName`.
+        model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`, whole in memory; or a
+            `functools.partial` that opens one, which each worker then calls for itself.
         task: A task, or its text as on the command line.
         methods: As on the command line.
         options: Further arguments of the command (`out`, `max_new_tokens`, `batch_size`, `temperature`, `seed`,
@@ -112,7 +113,7 @@ def run_bench(model: object, task: Task | str, methods: Sequence[str], **options
             begun with other settings or is being written.
         UnsupportedError: A live model cannot be sent to other processes.
     """
-    return _run(model, task, methods, **options)[0]
+    return _run(model, task, methods, **options).records
 
 
 def bench_model(model: object, task: Task | str, methods: Sequence[str], **options: Any) -> BenchTable:
@@ -135,7 +136,7 @@ def _run(
     seeds: int = 1,
     workers: int = 1,
     progress: Progress | None = None,
-) -> tuple[list[BenchRecord], dict[str, Any]]:
+) -> BenchRun:
     if isinstance(task, str):
         task = read_task(task)
     check_workers(workers)
@@ -152,17 +153,16 @@ def _run(
     for prompt in prompts:
         for tokens in task.turn_lengths(opened, prompt, new):
             check_prompt(opened, methods, prompt, tokens, new)
-    batches: list[Batch] = []
     groups: list[tuple[Method, ...]] = [(method,) for method in methods]
     if task.together:
         groups = [methods]
     if not temperature:
         seeds = 1
-    for each_seed in range(seed, seed + seeds):
-        for chosen in groups:
-            for start in range(0, len(prompts), batch_size):
-                part = tuple(prompts[start : start + batch_size])
-                batches.append(Batch(opened.fingerprint, task.name, chosen, part, new, temperature, each_seed))
+    batches: list[Batch] = []
+    for each_seed, chosen in product(range(seed, seed + seeds), groups):
+        for start in range(0, len(prompts), batch_size):
+            part = tuple(prompts[start : start + batch_size])
+            batches.append(Batch(opened.fingerprint, task.name, chosen, part, new, temperature, each_seed))
     settings = {
         "version": VERSION,
         **opened.settings(),
@@ -174,20 +174,18 @@ def _run(
     }
     elsewhere: Workers | None = None
     if workers > 1:
-        if not isinstance(model, ModelByName) and opened.target.kind != "hf":
+        sent = model if isinstance(model, partial) else opened.target.hf
+        if sent is not model and opened.target.kind != "hf":
             raise UnsupportedError(
                 "workers need the model by its name, or a plain Hugging Face model; this is a live "
                 f"{type(model).__name__}: give its name, or workers=1"
             )
-        sent = model if isinstance(model, ModelByName) else opened.target.hf
         opener = partial(_open_worker, sent, opened.target.tokenizer, task)
         elsewhere = Workers(opener, workers, gpu=opened.target.device.type == "cuda")
-    records: list[BenchRecord] = []
     with open_run(out, settings, prompts) as folder:
         finish(partial(task.answers, opened), batches, folder, "answers", progress, elsewhere)
-        for batch in batches:
-            records += [folder.records[key] for key in batch.keys]
-    return records, settings
+        records = [folder.records[key] for batch in batches for key in batch.keys]
+    return BenchRun(records, settings)
 
 
 def _check_ids(ids: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from statistics import fmean, median, stdev
 from typing import Annotated, Any, ClassVar
 
 from sinkscope.bench.methods import FULL, name_of, order_of
-from sinkscope.bench.record import BenchRecord, Metrics, read_run
+from sinkscope.bench.record import BenchRecord, BenchRun, Metrics, read_run
 from sinkscope.bench.task import task_class
 from sinkscope.files.options import Option
 from sinkscope.files.provenance import ModelInfo, provenance
@@ -169,40 +169,39 @@ def bench_table(
     Example:
         sinkscope bench table runs --by turn
     """
-    runs = [read_run(folder) for folder in folders]
-    return tabulate_records([(run.records, run.settings) for run in runs], by)
+    return tabulate_records([read_run(folder) for folder in folders], by)
 
 
-def tabulate_records(runs: Sequence[tuple[Sequence[BenchRecord], dict[str, Any]]], by: str = "part") -> BenchTable:
-    """Group records by task, model, set and method.
+def tabulate_records(runs: Sequence[BenchRun], by: str = "part") -> BenchTable:
+    """Group the records of runs by task, model, set and method.
 
     Args:
-        runs: Records of each run, and its settings.
+        runs: The runs.
         by: As for `bench_table`.
     """
     started = time.perf_counter()
     grouped: dict[tuple[Any, ...], list[BenchRecord]] = {}
-    for records, settings in runs:
-        for record in records:
+    for run in runs:
+        for record in run.records:
             about = record.settings
-            key = (record.task, settings["model"]["name"], about["set"], about["temperature"], record.method)
+            key = (record.task, run.settings["model"]["name"], about["set"], about["temperature"], record.method)
             grouped.setdefault(key, []).append(record)
     groups: list[BenchGroup] = []
     for key in sorted(grouped, key=lambda key: (*key[:4], order_of(key[4]))):
         full = grouped.get((*key[:4], FULL), [])
         groups.append(_group(dict(zip(_KEY, key, strict=True)), grouped[key], full, by))
-    first = runs[0][1]
+    first = runs[0].settings
     origin = provenance(
         started=started,
         device=first["device"],
         dtype=first["dtype"],
         attention=first["attention"],
         bos=None,
-        seed=min((record.seed for records, _ in runs for record in records), default=0),
+        seed=min((record.seed for run in runs for record in run.records), default=0),
     )
     return BenchTable(
         model=ModelInfo(**first["model"]),
-        settings={"runs": [settings for _, settings in runs]},
+        settings={"runs": [run.settings for run in runs]},
         provenance=origin,
         groups=tuple(groups),
     )
@@ -211,34 +210,34 @@ def tabulate_records(runs: Sequence[tuple[Sequence[BenchRecord], dict[str, Any]]
 def _group(key: dict[str, Any], records: Sequence[BenchRecord], full: Sequence[BenchRecord], by: str) -> BenchGroup:
     """The row of a method, beside the records of the full cache."""
     task = task_class(key["task"])
-    values = _values(task.main, records)
     records_by_part: dict[str, list[BenchRecord]] = {}
     for record in records:
         part = str({"turn": record.turn + 1, **record.settings}.get(by, ""))
         if part and record.metrics.get(task.main) is not None:
             records_by_part.setdefault(part, []).append(record)
     parts = {part: fmean(_values(task.main, mine)) for part, mine in records_by_part.items()}
-    metrics: Metrics = {"read": mean_known(_values("read", records)), "cells": mean_known(_values("cells", records))}
-    metrics["time"] = None
+    metrics: Metrics = dict.fromkeys(("read", "cells", "time", "cached_peak", "window", "same", *task.columns))
+    for name in metrics:
+        metrics[name] = mean_known(_values(name, records))
+    if metrics.get("alarm") is not None:
+        metrics["alarm"] = median(_values("alarm", records))  # not every run has one
     if _seconds_per_token(full):
         metrics["time"] = _seconds_per_token(records) / _seconds_per_token(full)
-    metrics["cached_peak"] = mean_known(_values("cached_peak", records))
     windows = [event["data"]["window"] for record in records for event in record.events if event["kind"] == "window"]
     metrics["window"] = mean_known(windows)
     answers = {(record.prompt, record.turn, record.seed): record.tokens for record in full}
-    same = [answers.get((record.prompt, record.turn, record.seed)) for record in records]
-    metrics["same"] = mean_known(
-        tokens == record.tokens for tokens, record in zip(same, records, strict=True) if tokens is not None
-    )
-    for column in task.columns:
-        metrics[column] = mean_known(_values(column, records))
-    if metrics.get("alarm") is not None:
-        metrics["alarm"] = median(_values("alarm", records))  # not every run has one
-    score, half = math.nan, math.nan
+    same: list[bool] = []
+    for record in records:
+        tokens = answers.get((record.prompt, record.turn, record.seed))
+        if tokens is not None:
+            same.append(tokens == record.tokens)
+    metrics["same"] = mean_known(same)
+    values = _values(task.main, records)
+    score, low, high = math.nan, math.nan, math.nan
     if values:
         score = fmean(values)
         half = 1.96 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    low, high = score - half, score + half
+        low, high = score - half, score + half
     if values and min(values) >= 0 and max(values) <= 1 and not task.together:
         rate = wilson(sum(values), len(values))
         low, high = rate.low, rate.high

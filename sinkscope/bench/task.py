@@ -9,10 +9,10 @@ from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal, get_type_hints
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel, answer_rows, top_probability
-from sinkscope.bench.methods import FULL
+from sinkscope.bench.methods import FULL, SAMPLING
 from sinkscope.bench.prompt import Prompt, Turn, read_prompts, with_controls
 from sinkscope.bench.record import BenchRecord, Metrics
-from sinkscope.bench.samplers import samplers
+from sinkscope.bench.samplers import RowSampler
 from sinkscope.bench.scores import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
@@ -114,14 +114,16 @@ class Task(ABC):
     def answers(self, model: BenchModel, batch: Batch) -> list[BenchRecord]:
         """Answer all turns of the prompts, turn after turn."""
         method = batch.methods[0]
+        temperature = 1.0 if method.name == SAMPLING else batch.temperature
         texts: dict[str, list[str]] = {prompt.id: [] for prompt in batch.prompts}
         records: list[BenchRecord] = []
         for number in range(max(len(prompt.turns) for prompt in batch.prompts)):
             prompts = [prompt for prompt in batch.prompts if number < len(prompt.turns)]
             rows = [self.encode(model, [*texts[prompt.id], prompt.turns[number].text]) for prompt in prompts]
-            ids = [prompt.id for prompt in prompts]
-            chosen = samplers(method.name, batch.temperature, batch.seed, ids, [len(row) for row in rows])
-            written = answer_rows(model, rows, batch.new, method.make(), measure=top_probability, samplers=chosen)
+            sampler: RowSampler | None = None
+            if temperature:
+                sampler = RowSampler(temperature, batch.seed, [prompt.id for prompt in prompts])
+            written = answer_rows(model, rows, batch.new, method.make(), measure=top_probability, sampler=sampler)
             for prompt, answer in zip(prompts, written, strict=True):
                 turn = prompt.turns[number]
                 records.append(batch.record(method, prompt, number, answer, self.score(model, batch, turn, answer)))

@@ -85,5 +85,7 @@ def emit(path: str, text: str, *, force: bool = False) -> None:
 
 def print_result(result: Any, *, explain: bool = False) -> None:
     """Print a result as text that fits a terminal of 24 lines, or with `explain` whole and explained."""
+    from sinkscope.files.tables import SCREEN  # loads what `sinkscope --help` need not wait for
+
     width = get_terminal_size((80, 24)).columns
-    print(visible(result.terminal(width, lines=None) if explain else result.terminal(width)))
+    print(visible(result.text(width, None if explain else SCREEN)))

@@ -27,11 +27,6 @@ class Job(Protocol):
         """Keys of its records."""
         ...
 
-    @property
-    def size(self) -> int:
-        """How much of the progress it is."""
-        ...
-
 
 J = TypeVar("J", bound=Job)
 
@@ -169,16 +164,16 @@ def finish(
         workers: Run the jobs elsewhere, instead of `work`.
     """
     report = progress or silent
-    total = sum(job.size for job in jobs)
+    total = sum(len(job.keys) for job in jobs)
     left = [job for job in jobs if not all(key in kept.records for key in job.keys)]
-    done = total - sum(job.size for job in left)
+    done = total - sum(len(job.keys) for job in left)
     if done:
         report(what, done, total)
 
     def store(index: int, records: Sequence[Any]) -> None:
         nonlocal done
         kept.append(records)
-        done += left[index].size
+        done += len(left[index].keys)
         report(what, done, total)
 
     if workers is not None and left:

@@ -23,8 +23,9 @@ MARKS = (  # what the files of sinkscope say about their kind: JSON, HTML, PNG
     re.compile(rb'[^\0]{0,400}<meta name="generator" content="sinkscope ([\w-]{1,80})">'),
     re.compile(rb"\x89PNG\r\n\x1a\n.{29}tEXtSoftware\0sinkscope ([\w-]{1,80})\.", re.DOTALL),
 )
+
 OF_THE_SHELL = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
-"""Pipes that a shell makes, as in `<(command)`."""
+"""Pipes that a shell makes, as in `<(command)`; nobody may ever read or write any other."""
 
 
 def write_output(path: str | os.PathLike[str], data: bytes | str, *, force: bool = False) -> Path:
@@ -58,11 +59,13 @@ def check_output(path: str | os.PathLike[str], kind: str | None, *, force: bool 
     target = check_writable(path)
     if force or not target.is_file() or target.stat().st_size == 0:
         return target
-    present = _kind_of_file(target)
-    content = f"an output of kind {present}"
-    if present is None:
-        content = "something that sinkscope did not write"
+    present: str | None = None
+    with suppress(OSError), target.open("rb") as file:
+        present = kind_of(file.read(1 << 12))
     if present is None or present != kind:
+        content = "something that sinkscope did not write"
+        if present is not None:
+            content = f"an output of kind {present}"
         raise SinkscopeError(
             f"{path} is there already and holds {content}: give another name, or --force to replace it"
         )
@@ -106,13 +109,6 @@ def kind_of(content: bytes) -> str | None:
     return None
 
 
-def _kind_of_file(file: Path) -> str | None:
-    """The same, from the beginning of a file."""
-    with suppress(OSError), file.open("rb") as opened:
-        return kind_of(opened.read(1 << 12))
-    return None
-
-
 def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Path:
     """Return the path that `write_atomic` will write, after checking that it can. The check leaves no file behind.
 
@@ -126,11 +122,11 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
     """
     name = os.fspath(path)
     try:
-        target = Path(name)
         name.encode()
         if not name:
             raise FileNotFoundError(errno.ENOENT, "a file needs a name")
-        if not name.startswith(OF_THE_SHELL):  # those lead to names that no file system knows
+        target = Path(name)
+        if not _is_device(target):
             target = Path(os.path.realpath(name))  # a link stays a link: its target is replaced
         if not folder and (target.is_dir() or name.endswith(("/", os.sep))):
             raise SinkscopeError(f"{name} is a folder: give the name of a file to write")
@@ -141,9 +137,9 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
             home = home.parent
         if target.exists() and not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, "permission denied")
-        if target.is_fifo() and not name.startswith(OF_THE_SHELL):  # nobody may ever read it
+        if target.is_fifo() and not name.startswith(OF_THE_SHELL):
             raise SinkscopeError(f"cannot write {name}: it is a named pipe; choose a file, or redirect standard output")
-        if target.is_dir() or not _is_device(target):
+        if not _is_device(target):
             tempfile.TemporaryFile(dir=home).close()  # the only sure way to know
     except OSError as error:
         raise _cannot_write(name, error) from None
@@ -156,7 +152,7 @@ def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Pat
 
 def _is_device(target: Path) -> bool:
     """Whether it is a device or pipe such as /dev/null, which is written in place and never replaced."""
-    return target.exists() and not target.is_file()
+    return target.exists() and not target.is_file() and not target.is_dir()
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> Path:
@@ -173,30 +169,26 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> Path:
     target = check_writable(path)
     if isinstance(data, str):
         data = data.encode()
+    temporary = target.with_name(f".sinkscope-{secrets.token_hex(6)}.tmp")
     try:
         if _is_device(target):
             target.write_bytes(data)
-        else:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _write_and_rename(target, data)
-    except OSError as error:
-        raise _cannot_write(os.fspath(path), error) from None
-    return target
-
-
-def _write_and_rename(target: Path, content: bytes) -> None:
-    temporary = target.with_name(f".sinkscope-{secrets.token_hex(6)}.tmp")
-    try:
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with open(descriptor, "wb") as file:
-            file.write(content)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())  # a full disk may only be noticed here
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         temporary.replace(target)
+    except OSError as error:
+        raise _cannot_write(os.fspath(path), error) from None
     finally:  # also after Ctrl-C; nothing is left of it when it was moved
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
+    return target
 
 
 def _cannot_write(name: str, error: OSError) -> SinkscopeError:
@@ -244,11 +236,11 @@ def read_bytes(path: str | os.PathLike[str], remedy: str, *, page: str | None = 
     shown = pathless(name) or "a file without a name"
     file = path_of(name, remedy)
     try:
-        if stat.S_ISREG(file.stat().st_mode) or file.is_dir() or name.startswith(OF_THE_SHELL):
-            return file.read_bytes()
+        if _is_device(file) and not name.startswith(OF_THE_SHELL):
+            raise SinkscopeError(f"cannot read {shown}: it is a named pipe or a device; {remedy}", page=page)
+        return file.read_bytes()
     except OSError as error:
         raise SinkscopeError(f"cannot read {shown}: {reason_of(error)}; {remedy}", page=page) from None
-    raise SinkscopeError(f"cannot read {shown}: it is a named pipe or a device; {remedy}", page=page)
 
 
 def read_text(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -77,7 +77,6 @@ def provenance(
     attention: str,
     bos: bool | None,
     seed: int,
-    argv: Sequence[str] | None = None,
 ) -> Provenance:
     """Collect the provenance at the end of a measurement.
 
@@ -88,12 +87,9 @@ def provenance(
         attention: Attention implementation that the model ran with.
         bos: Whether sequences began with BOS.
         seed: Seed of every random choice.
-        argv: The command. By default that of this process.
     """
-    if argv is None:
-        argv = sys.argv
     return Provenance(
-        argv=tuple(argv),
+        argv=tuple(sys.argv),
         versions=versions(),
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
@@ -110,19 +106,12 @@ def versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "sinkscope": __version__}
     for name in LIBRARIES:
         if name in sys.modules:
-            versions[name] = _version(name)
+            versions[name] = metadata.version(name)
     return versions
 
 
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return str(getattr(sys.modules[name], "__version__", "unknown"))
-
-
 def peak_memory(device: str = "cpu") -> int | None:
-    """Largest memory so far in bytes: resident memory of this process, or memory allocated on a cuda device."""
+    """Largest memory so far in bytes: allocated on a cuda device, or resident in this process where Linux tells it."""
     if device.startswith("cuda"):
         import torch
 
@@ -132,29 +121,16 @@ def peak_memory(device: str = "cpu") -> int | None:
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    unit = 1024
-    if sys.platform == "darwin":
-        unit = 1
-    return int(peak) * unit
+    return None
 
 
 @cache
 def documentation_address() -> str | None:
     """Where the installed package says that its documentation is published; None if it does not."""
-    try:
+    urls: list[str] = []
+    with suppress(metadata.PackageNotFoundError):
         urls = metadata.metadata("sinkscope").get_all("Project-URL") or []
-    except metadata.PackageNotFoundError:
-        return None
-    for line in urls:
-        key, _, address = line.partition(", ")
-        if key == DOCUMENTATION:
-            return address.rstrip("/")
-    return None
+    return dict(line.split(", ") for line in urls).get(DOCUMENTATION)
 
 
 def documented_at(page: str, section: str = "") -> str:
@@ -167,7 +143,5 @@ def documented_at(page: str, section: str = "") -> str:
     address = documentation_address()
     place = f"docs/{page}.md"
     if address is not None:
-        place = f"{address}/{page}.html"
-    if section:
-        place += f"#{section}"
-    return place
+        place = f"{address.rstrip('/')}/{page}.html"
+    return f"{place}#{section}".rstrip("#")

@@ -7,7 +7,7 @@ import os
 import re
 from ast import literal_eval
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache, wraps
+from functools import cache, lru_cache, partial, wraps
 from math import nan
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
@@ -271,11 +271,8 @@ def _lenient_schema(part: Any) -> Any:
     if not isinstance(part, dict):
         return part
     if part.get("type") == "is-instance" and hasattr(part["cls"], "array_type"):  # an annotation of jaxtyping
-        is_float = any("float" in str(name) for name in part["cls"].dtypes)
-        read = _read_array
-        if is_float:
-            read = _read_floats
-        return core_schema.no_info_after_validator_function(read, core_schema.list_schema())
+        dtype = float if any("float" in str(name) for name in part["cls"].dtypes) else None
+        return core_schema.no_info_after_validator_function(partial(_array, dtype), core_schema.list_schema())
     changed: Any = {name: _lenient_schema(each) for name, each in part.items()}
     if part.get("type") == "float":
         return core_schema.no_info_before_validator_function(_nan_for_none, changed)
@@ -288,16 +285,10 @@ def _nan_for_none(value: Any) -> Any:
     return value
 
 
-def _read_floats(value: Any) -> Any:
+def _array(dtype: Any, value: Any) -> Any:
     import numpy as np  # slow to load, and few results hold arrays
 
-    return np.asarray(value, float)
-
-
-def _read_array(value: Any) -> Any:
-    import numpy as np
-
-    return np.asarray(value)
+    return np.asarray(value, dtype)
 
 
 def read_records(path: str | os.PathLike[str], type_: type[T], expected: str) -> list[T]:

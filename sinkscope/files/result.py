@@ -25,7 +25,7 @@ from sinkscope.files.provenance import (
     documented_at,
 )
 from sinkscope.files.records import build
-from sinkscope.files.tables import SCREEN, WIDTH, Grid, glossary, height, shortened, strings
+from sinkscope.files.tables import WIDTH, Grid, glossary, height, shortened, strings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -108,12 +108,6 @@ class Result:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", plain(self.settings, scrub=True))
-
-    def fill_in(self, model: ModelInfo, settings: dict[str, Any], provenance: Provenance) -> None:
-        """Set the parts that the function of a measurement leaves open; the decorator calls it once."""
-        object.__setattr__(self, "model", model)
-        object.__setattr__(self, "settings", plain(settings, scrub=True))
-        object.__setattr__(self, "provenance", provenance)
 
     # Files
 
@@ -218,8 +212,7 @@ class Result:
 
         By default, the arrays that have the axes of the largest named array are the columns, beside a column for each
         axis. A field named like an axis, or its plural, labels it. A result without arrays has the records of a field
-        as its rows, or else one row of its plain fields. A rate in a record becomes three columns: the rate and the
-        lower and upper end of its interval.
+        as its rows, or else one row of its plain fields.
         """
         own = self.own_fields()
         axes = _named_axes(type(self))
@@ -228,10 +221,13 @@ class Result:
             return _long_rows(own, {name: axes[name] for name in arrays})
         for name, value in own.items():
             if self.table_of in ("", name) and isinstance(value, tuple | list) and value and is_dataclass(value[0]):
-                return [_record_row(plain(record), self.table_without) for record in value]
+                return [self._record_row(record) for record in value]
         if self.table_of:
             return []
         return [{name: plain(value) for name, value in own.items() if isinstance(value, str | int | float | None)}]
+
+    def _record_row(self, record: Any) -> dict[str, Any]:
+        return {name: value for name, value in plain(record).items() if name not in self.table_without}
 
     def shown_rows(self) -> list[dict[str, Any]]:
         """The rows that are printed; if there are many, the first ones."""
@@ -273,36 +269,26 @@ class Result:
             raise SinkscopeError(f"no figure is drawn of {self.kind!r}: use --json, or --html for its tables")
         return draw(self)
 
-    def text(self, width: int | None = WIDTH) -> str:
-        """`summary`, the tables and the meaning of their columns.
-
-        Args:
-            width: Characters per line of the tables. None: every column is shown.
-        """
-        grids = [grid.fitted(width) for grid in self.grids()]
-        return "\n\n".join([self.summary(), *(grid.text(width) for grid in grids), *self.below(grids, width)])
-
-    def terminal(self, width: int = WIDTH, lines: int | None = SCREEN) -> str:
+    def text(self, width: int | None = WIDTH, lines: int | None = None) -> str:
         """The tables, then the details, and the conclusion last, where a terminal shows it.
 
         Args:
-            width: Characters per line.
+            width: Characters per line of the tables. None: every column is shown.
             lines: Number of lines into which it fits: tables lose rows and the last details are left out, and a line
                 says so. None: everything, with the meaning of the columns.
         """
         conclusion, *details = self.summary().split("\n")
         grids = [grid.fitted(width) for grid in self.grids()]
-        if lines is None:
-            blocks = [grid.text(width) for grid in grids] + self.below(grids, width)
-            return "\n\n".join([*blocks, "\n".join([*details, conclusion])])
+        tables = [grid.text(width) for grid in grids]
+        if lines is None or width is None:
+            return "\n\n".join([*tables, *self.below(grids, width), "\n".join([*details, conclusion])])
         hint = "--explain shows all rows and details, and the meaning of the columns."
         room = lines - height([hint, conclusion], width)
-        least = min(LEAST_TABLE, height([grid.text(width) for grid in grids], width) + len(grids))
-        kept = list(details)
-        while kept and height(kept, width) > room - least:
-            kept.pop()
-        blocks = shortened(grids, room - height(kept, width), width)
-        return "\n\n".join([*blocks, "\n".join([*kept, hint, conclusion])])
+        least = min(LEAST_TABLE, height(tables, width) + len(grids))
+        while details and height(details, width) > room - least:
+            details.pop()
+        blocks = shortened(grids, room - height(details, width), width)
+        return "\n\n".join([*blocks, "\n".join([*details, hint, conclusion])])
 
     def below(self, grids: Sequence[Grid], width: int | None) -> list[str]:
         """The meaning of the columns shown, one line each, and the page of the documentation."""
@@ -384,19 +370,6 @@ def _axis_labels(own: dict[str, Any], axis: str, size: int) -> Sequence[Any]:
         if isinstance(labels, list) and len(labels) == size:
             return labels
     return range(size)
-
-
-def _record_row(record: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
-    """A record without some fields, and with three columns for each rate."""
-    row: dict[str, Any] = {}
-    for name, value in record.items():
-        if isinstance(value, dict) and value.keys() == {"share", "low", "high"}:
-            row[name] = value["share"]
-            row[f"{name}_low"] = value["low"]
-            row[f"{name}_high"] = value["high"]
-        elif name not in without:
-            row[name] = value
-    return row
 
 
 def _class_of(kind: str, name: str) -> type[Result]:

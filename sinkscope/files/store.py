@@ -126,13 +126,13 @@ class Folder(Generic[R]):
 
     def _refuse(self, earlier: dict[str, Any]) -> None:
         """Refuse to continue a run that was begun with other settings, and say which differ."""
-        before, now = _flat(earlier), _flat(self._settings)
-        differences: list[str] = []
-        for name in sorted({*before, *now}):
-            if before.get(name) != now.get(name):
-                differences.append(f"{name} was {_short(before.get(name))}, now {_short(now.get(name))}")
+        names: list[str] = []
+        for name in sorted({*earlier, *self._settings}):
+            before, now = earlier.get(name), self._settings.get(name)
+            if before != now:
+                names.append(f"{name} was {json.dumps(before):.60}, now {json.dumps(now):.60}")
         raise SinkscopeError(
-            f"{self._option} {self.name} was begun with other settings ({', '.join(differences)}): give the same "
+            f"{self._option} {self.name} was begun with other settings ({', '.join(names)}): give the same "
             "settings, or another folder"
         )
 
@@ -181,18 +181,3 @@ def read_lines(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
     if not begins.startswith(rest[: len(begins)]):
         raise SinkscopeError(f"{name}/{path.name} line {len(whole) + 1} is no record of this run: {remedy}")
     return records, sum(len(line) + 1 for line in whole)
-
-
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, flattened: those inside a setting (such as the model's) stand beside the others."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            flat |= {f"{name} {key}": part for key, part in value.items()}
-        else:
-            flat[name] = value
-    return flat
-
-
-def _short(value: Any) -> str:
-    return f"{json.dumps(value):.60}"

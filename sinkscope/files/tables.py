@@ -25,7 +25,7 @@ ROUNDING = 1e-6
 BETWEEN = "  "
 PLAIN = frozenset(
     "layer layers head neuron expert position token tokens text model name method seed step prompt kind id task set "
-    "revision group component source dialogues questions prompts runs texts temperature norm file".split()
+    "revision group component patched source dialogues questions prompts runs texts temperature norm file".split()
 )
 """Names of columns that need no explanation."""
 _NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?%?|-|yes|no|about 0|")
@@ -62,26 +62,30 @@ class Grid:
         for name, column in self._columns().items():
             if len(column) > 1 and len(set(column)) == 1:
                 constants[name] = column[0]
-        first = [name for name in self.columns if name in self.head]
-        order = first + [name for name in self.head if name not in first]
-        varied = [name for name in order if name not in constants] or order[:1]
-        wanted = varied
+        important = [name for name in self.columns if name in self.head]
+        names = list(dict.fromkeys([*important, *self.head]))
+        varied = [name for name in names if name not in constants] or names[:1]
+        shown = varied
         if not self._fits(varied, width):
-            wanted = [name for name in first if name in varied] or varied
-        shown = wanted[:1]
-        for name in wanted[1:]:
-            if self._fits([*shown, name], width):
-                shown.append(name)
-        notes = [self.note]
+            shown = self._fitting([name for name in important if name in varied] or varied, width)
         same = [name for name in constants if name not in shown]
-        if same:
-            notes.append(f"In every row: {', '.join(f'{_words(name)} {constants[name]}' for name in same)}.")
         left_out = [_words(name) for name in varied if name not in shown]
+        note = self.note
+        if same:
+            note += f"\nIn every row: {', '.join(f'{_words(name)} {constants[name]}' for name in same)}."
         if left_out:
-            notes.append(f"Not shown: {', '.join(left_out)} (--csv FILE writes all columns).")
-        places = [list(self.head).index(name) for name in shown]
+            note += f"\nNot shown: {', '.join(left_out)} (--csv FILE writes all columns)."
+        places = [self.head.index(name) for name in shown]
         cells = [[row[place] for place in places] for row in self.cells]
-        return replace(self, head=shown, cells=cells, note="\n".join(filter(None, notes)), same=same)
+        return replace(self, head=shown, cells=cells, note=note.strip(), same=same)
+
+    def _fitting(self, names: Sequence[str], width: int) -> list[str]:
+        """The first of these columns, and each further one that fits beside those before it."""
+        fitting = [names[0]]
+        for name in names[1:]:
+            if self._fits([*fitting, name], width):
+                fitting.append(name)
+        return fitting
 
     def _columns(self) -> dict[str, list[str]]:
         return {name: [row[number] for row in self.cells] for number, name in enumerate(self.head)}
@@ -89,7 +93,7 @@ class Grid:
     def _fits(self, names: Sequence[str], width: int) -> bool:
         """Whether these columns fit; heads are broken between words, cells never."""
         widths = self._widths()
-        return sum(widths[name] + len(BETWEEN) for name in names) - len(BETWEEN) <= max(width, NARROWEST)
+        return sum(widths[name] + len(BETWEEN) for name in names) <= max(width, NARROWEST) + len(BETWEEN)
 
     def _widths(self) -> dict[str, int]:
         """The width of each column: that of its widest cell or word of the head."""
@@ -127,24 +131,17 @@ class Grid:
 
     def html(self) -> str:
         """The same as HTML with every column, fully escaped."""
-        parts: list[str] = []
-        if self.title:
-            parts.append(f"<h3>{html.escape(self.title)}</h3>")
-        if self.note:
-            parts.append(f"<p>{html.escape(self.note)}</p>")
-        parts.append(f"<table><thead>{_html_row('th', [_words(name) for name in self.head])}</thead><tbody>")
-        parts += [_html_row("td", row) for row in self.cells]
-        parts.append("</tbody></table>")
-        return "".join(parts)
+        title, note = html.escape(self.title), html.escape(self.note)
+        head = _html_row("th", [_words(name) for name in self.head])
+        body = "".join(_html_row("td", row) for row in self.cells)
+        table = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
+        return f"{title and f'<h3>{title}</h3>'}{note and f'<p>{note}</p>'}{table}"
 
 
 def height(blocks: Sequence[str], width: int) -> int:
     """Number of lines that texts take on a terminal, which breaks the long ones."""
-    lines = 0
-    for block in blocks:
-        for line in block.split("\n"):
-            lines += max(1, -(-len(line) // width))
-    return lines
+    lines = "\n".join(blocks).split("\n") if blocks else ()
+    return sum(max(1, -(-len(line) // width)) for line in lines)
 
 
 def shortened(grids: Sequence[Grid], room: int, width: int) -> list[str]:
@@ -227,25 +224,17 @@ def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> di
         names: Names of the columns.
         own: Explanations that take precedence over the docstrings.
     """
+    parts: list[Any] = list(get_type_hints(cls).values())
+    for part in parts:  # the list grows by what is inside
+        parts += get_args(part)
     descriptions: dict[str, str] = {}
-    for one in (*_field_classes(cls), cls):
-        for base in one.__mro__:
-            descriptions = described(inspect.cleandoc(base.__doc__ or ""), "Attributes") | descriptions
+    for one in (*parts, cls):
+        for base in getattr(one, "__mro__", ()):
+            if is_dataclass(base):
+                descriptions = described(inspect.cleandoc(base.__doc__ or ""), "Attributes") | descriptions
     meaning: dict[str, str] = {}
     for name in names:
         if name in own or (name in descriptions and name not in PLAIN):
             sentence = re.split(r"; |\. (?=[A-Z])", own.get(name, descriptions.get(name, "")))[0].rstrip(".")
             meaning[name] = f"{sentence[:1].upper()}{sentence[1:]}."
     return meaning
-
-
-def _field_classes(cls: type[Any]) -> list[type[Any]]:
-    """Dataclasses of the fields, and of theirs."""
-    classes: list[Any] = [cls]
-    for one in classes:  # the lists grow by what is inside
-        hints = [hint for name, hint in get_type_hints(one).items() if name not in ("model", "provenance")]
-        for hint in hints:
-            hints += get_args(hint)
-            if isinstance(hint, type) and is_dataclass(hint) and hint not in classes:
-                classes.append(hint)
-    return classes[1:]

@@ -47,30 +47,17 @@ class Rotary:
     """
 
     def __init__(self, target: Target) -> None:
-        module: Any = getattr(target.base, "rotary_emb", None)
-        frequencies: Any = getattr(module, "inv_freq", None)
-        rope_type = getattr(module, "rope_type", "default")
-        layer_types = getattr(target.config, "layer_types", None)
-        windowed = bool(getattr(target.config, "sliding_window", None))
-        if layer_types is not None:
-            windowed = windowed and "sliding_attention" in layer_types
-        reason = None
-        if module is None:
-            reason = "it has no rotary positions"
-        elif target.kind == "bridge":
-            reason = "a TransformerBridge applies positions itself; load it with backend='hf'"
-        elif windowed:
-            reason = "it has layers with a window, which counts true positions"
-        elif frequencies is None:
-            reason = "its frequencies ('per layer') are not one fixed set"
-        elif rope_type not in _FIXED_ROPE:
-            reason = f"its frequencies ({rope_type!r}) are not one fixed set"
-        if reason is not None:
+        rotary: Any = getattr(target.base, "rotary_emb", None)
+        frequencies: Any = getattr(rotary, "inv_freq", None)
+        fixed = isinstance(frequencies, Tensor) and getattr(rotary, "rope_type", "default") in _FIXED_ROPE
+        layer_types = getattr(target.config, "layer_types", None) or ["sliding_attention"]
+        windowed = bool(getattr(target.config, "sliding_window", None)) and "sliding_attention" in layer_types
+        if not fixed or windowed or target.kind == "bridge":
             raise UnsupportedError(
-                f'positions="rebased" does not work on {target.name}: {reason}; use positions="original"',
+                f'positions="rebased" does not work on {target.name}: it needs rotary positions with one fixed set of '
+                'frequencies and no window, on a model that backend="hf" loads; use positions="original"',
                 page="kv-session",
             )
-        assert isinstance(frequencies, Tensor)
         self._frequencies: Float[Tensor, " half"] = frequencies.float()
 
     def rebase(self, kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> None:
@@ -300,12 +287,8 @@ class CacheLayer(DynamicLayer):
         self.ragged = kept.ragged
         self.whole = not kept.ragged
 
-    def select(self, show: Bool[Tensor, "batch kv_head slot"] | None) -> None:
-        """Attend only to the slots in `show` and to new ones, until the next call; None shows all. Frees no slot."""
-        self._hidden = None
-        if show is None:
-            self.edited = self._pos is not None
-            return
+    def select(self, show: Bool[Tensor, "batch kv_head slot"]) -> None:
+        """Attend only to the slots in `show` and to new ones, until the next call. Frees no slot."""
         self.edited = True
         self._hidden = ~show
 
@@ -322,32 +305,25 @@ class CacheLayer(DynamicLayer):
         self.aside = whole
 
     def settle(self) -> None:
-        """Restore the whole layer if this one works on a part. Every operation except appending does this first."""
-        if self.aside is not None:
-            self.put_back(self.aside)
+        """Restore the whole layer, followed by the tokens appended since, if this one works on a part.
 
-    def put_back(self, whole: CacheLayer) -> None:
-        """Restore the slots of `whole`, an earlier `copy`, followed by the tokens appended since."""
+        Every operation except appending does this first.
+        """
+        whole = self.aside
+        if whole is None:
+            return
         new = self.seen - whole.seen
         first_new = self.slots - new
         new_keys = self.keys[..., first_new:, :]
         new_values = self.values[..., first_new:, :]
         new_extras = {name: self.extra(name)[..., first_new:] for name in self._extras}
-        new_hidden = None
-        if self._hidden is not None:
-            new_hidden = self._with_new_slots(self._hidden)[..., first_new:]
         self._take_over(whole.copy())
-        if not new:
-            return
         for name, values in new_extras.items():
-            earlier = self._extras.get(name, values[..., :0])
-            self._extras[name] = torch.cat([_padded_to(earlier, whole.slots), values], -1)
-        if new_hidden is not None:
-            earlier = new_hidden[..., :0] if self._hidden is None else self._hidden
-            self._hidden = torch.cat([_padded_to(earlier, whole.slots), new_hidden], -1)
-        # Not copied at every selection: the room that is made by the first lasts for several.
-        self.keys = self._growing_keys.append(self.keys, new_keys, _SPARE * new)
-        self.values = self._growing_values.append(self.values, new_values, _SPARE * new)
+            self._extras[name] = torch.cat([self.extra(name), values], -1)
+        if new:
+            # Not copied at every selection: the room that is made by the first lasts for several.
+            self.keys = self._growing_keys.append(self.keys, new_keys, _SPARE * new)
+            self.values = self._growing_values.append(self.values, new_values, _SPARE * new)
 
     def _take_over(self, other: CacheLayer) -> None:
         """Hold what `other` holds; the tokens seen and the reorderings stay one's own."""
@@ -575,11 +551,6 @@ class IndexedCacheLayer(CacheLayer):
         self.values[:, 0, self.slots - states.shape[1] :, self._width :] = states
         return self.values[:, 0, :, self._width :]
 
-    def _take_over(self, other: CacheLayer) -> None:
-        super()._take_over(other)
-        assert isinstance(other, IndexedCacheLayer)
-        self._width, self._index_width = other._width, other._index_width
-
 
 class StateCacheLayer(LinearAttentionAndFullAttentionLayer, CacheLayer):
     """Keys and values of a layer that also keeps a state, which is left as it is."""
@@ -614,10 +585,6 @@ def _flat_slots(keep: Bool[Tensor, "batch kv_head slot"], most: int, ragged: boo
     head_starts = torch.arange(batch * kv_heads, device=order.device) * slots
     starts = rearrange(head_starts, "(batch kv_head) -> batch kv_head 1", batch=batch)
     return order + starts
-
-
-def _padded_to(values: Shaped[Tensor, "batch kv_head slot"], slots: int) -> Shaped[Tensor, "batch kv_head _"]:
-    return torch.nn.functional.pad(values, (0, slots - values.shape[-1]))
 
 
 def adopt(cache: Any, target: Target, columns: Int[Tensor, "batch seen"]) -> None:
@@ -691,14 +658,9 @@ def refuse_states(cache: Any, what: str) -> None:
 
 
 def _empty_layers(target: Target) -> list[Any]:
-    """The layers of a new cache of the model: ours where the stock cache holds keys and values alone.
-
-    Raises:
-        UnsupportedError: There is no such layer.
-    """
+    """The layers of a new cache of the model: ours where the stock cache holds keys and values alone."""
     layers: list[Any] = list(DynamicCache(config=target.config).layers)
-    ours = cache_layers(target)
-    for number in ours:
+    for number in cache_layers(target):
         stock = layers[number]
         if isinstance(stock, LinearAttentionAndFullAttentionLayer):
             layers[number] = StateCacheLayer(number, stock.number_of_states)
@@ -706,12 +668,6 @@ def _empty_layers(target: Target) -> list[Any]:
             layers[number] = IndexedCacheLayer(number)
         else:
             layers[number] = CacheLayer(number)
-    if not ours:
-        raise UnsupportedError(
-            f"the cache of {target.name} has no layer that holds keys and values alone (the first is a "
-            f"{type(layers[0]).__name__}), so there is nothing a cache policy could act on: use another model",
-            page="kv-cache",
-        )
     return layers
 
 

@@ -106,7 +106,7 @@ class Policy(Intervention):
     every: Natural | Literal["prefill"] = 1
     mode: Literal["evict", "select"] = "evict"
     positions: Literal["original", "rebased"] = "original"
-    reduce: Literal["mean", "max", "sum"] = "mean"
+    reduce: Literal["mean", "max"] = "mean"
 
     UNIFORM: ClassVar[bool] = False
     """Whether every layer and head keeps the same positions, as `positions="rebased"` needs."""
@@ -116,12 +116,8 @@ class Policy(Intervention):
     def __post_init__(self) -> None:
         check_fields(self)
         name = self.shown_name
-        if isinstance(self.budget, int) and self.budget < self.first_kept(self.budget) + self.last:
-            raise SinkscopeError(
-                f"{name}: budget={self.budget} is below the {self.first} first and {self.last} last tokens that are "
-                "always kept: raise the budget or protect fewer",
-                page="kv-budget",
-            )
+        if isinstance(self.budget, int):
+            self._check_room(self.budget, "")
         if self.positions == "rebased" and not self.UNIFORM:
             raise UnsupportedError(
                 f"{name} keeps other positions in every head, so new positions cannot be given: use "
@@ -151,14 +147,9 @@ class Policy(Intervention):
         name = f"{self.shown_name}({self.budget})"
         if not run.usage:
             return f"{name} has read nothing yet."
-        read_tokens = 0
-        peak_tokens = 0.0
-        logical_bytes = 0
-        for usage in run.usage:
-            read_tokens = max(read_tokens, usage.read_tokens)
-            peak_tokens = max(peak_tokens, *usage.peak_tokens, 0)
-            logical_bytes = max(logical_bytes, usage.logical_bytes)
-        size = f"{logical_bytes / 1e6:,.3g} MB of keys and values"
+        read_tokens = max(usage.read_tokens for usage in run.usage)
+        peak_tokens = max(max(usage.peak_tokens) for usage in run.usage)
+        size = f"{max(usage.logical_bytes for usage in run.usage) / 1e6:,.3g} MB of keys and values"
         return f"{name} held at most {peak_tokens:,.0f} of {read_tokens:,} tokens ({size})."
 
     def check_prompt(self, tokens: int) -> None:
@@ -181,8 +172,6 @@ class Policy(Intervention):
         grouped = heads.reshape(len(heads), kv_heads, -1, heads.shape[-1])
         if self.reduce == "mean":
             return grouped.mean(2)
-        if self.reduce == "sum":
-            return grouped.sum(2)
         return grouped.amax(2)
 
     def tokens(self, prompt: Int[Tensor, " batch"]) -> int | Int[Tensor, " batch"]:
@@ -191,37 +180,40 @@ class Policy(Intervention):
             return self.budget
         budget = (prompt * self.budget).long()
         fewest = int(budget.min())
-        always_kept = max(1, self.first_kept(fewest) + self.last)
-        if fewest < always_kept:
-            raise SinkscopeError(
-                f"{self.shown_name}: budget={self.budget} of a prompt of {int(prompt.min())} tokens is "
-                f"{fewest}, below the {always_kept} that are always kept: raise it",
-                page="kv-budget",
-            )
+        self._check_room(fewest, f" of a prompt of {int(prompt.min())} tokens, {fewest},")
         return budget
 
-    def first_kept(self, budget: Any) -> Any:
-        """Number of first tokens that are always kept at a budget in tokens; one number, or one per row, like it."""
+    def _check_room(self, budget: int, share: str) -> None:
+        """Refuse a budget in tokens that is smaller than what is always kept."""
+        always_kept = max(1, self.first_kept(budget) + self.last)
+        if budget < always_kept:
+            raise SinkscopeError(
+                f"{self.shown_name}: budget={self.budget}{share} is below the {always_kept} tokens that are always "
+                "kept: raise the budget or protect fewer",
+                page="kv-budget",
+            )
+
+    def first_kept(self, budget: int) -> int:
+        """Number of first tokens of a row that are always kept at a budget in tokens."""
         return self.first
 
-    def latest_kept(self, at: At) -> int | Int[Tensor, " batch"]:
-        """Number of latest tokens that are always kept; one number, or one per row."""
+    def latest_kept(self, budget: int) -> int:
+        """Number of latest tokens of a row that are always kept at a budget in tokens."""
         return self.last
 
-    def protected(self, at: At, budget: int | Int[Tensor, " batch"]) -> Bool[Tensor, "batch kv_head slot"]:
+    def smaller_window(self, budget: int) -> int | None:
+        """Number of latest tokens of a row whose budget has no room for the usual number; None if it has."""
+        return None
+
+    def protected(self, at: At) -> Bool[Tensor, "batch kv_head slot"]:
         """Slots that are always kept: the first and the last ones.
 
         The anchors of a guard in the same run are kept too; they take up to half of what the last ones leave.
         """
-        pos = at.kv.pos
-        latest = self.latest_kept(at)
-        first = torch.as_tensor(self.first_kept(budget), device=pos.device)
-        if at.session.anchors > self.first:
-            half = torch.as_tensor((budget - latest) // 2, device=pos.device)
-            first = half.clamp(max=at.session.anchors).maximum(first)
-        protected = pos < first.view(-1, 1, 1)  # "batch -> batch 1 1", or one number for all rows
+        pos, latest = at.kv.pos, at.memory["latest"]
+        protected = pos < _on(at.memory["first"], pos)
         if isinstance(latest, Tensor) or latest:
-            protected = protected | (pos >= (at.length - latest)[:, None, None])
+            protected = protected | (pos >= at.length[:, None, None] - _on(latest, pos))
         return protected
 
     def select(
@@ -235,9 +227,8 @@ class Policy(Intervention):
         slots = pos.shape[-1]
         occupied = pos >= 0
         ranked = scores.float()
-        latest = self.latest_kept(at)
-        if self.first or at.session.anchors or isinstance(latest, Tensor) or latest:
-            ranked = ranked.masked_fill(self.protected(at, budget), torch.inf)
+        if at.memory["protects"]:
+            ranked = ranked.masked_fill(self.protected(at), torch.inf)
         if not at.kv.whole:
             ranked = ranked.masked_fill(~occupied, -torch.inf)
         if not isinstance(budget, int):
@@ -255,12 +246,20 @@ class Policy(Intervention):
         state = moment.state
         memory = state.memory.setdefault(key, {})
         if moment.prefill_ended:
-            self._note_prompt(moment, rotary)
-            memory["budget"] = self.tokens(moment.call.before)
+            state.uniform = self.UNIFORM and _same_positions(moment.layers)
+            if rotary is not None and not state.uniform:
+                raise UnsupportedError(
+                    "this cache holds other positions in every layer, so new positions cannot be given: use "
+                    'positions="original", or start with a new cache',
+                    page="kv-session",
+                )
+            self.begin(moment, session, memory)
         elif self.every == "prefill" or state.decoded % self.every:
             return
         budget = memory["budget"]
-        exact = self._exact(budget)
+        exact: int | None = None  # the number of slots that every head keeps; the choice of a subclass may be smaller
+        if type(self).select is Policy.select and isinstance(budget, int) and self.mode == "evict":
+            exact = budget
         layers = moment.layers
         if exact is not None:
             layers = [kv for kv in layers if kv.slots > exact]
@@ -287,38 +286,28 @@ class Policy(Intervention):
             may_keep_fewer = state.padded or kv.ragged
             kept = kv.evict(keep, None if may_keep_fewer else exact)
 
-    def _exact(self, budget: int | Tensor) -> int | None:
-        """The number of slots that every head keeps; None if heads may keep different numbers."""
-        fills_budget = type(self).select is Policy.select  # the choice of a subclass may be smaller than the budget
-        if fills_budget and isinstance(budget, int) and self.mode == "evict":
-            return budget
-        return None
-
-    def log_windows(self, at: At, windows: Int[Tensor, " batch"], usual: int | Int[Tensor, " batch"]) -> None:
-        """Say once how many latest tokens each row keeps, where that is not the usual number."""
-        if at.kv is not at.moment.layers[0]:
-            return
-        step = at.moment.call.step
-
-        def events() -> list[Event]:
-            logged: list[Event] = []
-            for row in (windows != usual).nonzero().flatten().tolist():
-                window = {"window": int(windows[row])}
-                logged.append(Event(row, step, int(at.length[row]) - 1, None, None, "window", window))
-            return logged
-
-        at.session.run.log(events)
-
-    def _note_prompt(self, moment: Moment, rotary: Rotary | None) -> None:
-        """Note whether all layers and heads hold the same positions after the prompt just read."""
-        state = moment.state
-        state.uniform = self.UNIFORM and _same_positions(moment.layers)
-        if rotary is not None and not state.uniform:
-            raise UnsupportedError(
-                "this cache holds other positions in every layer, so new positions cannot be given: use "
-                'positions="original", or start with a new cache',
-                page="kv-session",
-            )
+    def begin(self, moment: Moment, session: Session, memory: dict[Any, Any]) -> None:
+        """Fix the budget of each row at the end of a prompt, and how much of it is for tokens that are always kept."""
+        lengths = moment.call.before
+        budget = self.tokens(lengths)
+        budgets = [budget] * len(lengths) if isinstance(budget, int) else budget.tolist()
+        latest = [self.latest_kept(tokens) for tokens in budgets]
+        first: list[int] = []
+        for tokens, last in zip(budgets, latest, strict=True):
+            first.append(max(self.first_kept(tokens), min(session.anchors, (tokens - last) // 2)))
+        memory["budget"] = budget
+        memory["protects"] = any(first) or any(latest)
+        memory["first"], memory["latest"] = first[0], latest[0]
+        if not isinstance(budget, int):
+            memory["first"] = torch.tensor(first).view(-1, 1, 1)
+            memory["latest"] = torch.tensor(latest).view(-1, 1, 1)
+        events: list[Event] = []
+        for row, tokens in enumerate(budgets):
+            window = self.smaller_window(tokens)
+            if window is not None:
+                position = int(lengths[row]) - 1
+                events.append(Event(row, moment.call.step, position, None, None, "window", {"window": window}))
+        session.run.log(lambda: events)
 
     def checked_scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Return the scores after checking that there is a number for each slot.
@@ -333,10 +322,9 @@ class Policy(Intervention):
         pos = at.kv.pos
         scores = self.scores(at)
         if not isinstance(scores, Tensor) or scores.shape != pos.shape:
-            got = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
             raise SinkscopeError(
-                f"{name}.scores returned {got} for layer {at.layer}: expected a tensor of shape {tuple(pos.shape)}, "
-                "one number for each row, kv head and slot"
+                f"{name}.scores returned a {type(scores).__name__} of shape {tuple(getattr(scores, 'shape', ()))} for "
+                f"layer {at.layer}: expected a tensor of shape {tuple(pos.shape)}, one number per row, kv head, slot"
             )
         checked = at.moment.prefill_ended or scores.device.type == "cpu"
         if not checked or not scores.is_floating_point() or not scores.numel():
@@ -348,6 +336,13 @@ class Policy(Intervention):
                 "-torch.inf for what is worth nothing"
             )
         return scores
+
+
+def _on(count: int | Tensor, like: Tensor) -> int | Tensor:
+    """A number for all rows, or one for each row on the device of a tensor."""
+    if isinstance(count, int):
+        return count
+    return count.to(like.device)
 
 
 def rank_from_top(scores: Float[Tensor, "*batch slot"]) -> Int[Tensor, "*batch slot"]:
@@ -477,14 +472,11 @@ def _import_policy(path: str) -> type[Intervention]:
 
 
 def _make(name: str, policy: type[Intervention], options: dict[str, Any]) -> Intervention:
-    settings = [setting.name for setting in fields(policy)]  # type: ignore[arg-type]
-    for option in options:
-        if option not in settings:
-            raise SinkscopeError(f"policy {name!r} has no {option!r}; it has: {', '.join(settings)}")
     try:
         return policy(**options)
-    except TypeError as error:  # a field without a default, or a method that is missing
-        raise SinkscopeError(f"policy {name!r} cannot be made: {error}") from None
+    except TypeError as error:  # a setting that does not exist or is missing, or a method that is missing
+        settings = ", ".join(setting.name for setting in fields(policy))  # type: ignore[arg-type]
+        raise SinkscopeError(f"policy {name!r} cannot be made: {error}; its settings are {settings}") from None
 
 
 def _name_taken(name: str, first: type, second: type) -> SinkscopeError:

@@ -19,7 +19,8 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
+from sinkscope.errors import SinkscopeWarning, UnsupportedError
+from sinkscope.files.records import Natural, check_values
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt, new_cache, own_layers
@@ -358,7 +359,12 @@ class Session:
     def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
         """Recompute, in float32, the attention of the last queries to everything in the cache."""
         if layer not in moment.state.queries:
-            raise UnsupportedError(self._why_no_queries(), page="kv-session")
+            raise UnsupportedError(
+                "the latest queries were not seen: this cache was filled outside of the `with`, or is a copy (read the "
+                "prompt inside, into the cache to go on with), or the model is a TransformerBridge that hides them "
+                f"(load {self.target.adapter.model_type} with backend='hf')",
+                page="kv-session",
+            )
         latest = moment.state.queries[layer].last(last)
         kv = moment.cache.layers[layer]
         module: Any = self.target.sub(layer, self.target.adapter.attn)
@@ -374,17 +380,6 @@ class Session:
         if rows is None:
             return rows_by_view(module, latest.query, keys, view, None)
         return rows(latest.query, keys, view)
-
-    def _why_no_queries(self) -> str:
-        if self.target.kind == "bridge":
-            return (
-                f"a TransformerBridge of {self.target.adapter.model_type} does not show its queries as they attend: "
-                "load the model with backend='hf'"
-            )
-        return (
-            "the latest queries were not seen, since this cache was filled outside of the `with`, or is a copy: read "
-            "the prompt inside, into the cache to go on with"
-        )
 
     @property
     def usage(self) -> list[Usage]:
@@ -503,25 +498,20 @@ class Session:
     def _view_of(self, attention: Attention) -> View:
         """What the queries of this call see, of what an indexer chose if there is one."""
         view = self._view(attention.layer, attention.key)
-        indices = attention.indices
-        if view.columns is None:
-            return view
-        if attention.in_blocks is not None:
-            seen = view.columns.shape[1]
-            place = torch.where(view.pos < 0, seen, view.pos)[:, :1, None].expand_as(attention.in_blocks)
-            chosen = attention.in_blocks.new_zeros(*place.shape[:3], seen + 1)
-            return replace(view, chosen=chosen.scatter_(-1, place, attention.in_blocks))
+        indices, blocks, call = attention.indices, attention.in_blocks, self.now.call
+        assert call is not None
+        seen = call.columns.shape[1]  # the place of what has no position
+        if blocks is not None:
+            place = torch.where(view.pos < 0, seen, view.pos)[:, :1, None].expand_as(blocks)
+            chosen = blocks.new_zeros(*blocks.shape[:3], seen + 1)
+            return replace(view, chosen=chosen.scatter_(-1, place, blocks))
         if indices is None:
             return view
         if getattr(attention.module, "indexer", None) is not None:  # others attend to what an earlier layer chose
-            seen = view.columns.shape[1]
-            slots = view.pos[:, :1].expand(-1, indices.shape[1], -1)
+            pos = view.pos[:, :1].expand(-1, indices.shape[1], -1).gather(-1, indices.long())
             chosen = torch.zeros(*indices.shape[:2], seen + 1, dtype=torch.bool, device=indices.device)
-            pos = slots.gather(-1, indices.long())
-            self.now.chosen = chosen.scatter_(-1, torch.where(pos < 0, seen, pos), True)
-        if self.now.chosen is None:
-            return view
-        return replace(view, chosen=self.now.chosen[:, None])
+            self.now.chosen = chosen.scatter_(-1, torch.where(pos < 0, seen, pos), True)[:, None]
+        return replace(view, chosen=self.now.chosen)
 
     def _view(self, layer: int, key: Tensor) -> View:
         """What the queries of this call see of `key` `[batch kv_head slot ...]`."""
@@ -615,7 +605,13 @@ class Session:
         call = self.run.call
         if call is None:
             return None
-        self._check_model()
+        name = attention_name(self._config)
+        if name != NAME and self.target.adapter.attention_interface:
+            raise UnsupportedError(
+                f"the attention of {self.target.name} was set to {name!r} inside the `with`, which would go past what "
+                "acts here: set it before the `with`",
+                page="kv-session",
+            )
         cache = kwargs.get("past_key_values")
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
@@ -633,20 +629,6 @@ class Session:
         self._enter_call(call, cache, own_masks)
         return args, kwargs
 
-    def _check_model(self) -> None:
-        """Refuse a call in which the cache or the tap would be passed by.
-
-        Raises:
-            UnsupportedError: Another attention was set inside the `with`.
-        """
-        name = attention_name(self._config)
-        if name != NAME and self.target.adapter.attention_interface:
-            raise UnsupportedError(
-                f"the attention of {self.target.name} was set to {name!r} inside the `with`, which would go past what "
-                "acts here: set it before the `with`",
-                page="kv-session",
-            )
-
     def _begin_on_own_cache(self, call: Call, cache: Any, kwargs: dict[str, Any]) -> bool:
         """Act before a call, and give new tokens their positions; whether our masks replace the stock mask."""
         layers: list[CacheLayer] = []
@@ -659,13 +641,13 @@ class Session:
             kwargs["attention_mask"] = (call.columns >= 0).long()  # position biases are as long as this
         state = self.state()
         self._act_before(layers, call, state)
-        dropped = rebased_by(layers[0], call)
-        if dropped is not None:
-            state.dropped = dropped
+        if layers[0].rebased:  # new tokens follow closely
+            held = (layers[0].pos[:, 0] >= 0).sum(-1)
+            state.dropped = call.before - held.to(call.before.device)
             position_ids = kwargs.get("position_ids")
             if position_ids is None:
                 position_ids = torch.arange(call.past, call.columns.shape[1], device=call.index.device)[None]
-            kwargs["position_ids"] = (position_ids - dropped[:, None]).clamp(min=0)
+            kwargs["position_ids"] = (position_ids - state.dropped[:, None]).clamp(min=0)
         own_masks = self.target.kind == "bridge"
         for layer in layers:
             own_masks = own_masks or layer.edited
@@ -781,14 +763,6 @@ class Session:
             )
 
 
-def rebased_by(kv: CacheLayer, call: Call) -> Int[Tensor, " batch"] | None:
-    """Number of positions by which new tokens of each row are shifted towards the start; None if they are not."""
-    if not kv.rebased:
-        return None
-    held = (kv.pos[:, 0] >= 0).sum(-1)
-    return call.before - held.to(call.before.device)
-
-
 def layer_window(target: Target, layer: int) -> int | None:
     """Sliding window of a layer, in tokens; None if the layer sees everything."""
     config = target.config
@@ -827,8 +801,7 @@ class Observe(Intervention):
     last: int | None = None
 
     def __post_init__(self) -> None:
-        if self.last is not None and self.last < 1:
-            raise SinkscopeError(f"last={self.last}: expected a number of queries from 1, or None for all")
+        check_values(Natural | None, last=self.last)
 
     def enter(self, run: Run, key: int) -> None:
         """Watch."""

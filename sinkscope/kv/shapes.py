@@ -48,7 +48,7 @@ class Shape(Intervention):
 
     def summary(self, run: Run) -> str:
         """The share of attention that was computed for prompts."""
-        return prompts_summary(type(self).__name__, run)
+        return prompts_summary(self.sparse().name, run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ _USUAL_LINES = MInference()
 
 
 @dataclass(frozen=True)
-class ShapeShare(Intervention):
+class ShapeShare(Shape):
     """A shape whose sizes are computed from the length of each prompt.
 
     Attributes:
@@ -159,11 +159,10 @@ class ShapeShare(Intervention):
     def __post_init__(self) -> None:
         conform(Part, self.budget, f"{self.name}: budget=", strict=True)
 
-    def enter(self, run: Run, key: int) -> None:
-        """Replace the attention of prompts."""
+    def sparse(self) -> SparsePrompts:
+        """The sparse attention that reads prompts in this shape."""
         choice_rows = _USUAL_LINES.last if self.name == "MInference" else 0
-        prompts = PromptsAtShare(name=self.name, choose=self._choose_lines, share=self.budget, choice_rows=choice_rows)
-        prompts.enter(Session.of(run))
+        return PromptsAtShare(name=self.name, choose=self._choose_lines, share=self.budget, choice_rows=choice_rows)
 
     def _choose_lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
         return share_lines(query, key, self.budget, scaling=scaling)
@@ -240,6 +239,5 @@ def _heaviest(
     """The first `forced` lines of each head and the heaviest others, `count` together."""
     index = torch.arange(weights.shape[1], device=weights.device).expand_as(weights)
     weights = weights.masked_fill(index < forced[:, None], torch.inf)
-    order = weights.argsort(dim=1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(1, order, index)
+    rank = weights.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     return rank < count[:, None]

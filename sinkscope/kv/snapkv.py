@@ -72,25 +72,24 @@ class SnapKV(Policy):
         """Ask for the latest queries."""
         session.window_queries(self.window or WINDOW, decoding=self.every != "prefill")
 
-    def latest_kept(self, at: At) -> int | Int[Tensor, " batch"]:
+    def latest_kept(self, budget: int) -> int:
         """The window, or `last` if that is more."""
-        if self.window is not None:
-            return self.last
-        return self._windows(at).clamp(min=self.last).to(at.length.device)
+        return max(self.last, self.window_at(budget))
 
-    def _windows(self, at: At) -> Int[Tensor, " batch"]:
-        """Length of the window of each row."""
-        budgets = torch.as_tensor(at.memory["budget"]).reshape(-1).tolist()
-        return torch.tensor([self.window_at(budget) for budget in budgets]).expand(len(at.length))
+    def smaller_window(self, budget: int) -> int | None:
+        """The window where 64 tokens do not fit."""
+        window = self.window_at(budget)
+        if window in (self.window, WINDOW):
+            return None
+        return window
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Score by pooled votes; tokens of the window get none."""
-        windows = self._windows(at)
+        budgets = torch.as_tensor(at.memory["budget"]).reshape(-1).tolist()
+        windows = torch.tensor([self.window_at(budget) for budget in budgets])  # of each row, or one for all
         widest = int(windows.max())
-        if self.window is None:
-            self.log_windows(at, windows, WINDOW)
         rows = at.session.window_rows(at.moment, at.layer, widest)
-        if int(windows.min()) < widest:  # rows of a batch with windows of their own
+        if int(windows.min()) < widest:
             back = torch.arange(rows.shape[2], 0, -1)
             votes_here = back <= windows[:, None]
             rows = rows * votes_here.to(rows)[:, None, :, None]
@@ -129,8 +128,9 @@ class AdaKV(SnapKV):
     ) -> Bool[Tensor, "batch kv_head slot"]:
         """Choose the window, the first tokens and, in every head, as many of the highest scores as its share allows."""
         pos = at.kv.pos
-        protected = (pos >= 0) & self.protected(at, budget)
-        free = (pos >= 0) & ~protected
+        occupied = pos >= 0
+        protected = occupied & self.protected(at)
+        free = occupied & ~protected
         ranked = scores.float().masked_fill(~free, -torch.inf)
         tokens = torch.as_tensor(budget, device=pos.device).expand(len(pos))
         head_budget = (tokens[:, None] - protected.sum(-1)).clamp(min=0)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -30,14 +29,18 @@ class StreamingLLM(Policy):
 
     UNIFORM: ClassVar[bool] = True
 
-    def first_kept(self, budget: Any) -> Any:
+    def first_kept(self, budget: int) -> int:
         """`first`, or half of a budget in which no latest token would be left."""
-        missing = self.first - budget // 2
-        return self.first - missing * (budget <= self.first)
+        if budget > self.first:
+            return self.first
+        return budget // 2
+
+    def smaller_window(self, budget: int) -> int | None:
+        """The latest tokens of a budget in which none would be left."""
+        if budget > self.first:
+            return None
+        return budget - budget // 2
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Score later positions higher."""
-        if at.moment.prefill_ended:
-            budget = torch.as_tensor(at.memory["budget"]).expand(len(at.length))
-            self.log_windows(at, budget - self.first_kept(budget), budget - self.first)
         return at.kv.pos.float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import is_
 
 import torch
 from jaxtyping import Float
@@ -55,14 +56,10 @@ class SteadyCalls:
     slots: int = 0
     most_slots: int = 0
 
-    def include(self, batch: int, holes: list[Tensor], layer: CacheLayer) -> bool:
+    def include(self, batch: int, holes: list[Tensor], key_dtype: torch.dtype) -> bool:
         """Whether a call belongs here. Rebased keys are float32, so the bytes of a slot may change too."""
-        if self.row_holes.shape[0] != batch or len(holes) != len(self.holes):
-            return False
-        for before, now in zip(self.holes, holes, strict=True):
-            if before is not now:
-                return False
-        return self.key_dtype == layer.keys.dtype
+        same_holes = len(holes) == len(self.holes) and all(map(is_, holes, self.holes))
+        return same_holes and batch == len(self.row_holes) and key_dtype == self.key_dtype
 
 
 @dataclass(eq=False)
@@ -87,24 +84,22 @@ class Meter:
         first = layers[0]
         if not first.slots:
             return
-        batch, device = first.keys.shape[0], first.keys.device
+        batch = len(first.keys)
         self.calls += 1
         self.read_tokens = max(self.read_tokens, first.seen)
         slots = 0
         holes: list[Tensor] = []
-        some_holes = False
         for layer in layers:
             whole = layer.aside or layer  # a copy of a part is only allocated
             slots += whole.keys.shape[-2] + layer.seen - whole.seen
-            some_holes = some_holes or not whole.whole
-        if some_holes:
-            holes = [(layer.aside or layer).holes() for layer in layers]
+            if not whole.whole:
+                holes.append(whole.holes())
         steady = self._steady
-        if steady is None or not steady.include(batch, holes, first):
+        if steady is None or not steady.include(batch, holes, first.keys.dtype):
             self._settle()
-            row_holes = torch.zeros(batch, device=device)
-            if some_holes:
-                row_holes = torch.stack([layer_holes.to(device) for layer_holes in holes]).sum(0)
+            row_holes = torch.zeros(batch, device=first.keys.device)
+            if holes:
+                row_holes = torch.stack([layer_holes.to(row_holes) for layer_holes in holes]).sum(0)
             steady = SteadyCalls(holes, row_holes, [_slot_bytes(layer) for layer in layers], first.keys.dtype)
             self._steady = steady
         allocated = 0
@@ -139,10 +134,9 @@ class Meter:
         self._counted_calls += steady.calls
 
     def usage(self) -> Usage:
-        """The totals so far."""
+        """The totals so far; there was a call."""
         self._settle()
-        if self._token_sum is None or self._peak_tokens is None:
-            return Usage(0, [], [], 0, 0)
+        assert self._token_sum is not None and self._peak_tokens is not None
         return Usage(
             calls=self.calls,
             mean_tokens=(self._token_sum / self._counted_calls).tolist(),

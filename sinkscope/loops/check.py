@@ -85,25 +85,21 @@ class LoopCheck(Result):
 
     def conclusion(self) -> str:
         """How many records loop, and the diversity of looping and other records."""
-        looping = [record for record in self.records if record.loop]
-        others = [record for record in self.records if not record.loop]
         count = len(self.records)
         loop = agreeing(count, "loops", "loop")
         finding = f"{self.loops or 'None'} of {counted(count, 'output')} in {self.model.name} {loop}"
-        ratio = _median(record.ttr for record in looping)
-        if ratio is None:
-            return f"{finding}."
-        finding = f"{finding}; their median type-token ratio is {ratio:.2g}"
-        other_ratio = _median(record.ttr for record in others)
-        if other_ratio is None:
-            return f"{finding}."
-        return f"{finding}, that of the others {other_ratio:.2g}."
+        ratio = _median(record.ttr for record in self.records if record.loop)
+        other_ratio = _median(record.ttr for record in self.records if not record.loop)
+        if ratio is not None:
+            finding += f"; their median type-token ratio is {ratio:.2g}"
+            if other_ratio is not None:
+                finding += f", that of the others {other_ratio:.2g}"
+        return f"{finding}."
 
     def details(self) -> list[str]:
         """Where the loops begin."""
-        looping = [record for record in self.records if record.loop]
-        period = _median(record.period for record in looping)
-        onset = _median(record.onset for record in looping)
+        period = _median(record.period for record in self.records if record.loop)
+        onset = _median(record.onset for record in self.records if record.loop)
         if period is None or onset is None:
             return []
         return [f"The loops have a median period of {period:g} tokens and begin at token {onset:g} (median)."]
@@ -154,12 +150,13 @@ def check(
         progress("checking", place, len(records))
         results.append(_checked(record, settings, max_new))
     # What stands in place of a model: its fingerprint is that of the ids.
-    packed = [array("I", record.ids).tobytes() for record in records]
-    digest = hashlib.sha256(b"".join(ids + b"|" for ids in packed)).hexdigest()[:16]
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(array("I", record.ids).tobytes() + b"|")
     return LoopCheck(
         loops=sum(result.loop for result in results),
         records=tuple(results),
-        model=ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=digest),
+        model=ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=digest.hexdigest()[:16]),
         settings={**vars(settings), "max_new": max_new},
         provenance=provenance(started=started, device="cpu", dtype="int", attention="none", bos=None, seed=0),
     )

@@ -6,12 +6,12 @@ To add a server, write a function from an object to its pieces (None: the object
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
-from sinkscope.loops.outputs import FIELDS, is_token_id
+from sinkscope.files.plain import visible
+from sinkscope.loops.outputs import FIELDS
+from sinkscope.loops.signals import is_token_id
 
 StreamForm = Literal["auto", "text", "jsonl", "sse"]
 SHOWN_CHARACTERS = 60
@@ -26,8 +26,6 @@ class Piece(NamedTuple):
         stream: Name of the stream.
         key: Identifies equal tokens: an id, its bytes, or its text. None if `text` is arbitrary text.
         text: Text of the token.
-        before: Largest probability of the distribution that the token was drawn from; None if unknown.
-        after: Largest probability of the distribution that follows it; None uses the `before` of the next token.
         last: Whether the stream ends here.
         cumulative: Whether the text may be all of the output so far, instead of what is new.
     """
@@ -35,8 +33,6 @@ class Piece(NamedTuple):
     stream: str
     key: object = None
     text: str = ""
-    before: float | None = None
-    after: float | None = None
     last: bool = False
     cumulative: bool = False
 
@@ -45,12 +41,7 @@ def shown(text: str, limit: int = SHOWN_CHARACTERS) -> str:
     """The text on one line, without control characters, shortened in the middle."""
     if len(text) > limit:
         text = f"{text[: limit // 2]}...{text[-limit // 2 :]}"
-    characters: list[str] = []
-    for character in text:
-        if not character.isprintable():
-            character = character.encode("unicode_escape").decode()
-        characters.append(character)
-    return "".join(characters)
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def pieces_of(data: dict[str, Any], place: int) -> list[Piece] | None:
@@ -63,7 +54,7 @@ def pieces_of(data: dict[str, Any], place: int) -> list[Piece] | None:
     Raises:
         ValueError, TypeError, LookupError, AttributeError: It has the form of a server but cannot be read.
     """
-    for reader in FORMS.values():
+    for reader in FORMS:
         outputs = reader(data, place)
         if outputs is not None:
             return outputs
@@ -97,26 +88,11 @@ def _choice(choice: dict[str, Any], origin: object) -> list[Piece]:
 
 
 def _logged_tokens(logprobs: dict[str, Any], name: str) -> list[Piece]:
-    """Tokens with their log probabilities, of completions or of chat completions."""
-    outputs: list[Piece] = []
-    if logprobs.get("tokens"):
-        tops = logprobs.get("top_logprobs") or ()
-        for token, own, top in zip_longest(logprobs["tokens"], logprobs.get("token_logprobs") or (), tops):
-            outputs.append(Piece(name, token, token, _probability([own, *(top or {}).values()])))
-        return outputs
+    """The tokens that come with log probabilities, of completions or of chat completions."""
+    outputs = [Piece(name, token, token) for token in logprobs.get("tokens") or ()]
     for token in logprobs.get("content") or ():
-        rows = [token, *(token.get("top_logprobs") or ())]
-        probability = _probability([row["logprob"] for row in rows])
-        outputs.append(Piece(name, str(token.get("bytes") or token["token"]), token["token"], probability))
+        outputs.append(Piece(name, str(token.get("bytes") or token["token"]), token["token"]))
     return outputs
-
-
-def _probability(logs: list[float | None]) -> float | None:
-    """The largest of some log probabilities as a probability; None if none is known."""
-    values = [log for log in logs if log is not None]
-    if not values:
-        return None
-    return math.exp(min(0.0, max(values)))
 
 
 def _responses(data: dict[str, Any], place: int) -> list[Piece] | None:
@@ -194,22 +170,21 @@ def _fields(data: dict[str, Any], place: int) -> list[Piece] | None:
     tokens = value if isinstance(value, list) else [value]
     if value is None:
         tokens = []
-    after = None if data.get("p_max") is None else float(data["p_max"])
     outputs: list[Piece] = []
     for token in tokens:
         if not isinstance(token, str) and not is_token_id(token):
             raise ValueError(f"{shown(repr(token))} is no token")
-        outputs.append(Piece(name, token, str(token), after=after))
+        outputs.append(Piece(name, token, str(token)))
     return [*outputs, Piece(name, last=last)]
 
 
-FORMS: dict[str, Callable[[dict[str, Any], int], list[Piece] | None]] = {
-    "OpenAI chat and completions": _openai,
-    "OpenAI Responses": _responses,
-    "Anthropic": _anthropic,
-    "SGLang /generate": _sglang,
-    "Text Generation Inference": _tgi,
-    "Ollama /api/chat": _ollama,
-    "JSON lines, llama.cpp, Ollama /api/generate": _fields,
-}
+FORMS: tuple[Callable[[dict[str, Any], int], list[Piece] | None], ...] = (
+    _openai,
+    _responses,
+    _anthropic,
+    _sglang,
+    _tgi,
+    _ollama,
+    _fields,
+)
 """A reader for each form, in the order in which they are tried."""

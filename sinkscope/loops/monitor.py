@@ -7,7 +7,6 @@ monitor of LoopGuard, section 5.2 and appendix B.2. Time and memory per token do
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
 from operator import index
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -133,19 +132,7 @@ class MonitorSettings:
         """
         if name not in VARIANTS:
             raise SinkscopeError(f"unknown variant {name!r}: there are {', '.join(VARIANTS)}")
-        return cls(**VARIANTS[name]).with_(**changed)
-
-    def with_(self, **changed: Any) -> MonitorSettings:
-        """Return these settings with some fields changed.
-
-        Raises:
-            SinkscopeError: The field does not exist, or a value is invalid.
-        """
-        names = [field.name for field in fields(self)]
-        for name in changed:
-            if name not in names:
-                raise SinkscopeError(f"the monitor has no setting {name!r}: there are {', '.join(names)}")
-        return replace(self, **changed)
+        return cls(**{**VARIANTS[name], **changed})
 
 
 _PAPER = {

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.files.plain import parse_json
-from sinkscope.loops.signals import Ids
+from sinkscope.files.records import rows_of
+from sinkscope.loops.signals import Ids, id_list, is_token_id
 
 FileForm = Literal["auto", "text", "jsonl"]
 FIELDS = ("tokens", "output", "text")  # of a JSON line, the first that is there: ids are more exact than text
@@ -58,17 +57,14 @@ def as_records(outputs: str | Sequence[Any] | Ids) -> list[TokenRecord]:
     """
     if isinstance(outputs, str):
         return [_record("text", outputs, "the input")]
-    items = _as_list(outputs)
+    items: Any = id_list(outputs)
     if not isinstance(items, list | tuple) or not items:
-        raise SinkscopeError(f"{_short(outputs)} cannot be checked: give a text, token ids, or several of either")
+        raise SinkscopeError(f"{outputs!r} cannot be checked: give a text, token ids, or several of either")
     if isinstance(items[0], int):
         return [_record("ids", items, "the input")]
     records: list[TokenRecord] = []
     for place, item in enumerate(items, 1):
-        if isinstance(item, TokenRecord):
-            records.append(item)
-        else:
-            records.append(_record(str(place), item, "the input"))
+        records.append(item if isinstance(item, TokenRecord) else _record(str(place), item, "the input"))
     return records
 
 
@@ -90,54 +86,24 @@ def parse(text: str, name: str, form: FileForm = "auto") -> list[TokenRecord]:
     if form == "text":
         return [_record(name, text, name)]
     records: list[TokenRecord] = []
-    for place, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            records.append(_line(line, f"{name} line {place}", f"line {place}"))
+    for where, row in rows_of(text, name, f"JSON lines with {_EXPECTED}"):
+        fields = [field for field in FIELDS if isinstance(row, dict) and field in row]
+        if not fields:
+            raise SinkscopeError(
+                f"{where} has none of the fields {', '.join(FIELDS)}: expected an object with {_EXPECTED}"
+            )
+        records.append(_record(where.removeprefix(f"{name} "), row[fields[0]], f"{where}: {fields[0]}"))
     return records
-
-
-def _line(line: str, where: str, name: str) -> TokenRecord:
-    try:
-        data = parse_json(line)
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg} at column {error.colno}".lower()
-        raise SinkscopeError(f"{where} is not JSON ({reason}): expected an object with {_EXPECTED}") from None
-    except ValueError as error:
-        raise SinkscopeError(f"{where} is not JSON ({error}): expected an object with {_EXPECTED}") from None
-    for field in FIELDS:
-        if isinstance(data, dict) and field in data:
-            return _record(name, data[field], f"{where}: {field}")
-    raise SinkscopeError(f"{where} has none of the fields {', '.join(FIELDS)}: expected an object with {_EXPECTED}")
 
 
 def _record(name: str, value: Any, where: str) -> TokenRecord:
     """A record of a string, a list of ids, or a list of strings."""
     if isinstance(value, str):
         return TokenRecord(name, number(split(value)))
-    tokens = _as_list(value)
+    tokens: Any = id_list(value)
     if isinstance(tokens, list | tuple):
         if all(isinstance(token, str) for token in tokens):
             return TokenRecord(name, number(tokens))
         if all(is_token_id(token) for token in tokens):
             return TokenRecord(name, list(tokens))
-    raise SinkscopeError(f"{where} is {_short(value)}: expected a string, or a list of token ids from 0 to 2**32 - 1")
-
-
-def is_token_id(value: object) -> bool:
-    """Whether a value is a whole number from 0 to 2**32 - 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32
-
-
-def _as_list(value: Any) -> Any:
-    """Arrays and tensors as lists, anything else unchanged."""
-    to_list = getattr(value, "tolist", None)
-    if callable(to_list):
-        return to_list()
-    return value
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    if len(text) <= 40:
-        return text
-    return f"{text[:37]}..."
+    raise SinkscopeError(f"{where} is {value!r}: expected a string, or a list of token ids from 0 to 2**32 - 1")

@@ -9,12 +9,11 @@ reasons.
 from __future__ import annotations
 
 import math
-import sys
 import zlib
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from sinkscope.errors import SinkscopeError
 
@@ -24,7 +23,6 @@ THETA_CR = 0.12
 MAX_NEW, THETA_LEN = 2500, 2480  # section 4.3
 
 
-@runtime_checkable
 class _Array(Protocol):
     def tolist(self) -> list[int]: ...
 
@@ -32,11 +30,12 @@ class _Array(Protocol):
 Ids = Sequence[int] | _Array  # arrays and tensors of one dimension are taken as well: their elements are no plain ints
 
 
-def id_list(ids: Ids) -> Sequence[int]:
-    """Token ids as plain numbers."""
-    if isinstance(ids, _Array):
-        return ids.tolist()
-    return ids
+def id_list(ids: Any) -> Sequence[int]:
+    """Arrays and tensors as lists, anything else unchanged."""
+    to_list = getattr(ids, "tolist", None)
+    if to_list is None:
+        return ids
+    return to_list()
 
 
 class Tail(NamedTuple):
@@ -81,8 +80,7 @@ class WindowNovelty:
         self._span = span
         self._reach = window - n  # an n-gram fits window - n times before the last one
         self._gram: deque[int] = deque(maxlen=n)
-        self._last_end: dict[tuple[int, ...], int] = {}  # n-gram -> where it ended last
-        self._grams: deque[tuple[int, ...]] = deque()  # those of the last `reach` positions, oldest first
+        self._last_end: dict[tuple[int, ...], int] = {}  # n-gram -> where it ended last, the oldest first
         self._flags: deque[bool] = deque()
         self._new = 0
 
@@ -99,13 +97,11 @@ class WindowNovelty:
         return self._new / len(self._flags)
 
     def _is_new(self, gram: tuple[int, ...], position: int) -> bool:
-        new = gram not in self._last_end
+        new = self._last_end.pop(gram, None) is None
         self._last_end[gram] = position
-        self._grams.append(gram)
-        if len(self._grams) > self._reach:
-            oldest = self._grams.popleft()
-            if self._last_end[oldest] == position - self._reach:
-                del self._last_end[oldest]
+        oldest = next(iter(self._last_end))
+        if self._last_end[oldest] <= position - self._reach:
+            del self._last_end[oldest]
         return new
 
 
@@ -133,17 +129,17 @@ def compression_ratio(ids: Ids | str) -> float:
     return len(zlib.compress(raw, 9)) / len(raw)
 
 
+def is_token_id(value: object) -> bool:
+    """Whether a value is a whole number from 0 to 2**32 - 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32
+
+
 def _packed(ids: Sequence[int]) -> bytes:
     try:
-        numbers = array("I", ids)
+        return array("I", ids).tobytes()
     except (OverflowError, TypeError):
-        for token in ids:
-            if not isinstance(token, int) or not 0 <= token < 1 << 32:
-                raise SinkscopeError(f"token id {token!r}: expected whole numbers from 0 to 2**32 - 1") from None
-        raise
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()
+        wrong = [token for token in ids if not is_token_id(token)]
+        raise SinkscopeError(f"token ids {wrong[:3]}: expected whole numbers from 0 to 2**32 - 1") from None
 
 
 def novelty(ids: Ids, *, window: int = WINDOW, n: int = 4, span: int = 64) -> float:
@@ -194,19 +190,16 @@ def _self_overlaps(ids: Sequence[int], longest: int) -> list[int]:
     """For P = 1, 2, ..., `longest`: how many tokens at the end equal the one P before (Z of the reversed sequence)."""
     backwards = list(reversed(ids))
     size = len(backwards)
-    last = min(longest, size - 1)
+    periods = range(1, min(longest, size - 1) + 1)
     overlaps = [0] * size
-    left = right = 0
-    for period in range(1, last + 1):
-        length = 0
-        if period < right:
-            length = min(right - period, overlaps[period - left])
+    right = left = 0
+    for period in periods:
+        length = max(0, min(right - period, overlaps[period - left]))
         while period + length < size and backwards[length] == backwards[period + length]:
             length += 1
         overlaps[period] = length
-        if period + length > right:
-            left, right = period, period + length
-    return overlaps[1 : last + 1]
+        right, left = max((right, left), (period + length, period))  # the overlap that reaches farthest
+    return [overlaps[period] for period in periods]
 
 
 def is_loop(

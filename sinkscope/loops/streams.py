@@ -58,7 +58,6 @@ class Stream:
         self.monitor = Monitor(settings)
         self._last_word = ""  # of a text; it may still grow
         self._whole_text: str | None = ""  # of a server that sends all of it each time; None: it does not
-        self._waiting: Piece | None = None  # for the probability that follows it
         self._ids: dict[object, int] = {}
         self._recent = deque[str](maxlen=KEPT_TOKENS)
         self._quiet_until = 0
@@ -69,16 +68,7 @@ class Stream:
         if piece.key is None:
             tokens = self._words(piece)
         for token in tokens:
-            if self._waiting is not None:
-                yield from self._feed(self._waiting, token.before)
-                self._waiting = None
-            if token.before is not None:
-                self._waiting = token
-            else:
-                yield from self._feed(token, token.after)
-        if piece.last and self._waiting is not None:
-            yield from self._feed(self._waiting, 0.0)  # nothing follows the last token
-            self._waiting = None
+            yield from self._feed(token)
 
     def _words(self, piece: Piece) -> list[Piece]:
         """The words that a piece of text completes."""
@@ -100,11 +90,11 @@ class Stream:
         self._whole_text = piece.text
         return piece.text[len(before) :]
 
-    def _feed(self, token: Piece, p_max: float | None) -> Iterator[Alarm]:
+    def _feed(self, token: Piece) -> Iterator[Alarm]:
         key = token.key
         if not isinstance(key, int):
             key = self._ids.setdefault(key, len(self._ids))
-        step = self.monitor.update(key, p_max)
+        step = self.monitor.update(key)
         self._recent.append(token.text[:SHOWN_TOKENS])
         if not step.trigger:
             return
@@ -114,11 +104,11 @@ class Stream:
 
     def _copy(self, tail: Tail | None, step: int) -> str:
         """Text of one copy of the loop, or of the last tokens."""
-        if tail is None:
-            return shown("".join(list(self._recent)[-SHOWN_TOKENS:]).strip(" "))
-        copy = list(self._recent)[-tail.period :]
-        begin = -(step - tail.start) % len(copy)
-        return shown("".join(copy[begin:] + copy[:begin]).strip(" "))
+        copy = deque(list(self._recent)[-SHOWN_TOKENS:])
+        if tail is not None:
+            copy = deque(list(self._recent)[-tail.period :])
+            copy.rotate(step - tail.start)  # it begins where the first copy began
+        return shown("".join(copy).strip(" "))
 
 
 class Watch:
@@ -163,9 +153,9 @@ class Watch:
             for piece in _pieces(source, form, name, self):
                 yield from self._take(piece)
         except UnicodeDecodeError as error:
-            if error.reason != "unexpected end of data" and not self.streams:
-                raise SinkscopeError(f"{name} is not UTF-8 text: convert it, or give another input") from None
             if error.reason != "unexpected end of data":  # a character that was cut off is left out silently
+                if not self.streams:
+                    raise SinkscopeError(f"{name} is not UTF-8 text: convert it, or give another input") from None
                 _warn(f"{name} breaks off: it is no longer UTF-8 text after {self.tokens} tokens")
         except OSError as error:
             _warn(f"{name} breaks off after {self.tokens} tokens: {error}")
@@ -196,14 +186,9 @@ class Watch:
             del self.open[next(iter(self.open))]
 
     def skip(self, problem: str) -> None:
-        """Count a line that cannot be read, and warn of the first; before any output it is kept for the end."""
+        """Count a line that cannot be read, and keep what is wrong with the first for the end."""
         self.skipped += 1
-        if self.skipped > 1:
-            return
-        if self.streams:
-            _warn(f"{problem}; it is skipped, as all lines are that cannot be read")
-        else:
-            self._first_problem = problem
+        self._first_problem = self._first_problem or problem
 
 
 def _warn(problem: str) -> None:
@@ -258,10 +243,11 @@ def _form(start: bytes, *, ended: bool) -> StreamForm:
         if may_be_event or unfinished_object:
             return "auto"
     try:
-        is_object = isinstance(parse_json(line), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    return "jsonl" if is_object else "text"
+        if isinstance(parse_json(line), dict):
+            return "jsonl"
+    except ValueError:
+        pass
+    return "text"
 
 
 def _line(line: str, form: StreamForm, place: int) -> list[Piece]:
@@ -299,7 +285,7 @@ def monitor_settings(file: str | None, variant: str) -> MonitorSettings:
         data = read_json(file)
     if not isinstance(data, dict) or "schema" in data:
         raise SinkscopeError(f'{file} holds no settings: expected an object such as {{"window": 128}}')
-    return MonitorSettings.variant(variant).with_(**data)
+    return MonitorSettings.variant(variant, **data)
 
 
 def open_bytes(file: str) -> Any:

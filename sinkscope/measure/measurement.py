@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -140,7 +139,7 @@ class Measurement(Generic[P, R]):
 
     def _measured(self, setup: Setup, own: Mapping[str, Any], arguments: Mapping[str, Any]) -> R:
         with noted_decoding() as decoding:
-            result = copy(self.function(setup, **own))  # pyright: ignore[reportCallIssue]
+            result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
         settings: dict[str, Any] = {
             "bos": setup.bos is not None,
             "text": None,
@@ -160,8 +159,7 @@ class Measurement(Generic[P, R]):
         settings |= setup.settings
         if decoding:
             settings["decoding"] = decoding
-        result.fill_in(setup.info(), settings, setup.provenance())
-        return result
+        return replace(result, model=setup.info(), settings=settings, provenance=setup.provenance())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _named, (self.__module__, self.__name__)

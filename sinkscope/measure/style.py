@@ -69,16 +69,18 @@ def finished(
         title = f"{result.model.name}: {sentence}"
     lines = textwrap.wrap(title, int(width / PIXELS_PER_CHARACTER))
     top += LINE_OF_TITLE * max(0, len(lines) - 2)
-    fig.update_layout(template="plotly_white", width=width, height=height, font={"size": 13})
-    fig.update_layout(margin={"l": 70, "r": 20, "t": top, "b": bottom})
     text = "<br>".join(html.escape(line) for line in lines)
     place = {"x": 0.01, "xanchor": "left", "y": 1 - 16 / height, "yanchor": "top"}
-    fig.update_layout(title={"text": text, "font": {"size": 15}, **place})
-    fig.update_layout(legend={"orientation": "h", "y": -0.27, "x": 0.5, "xanchor": "center", "yanchor": "top"})
-    if isinstance(legend, dict):
-        fig.update_layout(legend=legend)
-    else:
-        fig.update_layout(legend={"y": legend})
+    below = {"orientation": "h", "y": -0.27, "x": 0.5, "xanchor": "center", "yanchor": "top"}
+    fig.update_layout(
+        template="plotly_white",
+        width=width,
+        height=height,
+        font={"size": 13},
+        margin={"l": 70, "r": 20, "t": top, "b": bottom},
+        title={"text": text, "font": {"size": 15}, **place},
+        legend=below | (legend if isinstance(legend, dict) else {"y": legend}),
+    )
     fig.for_each_annotation(lambda one: one.update(text=re.sub(r"^[a-z]+=", "", one.text)))  # of plotly's facets
     return fig.update_layout(**more)
 

@@ -5,11 +5,11 @@ This module imports no server.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -78,18 +78,13 @@ class ServingSettings:
 
 def _fields(value: Any, name: str) -> dict[str, Any] | Literal[False] | None:
     """Settings as a mapping; False and None as they are."""
-    reason = ""
     if isinstance(value, str):
-        try:
+        with suppress(ValueError):
             value = parse_json(value)
-        except json.JSONDecodeError:
-            pass
-        except ValueError as error:  # JSON that is refused all the same
-            reason = f"{error}; "
     if value is None or value is False:
         return value
     if not isinstance(value, Mapping):
-        raise SinkscopeError(f'{name} is {value!r}: {reason}expected JSON such as {{"actions": ["stop"]}}, or false')
+        raise SinkscopeError(f'{name} is {value!r}: expected JSON such as {{"actions": ["stop"]}}, or false')
     return {str(key): item for key, item in value.items()}
 
 

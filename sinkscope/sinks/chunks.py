@@ -48,11 +48,6 @@ class Chunk:
         """The key of its only record."""
         return (self.index,)
 
-    @property
-    def size(self) -> int:
-        """Number of items."""
-        return len(self.items)
-
 
 @dataclass(frozen=True)
 class ChunkColumns(Keyed):

@@ -92,17 +92,11 @@ SPOILED = [
     (_written("config.json", "[1]"), {}, ("config.json of m has no model_type", "give one")),
     (_same, {"num_hidden_layers": "three"}, ("num_hidden_layers", "got str (value: 'three')", "config.json")),
     (_same, {"num_hidden_layers": 0}, ("m has zero layers (num_hidden_layers is 0", "give a model")),
-    (_same, {"num_hidden_layers": -2}, ("m has zero layers (num_hidden_layers is -2", "give a model")),
     (_same, {"num_hidden_layers": 5}, ("m has tensors of 3 layers, but its config.json says 5 layers", "get")),
     (_same, {"intermediate_size": 48}, ("m", "download both from one revision")),
     (_same, {"model_type": "made-up"}, ("'made-up', which transformers", "install a version that does")),
     (_same, {"model_type": "bert", "architectures": ["BertForMaskedLM"]}, ("m is an encoder-only", "llama-2-7b or")),
     (_same, {"model_type": "vit", "architectures": ["ViTForImageClassification"]}, ("m is a vision", "llama-2-7b")),
-    (
-        _same,
-        {"model_type": "clip", "architectures": ["CLIPModel"], "vision_config": {}},
-        ("m is a vision", "llama-2-7b"),
-    ),
     (_same, {"model_type": "t5", "is_encoder_decoder": True}, ("m is an encoder-decoder model", "decoder-only")),
     (
         _same,
@@ -111,7 +105,6 @@ SPOILED = [
     ),
     (_same, {"model_type": "\x1b[2Jgone"}, ("m",)),
     (_same, {"num_hidden_layers": 10**9}, ("m",)),
-    (_same, {"hidden_size": 10**12}, ("m",)),
     (_same, {"vocab_size": 10**400}, ("m",)),
     (_written("config.json", "[" * 10**6), {}, ("config.json is not a JSON file (it is nested too deeply)",)),
     (_unpacked, {}, ("m",)),
@@ -121,7 +114,6 @@ SPOILED = [
     (_pickle(b"<html>"), {}, ("pytorch_model.bin is no checkpoint of torch", "download it again")),
     (_pickle(b"\x80\x02cos\nsystem\n(S'touch ran'\ntR."), {}, ("hold more than tensors", "convert them")),
     (_nan(_DOWN), {}, (f"tensor {_DOWN}", "NaN", "download")),
-    (_nan("model.embed_tokens.weight"), {}, ("tensor model.embed_tokens.weight", "NaN", "download")),
     (_nan("model.norm.weight"), {}, ("tensor model.norm.weight", "NaN", "download")),
     (lambda f: word_tokenizer(100).save_pretrained(f) and None, {}, ("has 100 tokens and the embedding 96", "use the")),
     (_written("tokenizer.json", "{}"), {}, ("tokenizer of m cannot be read", "download its files again")),
@@ -147,11 +139,10 @@ def test_spoiled_folder(error, tmp_path, spoil, config, says, command):
     assert all(words in message for words in says), message
 
 
-@pytest.mark.parametrize("command", ["barcode"])
-def test_weights_without_a_tokenizer(error, tmp_path, command):
+def test_weights_without_a_tokenizer(error, tmp_path):
     """For some families transformers makes a tokenizer of no files, and that knows no token."""
     tiny_model("qwen2")[0].save_pretrained(tmp_path / "m")
-    message = error(command, "--model", str(tmp_path / "m"), "--max-new-tokens", "5")
+    message = error("barcode", "--model", str(tmp_path / "m"), "--max-new-tokens", "5")
     assert "m carries no tokenizer" in message and "put the tokenizer's files beside the weights" in message
 
 
@@ -178,12 +169,8 @@ def test_code_in_a_checkpoint_is_not_run(error, tmp_path, command, own):
         assert "'made-up', which transformers" in error(*words)
     elif own == "tokenizer":
         file = folder / "tokenizer_config.json"
-        file.write_text(
-            json.dumps(
-                json.loads(file.read_text())
-                | {"auto_map": {"AutoTokenizer": ["own.T", "own.T"]}, "tokenizer_class": "T"}
-            )
-        )
+        own_class = {"auto_map": {"AutoTokenizer": ["own.T", "own.T"]}, "tokenizer_class": "T"}
+        file.write_text(json.dumps(json.loads(file.read_text()) | own_class))
         message = error(*words)
         assert "the tokenizer of m is code of its own" in message and "trust_remote_code=True" in message
     else:
@@ -211,7 +198,6 @@ def test_gguf_that_is_none(error, tmp_path):
         (["--model", ""], ("the model name is empty", "hub id org/name")),
         (["--model", "llama-2-7"], ("unknown model 'llama-2-7'", "did you mean llama-2-7b")),
         (["--model", "./none"], ("no file or folder './none'", "give an existing one")),
-        (["--model", "none.gguf"], ("no file or folder 'none.gguf'", "give an existing one")),
         (["--model", "org/none"], ("config.json of org/none is not in the cache", "give a folder")),
         (["--bos"], ("--bos: the tokenizer", "use --no-bos")),
         (["--top-k", "5000"], ("--top-k 5000 is more than the", "give at most")),
@@ -236,8 +222,6 @@ def test_find_sinks_refuses(error, nobos, words, says):
         ("poem " * 5000, [], ("has 5000 tokens and", "shorten the prompt")),
         ("poem", ["--max-new-tokens", "99999"], ("99999 more are to come", "at most")),
         ("poem", ["--bos"], ("--bos: the tokenizer of nobos has no BOS token", "use --no-bos")),
-        ("poem", ["--device", "cuda:9"], ("device 'cuda:9' is not there", "this machine has cpu")),
-        ("poem", ["--temperature", "nan"], ("--temperature", "nan")),
     ],
 )
 def test_generate_refuses(error, nobos, tmp_path, prompt, words, says):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from organisms import Organism, organism
+from report_kit import files_shown, made_report
 
 from sinkscope.app import scan as scanning
 from sinkscope.app.card import CardNumber, SinkCard, read_card
 from sinkscope.app.cli import main
-from sinkscope.app.report import report
 from sinkscope.app.scan import PARTS, fitted, scan
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
@@ -96,26 +96,6 @@ def test_a_finished_scan_measures_nothing_again(folder, model, monkeypatch):
     (folder / "card.html").write_text(ours)
 
 
-@pytest.mark.slow
-def test_an_interrupted_scan_goes_on(light, model, tmp_path, monkeypatch):
-    measured = []
-    real = Measurement.on
-
-    def on(self, setup, **options):
-        if self.__name__ == LIGHT[1] and len(measured) == 1:
-            raise KeyboardInterrupt
-        measured.append(self.__name__)
-        return real(self, setup, **options)
-
-    monkeypatch.setattr(Measurement, "on", on)
-    with pytest.raises(KeyboardInterrupt):
-        scan(model, out=tmp_path / "s", quick=True)
-    assert (tmp_path / "s/marking-heads.json").is_file() and not (tmp_path / "s/card.json").exists()
-    measured.append("the second run")
-    scan(model, out=tmp_path / "s", quick=True)
-    assert measured == [LIGHT[0], "the second run", LIGHT[1]]
-
-
 @pytest.mark.parametrize("other", [{"seed": 1}, {"quick": False}, {"bos": False}])
 def test_other_settings_are_kept_apart(folder, model, monkeypatch, other):
     only(monkeypatch, FEW)
@@ -166,9 +146,9 @@ def test_a_model_that_does_not_fit_is_streamed_and_opened_once(model, tmp_path, 
 
 
 def test_a_report_takes_its_parts_and_leaves_nothing_out(folder, tmp_path):
-    written = report(folder.parent, tmp_path / "report.html")
-    assert {f"{folder.name}/{name}" for name in ("card.json", "find-sinks.json")} <= set(written.files)
-    assert not [one for one in written.skipped if one.file.startswith(folder.name)]
+    page = made_report(folder.parent, tmp_path / "report.html")
+    assert {f"{folder.name}/{name}" for name in ("card.json", "find-sinks.json")} <= set(files_shown(page))
+    assert f"<b>{folder.name}" not in page.read_text()
 
 
 def test_a_card_against_itself_has_no_change(folder):
@@ -251,7 +231,7 @@ def test_the_command_and_the_demo(light, model, tmp_path, capsys, monkeypatch):
     assert main(["scan", str(model), "--against", str(tmp_path / "nothing"), "--out", str(tmp_path / "t")]) == 2
     assert "holds no card" in capsys.readouterr().err
     monkeypatch.setattr(scanning, "scan", lambda **options: scan(model, **options))
-    assert main(["demo", "--out", str(tmp_path / "d"), "--no-open"]) == 0
+    assert main(["demo", "--out", str(tmp_path / "d")]) == 0
     shown = capsys.readouterr().out
     assert "Heads, by `sinkscope heads`: " in shown and len(shown.splitlines()) <= 24
     assert [line for line in shown.splitlines() if line[0] != " "][-1].startswith("Sink, by `sinkscope find-sinks`: ")

@@ -217,7 +217,7 @@ def test_backend_loads_that_kind_of_object(calls, monkeypatch):
 
 def test_the_result_goes_to_standard_output_and_into_files(calls, capsys):
     assert main(["find-sinks", "--json", "a/x.json", "--html", "x.html"]) == 0
-    assert capsys.readouterr() == (sample_find_sinks().terminal() + "\n", "")
+    assert capsys.readouterr() == (sample_find_sinks().text(lines=SCREEN) + "\n", "")
     assert Result.load("a/x.json") == sample_find_sinks()
     assert 'class="plot"' in Path("x.html").read_text(encoding="utf-8")
     assert main(["find-sinks", "--json", "-"]) == 0
@@ -299,8 +299,6 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, capsys):
         ("find-sinks --backend jax", "'jax' is not one of 'bridge', 'hf', 'nnsight'"),
         ("find-sinks --json", "'--json' requires an argument"),
         ("find-sinks --json folder", "folder is a folder"),
-        ("find-sinks --html folder/", "folder/ is a folder"),
-        ("find-sinks --csv file/x.csv", "not a directory"),
         ("find-sinks --json x --html ./x", "x is given for --json and --html"),
         ("find-sinks --json - --csv -", "both write to standard output"),
         ("generate", "give a prompt as an argument, or --prompt-file FILE"),
@@ -310,12 +308,8 @@ def test_interrupted_generation_keeps_its_text(monkeypatch, tmp_path, capsys):
         ("generate --prompt-file empty", "the prompt is empty"),
         ("generate --prompt-file -", "standard input is not UTF-8 text"),
         ("generate --prompt-file file --patch none.json", "cannot read none.json"),
-        ("generate --prompt-file file --patch file", "file is not a JSON file"),
         ("generate --prompt-file file --policy lru", "policy 'lru': expected one of adakv, full, h2o"),
-        ("generate --prompt-file file --policy h2o:0", "budget=0"),
         ("generate --prompt-file file --policy h2o:many", "budget='many': expected a number of tokens"),
-        ("generate --prompt-file file --max-new-tokens 0", "--max-new-tokens 0"),
-        ("generate --prompt-file file --temperature -1", "--temperature -1"),
     ],
 )
 def test_refused_before_any_model_is_loaded(calls, monkeypatch, capsys, words, message):
@@ -363,7 +357,6 @@ def test_an_interruption_is_no_error(monkeypatch, capsys):
         (MemoryError(), 2, "error: out of memory: try --dtype bfloat16"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 2, "--device cpu"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), 2, "out of memory"),
-        (RuntimeError("std::bad_alloc"), 2, "out of memory"),
         (OSError(12, "Cannot allocate memory"), 2, "out of memory"),
     ],
 )

@@ -5,13 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from report_kit import BAD, WORSE, Reader, atlas, fill, fill_plain, read_report, spoil
+from report_kit import BAD, WORSE, Reader, atlas, files_shown, fill, fill_plain, made_report, read_report, spoil
 from sample_results import sample_find_sinks
 
 import sinkscope as ss
 import sinkscope.app.report as page
 from sinkscope.app.cli import main
-from sinkscope.app.report import Skipped, report
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import bench_table
 from sinkscope.files.plain import visible
@@ -42,40 +41,33 @@ def plain(tmp_path):
 @pytest.fixture(scope="module")
 def whole(filled, tmp_path_factory):
     """The report of `folder`, for those who only read."""
-    return ss.report(shutil.copytree(filled, tmp_path_factory.mktemp("whole") / "results"))
+    return made_report(shutil.copytree(filled, tmp_path_factory.mktemp("whole") / "results"))
 
 
 @pytest.fixture(scope="module")
 def seen(whole):
     """What a reader sees of it."""
-    return read_report(whole.path)
+    return read_report(whole)
 
 
 def test_all_results_are_there_in_the_order_of_the_kinds(whole, seen):
-    made, folder = whole, whole.path.parent
-    assert made.path.name == "report.html"
-    assert made.files == ("sinks.json", "atlas.json", "loops.json", "below/plain.json")
-    assert made.skipped == ()
-    read = seen
-    shown = (
-        Result.load(folder / "sinks.json"),
-        atlas(WORSE),
-    )
-    for result in shown:
-        assert visible(result.summary()) in read.text
-    assert read.text.count("find-sinks") == 2  # contents and headings
-    assert "905" in read.text and "0.125" in read.text  # numbers of a table, and of a user's result
-    assert "peak_memory_bytes" in read.text
+    assert files_shown(whole) == ["sinks.json", "atlas.json", "loops.json", "below/plain.json"]
+    for result in (Result.load(whole.parent / "sinks.json"), atlas(WORSE)):
+        assert visible(result.summary()) in seen.text
+    assert seen.text.count("find-sinks") == 2  # contents and headings
+    for number in ("905", "0.125", "peak_memory_bytes"):  # of a table, of a user's result, of the provenance
+        assert number in seen.text
+    assert "Left out" not in seen.text
 
 
 def test_report_of_the_same_folder_is_the_same_file(whole, tmp_path):
-    again = ss.report(whole.path.parent, tmp_path / "again.html")  # and an earlier report is no result
-    assert again.path.read_bytes() == whole.path.read_bytes()
+    again = made_report(whole.parent, tmp_path / "again.html")  # and an earlier report is no result
+    assert again.read_bytes() == whole.read_bytes()
 
 
 def test_markup_from_files_is_text(seen, tmp_path):
     fill(tmp_path / "plain", "word")
-    attacked, plain = seen, read_report(ss.report(tmp_path / "plain").path)
+    attacked, plain = seen, read_report(made_report(tmp_path / "plain"))
     assert attacked.tags == plain.tags
     assert {name for name, _ in attacked.attributes} == {name for name, _ in plain.attributes}
     assert not [value for name, value in attacked.attributes if name == "src"]
@@ -94,14 +86,14 @@ def test_plotly_is_inside_once_and_only_if_something_is_drawn(whole, seen, plain
 
     library = get_plotlyjs()
     assert seen.scripts.count(library) == 1
-    assert len(ss.report(plain).path.read_bytes()) < 60_000
+    assert len(made_report(plain).read_bytes()) < 60_000
 
 
 def test_what_has_no_utf8_or_no_html_is_written_out(tmp_path):
     data = sample_find_sinks().to_dict()
     data["settings"] = {"text": "bell\x07 null\x00 half \ud83d"}
     (tmp_path / "sinks.json").write_text(json.dumps(data))
-    text = read_report(ss.report(tmp_path).path).text
+    text = read_report(made_report(tmp_path)).text
     assert "bell\\x07 null\\x00 half \\ud83d" in text
 
 
@@ -119,29 +111,21 @@ REASONS = {
 
 
 def test_damaged_and_foreign_files_are_left_out_and_listed(folder, capsys, tmp_path):
-    """By the report, by what Python gets, and by the command."""
+    """On the page and on standard error."""
     spoil(folder)
-    made = ss.report(folder, tmp_path / "new/all.html")
-    assert {s.file for s in made.skipped} == set(REASONS)
-    assert all(s.reason.startswith(REASONS[s.file]) for s in made.skipped), made.skipped
-    assert len(made.files) == 4
-    read = read_report(made.path)
-    assert "9 files left out" in read.text
-    left = read.text[read.text.rindex("Left out") :]
-    for skipped in made.skipped:
-        assert skipped.file in left and skipped.reason in left
-    assert "img" not in Reader(made.path.read_text(encoding="utf-8").rpartition("Left out")[2]).tags
-
-    written = made.path.read_bytes()
-    made.path.unlink()
-    made.path.parent.rmdir()
-    assert main(["report", str(folder), "--out", str(made.path)]) == 0
+    page = tmp_path / "new/all.html"
+    assert main(["report", str(folder), "--out", str(page)]) == 0
     said = capsys.readouterr()
-    assert said.out == f"{made.path}: 4 results\n"
+    assert said.out == f"{page}: 4 results\n" and "\x1b" not in said.err
+    text = read_report(page).text
+    assert "9 files left out" in text and len(files_shown(page)) == 4
+    left = text[text.rindex("Left out") :]
     lines = said.err.splitlines()
-    assert len(lines) == 9 and all(line.startswith("left out: ") for line in lines)
-    assert "\x1b" not in said.err
-    assert made.path.read_bytes() == written
+    assert len(lines) == len(REASONS)
+    for file, reason in REASONS.items():
+        assert f"{file}: {reason}" in left
+        assert any(line.startswith(f"left out: {file}: {reason}") for line in lines)
+    assert "img" not in Reader(page.read_text(encoding="utf-8").rpartition("Left out")[2]).tags
     assert not (folder / "report.html").exists()
 
 
@@ -174,14 +158,14 @@ def test_bad_input_in_one_line(folder, tmp_path, words, says, capsys):
 
 
 def test_old_report_stays_if_the_new_one_fails(plain, monkeypatch):
-    old = ss.report(plain).path.read_bytes()
+    old = made_report(plain).read_bytes()
 
     def failing(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(page, "document", failing)
     with pytest.raises(KeyboardInterrupt):
-        ss.report(plain)
+        made_report(plain)
     assert (plain / "report.html").read_bytes() == old
     assert [p.name for p in plain.iterdir() if p.name.endswith(".tmp")] == []
 
@@ -189,7 +173,7 @@ def test_old_report_stays_if_the_new_one_fails(plain, monkeypatch):
 def test_progress_counts_files(plain):
     shutil.copy(plain / "plain.json", plain / "second.json")
     told = []
-    report(plain, progress=lambda *now: told.append(now))
+    ss.report(plain, progress=lambda *now: told.append(now))
     assert told == [("reading", 0, 2), ("reading", 1, 2)]
 
 
@@ -200,8 +184,8 @@ def test_folders_of_runs_are_their_tables(tmp_path):
     shutil.copytree(talks, near)
     settings = json.loads((near / "settings.json").read_text())
     (near / "settings.json").write_text(json.dumps({**settings, "command": "atlas"}))
-    made = ss.report(tmp_path)
-    assert made.files == ("talks",)
-    assert made.skipped == (Skipped("below/near", "is no folder of `sinkscope bench`: give what its --out was given"),)
-    text = read_report(made.path).text
+    page = made_report(tmp_path)
+    text = read_report(page).text
+    assert files_shown(page) == ["talks"]
+    assert "below/near: is no folder of `sinkscope bench`: give what its --out was given" in text
     assert bench_table([talks]).summary().splitlines()[0] in text and "sinkscope bench table talks" in text

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import browser
 import pytest
-from report_kit import BAD, WORSE, fill, spoil
+from report_kit import BAD, WORSE, fill, made_report, spoil
 from sample_results import sample_find_sinks
 
-import sinkscope as ss
 from sinkscope.app.pages import save_html
-
-IMAGE = "<img src=x onerror=alert(1)>"
 
 DRAWN = """(async () => {
   for (const box of document.querySelectorAll('.plot')) {
@@ -42,7 +39,7 @@ def test_in_a_browser(tmp_path, chrome):
     folder = tmp_path / "results"
     fill(folder, WORSE)
     spoil(folder)
-    path = ss.report(folder).path
+    path = made_report(folder)
     chrome.open(path, 1400)
     assert chrome.run(DRAWN) == chrome.run("document.querySelectorAll('.plot').length") == 3
     assert chrome.run("document.documentElement.scrollWidth <= innerWidth")

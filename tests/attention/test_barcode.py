@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from einops import reduce
+from kv_kit import eager_attention
 from organisms import LoopOrganism, tiny_model
 from organisms import loop_organism as new_loop_organism
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch.testing import assert_close
 import sinkscope as ss
 from sinkscope.app.cli import main
 from sinkscope.attention.barcode import LOCK_GAIN, LOCKED, Barcode, HeadTracks, PictureSize, barcode
-from sinkscope.attention.texts import Loop
+from sinkscope.attention.texts import end_loop
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
@@ -41,16 +42,6 @@ def of_a_loop() -> tuple[LoopOrganism, Barcode]:
     """An organism in a loop of 5, and its barcode. No test alters them."""
     organism = loop_organism(0)
     return organism, measured(organism, organism.looping_prompt(5).ids, 40)
-
-
-@torch.no_grad()
-def eager_attention(model, ids: list[int]) -> list[Tensor]:
-    """Attention `[head query key]` of each layer, by the model itself."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    attentions = model(torch.tensor([ids]), output_attentions=True).attentions
-    model.set_attn_implementation(before)
-    return [layer[0] for layer in attentions]
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
@@ -190,8 +181,8 @@ def test_onsets_are_those_of_the_text():
             [model.tokenizer((Path(ss.__file__).parent / "models/text/typical.txt").read_text())["input_ids"][:prompt]]
         )
         ids = model.generate(start, max_new_tokens=96, do_sample=False)[0].tolist()
-    loop = Loop.of(ids, prompt)
-    assert (result.period, result.onset, result.steps) == (loop.period, loop.onset, len(ids) - prompt)
+    loop = end_loop(ids)
+    assert loop and (result.period, result.onset, result.steps) == (loop.period, loop.start, len(ids) - prompt)
     new = [i for i in range(3, len(ids)) if novelty(ids[: i + 1], window=256, span=1)]
     assert result.last_new == new[-1]
     assert result.onset <= result.locking_onset < len(ids)

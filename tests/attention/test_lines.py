@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from intervention_kit import bridge_of, nnsight_of
+from kv_kit import eager_attention
 from organisms import tiny_model
 from organisms.lines import line_organism
 from torch import Tensor
@@ -42,16 +43,6 @@ def test_planted_lines_come_out_on_top(seed, window):
     assert result.inputs is None and "Between two texts" not in str(result)
 
 
-def eager_attention(model, ids: list[int]) -> list[Tensor]:
-    """Attention `[head query key]` of each layer, by the model itself."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        attentions = model(torch.tensor([ids]), output_attentions=True).attentions
-    model.set_attn_implementation(before)
-    return [layer[0].double() for layer in attentions]
-
-
 def heaviest(weights: Tensor, most: int) -> Sets:
     """Columns and offsets of the heaviest lines of rows [query key] whose last query sees the last key, by sorting."""
     queries, n = weights.shape
@@ -79,7 +70,7 @@ def test_all_numbers_equal_those_of_the_whole_matrix(model_type):
     def add(name, value, *place):
         expected.setdefault(name, torch.zeros(3, 2, 4, dtype=torch.float64))[place] += value
 
-    dense = [eager_attention(model, ids) for ids in texts]
+    dense = [[layer.double() for layer in eager_attention(model, ids)] for ids in texts]
     for row, layer in enumerate(layers):
         for head in range(4):
             matrices = [attentions[layer][head] for attentions in dense]

@@ -59,16 +59,12 @@ def test_every_method_can_be_made_with_a_budget_of_the_task():
         ("h2o:0.0", "budget=0.0: expected a number of tokens from 1, or a fraction"),
         ("h2o:recent=many", "recent='many'"),
         ("sinkscope.kv:Nothing", "Nothing"),
+        ("", "no method is given: choose from full, random"),
     ],
 )
 def test_what_is_wrong_with_a_method(text, message):
     with pytest.raises(SinkscopeError, match=re.escape(message)):
-        read_method(text)
-
-
-def test_no_methods_are_an_error_that_lists_them():
-    with pytest.raises(SinkscopeError, match="no method is given: choose from full, random"):
-        read_methods([])
+        read_methods([text] if text else [])
 
 
 def test_names_and_order():

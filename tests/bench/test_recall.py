@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import sinkscope as ss
 from sinkscope.bench.answer import Answer, Batch, BenchModel
 from sinkscope.bench.prompt import Turn
+from sinkscope.bench.record import BenchRun
 from sinkscope.bench.run import run_bench
 from sinkscope.bench.table import tabulate_records
 from sinkscope.bench.tasks import recall as words
@@ -54,6 +55,8 @@ def test_answers_follow_from_the_text(shape):
             for key, *rest in FACT.findall(turn.text):
                 assert key not in facts, "stated once"
                 facts[key] = list(rest)
+            starts = [i for i, word in enumerate(said) if word == "fact"]
+            assert all(b - a >= 8 for a, b in pairwise(starts)), "three words between facts, which the model needs"
             asked = said[said.index("ask") + 1]
             answer, key = [], asked
             while key in facts and len(answer) < 3 * hops:
@@ -80,15 +83,6 @@ def test_positions_differ_in_the_place_of_the_question_alone(shape):
             without.add(" ".join(said[:i] + said[i + 5 :]))
         assert len(without) == 1 and len({turn.answers for turn in turns}) == 1
         assert places[0] == 0 and places[2] == 1 and abs(places[1] - 0.5) < 0.2
-
-
-def test_three_words_between_facts_which_the_model_needs():
-    for seed in range(20):
-        for turn in recall_dialogue(seed, turns=2, tokens=200, position="begin").turns:
-            said = turn.text.split()
-            starts = [i for i, word in enumerate(said) if word == "fact"]
-            assert all(b - a >= 8 for a, b in pairwise(starts))
-            assert starts[-1] + 5 + 3 <= len(said) - 1
 
 
 def test_facts_come_from_all_turns_up_to_the_question():
@@ -148,7 +142,7 @@ def test_the_full_cache_is_right_and_what_is_evicted_is_lost():
     model = ss.load("recall", backend="hf", probe=False)
     records = run_bench(model, task, ["full", "streaming:40", "loopserve-d:40"])
     settings_ = {"model": MODEL | {"fingerprint": records[0].model}, "device": "cpu", "dtype": "f", "attention": "a"}
-    groups = {group.method: group for group in tabulate_records([(records, settings_)]).groups}
+    groups = {group.method: group for group in tabulate_records([BenchRun(records, settings_)]).groups}
     full, window, late = (groups[name] for name in ("full", "streaming:40", "loopserve-d:40"))
     assert (full.score, full.metrics["prefix"], full.metrics["chance"], full.answers) == (1.0, 1.0, None, 4)
     assert full.parts == {"begin": 1.0, "end": 1.0} and window.metrics["read"] == 41

@@ -13,6 +13,7 @@ from sinkscope.bench.prompt import Prompt, Turn
 from sinkscope.bench.record import BenchRecord, read_run
 from sinkscope.bench.run import run_bench
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.store import lines
 from sinkscope.kv import H2O
 
 
@@ -148,7 +149,7 @@ def test_what_cannot_be_run_is_refused_before_it_begins(tmp_path, options, messa
 def test_the_user_s_own_file_on_the_command_line(tmp_path, capsys):
     rows = [{"prompt": "Once upon a time", "answers": ["there"]}, {"prompt": "One day, a", "answers": ["zebra"]}]
     file = tmp_path / "mine.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text(lines(rows))
     words_ = ["bench", "--task", f"{file}:new=6", "--methods", "full,streaming:8", "--out", str(tmp_path / "r")]
     assert main(words_) == 0
     first = capsys.readouterr().out

@@ -10,14 +10,14 @@ from statistics import stdev
 import pytest
 from bench_kit import SETTINGS, made_record
 
-from sinkscope.bench.record import open_run
+from sinkscope.bench.record import BenchRun, open_run
 from sinkscope.bench.table import BenchTable, bench_table, tabulate_records
 from sinkscope.files.rate import wilson
 from sinkscope.files.result import Result
 
 
 def table(*records, by: str = "part") -> BenchTable:
-    return tabulate_records([(list(records), SETTINGS)], by)  # type: ignore[arg-type]
+    return tabulate_records([BenchRun(list(records), SETTINGS)], by)  # type: ignore[arg-type]
 
 
 FULL = [made_record("full", f"p{i}", settings={"part": "ab"[i % 2]}) for i in range(4)]

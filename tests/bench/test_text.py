@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from statistics import fmean
@@ -20,6 +19,7 @@ from sinkscope.bench.run import run_bench
 from sinkscope.bench.tasks.recall import recall_dialogue
 from sinkscope.bench.tasks.text import TextFidelity, metrics_of
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.store import lines
 from sinkscope.models.wrapped import target_of
 
 LENGTHS = {"a": (40, 9), "b": (25, 5), "c": (33, 1)}
@@ -31,7 +31,7 @@ def compared(folder: Path, methods: list[str], *, answers: bool = True, **option
     for name, (prompt, answer) in LENGTHS.items():
         rows.append({"id": name, "prompt": words(prompt), "answers": [words(answer, 3)] if answers else []})
     file = folder / "prompts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text(lines(rows))
     model, tokenizer = tiny()
     records = run_bench(model, TextFidelity(source=str(file)), methods, tokenizer=tokenizer, **options)
     return {(record.method, record.prompt): record for record in records}
@@ -122,7 +122,7 @@ def test_of_the_recall_model_what_is_lost_is_seen(tmp_path: Path):
             turn = recall_dialogue(hops, turns=1, tokens=70, hops=hops, position=position).turns[0]  # type: ignore[arg-type]
             rows.append({"id": f"{hops} {position}", "prompt": turn.text})
     file = tmp_path / "p.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text(lines(rows))
     model = ss.load("recall", backend="hf", probe=False)
     methods = ["full", "streaming:12", "loopserve-d:12"]
     records = run_bench(model, TextFidelity(source=str(file)), methods, batch_size=2)
@@ -161,7 +161,7 @@ def test_the_command_shows_the_random_control(capsys: pytest.CaptureFixture[str]
 )
 def test_answers_that_cannot_be_followed(tmp_path: Path, rows: list[dict[str, Any]], message: str):
     file = tmp_path / "p.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text(lines(rows))
     model, tokenizer = tiny()
     with pytest.raises(SinkscopeError, match=message):
         run_bench(model, TextFidelity(source=str(file)), ["full"], tokenizer=tokenizer, batch_size=2)

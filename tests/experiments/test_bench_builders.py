@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import zipfile
 from pathlib import Path
@@ -16,6 +17,7 @@ from experiments.loopguard import tables
 from experiments.loopguard.honest import FILE, honest_texts
 from experiments.loopserve import build as serve_build
 from experiments.loopserve.positions import LabelledMessage, count_places
+from sinkscope.bench.record import BenchRun
 from sinkscope.bench.table import tabulate_records
 from sinkscope.errors import SinkscopeError
 
@@ -73,6 +75,13 @@ def test_loopbench_prompts_reach_the_mean_and_repeat(bench, source):
     assert all(row["prompt"].rstrip().endswith(sign) for row in rows)
 
 
+def test_2wiki_prompts_are_longbench_s():
+    record = records(1)[0]
+    text = loop_build.build("2wiki", [record], Words(), None, None, 0)[0]["prompt"]
+    template = text.replace(record.context, "{context}").replace(record.question, "{input}")
+    assert hashlib.sha256(template.encode()).hexdigest()[:16] == "9ec4ae308865bd0c"
+
+
 def test_algorithm_1_loses_answers_as_printed_and_none_as_repaired():
     lost = {}
     for form in ("faithful", "repaired"):
@@ -119,7 +128,7 @@ def test_our_rows_come_before_those_that_were_not_run():
     record = made_record("loopguard:paper:256", task="loops", settings={"set": "dc"}, metrics=metrics)
     model = {"name": "Qwen3-1.7B", "family": "q", "n_layers": 1, "d_model": 1, "d_mlp": 1, "fingerprint": "f00"}
     settings = {"model": model, "device": "cpu", "dtype": "f", "attention": "a"}
-    groups = tabulate_records([([record], settings)]).groups
+    groups = tabulate_records([BenchRun([record], settings)]).groups
     lines = tables.table1(groups)
     assert "loop 25.0%" in lines[0] and lines[0].endswith("paper: loop 1.3%")
     assert len(lines) == 16 and all("not run" in line for line in lines[1:])

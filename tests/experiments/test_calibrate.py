@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from loop_texts import prose
@@ -58,7 +59,7 @@ def test_a_third_text_stays_within_what_was_promised(made):
     assert found.promised == RATE
     third, lengths = _ruled(3, 12)
     for base in (MonitorSettings(), MonitorSettings.paper()):
-        assert _alarms(third, base.with_(**found.monitor)) / 0.0072 <= RATE
+        assert _alarms(third, replace(base, **found.monitor)) / 0.0072 <= RATE
     assert _alarms(third, MonitorSettings()) == sum(n >= 48 for n in lengths)
 
 

@@ -56,6 +56,6 @@ def test_png_is_a_picture_of_twice_the_size(tmp_path):
         check_png()
     except SinkscopeError as error:
         pytest.skip(str(error))
-    content = write_png(sample_find_sinks().figure(), tmp_path / "x.png").read_bytes()
+    content = write_png(sample_find_sinks().figure(), tmp_path / "x.png", kind="find-sinks").read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     assert (int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")) == (2800, 920)

@@ -20,7 +20,6 @@ from sinkscope.files.store import Folder, Keyed
 @dataclass(frozen=True)
 class Square:
     number: int
-    size: int = 1
 
     @property
     def keys(self) -> tuple[int, ...]:
@@ -138,7 +137,7 @@ def test_two_workers_make_the_same_records_of_a_benchmark(
 
     model, tokenizer = tiny()
     options: dict[str, Any] = {"batch_size": 2, "tokenizer": tokenizer}
-    methods = ["full", "streaming:16", "repetition-penalty", "loopguard:64"]
+    methods = ["full", "streaming:16", "sampling", "loopguard:64"]
     one = run_bench(model, task(), methods, **options)
     run_bench(model, task(), methods[:1], out=tmp_path / "two", **options)
     if not over_ray:
@@ -171,8 +170,8 @@ def test_progress_counts_what_is_there_already(tmp_path: Path):
     seen: list[tuple[str, int, int]] = []
     for numbers in (range(3), range(5)):
         with Folder(tmp_path / "r", {}, Squared) as kept:
-            finish(square, [Square(n, size=10) for n in numbers], kept, "n", lambda *p: seen.append(p))
-    assert seen == [("n", 10, 30), ("n", 20, 30), ("n", 30, 30), *(("n", d, 50) for d in (30, 40, 50))]
+            finish(square, [Square(n) for n in numbers], kept, "n", lambda *p: seen.append(p))
+    assert seen == [("n", 1, 3), ("n", 2, 3), ("n", 3, 3), *(("n", d, 5) for d in (3, 4, 5))]
 
 
 def test_one_writer_at_a_time(tmp_path: Path):

@@ -225,10 +225,10 @@ def test_tables_agree():
     assert list(frame["layer"]) == [1, 2]
     assert list(frame["label"]) == ["one", "two"]
     lines = sample.text().splitlines()
-    assert lines[0] == "test-sample on tiny"
-    assert lines[2].split() == ["layer", "share", "causal", "label"]  # expert is empty everywhere
-    assert lines[3].split() == ["1", "0.5", "yes", "one"]
-    assert lines[4].split() == ["2", "0.25", "-", "two"]
+    assert lines[-1] == "test-sample on tiny"
+    assert lines[0].split() == ["layer", "share", "causal", "label"]  # expert is empty everywhere
+    assert lines[1].split() == ["1", "0.5", "yes", "one"]
+    assert lines[2].split() == ["2", "0.25", "-", "two"]
 
 
 def test_html_is_escaped():
@@ -281,6 +281,8 @@ def test_pathless_twice_is_pathless_once(text):
 def test_provenance_names_no_folder_and_no_machine(tmp_path, monkeypatch):
     for module, name in ((platform, "node"), (socket, "gethostname")):
         monkeypatch.setattr(module, name, lambda: "machine-of-mine")
+    words = [f"{HOME}/bin/sinkscope", "find-sinks", "--model", str(tmp_path / "model"), f"--text={HOME}/t.txt"]
+    monkeypatch.setattr(sys, "argv", words)
     made = provenance(
         started=time.perf_counter() - 2,
         device=torch.device("cpu"),
@@ -288,7 +290,6 @@ def test_provenance_names_no_folder_and_no_machine(tmp_path, monkeypatch):
         attention="sdpa",
         bos=True,
         seed=3,
-        argv=[f"{HOME}/bin/sinkscope", "find-sinks", "--model", str(tmp_path / "model"), f"--text={HOME}/t.txt"],
     )
     assert made.argv == ("sinkscope", "find-sinks", "--model", "model", "--text=t.txt")
     assert (made.device, made.dtype, made.seed) == ("cpu", "bfloat16", 3)
@@ -303,7 +304,7 @@ def test_provenance_names_no_folder_and_no_machine(tmp_path, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process table")
 def test_peak_memory_follows_what_is_used():
     def peak():
-        made = provenance(started=0.0, device="cpu", dtype="float32", attention="eager", bos=None, seed=0, argv=[])
+        made = provenance(started=0.0, device="cpu", dtype="float32", attention="eager", bos=None, seed=0)
         assert made.peak_memory_bytes is not None
         return made.peak_memory_bytes
 

@@ -13,19 +13,8 @@ from jaxtyping import Float
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.notation import head_name, neuron_name, neuron_names, read_head, read_neuron
-from sinkscope.files.rate import Rate
 from sinkscope.files.result import Result
 from sinkscope.files.tables import Grid, strings
-
-
-@dataclass(frozen=True)
-class RatedPart:
-    any: Rate
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rated(Result):
-    parts: tuple[RatedPart, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,21 +98,16 @@ def test_one_row_has_no_constant_columns():
 def test_a_result_explains_its_columns_from_its_docstrings():
     result = Tabled(parts=(Row(1, None, 338, 0.5, 1.0), Row(1, 2, 7, 0.25, 2.0)))
     lines = result.text().splitlines()
-    assert lines[0] == "Conclusion: All is well."
-    assert [line.split() for line in lines[-6:-3]] == [
+    assert [line.split() for line in lines[:3]] == [
         ["neuron", "drop", "share"],
         ["L1.N338", "50.0%", "1"],
         ["L1.E2.N7", "25.0%", "2"],
     ]
-    assert lines[-3:] == ["", "drop   Share that is lost.", "share  A better word."]
+    assert lines[4:6] == ["drop   Share that is lost.", "share  A better word."]
+    assert lines[-1] == "Conclusion: All is well."
     page = result.to_html()
     assert "<b>Conclusion: All is well.</b>" in page and "<dt>drop</dt><dd>Share that is lost.</dd>" in page
     assert list(pd.read_csv(io.StringIO(result.to_csv())).columns) == ["layer", "expert", "neuron", "drop", "share"]
-
-
-def test_rates_become_three_columns():
-    (row,) = Rated(parts=(RatedPart(Rate(0.5, 0.25, 0.75)),)).rows()
-    assert row == {"any": 0.5, "any_low": 0.25, "any_high": 0.75}
 
 
 def test_arrays_become_a_long_table_with_a_column_for_each_axis():

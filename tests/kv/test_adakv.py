@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import torch
 from hypothesis import given, settings
@@ -22,8 +21,8 @@ class _Layer:
 
 
 class _At(At):
-    def __init__(self, pos: Tensor):
-        vars(self).update(kv=_Layer(pos), session=SimpleNamespace(anchors=0))
+    def __init__(self, pos: Tensor, policy: AdaKV, budget: int):
+        vars(self).update(kv=_Layer(pos), memory={"first": policy.first, "latest": policy.latest_kept(budget)})
 
     @property
     def length(self) -> Tensor:
@@ -32,7 +31,7 @@ class _At(At):
 
 def _keep(policy: AdaKV, scores: Tensor, budget: int, pos: Tensor | None = None) -> Tensor:
     pos = torch.arange(scores.shape[-1]).expand(scores.shape) if pos is None else pos
-    return policy.select(scores, _At(pos), budget)
+    return policy.select(scores, _At(pos, policy, budget), budget)
 
 
 @settings(max_examples=25, deadline=None)

@@ -20,7 +20,7 @@ from sinkscope.kv import Full, Observe, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer
 
 HEADS = 2
-OPERATIONS = ["update", "evict", "select", "show", "crop", "reorder", "repeat", "rows", "note", "fork"]
+OPERATIONS = ["update", "evict", "select", "crop", "reorder", "repeat", "rows", "note", "fork"]
 
 
 class Slow:
@@ -65,10 +65,10 @@ class Slow:
                     del held[pos]
             counts = [len(head) for row in self.held for head in row]
             assert layer.slots == max(counts) and layer.ragged == (min(counts) < max(counts))
-        elif name in ("select", "show"):
-            layer.select(None if name == "show" else numbers < share)
+        elif name == "select":
+            layer.select(numbers < share)
             for held, pos, number in entries:
-                held[pos][2] = name == "select" and number >= share
+                held[pos][2] = number >= share
         elif name == "note":
             layer.set_extra("n", layer.extra("n") + numbers)
             for held, pos, number in entries:
@@ -156,23 +156,16 @@ def test_a_cache_that_was_filled_before():
             close(torch.cat([stock, decode(model, ids, mask, 15, one, chunks)], 1), want)
 
 
-def test_one_cache_over_two_turns_of_generate():
+def test_an_emptied_cache_is_a_new_one():
+    """Nothing is left of the first sequence."""
     model = model_of("llama")
     ids, _ = prompts([12, 12])
     cache = DynamicCache()
-    more, _ = prompts([4, 4], seed=1)
-    with Full().on(model) as run:
-        one = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
-        two = model.generate(torch.cat([one, more], 1), past_key_values=cache, max_new_tokens=5, do_sample=False)
-    assert torch.equal(two, model.generate(torch.cat([one, more], 1), max_new_tokens=5, do_sample=False))
-    assert len(run.usage) == 1 and cache.get_seq_length() == 12 + 5 + 4 + 4
-    # Emptied, it is a new cache; nothing is left of the first sequence.
     with Drawn(budget=6).on(model) as run:
-        cache.reset()
         model.generate(ids[:, :9], past_key_values=cache, max_new_tokens=3, do_sample=False)
         cache.reset()
-        three = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
-        assert torch.equal(three, model.generate(ids, max_new_tokens=5, do_sample=False))
+        again = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
+        assert torch.equal(again, model.generate(ids, max_new_tokens=5, do_sample=False))
     assert [usage.calls for usage in run.usage] == [3, 5, 5]
 
 

@@ -23,26 +23,6 @@ def logprob(model, policy: Drawn, ids: Tensor, mask: Tensor, prompt: int) -> Ten
     return logits.log_softmax(-1).gather(2, ids[:, prompt:, None]).sum((1, 2))
 
 
-@pytest.mark.parametrize(("family", "policy"), [("gemma2", Ragged(budget=7)), ("gpt_oss", Drawn(budget=7))])
-def test_greedy(family, policy):
-    model = model_of(family)
-    ids, mask = prompts([18, 11])
-    ask = {
-        "attention_mask": mask,
-        "max_new_tokens": 7,
-        "do_sample": False,
-        "return_dict_in_generate": True,
-        "output_logits": True,
-    }
-    with policy.on(model):
-        got = model.generate(ids, **ask)
-    longer = torch.cat([mask, torch.ones(2, 7, dtype=torch.long)], 1)
-    want = dense(model, got.sequences, longer, masks_of(model, policy, longer, 18))[:, 17:-1]
-    close(torch.stack(got.logits, 1), want)
-    assert torch.equal(got.sequences[:, 18:], want.argmax(-1))
-    assert float((torch.stack(model.generate(ids, **ask).logits, 1) - want).abs().max()) > 0.1
-
-
 def test_beams_carry_their_caches():
     """Rows change places at every step, so a cache that does not follow gives sequences other scores than these."""
     model = model_of("gemma2")

@@ -95,8 +95,3 @@ def test_nnsight():
                 logits = lm.output.logits.save()
         assert torch.equal(got, want) and len(run.usage) == 2
         close(logits.detach(), stock.detach())
-    parts = decode(lm._module, *prompts([15, 9], 4), 15)
-    policy = Drawn(budget=6)
-    with (policy | Observe(lambda _: None)).on(lm):
-        assert not torch.allclose(decode(lm._module, *prompts([15, 9], 4), 15), parts)
-    assert torch.equal(decode(lm._module, *prompts([15, 9], 4), 15), parts)

@@ -148,9 +148,9 @@ class Wrong(Policy):
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("shape", r"Wrong.scores returned shape \(2, 2, \d+\) for layer 0: expected a tensor of shape \(2, 2, \d+\)"),
-        ("heads", r"returned shape \(2, 1, \d+\) for layer 0"),
-        ("list", "returned a list for layer 0"),
+        ("shape", r"returned a Tensor of shape \(2, 2, \d+\) for layer 0: expected a tensor of shape \(2, 2, \d+\)"),
+        ("heads", r"a Tensor of shape \(2, 1, \d+\) for layer 0"),
+        ("list", "returned a list of shape \\(\\) for layer 0"),
         ("nan", "returned NaN for layer 0: slots without a score cannot be compared"),
         ("padding", None),
         ("infinite", None),

@@ -20,7 +20,7 @@ from sinkscope.interventions import SinkPatch
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard, tokens_to_keep
 from sinkscope.kv.loopguard import guard as guard_module
-from sinkscope.kv.loopguard.steer import Ban, draw
+from sinkscope.kv.loopguard.steer import Ban, draw, generate_in_pieces
 from sinkscope.models.wrapped import target_of
 
 ALWAYS = LoopGuard.paper(**SMALL, variant="always", monitor={"every": 9, "warmup": 0, "cooldown": 0})
@@ -162,7 +162,10 @@ def test_a_fraction_of_the_prompt():
         feed(model, prompt, mask, torch.tensor([looping(3, 30)] * 2))
     counts = {row: {e.data["kept_count"] for e in run.events if e.row == row} for row in (0, 1)}
     assert max(counts[0]) <= 10 < max(counts[1]) <= 15
-    with pytest.raises(SinkscopeError, match="prompt of 8 tokens is 2"), guard.on(model):
+    with (
+        pytest.raises(SinkscopeError, match=r"budget=2 leaves .*\(0.25 of a prompt of 8 tokens"),
+        guard.on(model),
+    ):
         feed(model, *padded(8), torch.tensor([looping(3, 30)]))
 
 
@@ -225,22 +228,33 @@ def eager_guard(**fields) -> LoopGuard:
 
 
 @pytest.mark.parametrize("escalate", ["none", "ban", "draw"])
-def test_what_is_done_when_an_alarm_comes(escalate, monkeypatch):
-    monkeypatch.setattr(guard_module, "DRAW_FROM", 2)
-    model = stubborn(2.5)
+def test_the_rungs_of_the_answer_to_a_loop(escalate, monkeypatch):
+    """Token 33 leads by 8: the first alarm only cuts, 5 are too little at the second, and 10 end it at the third."""
+    monkeypatch.setattr(guard_module, "DRAW_FROM", 3)
+    model = stubborn(8.0)
     prompt, mask = padded(10)
-    with eager_guard(escalate=escalate, draws=3, min_p=0.0).on(model) as run:
+    with eager_guard(escalate=escalate, ban_length=4, draws=3, min_p=0.0).on(model) as run:
         new = feed_greedily(model, prompt, mask, 150)
     done = [e.data["escalated"] for e in run.events]
-    assert run.events[0].data["generated"] == 12 and set(new[:12]) == {33}, "three copies and 12 tokens"
-    others = [i for i, token in enumerate(new) if token != 33]
+    assert [e.data["generated"] for e in run.events[:3]] == [12, 33, 54], "three copies and 12 tokens, then a cooldown"
     if escalate == "none":
-        assert others == [] and set(done) == {None}
-    else:
-        assert done[0] == "ban" and others[0] == 12, "from the first alarm on there are no four in a row"
-        assert max(b - a for a, b in pairwise([*others, 150])) <= 4
-    # Other tokens loop under the ban in turn; here tokens are drawn from the third alarm in a row on.
-    assert done[1:3] == {"none": [None] * 2, "ban": ["ban"] * 2, "draw": ["ban", "draw"]}[escalate]
+        assert set(new) == {33} and set(done) == {None}
+        return
+    assert done[:4] == [None, "ban", "ban", escalate]
+    others = [i for i, token in enumerate(new) if token != 33]
+    assert others[0] == 54 and max(b - a for a, b in pairwise([*others, 150])) <= 3, "no three in a row from there on"
+
+
+def test_what_is_taken_back_is_banned_at_once_and_forgotten():
+    model = stubborn(4.0)
+    prompt, mask = padded(10)
+    options = {"attention_mask": mask, "max_new_tokens": 100, "do_sample": False, "pad_token_id": 0}
+    with eager_guard(ban_length=4).on(model) as run:
+        new = generate_in_pieces(run, model, prompt, **options)[0, 10:].tolist()
+    first, second = run.events[:2]
+    assert (first.data["escalated"], first.data["taken_back"], first.data["bad"]) == ("ban", 11, [(11, 22)])
+    assert new[:3] == [33] * 3 and new[3] != 33 and len(new) == 100, "5 are enough, and no four in a row are written"
+    assert second.data["bad"][-1] == (second.position + 1 - second.data["taken_back"], second.position + 1)
 
 
 class Allow(LogitsProcessor):
@@ -256,16 +270,18 @@ class Allow(LogitsProcessor):
 
 
 @pytest.mark.parametrize(("allowed", "sample"), each_other([[33], [33, 34], list(range(1, 90))], [False, True]))
-def test_a_later_processor_never_leaves_a_row_without_a_token(allowed, sample):
+def test_a_later_processor_never_leaves_a_row_without_a_token(allowed, sample, monkeypatch):
     """It may forbid what is drawn, or allow only what is banned: token 0 is written in neither case."""
+    monkeypatch.setattr(guard_module, "DRAW_FROM", 1)
+    monkeypatch.setattr(guard_module, "PENALTY", 1e4)
     model = stubborn(8.0)
     prompt, mask = padded(10)
     options = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": sample, "pad_token_id": 1}
-    with eager_guard(draws=40).on(model) as run:
+    with eager_guard(ban_length=4, draws=40).on(model) as run:
         made = model.generate(prompt, logits_processor=[Allow(allowed)], **options)[0, 10:].tolist()
     assert run.events and set(made) <= set(allowed)
     if len(allowed) > 2:
-        assert [33] * 4 not in [made[i : i + 4] for i in range(12, 57)], "nor is a banned token drawn"
+        assert [33] * 4 not in [made[i : i + 4] for i in range(33, 57)], "nor is a banned token drawn"
 
 
 def test_draws_are_likely_ones_and_a_caller_who_samples_draws_alone():

@@ -38,18 +38,6 @@ def test_tokens_are_written_behind_those_that_are_there_and_copied_when_there_is
     assert layer.allocated == 6 + 9
 
 
-def test_what_one_holder_appends_is_not_in_another_that_shares_the_buffer():
-    layer, (keys, values) = CacheLayer(), _tokens(6, 0)
-    layer.update(keys, values)
-    first, second, third = _tokens(1, 1), _tokens(1, 2), _tokens(1, 3)
-    layer.update(*first)
-    other = layer.copy()
-    layer.update(*second)
-    other.update(*third)
-    _same(layer, (torch.cat([keys, first[0], second[0]], 2), torch.cat([values, first[1], second[1]], 2)))
-    _same(other, (torch.cat([keys, first[0], third[0]], 2), torch.cat([values, first[1], third[1]], 2)))
-
-
 def test_nothing_is_written_into_what_gradients_need():
     """Those of keys, and of queries alone: attention has kept the keys of every step."""
     layer, (keys, values) = CacheLayer(), _tokens(6, 0)

@@ -17,6 +17,7 @@ from loop_texts import HONEST, LOOPED, prose
 from sinkscope.app.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.result import Result
+from sinkscope.files.tables import SCREEN
 from sinkscope.loops import LoopCheck, MonitorSettings, check, type_token_ratio
 from sinkscope.loops.outputs import TokenRecord, parse, split
 
@@ -102,7 +103,7 @@ def test_fields_of_json_lines():
     [
         ("x.txt", "", "x.txt is empty: expected a text, or JSON lines"),
         ("x.jsonl", " \n\n", "x.jsonl is empty"),
-        ("x.jsonl", '{"text": "a"}\n\n{"text": \n', "x.jsonl line 3 is not JSON (expecting value at column 10): exp"),
+        ("x.jsonl", '{"text": "a"}\n\n{"text": \n', "x.jsonl line 3 is not JSON: give JSON lines with text"),
         ("x.jsonl", '{"text": "a"}\n[1, 2]\n', "x.jsonl line 2 has none of the fields tokens, output, text"),
         ("x.jsonl", '{"tokens": [1, -2]}\n', "x.jsonl line 1: tokens is [1, -2]: expected a string, or a list of"),
         ("x.jsonl", '{"text": 5}\n', "x.jsonl line 1: text is 5"),
@@ -146,7 +147,7 @@ def test_command_writes_what_the_function_finds(tmp_path, monkeypatch, capsys):
     assert main(["loops", "runs.jsonl", "--json", "x.json", "--html", "x.html", "--max-new", "900"]) == 0
     out, err = capsys.readouterr()
     found = Result.load("x.json")
-    assert isinstance(found, LoopCheck) and out == found.terminal() + "\n" and err == ""
+    assert isinstance(found, LoopCheck) and out == found.text(lines=SCREEN) + "\n" and err == ""
     assert found.model.name == "runs.jsonl" and [r.loop for r in found.records] == [False, True]
     assert [r.loop_rule for r in found.records] == [False, False]
     assert 'class="plot"' in Path("x.html").read_text(encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import random
 import signal
@@ -45,11 +44,10 @@ def _follow(data: str | bytes, most: int = 7, settings: MonitorSettings | None =
     return list(Watch(settings).follow(Slow(raw, most), **more))
 
 
-def _by_hand(tokens: list[Any], after: list[float | None], settings: MonitorSettings) -> list[int]:
+def _by_hand(tokens: list[Any], settings: MonitorSettings) -> list[int]:
     """First triggers of episodes of a monitor that takes the tokens."""
     monitor, known = Monitor(settings), {}
-    steps = [monitor.update(known.setdefault(t, len(known)), p) for t, p in zip(tokens, after, strict=True)]
-    hits = [s.step for s in steps if s.trigger]
+    hits = [s.step for s in (monitor.update(known.setdefault(t, len(known))) for t in tokens) if s.trigger]
     return [h for i, h in enumerate(hits) if i == 0 or h - hits[i - 1] > settings.relapse]
 
 
@@ -68,25 +66,23 @@ def test_a_loop_that_goes_on_is_told_once_and_a_new_one_again():
     assert (first.tail.period, second.tail.period) == (len(split(LOOP)), 5) and second.token > first.token + 600
 
 
-def _chat(tokens: list[str], probabilities: list[float], index: int = 0, tops: bool = True) -> list[dict[str, Any]]:
+def _chat(tokens: list[str], index: int = 0) -> list[dict[str, Any]]:
     """Chunks as a server streams them: each token with the log probabilities of the distribution it came from."""
     rest = {"id": "chatcmpl-1", "object": "chat.completion.chunk"}
     chunks = [{**rest, "choices": [{"index": index, "delta": {"role": "assistant"}}]}]
-    for token, p in zip(tokens, probabilities, strict=True):
-        top = {"token": token, "logprob": math.log(p), "bytes": list(token.encode())}
-        own = {**top, "logprob": math.log(p / 2) if tops else math.log(p), "top_logprobs": [top] if tops else []}
+    for token in tokens:
+        own = {"token": token, "logprob": -0.5, "bytes": list(token.encode()), "top_logprobs": []}
         delta = {"index": index, "delta": {"content": token}, "logprobs": {"content": [own]}, "finish_reason": None}
         chunks.append({**rest, "choices": [delta]})
     return [*chunks, {**rest, "choices": [{"index": index, "delta": {}, "finish_reason": "length"}]}]
 
 
-def _completion(tokens: list[str], probabilities: list[float], tops: bool = True) -> list[dict[str, Any]]:
-    chunks = []
-    for token, p in zip(tokens, probabilities, strict=True):
-        own = [math.log(p / 2 if tops else p)]
-        told = {"tokens": [token], "token_logprobs": own, "top_logprobs": [{"?": math.log(p)}] if tops else None}
-        chunks.append({"choices": [{"index": 0, "text": token, "logprobs": told, "finish_reason": None}]})
-    return chunks
+def _completion(tokens: list[str]) -> list[dict[str, Any]]:
+    logged = [{"tokens": [token], "token_logprobs": [-0.5], "top_logprobs": None} for token in tokens]
+    return [
+        {"choices": [{"index": 0, "text": token, "logprobs": own, "finish_reason": None}]}
+        for token, own in zip(tokens, logged, strict=True)
+    ]
 
 
 def _events(chunks: list[dict[str, Any]], end: str = "\n") -> str:
@@ -95,35 +91,22 @@ def _events(chunks: list[dict[str, Any]], end: str = "\n") -> str:
     )
 
 
-def _stream(rng: random.Random, before: int, period: int, copies: int) -> tuple[list[str], list[float]]:
-    tokens = [f" w{rng.randrange(500)}" for _ in range(before)] + [f" x{i}" for i in range(period)] * copies
-    return tokens, [rng.uniform(0.2, 0.85) if i < before + period else 0.99 for i in range(len(tokens))]
+def _stream(rng: random.Random, before: int, period: int, copies: int) -> list[str]:
+    return [f"w{rng.randrange(500)}" for _ in range(before)] + [f"x{i}" for i in range(period)] * copies
 
 
-@pytest.mark.parametrize(
-    ("settings", "kind", "tops"),
-    [
-        pytest.param(settings, kind, tops, marks=[] if (i + (kind == "chat") + tops) % 2 else [pytest.mark.slow])
-        for i, settings in enumerate([PAPER, MonitorSettings.variant("p1"), MonitorSettings()])
-        for kind in ("chat", "completion")
-        for tops in (True, False)
-    ],
-)
-def test_events_with_log_probabilities_equal_the_monitor_by_hand(kind, tops, settings):
-    """The probability that a server tells with a token is the one the monitor takes with the token before."""
-    tokens, probabilities = _stream(random.Random(4), 300, 20, 30)
-    chunks = _chat(tokens, probabilities, tops=tops) if kind == "chat" else _completion(tokens, probabilities, tops)
-    alarms = _follow(_events(chunks, "\r\n" if tops else "\n"), 40, settings)
-    expected = _by_hand(tokens, [*probabilities[1:], 0.0], settings)
-    assert expected and [a.token for a in alarms] == expected
-    if settings == PAPER:  # the answer depends on them
-        assert expected != _by_hand(tokens, [None] * len(tokens), settings)
+@pytest.mark.parametrize(("settings", "form"), each_other([PAPER, MonitorSettings()], [_chat, _completion]))
+def test_events_with_log_probabilities_give_the_tokens_of_the_model(form, settings):
+    """They have no spaces between them, so words of the same text would be others."""
+    tokens = _stream(random.Random(4), 300, 20, 30)
+    alarms = _follow(_events(form(tokens), "\r\n" if form is _chat else "\n"), 40, settings)
+    assert [a.token for a in alarms] == _by_hand(tokens, settings) != []
 
 
 def test_choices_are_watched_apart():
-    looping, p = _stream(random.Random(5), 200, 4, 60)
+    looping = _stream(random.Random(5), 200, 4, 60)
     other = [f" w{random.Random(6 + i).randrange(10**6)}" for i in range(len(looping))]
-    pairs = zip(_chat(looping, p, 1), _chat(other, p, 0), strict=True)
+    pairs = zip(_chat(looping, 1), _chat(other, 0), strict=True)
     watch = Watch()
     (alarm,) = watch.follow(io.BytesIO(_events([c for pair in pairs for c in pair]).encode()))
     assert alarm.stream == "choice 1 of chatcmpl-1" and alarm.tail.start == 200
@@ -135,9 +118,9 @@ def test_json_lines_are_records_or_pieces():
     records = "".join(json.dumps(line) + "\n" for line in lines)
     assert [a.stream for a in _follow(records)] == ["line 2", "line 3"]
     ids = [*range(400), *[7, 8, 9] * 100]
-    rows = [{"token": i, "p_max": 0.99, "index": "a"} for i in ids]
+    rows = [{"token": i, "index": "a"} for i in ids]
     (alarm,) = _follow("".join(json.dumps(row) + "\n" for row in rows), settings=PAPER)
-    assert alarm.stream == "stream a" and [alarm.token] == _by_hand(ids, [0.99] * len(ids), PAPER)
+    assert alarm.stream == "stream a" and [alarm.token] == _by_hand(ids, PAPER)
     pieces = [{"response": word, "done": False} for word in TEXT.replace(" ", " \n").split("\n")]
     assert len(_follow("".join(json.dumps(piece) + "\n" for piece in pieces))) == 1
 

@@ -24,7 +24,7 @@ from sinkscope.app.commands import Command, commands, kind_modules
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files import result as results
 from sinkscope.files.result import Result
-from sinkscope.files.tables import PLAIN, WIDTH
+from sinkscope.files.tables import PLAIN, SCREEN, WIDTH
 from sinkscope.interventions import SinkPatch
 from sinkscope.kv import H2O, Full, StreamingLLM
 from sinkscope.kv.edit_of import edit_of
@@ -88,7 +88,7 @@ def test_it_is_shown_with_its_conclusion_first_and_everything_escaped(command, m
     conclusion = result.conclusion()
     assert conclusion.endswith((".", "?")) and "\n" not in conclusion and conclusion[0].isupper()
     check_size(conclusion)
-    assert result.text().startswith(f"Conclusion: {conclusion}")
+    assert result.text().endswith(f"Conclusion: {conclusion}")
     page = result.to_html()
     assert f"Conclusion: {html.escape(conclusion)}" in page and MARKUP not in page
     figure = result.figure()
@@ -103,10 +103,10 @@ def test_its_table_fits_80_columns_and_is_explained(command, measured):
     below = result.below(grids, WIDTH)
     for part in (*(grid.text(WIDTH) for grid in grids), *below):
         assert max(map(len, part.split("\n"))) <= 80
-    lines = result.terminal().split("\n")
+    lines = result.text(lines=SCREEN).split("\n")
     assert sum(max(1, -(-len(line) // WIDTH)) for line in lines) <= 23  # of 24, one is the next prompt
     assert lines[-1] == f"Conclusion: {result.conclusion()}"
-    assert {*result.details()} <= {*result.terminal(lines=None).split("\n")}
+    assert {*result.details()} <= {*result.text().split("\n")}
     for short, whole in zip(grids, result.grids(), strict=True):
         assert short.head and len(short.cells) == len(whole.cells)
         assert {*short.columns} <= {*whole.head, *result.to_frame().columns}, "the table has no such column"

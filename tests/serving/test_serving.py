@@ -211,7 +211,7 @@ def test_what_the_server_forbids_stays_forbidden():
         ({"monitor": {"window": 10**18}}, "monitor.window is 10*: expected at most 1000000"),
         (
             {"monitor": {"window": 10**30}},
-            "monitor.window is 10{30}: expected at most|sinkscope is .*: a number has 31 digits",
+            "monitor.window is 10{30}: expected at most|sinkscope is .*: expected JSON",
         ),
         ({"monitor": {"tail_repeats": float("inf")}}, "monitor.tail_repeats is inf: expected at most 1000000"),
         ({"monitor": {"rule": "signals", "voters": ["p1"], "votes": 1}}, "pass p_max"),

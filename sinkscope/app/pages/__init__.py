@@ -122,21 +122,18 @@ def _value(value: object) -> str:
 
 def _how_it_was_made(file: str, provenance: Mapping[str, Any]) -> str:
     """The file, the device, the time and the command, as far as the provenance knows them."""
-    facts = [file] if file else []
-    facts += [str(provenance[name]) for name in ("device", "dtype") if provenance.get(name)]
-    seconds = provenance.get("seconds")
-    if isinstance(seconds, int | float) and seconds:
-        facts.append(f"{seconds:.3g} s")
-    memory = provenance.get("peak_memory_bytes")
-    if isinstance(memory, int):
-        facts.append(f"{memory / 1e9:.2g} GB")
+    facts = [file, provenance.get("device"), provenance.get("dtype")]
+    if provenance.get("seconds"):
+        facts.append(f"{provenance['seconds']:.3g} s")
+    if provenance.get("peak_memory_bytes"):
+        facts.append(f"{provenance['peak_memory_bytes'] / 1e9:.2g} GB")
+    line = text(" · ".join(str(fact) for fact in facts if fact))
     argv = [str(word) for word in provenance.get("argv") or ()]
-    if argv and argv[0].endswith("__main__.py"):
+    if len(argv) < 2:
+        return line
+    if argv[0].endswith("__main__.py"):
         argv[0] = "sinkscope"
-    lines = [text(" · ".join(facts))]
-    if len(argv) > 1:
-        lines.append(f"<code>{escape(shlex.join(argv))}</code>")
-    return "<br>".join(lines)
+    return f"{line}<br><code>{escape(shlex.join(argv))}</code>"
 
 
 def document(

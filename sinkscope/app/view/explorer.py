@@ -310,8 +310,8 @@ class Explorer:
             circuit=edges,
             circuit_sentence=sentence,
         )
-        result.fill_in(*self.origin)
-        return result
+        model, settings, provenance = self.origin
+        return replace(result, model=model, settings=settings, provenance=provenance)
 
     def whole_view(self, text: str | None = None, *, generation: bool = True) -> ModelView:
         """The view with the circuit and, if wanted, a generation: everything that a page without a server shows."""

@@ -19,6 +19,7 @@ from sinkscope.bench.record import Metrics
 from sinkscope.bench.task import Task
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.output import path_of
+from sinkscope.files.rate import mean_known
 from sinkscope.files.records import Natural
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import (
@@ -126,16 +127,8 @@ class Loops(Task):
         - alarm: step of the first intervention; without one, the step at which LoopGuard's monitor would first fire.
         """
         tokens = answer.tokens
-        steps: list[int] = []
-        for event in answer.events:
-            if event["kind"] == INTERVENTION:
-                steps.append(event["step"])
-        early: float | None = None
-        if steps:
-            alarm = steps[0]
-            early = sum(step < EARLY * batch.new for step in steps) / len(steps)
-        else:
-            alarm = first_alarm(tokens, answer.steps["top1"])
+        steps = [event["step"] for event in answer.events if event["kind"] == INTERVENTION]
+        alarm = steps[0] if steps else first_alarm(tokens, answer.steps["top1"])
         interventions: float | None = None
         if batch.methods[0].name == GUARD:
             interventions = float(len(steps))
@@ -150,7 +143,7 @@ class Loops(Task):
             "ttr": type_token_ratio(tokens),
             "cr": compression_ratio(tokens),
             "interventions": interventions,
-            "early": early,
+            "early": mean_known(step < EARLY * batch.new for step in steps),
             "alarm": alarm,
             "chance": chance,
         }

@@ -17,7 +17,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, cycle, islice, product
+from functools import cache
+from itertools import chain, cycle, islice, product, repeat
 from typing import Any, ClassVar, Literal
 
 from sinkscope.bench.prompt import Prompt, single, with_controls
@@ -158,12 +159,10 @@ def needle_prompt(
     name = f"{kind} {length} {depth:g} {number}"
     rng = random.Random(f"{wording} {name} {seed}")
     parts = WORDINGS[wording].build(kind, rng)
-    sizes: dict[str, int] = {}
 
+    @cache
     def size(text: str) -> int:
-        if text not in sizes:
-            sizes[text] = len(tokenizer(f" {text}", add_special_tokens=False)["input_ids"])
-        return sizes[text]
+        return len(tokenizer(f" {text}", add_special_tokens=False)["input_ids"])
 
     few: list[str] = []
     if kind == "multi-key":
@@ -181,12 +180,10 @@ def needle_prompt(
         rng.shuffle(hay)  # statements may be fewer than there is room for
     for other in few:
         hay.insert(rng.randint(0, len(hay)), other)
-    steps = len(parts.needles)
-    places = [round(len(hay) * (depth + (1 - depth) * step / steps)) for step in range(steps)]
-    for place, needle in reversed(list(zip(places, parts.needles, strict=True))):
-        hay.insert(place, needle)
-    head = [parts.head] if parts.head else []
-    text = " ".join([*head, *hay, parts.tail])
+    count, steps = len(hay), len(parts.needles)
+    for step in reversed(range(steps)):
+        hay.insert(round(count * (depth + (1 - depth) * step / steps)), parts.needles[step])
+    text = " ".join([parts.head, *hay, parts.tail]).lstrip()
     return single(name, text, parts.answers, "needle", kind, length=length, depth=depth)
 
 
@@ -210,7 +207,7 @@ def _recall(kind: str, rng: random.Random) -> Haystack:
         needles = [fact(other, right, END), fact(asked, rng.sample(VALUES, 2), other)]
     tail = " ".join([ASK, asked, *TAIL, ANSWER])
     head = f"{TURNS[0]} {words(_FACT_GAP)}"
-    return Haystack(head, needles, others(), (words(1) for _ in count()), tail, [" ".join(right)])
+    return Haystack(head, needles, others(), (words(1) for _ in repeat(None)), tail, [" ".join(right)])
 
 
 def _facts(kind: str, rng: random.Random) -> Haystack:

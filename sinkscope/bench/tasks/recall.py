@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from typing import ClassVar, Literal, get_args
 
 from sinkscope.bench.answer import Answer, Batch, BenchModel
@@ -113,7 +113,9 @@ class Recall(Task):
         said = answer.text.replace(END, " ").split() + [END] * (answer.ended == "eos")
         wanted = turn.answers[0].split()
         same = 0
-        while same < min(len(said), len(wanted)) and said[same] == wanted[same]:
+        for word, right in zip(said, wanted, strict=False):
+            if word != right:
+                break
             same += 1
         return {**metrics, "prefix": same / len(wanted)}
 
@@ -172,45 +174,67 @@ def recall_dialogue(
     rng.shuffle(keys)
     chains = [[keys.pop() for _ in range(hops)] for _ in range(asked)]
     facts: dict[str, list[str]] = {}
+    for chain in chains:
+        for key, link in pairwise([*chain, END]):
+            facts[key] = _fact(rng, key, link)
     if not stated:
         chains.append([keys.pop()])
-    for chain in chains[:asked]:
-        for key, link in zip(chain, [*chain[1:], END], strict=True):
-            facts[key] = [FACT, key, rng.choice(VALUES), rng.choice(VALUES), link]
     room = [(length - _FRAME - _GAP) // (_FACT + _GAP) for length in lengths]
-    keys_by_turn: list[list[str]] = [[] for _ in range(turns)]
-    for number, chain in enumerate(chains[:asked]):
-        for key in chain:
-            free = [turn for turn in range(number + 1) if len(keys_by_turn[turn]) < room[turn]]
-            if not free:
-                raise SinkscopeError(
-                    f"tokens={tokens!r}: turn {number + 1} and those before it have no place left for the facts of "
-                    f"{hops} hops a question; give more tokens, or fewer hops"
-                )
-            keys_by_turn[rng.choice(free)].append(key)
-    most = min(len(keys), sum(room) - len(facts))
-    if distractors is not None:
-        most = min(most, distractors)
-    for _ in range(most):  # they fill every turn to about the same share, and their links lead to any stated key
-        free = [turn for turn in range(turns) if len(keys_by_turn[turn]) < room[turn]]
-        turn = min(free, key=lambda each: len(keys_by_turn[each]) / room[each])
-        key = keys.pop()
-        link = rng.choice([*facts, END])
-        facts[key] = [FACT, key, rng.choice(VALUES), rng.choice(VALUES), link]
-        keys_by_turn[turn].append(key)
-
+    facts_by_turn = _placed(rng, chains[:asked], facts, room)
+    _add_distractors(rng, keys[::-1][:distractors], facts, facts_by_turn, room)
     questions: list[Turn] = []
     for number, chain in enumerate(chains):
-        pieces = _pieces(rng, [facts[key] for key in keys_by_turn[number]], lengths[number] - _FRAME)
+        pieces = _pieces(rng, facts_by_turn[number], lengths[number] - _FRAME)
         answer = [UNKNOWN, END]
         if chain[0] in facts:
             answer = [word for key in chain for word in facts[key][2:]]
-        place = _place(pieces, position)
-        words = [TURNS[number]]
-        for piece in [*pieces[:place], [ASK, chain[0], *TAIL], *pieces[place:]]:
-            words += piece
-        questions.append(Turn(" ".join([*words, ANSWER]), (" ".join(answer),)))
+        pieces.insert(_place(pieces, position), [ASK, chain[0], *TAIL])
+        words = " ".join(" ".join(piece) for piece in pieces)
+        questions.append(Turn(f"{TURNS[number]} {words} {ANSWER}", (" ".join(answer),)))
     return Prompt(f"recall-{seed} {position}", tuple(questions), "recall", position)
+
+
+def _fact(rng: random.Random, key: str, link: str) -> list[str]:
+    return [FACT, key, rng.choice(VALUES), rng.choice(VALUES), link]
+
+
+def _placed(
+    rng: random.Random, chains: Sequence[list[str]], facts: dict[str, list[str]], room: Sequence[int]
+) -> list[list[list[str]]]:
+    """The facts of each turn: those of a chain stand in its turn or before it."""
+    facts_by_turn: list[list[list[str]]] = [[] for _ in room]
+    for number, chain in enumerate(chains):
+        for key in chain:
+            free = _free_turns(facts_by_turn, room[: number + 1])
+            if not free:
+                raise SinkscopeError(
+                    f"turn {number + 1} and those before it have no place left for the facts of {len(chain)} hops a "
+                    "question: give more tokens, or fewer hops"
+                )
+            facts_by_turn[rng.choice(free)].append(facts[key])
+    return facts_by_turn
+
+
+def _add_distractors(
+    rng: random.Random,
+    keys: Sequence[str],
+    facts: dict[str, list[str]],
+    facts_by_turn: list[list[list[str]]],
+    room: Sequence[int],
+) -> None:
+    """Fill every turn to about the same share with facts about other keys, which link to any stated key."""
+    for key in keys:
+        free = _free_turns(facts_by_turn, room)
+        if not free:
+            break
+        turn = min(free, key=lambda each: len(facts_by_turn[each]) / room[each])
+        facts[key] = _fact(rng, key, rng.choice([*facts, END]))
+        facts_by_turn[turn].append(facts[key])
+
+
+def _free_turns(facts_by_turn: Sequence[list[list[str]]], room: Sequence[int]) -> list[int]:
+    """Turns, among those whose room is given, that have room for another fact."""
+    return [turn for turn, most in enumerate(room) if len(facts_by_turn[turn]) < most]
 
 
 def uneven(total: int, turns: int, seed: int = 0, least: int = 48) -> tuple[int, ...]:
@@ -233,15 +257,12 @@ def _pieces(rng: random.Random, facts: Sequence[list[str]], size: int) -> list[l
     """A context of `size` words in pieces, between which a question may stand: single filler words and whole facts."""
     spare = size - _GAP - len(facts) * (_FACT + _GAP)
     shuffled = rng.sample(facts, len(facts))
-    cuts = sorted(rng.randint(0, spare) for _ in shuffled)
+    cuts = [0, *sorted(rng.randint(0, spare) for _ in facts), spare]
     pieces: list[list[str]] = []
-    before = 0
-    for cut, fact in zip([*cuts, spare], [*shuffled, None], strict=True):
-        for _ in range(_GAP + cut - before):
-            pieces.append([rng.choice(FILLER)])
+    for (start, end), fact in zip_longest(pairwise(cuts), shuffled):
+        pieces += [[rng.choice(FILLER)] for _ in range(_GAP + end - start)]
         if fact is not None:
             pieces.append(fact)
-        before = cut
     return pieces
 
 
@@ -252,5 +273,5 @@ def _place(pieces: Sequence[list[str]], position: Position) -> int:
     starts = [0, *accumulate(map(len, pieces))]
     # A fact's link may be the key of the question, and heads that look a few places back would see both. So the
     # question never follows a fact directly.
-    places = [place for place in range(1, len(pieces) + 1) if len(pieces[place - 1]) == 1]
+    places = [place for place in range(1, len(starts)) if len(pieces[place - 1]) == 1]
     return min(places, key=lambda place: abs(starts[place] - starts[-1] // 2))

@@ -28,7 +28,7 @@ from sinkscope.kv.loopguard.retention import (
     ranges_of,
     tokens_to_keep,
 )
-from sinkscope.kv.loopguard.steer import BANNED, Ban, Rewinder, draw
+from sinkscope.kv.loopguard.steer import PENALTY, Ban, Rewinder, draw
 from sinkscope.kv.policy import GUARDS
 from sinkscope.kv.session import CacheState, Moment, Session
 from sinkscope.kv.streaming_llm import StreamingLLM
@@ -37,7 +37,7 @@ from sinkscope.loops.signals import tail_period
 
 Escalation = Literal["none", "ban", "draw"]
 ANCHORS = 32  # LoopGuard, section 6.1; at most a quarter of the budget
-DRAW_FROM = 4  # alarms that follow each other before the one at which tokens are drawn
+DRAW_FROM = 6  # rung of the answer to a loop from which on tokens are drawn
 
 
 class LoopGuardWindow(StreamingLLM):
@@ -51,8 +51,8 @@ class LoopGuard(Intervention):
     The defaults are meant for everyday use. A repetition is found once it covers 48 tokens and two and a half copies,
     or three if some tokens differ. Where the caller can take tokens back (`sinkscope.serving.generate`, `Conversation`,
     the command line), the output is cut after the first copy; a plain `model.generate` only loses the copies from its
-    cache. Either way the loop's n-grams are banned for a while, and if loops keep coming back, a few tokens are drawn.
-    `LoopGuard.paper()` is the guard as published.
+    cache. What is done in addition climbs by a rung with every alarm that soon follows another: nothing, then a mild
+    ban of the loop's n-grams that grows, then a few tokens are drawn. `LoopGuard.paper()` is the guard as published.
 
     Only generated tokens are watched, which arrive one by one after a prompt. A call with several tokens is a new turn,
     for which monitors start again. Each row is watched and cut independently, and a row that has ended is ignored. All
@@ -76,13 +76,14 @@ class LoopGuard(Intervention):
         max_level: Cap on the aggressiveness level; higher levels keep fewer recent tokens. 3 in the paper.
         copies: Number of copies at the end of the recent window that make a bad block, whatever their period. 2 also
             finds long-period loops that stall the output, which the monitor's short-period test does not cover.
-        escalate: What is done beside the cut. "ban" bans the loop's n-grams for W tokens. "draw" does so too, and from
-            the fifth alarm in a row on (each within W tokens of the one before) it draws the next `draws` tokens with
-            a fixed seed if decoding is greedy; a caller who samples draws tokens already. "none" does
-            nothing more, as in the paper.
+        escalate: What is done beside the cut. The first alarm is rung 0, and each further one within W tokens of the
+            one before is a rung more; where a loop is taken back, they are counted from rung 1. "ban" bans the loop's
+            n-grams for W tokens from rung 1 on: the token that would complete one loses 5 logits times the rung.
+            "draw" does so too, and from rung 6 on it draws the next `draws` tokens with a fixed seed if decoding is
+            greedy; a caller who samples draws tokens already. "none" does nothing more, as in the paper.
         draws: Number of tokens drawn by "draw".
         min_p: Tokens with less than this share of the largest probability are not drawn.
-        ban_length: Length of the banned n-grams. Each further consecutive alarm bans n-grams one token shorter, down to
+        ban_length: Length of the n-grams banned at rung 1. Each further rung bans n-grams one token shorter, down to
             pairs.
         rewind: Whether to remove the loop from the output as well: the text is cut after the first copy and continues
             under a ban. None does so wherever the caller can take tokens back; True refuses all others.
@@ -173,22 +174,17 @@ class LoopGuard(Intervention):
     def retention(self, prompt: int, first: int = 0) -> Retention:
         """What is kept of a row with `prompt` prompt tokens, if a policy in the same run keeps the `first` ones."""
         budget = self.budget if isinstance(self.budget, int) else int(self.budget * prompt)
-        anchors = self.first_tokens(budget)
-        if isinstance(self.budget, float) and budget <= anchors:
-            raise SinkscopeError(
-                f"LoopGuard: budget={self.budget} of a prompt of {prompt} tokens is {budget}, which leaves nothing "
-                f"beside the {anchors} anchors: raise it, or keep fewer anchors",
-                page="kv-budget",
-            )
         try:
             return Retention(
                 budget=budget,
-                anchors=max(anchors, min(first, budget - 1)),
+                anchors=max(self.first_tokens(budget), min(first, budget - 1)),
                 recent=self.recent_window,
                 max_level=self.max_level,
             )
-        except SinkscopeError as error:  # the user wrote LoopGuard
-            raise SinkscopeError(f"LoopGuard: {str(error).removeprefix('Retention: ')}", page=error.page) from None
+        except SinkscopeError as error:  # the user wrote LoopGuard, and perhaps a share
+            text = str(error).removeprefix("Retention: ")
+            share = "" if budget == self.budget else f" ({self.budget} of a prompt of {counted(prompt, 'token')})"
+            raise SinkscopeError(f"LoopGuard: {text}{share}", page=error.page) from None
 
     def first_tokens(self, budget: int) -> int:
         """Number of anchors: the given one, or 32, but at most a quarter of the budget."""
@@ -229,7 +225,7 @@ def in_words(event: Event) -> str:
     actions = [f"kept {data['kept_count']} of {counted(data['cached_before'], 'cached token')}"]
     if data["taken_back"]:
         actions.append(f"took {counted(data['taken_back'], 'token')} back")
-    if data["escalated"] in ("ban", "draw"):
+    if data["escalated"]:
         actions.append("banned n-grams of the loop")
     if data["escalated"] == "draw":
         actions.append("drew the next tokens")
@@ -248,7 +244,7 @@ class GuardedRows:
         seen: Number of tokens in the cache after the last call.
         later_turn: Whether the last call had several tokens and was not the first one.
         count: Number of calls since the prompt.
-        ids: The latest columns of ids, of the prompt and generated.
+        ids: Columns of ids, of the prompt and generated.
         bans: N-grams that each row may not write.
         drawn_until: For each row, the `count` up to which tokens are drawn.
         rewound_at: For each row, the number of the generated token at which each loop was taken back.
@@ -265,14 +261,8 @@ class GuardedRows:
     drawn_until: dict[int, int] = field(default_factory=dict)
     rewound_at: dict[int, list[int]] = field(default_factory=dict)
 
-    def keep_ids(self, ids: Int[Tensor, "batch pos"], most: int) -> None:
-        """Keep at least the last `most` columns."""
-        self.ids.append(ids.detach()[:, -most:])
-        if len(self.ids) > 2 * most:
-            self.ids = self.ids[-most:]
-
     def row_ids(self, row: int) -> list[int]:
-        """The ids of one row that are kept."""
+        """The ids of one row."""
         if len(self.ids) > 1:
             self.ids = [torch.cat(self.ids, 1)]
         return self.ids[0][row].tolist()
@@ -326,8 +316,6 @@ class Guarding:
         self._settings = settings
         self._run = run
         self._session = session
-        # Copies are looked for in the whole row, or by the paper's rule in the recent window.
-        self._ids_kept = guard.recent_window or 1 << 40
         self._ends = frozenset(_end_ids(run) if guard.ends is None else guard.ends)
         self._rows: WeakKeyDictionary[CacheState, GuardedRows] = WeakKeyDictionary()
         self._local = threading.local()
@@ -372,7 +360,7 @@ class Guarding:
 
     def _note_tokens(self, rows: GuardedRows, ids: Int[Tensor, "batch pos"]) -> None:
         """Count a generated token of each row, and go on with the bans that are still in force."""
-        rows.keep_ids(ids, self._ids_kept)
+        rows.ids.append(ids.detach())
         rows.later_turn = False
         rows.count += 1
         if rows.bans:
@@ -395,7 +383,7 @@ class Guarding:
     def _steer(self, rows: GuardedRows, logits: Float[Tensor, "row vocab"], drawn: list[int]) -> None:
         """Lower the logits of banned tokens in place, and raise that of a drawn one where decoding is greedy."""
         for row, ban in rows.bans.items():
-            logits[row, ban.banned()] -= BANNED
+            logits[row, ban.banned()] -= ban.penalty
         if not self._session.now.samples:
             for row in drawn:
                 draw(logits[row], self._guard.min_p, self._random)
@@ -415,7 +403,7 @@ class Guarding:
         rows = self._new_rows(moment, past + new, later_turn=past > 0)
         if earlier is not None and past > 0 and earlier.ids and len(earlier.ids[0]) == len(ids):
             rows.ids = earlier.ids
-        rows.keep_ids(ids, self._ids_kept)
+        rows.ids.append(ids.detach())
         return rows
 
     def _spare_states(self, moment: Moment) -> None:
@@ -515,22 +503,23 @@ class Guarding:
         cached = _cached_positions(moment.layers, row.alarm.row, row.length)
         retention = self._guard.retention(row.prompt, self._session.anchors)
         taken_back = self._take_back(row)
-        generated = row.length - row.prompt - taken_back
-        level = step.level
-        if taken_back:  # the monitor forgets what was taken back
+        rung = step.level
+        if taken_back:  # the monitor forgets it, and without a ban it would be written again
             earlier = rows.rewound_at.setdefault(row.alarm.row, [])
-            level = sum(abs(generated - at) <= self._guard.window for at in earlier)
-            earlier.append(generated)
-        escalation = self._escalation(level, taken_back > 0)
+            place = row.length - row.prompt - taken_back
+            rung = 1 + sum(abs(place - at) <= self._guard.window for at in earlier)
+            earlier.append(place)
+        escalation = self._escalation(rung, taken_back > 0)
         bad = self._bad_tokens(row, retention)
         if taken_back:
             bad = replace(bad, ranges=[(row.length - taken_back, row.length)])
-        if escalation in ("ban", "draw"):
+        if escalation is not None:
             longest = self._guard.ban_length
             left = row.ids[: len(row.ids) - taken_back - bool(taken_back)]
             ban = rows.bans.setdefault(row.alarm.row, Ban(deque(maxlen=longest - 1)))
             ban.latest = deque(left[1 - longest :], longest - 1)
-            ban.add(bad.loop, max(2, longest - level), rows.count + self._guard.window)
+            ban.add(bad.loop, max(2, longest + 1 - rung), rows.count + self._guard.window)
+            ban.penalty = rung * PENALTY
         if escalation == "draw":
             rows.drawn_until[row.alarm.row] = rows.count + self._guard.draws
         level = min(step.level, retention.max_level)
@@ -553,12 +542,12 @@ class Guarding:
         position = row.prompt + step.step - 1
         return Event(row.alarm.row, moment.call.step, position, None, None, LoopGuard.KIND, data), kept
 
-    def _escalation(self, level: int, rewinds: bool) -> str | None:
-        """What is done beside the cut; a loop that is taken back would be written again without a ban."""
+    def _escalation(self, rung: int, rewinds: bool) -> str | None:
+        """What is done beside the cut: nothing at rung 0, then a ban, and at last draws."""
         escalate = self._guard.escalate
-        if escalate == "draw":
-            return "draw" if level >= DRAW_FROM else "ban"
-        return "ban" if escalate == "ban" or rewinds else None
+        if rung == 0 or (escalate == "none" and not rewinds):
+            return None
+        return "draw" if escalate == "draw" and rung >= DRAW_FROM else "ban"
 
     def _bad_tokens(self, row: LoopingRow, retention: Retention) -> BadTokens:
         """Find the positions in bad blocks.

@@ -16,24 +16,26 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Run
 
-BANNED = 1e4
-"""What a banned token loses of its logit. It stays finite, because a later processor may allow no other token."""
+PENALTY = 5.0
+"""What a banned token loses of its logit at the first rung; at each further one as much again."""
 DRAWN = 100.0
 """By how much the logit of a drawn token exceeds all others."""
 
 
 @dataclass(eq=False)
 class Ban:
-    """N-grams that a row may not write for some time.
+    """N-grams that a row writes less readily for some time.
 
     Attributes:
         latest: The latest tokens of the row.
         until: Number of the call up to which the ban holds.
+        penalty: What the logit of a token that would complete one of them loses.
         following: Tokens that complete a banned n-gram, keyed by the tokens before them.
     """
 
     latest: deque[int]
     until: int = 0
+    penalty: float = 0.0
     following: dict[tuple[int, ...], set[int]] = field(default_factory=dict)
 
     def add(self, tokens: Sequence[int], length: int, until: int) -> None:

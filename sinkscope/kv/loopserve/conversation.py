@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from statistics import fmean
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.files.records import Natural, check_values
 from sinkscope.interventions import positions
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.decode import ForcedAnswer, decoding
@@ -41,9 +43,12 @@ _SET_BY_US = (
     "generation_config",
     "max_length",
     "prefill_chunk_size",
+    "num_beams",
+    "num_return_sequences",
+    "assistant_model",
+    "assistant_early_exit",
+    "prompt_lookup_num_tokens",
 )
-_SINGLE_ROW = ("num_beams", "num_return_sequences")
-_DRAFTING = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
 _ANSWER_MARK = "ANSWER-0f3b71"  # stands for an earlier answer in a chat template
 
 
@@ -214,8 +219,7 @@ class Conversation:
         tokenizer: Any = None,
         chat: bool = False,
     ) -> None:
-        if answers not in get_args(Answers):
-            raise SinkscopeError(f'answers={answers!r}: expected "recompute" or "keep"')
+        check_values(Answers, answers=answers)
         if edit is not None and not isinstance(edit, Intervention):
             raise SinkscopeError(f"edit={edit!r}: expected LoopServe(...), a policy, patch or guard, or None")
         self.target = target_of(model, tokenizer)
@@ -251,8 +255,7 @@ class Conversation:
                 context, or `generation` has settings that the conversation sets itself or that need several rows;
                 also whatever the edit raises.
         """
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise SinkscopeError(f"max_new_tokens={max_new_tokens!r}: expected a whole number from 1")
+        check_values(Natural, max_new_tokens=max_new_tokens)
         return self._take_turn(self._prompt_ids(prompt), max_new_tokens, generation)
 
     def say(self, prompt: str | Sequence[int], answer: str | Sequence[int]) -> Turn:
@@ -285,12 +288,19 @@ class Conversation:
         whole = [*self.ids, *new]
         turn_name = f"turn {len(self.turns) + 1}, with the {len(self.ids)} tokens before it,"
         target.check_length(turn_name, len(whole), max_new_tokens, "ask something shorter")
-        _check_generation(generation)
+        for name, value in generation.items():
+            if name in _SET_BY_US and value is not None and not (isinstance(value, int) and value == 1):
+                raise SinkscopeError(
+                    f"{name}={value!r}: a conversation has a cache of its own, and writes one row of text token by "
+                    f"token; leave it out, or give {name}=None"
+                )
         recorder = TurnRecorder(self._snapshot, self._snapshot.cache())
         edit = recorder if self._edit is None else recorder | self._edit
         # The prompt is read in one pass, on this cache.
         ours: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
-        settings = decoding(target, **{"do_sample": False, "pad_token_id": self._pad_id(), **generation, **ours})
+        settings = decoding(
+            target, **{"do_sample": False, "pad_token_id": min(target.end_ids, default=0), **generation, **ours}
+        )
         ids = torch.tensor([whole], device=target.device)
         with edit.on(target) as run, torch.no_grad():
             output = generate_in_pieces(
@@ -308,9 +318,6 @@ class Conversation:
         text = None
         if self.tokenizer is not None:
             text = str(self.tokenizer.decode(answer, skip_special_tokens=True))
-        read = None
-        if recorder.reads:
-            read = sum(recorder.reads) / len(recorder.reads)
         turn = Turn(
             prompt=tuple(new),
             ids=tuple(answer),
@@ -318,7 +325,7 @@ class Conversation:
             prompt_tokens=len(whole),
             queries=len(whole) - self._snapshot.seen,
             events=tuple(run.events),
-            read=read,
+            read=fmean(recorder.reads) if recorder.reads else None,
             lines=tuple(recorder.lines.get(layer) for layer in range(target.n_layers)),
             output=output,
         )
@@ -332,12 +339,12 @@ class Conversation:
             return self._encode(prompt, "prompt", special=not self.turns)
         if not prompt.strip():
             raise SinkscopeError(f"turn {len(self.turns) + 1}, the prompt is empty: write at least one word")
-        message = {"role": "user", "content": prompt}
+        messages = [{"role": "user", "content": prompt}]
+        if self.turns:
+            messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER_MARK}, *messages]
+        text = chat_text(self.tokenizer, messages, self.target.name)
         if not self.turns:
-            text = chat_text(self.tokenizer, [message], self.target.name)
             return self._encode(text, "prompt", special=False)
-        earlier = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER_MARK}]
-        text = chat_text(self.tokenizer, [*earlier, message], self.target.name)
         _, mark, rest = text.partition(_ANSWER_MARK)
         if not mark:
             raise SinkscopeError(
@@ -346,37 +353,10 @@ class Conversation:
             )
         new = self._encode(rest, "prompt", special=False)
         # The token that ends an answer is in the template, and may have been generated too.
-        already_ended = self.turns[-1].ids[-1] == new[0] and new[0] in self.tokenizer.all_special_ids
-        return new[1:] if already_ended else new
+        if self.turns[-1].ids[-1] == new[0] and new[0] in self.tokenizer.all_special_ids:
+            del new[0]
+        return new
 
     def _encode(self, text: str | Sequence[int], what: str, *, special: bool) -> list[int]:
         target = replace(self.target, tokenizer=self.tokenizer)  # also a tokenizer that was set later
         return read_row(target, text, f"turn {len(self.turns) + 1}, the {what}", special=special)
-
-    def _pad_id(self) -> int:
-        """A padding token. Nothing is padded with it, but `generate` warns if it has to choose one itself."""
-        for token in (getattr(self.tokenizer, "pad_token_id", None), *self.target.end_ids):
-            if token is not None:
-                return int(token)
-        return 0
-
-
-def _check_generation(generation: dict[str, Any]) -> None:
-    """Refuse settings of `generate` that a conversation sets itself, or that need several rows or a draft.
-
-    Raises:
-        SinkscopeError: There is such a setting.
-    """
-    for name in generation:
-        if name in _SET_BY_US:
-            raise SinkscopeError(f"{name} is made by the conversation: leave it out, give other settings by name")
-    for name in _SINGLE_ROW:
-        number = generation.get(name)
-        if number not in (None, 1):
-            raise SinkscopeError(f"{name}={number!r}: a conversation is one row of text; give {name}=1")
-    for name in _DRAFTING:
-        if generation.get(name) is not None:
-            raise SinkscopeError(
-                f"{name} is set: an assistant drafts several tokens at a time, and a conversation takes them one by "
-                f"one; give {name}=None"
-            )

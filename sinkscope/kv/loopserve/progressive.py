@@ -113,7 +113,7 @@ class Progressive(Policy):
         state, layers = moment.state, moment.layers
         memory = state.memory.setdefault(key, {})
         if moment.prefill_ended:
-            memory["budget"] = self.tokens(moment.call.before)
+            self.begin(moment, session, memory)
             if "selection" not in memory:
                 memory["selection"] = Selection()
                 session.decoding_reads.append(memory["selection"].reads)

@@ -15,10 +15,9 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Budget, Natural, Part, Whole, check_fields
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.loopserve.progressive import Progressive, steps_summary
-from sinkscope.kv.loopserve.sparse_prompts import SparsePrompts, prompts_summary
+from sinkscope.kv.loopserve.sparse_prompts import SparsePrompts, line_limit, prompts_summary
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines, Variant, choice_cost, draw_of, held_out, select_lines
-from sinkscope.lines.sparse import dense_limit
 
 FLAT_COST = 0.15
 """Most that a search may cost (`choice_cost`) in a layer where the last one found no lines: it takes a third of that
@@ -180,14 +179,8 @@ class LoopServe(Intervention):
             sharp=self.sharp,
             checked=self.checked,
             scaling=scaling,
-            dense_above=max(0.0, self._limit(query) - self._cost(query, keys)),
+            dense_above=max(0.0, line_limit(self.dense_above, query) - self._cost(query, keys)),
         )
-
-    def _limit(self, query: Float[Tensor, "head query d_head"]) -> float:
-        """Share of dense attention above which computing lines costs more than it saves."""
-        if self.dense_above is not None:
-            return self.dense_above
-        return dense_limit(query.shape[-1], "auto", query.device)
 
     def _cost(self, query: Float[Tensor, "head query d_head"], keys: int) -> float:
         """Cost of the choice, as a share of dense attention; 0 where it does not matter."""
@@ -200,7 +193,7 @@ class LoopServe(Intervention):
         cost = self._cost(query, keys)
         if flat and cost > FLAT_COST:
             return False
-        return cost == 0 or cost < self._limit(query)
+        return cost == 0 or cost < line_limit(self.dense_above, query)
 
     def _held_out(self, queries: int, keys: int, layer: int) -> Int[Tensor, " row"]:
         """Queries that did not choose the lines."""

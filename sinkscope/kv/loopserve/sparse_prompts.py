@@ -52,16 +52,21 @@ class PromptRow:
         if not bool(real.any()):
             return None
         query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
-        padded = not bool(real.all())
-        if padded:
-            query = query[:, real]
         if not bool(occupied.all()):
             key, value = key[:, occupied], value[:, occupied]
-        return cls(query, key, value, prompt.scaling, prompt.layer, real if padded else None)
+        if bool(real.all()):
+            return cls(query, key, value, prompt.scaling, prompt.layer)
+        return cls(query[:, real], key, value, prompt.scaling, prompt.layer, real)
 
     def without_last(self, count: int) -> PromptRow:
         """All but the last positions."""
-        return replace(self, query=self.query[:, :-count], key=self.key[:, :-count], value=self.value[:, :-count])
+        queries, keys = self.query.shape[1] - count, self.key.shape[1] - count
+        return replace(self, query=self.query[:, :queries], key=self.key[:, :keys], value=self.value[:, :keys])
+
+    def cells(self) -> int:
+        """Number of causal cells: each query attends to one key more than the one before."""
+        queries, keys = self.query.shape[1], self.key.shape[1]
+        return queries * (2 * keys - queries + 1) // 2
 
     def all_lines(self, queries: int) -> HeadLines:
         """Every line, for the last queries."""
@@ -73,13 +78,14 @@ class PromptRow:
         query, lines = self.query[:, -queries:], self.all_lines(queries)
         return sparse_attention(query, self.key, self.value, lines, scaling=self.scaling, dense_above=0.0)[0]
 
-    def last_output(self) -> Float[Tensor, "head d_value"]:
-        """Output of the last query if it attends to everything, in float32."""
+    def last_error(self, output: Float[Tensor, "head d_value"]) -> Tensor:
+        """Error of an output of the last query beside that of attending to everything, as a share of its norm."""
         last_key = torch.tensor([self.key.shape[1] - 1], device=self.key.device)
         probs = attention_of(self.query[:, -1:], self.key, last_key, self.scaling)
         grouped = rearrange(probs, "(kv_head group) 1 key -> kv_head group key", kv_head=len(self.value))
-        output = einsum(grouped, self.value.float(), "kv_head group key, kv_head key d_value -> kv_head group d_value")
-        return rearrange(output, "kv_head group d_value -> (kv_head group) d_value")
+        heads = einsum(grouped, self.value.float(), "kv_head group key, kv_head key d_value -> kv_head group d_value")
+        expected = rearrange(heads, "kv_head group d_value -> (kv_head group) d_value")
+        return torch.linalg.vector_norm(output - expected) / torch.linalg.vector_norm(expected)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,12 +163,9 @@ class SparsePrompts:
             UnsupportedError: The model is a TransformerBridge.
         """
         if session.target.kind == "bridge":
-            remedy = "load the model with backend='hf'"
-            if self.name == "LoopServe":
-                remedy = f"use prefill=False, or {remedy}"
             raise UnsupportedError(
                 f"a TransformerBridge computes its own attention, so {self.name} cannot make prompts sparse on it: "
-                f"{remedy}",
+                "load the model with backend='hf'; LoopServe can leave prompts as they are, too, with prefill=False",
                 page="kv-session",
             )
         session.replace_prefill(lambda prompt, kv: self._attend(prompt, kv, session))
@@ -187,13 +190,13 @@ class SparsePrompts:
                 if session.line_follower is not None:
                     session.line_follower(prompt.layer, number, reads[number].lines)
         _log_prompt(session.run, call, prompt.layer, view, why_dense, reads)
-        some_sparse = any(read.outputs for read in reads.values())
-        if why_dense is None:
-            flat.discard(prompt.layer)
-        if why_dense is None and not some_sparse:
-            flat.add(prompt.layer)
-        if why_dense is not None or (not some_sparse and _stock_is_fast(prompt, view, session)):
+        if why_dense is not None:
             return None
+        flat.discard(prompt.layer)
+        if not any(read.outputs for read in reads.values()):
+            flat.add(prompt.layer)
+            if _stock_is_fast(prompt, view, session):
+                return None
         batch, heads, queries = prompt.query.shape[:3]
         whole = prompt.query.new_zeros(batch, queries, heads, prompt.value.shape[-1])
         for number, row in rows.items():
@@ -207,73 +210,33 @@ class SparsePrompts:
 
     def read(self, row: PromptRow) -> PromptRead:
         """Read a row as it would be read alone, also if it shares a batch with longer prompts."""
-        queries, keys = row.query.shape[1], row.key.shape[1]
-        too_few = queries <= self.dense_rows or not self._may_pay(row.query, keys)
-        if keys < self.shortest or too_few:
-            lines = row.all_lines(queries)
-            return self._dense_read(row, lines, all_dense(len(row.query)))
+        heads, queries, keys = len(row.query), row.query.shape[1], row.key.shape[1]
+        shares = None if self.held_out is None else torch.ones(heads)
+        if keys < self.shortest or queries <= self.dense_rows or not self._may_pay(row.query, keys):
+            return PromptRead(row.all_lines(queries), all_dense(heads), recovered=shares)
+        body = row.without_last(self.dense_rows)
+        lines = self.choose(body.query, body.key, row.scaling, row.layer)
+        met = min(self.choice_rows, queries)  # queries that meet all keys besides attention
+        if line_limit(self.dense_above, row.query) < 1 and bool(lines.vertical.all()):
+            return PromptRead(lines, all_dense(heads), recovered=shares, choice=met * keys / row.cells())
+        output, sparsity = sparse_attention(
+            body.query, body.key, body.value, lines, scaling=row.scaling, dense_above=self.dense_above
+        )
+        if self.held_out is not None and not all(sparsity.dense):
+            held_out = self.held_out(body.query.shape[1], body.key.shape[1], row.layer)
+            met += len(held_out)
+            shares = recovered(body.query, body.key, lines, row.scaling, held_out)
+            shares[torch.tensor(sparsity.dense, device=shares.device)] = 1.0
+        read = PromptRead(lines, sparsity, (output,), shares, choice=met * keys / row.cells())
         if self.dense_rows:
-            read = self._read_with_dense_end(row)
-        else:
-            read = self._read_along_lines(row)
-        read = replace(read, choice=self._choice_share(row, read))
-        if self.dense_rows:
+            end = row.dense(self.dense_rows)
+            return replace(read, sparsity=_with_dense_end(sparsity, body.cells() / row.cells()), outputs=(output, end))
+        if shares is None:
             return read
-        if not read.outputs or read.recovered is None:
-            return read
-        expected = row.last_output()
-        error = torch.linalg.vector_norm(read.outputs[0][:, -1] - expected) / torch.linalg.vector_norm(expected)
-        return replace(read, last_error=error)
+        return replace(read, last_error=row.last_error(output[:, -1]))
 
     def _may_pay(self, query: Float[Tensor, "head query d_head"], keys: int, flat: bool = False) -> bool:
         return self.pays is None or self.pays(query[:, self.dense_rows :], keys, flat)
-
-    def _choice_share(self, row: PromptRow, read: PromptRead) -> float:
-        """Cells computed besides attention: each query that was sampled, checked or held out meets all keys."""
-        queries, keys = row.query.shape[1], row.key.shape[1]
-        rows = min(self.choice_rows, queries)
-        if self.held_out is not None and not all(read.sparsity.dense):
-            rows += len(self.held_out(queries - self.dense_rows, keys - self.dense_rows, row.layer))
-        return rows * keys / int(row.all_lines(queries).lengths().sum())
-
-    def _read_with_dense_end(self, row: PromptRow) -> PromptRead:
-        """The last queries attend to everything, the others along lines."""
-        read = self._read_along_lines(row.without_last(self.dense_rows))
-        if not read.outputs:
-            return read
-        sparsity = read.sparsity
-        line_cells = int(read.lines.lengths().sum())
-        end_cells = int(row.all_lines(self.dense_rows).lengths().sum())
-        line_share = line_cells / (line_cells + end_cells)
-        whole = Sparsity(
-            cells=tuple(line_share * cells + 1 - line_share for cells in sparsity.cells),
-            computed=tuple(line_share * computed + 1 - line_share for computed in sparsity.computed),
-            dense=sparsity.dense,
-            kernel=sparsity.kernel,
-        )
-        return replace(read, sparsity=whole, outputs=(*read.outputs, row.dense(self.dense_rows)))
-
-    def _read_along_lines(self, row: PromptRow) -> PromptRead:
-        """All queries attend along lines."""
-        query, key, value = row.query, row.key, row.value
-        lines = self.choose(query, key, row.scaling, row.layer)
-        limit = self.dense_above
-        if limit is None:
-            limit = dense_limit(query.shape[-1], "auto", query.device)
-        if limit < 1 and bool(lines.vertical.all()):
-            return self._dense_read(row, lines, all_dense(len(query)))
-        output, sparsity = sparse_attention(query, key, value, lines, scaling=row.scaling, dense_above=self.dense_above)
-        if self.held_out is None or all(sparsity.dense):
-            return replace(self._dense_read(row, lines, sparsity), outputs=(output,))
-        held_out = self.held_out(query.shape[1], key.shape[1], row.layer)
-        shares = recovered(query, key, lines, row.scaling, held_out)
-        shares[torch.tensor(sparsity.dense, device=shares.device)] = 1.0
-        return PromptRead(lines, sparsity, (output,), shares)
-
-    def _dense_read(self, row: PromptRow, lines: HeadLines, sparsity: Sparsity) -> PromptRead:
-        """A read that loses nothing, because every head is dense or nothing is measured."""
-        shares = None if self.held_out is None else torch.ones(len(row.query))
-        return PromptRead(lines, sparsity, recovered=shares)
 
     def why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None, flat: bool = False) -> str | None:
         """Why the model's own attention must be used or is better; None if lines are used.
@@ -325,6 +288,22 @@ def _log_prompt(
         return logged
 
     run.log(events)
+
+
+def line_limit(dense_above: float | None, query: Float[Tensor, "head query d_head"]) -> float:
+    """Share of dense attention above which computing lines costs more than it saves: as given, or of the kernel."""
+    if dense_above is None:
+        return dense_limit(query.shape[-1], "auto", query.device)
+    return dense_above
+
+
+def _with_dense_end(sparsity: Sparsity, line_share: float) -> Sparsity:
+    """What was computed, if all causal cells but this share were computed besides."""
+    return replace(
+        sparsity,
+        cells=tuple(line_share * cells + 1 - line_share for cells in sparsity.cells),
+        computed=tuple(line_share * computed + 1 - line_share for computed in sparsity.computed),
+    )
 
 
 def _stock_is_fast(prompt: Attention, view: View, session: Session) -> bool:
