@@ -23,7 +23,7 @@ from sinkscope.sinks.first_token.result import RATE_EPS, SHORT, few_heads
 
 FIGURE_COMPONENTS = 12
 WORDS_OF_STEP = 18  # what a conclusion has room for beside the position
-NAMED, WORDS_OF_NAMES = 3, 7  # components that a sentence names at most, and the words that they may take
+NAMED, WORDS_OF_NAMES = 3, 6  # components that a sentence names at most, and the words that they may take
 MARK, NEURONS, EARLY, REPETITION, KEYS = "mark", "neurons", "early spike", "repetition", "keys"
 
 
