@@ -232,4 +232,5 @@ def test_the_command_and_the_demo(light, model, tmp_path, capsys, monkeypatch):
     assert main(["demo", "--out", str(tmp_path / "d")]) == 0
     shown = capsys.readouterr().out
     assert "Heads, by `sinkscope heads`: " in shown and len(shown.splitlines()) <= 24
+    assert shown.index("All results") < shown.index("Heads, by")
     assert (tmp_path / "d/card.html").is_file()

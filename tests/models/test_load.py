@@ -198,7 +198,10 @@ def test_what_libraries_print_never_reaches_stdout(stage, tmp_path, monkeypatch,
     assert "noise" in err
 
 
-def test_nothing_on_stdout_and_nothing_on_stderr(capfd):
+@pytest.mark.parametrize("terminal", [False, True])
+def test_nothing_on_stdout_and_nothing_on_stderr(terminal, monkeypatch, capfd):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", terminal)
     for backend in ("bridge", "hf", "nnsight"):
         load(checkpoint("llama"), backend=backend, layers=2)
     out, err = capfd.readouterr()

@@ -219,7 +219,7 @@ class MarkingHeads(Result):
                     f"The heads of no single layer mark the first token: replacing those of all layers takes away "
                     f"{every} of the mark, those of one layer at most {most}."
                 )
-            return f"No head marks the first token: replacing all heads takes away only {every} of the mark."
+            return f"No head marks the first token: replacing all heads takes away {every} of the mark."
         heads = [(self.marking_layer, head) for head in np.flatnonzero(self.serves.any(0)).tolist()]
         lost, chance = beside(_median(self.set_drop) or 0.0, self.evidence.control)
         control = "" if self.evidence.control is None else f", as many other heads at most {chance}"

@@ -105,9 +105,9 @@ class NormReading(Reading):
             f"{low:.4g} to {high:.4g})."
         ]
         lines += left_out_line([self.sweep.tokens[row] for row in self.sweep.single if self.repeats[row] == 1])
-        for neurons, norms in zip(self.zeroed[1:], self.first_norms[1:], strict=True):
+        for neurons, norms, which in zip(self.zeroed[1:], self.first_norms[1:], ("", "random "), strict=False):
             lost = cell(float(1 - norms[0] / self.first_norms[0, 0]), percent=True)
-            lines.append(f"With {neuron_names(neurons)} zeroed, {lost} of the first token's norm is lost.")
+            lines.append(f"With {which}{neuron_names(neurons)} zeroed, {lost} of the first token's norm is lost.")
         return [*lines, *replaced_line(self.sweep.replaced)]
 
     def rows(self) -> Table:
