@@ -10,7 +10,7 @@ second, is the time of compilation.
 - `numba`: what `sinkscope.lines.lone` uses;
 - `c`: `lone.c` in this folder, compiled by the machine's own compiler with -O3 and -march=native;
 - `inductor`: `torch.compile` of the same two sums written with indices;
-- `pytorch`: one line after the other, as without numba.
+- `pytorch`: one line after the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,7 +61,7 @@ def by_c() -> LoneLoops:
         numbers = [ctypes.c_int64(n) for n in (len(offsets), start, len(probs))]
         library.lone_sums(*at(probs, value, offsets), *numbers, *at(out), ctypes.c_int64(probs.stride(0)))
 
-    return LoneLoops(1.5, scores, sums)
+    return LoneLoops(scores, sums)
 
 
 def by_inductor() -> LoneLoops:
@@ -86,14 +85,29 @@ def by_inductor() -> LoneLoops:
     def sums(probs: Tensor, value: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
         out += weighted(probs[:, : len(offsets)], value, offsets, start)
 
-    return LoneLoops(1.5, scores, sums)
+    return LoneLoops(scores, sums)
+
+
+def _scores(query: Tensor, key: Tensor, opened: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
+    for line, offset in enumerate(offsets.tolist()):
+        begin = max(0, offset - start)  # rows before it have no such key
+        at = slice(start + begin - offset, start + len(query) - offset)
+        products = (query[begin:] * key[at]).sum(1)
+        out[:begin, line] = -torch.inf
+        out[begin:, line] = products.masked_fill_(~opened[at], -torch.inf)
+
+
+def _sums(probs: Tensor, value: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
+    for line, offset in enumerate(offsets.tolist()):
+        begin = max(0, offset - start)
+        at = slice(start + begin - offset, start + len(probs) - offset)
+        out[begin:].addcmul_(probs[begin:, line, None], value[at])
 
 
 def measured(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
     """One row for each length and arm."""
-    numba = lone_loops(D_HEAD, D_HEAD, torch.device("cpu"))
-    plain = replace(lone_loops(D_HEAD, D_HEAD, torch.device("meta")), cost=1.5)  # planned like the others
-    arms = {"c": by_c(), "numba": numba, "inductor": by_inductor(), "pytorch": plain}
+    numba = lone_loops(D_HEAD, D_HEAD)
+    arms = {"c": by_c(), "numba": numba, "inductor": by_inductor(), "pytorch": LoneLoops(_scores, _sums)}
     first: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
     for n in lengths:

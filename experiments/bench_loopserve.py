@@ -7,8 +7,7 @@ Everything is CPU time of one thread, pairs are interleaved, and what counts is 
 there is one round, and layers have two heads. Writes a PNG beside the JSON.
 
 - `layer`: attention of 8 heads, d_head 64, on drawn lines. `vertical`: single columns; `slash`: single offsets;
-  `groups`: offsets in groups of four; `mixed`: 70 % columns, a band at the diagonal, two lone offsets. Beside them
-  single offsets without numba.
+  `groups`: offsets in groups of four; `mixed`: 70 % columns, a band at the diagonal, two lone offsets.
 - `selection`: the choice of lines as a share of dense attention, on planted columns and periods.
 - `model`: forward pass under `LoopServe` against the same model alone, and what the stages take. `half`: `lines-512` of
   `bench_lines` (random weights, 2 layers; in the first half of the heads attend to one offset and half to marked
@@ -91,7 +90,6 @@ def scattered(kind: str, heads: int, n: int, density: float, generator: torch.Ge
 def layer(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
     """Times faster than dense attention, by length, kind of lines and share of cells."""
     rows: list[dict[str, Any]] = []
-    plain = sparse.lone_loops(D_HEAD, D_HEAD, torch.device("meta"))  # what there is without numba
     for n in lengths:
         generator = torch.Generator().manual_seed(0)
         heads = 8 if n <= REPEATED else 2
@@ -100,27 +98,23 @@ def layer(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
         def dense(q: Tensor = query, k: Tensor = key, v: Tensor = value) -> Tensor:
             return functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
 
-        arms = [(kind, "compiled") for kind in KINDS]
-        arms += [("slash", "no numba")] if n <= REPEATED else []
-        for kind, how in arms:
+        for kind in KINDS:
             drawn = [scattered(kind, heads, n, density, generator) for density in DENSITIES]
             pairs: list[list[float]] = [[] for _ in drawn]
             work: list[Any] = [None] * len(drawn)
-            with patch.object(sparse, "lone_loops", lambda *_: plain) if how == "no numba" else nullcontext():
-                sparse.sparse_attention(query, key, value, drawn[0])  # compiled, where that is
-                for _ in range(rounds if n <= REPEATED else 1):
-                    base, _out = seconds(dense)
-                    for number, lines in enumerate(drawn):
-                        ours, (_out, work[number]) = seconds(
-                            lambda: sparse.sparse_attention(query, key, value, lines)  # noqa: B023
-                        )
-                        pairs[number].append(base / ours)
+            sparse.sparse_attention(query, key, value, drawn[0])  # compiled
+            for _ in range(rounds if n <= REPEATED else 1):
+                base, _out = seconds(dense)
+                for number, lines in enumerate(drawn):
+                    ours, (_out, work[number]) = seconds(
+                        lambda: sparse.sparse_attention(query, key, value, lines)  # noqa: B023
+                    )
+                    pairs[number].append(base / ours)
             for ratios, what in zip(pairs, work, strict=True):
                 rows.append(
                     {
                         "n": n,
                         "kind": kind,
-                        "how": how,
                         "kernel": what.kernel,
                         "heads": heads,
                         "cells": sum(what.cells) / heads,
@@ -131,7 +125,7 @@ def layer(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
                     }
                 )
             said = ", ".join(f"{row['cells']:.0%}: {row['times_faster']:.1f}" for row in rows[-len(DENSITIES) :])
-            _console.print(f"{n} {kind} ({how}): times faster at {said}")
+            _console.print(f"{n} {kind}: times faster at {said}")
     return rows
 
 
@@ -153,7 +147,7 @@ def selection(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for n in lengths:
         query, key = planted(n, torch.Generator().manual_seed(0))
-        limit = sparse.dense_limit(D_HEAD, "blocks", query.device)
+        limit = sparse.dense_limit(D_HEAD, query.device)
         pairs: dict[float, list[float]] = {0.955: [], 0.995: []}
         cells: dict[float, float] = {}
         for _ in range(rounds if n <= REPEATED else 1):
@@ -360,7 +354,7 @@ def figure(data: dict[str, Any]) -> Any:
     colours = dict(zip(LENGTHS, (GREY, BLUE, GREEN, ORANGE, RED), strict=True))
     for column, kind in ((1, "vertical"), (2, "slash")):
         for n in sorted({row["n"] for row in result["layer"]}):
-            some = [row for row in result["layer"] if (row["n"], row["kind"], row["how"]) == (n, kind, "compiled")]
+            some = [row for row in result["layer"] if (row["n"], row["kind"]) == (n, kind)]
             fig.add_scatter(
                 x=[row["cells"] for row in some],
                 y=[row["times_faster"] for row in some],

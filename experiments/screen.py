@@ -76,7 +76,7 @@ def input_rows(target: Target, layer: int, expert: int | None) -> list[Tensor]:
     """Gate and up rows, or the rows of the only input projection, each `[neuron d_model]`."""
     adapter = target.adapter
     if expert is not None:
-        return [weight for weight, _ in target.experts(layer).rows(expert)]
+        return [weight for weight, _ in target.experts(layer).inputs(expert)]
     up = target.rows_of(target.mlp_part(layer, "up"), target.d_model)
     if adapter.fused_gate_up:
         return list(up.chunk(2))

@@ -60,7 +60,7 @@ def case(kind: str, queries: int, past: int, width: int, kv: int, dtype: torch.d
     query, key = normal(4, queries, width), normal(kv, keys, width)
     value = normal(keys, kv, 2 * width // 3).transpose(0, 1)  # as a model gives them: not contiguous
     lines = lines_of(keys, queries, kind)
-    found, what = sparse_attention(query, key, value, lines, scaling=0.25, dense_above=limit, kernel="triton")
+    found, what = sparse_attention(query, key, value, lines, scaling=0.25, dense_above=limit)
     wanted = masked(query, key, value, lines)
     if any(what.dense):
         lines.slash[torch.tensor(what.dense)] = True  # all cells

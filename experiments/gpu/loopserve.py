@@ -1,19 +1,19 @@
 """LoopServe on a GPU: sparse prompts, the choice of lines, whole prompts, decoding from a part of the cache, latency.
 
     python -m experiments.gpu.loopserve [--model NAME|FOLDER] [--out figures/gpu_loopserve.json] [--device cuda]
-        [--sections prefill selection prompt decoding latency] [--kernels triton blocks] [--minutes 9]
+        [--sections prefill selection prompt decoding latency] [--minutes 9]
 
 Without `--model` the model has the shape of a 7B one, random bfloat16 weights, and planted lines in every layer (half
 of the heads attend to one offset, half to marked tokens, a tenth of the text).
 
 - `prefill`: one layer, random lines (70 % of the cells vertical and scattered, one band at the diagonal, two
-  lone offsets; at a density of 0, up to a hundred of these alone) by density, length and kernel: times faster than
+  lone offsets; at a density of 0, up to a hundred of these alone) by density and length: times faster than
   causal `scaled_dot_product_attention` (on CUDA in half precision: its flash kernel), everything counted that
   depends on the lines; `kernel` says what computed them, `dense_heads` where plain attention was taken instead, since
   the lines fill too many blocks. `same` compares with PyTorch under the same mask, at a short length.
 - `selection`: queries and keys of the model's middle layer: the choice of lines (alpha 0.955) and attention along
-  them, over causal attention, by kernel, and the mass that the lines hold on 64 drawn rows (`mass`, by head the least).
-- `prompt`: the whole model reads a prompt, with `LoopServe()` and with its own attention (`sdpa`), by kernel; `mass` is
+  them, over causal attention, and the mass that the lines hold on 64 drawn rows (`mass`, by head the least).
+- `prompt`: the whole model reads a prompt, with `LoopServe()` and with its own attention (`sdpa`); `mass` is
   what the events say about held-out rows, over layers and heads.
 - `decoding`: one token at a time behind a prompt, from the whole cache and from 1,024 chosen tokens; steps that choose
   and steps between them apart.
@@ -35,7 +35,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +52,6 @@ from sinkscope.kv.loopserve import LoopServe, Progressive
 from sinkscope.kv.session import Session
 from sinkscope.lines import Sparsity, select_lines, sparse_attention
 from sinkscope.lines.choice import HeadLines, recovered
-from sinkscope.lines.sparse import Kernel
 from sinkscope.models.load import load
 from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
@@ -120,14 +119,14 @@ def scattered(heads: int, n: int, density: float, device: torch.device) -> HeadL
     return HeadLines(vertical.to(device), slash.to(device), n)
 
 
-def same(heads: int, width: int, kernel: Kernel, args: argparse.Namespace) -> float:
+def same(heads: int, width: int, args: argparse.Namespace) -> float:
     """Largest difference from PyTorch's attention under the same mask, over the largest output."""
     n, device, dtype = min(512, min(args.lengths)), torch.device(args.device), getattr(torch, args.dtype)
     query, key, value = (torch.randn(heads, n, width, device=device, dtype=dtype) for _ in range(3))
     lines = scattered(heads, n, 0.1, device)
     mask = lines.rows(torch.arange(n, device=device))
     wanted = scaled_dot_product_attention(query[None].float(), key[None].float(), value[None].float(), mask[None])[0]
-    found, _ = sparse_attention(query, key, value, lines, dense_above=torch.inf, kernel=kernel)
+    found, _ = sparse_attention(query, key, value, lines, dense_above=torch.inf)
     return float((found.float() - wanted).abs().max() / wanted.abs().max())
 
 
@@ -138,18 +137,16 @@ def prefill(target: Target, args: argparse.Namespace) -> Rows:
     heads, kv = config.num_attention_heads, target.n_kv_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     torch.manual_seed(0)
-    off = {kernel: same(heads, width, kernel, args) for kernel in args.kernels}
-    yield {"same": max(off.values()), "by_kernel": off}
+    yield {"same": same(heads, width, args)}
     for n in args.lengths:
         query = torch.randn(heads, n, width, device=device, dtype=dtype)
         key, value = (torch.randn(kv, n, width, device=device, dtype=dtype) for _ in range(2))
         for density in DENSITIES:
             lines = scattered(heads, n, density, device)
-            for kernel in args.kernels:
-                along = partial(sparse_attention, query, key, value, lines, kernel=kernel)
-                work = along()[1]
-                pairs = pairs_of(partial(dense, query, key, value), along, args.rounds)
-                yield {"n": n, "density": density, "asked": kernel, **said(work), **faster(pairs)}
+            along = partial(sparse_attention, query, key, value, lines)
+            work = along()[1]
+            pairs = pairs_of(partial(dense, query, key, value), along, args.rounds)
+            yield {"n": n, "density": density, **said(work), **faster(pairs)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,21 +181,19 @@ def selection(target: Target, args: argparse.Namespace) -> Rows:
         lines, choice = choose(), pairs_of(attend, choose, args.rounds)
         rows = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:64]
         held = recovered(query, key, lines, scaling, rows)
-        for kernel in args.kernels:
-            along = partial(sparse_attention, query, key, value, scaling=scaling, kernel=kernel)
-            work, alone = along(lines)[1], pairs_of(attend, partial(along, lines), args.rounds)
-            both = pairs_of(attend, lambda along=along, choose=choose: along(choose()), args.rounds)
-            yield {
-                "n": n,
-                "layer": seen.layer,
-                "asked": kernel,
-                **said(work),
-                "mass": {"mean": float(held.mean()), "least": float(held.min())},
-                "selection_over_dense": statistics.median(b / a for a, b in choice),
-                "selection_ms": 1e3 * statistics.median(b for _, b in choice),
-                "attention": faster(alone),
-                "with_selection": faster(both),
-            }
+        along = partial(sparse_attention, query, key, value, scaling=scaling)
+        work, alone = along(lines)[1], pairs_of(attend, partial(along, lines), args.rounds)
+        both = pairs_of(attend, lambda along=along, choose=choose: along(choose()), args.rounds)
+        yield {
+            "n": n,
+            "layer": seen.layer,
+            **said(work),
+            "mass": {"mean": float(held.mean()), "least": float(held.min())},
+            "selection_over_dense": statistics.median(b / a for a, b in choice),
+            "selection_ms": 1e3 * statistics.median(b for _, b in choice),
+            "attention": faster(alone),
+            "with_selection": faster(both),
+        }
 
 
 @torch.no_grad()
@@ -305,9 +300,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4], help="of the batch, decoding")
     parser.add_argument("--steps", type=int, default=64, help="decoding")
-    parser.add_argument(
-        "--kernels", nargs="+", choices=get_args(Kernel), help="of sparse prompts; default: triton, on a CPU auto"
-    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--shortest", type=int, default=2048)
@@ -317,7 +309,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.lengths, args.contexts, args.outputs, args.rows, args.steps = [128, 256], [128, 192], [4, 8], [1, 2], 20
         args.budget, args.shortest, args.rounds = 80, 0, 1
     args.outputs = sorted(set(args.outputs))
-    args.kernels = args.kernels or (["triton"] if args.device.startswith("cuda") else ["auto"])
     return args
 
 

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.longbench import PASSAGES_HEAD, PASSAGES_TAIL, LongBenchRecord, read_longbench
+from experiments.tokenizer import open_tokenizer
 from sinkscope.files.output import write_atomic
-from sinkscope.models.load import open_tokenizer
 
 LONGBENCH = {"dc": "multi_news", "ri": "narrativeqa", "2wiki": "2wikimqa"}
 COUNTS = {"dc": 300, "ri": 200}

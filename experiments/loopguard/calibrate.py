@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from scipy.special import gammaincinv
 
+from experiments.tokenizer import open_tokenizer
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.loops.outputs import parse
-from sinkscope.models.load import open_tokenizer
 
 FIRST_STEP = 64  # the paper's monitor does not trigger before
 BLOCK = 256  # tokens that make one event at most

@@ -28,6 +28,7 @@ from plotly.subplots import make_subplots
 from torch import Tensor
 
 from experiments.drawn import save
+from experiments.queries_and_keys import queries_and_keys
 from experiments.record import record
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.decode import greedy
@@ -36,7 +37,7 @@ from sinkscope.measure import Setup
 from sinkscope.measure.style import BLUE, GREEN, GREY, ORANGE, finished
 from sinkscope.models.target import Target, first_tensor, on_input
 from sinkscope.models.text import text_rows
-from sinkscope.trace.attention import Attention, listening, queries_and_keys
+from sinkscope.trace.attention import Attention, listening
 
 TAIL = 32  # positions of the window (the paper's B_t), rounded up to whole periods
 PERIODS = 8  # periods that follow a disturbed one

@@ -14,9 +14,9 @@ import torch
 from einops import einsum, repeat
 from torch import Tensor
 
+from experiments.queries_and_keys import queries_and_keys
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
-from sinkscope.trace import queries_and_keys
 
 
 @torch.no_grad()

@@ -49,14 +49,14 @@ def _check(name: str) -> None:
     from sinkscope.models.adapters import row_of
     from sinkscope.models.load import load
     from sinkscope.models.probe import probe
-    from sinkscope.models.scope import scope_of, shown_row
+    from sinkscope.models.scope import scope_line, shown_row
     from sinkscope.models.wrapped import target_of
 
     target = target_of(load(name, backend="hf", probe=False))
     report = probe(target)
     verdict = "is not served"
     if report.problem is None:
-        verdict = f"is served: {scope_of(target).line()}"
+        verdict = f"is served: {scope_line(target)}"
     origin = "inferred"
     if row_of(target.hf.config.model_type) is not None:
         origin = "written"

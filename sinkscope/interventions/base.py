@@ -24,6 +24,9 @@ from sinkscope.trace.internals import in_backward, is_checkpointing
 if TYPE_CHECKING:
     import pandas as pd
 
+BridgeHook = tuple[str, Callable[..., Any]]
+"""A hook point of TransformerLens by its name, and a function of the tensor there."""
+
 
 @dataclass(frozen=True)
 class Event:
@@ -236,7 +239,7 @@ class Intervention(ABC):
     def enter(self, run: Run, key: int) -> None:
         """Register hooks on `run.target` with `run.hook` or `run.stack`; `key` identifies a part of a composition."""
 
-    def bridge_hooks(self, run: Run, key: int) -> list[tuple[str, Callable[..., Any]]]:
+    def bridge_hooks(self, run: Run, key: int) -> list[BridgeHook]:
         """The same as functions of the tensor at TransformerLens' hook points, by their names, if that is possible."""
         raise UnsupportedError(
             f"{type(self).__name__} is more than hooks at TransformerLens' hook points: use "
@@ -295,7 +298,7 @@ class Intervention(ABC):
                 part.enter(run, key)
             yield run
 
-    def fwd_hooks(self, bridge: object) -> list[tuple[str, Callable[..., Any]]]:
+    def fwd_hooks(self, bridge: object) -> list[BridgeHook]:
         """The intervention as hooks for TransformerLens: `bridge.run_with_hooks(tokens, fwd_hooks=...)`.
 
         Works with padded batches and, inside `bridge.hooks(fwd_hooks=...)`, with generation. Make a new list for each
@@ -318,7 +321,7 @@ class Intervention(ABC):
         return hooks
 
 
-def _following(run: Run) -> list[tuple[str, Callable[..., Any]]]:
+def _following(run: Run) -> list[BridgeHook]:
     """Hooks of TransformerLens that learn where the tokens of a call are, from its ids and its attention scores."""
     ids: Tensor | None = None
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.files.records import Number, conform
-from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.base import BridgeHook, Event, Intervention, Run
 from sinkscope.interventions.expert_edit import expert_hook
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.interventions.sites import (
@@ -60,38 +60,30 @@ class NeuronValues:
         """True position of each token in its row; -1 at padding."""
         return self.call.on(self.old.device)
 
-    def log(
-        self,
-        kind: str,
-        where: Bool[Tensor, "batch pos neuron"],
-        data: Mapping[str, Tensor],
-        words: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
+    def log(self, kind: str, where: Bool[Tensor, "batch pos neuron"], data: Mapping[str, Tensor], **fixed: Any) -> None:
         """Log one event for each True in `where`.
 
         Args:
             kind: Kind of the events.
             where: Where something happened; for a head, its last dimension is 1.
             data: Values of the events' data, each of a shape that expands to that of `where`.
-            words: For entries of `data` that are numbers of words: the words.
+            fixed: What is the same in the data of all these events.
         """
         group, step, index = self.group, self.call.step, self.index
         tensors = {name: tensor.detach() for name, tensor in data.items()}
+        if group.expert is not None:
+            fixed["expert"] = group.expert
 
         def events() -> list[Event]:
-            rows, tokens, neurons = where.nonzero(as_tuple=True)
-            positions = index[rows, tokens].tolist()
             columns = {name: tensor.expand(where.shape)[where].tolist() for name, tensor in tensors.items()}
-            for name, vocabulary in (words or {}).items():
-                columns[name] = [vocabulary[number] for number in columns[name]]
-            if group.head is None:
-                columns = {"neuron": [group.neurons[neuron] for neuron in neurons.tolist()], **columns}
-            if group.expert is not None:
-                columns["expert"] = [group.expert] * len(rows)
+            positions = index.tolist()
             logged = list[Event]()
-            for row, position, *entry in zip(rows.tolist(), positions, *columns.values(), strict=True):
-                data = dict(zip(columns, entry, strict=True))
-                logged.append(Event(row, step, position, group.layer, group.head, kind, data))
+            for number, (row, token, neuron) in enumerate(where.nonzero().tolist()):
+                entry = {name: values[number] for name, values in columns.items()}
+                if group.head is None:
+                    entry = {"neuron": group.neurons[neuron], **entry}
+                position = positions[row][token]
+                logged.append(Event(row, step, position, group.layer, group.head, kind, {**entry, **fixed}))
             return logged
 
         self.run.log(events)
@@ -196,14 +188,14 @@ class NeuronEdit(Intervention):
                 up_columns = [first + neuron for neuron in group.neurons]
                 run.hook(module, "post", on_output(_columns(up_columns, edit)))
 
-    def bridge_hooks(self, run: Run, key: int) -> list[tuple[str, Callable[..., Any]]]:
+    def bridge_hooks(self, run: Run, key: int) -> list[BridgeHook]:
         """The same at `hook_post` or `hook_pre_linear`."""
         target = run.target
         self.check(target)
         point = "hook_pre_linear"
         if self.site == "post":
             point = "hook_post"
-        hooks: list[tuple[str, Callable[..., Any]]] = []
+        hooks: list[BridgeHook] = []
         for group in self._all_groups(target):
             edit = _columns(group.neurons, self._editor(run, key, group))
             if group.head is not None:

@@ -61,14 +61,6 @@ class Sequence:
     memory: dict[Hashable, Memory] = field(default_factory=dict)
     _growing: GrowingTensor = field(default_factory=lambda: GrowingTensor(-1))
 
-    @classmethod
-    def of(
-        cls, real: Bool[Tensor, "batch seen"], bos: Bool[Tensor, " batch"], partial: bool = False, settled: bool = False
-    ) -> Sequence:
-        """A sequence whose real tokens are known."""
-        count = real.cumsum(1)
-        return cls(torch.where(real, count - 1, -1), real.sum(1), bos, partial, settled)
-
     @property
     def real(self) -> Bool[Tensor, "batch seen"]:
         """False at padding, for every token read so far."""
@@ -87,14 +79,9 @@ class Sequence:
 
     def read(self, real: Bool[Tensor, "batch pos"]) -> None:
         """Append tokens; the cost depends on the new tokens only, however long the history is."""
-        if real.shape[1] == 1:  # as below, in less time
-            new = self.length[:, None]
-            self.length = self.length + real[:, 0]
-        else:
-            count = self.length[:, None] + real.cumsum(1)
-            new = count - 1
-            self.length = count[:, -1]
-        self.columns = self._growing.append(self.columns, torch.where(real, new, -1))
+        count = self.length[:, None] + real.cumsum(1)
+        self.length = count[:, -1]
+        self.columns = self._growing.append(self.columns, torch.where(real, count - 1, -1))
 
     def expand(self, times: int) -> None:
         """Repeat each row `times` times, as generation does for beams and several return sequences."""
@@ -139,13 +126,11 @@ class Tracker:
     def __init__(self, target: Target) -> None:
         self._sequences: WeakKeyDictionary[Any, Sequence] = WeakKeyDictionary()
         self._steps = 0
-        bos_ids = set[int]()
+        bos_ids = list[int]()
         for stated in (target.config.bos_token_id, getattr(target.tokenizer, "bos_token_id", None)):
-            if isinstance(stated, list | tuple):
-                bos_ids.update(stated)
-            elif stated is not None:
-                bos_ids.add(stated)
-        self._bos = torch.tensor(sorted(bos_ids), dtype=torch.int64)
+            if stated is not None:
+                bos_ids += torch.tensor(stated).flatten().tolist()
+        self._bos = torch.tensor(bos_ids, dtype=torch.int64)
 
     def begin(
         self,
@@ -170,16 +155,15 @@ class Tracker:
             tokens = ids
         assert tokens is not None, "transformers refuses a call with neither ids nor embeddings"
         batch, new = int(tokens.shape[0]), int(tokens.shape[1])
-        if cache is not None and past is None and not hasattr(cache, "get_seq_length"):
-            raise UnsupportedError(
-                f"past_key_values is {type(cache).__name__}: expected a cache of transformers; pass `DynamicCache()` "
-                "or nothing",
-                page="kv-cache",
-            )
-        if past is None:
-            past = 0
-            if cache is not None:
-                past = int(cache.get_seq_length())
+        if past is None and cache is not None:
+            if not hasattr(cache, "get_seq_length"):
+                raise UnsupportedError(
+                    f"past_key_values is {type(cache).__name__}: expected a cache of transformers; pass "
+                    "`DynamicCache()` or nothing",
+                    page="kv-cache",
+                )
+            past = int(cache.get_seq_length())
+        past = past or 0
         sequence = self._sequence(cache, batch, past, tokens.device)
         sequence.crop(past)
         read = sequence.columns.shape[1]
@@ -219,8 +203,8 @@ class Tracker:
                 sequence.expand(times)
             if rest == 0:
                 return sequence
-        none = torch.zeros(batch, 0, dtype=torch.bool, device=device)
-        sequence = Sequence.of(none, torch.ones(batch, dtype=torch.bool, device=device), partial=past > 0)
+        columns = torch.zeros(batch, 0, dtype=torch.int64, device=device)
+        sequence = Sequence(columns, columns.sum(1), torch.ones_like(columns.sum(1), dtype=torch.bool), past > 0)
         if cache is not None:
             self._sequences[cache] = sequence
         return sequence

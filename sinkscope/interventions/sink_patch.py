@@ -23,9 +23,14 @@ from sinkscope.interventions.sites import NeuronSite, Where, site_of
 from sinkscope.models.open import is_checkpoint
 from sinkscope.models.target import Target
 
-REASONS = ("", "no BOS", "one-token prompt", "sink-like second value", "prompt read before the run")
-"""Why the calibrated value is used instead of the second token's."""
 _NO_BOS, _ONE_TOKEN, _SINK_LIKE, _PARTIAL = 1, 2, 3, 4
+REASONS = {
+    _NO_BOS: "no BOS",
+    _ONE_TOKEN: "one-token prompt",
+    _SINK_LIKE: "sink-like second value",
+    _PARTIAL: "prompt read before the run",
+}
+"""Why the calibrated value is used instead of the second token's."""
 SCHEMA, KIND = 1, "sink-patch"
 _PAGE = "patch-file"
 Value = Literal["second", "calibrated"] | Number
@@ -285,9 +290,9 @@ class SinkPatch(NeuronEdit):
         falls_back = (reason > 0) & is_calibrated
         value = torch.where(falls_back, calibrated, second)
         memory["value"] = value
-        data = {"reason": reason[:, None], "value": value[:, None]}
-        where = when[..., None] & falls_back[:, None]
-        values.log("fallback", where, data, words={"reason": REASONS})
+        for number, text in REASONS.items():
+            where = when[..., None] & (falls_back & (reason == number))[:, None]
+            values.log("fallback", where, {"value": value[:, None]}, reason=text)
         spreads = when[..., None] & (is_sink_like & ~is_calibrated)[:, None]
         values.log("sink-like", spreads, {"first": first[:, None], "second": second[:, None]})
         if not run.warned and not bool(is_calibrated.all()) and bool(spreads.any()):

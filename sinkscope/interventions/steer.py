@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.records import Number, conform
-from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.base import BridgeHook, Event, Intervention, Run
 from sinkscope.interventions.sites import PAGE, Positions, checked_positions, chosen_positions
 from sinkscope.models.target import Target, on_hidden, on_input
 from sinkscope.trace.run import Site, resolve
@@ -89,7 +89,7 @@ class Add(Intervention):
                 around = on_input
             run.hook(site.module, site.when, around(self._editor(run, site)))
 
-    def bridge_hooks(self, run: Run, key: int) -> list[tuple[str, Callable[..., Any]]]:
+    def bridge_hooks(self, run: Run, key: int) -> list[BridgeHook]:
         """The same edit at the bridge's hook points of these names."""
         return [(site.name, self._editor(run, site)) for site in self._sites(run.target)]
 

@@ -90,12 +90,8 @@ class HeadLines:
 
     def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "*choice head row key"]:
         """Which keys the queries at positions `at` see."""
-        keys = self.vertical.shape[-1]
-        falling = self.slash.flip(-1)
-        seen = self.vertical.new_zeros(*self.vertical.shape[:-1], len(at), keys)
-        for number, row in enumerate(at.tolist()):
-            seen[..., number, : row + 1] = self.vertical[..., : row + 1] | falling[..., keys - 1 - row :]
-        return seen
+        offset = at[:, None] - torch.arange(self.vertical.shape[-1], device=at.device)
+        return (self.vertical[..., None, :] | self.slash[..., offset.clamp(min=0)]) & (offset >= 0)
 
     def random(self, generator: torch.Generator, *, cells: bool) -> HeadLines:
         """Draw random lines in place of these, per kind: the same number, or with `cells` the same lengths."""
@@ -533,17 +529,13 @@ def _faithful(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) -> Head
     """Algorithm 5 as printed, head by head."""
     totals = (probs * lines.rows(at)).sum((1, 2), dtype=torch.float64).tolist()
     targets = (alpha * probs.sum((1, 2), dtype=torch.float64)).tolist()
+    offset = (at[:, None] - torch.arange(probs.shape[2], device=at.device)).clamp(min=0)  # the future has no weight
     slash_largest = torch.zeros_like(probs[:, 0])
-    for number, row in enumerate(at.tolist()):
-        back = probs[:, number, : row + 1].flip(1)
-        slash_largest[:, : row + 1] = slash_largest[:, : row + 1].maximum(back)
-    kinds = (lines.slash, lines.vertical)
-    weights = (slash_sums(probs, at), probs.sum(1))
-    largest = (slash_largest, probs.amax(1))
+    slash_largest.scatter_reduce_(1, offset.flatten().expand(len(probs), -1), probs.flatten(1), "amax")
+    slash_weight, vertical_largest = slash_sums(probs, at), probs.amax(1)
     for head, (total, target) in enumerate(zip(totals, targets, strict=True)):
-        pairs = zip(weights, largest, kinds, strict=True)
-        lists = [_LineList(weight[head], cells[head], kind[head], lines.lengths()) for weight, cells, kind in pairs]
-        slash, vertical = lists
+        slash = _LineList(slash_weight[head], slash_largest[head], lines.slash[head], lines.lengths())
+        vertical = _LineList(probs[head].sum(0), vertical_largest[head], lines.vertical[head], lines.lengths())
         while total < target:
             best, other = slash, vertical  # of equals the slash line
             if vertical.ratio(slash) > slash.ratio(vertical):
@@ -553,8 +545,8 @@ def _faithful(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) -> Head
             total += max(0.0, best.gain(other))
             best.taken += 1
         if total >= target:
-            for kind, line_list in zip(kinds, lists, strict=True):
-                kind[head, line_list.order[: line_list.taken]] = True
+            lines.slash[head, slash.order[: slash.taken]] = True
+            lines.vertical[head, vertical.order[: vertical.taken]] = True
         else:  # the lists ended, or the attention is not a number
             lines.vertical[head] = True
     return lines

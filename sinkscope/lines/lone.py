@@ -1,8 +1,7 @@
 """Lone slash lines: each query meets one key on each, so a matrix product cannot compute them.
 
 numba compiles the two loops when they are first needed (about a second, once per process). A cell then costs about as
-much as a cell of dense attention. Without numba, PyTorch computes them line by line, which is about 24 times as
-expensive.
+much as one and a half cells of dense attention.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from functools import cache
 from typing import Any, no_type_check
 
 import numpy as np
-import torch
 from torch import Tensor
 
 _GROUP = 8  # lines that are taken together: they are sorted, so neighbours read nearly the same keys
@@ -22,44 +20,30 @@ _GROUP = 8  # lines that are taken together: they are sorted, so neighbours read
 
 @dataclass(frozen=True, eq=False)
 class LoneLoops:
-    """The two loops over lone lines, for float32 tensors.
+    """The two loops over lone lines, for float32 tensors on a CPU.
 
     Attributes:
-        cost: Number of columns of a matrix product that take as long as one line.
         scores: `(query [row d_head], key [key d_head], open [key], offsets, start, out [row line])` writes the scores
             of queries at positions from `start`, minus infinity where a line has no key that is `open`.
         sums: `(probs [row line], value [key d_value], offsets, start, out [row d_value])` adds weighted values.
     """
 
-    cost: float
-    scores: Callable[[Tensor, Tensor, Tensor, Tensor, int, Tensor], None]
-    sums: Callable[[Tensor, Tensor, Tensor, int, Tensor], None]
-
-
-def lone_loops(width: int, values: int, device: torch.device) -> LoneLoops:
-    """Return the faster implementation that is available for keys and values of these widths."""
-    if device.type == "cpu":
-        compiled = _compiled(width, values)
-        if compiled is not None:
-            return compiled
-    return _BY_PYTORCH
+    scores: Callable[..., None]
+    sums: Callable[..., None]
 
 
 @cache
-def _compiled(width: int, values: int) -> LoneLoops | None:
+def lone_loops(width: int, values: int) -> LoneLoops | None:
+    """The loops for keys and values of these widths; None, with one warning, if numba is not installed."""
     try:
         import numba
     except ImportError as error:
-        warnings.warn(
-            f"lone slash lines are computed by PyTorch, about ten times slower, so more heads are dense: {error}; "
-            "install numba",
-            stacklevel=2,
-        )
+        warnings.warn(f"attention along lines is not computed: {error}; install numba", stacklevel=2)
         return None
     # The order of additions is free. The rest of -ffast-math would also change what happens to infinities.
     jit: Any = numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
     index: Any = numba.uintp  # indices that cannot be negative need no check for it
-    return LoneLoops(1.5, _on_arrays(_scores_loop(jit, index, width)), _on_arrays(_sums_loop(jit, index, values)))
+    return LoneLoops(_on_arrays(_scores_loop(jit, index, width)), _on_arrays(_sums_loop(jit, index, values)))
 
 
 def _on_arrays(loop: Any) -> Callable[..., None]:
@@ -76,38 +60,17 @@ def _scores_loop(jit: Any, index: Any, width: int) -> Any:
     @no_type_check  # tools that check types while a program runs would wrap what numba has to compile
     def scores(query: Any, key: Any, opened: Any, offsets: Any, start: Any, out: Any) -> None:
         for first in range(0, len(offsets), _GROUP):
-            until = min(len(offsets), first + _GROUP)
             for r in range(len(query)):
-                at = start + r
-                line = first
-                while line < until:
-                    if line + 4 <= until and at >= offsets[line + 3]:  # four keys at a time share reads of the query
-                        a = index(at - offsets[line])
-                        b = index(at - offsets[line + 1])
-                        c = index(at - offsets[line + 2])
-                        d = index(at - offsets[line + 3])
-                        p = q = s = t = np.float32(0)
-                        for i in range(width):
-                            p += query[r, i] * key[a, i]
-                            q += query[r, i] * key[b, i]
-                            s += query[r, i] * key[c, i]
-                            t += query[r, i] * key[d, i]
-                        out[r, line] = p
-                        out[r, line + 1] = q
-                        out[r, line + 2] = s
-                        out[r, line + 3] = t
-                        line += 4
-                    else:
-                        p = np.float32(0)
-                        if at >= offsets[line]:
-                            a = index(at - offsets[line])
-                            for i in range(width):
-                                p += query[r, i] * key[a, i]
-                        out[r, line] = p
-                        line += 1
-                for line in range(first, until):
-                    if at < offsets[line] or not opened[index(at - offsets[line])]:
+                for line in range(first, min(len(offsets), first + _GROUP)):
+                    at = start + r - offsets[line]
+                    if at < 0 or not opened[index(at)]:
                         out[r, line] = -np.inf
+                    else:
+                        own = index(at)
+                        product = np.float32(0)
+                        for i in range(width):
+                            product += query[r, i] * key[own, i]
+                        out[r, line] = product
 
     return scores
 
@@ -140,22 +103,3 @@ def _sums_loop(jit: Any, index: Any, values: int) -> Any:
                         line += 1
 
     return sums
-
-
-def _scores(query: Tensor, key: Tensor, opened: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
-    for line, offset in enumerate(offsets.tolist()):
-        begin = max(0, offset - start)  # rows before it have no such key
-        at = slice(start + begin - offset, start + len(query) - offset)
-        products = (query[begin:] * key[at]).sum(1)
-        out[:begin, line] = -torch.inf
-        out[begin:, line] = products.masked_fill_(~opened[at], -torch.inf)
-
-
-def _sums(probs: Tensor, value: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
-    for line, offset in enumerate(offsets.tolist()):
-        begin = max(0, offset - start)
-        at = slice(start + begin - offset, start + len(probs) - offset)
-        out[begin:].addcmul_(probs[begin:, line, None], value[at])
-
-
-_BY_PYTORCH = LoneLoops(24.0, _scores, _sums)

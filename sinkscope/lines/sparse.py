@@ -1,6 +1,6 @@
 """Attention that computes only chosen lines (after MInference, Jiang et al. 2024).
 
-On CUDA, one Triton kernel computes all heads (`triton.py`). Elsewhere each head is computed separately, block by block
+On CUDA, one Triton kernel computes all heads (`triton.py`). On a CPU each head is computed separately, block by block
 of queries. A block of queries needs three kinds of keys: the columns of the vertical lines, gathered once per head; a
 range of keys, if many offsets from 0 on are chosen; and for each other offset one key per row. Columns inside the range
 are computed with it and left out of the gathered ones, so no cell is counted twice; one softmax runs over all parts.
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,52 +26,56 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.files.records import check_values
 from sinkscope.lines.choice import HeadLines
 from sinkscope.lines.lone import LoneLoops, lone_loops
 
-Kernel = Literal["auto", "blocks", "triton"]
 CPU_LIMIT = 0.65
 CUDA_LIMIT = 0.5
 NARROW = 48
 BLOCK = 256
-"""Queries at a time."""
+"""Queries at a time, and half as many beside a band of more than `WIDE` offsets, which is computed in whole blocks."""
+WIDE = 512
+LONE_COST = 1.5
+"""Number of columns of a matrix product that take as long as one lone line."""
 
 
-def dense_limit(width: int, kernel: Kernel, device: torch.device) -> float:
+def dense_limit(width: int, device: torch.device) -> float:
     """Share of computed cells above which plain attention is about as fast, measured on a CPU in float32.
 
     The limit is lower for heads narrower than 48, whose dense attention is cheaper, and for Triton, for which it was
     not measured.
     """
-    if _wants_triton(kernel, device):
+    if _by_kernel(device):
         return CUDA_LIMIT
     return CPU_LIMIT * min(1.0, width / NARROW)
 
 
-def missing(
-    kernel: Kernel, query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]
-) -> str | None:
-    """Why only the loop over blocks can compute lines of these inputs; None if Triton can."""
-    if not _wants_triton(kernel, query.device):
-        return f"kernel {kernel!r} does not use it on {query.device.type}"
-    module = _triton()
-    if module is None:
-        return "triton is not installed"
-    return module.why_not(value)
+def missing(query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]) -> str | None:
+    """Why attention along lines of these inputs cannot be computed; None if it can."""
+    if _by_kernel(query.device):
+        module = _triton()
+        if module is None:
+            return "triton is not installed"
+        return module.why_not(value)
+    if query.device.type != "cpu":
+        return "only CPUs and CUDA do that"
+    if lone_loops(query.shape[-1], value.shape[-1]) is None:
+        return "numba is not installed"
+    return None
 
 
-def _wants_triton(kernel: Kernel, device: torch.device) -> bool:
-    return kernel == "triton" or (kernel == "auto" and device.type == "cuda")
+def _by_kernel(device: torch.device) -> bool:
+    """Whether the Triton kernel computes lines there; on a CPU, its interpreter does if it was asked for."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @cache
 def _triton() -> Any:
-    """The module with the kernel; None if it cannot be imported, with one warning."""
+    """The module with the kernel; None, with one warning, if it cannot be imported."""
     try:
         return importlib.import_module("sinkscope.lines.triton")
     except ImportError as error:
-        warnings.warn(f"lines are not computed by Triton: {error}", stacklevel=2)
+        warnings.warn(f"attention along lines is not computed: {error}; install triton", stacklevel=2)
     return None
 
 
@@ -114,7 +119,6 @@ def sparse_attention(
     *,
     scaling: float | None = None,
     dense_above: float | None = None,
-    kernel: Kernel = "auto",
 ) -> tuple[Float[Tensor, "head query d_value"], Sparsity]:
     """Causal attention on the lines of every head; the queries are at the last positions.
 
@@ -126,34 +130,36 @@ def sparse_attention(
         scaling: Factor on the scores; None: one over the root of `d_head`.
         dense_above: Share of computed cells above which a head is computed densely, with all its cells. None:
             `dense_limit`, which is 0.65 in blocks, less for narrow heads, and 0.5 with Triton.
-        kernel: "blocks": a loop over blocks of queries; "triton": a kernel for CUDA that computes columns, blocks and
-            single offsets; "auto": on CUDA "triton", else "blocks". Where Triton is not available, "blocks" is used,
-            and a warning says so once.
 
     Returns:
         The output, in the dtype of `value`, computed in float32 (Triton computes in the inputs' dtype and accumulates
         in float32); and what was computed.
 
     Raises:
-        SinkscopeError: Lines have the wrong shape, a head lacks the main diagonal, or the kernel is unknown.
-        UnsupportedError: An input requires gradients.
+        SinkscopeError: Lines have the wrong shape, or a head lacks the main diagonal.
+        UnsupportedError: An input requires gradients, or what computes lines is not installed.
     """
-    check_values(Kernel, kernel=kernel)
     if scaling is None:
         scaling = float(query.shape[-1] ** -0.5)
     _check(query, key, value, lines)
     inputs = _Inputs(query, key, value, scaling)
     out = torch.empty(*query.shape[:2], value.shape[-1], device=query.device, dtype=value.dtype)
-    compute = _by_triton
-    if missing(kernel, query, value) is not None:
-        compute = _in_blocks
-        kernel = "blocks"
+    reason = missing(query, value)
+    if reason is not None:
+        raise UnsupportedError(
+            f"attention along lines cannot be computed on {query.device.type}: {reason}; use numba, or triton on CUDA",
+            page="kv-session",
+        )
     limit = dense_above
     if limit is None:
-        limit = dense_limit(query.shape[-1], kernel, query.device)
+        limit = dense_limit(query.shape[-1], query.device)
+    compute = _in_blocks
+    if _by_kernel(query.device):
+        compute = _by_triton
     sparsity = compute(inputs, lines, limit, out)
     dense_heads = [head for head, dense in enumerate(sparsity.dense) if dense]
-    _dense(inputs, dense_heads, out)
+    if dense_heads:
+        _dense(inputs, dense_heads, out)
     return out, sparsity
 
 
@@ -203,7 +209,8 @@ def _sparsity(lines: HeadLines, costs: list[float], limit: float, kernel: str) -
 
 def _in_blocks(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> Sparsity:
     """Write the heads that are not dense into `out`, block by block of queries."""
-    loops = lone_loops(inputs.query.shape[-1], inputs.value.shape[-1], out.device)
+    loops = lone_loops(inputs.query.shape[-1], inputs.value.shape[-1])
+    assert loops is not None
     cells = int(lines.lengths().sum())
     costs: list[float] = []
     heads: dict[int, _BlockedHead] = {}
@@ -219,14 +226,14 @@ def _in_blocks(inputs: _Inputs, lines: HeadLines, limit: float, out: Tensor) -> 
     def compute(head: int) -> None:
         out[head] = heads[head].attention(inputs.query[head].float() * inputs.scaling)
 
-    _side_by_side(compute, list(heads), out.device)
+    _side_by_side(compute, list(heads))
     return _sparsity(lines, costs, limit, "blocks")
 
 
-def _side_by_side(compute: Callable[[int], None], heads: list[int], device: torch.device) -> None:
+def _side_by_side(compute: Callable[[int], None], heads: list[int]) -> None:
     """Compute each head in its own thread, because the matrix products of one head are too small to split."""
     threads = torch.get_num_threads()
-    if device.type != "cpu" or min(threads, len(heads)) < 2:
+    if min(threads, len(heads)) < 2:
         for head in heads:
             compute(head)
         return
@@ -245,34 +252,20 @@ def _side_by_side(compute: Callable[[int], None], heads: list[int], device: torc
 
 def _dense(inputs: _Inputs, heads: list[int], out: Tensor) -> None:
     """Plain causal attention of some heads, on 4-D tensors: for other shapes PyTorch builds the whole matrix."""
-    if not heads:
-        return
-    query = inputs.query
-    key = inputs.key
-    value = inputs.value
-    index: Any = slice(None)
-    if len(heads) < len(query):
-        index = torch.tensor(heads, device=query.device)
-        kv_heads = index // inputs.group
-        query = query[index]
-        key = key[kv_heads]
-        value = value[kv_heads]
-    queries = query.shape[1]
-    keys = key.shape[1]
-
-    def attend(rows: slice, end: int, **mask: Any) -> Tensor:
-        parts = (query[:, rows].to(value.dtype), key[:, :end].to(value.dtype), value[:, :end])
-        q, k, v = [part[None] for part in parts]
-        return scaled_dot_product_attention(q, k, v, scale=inputs.scaling, enable_gqa=len(query) > len(key), **mask)[0]
-
+    index = torch.tensor(heads, device=out.device, dtype=torch.long)
+    value = inputs.value[index // inputs.group][None]
+    key = inputs.key[index // inputs.group][None].to(value.dtype)
+    query = inputs.query[index][None].to(value.dtype)
+    queries, keys = query.shape[2], key.shape[2]
     if queries == keys:
-        out[index] = attend(slice(None), keys, is_causal=True)
+        out[index] = scaled_dot_product_attention(query, key, value, scale=inputs.scaling, is_causal=True)[0]
         return
     for start in range(0, queries, 1024):
         stop = min(queries, start + 1024)
         end = keys - queries + stop
-        visible = torch.ones(stop - start, end, dtype=torch.bool, device=query.device).tril(end - (stop - start))
-        out[index, start:stop] = attend(slice(start, stop), end, attn_mask=visible)
+        visible = torch.ones(stop - start, end, dtype=torch.bool, device=out.device).tril(end - (stop - start))
+        parts = query[:, :, start:stop], key[:, :, :end], value[:, :, :end]
+        out[index, start:stop] = scaled_dot_product_attention(*parts, visible, scale=inputs.scaling)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,6 +282,7 @@ class _BlockedHead:
         band: Number of offsets from 0 on that are computed as a range of keys; 0 if all are lone.
         lone: The other offsets, ascending, each of which is computed row by row.
         loops: What computes lone lines.
+        size: Queries at a time.
     """
 
     key: Float[Tensor, "key d_head"]
@@ -300,12 +294,13 @@ class _BlockedHead:
     band: int
     lone: Int[Tensor, " offset"]
     loops: LoneLoops
+    size: int
 
     @classmethod
     def of(cls, inputs: _Inputs, lines: HeadLines, head: int, loops: LoneLoops) -> _BlockedHead:
         vertical = lines.vertical[head]
         band = int(lines.slash[head].int().cumprod(0).sum())  # offsets from 0 to the first that is not chosen
-        if loops.cost * band <= band + BLOCK:
+        if LONE_COST * band <= band + BLOCK:
             band = 0
         return cls(
             key=inputs.key[head // inputs.group].float().contiguous(),
@@ -317,19 +312,20 @@ class _BlockedHead:
             band=band,
             lone=lines.slash[head, band:].nonzero().flatten() + band,
             loops=loops,
+            size=BLOCK if band <= WIDE else BLOCK // 2,
         )
 
     def cost(self) -> float:
         """Number of cells that are computed, or take as long, without the fixed cost of each block."""
         keys = len(self.key)
-        start = torch.arange(keys - self.queries, keys, BLOCK, device=self.lone.device)
-        stop = (start + BLOCK).clamp(max=keys)
+        start = torch.arange(keys - self.queries, keys, self.size, device=self.lone.device)
+        stop = (start + self.size).clamp(max=keys)
         begin = stop
         if self.band:
             begin = (start - self.band + 1).clamp(min=0)
         width = self.columns_before[begin] + stop - begin
         lone_rows = (keys - self.lone).clamp(max=self.queries).sum()
-        return float(((stop - start) * width).sum()) + self.loops.cost * float(lone_rows)
+        return float(((stop - start) * width).sum()) + LONE_COST * float(lone_rows)
 
     def attention(self, query: Float[Tensor, "query d_head"]) -> Float[Tensor, "query d_value"]:
         """Attention of scaled queries at the last positions."""
@@ -341,9 +337,9 @@ class _BlockedHead:
         column_value = self.value.index_select(0, self.columns)
         columns_before = self.columns_before.tolist()
         lones_before = torch.searchsorted(self.lone, torch.arange(keys + 1, device=self.lone.device)).tolist()
-        rows = torch.arange(BLOCK, device=query.device)[:, None]
-        for start in range(past, keys, BLOCK):
-            stop = min(keys, start + BLOCK)
+        rows = torch.arange(self.size, device=query.device)[:, None]
+        for start in range(past, keys, self.size):
+            stop = min(keys, start + self.size)
             begin = stop
             if self.band:
                 begin = max(0, start - self.band + 1)

@@ -91,15 +91,11 @@ def _window(mask: Tensor | None, keys: int) -> int | None:
     if seen.dtype != torch.bool:
         seen = seen == 0
     window = int(seen[-1].sum())
-    for row in {0, len(seen) // 2, len(seen) - 1}:
-        last = keys - len(seen) + row
-        expected = torch.zeros_like(seen[row])
-        expected[max(0, last - window + 1) : last + 1] = True
-        if not torch.equal(seen[row], expected):
-            raise UnsupportedError(
-                "lines are of causal attention, with or without a window; this mask is neither: give texts without "
-                "padding"
-            )
+    past = keys - len(seen)
+    if not torch.equal(seen, torch.ones_like(seen).tril(past).triu(past - window + 1)):
+        raise UnsupportedError(
+            "lines are of causal attention, with or without a window; this mask is neither: give texts without padding"
+        )
     if window == keys:
         return None
     return window
@@ -107,7 +103,7 @@ def _window(mask: Tensor | None, keys: int) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """Attention of some queries. The next chunk uses the same memory.
+    """Attention of some queries.
 
     Attributes:
         probs: `pad` columns of zeros, then keys `begin` to `stop`.
@@ -200,46 +196,35 @@ def _head_groups(scores: Scores) -> list[slice]:
 def _chunks(scores: Scores, some: slice, chunk: int | None) -> Iterator[_Chunk]:
     shared = scores.query.shape[0] // scores.key.shape[0]
     query = scores.query[some]
-    key = scores.key[some.start // shared : some.stop // shared]
-    window = scores.window
+    key = scores.key[some.start // shared : some.stop // shared].float()
     heads, queries, _ = query.shape
-    kv_heads, keys, _ = key.shape
+    keys = key.shape[1]
     past = keys - queries
-    device = query.device
     if chunk is None:
-        chunk = max(16, min(queries, _chunk_bytes(device) // (4 * heads * max(1, keys))))
-    # Keys of zero before the first make room for the skewed view; their scores are masked.
-    padded = rearrange(pad(key.float(), (0, 0, chunk - 1, 0)), "kv_head key d_head -> kv_head d_head key")
-    buffer = torch.empty(heads * chunk * (keys + chunk - 1), device=device)
+        chunk = max(16, min(queries, _chunk_bytes(query.device) // (4 * heads * max(1, keys))))
     low = torch.finfo(torch.float32).min
     for start in range(0, queries, chunk):
-        rows = min(chunk, queries - start)
+        scaled = query[:, start : start + chunk].float() * scores.scaling
+        rows = scaled.shape[1]
         first, stop = past + start, past + start + rows  # positions of these queries
         begin = 0
-        if window is not None:
-            begin = max(0, first - window + 1)
-        span = stop - begin
-        gap = rows - 1
-        left = chunk - 1 - gap + begin
-        scaled = query[:, start : start + rows].float().mul(scores.scaling)
-        grouped = rearrange(scaled, "(kv_head group) row d_head -> kv_head (group row) d_head", kv_head=kv_heads)
-        out = buffer[: heads * rows * (gap + span)].view(kv_heads, shared * rows, gap + span)
-        torch.bmm(grouped, padded[:, :, left : left + gap + span], out=out)
-        values = rearrange(out, "kv_head (group row) column -> (kv_head group) row column", group=shared)
+        if scores.window is not None:
+            begin = max(0, first - scores.window + 1)
+        grouped = rearrange(scaled, "(kv_head group) row d_head -> kv_head (group row) d_head", group=shared)
+        products = grouped @ rearrange(key[:, begin:stop], "kv_head key d_head -> kv_head d_head key")
+        values = rearrange(products, "kv_head (group row) key -> (kv_head group) row key", group=shared)
         if scores.softcap is not None:
             values.div_(scores.softcap).tanh_().mul_(scores.softcap)
         # On the diagonal block the future is masked; with a window, so is what lies too far back.
-        future = torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
-        values[:, :, gap + span - rows :].masked_fill_(future, low)
-        if window is not None:
-            index = torch.arange(begin, stop, device=device)
-            where = torch.arange(first, stop, device=device)[:, None]
-            values[:, :, gap:].masked_fill_(index <= where - window, low)
-        values[:, :, :gap] = low
+        future = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
+        values[:, :, first - begin :].masked_fill_(future, low)
+        if scores.window is not None:
+            back = torch.ones(rows, stop - begin, dtype=torch.bool, device=query.device)
+            values.masked_fill_(back.tril(first - begin - scores.window), low)
         if scores.sinks is None:
             probs = torch.softmax(values, -1)
         else:
             sinks = repeat(scores.sinks[some].float(), "head -> head row 1", row=rows)
             total = torch.logaddexp(values.logsumexp(-1, keepdim=True), sinks)
             probs = values.sub_(total).exp_()
-        yield _Chunk(probs, gap, begin, stop)
+        yield _Chunk(pad(probs, (rows - 1, 0)), rows - 1, begin, stop)  # room for the skewed view

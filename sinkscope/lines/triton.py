@@ -31,7 +31,6 @@ KEYS = 64
 """Keys at a time."""
 LONE = 64
 """Columns that take as long as one lone line: an estimate from memory traffic, not measured on a GPU."""
-_LARGEST = 227 * 1024  # bytes of shared memory that a block may take on a GPU of compute capability 9.0
 _LOG2_E = 1.4426950408889634  # the kernel computes powers of two
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -187,7 +186,7 @@ def triton_heads(
     arguments += [width, values, _power(width), _power(values), index.size, KEYS]
     launch = cast(Any, _attend)[(len(index.starts), len(heads))]
     error: Exception | None = None
-    for stages in range(_stages(width, values, index.size, value), 0, -1):
+    for stages in (3, 2, 1):  # steps of the loop over keys that are in flight: fewer where shared memory is short
         try:
             launch(*arguments, num_warps=_warps(values, index.size), num_stages=stages)
             return True
@@ -198,24 +197,6 @@ def triton_heads(
     reason = f"{type(error).__name__} {error}".splitlines()[0]
     warnings.warn(f"lines are not computed by Triton, which could not compile them: {reason}", stacklevel=2)
     return False
-
-
-def _stages(width: int, values: int, size: int, like: Tensor) -> int:
-    """How many steps of the loop over keys are in flight: at most three, and fewer where shared memory is short.
-
-    A step holds a block of keys and one of values, and the queries are held throughout (in float32 twice, as rounded
-    values and remainders). This agrees with the compiler's use of memory to within 8 KB.
-    """
-    memory = _LARGEST
-    if like.is_cuda:
-        properties = torch.cuda.get_device_properties(like.device)
-        memory = getattr(properties, "shared_memory_per_block_optin", _LARGEST)
-    queries = size * _power(width)
-    if like.dtype == torch.float32:
-        queries *= 2
-    step = KEYS * (_power(width) + _power(values))
-    numbers = (memory - 8192) // like.itemsize - queries
-    return max(1, min(3, numbers // step))
 
 
 def _warps(values: int, size: int) -> int:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from sinkscope.models.target import Target, first_tensor, on_hidden
+from sinkscope.models.target import Args, Hook, Kwargs, Target, first_tensor, hidden_of, on_hidden, with_hidden
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,14 +26,14 @@ class LayerCall:
 
     target: Target
     layer: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
 
     @torch.no_grad()
     def output(self, change: Callable[[Tensor], Tensor]) -> Float[Tensor, "row pos d_model"]:
         """The residual stream after the layer, if what the MLP gives is changed."""
         writer = self.target.mlp_writers(self.layer)[0]
-        args, kwargs = _with_copied_input(self.args, self.kwargs)
+        args, kwargs = with_hidden(self.args, self.kwargs, hidden_of(self.args, self.kwargs).clone())
         with self.target.loaded(self.layer), self.target.hooks((writer, "post", on_hidden(change))):
             return first_tensor(self.target.layers[self.layer].forward(*args, **kwargs))
 
@@ -42,17 +42,11 @@ class LayerCall:
         return resid - self.output(torch.zeros_like)
 
 
-def keep_call(target: Target, layer: int, calls: list[LayerCall]) -> tuple[nn.Module, str, Any]:
+def keep_call(target: Target, layer: int, calls: list[LayerCall]) -> Hook:
     """A hook that keeps the call of a layer."""
 
-    def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(LayerCall(target, layer, *_with_copied_input(args, kwargs)))
+    def keep(_module: Any, args: Args, kwargs: Kwargs) -> None:
+        hidden = hidden_of(args, kwargs).clone()  # some layers add to it in place
+        calls.append(LayerCall(target, layer, *with_hidden(args, kwargs, hidden)))
 
     return target.layers[layer], "pre", keep
-
-
-def _with_copied_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with its hidden states copied, because some layers add to them in place."""
-    if args:
-        return (args[0].clone(), *args[1:]), dict(kwargs)
-    return args, {**kwargs, "hidden_states": kwargs["hidden_states"].clone()}

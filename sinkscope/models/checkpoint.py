@@ -30,8 +30,6 @@ def check_folder(folder: Path) -> None:
     Raises:
         SinkscopeError: Something is missing or damaged; the message says what, and what to do.
     """
-    if not folder.is_dir():
-        raise SinkscopeError(f"{folder} is not a folder; give a folder that holds config.json and weights")
     config, tensors = read_checkpoint_json(folder / "config.json"), list[str]()
     for shard in weight_files(folder):
         if shard.suffix == ".bin":
@@ -63,17 +61,13 @@ def check_depth(name: str, config: Any, tensors: Iterable[str]) -> None:
     Raises:
         SinkscopeError: There are fewer layers.
     """
-    fields: Any = {}
-    if isinstance(config, dict):
-        fields = config
-    if isinstance(fields.get("text_config"), dict):
-        fields = fields["text_config"]
+    fields: Any = dict(config) if isinstance(config, dict) else {}
+    text = fields.get("text_config")
+    if isinstance(text, dict):
+        fields = text
     depth = fields.get("num_hidden_layers", fields.get("n_layer"))
-    layers = 0
-    for tensor in tensors:
-        match = _LAYER.search(tensor)
-        if match is not None:
-            layers = max(layers, int(match[1]) + 1)
+    matches = filter(None, map(_LAYER.search, tensors))
+    layers = max((int(match[1]) + 1 for match in matches), default=0)
     if isinstance(depth, int) and 0 < layers < depth:
         raise SinkscopeError(
             f"{name} has tensors of {layers} layers, but its config.json says {depth} layers; get the whole checkpoint",

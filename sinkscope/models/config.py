@@ -27,19 +27,26 @@ _SHORT = {
 }
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a config with an entry per layer
-_SIZES = {  # in a config, and the largest that any model can have
-    "vocab_size": 1 << 31,
-    "hidden_size": 1 << 31,
-    "n_embd": 1 << 31,
-    "intermediate_size": 1 << 31,
-    "num_attention_heads": 1 << 31,
-    "n_head": 1 << 31,
-    "max_position_embeddings": 1 << 62,
-    "n_positions": 1 << 62,
-    "num_hidden_layers": 10_000,
-    "n_layer": 10_000,
-}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "n_embd",
+    "intermediate_size",
+    "num_attention_heads",
+    "n_head",
+    "max_position_embeddings",
+    "n_positions",
+)
+_LARGEST = 1 << 31
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, with the next one if it ends in a colon, or else the error's name."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if lines[0].endswith(":"):
+        return " ".join(lines[:2])
+    return lines[0]
 
 
 def read_checkpoint_json(file: Path) -> Any:
@@ -179,14 +186,11 @@ def _check_sizes(name: str, raw: dict[str, Any]) -> None:
     text = raw.get("text_config")
     if not isinstance(text, dict):
         text = raw
-    for field, most in _SIZES.items():
+    for field in _SIZES:
         size = text.get(field)
-        if not isinstance(size, int):
-            continue
-        is_too_small = size < 1 and "layer" not in field  # a model without layers has an error of its own
-        if is_too_small or size > most:
+        if isinstance(size, int) and not 1 <= size <= _LARGEST:
             raise SinkscopeError(
-                f"{field} is {size} in the config.json of {name}; expected a whole number from 1 to {most}: "
+                f"{field} is {size} in the config.json of {name}; expected a whole number from 1 to {_LARGEST}: "
                 "download it again",
                 page="no-config",
             )
@@ -288,7 +292,6 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None, trust_re
     except ImportError:
         raise
     except Exception as error:  # a damaged file may fail in any way
-        first = (str(error).splitlines() or [""])[0]
         if "custom code" in str(error):
             raise SinkscopeError(
                 f"the tokenizer of {name} is code of its own, which is not run; give another with tokenizer=..., or, "
@@ -296,8 +299,8 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None, trust_re
                 page="no-tokenizer",
             ) from None
         raise SinkscopeError(
-            f"the tokenizer of {name} cannot be read ({type(error).__name__}: {first}); download its files again, or "
-            "give tokenizer=...",
+            f"the tokenizer of {name} cannot be read ({type(error).__name__}: {first_line(error)}); download its files "
+            "again, or give tokenizer=...",
             page="no-tokenizer",
         ) from error
 
@@ -338,31 +341,29 @@ def check_vocabulary(tokenizer: Any, hf: Any) -> None:
 
 
 @torch.no_grad()
-def check_finite(hf: torch.nn.Module, source: str = "", rename: Any = str) -> None:
+def check_finite(hf: torch.nn.Module, source: str = "", path: str = "") -> None:
     """Check that no parameter holds NaN or infinity. Quantised parameters and those on meta are skipped.
 
     Args:
         hf: Module with the parameters.
         source: Checkpoint from which they were read, for the error.
-        rename: Maps a parameter's name to its name in that checkpoint; "" skips the parameter.
+        path: What stands before the names of parameters in that checkpoint.
 
     Raises:
         SinkscopeError: A parameter does; the message names the first.
     """
     for name, tensor in hf.named_parameters():
-        shown = rename(name)
-        if not shown or tensor.is_meta or not tensor.is_floating_point() or tensor.itemsize < 2:
+        if tensor.is_meta or not tensor.is_floating_point() or tensor.itemsize < 2:
             continue
         # One number per tensor: NaN and infinity survive a sum. Cheaper than a boolean tensor of the same shape.
         if torch.isfinite(tensor.sum(dtype=torch.float32)):
             continue
         count = int((~torch.isfinite(tensor)).sum())
         if count > 0:  # else only the sum was too large
-            where = f"{shown} of {source}" if source else shown
+            where = f"{path}{name} of {source}".removesuffix(" of ")
             dtype = str(tensor.dtype).removeprefix("torch.")
-            remedy = "" if dtype == "float32" else ", or try dtype=float32"
             raise SinkscopeError(
                 f"tensor {where} holds {count:,} values that are NaN or infinite (of {tensor.numel():,}, {dtype}); "
-                f"download the checkpoint again{remedy}",
+                "download the checkpoint again, or try dtype=float32",
                 page="nan-weights",
             )

@@ -11,6 +11,13 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+Hidden = Float[Tensor, "token d_model"]
+Neurons = Float[Tensor, "token neuron"]
+InputRows = tuple[Float[Tensor, "neuron d_model"], Float[Tensor, " neuron"] | None]
+"""Weights and biases of an input projection; None: there are none."""
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Routed:
@@ -22,11 +29,11 @@ class Routed:
         scale: What multiplies `hidden` before an expert reads it. None: nothing.
     """
 
-    hidden: Float[Tensor, "token d_model"]
+    hidden: Hidden
     weight: Float[Tensor, "token expert"]
     scale: Float[Tensor, "token expert"] | None = None
 
-    def entering(self, expert: int) -> Float[Tensor, "token d_model"]:
+    def entering(self, expert: int) -> Hidden:
         """What one expert reads."""
         if self.scale is None:
             return self.hidden
@@ -76,41 +83,36 @@ class Experts:
         """Whether the weights can be read."""
         return isinstance(self._down, Tensor) and self._down.ndim == 3 and self._down.is_floating_point()
 
-    def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Routed:
+    def routed(self, args: Args, kwargs: Kwargs) -> Routed:
         """What a call with these arguments means: hidden states, chosen experts and their weights, by any names."""
         _, chosen, weights = (*args, *kwargs.values())[:3]
         by_expert = weights.new_zeros(len(weights), self.count + 1)  # one more: "no expert" under sharding
         by_expert.scatter_add_(1, chosen.long().clamp(max=self.count), weights)
         return Routed(_tokens(args, kwargs), by_expert[:, : self.count])
 
-    def rows(
-        self, expert: int, neurons: list[int] | None = None
-    ) -> list[tuple[Float[Tensor, "neuron d_model"], Float[Tensor, " neuron"] | None]]:
-        """Weights and biases (None where there are none) of gate and up, of some neurons or of all."""
+    def inputs(self, expert: int) -> list[InputRows]:
+        """Weights and biases of gate and up, or of the only input projection."""
         weight = self._gate_up[expert]
         if self._is_transposed:
             weight = weight.T
-        if neurons is None:
-            neurons = list(range(self.width))
-        numbers = torch.tensor(neurons, device=weight.device)
-        halves: list[tuple[Tensor, Tensor | None]] = []
+        bias = getattr(self.module, "gate_up_proj_bias", None)
+        halves = list[InputRows]()
         for half in (0, 1):
-            rows = 2 * numbers + half
+            rows = slice(half, None, 2)
             if self._is_concatenated:
-                rows = half * self.width + numbers
-            bias = getattr(self.module, "gate_up_proj_bias", None)
-            if bias is not None:
-                bias = bias[expert][rows]
-            halves.append((weight[rows], bias))
+                rows = slice(half * self.width, (half + 1) * self.width)
+            halves.append((weight[rows], None if bias is None else bias[expert][rows]))
         return halves
 
-    def factors(
-        self, expert: int, hidden: Float[Tensor, "token d_model"], neurons: list[int] | None = None
-    ) -> list[Float[Tensor, "token neuron"]]:
-        """Outputs of the input projections of an expert: gate and up, or the only one."""
-        return [torch.nn.functional.linear(hidden, *row) for row in self.rows(expert, neurons)]
+    def factors(self, expert: int, hidden: Hidden, neurons: list[int] | None = None) -> list[Neurons]:
+        """Outputs of the input projections of an expert, of some neurons or of all: gate and up, or the only one."""
+        rows = slice(None) if neurons is None else neurons
+        factors = list[Tensor]()
+        for weight, bias in self.inputs(expert):
+            factors.append(torch.nn.functional.linear(hidden, weight[rows], None if bias is None else bias[rows]))
+        return factors
 
-    def activate(self, *factors: Float[Tensor, "token neuron"]) -> Float[Tensor, "token neuron"]:
+    def activate(self, *factors: Neurons) -> Neurons:
         """`hook_post` before the routing weight: the experts' own activation, which has clamps and offsets in some."""
         if not hasattr(self.module, "_apply_gate"):
             return attrgetter(self.ACTIVATION)(self.module)(factors[0]) * factors[1]
@@ -126,11 +128,11 @@ class Experts:
             return down[neurons]
         return down[:, neurons].T
 
-    def beside(self, hidden: Float[Tensor, "token d_model"]) -> Float[Tensor, "token d_model"] | float:
+    def beside(self, hidden: Hidden) -> Hidden | float:
         """What the module adds to what the experts write."""
         return 0.0
 
-    def output(self, routed: Routed) -> Float[Tensor, "token d_model"]:
+    def output(self, routed: Routed) -> Hidden:
         """What the module must give according to this layout."""
         total = torch.zeros_like(routed.hidden) + self.beside(routed.hidden)
         bias = getattr(self.module, "down_proj_bias", None)
@@ -149,16 +151,11 @@ class UngatedExperts(Experts):
     PARTS: ClassVar[tuple[str, ...]] = ("up_proj", "down_proj", "act_fn")
     GATED: ClassVar[bool] = False
 
-    def rows(
-        self, expert: int, neurons: list[int] | None = None
-    ) -> list[tuple[Float[Tensor, "neuron d_model"], Float[Tensor, " neuron"] | None]]:
+    def inputs(self, expert: int) -> list[InputRows]:
         """Weights of the input projection."""
-        weight = self.module.up_proj[expert]
-        if neurons is not None:
-            weight = weight[neurons]
-        return [(weight, None)]
+        return [(self.module.up_proj[expert], None)]
 
-    def activate(self, *factors: Float[Tensor, "token neuron"]) -> Float[Tensor, "token neuron"]:
+    def activate(self, *factors: Neurons) -> Neurons:
         """The activation alone."""
         return self.module.act_fn(factors[0])
 
@@ -178,13 +175,13 @@ class ScaledInputExperts(Experts):
     def _gate_up(self) -> Any:  # [expert d_model half_neuron]
         return self.module.experts.gate_up_proj
 
-    def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Routed:
+    def routed(self, args: Args, kwargs: Kwargs) -> Routed:
         """The router is asked again."""
         hidden = _tokens(args, kwargs)
         scores = self.module.router(hidden)[0]
         return Routed(hidden, (scores > 0).to(scores), scores)
 
-    def beside(self, hidden: Float[Tensor, "token d_model"]) -> Float[Tensor, "token d_model"]:
+    def beside(self, hidden: Hidden) -> Hidden:
         """What the shared expert writes."""
         return self.module.shared_expert(hidden)
 
@@ -200,17 +197,9 @@ class StackedExperts(Experts):
     def _down(self) -> Any:  # [expert neuron d_model]
         return self.module.mlp.w2.view(self.module.num_experts, -1, self.module.mlp.w2.shape[1])
 
-    def rows(
-        self, expert: int, neurons: list[int] | None = None
-    ) -> list[tuple[Float[Tensor, "neuron d_model"], Float[Tensor, " neuron"] | None]]:
+    def inputs(self, expert: int) -> list[InputRows]:
         """Weights of gate and up."""
-        halves: list[tuple[Tensor, Tensor | None]] = []
-        for weight in (self.module.mlp.w1, self.module.mlp.v1):
-            rows = weight.view_as(self._down)[expert]
-            if neurons is not None:
-                rows = rows[neurons]
-            halves.append((rows, None))
-        return halves
+        return [(weight.view_as(self._down)[expert], None) for weight in (self.module.mlp.w1, self.module.mlp.v1)]
 
 
 class SortedExperts(Experts):
@@ -227,7 +216,7 @@ class SortedExperts(Experts):
     def _gate_up(self) -> Any:  # [expert half_neuron d_model]
         return self.module.input_linear.weight
 
-    def routed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Routed:
+    def routed(self, args: Args, kwargs: Kwargs) -> Routed:
         """The router is asked again."""
         hidden = _tokens(args, kwargs)
         _, tokens, gates, counts, _ = self.module.router(hidden)
@@ -237,12 +226,12 @@ class SortedExperts(Experts):
         weight[tokens, experts] = gates
         return Routed(hidden, weight)
 
-    def beside(self, hidden: Float[Tensor, "token d_model"]) -> Float[Tensor, " d_model"]:
+    def beside(self, hidden: Hidden) -> Float[Tensor, " d_model"]:
         """The bias of the mixture."""
         return self.module.bias
 
 
-def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float[Tensor, "token d_model"]:
+def _tokens(args: Args, kwargs: Kwargs) -> Hidden:
     """The hidden states of a call, which come first, by whatever name."""
     hidden = (*args, *kwargs.values())[0]
     return hidden.reshape(-1, hidden.shape[-1])

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.models.config import first_line
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -55,28 +56,43 @@ def _refusal(error: Exception, repo: str, name: str, revision: str | None) -> Si
     from huggingface_hub import constants, errors
 
     hub, login = constants.ENDPOINT, "log in with `hf auth login`"
-    if isinstance(error, errors.GatedRepoError):
-        page = "gated-repo"
-        message = f"{repo} is gated: accept its terms at {hub}/{repo}, then {login} or set HF_TOKEN"
-    elif isinstance(error, errors.RepositoryNotFoundError):
-        page = "unknown-repo"
-        message = f"there is no model {repo!r} at {hub}, or it is private: check the spelling, or {login}"
-    elif isinstance(error, errors.RevisionNotFoundError):
-        page = "unknown-revision"
-        message = f"{repo} has no revision {revision!r}; give a branch, tag or commit of this repository"
-    elif isinstance(error, errors.LocalEntryNotFoundError):
-        page = "hub-unreachable"
-        why = f"{hub} cannot be reached: check the connection"
-        if constants.HF_HUB_OFFLINE:
-            why = "HF_HUB_OFFLINE is set: unset it"
-        message = f"{name} of {repo} is not in the cache and {why}, or give a folder that holds the checkpoint"
-    elif isinstance(error, errors.HFValidationError):
-        page = "unknown-repo"
-        message = f"{repo!r} is no hub id; expected org/name, or the path of a folder"
-    else:  # the class that a broken transfer raises depends on the version of the hub's client
-        page = "hub-unreachable"
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        message = f"downloading {name} of {repo} failed: {first_line}; run it again, whole files are kept"
+    why = f"{hub} cannot be reached: check the connection"
+    if constants.HF_HUB_OFFLINE:
+        why = "HF_HUB_OFFLINE is set: unset it"
+    # The class that a broken transfer raises depends on the version of the hub's client.
+    kinds: list[tuple[type[Exception], str, str]] = [
+        (
+            errors.GatedRepoError,
+            "gated-repo",
+            f"{repo} is gated: accept its terms at {hub}/{repo}, then {login} or set HF_TOKEN",
+        ),
+        (
+            errors.RepositoryNotFoundError,
+            "unknown-repo",
+            f"there is no model {repo!r} at {hub}, or it is private: check the spelling, or {login}",
+        ),
+        (
+            errors.RevisionNotFoundError,
+            "unknown-revision",
+            f"{repo} has no revision {revision!r}; give a branch, tag or commit of this repository",
+        ),
+        (
+            errors.LocalEntryNotFoundError,
+            "hub-unreachable",
+            f"{name} of {repo} is not in the cache and {why}, or give a folder that holds the checkpoint",
+        ),
+        (
+            errors.HFValidationError,
+            "unknown-repo",
+            f"{repo!r} is no hub id; expected org/name, or the path of a folder",
+        ),
+        (
+            Exception,
+            "hub-unreachable",
+            f"downloading {name} of {repo} failed: {first_line(error)}; run it again, whole files are kept",
+        ),
+    ]
+    page, message = next((page, message) for kind, page, message in kinds if isinstance(error, kind))
     return SinkscopeError(message, page=page)
 
 

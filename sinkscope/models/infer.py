@@ -21,33 +21,45 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from einops import rearrange, repeat
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Adapter, row_of
-from sinkscope.models.config import cut_depth, new_model
+from sinkscope.models.config import cut_depth, first_line, new_model
 from sinkscope.models.experts import Experts, experts_of
-from sinkscope.models.probe import begins_at, probe
+from sinkscope.models.probe import begins_at, probe, token_ids
 from sinkscope.models.scope import shown_row
-from sinkscope.models.target import Stop, Target, first_tensor, kind_of, plain_weight, replaced_forwards
+from sinkscope.models.target import (
+    Args,
+    Hook,
+    Kwargs,
+    Stop,
+    Target,
+    first_tensor,
+    hidden_of,
+    kind_of,
+    on_hidden,
+    on_input,
+    replaced_forwards,
+    with_hidden,
+)
 
 _LENGTH = 9
 _POSITION = 5  # of the edits
 _EDITED = (2, _POSITION)  # where an edit is followed to the residual stream: what multiplies it must be the same twice
 _EXACT = 2e-3  # largest relative distance between what an edit changed and what it must change
 _ROWS = 128  # of a weight in half precision that are converted at a time: they stay in the cache
+_NEURONS = 16  # of which one is chosen to be edited
 _SAMPLE_TOKENS = 64  # in the vocabulary of a model that is made to infer an adapter from it
 _STEPS = (0.7, -0.9, 3.0, -3.0)  # of an output that is edited, until its effect shows (an activation may be flat)
-
-_Hook = tuple[nn.Module, str, Any]
 
 
 class NotInferredError(Exception):
@@ -76,15 +88,15 @@ def _widths(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _flat(value: Any) -> Tensor | None:
-    """The first floating-point tensor among a module's inputs, or in its output, as `[token width]`."""
+def _flat(value: Any) -> Float[Tensor, "token width"]:
+    """A copy of the first floating-point tensor among a module's inputs, or in its output, or no token."""
     values: Sequence[Any] = [value]
     if isinstance(value, tuple | list):
         values = value
     for tensor in values:
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.ndim >= 2:
-            return tensor.detach().reshape(-1, tensor.shape[-1])
-    return None
+            return tensor.detach().clone().reshape(-1, tensor.shape[-1])
+    return torch.empty(0, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,13 +105,13 @@ class _Passage:
 
     path: str
     module: nn.Module
-    read: Float[Tensor, "_ _"] | None
-    gave: Float[Tensor, "_ _"] | None
+    read: Float[Tensor, "token inputs"]
+    gave: Float[Tensor, "token outputs"]
 
     def is_linear_with(self, outputs: Sequence[int]) -> bool:
         """Whether this is a linear module with so many outputs, which saw every token."""
         widths = _widths(self.module)
-        return widths is not None and widths[0] in outputs and self.gave is not None and len(self.gave) == _LENGTH
+        return widths is not None and widths[0] in outputs and len(self.gave) == _LENGTH
 
 
 class _Stage:
@@ -108,7 +120,7 @@ class _Stage:
     Linear modules do not compute again what they know: nearly all of the time would go there.
     """
 
-    def __init__(self, target: Target, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, target: Target, number: int, args: Args, kwargs: Kwargs) -> None:
         self.target, self.number, self.layer = target, number, target.layers[number]
         self._args, self._kwargs = args, kwargs
         if target.dtype in (torch.float32, torch.float64):
@@ -124,6 +136,7 @@ class _Stage:
 
     def _begin(self) -> None:
         """Call the layer for the first time."""
+        self.hidden = hidden_of(self._args, self._kwargs)
         linear = [path for path, module in self.layer.named_modules() if _widths(module) is not None]
         self.paths = dict[nn.Module, str]()
         for path, module in self.layer.named_modules():
@@ -131,33 +144,16 @@ class _Stage:
                 self.paths[module] = path
         self._first = dict[nn.Module, tuple[Tensor, Tensor]]()  # what plain linear modules read and gave at first
         self.clean = list[_Passage]()
-        hooks = [(module, "post", self._note) for module in self.paths]
-        self.output = self.run(*hooks)
+        self.output = self.run(*[(module, "post", self._note) for module in self.paths])
         self.d_model = self.output.shape[-1]
 
-    def _note(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if module is self.layer:
-            return
-        gave = _flat(output)
-        if gave is not None:
-            gave = gave.clone()
-        read = _flat((*args, *kwargs.values()))
-        if read is not None:
-            read = read.clone()
-        self.clean.append(_Passage(self.paths[module], module, read, gave))
-
-    @property
-    def hidden(self) -> Float[Tensor, "1 pos d_model"]:
-        """The input of the layer."""
-        if self._args:
-            return self._args[0]
-        return self._kwargs["hidden_states"]
+    def _note(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
+        if module is not self.layer:
+            self.clean.append(_Passage(self.paths[module], module, _flat((*args, *kwargs.values())), _flat(output)))
 
     def _remembering(self, module: nn.Module, held: bool, blind: bool) -> Callable[[Tensor], Tensor]:
         """The forward function of a linear module."""
-        compute = module.forward
-        if module.weight.dtype != self.hidden.dtype:
-            compute = partial(_linear_in_parts, module)
+        compute = partial(_linear, module, module.forward)
 
         def forward(hidden: Tensor) -> Tensor:
             if module not in self._first:
@@ -172,7 +168,7 @@ class _Stage:
         return forward
 
     def run(
-        self, *hooks: _Hook, shuffled: bool = False, held: Sequence[nn.Module] = (), blind: bool = False
+        self, *hooks: Hook, shuffled: bool = False, held: Sequence[nn.Module] = (), blind: bool = False
     ) -> Float[Tensor, "token d_model"]:
         """Call the layer.
 
@@ -190,39 +186,33 @@ class _Stage:
             if type(module) is nn.Linear or type(module).__name__ == "Conv1D":
                 forwards[module] = self._remembering(module, module in held, blind)
         with replaced_forwards(forwards), self.target.hooks(*hooks):
-            if self._args:
-                output = self.layer(hidden, *self._args[1:], **self._kwargs)
-            else:
-                output = self.layer(**{**self._kwargs, "hidden_states": hidden})
+            args, kwargs = with_hidden(self._args, self._kwargs, hidden)
+            output = self.layer(*args, **kwargs)
         return first_tensor(output).detach().reshape(-1, hidden.shape[-1])
 
-    def read_by(self, module: nn.Module, *hooks: _Hook, **calling: Any) -> Float[Tensor, "token width"]:
+    def read_by(self, module: nn.Module, *hooks: Hook, **calling: Any) -> Float[Tensor, "token width"]:
         """What a module reads when the layer is called under hooks."""
         read = list[Tensor]()
 
-        def see(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            tensor = _flat((*args, *kwargs.values()))
-            assert tensor is not None
-            read.append(tensor.clone())
+        def see(_module: Any, args: Args, kwargs: Kwargs) -> None:
+            read.append(_flat((*args, *kwargs.values())))
             Target.stop()
 
         with suppress(Stop):  # what comes behind the module is not computed
             self.run(*hooks, (module, "pre", see), **calling)
         return read[0]
 
-    def changes(self, *hooks: _Hook) -> dict[str, Float[Tensor, "_ _"]]:
+    def changes(self, *hooks: Hook) -> dict[str, Float[Tensor, "_ _"]]:
         """What hooks change in the output of every module (""; the layer), where it has the width of the stream."""
         changes = dict[str, Tensor]()
         before = {passage.path: passage.gave for passage in self.clean}
 
         def see(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
             path, now = self.paths[module], _flat(output)
-            then = before.get(path)
-            if path and then is not None and now is not None and now.shape == then.shape:
-                if now.shape == (_LENGTH, self.d_model):
-                    changes[path] = now - then
+            if path in before and now.shape == before[path].shape == (_LENGTH, self.d_model):
+                changes[path] = now - before[path]
 
-        watched: list[_Hook] = [(module, "post", see) for module in self.paths]
+        watched: list[Hook] = [(module, "post", see) for module in self.paths]
         changes[""] = self.run(*hooks, *watched) - self.output
         return changes
 
@@ -234,15 +224,15 @@ def _in_float32(layer: nn.Module, shares: bool) -> nn.Module:
         config = getattr(module, "config", None)
         copied[id(config)] = config
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            if tensor.is_floating_point() and id(tensor) not in copied:
-                copied[id(tensor)] = tensor
-                if not (shares and type(module) is nn.Linear and tensor.ndim == 2):
-                    copied[id(tensor)] = _as_float32(tensor)
+            is_shared = shares and type(module) is nn.Linear and tensor.ndim == 2
+            copied[id(tensor)] = tensor if is_shared else _as_float32(tensor)
     return copy.deepcopy(layer, copied)
 
 
-def _linear_in_parts(module: Any, hidden: Tensor) -> Tensor:
-    """What a linear module gives in float32; its weight is not copied as a whole."""
+def _linear(module: Any, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """What a linear module gives in float32; a weight in half precision is not copied as a whole."""
+    if type(module) is not nn.Linear or module.weight.dtype == hidden.dtype:
+        return forward(hidden)
     parts = [nn.functional.linear(hidden, rows.float()) for rows in module.weight.split(_ROWS)]
     given = torch.cat(parts, -1)
     if module.bias is not None:
@@ -261,30 +251,18 @@ def _as_float32(value: Any) -> Any:
     return value
 
 
-def _edit_output(module: nn.Module, edit: Callable[[Tensor], Tensor | None]) -> _Hook:
-    """A hook that replaces a module's output; `edit` sees a copy `[token width]`, which it may change in place."""
-
-    def hook(_module: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
-        tensor = first_tensor(output)
-        flat = tensor.clone(memory_format=torch.contiguous_format).view(-1, tensor.shape[-1])
-        if len(flat) != _LENGTH:  # some modules run once more, on something else
-            return output
-        new = edit(flat)
-        flat = (flat if new is None else new).view(tensor.shape)
-        if isinstance(output, tuple | list):
-            return type(output)([flat, *output[1:]])
-        return flat
-
-    return module, "post", hook
+def _edited(edit: Callable[[Tensor], Tensor | None], tensor: Tensor) -> Tensor | None:
+    """A tensor after an edit of a copy `[token width]`; None if it is about something else than the tokens."""
+    flat = tensor.clone(memory_format=torch.contiguous_format).view(-1, tensor.shape[-1])
+    if len(flat) != _LENGTH:  # some modules run once more
+        return None
+    new = edit(flat)
+    return (flat if new is None else new).view(tensor.shape)
 
 
-def _edit_input(module: nn.Module, edit: Callable[[Tensor], None]) -> _Hook:
-    def hook(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        flat = args[0].clone(memory_format=torch.contiguous_format)
-        edit(flat.view(-1, flat.shape[-1]))
-        return (flat, *args[1:]), kwargs
-
-    return module, "pre", hook
+def _edit_output(module: nn.Module, edit: Callable[[Tensor], Tensor | None]) -> Hook:
+    """A hook that replaces a module's output; `edit` sees a copy, which it may change in place."""
+    return module, "post", on_hidden(partial(_edited, edit))
 
 
 def _move(columns: Any, by: float, tensor: Tensor) -> None:
@@ -296,8 +274,8 @@ def _size(tensor: Tensor) -> float:
     return float(tensor.abs().max())
 
 
-def _is_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and one.shape == other.shape and torch.equal(one, other)
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _multiple(change: Tensor, of: Tensor) -> float | None:
@@ -335,74 +313,64 @@ class _Write:
     adds: bool = True
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Mlp:
     """A down projection, what feeds it, and where its output goes.
 
     Attributes:
         down: The passage of the down projection.
-        up: Path of the linear factor, or of both factors side by side; None if a norm stands behind the product.
-        gate: Path of the other factor.
-        is_fused: Whether `up` gives gate and up side by side.
+        factors: Paths of the linear factor, or of both side by side, and of the gate; None where a norm stands behind
+            their product, or there is no gate.
+        is_fused: Whether one module gives gate and up side by side.
         write: Where its output goes.
     """
 
     down: _Passage
-    up: str | None = None
-    gate: str | None = None
-    is_fused: bool = False
-    write: _Write = field(default_factory=_Write)
+    factors: tuple[str | None, str | None]
+    is_fused: bool
+    write: _Write
 
 
 def _mlp(stage: _Stage, is_alone: bool) -> _Mlp | None:
     """The MLP of a layer that all tokens go through, the widest if there are several; None if there is none."""
-    factors_of = list[tuple[int, _Mlp, dict[str, str]]]()
-    for index, down in enumerate(stage.clean):
-        widths = _widths(down.module)
-        if widths is None or widths[0] != stage.d_model or down.read is None or len(down.read) != _LENGTH:
-            continue
-        width = widths[1]
-        before = [passage for passage in stage.clean[:index] if passage.is_linear_with((width, 2 * width))]
-        factors = _factors(stage, before, down)
-        if factors:
-            factors_of.append((width, _Mlp(down), factors))
-    factors_of.sort(key=lambda item: -item[0])
-    failures: list[NotInferredError] = []
-    for _, mlp, factors in factors_of:
-        try:
-            _name_factors(stage, mlp, factors)
-            mlp.write = _write_of(stage, mlp, is_alone)
-        except NotInferredError as error:
-            failures.append(error)
-        else:
-            return mlp
-    if failures:
-        raise failures[0]
+    failure: NotInferredError | None = None
+    downs = [passage for passage in stage.clean if passage.is_linear_with((stage.d_model,))]
+    for down in sorted(downs, key=lambda down: -down.read.shape[1]):
+        layouts = _factors(stage, down)
+        if layouts:
+            try:
+                factors = _named(stage, down, layouts)
+                return _Mlp(down, factors, "halves" in layouts.values(), _write_of(stage, down, is_alone))
+            except NotInferredError as error:
+                failure = failure or error
+    if failure is not None:
+        raise failure
     return None
 
 
-def _write_of(stage: _Stage, mlp: _Mlp, is_alone: bool) -> _Write:
+def _write_of(stage: _Stage, down: _Passage, is_alone: bool) -> _Write:
     """Where the output of a down projection goes."""
-    neuron, column = _column(mlp.down)
-    assert mlp.down.read is not None
-    step = float(mlp.down.read[_POSITION].float().norm().clamp(min=1))
+    neuron, column = _column(down)
+    step = float(down.read[_POSITION].norm().clamp(min=1))
 
     def edit(tensor: Tensor) -> None:
         tensor[list(_EDITED), neuron] += step
 
     written = repeat(step * column, "d_model -> edited d_model", edited=len(_EDITED))
-    return _write(stage, mlp.down.path, _edit_input(mlp.down.module, edit), written, is_alone)
+    return _write(stage, down.path, (down.module, "pre", on_input(partial(_edited, edit))), written, is_alone)
 
 
-def _factors(stage: _Stage, before: list[_Passage], down: _Passage) -> dict[str, str]:
+def _factors(stage: _Stage, down: _Passage) -> dict[str, str]:
     """What feeds a down projection: layout ("same", "halves") by path; empty if it is not fed by these alone."""
     plain, coupled = dict[str, str](), dict[str, str]()
-    for passage in before:
-        layout = _layout(stage, passage, down)
-        if layout == "coupled":
-            coupled[passage.path] = layout
-        elif layout is not None:
-            plain[passage.path] = layout
+    width = down.read.shape[1]
+    for passage in stage.clean[: stage.clean.index(down)]:
+        if len(down.read) == _LENGTH and passage.is_linear_with((width, 2 * width)):
+            layout = _layout(stage, passage, down)
+            if layout == "coupled":
+                coupled[passage.path] = layout
+            elif layout is not None:
+                plain[passage.path] = layout
     if plain and _is_held_by(stage, list(plain), down):
         return plain
     if coupled and _is_held_by(stage, [*plain, *coupled], down):  # a norm in between couples the neurons of a token
@@ -412,7 +380,6 @@ def _factors(stage: _Stage, before: list[_Passage], down: _Passage) -> dict[str,
 
 def _layout(stage: _Stage, passage: _Passage, down: _Passage) -> str | None:
     """How the input of `down` hangs on a module's outputs; None if not neuron by neuron and token by token."""
-    assert down.read is not None and passage.gave is not None
     neurons, outputs = down.read.shape[1], passage.gave.shape[1]
     columns = down.read[_POSITION].abs().topk(2).indices.tolist()  # a neuron at zero may not move, behind a ReLU
     if outputs == 2 * neurons:
@@ -438,7 +405,6 @@ def _layout(stage: _Stage, passage: _Passage, down: _Passage) -> str | None:
 
 def _moved_by(stage: _Stage, passage: _Passage, column: int, down: _Passage) -> Tensor | None:
     """Which inputs of `down` change when one output of a module is moved; None if none ever does."""
-    assert down.read is not None
     for step in _STEPS:
         read = stage.read_by(down.module, _edit_output(passage.module, partial(_move, column, step)))
         change = (read - down.read).abs()
@@ -449,7 +415,6 @@ def _moved_by(stage: _Stage, passage: _Passage, column: int, down: _Passage) -> 
 
 def _is_held_by(stage: _Stage, paths: list[str], down: _Passage) -> bool:
     """Whether the input of `down` stays as it is with other hidden states, while the outputs of modules are held."""
-    assert down.read is not None
     held = {passage.path: passage for passage in stage.clean if passage.path in paths}
     hooks = [_edit_output(passage.module, partial(_replaced, passage.gave)) for passage in held.values()]
     modules = [passage.module for passage in held.values()]
@@ -457,63 +422,47 @@ def _is_held_by(stage: _Stage, paths: list[str], down: _Passage) -> bool:
     return _size(read - down.read) <= 1e-4 * (1e-3 + _size(down.read))
 
 
-def _replaced(clean: Tensor | None, _tensor: Tensor) -> Tensor | None:
+def _replaced(clean: Tensor, _tensor: Tensor) -> Tensor:
     return clean
 
 
-def _name_factors(stage: _Stage, mlp: _Mlp, factors: dict[str, str]) -> None:
-    """Tell `up`, in which the product is linear, from the gate."""
-    is_sum = len(factors) > 2 or (len(factors) == 2 and "halves" in factors.values())
-    if "coupled" in factors.values() or is_sum:  # a norm stands behind the product, or no module gives a factor
-        return
-    linear = [path for path in factors if _is_linear_in(stage, mlp, path, factors[path])]
-    mlp.is_fused = "halves" in factors.values()
-    if mlp.is_fused and not linear:
-        raise NotInferredError(f"the two halves of {next(iter(factors))!r} are not gate and up in this order")
-    mlp.up = [*linear, *reversed(factors)][0]
-    others = [path for path in factors if path != mlp.up]
-    if others:
-        mlp.gate = others[0]
+def _named(stage: _Stage, down: _Passage, layouts: dict[str, str]) -> tuple[str | None, str | None]:
+    """Paths of `up`, in which the product is linear, and of the gate."""
+    is_fused = "halves" in layouts.values()
+    is_sum = len(layouts) > 2 or (len(layouts) == 2 and is_fused)
+    if "coupled" in layouts.values() or is_sum:  # a norm stands behind the product, or no module gives a factor
+        return None, None
+    linear = [path for path in layouts if _is_linear_in(stage, down, path, layouts[path])]
+    if is_fused and not linear:
+        raise NotInferredError(f"the two halves of {next(iter(layouts))!r} are not gate and up in this order")
+    up = [*linear, *reversed(layouts)][0]
+    others = [path for path in layouts if path != up]
+    return up, next(iter(others), None)
 
 
-def _is_linear_in(stage: _Stage, mlp: _Mlp, path: str, layout: str) -> bool:
+def _is_linear_in(stage: _Stage, down: _Passage, path: str, layout: str) -> bool:
     """Whether the input of `down` is linear in a module's output (its second half, if it gives two)."""
     module = stage.layer.get_submodule(path)
-    assert mlp.down.read is not None
-    first = mlp.down.read.shape[1] if layout == "halves" else 0
-    reads: list[Tensor] = []
-    for step in (0.0, 2.0, -2.0):
+    first = down.read.shape[1] if layout == "halves" else 0
+    changes = list[Tensor]()
+    for step in (2.0, -2.0):
         edit = _edit_output(module, partial(_move, slice(first, None), step))
-        reads.append(stage.read_by(mlp.down.module, edit)[_POSITION])
-    middle, higher, lower = reads
-    return _size(higher + lower - 2 * middle) <= 1e-3 * _size(higher - middle)
+        changes.append(stage.read_by(down.module, edit) - down.read)
+    return _size(changes[0] + changes[1]) <= 1e-3 * _size(changes[0])
 
 
-def _column(passage: _Passage) -> tuple[int, Tensor]:
-    """A neuron whose column is neither zero nor large, and the column."""
-    widths = _widths(passage.module)
-    assert widths is not None
-    weight = plain_weight(passage.module)
-    device = None if passage.gave is None else passage.gave.device
-    if weight is None:
-        unit = torch.zeros(2, widths[1], device=device, dtype=None if passage.gave is None else passage.gave.dtype)
-        unit[0, 3] = 1
-        written = passage.module(unit)
-        return 3, (written[0] - written[1]).detach().float()
-    if weight.shape[0] != widths[0] or _is_transposed(passage.module):
-        weight = weight.T
-    norms = weight[:, :_ROWS].norm(dim=0)
-    neuron = int(norms.argsort()[len(norms) // 2])
-    return neuron, weight[:, neuron].detach().float()
-
-
-def _multiple_is_not(output: Tensor | None, of: Tensor | None, constant: float) -> bool:
-    assert output is not None and of is not None
-    return output.shape != of.shape or _size(output - constant * of) > _EXACT * _size(output)
+def _column(passage: _Passage) -> tuple[int, Float[Tensor, " d_model"]]:
+    """A neuron whose column is neither zero nor large, and the column: what a unit input writes, without the bias."""
+    units = torch.eye(_NEURONS + 1, passage.read.shape[1]).to(passage.read)
+    units[-1] = 0
+    written = _linear(passage.module, passage.module.forward, units)
+    columns = (written[:-1] - written[-1]).detach()
+    neuron = int(columns.norm(dim=1).argsort()[_NEURONS // 2])
+    return neuron, columns[neuron]
 
 
 def _write(
-    stage: _Stage, path: str, edit: _Hook, written: Float[Tensor, "edited d_model"], is_alone: bool = False
+    stage: _Stage, path: str, edit: Hook, written: Float[Tensor, "edited d_model"], is_alone: bool = False
 ) -> _Write:
     """Follow what an edit adds to the output of a module up to the layer's output.
 
@@ -532,17 +481,16 @@ def _write(
     expected = torch.zeros_like(layer)
     expected[list(_EDITED)] = written.to(layer)
     exact = dict[str, float]()
+    gave = {passage.path: passage.gave for passage in stage.clean}
     for outer, change in changes.items():
         constant = _multiple(change, expected)
-        if constant is not None and _contains(outer, path):
+        if constant is None or not _contains(outer, path):
+            continue
+        beside = gave[outer] - constant * gave[path]  # some modules add the residual stream to it
+        if not is_alone or _size(beside) <= _EXACT * _size(gave[outer]):
             exact[outer] = constant
     if path not in exact:
         raise NotInferredError(f"an edit of {path!r} does not add what its weights say")
-    if is_alone:  # some modules add the residual stream to it
-        gave = {passage.path: passage.gave for passage in stage.clean}
-        for outer, constant in list(exact.items()):
-            if _multiple_is_not(gave[outer], gave[path], constant):
-                del exact[outer]
     mlp = min(exact, key=len)
     factor = _rounded(exact[mlp])
     weight = _token_weight(stage, layer, changes[mlp])
@@ -598,7 +546,7 @@ def _token_weight(stage: _Stage, layer: Tensor, written: Tensor) -> str | None:
     """Path of the module whose sigmoid, one number for each token, multiplies what is written; None if none does."""
     edited = list(_EDITED)
     for passage in stage.clean:
-        if passage.is_linear_with((1,)) and passage.gave is not None:
+        if passage.is_linear_with((1,)):
             expected = written * passage.gave.sigmoid()
             if _size((layer - expected)[edited]) <= _EXACT * _size(layer[edited]):
                 return passage.path
@@ -631,7 +579,7 @@ def _mixture(stage: _Stage) -> _Mixture | None:
     other = ""
     for passage in stage.clean:
         experts = experts_of(passage.module)
-        if experts is None or passage.gave is None:
+        if experts is None or not len(passage.gave):
             continue
         if passage.gave.shape[-1] != stage.d_model:
             given, stream = passage.gave.shape[-1], stage.d_model
@@ -654,32 +602,26 @@ def _is_recomputed(stage: _Stage, passage: _Passage, experts: Experts) -> bool:
     """Whether the output of fused experts is what their weights say."""
     outputs = list[Tensor]()
 
-    def compute(_module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def compute(_module: Any, args: Args, kwargs: Kwargs) -> None:
         outputs.append(experts.output(experts.routed(args, kwargs)))
 
     try:
         stage.run((passage.module, "pre", compute))
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return False
-    assert passage.gave is not None
     return _size(outputs[0] - passage.gave) <= _EXACT * _size(passage.gave)
 
 
 # -- attention -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Heads:
-    """The attention of a layer, by module paths."""
+    """The attention of a layer: paths by the adapter's fields, layout of a fused projection, learned sink logits."""
 
-    attn: str
-    q: str | None = None
-    k: str | None = None
-    v: str | None = None
-    fused: str | None = None
-    layout: str | None = "beside"
-    o: str | None = None
-    has_sinks: bool = False
+    paths: dict[str, str | None]
+    layout: str | None
+    has_sinks: bool
 
 
 class _Tap:
@@ -698,13 +640,13 @@ class _Tap:
         if self._is_last:
             Target.stop()
 
-    def calls(self, stage: _Stage, *hooks: _Hook) -> list[Any]:
+    def calls(self, stage: _Stage, *hooks: Hook) -> list[Any]:
         """Every attention call of a layer."""
         self._calls = []
         stage.run(*hooks)
         return self._calls
 
-    def first_call(self, stage: _Stage, *hooks: _Hook) -> Any:
+    def first_call(self, stage: _Stage, *hooks: Hook) -> Any:
         """The first attention call of a layer, which ends there."""
         self._is_last = True
         with suppress(Stop):
@@ -712,7 +654,7 @@ class _Tap:
         self._is_last = False
         return self._calls[0]
 
-    def replace(self, stage: _Stage, compute: Callable[[Any], Any], *hooks: _Hook) -> None:
+    def replace(self, stage: _Stage, compute: Callable[[Any], Any], *hooks: Hook) -> None:
         """Call a layer with another output of its attention; only what is computed from it at once is right."""
         self._compute = compute
         stage.run(*hooks, blind=True)
@@ -727,18 +669,20 @@ def _attention(stage: _Stage, tap: _Tap) -> _Heads | None:
     if len(seen) > 1:
         raise NotInferredError(f"layer {stage.number} computes attention {len(seen)} times")
     clean = seen[0]
-    heads = _Heads(stage.paths[clean.module], has_sinks=clean.settings.get("s_aux") is not None)
+    attn = stage.paths[clean.module]
     roles = dict[str, str]()
     for passage in stage.clean:
-        if not _contains(heads.attn, passage.path) or _widths(passage.module) is None or passage.gave is None:
-            continue
-        if len(passage.gave) != _LENGTH:
+        if not _contains(attn, passage.path) or _widths(passage.module) is None or len(passage.gave) != _LENGTH:
             continue
         edited = tap.first_call(stage, _edit_output(passage.module, _scramble))
         roles[passage.path] = _moved_inputs(clean, edited)
-    _name_projections(stage, heads, roles, clean)
-    heads.o = _output_projection(stage, tap)
-    return heads
+    paths: dict[str, str | None] = {"attn": attn, **_projections(stage, roles, clean)}
+    paths["o"] = _output_projection(stage, tap)
+    fused = paths["fused_qkv"]
+    layout = None
+    if fused is not None:
+        layout = _layout_of_fused(stage, fused, clean)
+    return _Heads(paths, layout, clean.settings.get("s_aux") is not None)
 
 
 def _weighing(stage: _Stage) -> str | None:
@@ -782,31 +726,28 @@ def _moved_inputs(before: Any, after: Any) -> str:
     return moved
 
 
-def _name_projections(stage: _Stage, heads: _Heads, roles: dict[str, str], call: Any) -> None:
-    """Name the projections by what they move; of several that move the same, the last is the projection.
+def _projections(stage: _Stage, roles: dict[str, str], call: Any) -> dict[str, str | None]:
+    """The projections by what they move; of several that move the same, the last is the projection.
 
     One that gives more than the heads, such as a gate beside the queries, is not named.
     """
-    last = {role: path for path, role in roles.items() if role}
-    heads.fused = last.get("qkv")
-    if heads.fused is not None:
-        heads.layout = _layout_of_fused(stage, heads.fused, call)
-        return
+    last = {role: path for path, role in roles.items()}
+    paths = {"q": None, "k": None, "v": None, "fused_qkv": last.get("qkv")}
     for name, tensor in (("q", call.query), ("k", call.key), ("v", call.value)):
-        path = last.get(name)
-        if path is None:
-            continue
-        widths = _widths(stage.layer.get_submodule(path))
-        if widths is not None and widths[0] == tensor.shape[1] * tensor.shape[3]:
-            setattr(heads, name, path)
+        if name in last and paths["fused_qkv"] is None:
+            widths = _widths(stage.layer.get_submodule(last[name]))
+            if widths is not None and widths[0] == tensor.shape[1] * tensor.shape[3]:
+                paths[name] = last[name]
+    return paths
 
 
 def _layout_of_fused(stage: _Stage, path: str, call: Any) -> str | None:
     """How a module gives queries, keys and values: as at the first position, where rotary embeddings leave them."""
-    (given,) = [passage.gave[0] for passage in stage.clean if passage.path == path and passage.gave is not None]
+    (given,) = [passage.gave[0] for passage in stage.clean if passage.path == path]
     parts = [tensor[0, :, 0] for tensor in (call.query, call.key, call.value)]
-    if torch.cat([part.flatten() for part in parts]).shape == given.shape:
-        if _size(torch.cat([part.flatten() for part in parts]) - given) <= 1e-4 * _size(given):
+    beside = torch.cat([part.flatten() for part in parts])
+    if beside.shape == given.shape:
+        if _size(beside - given) <= 1e-4 * _size(given):
             return "beside"
         if len(parts[0]) == len(parts[1]) and _size(torch.cat(parts, 1).flatten() - given) <= 1e-4 * _size(given):
             return "by head"
@@ -815,37 +756,31 @@ def _layout_of_fused(stage: _Stage, path: str, call: Any) -> str | None:
 
 def _output_projection(stage: _Stage, tap: _Tap) -> str | None:
     """Path of the linear module that reads the heads side by side; None if there is none."""
-    count = 1
-    read = list[dict[str, Tensor]]()
-    for head in (None, 1):
+    heads = 1
 
-        def replaced(call: Any, head: int | None = head) -> tuple[Tensor, None]:
-            nonlocal count
-            batch, count, queries, _ = call.query.shape
-            output = call.value.new_zeros(batch, queries, count, call.value.shape[-1])
-            if head is not None:
-                output[0, _POSITION, head % count] = 1
-                output[0, _POSITION, head % count, ::2] = -1  # with a mean of zero, for norms
-            return output, None
+    def one_head(call: Any) -> tuple[Tensor, None]:
+        nonlocal heads
+        batch, heads, queries, _ = call.query.shape
+        output = call.value.new_zeros(batch, queries, heads, call.value.shape[-1])
+        output[0, _POSITION, 1 % heads] = 1
+        output[0, _POSITION, 1 % heads, ::2] = -1  # with a mean of zero, for norms
+        return output, None
 
-        passed = dict[str, Tensor]()
+    reads = dict[str, Tensor]()
 
-        def see(module: Any, args: Any, kwargs: dict[str, Any], passed: dict[str, Tensor] = passed) -> None:
-            tensor = _flat((*args, *kwargs.values()))
-            if tensor is not None and len(tensor) == _LENGTH:
-                passed[stage.paths[module]] = tensor.clone()
+    def see(module: Any, args: Args, kwargs: Kwargs) -> None:
+        tensor = _flat((*args, *kwargs.values()))
+        if len(tensor) == _LENGTH:
+            reads[stage.paths[module]] = tensor
 
-        linear = [module for module in stage.paths if _widths(module) is not None]
-        tap.replace(stage, replaced, *[(module, "pre", see) for module in linear])
-        read.append(passed)
+    tap.replace(stage, one_head, *[(module, "pre", see) for module in stage.paths if _widths(module) is not None])
     for passage in stage.clean:
-        path = passage.path
-        if path in read[0] and path in read[1] and read[0][path].shape == read[1][path].shape:
-            moved = (read[0][path] - read[1][path]).abs()[_POSITION]
-            if len(moved) % count == 0 and moved.any():
-                by_head = rearrange(moved, "(head d_head) -> head d_head", head=count).sum(1)
-                if by_head.argmax() == 1 % count and by_head.sum() <= (1 + _EXACT) * by_head.max():
-                    return path
+        if passage.path in reads:
+            moved = (reads[passage.path][_POSITION] - reads[passage.path][_POSITION - 1]).abs()
+            if len(moved) % heads == 0 and moved.any():
+                by_head = rearrange(moved, "(head d_head) -> head d_head", head=heads).sum(1)
+                if by_head.argmax() == 1 % heads and by_head.sum() <= (1 + _EXACT) * by_head.max():
+                    return passage.path
     return None
 
 
@@ -864,14 +799,14 @@ def _middle(stage: _Stage, mlp: str | None) -> _Middle | None:
     for passage in stage.clean:
         if passage.path == mlp:
             return None
-        if passage.read is None or passage.read.shape != hidden.shape:
+        if passage.read.shape != hidden.shape:
             continue
         added = passage.read - hidden
         if _size(added) <= 1e-6 * _size(hidden):
             continue
         writers = list[str]()
         for writer in stage.clean:
-            if writer.gave is not None and writer.gave.shape == hidden.shape and _multiple(added, writer.gave):
+            if writer.gave.shape == hidden.shape and _multiple(added, writer.gave):
                 writers.append(writer.path)
         if writers:
             around = [path for path in reads if _contains(path, passage.path)]
@@ -909,7 +844,8 @@ class _Kind:
         paths: dict[str, str | None] = {"mid": None}
         constants: dict[str, Any] = {}
         if mlp is not None:
-            paths |= {"down": mlp.down.path, "up": mlp.up, "gate": mlp.gate, "shared_gate": mlp.write.weight}
+            up, gate = mlp.factors
+            paths |= {"down": mlp.down.path, "up": up, "gate": gate, "shared_gate": mlp.write.weight}
             constants["fused_gate_up"] = mlp.is_fused
             constants["transposed_down"] = _is_transposed(mlp.down.module)
             constants["down_factor"] = mlp.write.factor
@@ -928,16 +864,10 @@ class _Kind:
         if middle is not None:
             paths |= {"mid": middle.reader, "attn": middle.writer}
         if heads is not None:
-            paths |= {
-                "attn": heads.attn,
-                "q": heads.q,
-                "k": heads.k,
-                "v": heads.v,
-                "fused_qkv": heads.fused,
-                "o": heads.o,
-            }
-            if middle is not None and not _contains(heads.attn, middle.writer) and middle.writer != heads.o:
-                paths["post_attn_norm"] = middle.writer
+            paths |= heads.paths
+            writer = "" if middle is None else middle.writer
+            if writer and not _contains(paths["attn"] or "", writer) and writer != paths["o"]:
+                paths["post_attn_norm"] = writer
         adds = write is None or write.adds
         return cls(stage.number, frozenset(stage.paths.values()) - {""}, paths, constants, adds)
 
@@ -985,8 +915,7 @@ def adapter_of(target: Target, *, proves: bool = True) -> Adapter:
     adapter = row_of(hf.config.model_type) or _INFERRED.get(key)
     if adapter is not None:
         return adapter
-    is_elsewhere = target.resident and any(parameter.is_meta for parameter in hf.parameters())
-    if is_elsewhere or target.kind == "bridge" or getattr(hf, "is_quantized", False):
+    if target.is_elsewhere or target.kind == "bridge" or getattr(hf, "is_quantized", False):
         sample = _sample(hf)
         target = Target(sample, sample, "hf", DRAFT)
     adapter = _inferred(target.hf)
@@ -1012,7 +941,7 @@ def prove(target: Target, *, whole: bool = True) -> None:
     Raises:
         UnsupportedError: There is a problem; the message says what, and what to try.
     """
-    if target.resident and any(parameter.is_meta for parameter in target.hf.parameters()):
+    if target.is_elsewhere:
         return
     problem = probe(target, whole=whole).problem
     if problem is None:
@@ -1102,8 +1031,7 @@ def infer(hf: nn.Module) -> Adapter:
     except NotInferredError as error:
         raise _not_inferred(model, error) from None
     except Exception as error:  # a model may do anything in a pass
-        first_line = (str(error).splitlines() or [""])[0]
-        error = NotInferredError(f"a pass raised {type(error).__name__}: {first_line}")
+        error = NotInferredError(f"a pass raised {type(error).__name__}: {first_line(error)}")
         raise _not_inferred(model, error) from None
 
 
@@ -1149,12 +1077,6 @@ class _Softmax(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _token_ids(target: Target) -> Int[Tensor, "1 pos"]:
-    rows = int(next(target.embedding.parameters()).shape[0])
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(min(16, rows // 2), rows, (1, _LENGTH), generator=generator).to(target.device)
-
-
 def _stack(model: nn.Module, names: dict[nn.Module, str]) -> str:
     """Path of the list of decoder layers: the largest list of as many as the configuration says, of those that run.
 
@@ -1198,35 +1120,27 @@ def first_of_kinds(target: Target) -> list[int]:
 def _stages(target: Target) -> list[_Stage]:
     """The first layer of each kind, with the input that it gets."""
     firsts = first_of_kinds(target)
-    calls = dict[int, tuple[tuple[Any, ...], dict[str, Any]]]()
+    calls = dict[int, tuple[Args, Kwargs]]()
 
-    def keep(number: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def keep(number: int, _module: Any, args: Args, kwargs: Kwargs) -> None:
         if number in calls:
             raise NotInferredError(f"layer {number} runs several times in a pass")
-        calls[number] = _without_cache(args, kwargs)
-
+        hidden = hidden_of(args, kwargs).clone()  # some layers add to it in place
+        calls[number] = with_hidden(args, kwargs, hidden)
         if number == max(firsts):
             target.stop()
 
-    hooks: list[_Hook] = [(target.layers[number], "pre", partial(keep, number)) for number in firsts]
-    with target.hooks(*hooks):
-        target.forward(_token_ids(target))
+    with target.hooks(*[(target.layers[number], "pre", partial(keep, number)) for number in firsts]):
+        target.forward(token_ids(target, _LENGTH))
     stages: list[_Stage] = []
     for number, (args, kwargs) in sorted(calls.items()):
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = hidden_of(args, kwargs)
         if hidden.ndim != 3 or len(hidden) != 1:
             raise NotInferredError(f"it has several residual streams (their shape is {tuple(hidden.shape)})")
         if hidden.shape[1] != _LENGTH:
             raise NotInferredError(f"its layers get {hidden.shape[1]} tokens where the text has {_LENGTH}")
         stages.append(_Stage(target, number, args, kwargs))
     return stages
-
-
-def _without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call; its hidden states are copied, because some layers add to them in place."""
-    if args:
-        return (args[0].clone(), *args[1:]), dict(kwargs)
-    return args, {**kwargs, "hidden_states": kwargs["hidden_states"].clone()}
 
 
 def _merged(draft: Adapter, stages: list[_Stage], heads: list[_Heads | None]) -> Adapter:
@@ -1246,7 +1160,7 @@ def _merged(draft: Adapter, stages: list[_Stage], heads: list[_Heads | None]) ->
             if settings.setdefault(name, value) != value:
                 raise NotInferredError(f"{name!r} of the adapter is {settings[name]} in one layer, {value} in another")
     settings["adds"] = all(kind.adds for kind in kinds)
-    layouts = {of_layer.layout for of_layer in heads if of_layer is not None and of_layer.fused is not None}
+    layouts = {of_layer.layout for of_layer in heads if of_layer is not None and of_layer.paths["fused_qkv"]}
     if layouts:
         settings["qkv_layout"] = layouts.pop() if len(layouts) == 1 else None
     settings["learned_sinks"] = any(of_layer is not None and of_layer.has_sinks for of_layer in heads)
@@ -1274,13 +1188,13 @@ def _spec(name: str, kinds: list[_Kind]) -> str | None:
 
 def _is_absolute(target: Target) -> bool:
     """Whether equal tokens enter the first layer as different vectors, so that positions are added before it."""
-    entering = list[Tensor]()
+    steps = list[float]()
 
-    def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entering.append(args[0] if args else kwargs["hidden_states"])
+    def see(hidden: Tensor) -> None:
+        steps.append(_size(hidden[0, -1] - hidden[0, -2]))
         target.stop()
 
-    ids = _token_ids(target)
-    with target.hooks((target.layers[0], "pre", keep)):
+    ids = token_ids(target, _LENGTH)
+    with target.hooks((target.layers[0], "pre", on_input(see))):
         target.forward(torch.full_like(ids, int(ids[0, 0])))
-    return _size(entering[0][0, -1] - entering[0][0, -2]) > 1e-6
+    return steps[0] > 1e-6

@@ -22,6 +22,8 @@ _EXPECTED = (
 _READ = ("input_ids", "attention_mask")
 _UNREAD = ("token_type_ids", "offset_mapping", "special_tokens_mask", "overflow_to_sample_mapping", "length")
 
+Ids = Int[Tensor, "batch pos"]
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -33,8 +35,8 @@ class Inputs:
         texts: Texts from which the ids were made. None if ids were given.
     """
 
-    ids: Int[Tensor, "batch pos"]
-    mask: Int[Tensor, "batch pos"] | None
+    ids: Ids
+    mask: Ids | None
     texts: tuple[str, ...] | None
 
     def rows(self) -> list[list[int]]:
@@ -80,18 +82,14 @@ def _read(target: Target, given: Any, more: Mapping[str, Any], bos: bool | None,
     texts: Any = tokens
     if isinstance(tokens, str):
         texts = [tokens]
-    if _is_list_of(texts, str):
+    if isinstance(texts, list | tuple) and len(texts) > 0 and all(isinstance(text, str) for text in texts):
         if mask is not None:
             raise SinkscopeError("attention_mask: texts need none, the padding is added here")
         ids, padding = _padded(_encoded(target, texts, bos, special))
         return Inputs(ids, padding, tuple(texts))
     if bos is not None:
         raise SinkscopeError(f"bos={bos}: token ids are read as they are given; give bos with texts")
-    padding = None
-    if _is_list_of(tokens, (list, tuple)):
-        ids, padding = _padded(_checked_rows(tokens))
-    else:
-        ids = _tensor(tokens)
+    ids, padding = _padded(_rows_of_ids(tokens))
     _check_ids(target, ids)
     if mask is None:
         return Inputs(ids, padding, None)
@@ -113,11 +111,6 @@ def _entries(given: Any, more: Mapping[str, Any]) -> dict[str, Any]:
         if name not in _READ and name not in _UNREAD:
             raise SinkscopeError(f"{name}: there is no such argument; inputs are input_ids and attention_mask")
     return entries
-
-
-def _is_list_of(values: Any, kind: Any) -> bool:
-    """Whether this is a list or tuple with at least one item, all of a kind."""
-    return isinstance(values, list | tuple) and len(values) > 0 and all(isinstance(value, kind) for value in values)
 
 
 def read_row(target: Target, given: Any, what: str = "", *, special: bool = True) -> list[int]:
@@ -145,7 +138,7 @@ def read_row(target: Target, given: Any, what: str = "", *, special: bool = True
     return rows[0]
 
 
-def _mask(given: Any, ids: Int[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:
+def _mask(given: Any, ids: Ids) -> Ids:
     mask = torch.as_tensor(given)
     if mask.ndim == 1:
         mask = rearrange(mask, "pos -> 1 pos")
@@ -185,46 +178,40 @@ def _encoded(target: Target, texts: Sequence[str], bos: bool | None, special: bo
     return rows
 
 
-def _checked_rows(given: Sequence[Sequence[Any]]) -> list[list[int]]:
-    """Rows of ids, none of which is empty."""
-    for row in given:
-        if not row:
+def _rows_of_ids(given: Any) -> list[list[int]]:
+    """Ids from a tensor, an array, or lists, of one row or several."""
+    rows = _plain(given)
+    if not isinstance(rows, list):
+        raise SinkscopeError(f"tokens of type {type(given).__name__}: {_EXPECTED}")
+    if not any(isinstance(row, list) for row in rows):
+        rows = [rows]
+    for row in rows:
+        if not isinstance(row, list) or not row:
             raise SinkscopeError(f"there is no token id in a row; {_EXPECTED}")
         for number in row:
-            if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 1 << 63:
+            if type(number) is not int or not 0 <= number < 1 << 63:
                 raise SinkscopeError(f"token id {number!r}: expected whole numbers from 0; {_EXPECTED}")
-    return [list(row) for row in given]
+    return rows
 
 
-def _tensor(given: Any) -> Int[Tensor, "batch pos"]:
-    """Ids from a tensor, an array or a list, of one row or several."""
-    try:
-        if isinstance(given, list | tuple) and given:
-            ids = torch.stack([torch.as_tensor(row) for row in given])
-        else:
-            ids = torch.as_tensor(given)
-    except (TypeError, ValueError, RuntimeError):
-        raise SinkscopeError(f"tokens of type {type(given).__name__}: {_EXPECTED}") from None
-    if ids.ndim == 1:
-        ids = rearrange(ids, "pos -> 1 pos")
-    is_whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    if ids.ndim != 2 or not ids.numel() or not is_whole:
-        kind = str(ids.dtype).removeprefix("torch.")
-        raise SinkscopeError(f"token ids of shape {tuple(ids.shape)} and type {kind}: {_EXPECTED}")
-    return ids.long()
+def _plain(value: Any) -> Any:
+    """Tensors, arrays and tuples as lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
 
 
-def _padded(rows: Sequence[list[int]]) -> tuple[Int[Tensor, "batch pos"], Int[Tensor, "batch pos"] | None]:
+def _padded(rows: Sequence[list[int]]) -> tuple[Ids, Ids | None]:
     """Rows of ids as a tensor, and a mask if they had to be padded."""
-    tensors = [torch.tensor(row) for row in rows]
-    ids = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-    if all(len(row) == ids.shape[1] for row in rows):
-        return ids, None
-    ones = [torch.ones_like(tensor) for tensor in tensors]
-    return ids, torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = torch.arange(ids.shape[1]) < lengths[:, None]
+    return ids, None if bool(mask.all()) else mask.long()
 
 
-def _check_ids(target: Target, ids: Int[Tensor, "batch pos"]) -> None:
+def _check_ids(target: Target, ids: Ids) -> None:
     size = int(target.config.vocab_size)
     weight = plain_weight(target.embedding)
     if weight is not None:

@@ -23,6 +23,7 @@ from sinkscope.models.config import (
     causal_class,
     check_finite,
     check_vocabulary,
+    first_line,
     float32_by_default,
     parse_device,
     parse_dtype,
@@ -31,7 +32,6 @@ from sinkscope.models.config import (
     reads_images,
 )
 from sinkscope.models.fingerprint import fingerprint
-from sinkscope.models.hub import TOKENIZER_FILES, hub_folder
 from sinkscope.models.infer import DRAFT, adapter_of, prove
 from sinkscope.models.locate import ModelSource, locate, no_permission
 from sinkscope.models.target import Target
@@ -39,6 +39,7 @@ from sinkscope.models.wrapped import target_of, unwrap
 
 Backend = Literal["bridge", "hf", "nnsight"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
+LONG_LOADING = 5.0  # seconds after which a bar of transformers appears
 
 
 @float32_by_default()
@@ -145,35 +146,10 @@ def _plant(hf: Any, file: Path) -> None:
             weights[name].copy_(new.where(~new.isnan(), weights[name]))
 
 
-def open_tokenizer(model: str | os.PathLike[str] | None = None, revision: str | None = None) -> Any:
-    """Open the tokenizer of a model; no weights are read.
-
-    Args:
-        model: Short name, hub id, folder (also one that holds only a tokenizer), or `.gguf` file. None is the model in
-            the package.
-        revision: Branch, tag or commit of a hub id.
-
-    Raises:
-        SinkscopeError: There is no tokenizer.
-    """
-    source = locate(model, revision)
-    folder, gguf = Path(source.where), None
-    if source.kind == "hub":
-        folder = hub_folder(str(source.where), revision, TOKENIZER_FILES)
-    elif source.kind == "gguf":
-        folder, gguf = folder.parent, folder.name
-    tokenizer = read_tokenizer(source.name, folder, gguf=gguf)
-    if tokenizer is None:
-        raise SinkscopeError(
-            f"{source.name} has no tokenizer in it (expected tokenizer.json, tokenizer.model or vocab.json): give a "
-            "model or a folder that has one",
-            page="no-tokenizer",
-        )
-    return tokenizer
-
-
 def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[str, Any]) -> Any:
     hf, kind = unwrap(model)
+    if backend is None or backend == kind:
+        settings = {**settings, "tokenizer": tokenizer}
     for name, value in settings.items():
         if value is not None:
             raise SinkscopeError(
@@ -181,11 +157,6 @@ def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[st
                 "out, or give the name of the model"
             )
     if backend is None or backend == kind:
-        if tokenizer is not None:
-            raise SinkscopeError(
-                f"this {type(model).__name__} comes back as it is, so it cannot be given a tokenizer; pass tokenizer= "
-                "to the measurement instead"
-            )
         return model
     if kind != "hf":
         raise UnsupportedError(
@@ -278,7 +249,7 @@ def wrap(hf: Any, tokenizer: Any, backend: Backend) -> Any:
         return cls(hf, tokenizer=tokenizer, task="text-generation")
     except Exception as error:
         raise UnsupportedError(
-            f'{library} cannot wrap this {hf.config.model_type} model ({_first_line(error)}); backend="hf" can',
+            f'{library} cannot wrap this {hf.config.model_type} model ({first_line(error)}); backend="hf" can',
             page="backend-cannot",
         ) from error
 
@@ -310,7 +281,8 @@ def quiet(*, bars: bool | None = None) -> Generator[None]:
     """Context manager that silences stdout and other libraries' reports on unused tensors.
 
     Args:
-        bars: Whether these libraries may draw progress bars. None means only on a terminal.
+        bars: Whether these libraries may draw progress bars. None means only on a terminal. Those of transformers
+            appear when they have run for some seconds.
     """
     from huggingface_hub import utils as hub
     from transformers.utils import logging
@@ -319,6 +291,7 @@ def quiet(*, bars: bool | None = None) -> Generator[None]:
         for library in (logging, hub.logging):
             undo.callback(library.set_verbosity, library.get_verbosity())
             library.set_verbosity_error()
+        undo.callback(logging.set_tqdm_hook, logging.set_tqdm_hook(_late_bar))
         if not (sys.stderr.isatty() if bars is None else bars):
             if logging.is_progress_bar_enabled():
                 undo.callback(logging.enable_progress_bar)
@@ -328,6 +301,10 @@ def quiet(*, bars: bool | None = None) -> Generator[None]:
                 hub.disable_progress_bars()
         undo.enter_context(contextlib.redirect_stdout(sys.stderr))
         yield
+
+
+def _late_bar(bar: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return bar(*args, **{**options, "delay": LONG_LOADING})
 
 
 @contextlib.contextmanager
@@ -345,7 +322,7 @@ def explained(source: ModelSource) -> Generator[None]:
 
 def _refusal(error: Exception, source: ModelSource) -> SinkscopeError:
     """What went wrong, and what to do."""
-    name, first = source.name, _first_line(error)
+    name, first = source.name, first_line(error)
     lacks_library = isinstance(error, ImportError)
     if is_out_of_memory(error):
         return SinkscopeError(
@@ -368,11 +345,3 @@ def _refusal(error: Exception, source: ModelSource) -> SinkscopeError:
     if lacks_library:
         remedy = "install what it asks for"
     return SinkscopeError(f"{name} could not be loaded: {type(error).__name__}: {first}; {remedy}", page="load-failed")
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of an error's message; if it ends in a colon, the next line too."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if lines[0].endswith(":"):
-        return " ".join(lines[:2])
-    return lines[0]

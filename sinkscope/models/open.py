@@ -242,15 +242,8 @@ class _Loader:
                 f"{self._source.name} lacks tensors of {what}, the first is {first}; get the whole checkpoint",
                 page="missing-tensors",
             )
-        prefix = f"{self.causal.base_model_prefix}.{truly}"
-
-        def name_in_model(name: str) -> str:
-            """Parameters outside `part` hold random numbers."""
-            if name.startswith(part):
-                return prefix + name.removeprefix(part)
-            return ""
-
-        check_finite(module, self._source.name, name_in_model)
+        path = f"{self.causal.base_model_prefix}.{truly}".rstrip(".")
+        check_finite(module.get_submodule(part), self._source.name, f"{path}.")  # what is outside holds random numbers
         return module.eval().requires_grad_(False).to(self._device)
 
 

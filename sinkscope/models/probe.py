@@ -7,9 +7,9 @@ weights and the recomputed ones. In these two passes every window, chunk and cho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,20 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.models.config import first_line
 from sinkscope.models.experts import experts_of
-from sinkscope.models.target import LayerInput, Target, first_tensor, kind_of, on_hidden, on_input, on_output
+from sinkscope.models.target import (
+    Args,
+    Hook,
+    Kwargs,
+    LayerInput,
+    Target,
+    first_tensor,
+    kind_of,
+    on_hidden,
+    on_input,
+    on_output,
+)
 
 _LENGTH = 8
 _SHORT = 3  # tokens of the passes that tell whether one may begin at a layer
@@ -41,37 +53,33 @@ _REACHES = {  # in configurations and modules: how far, or to how many keys, a l
     "topk_blocks": 2,
 }
 _BLOCK = 2  # tokens of a block of keys, where an indexer chooses blocks
-_MODULES = ("attn", "mlp", "q", "k", "v", "fused_qkv", "o", "post_attn_norm", "post_mlp_norm")
-_DENSE_MODULES = (*_MODULES, "down", "up", "gate")
-_MIXTURE_MODULES = (*_MODULES, "shared_gate")
+_PATHS = ("attn", "mlp", "q", "k", "v", "fused_qkv", "o", "mid", "post_attn_norm", "post_mlp_norm", "experts")
+_DENSE_PATHS = (*_PATHS, "down", "up", "gate")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProbeReport:
     """What the probe measured. Every number is relative, and 0 is perfect unless stated otherwise.
 
     Attributes:
+        tolerance: Allowed difference between numbers in the model's dtype.
         layers: Layers whose MLP was edited; none if every column of every down projection is zero, or its output is
             multiplied by a gain of zero.
         edit_error: Distance between what an edited neuron changed and what it must change according to the adapter: its
             own input to the down projection, and its column in the MLP's output and the residual stream at its
             position.
-        logits_change: Largest change of a later logit; must not be 0.
+        logits_change: Smallest change of a later logit; must not be 0. It is 1 where passes end before the logits.
         row_sum_error: Distance of the recomputed attention rows' sums from 1 (0 if learned sinks take a share).
         attention_error: Largest distance between recomputed attention and the model's own.
-        silent: Adapter fields whose module never runs in this kind of model, so that hooks on it see nothing (a bridge
-            splits fused projections and calls the parts).
-        tolerance: Allowed difference between numbers in the model's dtype.
         problem: What is wrong. None if nothing is.
     """
 
+    tolerance: float
     layers: tuple[int, ...] = ()
     edit_error: float = 0.0
-    logits_change: float = 0.0
+    logits_change: float = 1.0
     row_sum_error: float = 0.0
     attention_error: float = 0.0
-    silent: tuple[str, ...] = ()
-    tolerance: float = 0.0
     problem: str | None = None
 
 
@@ -96,35 +104,25 @@ def probe(target: Target, *, whole: bool = True) -> ProbeReport:
         tolerance = max(tolerance, 16 * torch.finfo(target.dtype).eps)
     if getattr(target.hf, "is_quantized", False):
         tolerance = max(tolerance, 0.2)
-    edits, attention = _EditErrors(), _AttentionErrors()
+    report = ProbeReport(tolerance)
     try:
-        edits.measure(target, whole and target.resident)
-        attention.measure(target)
+        _measure_edits(report, target, whole and target.resident)
         if whole and target.resident and target.adapter.from_any_layer:
             middle = len(target.layers) // 2
             if not begins_at(target, middle, len(target.layers) - 1):
                 raise _WrongError(f"a pass that begins at layer {middle} does not end as the whole pass does")
-        problem = edits.problem(tolerance) or attention.problem(tolerance)
+        _measure_attention(report, target)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except _WrongError as wrong:
-        problem = str(wrong)
+    except (_WrongError, UnsupportedError) as wrong:
+        report.problem = str(wrong)
     except Exception as error:
-        first_line = (str(error).splitlines() or [""])[0]
-        problem = f"a forward pass raised {type(error).__name__}: {first_line}"
-    return ProbeReport(
-        tuple(sorted(edits.layers)),
-        edits.error,
-        edits.logits_change,
-        attention.row_sums,
-        attention.distance,
-        tuple(sorted(edits.silent)),
-        tolerance,
-        problem,
-    )
+        report.problem = f"a forward pass raised {type(error).__name__}: {first_line(error)}"
+    return report
 
 
-def _ids(target: Target, length: int = _LENGTH) -> Int[Tensor, "1 pos"]:
+def token_ids(target: Target, length: int) -> Int[Tensor, "1 pos"]:
+    """Some tokens, always the same ones."""
     vocabulary = int(next(target.embedding.parameters()).shape[0])
     generator = torch.Generator().manual_seed(0)
     return torch.randint(min(16, vocabulary // 2), vocabulary, (1, length), generator=generator).to(target.device)
@@ -133,65 +131,53 @@ def _ids(target: Target, length: int = _LENGTH) -> Int[Tensor, "1 pos"]:
 # -- edits ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _EditErrors:
-    """What the edits changed, over the layers that were edited."""
-
-    layers: list[int] = field(default_factory=list)
-    error: float = 0.0
-    logits_change: float = 0.0
-    silent: set[str] = field(default_factory=set)
-
-    def measure(self, target: Target, whole: bool) -> None:
-        """Edit the first layer of each kind of MLP that writes anything; a wrong path is wrong in every layer."""
-        ids = repeat(_ids(target), "1 pos -> row pos", row=_ROWS)
-        kinds = set[str]()
-        if not any(target.has_neurons(layer) for layer in range(target.n_layers)):
-            raise _WrongError(f"the adapter names a module that is not there ({target.adapter.down!r} in no layer)")
-        for layer in range(target.n_layers):
-            is_mixture = target.is_mixture(layer)
-            kind = kind_of(target.layers[layer])
-            if kind in kinds or not target.has_neurons(layer):
-                continue
-            if not is_mixture and _typical_neuron(target, layer) is None:
-                continue
-            edited = _EditedLayer(target, layer)
-            with target.hooks(*edited.hooks()):
-                if target.kind == "bridge":
-                    output = target.model(ids)
-                elif whole:
-                    output = target.hf(input_ids=ids, use_cache=False)
-                else:
-                    output = target.forward(ids, upto=layer)
-            if edited.writes_nothing():
-                continue
-            change = 1.0  # where the pass ends before the logits
-            if output is not None:
-                logits = (output if isinstance(output, Tensor) else output.logits).float()
-                change = float((logits[1] - logits[0])[_POSITION:].abs().max())
-            if kinds:
-                change = min(change, self.logits_change)
-            self.logits_change = change
-            self.silent |= edited.silent()
-            self.error = max(self.error, *edited.errors())
-            self.layers.append(layer)
-            kinds.add(kind)
-
-    def problem(self, tolerance: float) -> str | None:
-        """What is wrong; "not <=", so that NaN is wrong as well."""
-        if not self.error <= tolerance:
-            return f"a moved neuron does not change the layer as the adapter says (relative error {self.error:.2g})"
-        if self.layers and not self.logits_change > 0:
-            return "an edit at the down projection's input does not change the logits"
-        return None
+def _measure_edits(report: ProbeReport, target: Target, whole: bool) -> None:
+    """Edit the first layer of each kind of MLP that writes anything; a wrong path is wrong in every layer."""
+    layers = range(target.n_layers)
+    for name in _DENSE_PATHS if target.adapter.experts is None else _PATHS:
+        path = getattr(target.adapter, name)
+        if path is not None and not any(target.has_part(layer, path) for layer in layers):
+            raise _WrongError(f"the adapter names a module that is not there ({path!r} in no layer)")
+    ids = repeat(token_ids(target, _LENGTH), "1 pos -> row pos", row=_ROWS)
+    kinds = set[str]()
+    for layer in layers:
+        kind = kind_of(target.layers[layer])
+        if kind in kinds or not target.has_neurons(layer):
+            continue
+        neuron: int | None = 0
+        if target.has_part(layer, target.adapter.down):
+            neuron = _typical_neuron(target, layer)
+        if neuron is None:
+            continue
+        edited = _EditedLayer(target, layer, neuron)
+        with target.hooks(*edited.hooks()):
+            if target.kind == "bridge":
+                output = target.model(ids)
+            elif whole:
+                output = target.hf(input_ids=ids, use_cache=False)
+            else:
+                output = target.forward(ids, upto=layer)
+        edited.check_passed()
+        if edited.writes_nothing():
+            continue
+        kinds.add(kind)
+        report.layers += (layer,)
+        report.edit_error = max(report.edit_error, *edited.errors())
+        if output is not None:
+            logits = (output if isinstance(output, Tensor) else output.logits).float()
+            change = float((logits[1] - logits[0])[_POSITION:].abs().max())
+            report.logits_change = min(report.logits_change, change)
+    if not report.edit_error <= report.tolerance:  # "not <=", so that NaN is wrong as well
+        raise _WrongError(
+            f"a moved neuron does not change the layer as the adapter says (relative error {report.edit_error:.2g})"
+        )
+    if not report.logits_change > 0:
+        raise _WrongError("an edit at the down projection's input does not change the logits")
 
 
 def _typical_neuron(target: Target, layer: int) -> int | None:
     """A neuron whose column is neither zero nor large; None if all are zero."""
-    try:
-        norms = target.w_out_norms(layer)
-    except (UnsupportedError, IndexError):
-        return 0  # a wrong path, which the edits report
+    norms = target.w_out_norms(layer)
     order = norms.argsort()[int((norms == 0).sum()) :]
     if len(order):
         return int(order[len(order) // 2])
@@ -208,45 +194,43 @@ class _EditedLayer:
     not be).
     """
 
-    def __init__(self, target: Target, layer: int) -> None:
-        self.target, self.layer, self.adapter = target, layer, target.adapter
+    def __init__(self, target: Target, layer: int, neuron: int) -> None:
+        self.target, self.layer, self.neuron, self.adapter = target, layer, neuron, target.adapter
         self.is_mixture, self.has_shared = target.is_mixture(layer), target.has_shared(layer)
-        self.neuron = 0
-        if not self.is_mixture or self.has_shared:
-            self.neuron = _typical_neuron(target, layer) or 0
         self.passed: dict[str, Float[Tensor, "row pos width"]] = {}
         self._expert_error = 0.0
-        self._paths = dict[str, str]()
-        for name in _MIXTURE_MODULES if self.is_mixture else _DENSE_MODULES:
-            path = getattr(self.adapter, name)
-            layers = [number for number in range(target.n_layers) if target.has_part(number, path)]
-            if path is not None and (layer in layers or not layers):
-                self._paths[name] = path
 
-    def hooks(self) -> list[tuple[nn.Module, str, Any]]:
+    def hooks(self) -> list[Hook]:
         """The hooks that edit and record."""
-        hooks: list[tuple[nn.Module, str, Any]] = []
+        target, layer = self.target, self.layer
+        hooks = list[Hook]()
+        recorded = ["post_mlp_norm", "shared_gate"]
         if self.is_mixture:
-            experts = self._module(self.adapter.experts)
+            experts = target.sub(layer, self.adapter.experts or "")
             hooks.append((experts, "post", self._recompute))
             hooks.append((experts, "post", on_hidden(self._turn)))
             if self.has_shared:
-                down = self.target.mlp_part(self.layer, "down")
-                hooks.append((down, "pre", on_input(partial(self._move, "shared", 2))))
+                hooks.append((target.mlp_part(layer, "down"), "pre", on_input(partial(self._move, "shared", 2))))
         else:
-            hooks.append((self._module(self.adapter.down), "pre", on_input(partial(self._move, "post", 1))))
-            if "up" in self._paths:
-                hooks.append((self._module(self.adapter.up), "post", on_output(self._move_up)))
-        for name, path in {"layer": "", **self._paths}.items():
-            if name == "mlp" and self.target.has_part(self.layer, path):
-                hooks += self.target.on_mlp(self.layer, partial(self._record, name))
-            else:
-                hooks.append((self._module(path), "post", on_output(partial(self._record, name))))
+            recorded = ["post_mlp_norm", "gate", "up"]
+            hooks.append((target.mlp_part(layer, "down"), "pre", on_input(partial(self._move, "post", 1))))
+            if target.has_part(layer, self.adapter.up):
+                hooks.append((target.mlp_part(layer, "up"), "post", on_output(self._move_up)))
+        hooks += target.on_mlp(layer, partial(self._record, "mlp"))
+        hooks.append((target.layers[layer], "post", on_output(partial(self._record, "layer"))))
+        for name in recorded:
+            path = getattr(self.adapter, name)
+            if target.has_part(layer, path):
+                hooks.append((target.sub(layer, path), "post", on_output(partial(self._record, name))))
         return hooks
 
-    def silent(self) -> set[str]:
-        """Fields whose module exists but did not run."""
-        return self._paths.keys() - self.passed.keys()
+    def check_passed(self) -> None:
+        """Refuse a layer of which a part did not run; of some models, layers run for images only."""
+        if "layer" not in self.passed:
+            raise _WrongError(f"layer {self.layer} does not run in a pass over text")
+        missing = {"mlp", "post"} - self.passed.keys()
+        if missing:
+            raise _WrongError(f"the adapter's {' and '.join(sorted(missing))} did not run in layer {self.layer}")
 
     def writes_nothing(self) -> bool:
         """A gain of zero before the experts or behind the MLP: the edit writes nothing, and the layer shows nothing."""
@@ -255,9 +239,6 @@ class _EditedLayer:
 
     def errors(self) -> list[float]:
         """Relative distances between the actual and the expected changes."""
-        missing = {"layer", "mlp", "post"} - self.passed.keys()
-        if missing:
-            raise _WrongError(f"the adapter's {' and '.join(sorted(missing))} did not run in layer {self.layer}")
         moved = torch.zeros_like(self.passed["post"][0])
         if self.is_mixture:
             post = self.passed["post"][0, _POSITION]
@@ -270,12 +251,10 @@ class _EditedLayer:
             _relative(self._change("post", 1), moved),
             _relative(self._change("mlp", 1) * self.adapter.write_factor, written, self.passed["mlp"]),
         ]
-        config = self.target.config
         if not self.adapter.adds:
             if not self._change("layer", 1).any():
                 raise _WrongError(f"what the MLP of layer {self.layer} gives does not change the residual stream")
-        # OPT-350m normalises the residual stream itself, after adding the MLP's output.
-        elif config.model_type != "opt" or config.do_layer_norm_before:
+        else:
             last = "mlp"
             if "post_mlp_norm" in self.passed:
                 last = "post_mlp_norm"
@@ -322,12 +301,6 @@ class _EditedLayer:
         column = self.target.w_out(self.layer, [self.neuron])[0].float().to(moved.device)
         return moved[:, self.neuron, None] * column
 
-    def _module(self, path: str | None) -> nn.Module:
-        try:
-            return self.target.sub(self.layer, path or "")
-        except UnsupportedError as error:
-            raise _WrongError(f"the adapter names a module that is not there ({error})") from None
-
     def _record(self, name: str, output: Any) -> None:
         self.passed[name] = _by_row(first_tensor(output).detach().float())
 
@@ -347,7 +320,7 @@ class _EditedLayer:
         edited[3, _POSITION, first::2] -= _step(edited)
         return edited.reshape(output.shape)
 
-    def _recompute(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _recompute(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
         """Compare what experts give with what they must give according to their layout."""
         experts = experts_of(module)
         if experts is not None:
@@ -390,23 +363,14 @@ def _relative(change: Tensor, expected: Tensor, numbers: Tensor | None = None) -
 
 def begins_at(target: Target, layer: int, last: int) -> bool:
     """Whether a pass that begins at a layer, with what entered it in a whole pass, gives the same in a later one."""
-    ids = _ids(target, _SHORT)
-    entering: list[Tensor] = []
-    wrapped: list[bool] = []
-    ends: list[Tensor] = []
-
-    def entered(hidden: Tensor) -> None:
-        entering.append(hidden.clone())
-
-    def passed(output: Any) -> None:
-        wrapped.append(isinstance(output, tuple))
-
-    def ended(output: Any) -> None:
-        ends.append(first_tensor(output).clone())
-
-    watching = (target.layers[layer], "pre", on_input(entered)), (target.layers[layer - 1], "post", on_output(passed))
-    ending = target.layers[last], "post", on_output(ended)
-    with target.hooks(*watching, ending):
+    ids = token_ids(target, _SHORT)
+    entering = list[Tensor]()
+    wrapped = list[bool]()
+    ends = list[Tensor]()
+    entered = on_input(lambda hidden: entering.append(hidden.clone()))
+    passed = on_output(lambda output: wrapped.append(isinstance(output, tuple)))
+    ending = target.layers[last], "post", on_output(lambda output: ends.append(first_tensor(output).clone()))
+    with target.hooks((target.layers[layer], "pre", entered), (target.layers[layer - 1], "post", passed), ending):
         target.forward(ids, upto=last)
     try:
         start = LayerInput(layer, entering[0], wrapped[0])
@@ -420,54 +384,42 @@ def begins_at(target: Target, layer: int, last: int) -> bool:
 # -- attention -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _AttentionErrors:
-    """Distance of recomputed attention rows from a sum of one, and from the model's own weights."""
-
-    row_sums: float = 0.0
-    distance: float = 0.0
-
-    def measure(self, target: Target) -> None:
-        """Compare the first layers."""
-        attending = [layer for layer in range(target.n_layers) if target.has_attention(layer)]
-        layers = attending[:_ATTENTION_LAYERS]
-        if target.kind == "bridge":
-            recomputed = _recomputed_rows(target, layers)
-            own = recomputed
-        else:
-            with _narrowed(target):
-                own = _own_rows(target, layers)
-                recomputed = _recomputed_rows(target, layers)
-                if not target.adapter.attention_interface:
-                    self.distance = max(_distance_from_output(target, layer) for layer in layers)
-                elif target.adapter.learned_sinks:
-                    self.distance = _distance_of_weighted(target, recomputed)
-        for layer in layers:
-            if layer not in recomputed:
-                raise _WrongError(f"no attention was recomputed in layer {layer}")
-            rows, weights = recomputed[layer], own[layer]
-            if target.kind != "bridge" and rows.shape[1] != target.n_heads:
-                raise _WrongError(f"layer {layer} has {rows.shape[1]} heads, and the configuration {target.n_heads}")
-            if rows.shape != weights.shape:
-                raise _WrongError(
-                    f"recomputed attention has shape {tuple(rows.shape)}, the model's own {tuple(weights.shape)}"
-                )
-            if target.adapter.learned_sinks:  # some models take the share of the sinks off the output, not the weights
-                rows = rows / rows.sum(-1, keepdim=True)
-                weights = weights / weights.sum(-1, keepdim=True)
-            self.row_sums = max(self.row_sums, float((rows.sum(-1) - 1).abs().max()))
-            self.distance = max(self.distance, float((rows - weights).abs().max()))
-
-    def problem(self, tolerance: float) -> str | None:
-        """What is wrong; "not <=", so that NaN is wrong as well."""
-        if not self.row_sums <= tolerance:
-            return f"recomputed attention rows do not sum to one (off by {self.row_sums:.2g})"
-        if not self.distance <= tolerance:
-            return f"recomputed attention differs from the model's own (by {self.distance:.2g})"
-        return None
+def _measure_attention(report: ProbeReport, target: Target) -> None:
+    """Compare recomputed attention rows of the first layers with a sum of one, and with the model's own weights."""
+    adapter = target.adapter
+    layers = [layer for layer in range(target.n_layers) if target.has_attention(layer)][:_ATTENTION_LAYERS]
+    with _narrowed(target):
+        recomputed = _recomputed_rows(target, layers)
+        own = recomputed
+        if target.kind != "bridge":
+            own = _own_rows(target, layers)
+            if adapter.learned_sinks or not adapter.attention_interface:
+                report.attention_error = _distance_of_weighted(target, recomputed)
+    for layer in layers:
+        if layer not in recomputed:
+            raise _WrongError(f"no attention was recomputed in layer {layer}")
+        rows, weights = recomputed[layer], own[layer]
+        if target.kind != "bridge" and rows.shape[1] != target.n_heads:
+            raise _WrongError(f"layer {layer} has {rows.shape[1]} heads, and the configuration {target.n_heads}")
+        if rows.shape != weights.shape:
+            raise _WrongError(
+                f"recomputed attention has shape {tuple(rows.shape)}, the model's own {tuple(weights.shape)}"
+            )
+        if adapter.learned_sinks:  # some models take the share of the sinks off the output, not the weights
+            rows = rows / rows.sum(-1, keepdim=True)
+            weights = weights / weights.sum(-1, keepdim=True)
+        report.row_sum_error = max(report.row_sum_error, float((rows.sum(-1) - 1).abs().max()))
+        report.attention_error = max(report.attention_error, float((rows - weights).abs().max()))
+    if not report.row_sum_error <= report.tolerance:
+        raise _WrongError(f"recomputed attention rows do not sum to one (off by {report.row_sum_error:.2g})")
+    if not report.attention_error <= report.tolerance:
+        raise _WrongError(f"recomputed attention differs from the model's own (by {report.attention_error:.2g})")
 
 
-def _recomputed_rows(target: Target, layers: list[int]) -> dict[int, Float[Tensor, "1 head query key"]]:
+_Rows = dict[int, Float[Tensor, "1 head query key"]]
+
+
+def _recomputed_rows(target: Target, layers: list[int]) -> _Rows:
     # The one import of a package further down: what is recomputed there is what has to be proven here.
     from sinkscope.trace.attention import attention_rows
 
@@ -477,7 +429,7 @@ def _recomputed_rows(target: Target, layers: list[int]) -> dict[int, Float[Tenso
         chunks.setdefault(layer, []).append(rows)
 
     with attention_rows(target, keep, layers=layers, rows_per_chunk=3):
-        target.forward(_ids(target, _LONG), upto=layers[-1])
+        target.forward(token_ids(target, _LONG), upto=layers[-1])
     return {layer: torch.cat(parts, 2) for layer, parts in chunks.items()}
 
 
@@ -507,22 +459,22 @@ def _narrowed(target: Target) -> Iterator[None]:
             setattr(owner, name, reach)
 
 
-def _own_rows(target: Target, layers: Iterable[int]) -> dict[int, Float[Tensor, "1 head query key"]]:
+def _own_rows(target: Target, layers: list[int]) -> _Rows:
     """The weights that the model's own eager attention returns."""
     from sinkscope.trace.attention import eager
 
-    weights: dict[int, Tensor] = {}
+    weights: _Rows = {}
 
     def keep(layer: int, output: Any) -> None:
         weights[layer] = output[1].float()
 
     hooks = [(target.sub(layer, target.adapter.attn), "post", on_output(partial(keep, layer))) for layer in layers]
     with eager(target), target.hooks(*hooks):
-        target.forward(_ids(target, _LONG), upto=max(layers))
+        target.forward(token_ids(target, _LONG), upto=layers[-1])
     return weights
 
 
-def _distance_of_weighted(target: Target, rows: dict[int, Float[Tensor, "1 head query key"]]) -> float:
+def _distance_of_weighted(target: Target, rows: _Rows) -> float:
     """How far the values, weighted by recomputed rows, are from what the output projections read, relatively."""
     from sinkscope.trace.attention import Attention, eager, listening
 
@@ -533,56 +485,16 @@ def _distance_of_weighted(target: Target, rows: dict[int, Float[Tensor, "1 head 
         values[call.layer] = call.value.float()
 
     def keep_heads(layer: int, entering: Tensor) -> None:
-        heads[layer] = entering.float()
+        heads[layer] = entering.float().reshape(1, _LONG, -1)
 
     hooks = [(target.output_projection(layer), "pre", on_input(partial(keep_heads, layer))) for layer in rows]
     with eager(target), target.hooks(*hooks):
-        target.forward(_ids(target, _LONG), upto=max(rows))
+        target.forward(token_ids(target, _LONG), upto=max(rows))
     with listening(target, keep_values):  # in a pass of its own: the tap may replace the model's attention
-        target.forward(_ids(target, _LONG), upto=max(rows))
-    distances: list[float] = []
+        target.forward(token_ids(target, _LONG), upto=max(rows))
+    distances = list[float]()
     for layer, of_layer in rows.items():
         value = values[layer].repeat_interleave(of_layer.shape[1] // values[layer].shape[1], 1)
         weighted = rearrange(of_layer @ value, "row head query d_head -> row query (head d_head)")
         distances.append(_relative(weighted, heads[layer]))
     return max(distances)
-
-
-def _distance_from_output(target: Target, layer: int) -> float:
-    """How far the weights that an attention module returns are from those that make its output, relatively.
-
-    The output is the weights times one vector for each token. The module is called with its input in several orders,
-    which takes the vectors along and changes the weights: no vectors fit them all if the weights are others.
-    """
-    from sinkscope.trace.attention import eager
-
-    attn: Any = target.sub(layer, target.adapter.attn)
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    heads: list[Tensor] = []
-
-    def keep_call(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((args, kwargs))
-
-    def keep_heads(entering: Tensor) -> None:
-        heads.append(entering.double().reshape(_LONG, target.n_heads, -1))
-
-    all_weights: list[Tensor] = []
-    with eager(target):
-        with target.hooks((attn, "pre", keep_call)):
-            target.forward(_ids(target, _LONG), upto=layer)
-        (args, kwargs) = calls[0]
-        hidden = args[0] if args else kwargs["hidden_states"]
-        with target.hooks((target.output_projection(layer), "pre", on_input(keep_heads))):
-            for shift in (0, 3, 7, 12):
-                moved = hidden.roll(shift, 1)
-                if args:
-                    output = attn(moved, *args[1:], **kwargs)
-                else:
-                    output = attn(**{**kwargs, "hidden_states": moved})
-                if len(heads) == len(all_weights):  # what they weight leaves the module as it is
-                    keep_heads(output[0])
-                all_weights.append(output[1][0].double().roll(-shift, -1))
-    weights = torch.cat(all_weights, 1)
-    output = rearrange(torch.cat(heads), "row head width -> head row width")
-    vectors = torch.linalg.lstsq(weights, output).solution
-    return float((weights @ vectors - output).abs().max() / output.abs().max())

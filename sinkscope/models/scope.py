@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from transformers import DynamicCache
 from transformers.cache_utils import (
@@ -23,59 +23,31 @@ _WITH_KEYS = (
 )
 
 
-@dataclass(frozen=True)
-class Scope:
-    """What is served of a model, by layers.
-
-    Attributes:
-        n_layers: Number of decoder layers.
-        neurons: Layers with an MLP, whose neurons can be found, ablated and patched.
-        attention: Layers whose attention rows are shown.
-        policies: Layers on whose cache policies and guards act.
-        why_no_policies: Why there are none, if there are none.
-    """
-
-    n_layers: int
-    neurons: tuple[int, ...]
-    attention: tuple[int, ...]
-    policies: tuple[int, ...]
-    why_no_policies: str = ""
-
-    def line(self) -> str:
-        """One sentence."""
-        parts = [
-            f"sink neurons and patches in {self._of_all(self.neurons)}",
-            f"attention in {self._of_all(self.attention)}",
-        ]
-        if self.policies:
-            parts.append(f"cache policies and guards in {self._of_all(self.policies)}")
-        else:
-            parts.append(f"no cache policies or guards, because {self.why_no_policies}")
-        return "; ".join(parts)
-
-    def _of_all(self, layers: tuple[int, ...]) -> str:
-        if len(layers) == self.n_layers:
-            return "all layers"
-        return f"{len(layers)} of {self.n_layers} layers"
-
-
 def cache_layers(target: Target) -> list[int]:
     """Layers whose part of the cache holds keys and values; others keep a state alone."""
     layers = DynamicCache(config=target.config).layers
     return [number for number, layer in enumerate(layers) if type(layer) in _WITH_KEYS]
 
 
-def scope_of(target: Target) -> Scope:
-    """What is served of a model."""
+def scope_line(target: Target) -> str:
+    """What is served of a model, in one line."""
     layers = range(target.n_layers)
-    policies = cache_layers(target)
-    return Scope(
-        target.n_layers,
-        tuple(layer for layer in layers if target.has_neurons(layer)),
-        tuple(layer for layer in layers if target.has_attention(layer)),
-        tuple(layer for layer in policies if target.has_attention(layer)),
-        "no layer of its cache holds keys and values",
-    )
+    attention = [layer for layer in layers if target.has_attention(layer)]
+    policies = [layer for layer in cache_layers(target) if layer in attention]
+    parts = {
+        "sink neurons and patches": [layer for layer in layers if target.has_neurons(layer)],
+        "attention": attention,
+        "cache policies and guards": policies,
+    }
+    sentences = list[str]()
+    for what, served in parts.items():
+        where = f"{len(served)} of {len(layers)} layers"
+        if len(served) == len(layers):
+            where = "all layers"
+        sentences.append(f"{what} in {where}")
+    if not policies:
+        sentences[-1] = "no cache policies or guards, because no layer of its cache holds keys and values"
+    return "; ".join(sentences)
 
 
 def shown_row(adapter: Adapter) -> str:

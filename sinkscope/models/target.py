@@ -17,11 +17,11 @@ from sinkscope.files.notation import neuron_name
 from sinkscope.files.records import between, conform
 from sinkscope.models.adapters import Adapter
 from sinkscope.models.config import without_cache
-from sinkscope.models.experts import Experts, experts_of
+from sinkscope.models.experts import Args, Experts, Kwargs, experts_of
 
 Kind = Literal["hf", "bridge", "nnsight"]
-
-
+Hook = tuple[nn.Module, str, Any]
+"""A module, "pre" or "post", and a function with the signature of torch's hooks with kwargs."""
 LARGEST_ID = (1 << 63) - 1
 
 
@@ -370,7 +370,7 @@ class Target:
             writers.append(self.mlp_part(layer, "down"))
         return writers
 
-    def on_mlp(self, layer: int, see: Callable[[Tensor], None]) -> list[tuple[nn.Module, str, Any]]:
+    def on_mlp(self, layer: int, see: Callable[[Tensor], None]) -> list[Hook]:
         """Hooks by which `see` gets what the MLP gives, before any norm behind it."""
         writers = self.mlp_writers(layer)
         given: list[Tensor] = []
@@ -473,6 +473,11 @@ class Target:
                 parts.append(norms_of(self.w_out(layer, neurons.tolist(), expert), 1))
             return torch.cat(parts)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether weights that are not read layer by layer are on the meta device."""
+        return self.resident and any(parameter.is_meta for parameter in self.hf.parameters())
+
     def check_loaded(self) -> None:
         """Refuse a model whose weights are on the meta device, unless they are read from elsewhere when needed.
 
@@ -548,10 +553,10 @@ class Target:
         raise Stop
 
     @contextmanager
-    def hooks(self, *pairs: tuple[nn.Module, str, Any]) -> Iterator[None]:
-        """Context manager with hooks (module, "pre" | "post", fn), which have torch's signatures with kwargs."""
+    def hooks(self, *hooks: Hook) -> Iterator[None]:
+        """Context manager with hooks."""
         with ExitStack() as stack:
-            for module, when, fn in pairs:
+            for module, when, fn in hooks:
                 add = module.register_forward_hook
                 if when == "pre":
                     add = module.register_forward_pre_hook
@@ -573,16 +578,28 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
         yield
 
 
+def hidden_of(args: Args, kwargs: Kwargs) -> Tensor:
+    """The hidden states among the arguments of a call."""
+    if args:
+        return args[0]
+    return kwargs["hidden_states"]
+
+
+def with_hidden(args: Args, kwargs: Kwargs, hidden: Tensor) -> tuple[Args, Kwargs]:
+    """The arguments of a call, with other hidden states."""
+    if args:
+        return (hidden, *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": hidden}
+
+
 def on_input(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
     """A forward pre-hook with kwargs: `fn` sees the hidden states that enter a module, and may return others."""
 
-    def hook(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        new = fn(args[0] if args else kwargs["hidden_states"])
+    def hook(_module: object, args: Args, kwargs: Kwargs) -> Any:
+        new = fn(hidden_of(args, kwargs))
         if new is None:
             return None
-        if args:
-            return (new, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": new}
+        return with_hidden(args, kwargs, new)
 
     return hook
 

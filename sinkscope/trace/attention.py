@@ -5,7 +5,7 @@ its rows. If no handler acts, the model's own attention runs with the model's ow
 one bit for bit (under a cache policy, up to rounding where a sliding window would have dropped keys). The tap does not
 know who listens, so measurements work under cache policies and guards.
 
-Measurements listen through `attention_rows` and `queries_and_keys`. No full query x key matrix is stored: an observer
+Measurements listen through `attention_rows`. No full query x key matrix is stored: an observer
 sees `rows_per_chunk` rows at a time. The rows include everything the architecture does to its scores: soft cap, window,
 padding, learned sink logits. Under a cache policy they cover the keys that the cache keeps.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -36,6 +36,9 @@ CHUNK = 256
 """Queries whose rows are built at a time, if a handler does not say another number."""
 _MASKED_CHUNK = 1024  # queries at a time where a mask has to be built
 
+Output = tuple[Tensor, Tensor | None]
+"""What attention gives, `[batch query head d_value]`, and its rows if it has them."""
+Rows = Float[Tensor, "batch head query key"]
 RowsFunction = Callable[[int, Tensor], None]
 """Called with the number of the first query and rows `[batch head query key]`."""
 
@@ -83,7 +86,7 @@ class View:
     def sees(self) -> Bool[Tensor, "batch _ query key"]:
         """Keys that hold a token, are not later than the query, and are inside the window.
 
-        Padding queries see all held keys, so that nothing is divided by zero; their output is never read.
+        Padding queries see none; their output is never read.
         """
         pos = self.pos
         if self.hidden is None and pos.stride(1) == 0:  # the same in every head
@@ -91,13 +94,11 @@ class View:
         # By indexing, because this runs for every generated token, where einops takes a tenth of the time.
         key = pos[:, :, None, :]  # "batch kv_head key -> batch kv_head 1 key"
         query = self.query_pos[:, None, :, None]  # "batch query -> batch 1 query 1"
-        padding = query < 0
-        visible = (key <= query) | padding
+        visible = (key <= query) & (key >= 0)
         if self.window is not None:
-            visible = visible & ((key > query - self.window) | padding)
+            visible = visible & (key > query - self.window)
         if isinstance(self.window, ChunkWindow):
-            visible = visible & ((key // self.window == query // self.window) | padding)
-        visible = visible & (key >= 0)
+            visible = visible & (key // self.window == query // self.window)
         if self.chosen is not None:
             place = pos[:, :1, None].clamp(min=0).expand(-1, *self.chosen.shape[1:3], -1)
             visible = visible & self.chosen.gather(-1, place)
@@ -169,7 +170,7 @@ class Attention:
     view: View | None = None
     complete: bool = False
     evicted: bool = False
-    compute: Callable[[Attention], tuple[Tensor, Tensor | None] | None] | None = None
+    compute: Callable[[Attention], Output | None] | None = None
     indices: Int[Tensor, "batch query chosen"] | None = None
     in_blocks: Bool[Tensor, "batch head query key"] | None = None
     is_again: bool = False
@@ -192,17 +193,20 @@ class Attention:
 
     @property
     def softcap(self) -> float | None:
-        """The soft cap of the model's own attention; SDPA, if selected, drops it (or refuses to run)."""
-        if stock_name(self.module.config) == "sdpa":
-            return None
-        return self.settings.get("softcap")
+        """The soft cap of the model's own attention."""
+        return self._of_own("softcap")
 
     @property
     def sinks(self) -> Tensor | None:
-        """The learned sink logits of the model's own attention; SDPA, if selected, drops them."""
-        if stock_name(self.module.config) == "sdpa":
+        """The learned sink logits of the model's own attention."""
+        return self._of_own("s_aux")
+
+    def _of_own(self, name: str) -> Any:
+        """A setting that eager attention follows; SDPA, if selected, drops it (or refuses to run)."""
+        value = self.settings.get(name)
+        if value is None or stock_name(self.module.config) == "sdpa":
             return None
-        return self.settings.get("s_aux")
+        return value
 
     @property
     def _needs_eager(self) -> bool:
@@ -244,7 +248,7 @@ class Attention:
         rows = _RowRange(first, chunk, by_mask and not self.evicted)
         self._listeners.setdefault(rows, []).append(fn)
 
-    def stock(self, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def stock(self, mask: Tensor | None) -> Output:
         """The model's own attention under a mask of the model's own kind."""
         return self._by(_stock_attention(self.module), self.query, mask)
 
@@ -265,11 +269,9 @@ class Attention:
             if is_eager:
                 mask = _additive(mask, query.dtype)
             outputs.append(self._by(own, query, mask)[0])
-        if len(outputs) == 1:
-            return outputs[0]
         return torch.cat(outputs, 1)
 
-    def finish(self) -> tuple[Tensor, Tensor | None]:
+    def finish(self) -> Output:
         """The output `[batch query head d_value]`, and weights if there are any; shows rows to handlers."""
         output, weights = self._attended()
         exact = weights is not None and weights.dtype == torch.float32
@@ -282,7 +284,7 @@ class Attention:
                 _tell(listeners, part.start, rows)
         return output, weights
 
-    def _attended(self) -> tuple[Tensor, Tensor | None]:
+    def _attended(self) -> Output:
         """Output and weights; where rows are needed for it, they are shown at once."""
         by_view = [rows_range for rows_range in self._listeners if not rows_range.by_mask]
         if by_view and self.queries == 1:  # the rows are built anyway: the output comes from them
@@ -312,7 +314,7 @@ class Attention:
             outputs.append(self._weighted(rows))
         return torch.cat(outputs, 1), None
 
-    def _by(self, own: Callable[..., Any], query: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _by(self, own: Callable[..., Any], query: Tensor, mask: Tensor | None) -> Output:
         return own(self.module, query, self.key, self.value, mask, **self.settings)
 
     def _weighted(self, rows: Tensor) -> Tensor:
@@ -322,11 +324,9 @@ class Attention:
         kv_heads = batch * self.value.shape[1]
         probs = rows.to(self.value.dtype).reshape(kv_heads, -1, keys)
         output = torch.bmm(probs, self.value.reshape(kv_heads, keys, -1))
-        if queries == 1:  # heads and queries need not change places
-            return output.view(batch, 1, heads, -1)
         return output.view(batch, heads, queries, -1).transpose(1, 2).contiguous()
 
-    def _rows(self, part: slice, by_mask: bool) -> Float[Tensor, "batch head query key"]:
+    def _rows(self, part: slice, by_mask: bool) -> Rows:
         query = self.query
         keys = self.key.shape[2]
         if self.queries > 1:
@@ -388,14 +388,6 @@ class OwnAttention(Attention):
         """Whether the model's own attention builds the whole matrix of rows."""
         return self._own.rows is not None
 
-    @property
-    def softcap(self) -> None:
-        """None is known: the scores are those after it."""
-
-    @property
-    def sinks(self) -> None:
-        """There are none."""
-
     def shown_to_last(self) -> Bool[Tensor, "batch 1 1 key"]:
         """The keys that the module shows to the last query."""
         last = self._own.scores(slice(self.queries - 1, self.queries))
@@ -432,7 +424,7 @@ class OwnAttention(Attention):
     def _is_fitted(self) -> bool:
         return self._fit[1] <= 1e-4 + 16 * torch.finfo(self.value.dtype).eps
 
-    def stock(self, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def stock(self, mask: Tensor | None) -> Output:
         """The module's own attention."""
         if self._own.lacks_bias:
             rows = self._rows(slice(None), False)
@@ -454,7 +446,7 @@ class OwnAttention(Attention):
         module, scaling, bias = self.module, self.scaling, self._own.bias
         return lambda query, key, view: rows_by_view(module, query, key, view, scaling, bias)
 
-    def _rows(self, part: slice, by_mask: bool) -> Float[Tensor, "batch head query key"]:
+    def _rows(self, part: slice, by_mask: bool) -> Rows:
         scores = self._own.scores(part).float()
         if self._own.lacks_bias:
             bias = self._bias()
@@ -492,7 +484,7 @@ def rows_by_view(
     view: View | None,
     scaling: float | None,
     bias: Float[Tensor, "_ head _"] | None = None,
-) -> Float[Tensor, "batch head query key"]:
+) -> Rows:
     """Attention rows of a module over what `view` shows, in float32.
 
     Args:
@@ -553,7 +545,7 @@ def attention_probs(
     softcap: float | None = None,
     sinks: Float[Tensor, " head"] | None = None,
     bias: Float[Tensor, "batch head 1 key"] | None = None,
-) -> Float[Tensor, "batch head query key"]:
+) -> Rows:
     """Softmax of scaled scores for some rows, in float32.
 
     Args:
@@ -631,16 +623,6 @@ def listening(target: Target, see: Callable[[Attention], None]) -> Iterator[None
             yield
         finally:
             leave(handler)
-
-
-@contextmanager
-def alone(see: Callable[[Attention], None]) -> Iterator[None]:
-    """Context manager: of all handlers, only the one with this function listens."""
-    token = _HANDLERS.set(tuple(handler for handler in _HANDLERS.get() if handler.see == see))
-    try:
-        yield
-    finally:
-        _HANDLERS.reset(token)
 
 
 @contextmanager
@@ -748,7 +730,7 @@ def configs_of(target: Target) -> list[Any]:
 
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
+) -> Output:
     """The attention function that transformers calls in every layer."""
     config = id(module.config)
     by_mask = False
@@ -831,8 +813,6 @@ def _mask(*, config: Any, **kwargs: Any) -> Any:
 
 RowObserver = Callable[[int, int, Tensor], None]
 """Called as `observer(layer, first_query, rows)` with rows `[batch head query key]`, float32."""
-QKObserver = Callable[[int, bool, Tensor, Tensor], None]
-"""Called as `observer(layer, rotated, query, key)`; `[batch head pos d_head]`, keys one per key/value head."""
 
 
 @contextmanager
@@ -870,61 +850,6 @@ def attention_rows(
         module = target.model.hook_dict[f"blocks.{layer}.attn.hook_pattern"]
         hooks.append((module, "post", on_output(lambda rows, layer=layer: observer(layer, 0, rows.float()))))
     with target.hooks(*hooks):
-        yield
-
-
-@contextmanager
-def queries_and_keys(target: Target, observer: QKObserver, layers: list[int]) -> Iterator[None]:
-    """Context manager: every forward pass shows its queries and keys to `observer`.
-
-    They are taken where transformers passes them to its attention function, so norms on queries and keys, fused
-    projections and partial rotary need no special code. Queries and keys before rotary are obtained by calling the same
-    module once more with a rotation by zero.
-
-    Args:
-        target: The model; plain or nnsight.
-        observer: Called as `observer(layer, rotated, query, key)`: first before rotary (after norms on queries and
-            keys) with `rotated` False, then after rotary with True. Models without rotary give the same both times.
-        layers: Layers to watch.
-
-    Raises:
-        UnsupportedError: The model is a TransformerBridge, which has its own attention, or outside transformers'
-            attention interface (Falcon, GPT-J); or a forward pass has a cache, into which the extra call would write.
-    """
-    refuse_opaque(target)
-    rotary = set[int]()  # layers whose queries and keys were rotated
-    is_unrotated = False  # during the extra call
-
-    def see(call: Attention) -> None:
-        layer = call.layer
-        if layer not in layers or call.is_again:
-            return
-        if is_unrotated or layer not in rotary:
-            observer(layer, False, call.query, call.key)
-        if not is_unrotated:
-            observer(layer, True, call.query, call.key)
-
-    def call_unrotated(layer: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal is_unrotated
-        if is_unrotated or kwargs.get("position_embeddings") is None:
-            return
-        if kwargs.get("past_key_values") is not None:
-            raise UnsupportedError(
-                "queries and keys before rotary are measured by calling the attention twice, which would write "
-                "into the cache twice: run the model with use_cache=False"
-            )
-        cos, sin = kwargs["position_embeddings"]
-        by_zero = torch.ones_like(cos), torch.zeros_like(sin)
-        rotary.add(layer)
-        is_unrotated = True
-        try:
-            with alone(see):
-                module(*args, **{**kwargs, "position_embeddings": by_zero})
-        finally:
-            is_unrotated = False
-
-    hooks = [(target.sub(layer, target.adapter.attn), "pre", partial(call_unrotated, layer)) for layer in layers]
-    with listening(target, see), target.hooks(*hooks):
         yield
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.models.target import Args, Kwargs, hidden_of
 
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm")
 _BIASES = ("alibi", "position_bias")  # arguments with a number for each head and key, which is added to the scores
@@ -83,10 +84,10 @@ Attend = Callable[[Parts], Tensor]
 class _Reader(TorchFunctionMode):
     """Sees one call of an attention module, and replaces the product of its rows and the values."""
 
-    def __init__(self, module: nn.Module, layer: int, attend: Attend, args: Any, kwargs: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Module, layer: int, attend: Attend, args: Args, kwargs: Kwargs) -> None:
         super().__init__()
         self.module, self.layer, self.attend = module, layer, attend
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = hidden_of(args, kwargs)
         self.batch, self.queries = hidden.shape[:2]
         self.attended = 0
         self._factors: tuple[Tensor, Tensor] | None = None
@@ -164,7 +165,7 @@ class _Reader(TorchFunctionMode):
         """`[batch head token width]`, also of a tensor that has batch and heads in one dimension."""
         return tensor.reshape(self.batch, -1, *tensor.shape[-2:])
 
-    def unmasked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def unmasked(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """The arguments of a call with masks that hide nothing and biases of zero, for what the cache will hold."""
         keys = self.queries
         for value in (*args, *kwargs.values()):

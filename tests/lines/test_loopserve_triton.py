@@ -12,14 +12,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_loopserve_sparse import drawn, inputs
+from test_loopserve_sparse import drawn, inputs, masked
 
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import UnsupportedError
 from sinkscope.kv.loopserve.sparse_prompts import SparsePrompts
 from sinkscope.lines import sparse
 from sinkscope.trace.attention import Attention, View
-
-KERNELS = ("auto", "blocks", "triton")
 
 CASES = {
     f"{kind}, {queries} of {queries + past}, width {width}, {kv} kv heads, {dtype}, limit {limit:g}": (
@@ -81,9 +79,8 @@ LISTS = "heads block_count block_index column_count column_index lone_count lone
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [None, 1])
 @pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 128), ("float32", 128), ("bfloat16", 256)])
-def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(dtype, width, stages):
+def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(dtype, width):
     """No GPU is needed to compile. Without tensor cores a float32 kernel has no registers left for its products."""
     pytest.importorskip("triton")
     from triton import compile as compiled
@@ -108,8 +105,7 @@ def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(dtype,
         {(names.index(name),): number for name, number in fixed.items()},
         {(i,): [["tt.divisibility", 16]] for i in even},
     )
-    stages = stages or kernel._stages(width, width, size, torch.empty(0, dtype=kind))
-    options = {"num_warps": kernel._warps(width, size), "num_stages": stages}
+    options = {"num_warps": kernel._warps(width, size), "num_stages": 1}
     made = compiled(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert made.metadata.shared <= 227 * 1024
     assert "wgmma" in made.asm["ptx"], "the products are not computed on tensor cores"
@@ -146,64 +142,51 @@ def test_the_index_names_each_cell_once():
     assert index.banded[1, 100:400].sum() == 299
 
 
-def test_without_triton_others_compute_and_it_is_said_once(monkeypatch):
+@pytest.mark.parametrize(
+    ("library", "module", "interpreted"), [("triton", "sinkscope.lines.triton", "1"), ("numba", "numba", "0")]
+)
+def test_without_its_library_lines_are_refused_and_it_is_said_once(monkeypatch, library, module, interpreted):
+    monkeypatch.setitem(sys.modules, module, None)  # an import of it fails
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     sparse._triton.cache_clear()
-    monkeypatch.setitem(sys.modules, "sinkscope.lines.triton", None)  # an import of it fails
-    query, key, value = inputs(2, 1, 200, 200)
-    lines = drawn(2, 200, 200, 0.05, 0.02)
-    with pytest.warns(UserWarning, match="lines are not computed by Triton: ") as said:
+    sparse.lone_loops.cache_clear()
+    with pytest.warns(UserWarning, match=f"install {library}") as said:
         for _ in range(2):
-            what = sparse.sparse_attention(query, key, value, lines, kernel="triton")[1]
-            assert what.kernel == "blocks"
-    assert len(said) == 1 and sparse.missing("triton", query, value) == "triton is not installed"
+            with pytest.raises(UnsupportedError, match=f"on cpu: {library} is not installed"):
+                sparse.sparse_attention(*inputs(2, 1, 200, 200), drawn(2, 200, 200, 0.05, 0.02))
+    assert len(said) == 1
     sparse._triton.cache_clear()
+    sparse.lone_loops.cache_clear()
 
 
-def test_the_kernel_is_decided_by_device_and_request():
-    cuda = torch.device("cuda")
-    cpu = torch.device("cpu")
-    limits = {(kernel, device): sparse.dense_limit(64, kernel, device) for kernel in KERNELS for device in (cuda, cpu)}
-    assert limits["auto", cuda] == limits["triton", cuda] == limits["triton", cpu] == 0.5
-    assert limits["auto", cpu] == limits["blocks", cpu] == limits["blocks", cuda] == 0.65
-    assert sparse.dense_limit(24, "blocks", cpu) == 0.325
-    call = getattr(sparse.sparse_attention, "__wrapped__", sparse.sparse_attention)  # without the check of types
-    with pytest.raises(SinkscopeError, match="kernel='gpu': expected"):
-        call(*inputs(2, 1, 20, 20), drawn(2, 20, 20, 1.0, 1.0), kernel="gpu")
+def test_the_limit_goes_by_device_and_width():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [sparse.dense_limit(64, device) for device in (cuda, cpu)] == [0.5, 0.65]
+    assert sparse.dense_limit(24, cpu) == 0.325
 
 
 def test_prompts_on_a_device_without_it_are_left_to_the_model():
-    """Unless blocks are asked for by a limit of one's own."""
     query = torch.empty(1, 2, 200, 16, device="meta")
     key = torch.empty(1, 1, 200, 16, device="meta")
     pos = torch.arange(200)[None]
-    view = View(pos[None], pos)
     module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation="sdpa"))
+    view = View(pos[None], pos)
     prompt = Attention(module, query, key, key, None, {}, view=view)
-
-    def reason(limit):
-        prompts = SparsePrompts("LoopServe", lambda *_: drawn(2, 200, 200, 0, 0), dense_above=limit)
-        return prompts.why_dense(prompt, view, None)
-
-    assert reason(None) == "on meta without Triton: kernel 'auto' does not use it on meta"
-    assert reason(0.5) is None
+    prompts = SparsePrompts("LoopServe", lambda *_: drawn(2, 200, 200, 0, 0))
+    assert prompts.why_dense(prompt, view, None) == "on meta: only CPUs and CUDA do that"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_it_is_what_is_used(dtype):
+@pytest.mark.parametrize(("queries", "past"), [(512, 0), (300, 211), (1000, 0)])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.bfloat16, 4e-3)])
+def test_on_a_gpu_it_is_what_is_used(dtype, error, queries, past):
     pytest.importorskip("sinkscope.lines.triton")
-    for queries, past in ((512, 0), (300, 211), (1000, 0)):
-        generator = torch.Generator().manual_seed(0)
-        query = torch.randn(4, queries, 128, generator=generator)
-        key, value = (torch.randn(2, queries + past, 128, generator=generator) for _ in range(2))
-        lines = drawn(4, queries + past, queries, 0.05, 0.01)
-        lines.slash[1, 20:200] = True
-        there = sparse.HeadLines(lines.vertical.cuda(), lines.slash.cuda(), queries)
-        on_gpu = [tensor.to("cuda", dtype) for tensor in (query, key, value)]
-        out, what = sparse.sparse_attention(*on_gpu, there, scaling=0.05, dense_above=1e9)
-        assert what.kernel == "triton" and not any(what.dense)
-        mask = lines.rows(torch.arange(past, queries + past))
-        some = [tensor.to(dtype).double().repeat_interleave(4 // len(tensor), 0) for tensor in (query, key, value)]
-        wanted = ((some[0] @ some[1].mT * 0.05).masked_fill(~mask, -torch.inf)).softmax(-1) @ some[2]
-        assert float((out.cpu().double() - wanted).norm() / wanted.norm()) < (1e-4 if dtype == torch.float32 else 4e-3)
+    given = [tensor.to(dtype) for tensor in inputs(4, 2, queries, queries + past, width=128)]
+    lines = drawn(4, queries + past, queries, 0.05, 0.01)
+    lines.slash[1, 20:200] = True
+    there = sparse.HeadLines(lines.vertical.cuda(), lines.slash.cuda(), queries)
+    out, what = sparse.sparse_attention(*(tensor.cuda() for tensor in given), there, scaling=0.25, dense_above=1e9)
+    assert what.kernel == "triton" and not any(what.dense)
+    wanted = masked(*given, lines)
+    assert float((out.cpu().double() - wanted).norm() / wanted.norm()) < error

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from organisms import tiny_model
-from organisms.hard import hard
 from raw_kit import zeroed
 from torch.testing import assert_close
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate
-from sinkscope.models.probe import probe
 from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.effects import Edit, effects
-from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.layer_view import (
     columns,
     contribution_norms,
@@ -44,15 +39,11 @@ def _inside(target: Target, family: str) -> tuple[torch.Tensor, torch.Tensor]:
     return seen["post"], seen.get("weight", torch.ones(IDS.numel(), 1))
 
 
-def _everywhere(target: Target):
-    return view_layer(target, LAYER, IDS, torch.ones_like(IDS, dtype=torch.bool))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_all_neurons_write_is_what_the_mlp_gives(family):
     """Routed ones first, `expert * d_mlp + neuron`, shared ones behind them; each weight as the model applies it."""
     target, (_, width, shared) = target_of(tiny_model(family)[0]), FAMILIES[family]
-    view = _everywhere(target)
+    view = view_layer(target, LAYER, IDS, torch.ones_like(IDS, dtype=torch.bool))
     assert view.post.shape[1] == 4 * width + shared and view.routing is not None
     cols = columns(target, LAYER, torch.arange(view.post.shape[1]))
     assert_close(view.post @ cols, view.mlp, atol=2e-6, rtol=1e-4)
@@ -104,14 +95,6 @@ def test_up_factor_and_written_values(family):
         assert_close(edited, model(IDS).logits, atol=1e-5, rtol=1e-4)
 
 
-def test_the_probe_holds_the_shared_expert_to_its_gate():
-    model, _ = tiny_model("qwen2_moe")
-    target = target_of(model)
-    assert probe(target).problem is None
-    for wrong in ({"shared_gate": None}, {"down": "mlp.shared_expert.up_proj"}):
-        assert probe(replace(target, adapter=replace(target.adapter, **wrong))).problem is not None
-
-
 def test_a_neuron_that_the_shared_expert_lacks_is_refused():
     model, _ = tiny_model("qwen2_moe")
     for site, wanted in (((1, 48), "0 to 47"), ((1, 0, 40), "0 to 31"), ((1, 4, 0), "0 to 3")):
@@ -122,19 +105,3 @@ def test_a_neuron_that_the_shared_expert_lacks_is_refused():
         Ablate(sites=[(0, 1, 3)]).on(tiny_model("glm4_moe")[0]),
     ):
         pass  # its first layer is dense
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["moe_shared", "moe_both"])
-def test_streamed_equals_in_memory(kind, tmp_path):
-    h = hard(kind, "qwen2_moe", 1)
-    h.model.save_pretrained(tmp_path / "m")
-    h.tokenizer.save_pretrained(tmp_path / "m")
-    (tmp_path / "text.txt").write_text(h.text(), encoding="utf-8")
-    streamed = find_sinks(tmp_path / "m", max_repeats=8, text=tmp_path / "text.txt", all_layers=True)
-    memory = find_sinks(h.model, tokenizer=h.tokenizer, max_repeats=8, text=tmp_path / "text.txt")
-    assert frozenset(streamed.minimal.edit_sites) == frozenset(memory.minimal.edit_sites) in h.truth.sets
-    assert [n.site for n in streamed.neurons] == [n.site for n in memory.neurons]
-    for a, b in zip(streamed.neurons, memory.neurons, strict=True):
-        assert a.ablation_drop == pytest.approx(b.ablation_drop, abs=1e-4)
-        assert a.neutral_post == pytest.approx(b.neutral_post, abs=1e-4)

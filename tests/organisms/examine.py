@@ -16,7 +16,7 @@ from torch import Tensor
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.probe import begins_at
-from sinkscope.models.scope import scope_of
+from sinkscope.models.scope import scope_line
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.models.wrapped import target_of
 from sinkscope.sinks.first_token.layer_view import (
@@ -90,7 +90,7 @@ def examine(model_type: str, *, seed: int = 0, quick: bool = False) -> TypeRepor
     target = report.attempt("neurons", lambda: target_of(model, tokenizer))
     if target is None:
         return report
-    report.scope = scope_of(target).line()
+    report.scope = scope_line(target)
     before = _state(model)
     _check_attention(report, target)
     for layer in range(1, target.n_layers):

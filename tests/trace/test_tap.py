@@ -20,7 +20,7 @@ from sinkscope.kv import H2O, TOVA, AShape, Full, Observe, StreamingLLM
 from sinkscope.lines.sums import scores_of
 from sinkscope.models.wrapped import target_of
 from sinkscope.trace import attention as tap
-from sinkscope.trace import attention_rows, internals, queries_and_keys
+from sinkscope.trace import attention_rows, internals
 
 PROMPT, LENGTHS, STEPS = 20, [20, 13], 5
 
@@ -151,8 +151,6 @@ def test_what_a_measurement_refuses():
     target = target_of(model)
     with pytest.raises(UnsupportedError, match="a cache policy has evicted some: measure the prompt"):
         decoded(model, [StreamingLLM(budget=6).on(model), scores_of(target, lambda *_: None, [0])])
-    with pytest.raises(UnsupportedError, match="write into the cache twice: run the model with use_cache=False"):
-        decoded(model, [queries_and_keys(target, lambda *_: None, [0])])
     assert model.config._attn_implementation == "sdpa" and tap._HANDLERS.get() == ()
 
 
@@ -182,17 +180,6 @@ def test_only_the_model_that_is_tapped_is_seen():
         assert shown.calls == []
         decode(other, ids, mask, 9)
         assert len(shown.calls) == 3
-
-
-def test_the_extra_call_before_rotary_is_nobody_elses():
-    model = model_of("llama")
-    target, (ids, _) = target_of(model), prompts([9])
-    shown, seen = [], []
-    rows = attention_rows(target, lambda layer, *_: shown.append(layer))
-    watch = Observe(lambda _: shown.append(-1), layers=[0])
-    with watch.on(model), rows, queries_and_keys(target, lambda _l, rotated, *_: seen.append(rotated), [0]):
-        target.forward(ids)
-    assert (sorted(shown), seen) == ([-1, 0, 1], [False, True])
 
 
 def test_exits_in_any_order_restore_the_models_attention():

@@ -243,16 +243,15 @@ class SparsePrompts:
 
         `flat` says whether every head of the layer was dense when lines were last chosen.
         """
-        keys, device = prompt.key.shape[2], prompt.query.device.type
+        keys = prompt.key.shape[2]
         cached = (view.pos[:, 0] >= 0).sum(-1)
         if bool((cached < self.shortest).all()):
             return f"fewer than {self.shortest} keys"
         if not self._may_pay(prompt.query[0], keys, flat):
             return f"{prompt.queries} new tokens are too few to pay for a choice of lines"
-        if device != "cpu" and self.dense_above is None:
-            why_no_kernel = missing("auto", prompt.query[0], prompt.value[0])
-            if why_no_kernel is not None:
-                return f"on {device} without Triton: {why_no_kernel}"
+        why_no_kernel = missing(prompt.query[0], prompt.value[0])
+        if why_no_kernel is not None:
+            return f"on {prompt.query.device.type}: {why_no_kernel}"
         if view.window is not None and keys > view.window:
             return "sliding window"
         if prompt.softcap is not None:
@@ -293,7 +292,7 @@ def _log_prompt(
 def line_limit(dense_above: float | None, query: Float[Tensor, "head query d_head"]) -> float:
     """Share of dense attention above which computing lines costs more than it saves: as given, or of the kernel."""
     if dense_above is None:
-        return dense_limit(query.shape[-1], "auto", query.device)
+        return dense_limit(query.shape[-1], query.device)
     return dense_above
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.files.plain import visible
+from sinkscope.models.config import first_line
 
 
 def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], name: str = "", *, answer: bool = True) -> str:
@@ -27,5 +28,5 @@ def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], name: str =
     try:
         return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=answer, tokenize=False))
     except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
-        reason = visible((str(error).splitlines() or [type(error).__name__])[0])
+        reason = visible(first_line(error))
         raise SinkscopeError(f"the chat template{whose} failed ({reason}): leave out chat") from None

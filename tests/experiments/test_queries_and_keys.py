@@ -11,11 +11,10 @@ from organisms import MODEL_TYPES, tiny_model
 from torch import Tensor
 from torch.testing import assert_close
 
-from sinkscope.errors import UnsupportedError
+from experiments.queries_and_keys import queries_and_keys
 from sinkscope.models.target import Target
 from sinkscope.models.wrapped import target_of
 from sinkscope.trace import attention_rows, trace
-from sinkscope.trace.attention import queries_and_keys
 
 LAYERS = [0, 2]
 
@@ -64,9 +63,3 @@ def test_before_rotary_is_the_projection_and_after_it_gives_the_attention_rows()
     assert_close(rows[0], scores.softmax(-1), rtol=1e-4, atol=1e-5)
     projected = trace(target, ids, ["blocks.2.attn.hook_q"])["blocks.2.attn.hook_q"]
     assert_close(seen[2, False][0], projected.transpose(1, 2), rtol=1e-4, atol=1e-5)
-
-
-def test_refused_where_attention_is_not_transformers_own():
-    model, tokenizer = tiny_model("falcon")
-    with pytest.raises(UnsupportedError, match="falcon"), queries_and_keys(target_of(model, tokenizer), print, [0]):
-        pass

@@ -1,0 +1,28 @@
+"""The tokenizer of a model, without its weights; used by scripts that only count tokens."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.models.config import read_tokenizer
+from sinkscope.models.hub import TOKENIZER_FILES, hub_folder
+from sinkscope.models.locate import locate
+
+
+def open_tokenizer(model: str | os.PathLike[str] | None = None) -> Any:
+    """The tokenizer of a short name, hub id or folder (also one that holds only a tokenizer); None: the bundled one.
+
+    Raises:
+        SinkscopeError: There is no tokenizer.
+    """
+    source = locate(model)
+    folder = Path(source.where)
+    if source.kind == "hub":
+        folder = hub_folder(str(source.where), None, TOKENIZER_FILES)
+    tokenizer = read_tokenizer(source.name, folder)
+    if tokenizer is None:
+        raise SinkscopeError(f"{source.name} has no tokenizer in it: give a model or a folder that has one")
+    return tokenizer
